@@ -1,0 +1,73 @@
+"""rollouts: train language-model agents in environments that are plugins; tokens in, tokens out.
+
+The rooms, from the ground up (a module imports only from rooms above it in this list):
+
+    types errors config      the shapes that travel, the error tree, the settings
+    plugins                  names from installed metadata, hooks, components that receive what they name
+    env  chat                authoring of environments; messages to token ids and back
+    training.algorithms      losses, advantages, aggregation: pure functions on tensors
+    inference                engines that sample; one file a backend
+    training.backends        engines that train; futures, LoRA, checkpoints
+    loggers  run_folder      where a run is written down
+    agent  training.rollout_gen  training.loops  evaluate    the loops, under trio
+    compose  api  cli        names become functions, only here
+
+Nothing heavy is imported until it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollouts.api import run
+    from rollouts.env.authoring import metric, reward, tool
+    from rollouts.plugins.hookspecs import hookimpl
+    from rollouts.types import Message, Sample, Score, Segment, Status, Task, ToolCall, Trajectory
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Message",
+    "Sample",
+    "Score",
+    "Segment",
+    "Status",
+    "Task",
+    "ToolCall",
+    "Trajectory",
+    "hookimpl",
+    "metric",
+    "reward",
+    "run",
+    "tool",
+]
+
+_HOMES = {
+    "Message": "rollouts.types",
+    "Sample": "rollouts.types",
+    "Score": "rollouts.types",
+    "Segment": "rollouts.types",
+    "Status": "rollouts.types",
+    "Task": "rollouts.types",
+    "ToolCall": "rollouts.types",
+    "Trajectory": "rollouts.types",
+    "hookimpl": "rollouts.plugins.hookspecs",
+    "metric": "rollouts.env.authoring",
+    "reward": "rollouts.env.authoring",
+    "run": "rollouts.api",
+    "tool": "rollouts.env.authoring",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'rollouts' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

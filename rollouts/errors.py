@@ -1,0 +1,119 @@
+"""Every error of rollouts, in one tree.
+
+    RolloutsError
+    ├── UserError                 the user's mistake: exit code 2, one message, no traceback
+    │   ├── ConfigError           a setting: unknown, mistyped, contradictory, or in an unreadable file
+    │   ├── PluginError           a component or plugin
+    │   │   ├── UnknownComponentError
+    │   │   ├── AmbiguousComponentError
+    │   │   ├── BrokenPluginError     it is installed, but does not import
+    │   │   └── SignatureError        it asks for something its kind does not offer
+    │   ├── ModelError            a model or tokenizer that cannot be used
+    │   ├── EnvironmentDefinitionError    an environment that cannot be used as it is written
+    │   └── OutputError           a run folder that exists or cannot be written
+    └── RunError                  the run failed: exit code 1
+        ├── RewardError           a reward returned NaN, or raised under the policy `raise`
+        ├── TrainingError         a loss returned a wrong shape or NaN, a step cannot be taken
+        └── InferenceError        an engine failed; inside an episode it becomes Status.INFERENCE_ERROR
+
+Each message says what was given, what was expected, and what to type next. A failed rollout is data (`Status`), not an
+exception; tool errors become messages to the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = [
+    "AmbiguousComponentError",
+    "BrokenPluginError",
+    "ConfigError",
+    "EnvironmentDefinitionError",
+    "InferenceError",
+    "ModelError",
+    "OutputError",
+    "PluginError",
+    "RewardError",
+    "RolloutsError",
+    "RunError",
+    "SignatureError",
+    "TrainingError",
+    "UnknownComponentError",
+    "UserError",
+    "near_misses",
+]
+
+
+class RolloutsError(Exception):
+    """Base of every error that rollouts raises on purpose."""
+
+    exit_code = 1
+
+
+class UserError(RolloutsError):
+    """The user's mistake; the message says what to type instead."""
+
+    exit_code = 2
+
+
+class ConfigError(UserError):
+    """A setting is unknown, mistyped or contradicts another one."""
+
+
+class PluginError(UserError):
+    """A component or plugin cannot be used."""
+
+
+class UnknownComponentError(PluginError):
+    """No installed distribution offers that name."""
+
+
+class AmbiguousComponentError(PluginError):
+    """Two distributions offer that name."""
+
+
+class BrokenPluginError(PluginError):
+    """The component is installed but does not import."""
+
+
+class SignatureError(PluginError):
+    """The component asks for something that its kind does not offer."""
+
+
+class ModelError(UserError):
+    """A model or tokenizer cannot be used."""
+
+
+class EnvironmentDefinitionError(UserError):
+    """An environment cannot be used as it is written."""
+
+
+class OutputError(UserError):
+    """A run folder exists already or cannot be written."""
+
+
+class RunError(RolloutsError):
+    """The run failed."""
+
+
+class RewardError(RunError):
+    """A reward returned something that is not a reward."""
+
+
+class TrainingError(RunError):
+    """A training step cannot be taken."""
+
+
+class InferenceError(RunError):
+    """An inference engine failed."""
+
+
+def near_misses(given: str, known: Iterable[str]) -> list[str]:
+    """The known names that look most like the given one, best first (at most three).
+
+    >>> near_misses("calulator", ["calculator", "prompts"])
+    ['calculator']
+    """
+    import difflib
+
+    return difflib.get_close_matches(given, sorted(set(known)), n=3, cutoff=0.6)

@@ -1,0 +1,193 @@
+"""The shapes that travel: Message, ToolCall, Task, Segment, Trajectory, Score, Status, Sample.
+
+Everything here is plain data (standard library and msgspec only), so that an environment author needs no torch and a
+trajectory can be written to a file, sent to another process and read back unchanged. What is left out: behaviour.
+Legend of axes used everywhere: L tokens of one row, T tokens of a batch, N rollouts, G rollouts of one prompt.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+__all__ = ["Message", "Sample", "Score", "Segment", "Status", "Task", "ToolCall", "Trajectory"]
+
+
+class Status(enum.StrEnum):
+    """How a rollout ended. Only `COMPLETED` and `TRUNCATED` rollouts were played out by the policy."""
+
+    PENDING = "pending"
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"  # ran out of tokens, turns or context
+    ABORTED = "aborted"  # stopped from outside; its partial tokens are kept
+    ENVIRONMENT_ERROR = "environment_error"  # setup, reply or close raised
+    INFERENCE_ERROR = "inference_error"  # the engine failed or refused
+    TIMEOUT = "timeout"  # the episode's deadline passed
+
+    @property
+    def is_infrastructure(self) -> bool:
+        """True for failures that say nothing about the policy: never scored, never trained."""
+        return self in (Status.ABORTED, Status.ENVIRONMENT_ERROR, Status.INFERENCE_ERROR, Status.TIMEOUT)
+
+
+class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One call that the model asked for.
+
+    `arguments` is a dict; where the model wrote something that cannot be read as a call, `error` says why in words
+    that are sent back to the model, and `arguments` is empty.
+    """
+
+    name: str
+    arguments: dict[str, Any] = {}
+    id: str = ""
+    error: str | None = None
+
+
+class Message(msgspec.Struct, omit_defaults=True):
+    """One message of a conversation. `content` is text or a list of parts (`{"type": "text", "text": ...}`)."""
+
+    role: str
+    content: str | list[dict[str, Any]] = ""
+    tool_calls: list[ToolCall] = []
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The text of the content; parts that are not text are left out."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.get("text", "") for part in self.content if part.get("type") == "text")
+
+
+class Task(msgspec.Struct, omit_defaults=True):
+    """One thing to do: a prompt (text, or messages), the answer if there is one, and anything else in `info`."""
+
+    prompt: str | list[Message]
+    answer: Any = None
+    info: dict[str, Any] = {}
+    id: str | None = None
+
+    @property
+    def messages(self) -> list[Message]:
+        """The prompt as a new list of messages."""
+        if isinstance(self.prompt, str):
+            return [Message("user", self.prompt)]
+        return list(self.prompt)
+
+    @property
+    def key(self) -> str:
+        """What tells this task from another one: its id, else its prompt."""
+        if self.id is not None:
+            return f"id:{self.id}"
+        if isinstance(self.prompt, str):
+            return f"prompt:{self.prompt}"
+        return "prompt:" + msgspec.json.encode(self.prompt).decode()
+
+
+class Segment(msgspec.Struct):
+    """A stretch of tokens that the engine really saw, in order: prompt and environment ids (mask 0) and sampled ids (mask 1).
+
+    A conversation whose template never rewrites history is one segment. All four lists have the same length L;
+    where the mask is 0 the logprob is 0.0 and the version -1.
+    """
+
+    tokens: list[int]
+    loss_mask: list[float]
+    logprobs: list[float]
+    versions: list[int]
+
+    def __post_init__(self) -> None:
+        lengths = (len(self.tokens), len(self.loss_mask), len(self.logprobs), len(self.versions))
+        assert len(set(lengths)) == 1, f"a segment's streams must be aligned, got lengths {lengths}"
+
+    @property
+    def sampled_count(self) -> int:
+        """How many tokens of this segment were sampled."""
+        return sum(1 for weight in self.loss_mask if weight > 0)
+
+
+class Trajectory(msgspec.Struct):
+    """What one agent did in one episode: the messages people read, and the exact tokens that are trained on.
+
+    `metrics` counts what happened (`turns`, `tool_calls`, `tool_failures`, ...); `error` says why an episode failed.
+    """
+
+    task: Task
+    messages: list[Message]
+    segments: list[Segment] = []
+    status: Status = Status.PENDING
+    metrics: dict[str, float] = {}
+    tools: list[dict[str, Any]] = []
+    error: str | None = None
+
+    @property
+    def last_text(self) -> str:
+        """The text of the last assistant message; empty where there is none."""
+        return next((m.text for m in reversed(self.messages) if m.role == "assistant"), "")
+
+    @property
+    def turns(self) -> int:
+        """How many times the model spoke."""
+        prompt_turns = sum(1 for m in self.task.messages if m.role == "assistant")
+        return sum(1 for m in self.messages if m.role == "assistant") - prompt_turns
+
+    @property
+    def sampled_count(self) -> int:
+        """How many tokens were sampled, over all segments."""
+        return sum(segment.sampled_count for segment in self.segments)
+
+
+class Score(msgspec.Struct, frozen=True):
+    """A reward with its parts and, optionally, the reason in words. `value` is None where the reward could not judge."""
+
+    value: float | None
+    parts: dict[str, float | None] = {}
+    why: str = ""
+
+
+@dataclass
+class Sample:
+    """One row of training: the universal currency between rollouts and trainer.
+
+    `tokens`, `loss_mask`, `rollout_log_probs` and `policy_versions` have one length L (the last two may be absent, for
+    supervised data). `reward` is None where no reward could judge: such a row is out of the baseline and not trained.
+    Rows of one rollout share `rollout_index`; rollouts of one prompt share `group_index`. `prompt_length` is the number of
+    leading tokens that every rollout of the group shares (0 where that is unknown).
+    """
+
+    prompt: str | list[Any] = ""
+    response: str = ""
+    tokens: list[int] = field(default_factory=list)
+    loss_mask: list[float] = field(default_factory=list)
+    reward: float | None = 0.0
+    group_index: int | None = None
+    rollout_log_probs: list[float] | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    status: Status = Status.PENDING
+    policy_versions: list[int] | None = None
+    rollout_index: int | None = None
+    prompt_length: int = 0
+    parts: dict[str, float | None] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Assert invariant 2 of the design: aligned streams, finite logprobs <= 0 on live tokens, nothing elsewhere."""
+        length = len(self.tokens)
+        assert len(self.loss_mask) == length, f"{length} tokens but {len(self.loss_mask)} mask entries"
+        if self.rollout_log_probs is None:
+            return
+        assert len(self.rollout_log_probs) == length, f"{length} tokens but {len(self.rollout_log_probs)} logprobs"
+        assert self.policy_versions is not None, "a rollout sample carries policy versions"
+        assert len(self.policy_versions) == length, f"{length} tokens but {len(self.policy_versions)} versions"
+        for index, (weight, logprob, version) in enumerate(
+            zip(self.loss_mask, self.rollout_log_probs, self.policy_versions, strict=True)
+        ):
+            if weight > 0:
+                assert math.isfinite(logprob) and logprob <= 0, f"token {index}: sampled logprob {logprob}"
+            elif version == -1:
+                assert logprob == 0.0, f"token {index} was not sampled but has logprob {logprob}"
