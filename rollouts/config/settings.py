@@ -1,0 +1,138 @@
+"""The core's own settings: one dataclass, with a line of documentation, a default and bounds for each.
+
+The same names are keys at the top level of a file and flags of the command (`prompts_per_step`, `--prompts-per-step`).
+Anything else belongs to a component and is read from its signature; there is no class to write for it.
+This module is light: `rollouts run --help` is made from it.
+"""
+
+from __future__ import annotations
+
+import math
+import typing
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NamedTuple
+
+__all__ = ["COMPONENT_KINDS", "MULTIPLE", "SINGLE", "SettingInfo", "Settings", "setting_infos"]
+
+COMPONENT_KINDS = {
+    "env": "environments",
+    "loss": "losses",
+    "advantage": "advantages",
+    "reward": "rewards",
+    "filter": "filters",
+    "inference": "inference",
+    "training": "training",
+    "logger": "loggers",
+}
+"""The settings that name components, and the kind of plugin that each names."""
+
+MULTIPLE = ("reward", "filter", "logger")
+"""Those that may name several, each with an alias."""
+
+SINGLE = tuple(key for key in COMPONENT_KINDS if key not in MULTIPLE)
+
+
+def _about(
+    doc: str, group: str, *, minimum: float = -math.inf, above: float = -math.inf, shown: str = ""
+) -> dict[str, Any]:
+    """Metadata of a field: `minimum` is allowed, `above` is not; `shown` says a default that its value does not."""
+    return {"doc": doc, "group": group, "minimum": minimum, "above": above, "shown": shown}
+
+
+def _setting(default: Any, doc: str, group: str, **about: Any) -> Any:
+    return field(default=default, metadata=_about(doc, group, **about))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The core's own settings. Lists are tuples, so that two runs share nothing.
+
+    `reward`, `filter` and `logger` are written as `alias=name:weight` where the parts differ from their defaults; the
+    parsed form is in `Resolved.components`.
+    """
+
+    mode: Literal["rl", "sft"] = _setting("rl", "What to train by: reinforcement (rl) or demonstrations (sft).", "What")
+    env: str = _setting("", "The environment: a name, dist/name or ./file.py:Name.", "What", shown="none")
+    reward: tuple[str, ...] = _setting(
+        ("env:1",),
+        "A reward, as [alias=]name[:weight]; `env` is the environment's own. Repeat it to mix; "
+        "flags replace the file's list.",
+        "What",
+    )
+    loss: str = _setting("grpo", "The loss or algorithm.", "What", shown="grpo; sft in mode sft")
+    advantage: str = _setting("", "The advantage.", "What", shown="the algorithm's own")
+    aggregation: str = _setting("", "How a loss per token becomes one number.", "What", shown="the algorithm's own")
+    filter: tuple[str, ...] = _setting((), "A filter of groups, as [alias=]name. Repeat it for more.", "What")
+    data: str = _setting("", "A file of rows (.jsonl or .json) for the environment `prompts`.", "What", shown="none")
+    system: str = _setting("", "A system prompt, put before every task.", "What", shown="none")
+    template: dict[str, Any] = field(
+        default_factory=dict,
+        metadata=_about("Arguments of the chat template: --template.enable-thinking false.", "What"),
+    )
+    model: str = _setting(
+        "tiny", "The model: a path, a name on the hub, or `tiny`, which comes with the core.", "Model"
+    )
+    lora_rank: int = _setting(0, "The rank of LoRA adapters; 0 trains every weight.", "Model", minimum=0)
+    inference: str = _setting("hf", "The inference backend.", "Model")
+    training: str = _setting("torch", "The training backend.", "Model")
+    prompts_per_step: int = _setting(8, "Prompts a step.", "Sampling", minimum=1)
+    samples_per_prompt: int = _setting(8, "Rollouts of each prompt: the size of a group.", "Sampling", minimum=1)
+    max_tokens: int = _setting(256, "Tokens that the model may sample in one episode.", "Sampling", minimum=1)
+    max_turns: int = _setting(8, "Times that the model may speak in one episode.", "Sampling", minimum=1)
+    temperature: float = _setting(1.0, "The temperature of sampling.", "Sampling", above=0)
+    on_invalid_reward: Literal["drop", "zero", "raise"] = _setting(
+        "drop", "What to do with a rollout that a reward could not judge.", "Sampling"
+    )
+    steps: int = _setting(120, "Optimizer steps.", "Training", minimum=0)
+    lr: float | None = _setting(None, "The learning rate.", "Training", above=0, shown="3e-4; ten times that with LoRA")
+    tokens_per_microbatch: int = _setting(
+        16384, "Tokens at most in one forward pass of training.", "Training", minimum=1
+    )
+    seed: int = _setting(0, "One seed, one result.", "Training", minimum=0)
+    eval_every: int = _setting(0, "Steps between evaluations; 0: only before and after.", "Watching", minimum=0)
+    eval_tasks: int = _setting(512, "Held-out tasks of an evaluation.", "Watching", minimum=0)
+    checkpoint_every: int = _setting(0, "Steps between checkpoints; 0: only the last.", "Watching", minimum=0)
+    logger: tuple[str, ...] = _setting(("jsonl",), "A logger, as [alias=]name. Repeat it for more.", "Watching")
+    out: str = _setting("", "The folder of the run.", "Watching", shown="runs/<time>-<env>-<loss>")
+
+
+class SettingInfo(NamedTuple):
+    """What is known of one core setting without resolving its type: for help, files and bounds."""
+
+    name: str
+    default: Any
+    doc: str
+    group: str
+    minimum: float
+    above: float
+    shown: str
+    choices: tuple[str, ...]
+
+    @property
+    def flag(self) -> str:
+        """The flag that sets it."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def default_text(self) -> str:
+        """The default in words."""
+        if self.shown:
+            return self.shown
+        if isinstance(self.default, tuple | dict):
+            return " ".join(self.default) or "none"
+        return str(self.default)
+
+
+def setting_infos() -> tuple[SettingInfo, ...]:
+    """Every core setting, in the order in which help and files show them."""
+    defaults, hints = Settings(), typing.get_type_hints(Settings)
+    about = SettingInfo._fields[2:-1]
+    return tuple(
+        SettingInfo(
+            f.name,
+            getattr(defaults, f.name),
+            **{key: f.metadata[key] for key in about},
+            choices=typing.get_args(hints[f.name]) if typing.get_origin(hints[f.name]) is Literal else (),
+        )
+        for f in fields(Settings)
+    )

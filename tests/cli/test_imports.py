@@ -1,0 +1,67 @@
+"""Light commands stay light: no torch, trio, httpx, rich, and no plugin."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ["torch", "transformers", "numpy", "trio", "httpx", "rich"]
+
+DRIVER = """\
+import json, sys
+argv = json.loads(sys.argv[1])
+if argv is None:
+    import rollouts
+    code = 0
+else:
+    from rollouts.cli import main
+    code = main(argv)
+sys.stderr.write(json.dumps([code, sorted(sys.modules)]))
+"""
+
+
+def modules_after(argv, *path):
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), *map(str, path)]))
+    command = [sys.executable, "-c", DRIVER, json.dumps(argv)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    code, modules = json.loads(done.stderr)
+    assert code == 0
+    return set(modules), done.stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "also_absent"),
+    [
+        (None, ["click", "msgspec", "importlib.metadata", "rollouts.config", "rollouts.plugins"]),
+        (["--help"], ["msgspec", "importlib.metadata", "rollouts.config", "rollouts.plugins", "rollouts.cli.run"]),
+        (["run", "--help"], ["msgspec", "importlib.metadata", "rollouts.plugins", "rollouts.config.resolving"]),
+        (["plugins", "list"], []),
+        (["config"], []),
+    ],
+)
+def test_what_a_light_command_does_not_import(argv, also_absent, acme):
+    modules, out = modules_after(argv, acme)
+    assert "rollouts" in modules
+    absent = [*HEAVY, *also_absent, "acme_parts", "acme_broken"]
+    assert [name for name in absent if name in modules] == []
+    if argv == ["plugins", "list"]:
+        assert "acme_env" in out
+
+
+def test_the_check_can_fail(acme):
+    modules, _ = modules_after(["plugins", "show", "acme_env"], acme)
+    assert "acme_parts" in modules
+
+
+def test_python_m_rollouts():
+    environment = dict(os.environ, PYTHONPATH=str(ROOT))
+    command = [sys.executable, "-m", "rollouts", "rum"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: `rollouts` has no command 'rum'")

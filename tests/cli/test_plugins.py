@@ -1,0 +1,78 @@
+"""`rollouts plugins list | show | doctor`."""
+
+from __future__ import annotations
+
+import sys
+
+from rollouts.cli import main
+
+
+def test_list_shows_what_is_installed_and_imports_nothing(acme, capsys):
+    assert main(["plugins", "list"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["kind", "name", "distribution", "version"]
+    assert ["environments", "acme_env", "Acme_Parts", "1.2"] in lines
+    assert ["rewards", "broken", "Acme_Parts", "1.2"] in lines
+    assert "acme_parts" not in sys.modules
+
+
+def test_list_of_one_kind(acme, capsys):
+    assert main(["plugins", "list", "--kind", "environments", "--all"]) == 0
+    out = capsys.readouterr().out
+    assert "acme_env" in out
+    assert "brevity" not in out
+    assert main(["plugins", "list", "--kind", "enviroments"]) == 2
+    assert "did you mean: environments?" in capsys.readouterr().err
+
+
+def test_show_an_environment(acme, capsys):
+    assert main(["plugins", "show", "acme_env"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("environment acme_env\n  distribution  Acme_Parts 1.2")
+    assert "An environment of Acme." in out
+    assert "  --env.digits     a whole number  default 2           How many digits." in out
+
+
+def test_show_a_reward(acme, capsys):
+    assert main(["plugins", "show", "Acme_Parts/brevity"]) == 0
+    out = capsys.readouterr().out
+    assert "receives\n  trajectory" in out
+    assert "--reward.ALIAS.target-tokens  a whole number  default 200" in out
+    assert "--reward.ALIAS.scale" in out
+    assert "no default" in out
+
+
+def test_show_what_several_kinds_have(acme, capsys):
+    assert main(["plugins", "show", "twice"]) == 2
+    assert "rollouts plugins show twice --kind rewards" in capsys.readouterr().err
+    assert main(["plugins", "show", "twice", "--kind", "env"]) == 0
+    assert capsys.readouterr().out.startswith("environment twice")
+
+
+def test_show_a_file(tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    file.write_text("def short(trajectory, *, n: int = 3):\n    return 1.0\n")
+    assert main(["plugins", "show", f"{file}:short"]) == 2
+    assert "--kind KIND" in capsys.readouterr().err
+    assert main(["plugins", "show", f"{file}:short", "--kind", "rewards"]) == 0
+    assert "--reward.ALIAS.n" in capsys.readouterr().out
+
+
+def test_show_what_does_not_exist_or_import(acme, capsys):
+    assert main(["plugins", "show", "acme_nev"]) == 2
+    assert "did you mean: acme_env" in capsys.readouterr().err
+    assert main(["plugins", "show", "broken"]) == 2
+    assert "Acme_Parts 1.2" in capsys.readouterr().err
+
+
+def test_doctor_names_what_is_wrong(acme, capsys):
+    assert main(["plugins", "doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "a_module_that_is_missing" in out
+    assert "distributions: " in out.splitlines()[-1]
+
+
+def test_doctor_is_content_when_all_is_well(acme, capsys, monkeypatch):
+    monkeypatch.setattr("rollouts.plugins.manager.PluginManager.doctor", lambda self: [])
+    assert main(["plugins", "doctor"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("all well")

@@ -1,0 +1,92 @@
+"""`rollouts run` and `rollouts sft`: flags, a file and defaults arrive as one Resolved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rollouts.cli import main
+from rollouts.config.resolving import resolve
+from rollouts.config.settings import setting_infos
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def test_the_bare_command(composed):
+    assert main(["run", "--env", "calculator", "--loss", "grpo"]) == 0
+    assert composed == [(resolve({"env": "calculator"}), False)]
+
+
+def test_every_setting_is_a_flag_with_its_documentation(capsys):
+    assert main(["run", "--help"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for info in setting_infos():
+        assert f"{info.flag} " in out or info.name == "template"
+        assert " ".join(info.doc.split()) in out
+        assert f"[default: {info.default_text}]" in out
+    assert "--template.ARGUMENT" in out
+    assert "--loss.clip-high 0.28" in out
+
+
+def test_precedence(tmp_path, composed):
+    file = tmp_path / "a.toml"
+    file.write_text('steps = 3\nseed = 4\n[env]\nname = "e"\ndigits = 3\nother = 4\n')
+    argv = [
+        "--env.digits",
+        "5",
+        "run",
+        str(file),
+        "--steps",
+        "6",
+        "--dry-run",
+        "--samples_per_prompt",
+        "2",
+        "--env.new",
+        "x",
+    ]
+    assert main(argv) == 0
+    resolved, dry_run = composed[0]
+    assert dry_run
+    settings = resolved.settings
+    assert (settings.steps, settings.seed, settings.samples_per_prompt, settings.max_turns) == (6, 4, 2, 8)
+    given = resolved.components["env"][0].settings
+    assert given["other"] == 4
+    assert {key: given[key].value for key in ("digits", "new")} == {"digits": 5, "new": "x"}
+    assert resolved.source.path == str(file)
+
+
+def test_repeated_flags_are_lists(composed):
+    argv = ["run", "--reward", "env:1", "--reward", "acme/brevity:-0.1", "--filter", "nonzero_std", "--logger", "none"]
+    assert main(argv) == 0
+    settings = composed[0][0].settings
+    assert settings.reward == ("env:1", "acme/brevity:-0.1")
+    assert settings.filter == ("nonzero_std",)
+    assert settings.logger == ()
+
+
+def test_text_stays_text(composed):
+    assert main(["run", "--system", "007", "--model", "3.10", "--env", "5", "--out", "true"]) == 0
+    settings = composed[0][0].settings
+    assert (settings.system, settings.model, settings.env, settings.out) == ("007", "3.10", "5", "true")
+
+
+def test_sft_is_run_in_its_mode(composed, capsys):
+    assert main(["sft", str(CONFIGS / "calculator_tiny.toml"), "--steps", "2"]) == 0
+    assert composed[0][0].settings.mode == "sft"
+    assert main(["sft", "--mode", "rl"]) == 2
+    assert "has no option --mode" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.iterdir()))
+def test_presets_resolve(name, composed):
+    assert main(["run", str(CONFIGS / name), "--dry-run"]) == 0
+    assert composed[0][0].settings.env == "calculator"
+
+
+def test_presets_say_what_they_say():
+    assert {path.name for path in CONFIGS.iterdir()} >= {
+        "calculator_tiny.toml",
+        "qwen_lora_one_gpu.toml",
+        "sft_tiny.toml",
+    }

@@ -1,0 +1,145 @@
+"""Settings files and the lines of their settings."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rollouts.config.files import Source, load_file, where
+from rollouts.config.flags import Flag
+from rollouts.errors import ConfigError
+
+TREE = {"steps": 3, "env": {"name": "calculator", "digits": 2}, "reward": {"short": {"name": "a/b", "weight": -0.1}}}
+
+TOML = """\
+# a comment
+steps = 3
+
+[env]
+name = "calculator"
+digits = 2
+
+[reward.short]
+name = "a/b"
+weight = -0.1
+"""
+
+
+def written(tmp_path, name, text):
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.toml", TOML),
+        ("a.json", json.dumps(TREE)),
+        ("a.py", f"config = {TREE!r}"),
+        ("b.py", "import math\n_n = 2\n" + "".join(f"{key} = {value!r}\n" for key, value in TREE.items())),
+    ],
+)
+def test_every_format_gives_the_same_tree(tmp_path, name, text):
+    tree, source = load_file(written(tmp_path, name, text))
+    assert tree == TREE
+    assert source.path.endswith(name)
+    assert source.text == text
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        (("steps",), 2),
+        (("env",), 4),
+        (("env", "digits"), 6),
+        (("reward", "short", "weight"), 10),
+        (("reward", "short", "missing"), 8),
+        (("nothing",), None),
+    ],
+)
+def test_the_line_of_a_setting_in_toml(path, line):
+    assert Source("a.toml", TOML).line_of(path) == line
+
+
+def test_the_line_of_a_value_over_several_lines_is_its_first():
+    text = 'a = 1\nreward = [\n  "env:1",\n  "b",\n]\n\n\nlast = """\nx\n"""\n'
+    assert Source("a.toml", text).line_of(("reward",)) == 2
+    assert Source("a.toml", text).line_of(("last",)) == 8
+
+
+def test_the_line_of_a_setting_in_json():
+    text = json.dumps({"list": [{"digits": 1}], "s": 'a"b: {', **TREE}, indent=1)
+    lines = text.splitlines()
+    for path, needle in [
+        (("steps",), '"steps"'),
+        (("env", "digits"), ' "digits": 2'),
+        (("reward", "short", "weight"), '"weight"'),
+    ]:
+        line = Source("a.json", text).line_of(path)
+        assert line is not None
+        assert needle in lines[line - 1]
+    assert Source("a.json", text).line_of(("nothing",)) is None
+    assert Source("a.json", text).line_of(("s", "x")) == Source("a.json", text).line_of(("s",))
+
+
+def test_the_line_of_a_setting_in_python():
+    text = "steps = 3\nenv = {\n  'name': 'x',\n  'digits': 2,\n}\n"
+    assert Source("a.py", text).line_of(("env", "digits")) == 4
+    assert Source("a.py", text).line_of(("steps",)) == 1
+    assert Source("a.py", "config = {\n 'a': {\n  'b': 1}}").line_of(("a", "b")) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        (
+            "a.toml",
+            "steps = 3\nenv = calculator\n",
+            r'a\.toml, line 2: not TOML.*\ntext stands in quotes: env = "calculator"',
+        ),
+        ("a.toml", "steps = 3\nsteps = 4\n", r"a\.toml, line 2: not TOML"),
+        ("a.toml", "steps = [3\n", r"a\.toml, line \d: not TOML"),
+        ("a.json", '{"a": 1,\n}', r"a\.json, line \d: not JSON"),
+        ("a.json", '{"a": 1, "a": 2}', r"'a' stands twice"),
+        ("a.json", "[1]", r"expected a table of settings, got list"),
+        ("a.py", "x = 1\ny = (", r"a\.py, line 2: not Python"),
+        ("a.py", "x = 1\ny = 1 / 0\n", r"a\.py, line 2: ZeroDivisionError"),
+        ("a.py", "config = 3", r"expected a table of settings, got int"),
+        ("a.yaml", "a: 1", r"a settings file ends in \.toml, \.json, \.py"),
+    ],
+)
+def test_an_unreadable_file_is_told_with_its_line(tmp_path, name, text, words):
+    with pytest.raises(ConfigError, match=words):
+        load_file(written(tmp_path, name, text))
+
+
+def test_a_file_that_is_no_text_is_told(tmp_path):
+    path = tmp_path / "a.toml"
+    path.write_bytes(b"a = '\xff'")
+    with pytest.raises(ConfigError, match="not text in UTF-8"):
+        load_file(path)
+
+
+def test_a_missing_file_names_near_misses(tmp_path):
+    written(tmp_path, "calculator_tiny.toml", "")
+    with pytest.raises(ConfigError, match=r"no such settings file\ndid you mean: .*calculator_tiny\.toml\?"):
+        load_file(tmp_path / "calculator_tinny.toml")
+    with pytest.raises(ConfigError, match=r"--env calculator"):
+        load_file("calculator")
+    with pytest.raises(ConfigError, match="is a folder"):
+        load_file(tmp_path)
+
+
+def test_where_names_the_flag_or_the_file_and_line():
+    source = Source("a.toml", TOML)
+    assert where(("env", "digits"), 2, source) == "a.toml, line 6: env.digits"
+    assert where(("env", "digits"), Flag("2", 2), source) == "--env.digits"
+    assert where(("reward", "a_b"), {"x_y": Flag("2", 2)}, source) == "--reward.a-b.x-y"
+    assert where(("x",), 1, source) == "a.toml: x"
+    assert where(("x",), 1, Source()) == "x"
+
+
+def test_where_something_stood_is_not_what_it_says():
+    assert Source("a", "b") == Source("c", "d")

@@ -1,0 +1,98 @@
+"""A Resolved as a file: running the file again repeats the run."""
+
+from __future__ import annotations
+
+import tomllib
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollouts.config.render import to_toml
+from rollouts.config.resolving import resolve
+from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE, SINGLE, setting_infos
+from rollouts.config.values import toml_value
+from rollouts.errors import ConfigError
+from rollouts.plugins.signature import REQUIRED, Setting
+
+WORD = st.from_regex(r"[a-z]{1,6}", fullmatch=True).filter(lambda word: word not in ("none", "name", "weight", "alias"))
+NAME = st.builds(lambda a, b: "/".join(filter(None, [a, b])), st.sampled_from(["", "dist", "a-b"]), WORD)
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(lambda text: text.lower() != "none")
+FLOAT = st.floats(allow_nan=False, allow_infinity=False)
+LEAF = st.booleans() | st.integers() | FLOAT | TEXT
+VALUE = st.recursive(
+    LEAF, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3), max_leaves=5
+)
+TABLE = st.dictionaries(WORD, VALUE, max_size=3)
+
+
+def core_value(info):
+    if info.choices:
+        return st.sampled_from(info.choices)
+    if info.name == "lr":
+        return st.none() | st.floats(1e-9, 1.0)
+    if isinstance(info.default, float):
+        return st.floats(1e-3, 1e3)
+    if isinstance(info.default, int):
+        return st.integers(int(max(info.minimum, 0)), 2**40)
+    return TABLE if isinstance(info.default, dict) else TEXT
+
+
+def component(key):
+    if key in SINGLE:
+        return st.builds(lambda name, table: {"name": name, **table}, NAME, TABLE)
+    weight = st.fixed_dictionaries({"weight": FLOAT}) if key == "reward" else st.just({})
+    entry = st.builds(lambda name, table, weight: {"name": name, **table, **weight}, NAME, TABLE, weight)
+    return st.dictionaries(WORD, entry, max_size=3)
+
+
+TREES = st.fixed_dictionaries(
+    {},
+    optional={
+        **{info.name: core_value(info) for info in setting_infos() if info.name not in COMPONENT_KINDS},
+        **{key: component(key) for key in COMPONENT_KINDS},
+    },
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(TREES, st.booleans())
+def test_a_file_resolves_to_what_it_was_written_from(tree, commented):
+    result = resolve(tree)
+    assert resolve(tomllib.loads(to_toml(result, commented))) == result
+
+
+@settings(deadline=None, max_examples=60)
+@given(VALUE)
+def test_a_value_is_read_back(value):
+    assert tomllib.loads(f"x = {toml_value(value)}")["x"] == value
+
+
+def test_the_file_is_whole():
+    tree = tomllib.loads(to_toml(resolve({})))
+    assert {info.name for info in setting_infos()} <= set(tree)
+
+
+def test_the_commented_file_explains_every_setting():
+    text = to_toml(resolve({}), commented=True)
+    for info in setting_infos():
+        if info.name not in MULTIPLE:
+            assert info.doc in text
+            assert f"Default: {info.default_text}." in text
+
+
+def test_components_settings_are_explained_where_their_signature_is_known():
+    known = (Setting("digits", int, 2, "Digits of\n each number."), Setting("path", str, REQUIRED, ""))
+    result = resolve({"env": {"name": "e", "digits": 2}, "reward": ["s=a/b:0.5"]})
+    signatures = {("env",): known, ("reward", "s"): (Setting("n", Any, None, "How many."),)}
+    text = to_toml(result, commented=True, signatures=signatures)
+    assert '[env]\nname = "e"\n# Digits of each number. (a whole number; default 2)\ndigits = 2\n' in text
+    assert "# (text; no default)\n# path =\n" in text
+    assert '[reward.s]\nname = "a/b"\nweight = 0.5\n# How many. (anything; default none)\n# n =\n' in text
+    assert resolve(tomllib.loads(text)) == result
+
+
+def test_what_no_file_can_hold_is_an_error_that_names_it():
+    with pytest.raises(ConfigError, match=r"--env\.hook: TOML cannot hold"):
+        to_toml(resolve({"env": {"name": "e", "hook": object()}}))
