@@ -1,0 +1,327 @@
+"""One task, one episode: build the environment, let the model act in it, judge what it did, clean up.
+
+    episode = await run_episode(task, make_env=Calculator, chat=chat, inference=engine, limits=EpisodeLimits(), ...)
+
+A failed episode is data (`Status`), never an exception. The standard loop: the model speaks; its tool calls are carried
+out and answered; without a call the environment's `reply` may speak; where nobody does, the episode is complete. What
+is left out: many episodes at once (`training.rollout_gen`), rewards of a whole group, and the conversation's tokens
+(`agent_model`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import trio
+
+from rollouts.agent_model import ChatModel, EpisodeLimits, EpisodeOver, turn_seed
+from rollouts.env import calls
+from rollouts.env.authoring import metrics_of, rewards_of, tools_of
+from rollouts.env.checks import requests_of
+from rollouts.env.mixing import InvalidPolicy, RewardTerm, Verdict, mix, read_verdict
+from rollouts.env.schema import tool_schema
+from rollouts.errors import EnvironmentDefinitionError, InferenceError, RewardError
+from rollouts.inference.base import InferenceBackend
+from rollouts.types import Message, Score, Status, Task, Trajectory
+
+if TYPE_CHECKING:
+    from rollouts.chat.format import ChatFormat
+
+__all__ = ["ChatModel", "Episode", "EpisodeLimits", "EpisodeOver", "run_episode", "turn_seed"]
+
+
+class Episode(NamedTuple):
+    """What came of one task: `order` is (group, rollout); `judged` the position of the trajectory that rewards saw.
+
+    There is always at least one trajectory. `metrics` are the sums of the trajectories' counts, `latency_seconds`,
+    `reward_failures` and `metric_failures` where there were any, and the environment's own @metric values.
+    """
+
+    order: tuple[int, int]
+    task: Task
+    trajectories: list[Trajectory]
+    score: Score
+    metrics: dict[str, float]
+    judged: int = -1
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """The trajectory that was judged."""
+        return self.trajectories[self.judged]
+
+    @property
+    def status(self) -> Status:
+        """How the episode ended."""
+        return self.trajectory.status
+
+
+async def run_episode(
+    task: Task,
+    *,
+    make_env: Callable[[], Any],
+    chat: ChatFormat,
+    inference: InferenceBackend,
+    limits: EpisodeLimits,
+    rewards: Sequence[RewardTerm],
+    session: str,
+    order: tuple[int, int],
+    seed: int,
+    on_invalid_reward: InvalidPolicy = "drop",
+) -> Episode:
+    """Play one episode in an environment of its own, and judge it.
+
+    `session` was opened by the caller and is closed here as soon as the model will not speak again. The environment's
+    `close` runs in every case, also on cancellation, shielded, for at most `limits.cleanup_seconds`; where it fails, so
+    does the episode. Rewards and metrics see the environment before it is closed, and only where the policy played the
+    episode out (COMPLETED, TRUNCATED). Of several trajectories the one that `rollout` returned is judged, else the
+    last.
+
+    Raises:
+        RewardError: a reward returned NaN or no number, or could not judge under the policy `raise`.
+        EnvironmentDefinitionError: the environment cannot be used as it is written.
+    """
+    started = trio.current_time()
+    play = _Play(task, make_env, limits)
+    score, counts = Score(None), dict[str, float]()
+    try:
+        speak = functools.partial(
+            ChatModel, task=task, chat=chat, inference=inference, limits=limits, session=session, order=order, seed=seed
+        )
+        status, error = await _play_out(play, speak)
+        inference.close_session(session)
+        play.finish(status, error)
+        if not play.judged.status.is_infrastructure:
+            score, counts = await _judge(play.env, play.judged, rewards, limits, on_invalid_reward)
+    finally:
+        inference.close_session(session)
+        close_error = await _close(play.env, limits.cleanup_seconds)
+    if close_error is not None and not play.judged.status.is_infrastructure:
+        play.finish(Status.ENVIRONMENT_ERROR, close_error)
+    if play.judged.status.is_infrastructure:
+        score = Score(None, {}, f"{play.judged.status.value}: {play.judged.error}")
+    for trajectory in play.trajectories:
+        for name, value in trajectory.metrics.items():
+            counts[name] = counts.get(name, 0.0) + value
+    counts["latency_seconds"] = trio.current_time() - started
+    return Episode(order, task, play.trajectories, score, counts, play.judged_index)
+
+
+# --- playing --------------------------------------------------------------------------------------------------------
+
+
+class _Play:
+    """What there is of an episode so far, so that a failure at any point knows what to close and what to report."""
+
+    def __init__(self, task: Task, make_env: Callable[[], Any], limits: EpisodeLimits) -> None:
+        self.task = task
+        self.make_env = make_env
+        self.limits = limits
+        self.stage = "building the environment"
+        self.env: Any = None
+        self.model: ChatModel | None = None
+        self.chosen: Trajectory | None = None
+        self.trajectories: list[Trajectory] = []
+
+    @property
+    def judged_index(self) -> int:
+        found = [index for index, t in enumerate(self.trajectories) if t is self.chosen]
+        return found[0] if found else len(self.trajectories) - 1
+
+    @property
+    def judged(self) -> Trajectory:
+        return self.trajectories[self.judged_index]
+
+    def finish(self, status: Status, error: str | None) -> None:
+        """Stamp and check the trajectories; an episode in which the model never spoke has an empty one."""
+        if self.model is not None:
+            self.model.close(status, error)
+            self.trajectories = self.model.trajectories
+        if not self.trajectories or self.model is None:
+            self.trajectories = [Trajectory(self.task, self.task.messages, status=status, error=error)]
+
+
+async def _play_out(play: _Play, speak: Callable[..., ChatModel]) -> tuple[Status, str | None]:
+    """Play under the episode's deadline; what goes wrong becomes a status, with the reason in words."""
+    seconds = play.limits.episode_seconds
+    try:
+        with trio.move_on_after(seconds) as deadline:
+            await _set_up(play, speak)
+            await _converse(play)
+    except Exception as error:  # an author's code may raise anything, also a group of errors
+        return _status_of(error, play.stage)
+    if deadline.cancelled_caught:
+        return Status.TIMEOUT, f"the episode's deadline of {seconds:g} seconds passed while {play.stage}"
+    return Status.COMPLETED, None
+
+
+async def _set_up(play: _Play, speak: Callable[..., ChatModel]) -> None:
+    play.env = await calls.call(play.make_env)
+    tools = {tool.name: tool for tool in tools_of(play.env)}
+    schemas = [tool_schema(tool.function, tool.name) for tool in tools.values()]
+    play.model = speak(tools=tools, schemas=schemas)
+    if hasattr(play.env, "setup"):
+        play.stage = "running setup"
+        await calls.call(play.env.setup, play.task)
+
+
+async def _converse(play: _Play) -> None:
+    """The environment's own `rollout`, or the standard loop."""
+    model = play.model
+    assert model is not None, "the model is made before the conversation begins"
+    if hasattr(play.env, "rollout"):
+        play.stage = "running rollout"
+        returned = await calls.call(play.env.rollout, play.task, model, async_library="trio")
+        play.chosen = returned if isinstance(returned, Trajectory) else None
+        return
+    messages = play.task.messages
+    while True:
+        play.stage = "waiting for the model"
+        reply = await model.chat(messages)
+        trajectory = model.trajectory
+        assert trajectory is not None, "a model that spoke has a trajectory"
+        if trajectory.status is Status.TRUNCATED:
+            return
+        if reply.tool_calls:
+            play.stage = f"running the tool {reply.tool_calls[0].name!r}"
+            answer = await model.call_tools(reply)
+        else:
+            play.stage = "running reply"
+            answer = await _env_reply(play.env, trajectory)
+        if not answer:
+            return
+        messages = [*trajectory.messages, *answer]
+
+
+async def _env_reply(env: Any, trajectory: Trajectory) -> list[Message]:
+    """What the environment says when no tool was called; nothing ends the episode."""
+    if not hasattr(env, "reply"):
+        return []
+    returned = await calls.call(env.reply, trajectory)
+    if returned is None:
+        return []
+    answers = returned if isinstance(returned, list | tuple) else [returned]
+    for answer in answers:
+        if not isinstance(answer, str | Message):
+            raise TypeError(f"it returned {type(answer).__name__}, expected text, a Message, a list of them, or None")
+    return [Message("user", answer) if isinstance(answer, str) else answer for answer in answers]
+
+
+def _status_of(error: Exception, stage: str) -> tuple[Status, str]:
+    """What an exception makes of the episode. Raises the two errors that end the run."""
+    leaves = list(_leaves(error))
+    for leaf in leaves:
+        if isinstance(leaf, RewardError | EnvironmentDefinitionError):
+            raise leaf
+    for leaf in leaves:
+        if isinstance(leaf, EpisodeOver):
+            return leaf.status, leaf.reason
+    for leaf in leaves:
+        if isinstance(leaf, InferenceError):
+            return Status.INFERENCE_ERROR, str(leaf)
+    return Status.ENVIRONMENT_ERROR, f"{stage}: {_words(leaves[0])}"
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    """The errors in a group of groups; trio's nurseries always raise groups."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error
+
+
+def _words(error: BaseException) -> str:
+    message = str(error)
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+async def _close(env: Any, seconds: float) -> str | None:
+    """Run the environment's `close` whatever is being cancelled; what went wrong, in words."""
+    if not hasattr(env, "close"):
+        return None
+    with trio.CancelScope(shield=True):
+        try:
+            # A limiter of its own: cleaning up must not wait for other episodes' tools.
+            await calls.call(env.close, timeout_seconds=seconds, limiter=trio.CapacityLimiter(1))
+        except trio.TooSlowError:
+            return f"close took longer than {seconds:g} seconds"
+        except EnvironmentDefinitionError:
+            raise
+        except Exception as error:  # an author's code may raise anything
+            return f"running close: {_words(next(_leaves(error)))}"
+    return None
+
+
+# --- judging --------------------------------------------------------------------------------------------------------
+
+
+async def _judge(
+    env: Any,
+    trajectory: Trajectory,
+    terms: Sequence[RewardTerm],
+    limits: EpisodeLimits,
+    on_invalid: InvalidPolicy,
+) -> tuple[Score, dict[str, float]]:
+    """The score of every term that is not a group's, and the environment's metrics."""
+    available = {"task": trajectory.task, "trajectory": trajectory, "env": env}
+    ask = functools.partial(_ask, available=available, seconds=limits.reward_seconds)
+    verdicts: list[Verdict] = []
+    for term in terms:
+        if term.is_group:
+            continue
+        if term.function is not None:
+            verdicts.append(await ask(term.alias, term.weight, term.function, term.requests, term.settings))
+            continue
+        for method in rewards_of(env):
+            requests = requests_of(method.function)
+            verdict = await ask(method.name, term.weight * method.weight, method.function, requests, {})
+            verdicts.append(verdict._replace(alias=term.alias))
+    metrics: dict[str, float] = {}
+    for own in metrics_of(env):
+        value = await _measure(own.function, available, limits.reward_seconds)
+        if value is None:
+            metrics["metric_failures"] = metrics.get("metric_failures", 0.0) + 1.0
+        else:
+            metrics[f"env.{own.name}" if own.name in trajectory.metrics else own.name] = value
+    failures = sum(1 for verdict in verdicts if verdict.value is None)
+    if failures:
+        metrics["reward_failures"] = float(failures)
+    return mix(verdicts, on_invalid), metrics
+
+
+async def _ask(
+    name: str,
+    weight: float,
+    function: Callable[..., Any],
+    requests: Sequence[str],
+    settings: Mapping[str, Any],
+    *,
+    available: Mapping[str, Any],
+    seconds: float,
+) -> Verdict:
+    """One reward's verdict; one that raises, or takes too long, could not judge."""
+    arguments = [available[request] for request in requests]
+    try:
+        returned = await calls.call(functools.partial(function, **settings), *arguments, timeout_seconds=seconds)
+    except trio.TooSlowError:
+        return Verdict(name, weight, None, {}, f"it took longer than {seconds:g} seconds", name)
+    except (RewardError, EnvironmentDefinitionError):
+        raise
+    except Exception as error:  # a stranger's reward may raise anything
+        return Verdict(name, weight, None, {}, _words(next(_leaves(error))), name)
+    return read_verdict(name, weight, returned)
+
+
+async def _measure(function: Callable[..., Any], available: Mapping[str, Any], seconds: float) -> float | None:
+    """A metric's value; None where it raised, took too long, or is no finite number: a metric never harms a rollout."""
+    arguments = [available[request] for request in requests_of(function)]
+    try:
+        value = float(await calls.call(function, *arguments, timeout_seconds=seconds))
+    except EnvironmentDefinitionError:
+        raise
+    except Exception:  # counted by the caller as metric_failures
+        return None
+    return value if math.isfinite(value) else None

@@ -1,0 +1,335 @@
+"""ChatModel: a conversation with the policy that keeps every token exactly as it was sampled.
+
+The standard loop of `rollouts.agent` and an environment's own `rollout(task, model)` both speak through it, so that
+both are recorded alike: messages for people, segments (tokens, masks, logprobs, versions) for training. What is left
+out: environments, rewards, deadlines (`rollouts.agent`) and templates (`rollouts.chat`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import trio
+
+from rollouts.agent_tools import run_tool
+from rollouts.env.authoring import ToolMethod
+from rollouts.errors import InferenceError
+from rollouts.inference.base import GenerateRequest, Generation, InferenceBackend
+from rollouts.types import Message, Segment, Status, Task, Trajectory
+
+if TYPE_CHECKING:
+    from rollouts.chat.format import ChatFormat
+
+__all__ = ["ChatModel", "EpisodeLimits", "EpisodeOver", "turn_seed"]
+
+LOGPROB_SLACK = 1e-3  # rounding may leave a probability a hair above 1; more than this is an engine's mistake
+
+
+class EpisodeLimits(NamedTuple):
+    """Bounds of one episode: tokens are sampled ones, over all turns; the rest is seconds, turns and characters."""
+
+    max_tokens: int = 256
+    max_turns: int = 8
+    temperature: float = 1.0
+    episode_seconds: float = 600.0
+    cleanup_seconds: float = 10.0
+    reward_seconds: float = 30.0
+    tool_output_characters_max: int = 16_000
+
+
+class EpisodeOver(Exception):
+    """The model will not speak again in this episode (or in this conversation): `status` and `reason` say why."""
+
+    def __init__(self, status: Status, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+        self.reason = reason
+
+
+class _Conversation:
+    """One Trajectory while it is being made. `sampled` is the last reply as ids; None: it cannot go on."""
+
+    def __init__(self, trajectory: Trajectory) -> None:
+        self.trajectory = trajectory
+        self.sampled: list[int] | None = []
+        self.turns = 0
+
+    def extends_to(self, messages: Sequence[Message]) -> bool:
+        """Whether `messages` are this conversation and something more."""
+        recorded = self.trajectory.messages
+        return len(messages) > len(recorded) and list(messages[: len(recorded)]) == recorded
+
+
+class _Turn(NamedTuple):
+    """What the model is about to be shown: `context` are the ids that come new, in a segment of their own or after
+    the last.
+    """
+
+    messages: list[Message]
+    schemas: list[dict[str, Any]]
+    context: list[int]
+    is_new_segment: bool
+
+
+class ChatModel:
+    """The policy, as an episode speaks to it.
+
+    `await model.chat(messages)` samples one reply. Messages that extend an earlier conversation (the model's replies
+    returned as they were, by equality) continue it; others open a new one. One turn is sampled at a time, also where
+    an environment asks from several trio tasks: that keeps a seed one result.
+    """
+
+    def __init__(
+        self,
+        *,
+        task: Task,
+        chat: ChatFormat,
+        inference: InferenceBackend,
+        limits: EpisodeLimits,
+        session: str,
+        order: tuple[int, int],
+        seed: int,
+        tools: Mapping[str, ToolMethod],
+        schemas: Sequence[dict[str, Any]],
+    ) -> None:
+        self._task = task
+        self._chat = chat
+        self._inference = inference
+        self._limits = limits
+        self._session = session
+        self._order = order
+        self._seed = seed
+        self._tools = tools
+        self._schemas = list(schemas)
+        self._conversations: list[_Conversation] = []
+        self._current: _Conversation | None = None
+        self._lock = trio.Lock()
+        self._sampled_count = 0
+        self._turns = 0
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """All conversations so far, in the order in which they began."""
+        return [conversation.trajectory for conversation in self._conversations]
+
+    @property
+    def trajectory(self) -> Trajectory | None:
+        """The conversation that spoke last; None before the first turn."""
+        return self._current.trajectory if self._current else None
+
+    @property
+    def tokens_left(self) -> int:
+        """How many tokens may still be sampled in this episode."""
+        return max(self._limits.max_tokens - self._sampled_count, 0)
+
+    @property
+    def turns_left(self) -> int:
+        """How many times the model may still speak in this episode."""
+        return max(self._limits.max_turns - self._turns, 0)
+
+    async def chat(
+        self,
+        messages: str | Sequence[Message | Mapping[str, Any]],
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> Message:
+        """The model's reply. `tools` are OpenAI function schemas; None: the environment's own tools, []: none.
+
+        A reply cut off by the token budget or the context is returned as far as it came; its conversation is then
+        TRUNCATED and cannot go on. Cancellation records nothing of the turn.
+
+        Raises:
+            EpisodeOver: no turns, tokens or context left, or the engine was told to stop. Let it pass.
+            InferenceError: the engine failed.
+            ModelError: the chat template refuses this conversation.
+        """
+        schemas = self._schemas if tools is None else list(tools)
+        async with self._lock:
+            conversation = self._find(_as_messages(messages))
+            trajectory = conversation.trajectory
+            turn = self._prepare(conversation, _as_messages(messages), schemas)
+            tokens = turn.context if turn.is_new_segment else trajectory.segments[-1].tokens + turn.context
+            room = self._room(conversation, turn.messages, len(tokens))
+            generation = await self._generate(conversation, tokens, room)
+            reply = self._record(conversation, turn, generation)
+        if generation.finish == "abort":
+            raise self._stop(conversation, turn.messages, Status.ABORTED, "the engine was told to stop")
+        if generation.finish == "length":
+            self._stop(
+                conversation, [], Status.TRUNCATED, f"the reply was cut off after {len(generation.tokens)} tokens"
+            )
+        return msgspec.structs.replace(reply, tool_calls=list(reply.tool_calls))
+
+    async def call_tools(self, reply: Message) -> list[Message]:
+        """Carry out the calls of a reply, one after another, and count them; the messages that answer it.
+
+        Errors become messages. Raises AbandonedCallsError and EnvironmentDefinitionError (see `run_tool`).
+        """
+        outcomes = []
+        for tool_call in reply.tool_calls:
+            outcome = await run_tool(self._tools, tool_call, characters_max=self._limits.tool_output_characters_max)
+            outcomes.append(outcome)
+            self._count("tool_calls")
+            if outcome.failure is not None:
+                self._count("tool_failures")
+                self._count(f"tool_failure/{outcome.failure}")
+        if reply.tool_calls and not self._chat.report.tool_after_text and all(c.error for c in reply.tool_calls):
+            # In the conversation as the template shows it there is no call that a tool message could answer.
+            return [Message("user", "\n".join(outcome.text for outcome in outcomes))]
+        return [
+            Message("tool", outcome.text, tool_call_id=tool_call.id or None, name=tool_call.name or None)
+            for tool_call, outcome in zip(reply.tool_calls, outcomes, strict=True)
+        ]
+
+    # --- one turn ---------------------------------------------------------------------------------------------------
+
+    def _find(self, messages: list[Message]) -> _Conversation:
+        """The longest conversation that these messages extend, or a new one (kept once the model has spoken in it)."""
+        found = [c for c in self._conversations if c.extends_to(messages)]
+        if found:
+            return max(found, key=lambda c: len(c.trajectory.messages))
+        return _Conversation(Trajectory(self._task, messages))
+
+    def _prepare(self, conversation: _Conversation, messages: list[Message], schemas: list[dict[str, Any]]) -> _Turn:
+        """The ids to show. Raises EpisodeOver where this conversation, or the episode, may not go on."""
+        trajectory = conversation.trajectory
+        if conversation.sampled is None:
+            raise EpisodeOver(trajectory.status, trajectory.error or "this conversation is over")
+        if self.turns_left == 0:
+            raise self._stop(conversation, messages, Status.TRUNCATED, f"all {self._limits.max_turns} turns are used")
+        if self.tokens_left == 0:
+            raise self._stop(conversation, messages, Status.TRUNCATED, f"all {self._limits.max_tokens} tokens are used")
+        if trajectory.segments and schemas == trajectory.tools:
+            recorded = trajectory.messages
+            new = messages[len(recorded) :]
+            suffix = self._chat.extend(recorded[:-1], recorded[-1], new, schemas, conversation.sampled)
+            if suffix is not None:
+                return _Turn(messages, schemas, suffix, False)
+        # A first turn, or history reads differently now: what was sampled before is context of a new segment.
+        return _Turn(messages, schemas, self._chat.encode_prompt(messages, schemas), True)
+
+    def _room(self, conversation: _Conversation, messages: list[Message], length: int) -> int:
+        """How many tokens this turn may have, after `length` of context. Raises EpisodeOver where there are none."""
+        context = self._inference.context_tokens_max
+        if length >= context:
+            reason = f"the conversation has {length} tokens, the model's context holds {context}"
+            raise self._stop(conversation, messages, Status.TRUNCATED, reason)
+        return min(self.tokens_left, context - length)
+
+    async def _generate(self, conversation: _Conversation, tokens: list[int], room: int) -> Generation:
+        known = conversation in self._conversations
+        index = self._conversations.index(conversation) if known else len(self._conversations)
+        request = GenerateRequest(
+            tokens=tokens,
+            max_tokens=room,
+            stop_ids=self._chat.stop_ids,
+            seed=turn_seed(self._seed, *self._order, index, conversation.turns),
+            temperature=self._limits.temperature,
+            order=(*self._order, self._turns),
+            session=self._session,
+        )
+        generation = await self._inference.generate(request)
+        _check_generation(generation, room)
+        return generation
+
+    def _record(self, conversation: _Conversation, turn: _Turn, generation: Generation) -> Message:
+        self._keep(conversation)
+        trajectory = conversation.trajectory
+        if turn.is_new_segment:
+            if trajectory.segments:
+                _check_closed(trajectory.segments[-1])
+            trajectory.segments.append(Segment([], [], [], []))
+        segment = trajectory.segments[-1]
+        _append(segment, turn.context, 0.0, [0.0] * len(turn.context), [-1] * len(turn.context))
+        logprobs = [min(logprob, 0.0) for logprob in generation.logprobs]
+        _append(segment, generation.tokens, 1.0, logprobs, generation.versions)
+        reply = self._chat.parse(generation.tokens, turn.schemas)
+        trajectory.messages = [*turn.messages, reply]
+        trajectory.tools = turn.schemas
+        conversation.sampled = list(generation.tokens)
+        conversation.turns += 1
+        self._turns += 1
+        self._sampled_count += len(generation.tokens)
+        self._count("turns")
+        return reply
+
+    def _keep(self, conversation: _Conversation) -> None:
+        self._current = conversation
+        if conversation not in self._conversations:
+            self._conversations.append(conversation)
+
+    def _stop(self, conversation: _Conversation, messages: list[Message], status: Status, reason: str) -> EpisodeOver:
+        """End the conversation; `messages` that the model will not see any more are kept for people and rewards."""
+        self._keep(conversation)
+        trajectory = conversation.trajectory
+        trajectory.status, trajectory.error = status, reason
+        if len(messages) > len(trajectory.messages):
+            trajectory.messages = messages
+        conversation.sampled = None
+        return EpisodeOver(status, reason)
+
+    def close(self, status: Status, error: str | None = None) -> None:
+        """The episode is over: conversations without a status get this one, and every segment is checked."""
+        for trajectory in self.trajectories:
+            if trajectory.status is Status.PENDING or status.is_infrastructure:
+                trajectory.status, trajectory.error = status, error
+            for segment in trajectory.segments:
+                _check_closed(segment)
+
+    def _count(self, name: str) -> None:
+        if self._current is not None:
+            metrics = self._current.trajectory.metrics
+            metrics[name] = metrics.get(name, 0.0) + 1.0
+
+
+def turn_seed(seed: int, group: int, rollout: int, trajectory: int, turn: int) -> int:
+    """The seed of one turn, 0 <= it < 2**63; the same on every machine and in every process.
+
+    >>> turn_seed(0, 1, 2, 0, 0) == turn_seed(0, 1, 2, 0, 0) != turn_seed(0, 1, 2, 0, 1)
+    True
+    """
+    words = f"{seed}/{group}/{rollout}/{trajectory}/{turn}".encode()
+    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big") >> 1
+
+
+def _as_messages(messages: str | Sequence[Message | Mapping[str, Any]]) -> list[Message]:
+    if isinstance(messages, str):
+        return [Message("user", messages)]
+    # Copies: a message that its author changes later must not change what was recorded.
+    return [msgspec.structs.replace(m) if isinstance(m, Message) else msgspec.convert(m, Message) for m in messages]
+
+
+def _append(segment: Segment, tokens: list[int], weight: float, logprobs: list[float], versions: list[int]) -> None:
+    segment.tokens.extend(tokens)
+    segment.loss_mask.extend([weight] * len(tokens))
+    segment.logprobs.extend(logprobs)
+    segment.versions.extend(versions)
+
+
+def _check_generation(generation: Generation, room: int) -> None:
+    """Refuse what would break the invariants: an engine may be anybody's."""
+    tokens, logprobs, versions = generation.tokens, generation.logprobs, generation.versions
+    if not len(tokens) == len(logprobs) == len(versions):
+        raise InferenceError(
+            f"the engine returned {len(tokens)} tokens, {len(logprobs)} logprobs and versions of {len(versions)}"
+        )
+    if len(tokens) > room:
+        raise InferenceError(f"the engine returned {len(tokens)} tokens, but was asked for at most {room}")
+    for index, logprob in enumerate(logprobs):
+        if not math.isfinite(logprob) or logprob > LOGPROB_SLACK:
+            raise InferenceError(f"the engine returned the logprob {logprob} for token {index} of {len(tokens)}")
+
+
+def _check_closed(segment: Segment) -> None:
+    """Invariant 2 of design.md."""
+    streams = (segment.loss_mask, segment.logprobs, segment.versions)
+    lengths = (len(segment.tokens), *(len(stream) for stream in streams))
+    assert len(set(lengths)) == 1, f"a segment's streams must be aligned, got lengths {lengths}"
+    for index, (weight, logprob, version) in enumerate(zip(*streams, strict=True)):
+        if weight > 0:
+            assert math.isfinite(logprob) and logprob <= 0, f"token {index} was sampled with logprob {logprob}"
+        else:
+            assert logprob == 0.0 and version == -1, f"token {index} was not sampled: {logprob}, version {version}"

@@ -1,0 +1,160 @@
+"""The marks an environment author uses, `@tool` `@reward` `@metric`, and how they are collected from a class.
+
+A decorator only marks the function: the method stays an ordinary method that can be called and tested. What is left
+out: schemas (`schema.py`), running (`calls.py`), mixing rewards (`mixing.py`).
+
+    class Calculator:
+        def tasks(self, split, rng): ...
+
+        @tool(timeout_seconds=5)
+        def calculator(self, expression: str) -> str: ...
+
+        @reward
+        def correct(self, task, trajectory): ...
+
+Methods may be plain functions, trio-async or asyncio (`calls.py` says how they are told apart). Plain functions run in
+worker threads, one at a time for one environment object, but not always in the same thread.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar, overload
+
+from rollouts.errors import EnvironmentDefinitionError
+
+__all__ = [
+    "MetricMethod",
+    "RewardMethod",
+    "ToolMethod",
+    "environment_name",
+    "metric",
+    "metrics_of",
+    "reward",
+    "rewards_of",
+    "tool",
+    "tools_of",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+TOOL_MARK = "__rollouts_tool__"
+REWARD_MARK = "__rollouts_reward__"
+METRIC_MARK = "__rollouts_metric__"
+
+
+class ToolMethod(NamedTuple):
+    """A tool of an environment; `function` is bound where the environment is an object."""
+
+    name: str
+    function: Callable[..., Any]
+    timeout_seconds: float
+
+
+class RewardMethod(NamedTuple):
+    """A reward of an environment's own; `function` is bound where the environment is an object."""
+
+    name: str
+    function: Callable[..., Any]
+    weight: float
+
+
+class MetricMethod(NamedTuple):
+    """A metric of an environment's own; `function` is bound where the environment is an object."""
+
+    name: str
+    function: Callable[..., Any]
+
+
+@overload
+def tool(fn: F) -> F: ...
+
+
+@overload
+def tool(*, timeout_seconds: float = ..., name: str | None = ...) -> Callable[[F], F]: ...
+
+
+def tool(fn: F | None = None, *, timeout_seconds: float = 30.0, name: str | None = None) -> F | Callable[[F], F]:
+    """Offer a method to the model. Its type hints and docstring become the schema; `name` replaces the method's own.
+
+    Raises EnvironmentDefinitionError where the deadline is not a positive number.
+    """
+    if not timeout_seconds > 0:
+        raise EnvironmentDefinitionError(
+            f"@tool(timeout_seconds={timeout_seconds!r}): a deadline is a positive number of seconds, such as 30.0"
+        )
+
+    def mark(function: F) -> F:
+        setattr(function, TOOL_MARK, (name, float(timeout_seconds)))
+        return function
+
+    return mark if fn is None else mark(fn)
+
+
+@overload
+def reward(fn: F) -> F: ...
+
+
+@overload
+def reward(*, weight: float = ...) -> Callable[[F], F]: ...
+
+
+def reward(fn: F | None = None, *, weight: float = 1.0) -> F | Callable[[F], F]:
+    """A method that judges the rollout: it may name `task`, `trajectory`, `env`; returns float, Score or None."""
+
+    def mark(function: F) -> F:
+        setattr(function, REWARD_MARK, float(weight))
+        return function
+
+    return mark if fn is None else mark(fn)
+
+
+def metric(fn: F) -> F:
+    """A method whose float is logged and never trained: it may name `task`, `trajectory`, `env`."""
+    setattr(fn, METRIC_MARK, True)
+    return fn
+
+
+def environment_name(env: Any) -> str:
+    """The name of the environment's class, for messages."""
+    return env.__name__ if inspect.isclass(env) else type(env).__name__
+
+
+def tools_of(env: Any) -> list[ToolMethod]:
+    """The tools of an environment (object or class), in definition order, inherited ones first.
+
+    The most derived definition of a method decides: one that overrides a tool without `@tool` takes it away.
+    Raises EnvironmentDefinitionError where two tools have one name.
+    """
+    tools: dict[str, ToolMethod] = {}
+    for attribute, function, (name, timeout_seconds) in _marked(env, TOOL_MARK):
+        chosen = name or attribute
+        if chosen in tools:
+            raise EnvironmentDefinitionError(
+                f"{environment_name(env)} has two tools named {chosen!r}; give one of them another: @tool(name=...)"
+            )
+        tools[chosen] = ToolMethod(chosen, function, timeout_seconds)
+    return list(tools.values())
+
+
+def rewards_of(env: Any) -> list[RewardMethod]:
+    """The `@reward` methods of an environment (object or class), in definition order, inherited ones first."""
+    return [RewardMethod(name, function, weight) for name, function, weight in _marked(env, REWARD_MARK)]
+
+
+def metrics_of(env: Any) -> list[MetricMethod]:
+    """The `@metric` methods of an environment (object or class), in definition order, inherited ones first."""
+    return [MetricMethod(name, function) for name, function, _ in _marked(env, METRIC_MARK)]
+
+
+def _marked(env: Any, mark: str) -> Iterator[tuple[str, Callable[..., Any], Any]]:
+    """(attribute, function, mark) of each marked method; nothing but plain class attributes is looked at."""
+    owner = env if inspect.isclass(env) else type(env)
+    members: dict[str, Any] = {}  # a name keeps the place of its first definition, and gets the most derived one
+    for cls in reversed(owner.__mro__):
+        members.update(vars(cls))
+    for name, raw in members.items():
+        value = getattr(raw, "__dict__", {}).get(mark)  # not getattr: an attribute of any type may answer to every name
+        if value is not None and not inspect.isclass(raw):
+            yield name, getattr(env, name), value

@@ -1,0 +1,354 @@
+"""Call an author's function from the agent loop, under a deadline, whatever it is written for.
+
+- A plain function runs in a worker thread. At its deadline it is abandoned: its slot of the limiter is free at once,
+  and the thread, which nothing can stop, is counted until it ends. Past `ABANDONED_MAX` such threads calls are refused.
+- A trio coroutine function runs where it is called.
+- An asyncio one runs on the process's one asyncio loop, which has a thread of its own, so that a session opened in
+  `setup` can still be used by a tool. At the deadline its task is cancelled and waited for, for `GRACE_SECONDS`; a loop
+  that is blocked by then is abandoned and the next call gets a new one.
+
+Which of the two an `async def` is, is decided by the first of these that says something:
+1. the attribute `async_library = "trio"` (or `"asyncio"`) of the environment;
+2. the function's own code: it names `trio`, or `asyncio` or a library that only works there (`ASYNCIO_ONLY`);
+3. its module: it imports `trio`, or one of the latter;
+4. it is trio (which anyio and httpx support too).
+A function that turns out to be asyncio under trio raises EnvironmentDefinitionError, which says to write 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import functools
+import inspect
+import math
+import threading
+import types
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal, NamedTuple
+
+import trio
+
+from rollouts.errors import EnvironmentDefinitionError, RolloutsError
+
+__all__ = [
+    "ABANDONED_MAX",
+    "ASYNCIO_ONLY",
+    "AbandonedCallsError",
+    "CallStatistics",
+    "async_library_of",
+    "call",
+    "statistics",
+]
+
+AsyncLibrary = Literal["trio", "asyncio"]
+
+ABANDONED_MAX = 64  # threads that ran past their deadline and still run
+SLOTS = 64  # worker threads of one trio run that work at the same time
+ASYNCIO_UNDER_TRIO = ("no running event loop", "received unrecognized yield message")  # asyncio's words, trio's words
+GRACE_SECONDS = 2.0  # an asyncio task has this long to clean up after its cancellation
+ASYNCIO_ONLY = frozenset(
+    {"aiofiles", "aiohttp", "aiomysql", "aiopg", "aiosqlite", "asyncio", "asyncpg", "asyncssh", "motor", "uvloop"}
+)
+
+
+class AbandonedCallsError(RolloutsError):
+    """Too many calls ran past their deadline and never came back. Inside an episode: Status.ENVIRONMENT_ERROR."""
+
+
+class CallStatistics(NamedTuple):
+    """How many threads ran past their deadline: still running, and ever."""
+
+    abandoned: int
+    abandoned_ever: int
+
+
+async def call(
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_seconds: float = math.inf,
+    limiter: trio.CapacityLimiter | None = None,
+    async_library: AsyncLibrary | None = None,
+) -> Any:
+    """`function(*args)`, awaited where that is needed. The wait for a worker thread is not part of the deadline.
+
+    `limiter` None: the run's own, of `SLOTS` threads. `async_library` None: by the rule in the module's docstring.
+
+    Cancellation leaves a plain function running in its thread, abandoned, and an asyncio task cancelled.
+
+    Raises:
+        trio.TooSlowError: the deadline passed.
+        AbandonedCallsError: too many earlier calls still run past their deadlines.
+        EnvironmentDefinitionError: it is asyncio code and does not say so.
+        Exception: whatever the function raises; SystemExit becomes RuntimeError.
+    """
+    if inspect.iscoroutinefunction(_plain(function)):
+        library = async_library or async_library_of(function)
+        return await _await(functools.partial(function, *args), library, timeout_seconds)
+    value = await _call_in_thread(function, args, timeout_seconds, limiter)
+    if inspect.iscoroutine(value):  # a plain function that hands out a coroutine: a wrapper around an async one
+        said = async_library or _declared_library(function)
+        namespace = value.cr_frame.f_globals if value.cr_frame else {}
+        library = said or _library_of_code(value.cr_code, namespace)
+        return await _await(lambda: value, library, timeout_seconds)
+    return value
+
+
+def statistics() -> CallStatistics:
+    """The process's abandoned threads, now and ever."""
+    with _lock:
+        return CallStatistics(_abandoned, _abandoned_ever)
+
+
+def async_library_of(function: Callable[..., Any]) -> AsyncLibrary:
+    """Which library a coroutine function is written for, by the rule in the module's docstring.
+
+    Raises EnvironmentDefinitionError where `async_library` names another one.
+    """
+    declared = _declared_library(function)
+    if declared is not None:
+        return declared
+    underlying = inspect.unwrap(_plain(function))
+    code = getattr(underlying, "__code__", None)
+    return "trio" if code is None else _library_of_code(code, underlying.__globals__)
+
+
+# --- telling them apart ---------------------------------------------------------------------------------------------
+
+
+def _plain(function: Callable[..., Any]) -> Any:
+    """The plain function inside partials, bound methods and callable objects."""
+    current: Any = function
+    while isinstance(current, functools.partial):
+        current = current.func
+    if not isinstance(current, types.FunctionType | types.MethodType | types.BuiltinFunctionType | type):
+        current = type(current).__call__ if callable(current) else current
+    return getattr(current, "__func__", current)
+
+
+def _declared_library(function: Callable[..., Any]) -> AsyncLibrary | None:
+    bound: Any = function
+    while isinstance(bound, functools.partial):
+        bound = bound.func
+    owner = getattr(bound, "__self__", None)
+    declared = getattr(owner, "async_library", None)
+    if declared in ("trio", "asyncio"):
+        return "trio" if declared == "trio" else "asyncio"
+    if declared is not None:
+        raise EnvironmentDefinitionError(
+            f"{type(owner).__name__}.async_library is {declared!r}; it may be 'trio' or 'asyncio'"
+        )
+    return None
+
+
+def _library_of_code(code: types.CodeType, namespace: dict[str, Any]) -> AsyncLibrary:
+    for roots in (set(code.co_names), _roots_of(code, namespace), _roots_of(None, namespace)):
+        if "trio" in roots:
+            return "trio"
+        if roots & ASYNCIO_ONLY:
+            return "asyncio"
+    return "trio"
+
+
+def _roots_of(code: types.CodeType | None, namespace: dict[str, Any]) -> set[str]:
+    """The top-level packages that the names in a module come from (with `code`, only the names it uses)."""
+    values = namespace.values() if code is None else [namespace[name] for name in code.co_names if name in namespace]
+    names = (
+        value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+        for value in list(values)
+    )
+    return {name.partition(".")[0] for name in names if isinstance(name, str)}
+
+
+# --- trio and asyncio -----------------------------------------------------------------------------------------------
+
+
+async def _await(make: Callable[[], Awaitable[Any]], library: AsyncLibrary, timeout_seconds: float) -> Any:
+    with trio.fail_after(timeout_seconds):
+        if library == "asyncio":
+            return await _shared_bridge().run(make)
+        try:
+            return await make()
+        except SystemExit as error:
+            raise RuntimeError(f"it called sys.exit({error.code!r})") from error
+        except (RuntimeError, TypeError) as error:
+            if not any(words in str(error) for words in ASYNCIO_UNDER_TRIO):
+                raise
+            raise EnvironmentDefinitionError(
+                "an async method awaits asyncio code but was run under trio; "
+                'write `async_library = "asyncio"` in the environment\'s class'
+            ) from error
+
+
+class _AsyncioBridge:
+    """One asyncio loop in a daemon thread. `run` is called from trio, from any run."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, name="rollouts-asyncio", daemon=True)
+        self._abandoned = False
+        self._thread.start()
+        atexit.register(self.close)
+
+    @property
+    def usable(self) -> bool:
+        return self._thread.is_alive() and not self._abandoned
+
+    def _serve(self) -> None:
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+            if self._abandoned:
+                _count_abandoned(-1)
+
+    def close(self) -> None:
+        """Stop the loop and, where it still answers, wait for its thread. At interpreter exit, and when abandoned."""
+        atexit.unregister(self.close)
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            if not self._abandoned:
+                self._thread.join(1.0)
+
+    async def run(self, make: Callable[[], Awaitable[Any]]) -> Any:
+        finished = trio.Event()
+        trio_token = trio.lowlevel.current_trio_token()
+        tasks: list[asyncio.Task[Any]] = []
+
+        async def body() -> Any:
+            try:
+                return await make()
+            except SystemExit as error:  # would end the loop that all environments share
+                raise RuntimeError(f"it called sys.exit({error.code!r})") from error
+
+        def wake(_: object) -> None:
+            try:
+                trio_token.run_sync_soon(finished.set)
+            except trio.RunFinishedError:
+                return  # nobody waits any more
+
+        def start() -> None:
+            tasks.append(self._loop.create_task(body()))
+            tasks[0].add_done_callback(wake)
+
+        self._loop.call_soon_threadsafe(start)
+        try:
+            await finished.wait()
+        except trio.Cancelled:
+            self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            with trio.CancelScope(shield=True, deadline=trio.current_time() + GRACE_SECONDS):
+                await finished.wait()
+            if not finished.is_set():
+                self._abandon()
+            elif not tasks[0].cancelled():
+                tasks[0].exception()  # retrieved: what it raised while being cancelled has nobody to go to
+            raise
+        if tasks[0].cancelled():
+            raise RuntimeError("the asyncio task cancelled itself")
+        return tasks[0].result()
+
+    def _abandon(self) -> None:
+        if not self._abandoned:
+            self._abandoned = True
+            _count_abandoned(+1)
+            self.close()
+
+
+_bridge: _AsyncioBridge | None = None
+
+
+def _shared_bridge() -> _AsyncioBridge:
+    global _bridge
+    with _lock:
+        if _bridge is None or not _bridge.usable:
+            if _abandoned >= ABANDONED_MAX:
+                raise _too_many(_abandoned)
+            _bridge = _AsyncioBridge()
+        return _bridge
+
+
+# --- worker threads -------------------------------------------------------------------------------------------------
+
+_lock = threading.Lock()
+_abandoned = 0
+_abandoned_ever = 0
+_limiter: trio.lowlevel.RunVar[trio.CapacityLimiter] = trio.lowlevel.RunVar("rollouts-calls-limiter")
+
+
+def _count_abandoned(change: int) -> None:
+    global _abandoned, _abandoned_ever
+    with _lock:
+        _abandoned += change
+        _abandoned_ever += max(change, 0)
+
+
+def _too_many(count: int) -> AbandonedCallsError:
+    return AbandonedCallsError(
+        f"{count} calls into the environment ran past their deadlines and still run in their threads; "
+        "a tool that can hang must have a time limit of its own (a socket or subprocess timeout), "
+        "or be written async, which can be cancelled"
+    )
+
+
+class _Job:
+    """A function in a thread that may be given up. Every change of state is under its lock."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self._function = function
+        self._args = args
+        self._lock = threading.Lock()
+        self._state = "waiting"  # running, done, abandoned
+
+    def run(self) -> list[Any]:
+        """What the function returns, in a list: trio refuses a bare coroutine."""
+        with self._lock:
+            if self._state != "waiting":
+                return [None]  # given up before it began: its side effects must not come later
+            self._state = "running"
+        try:
+            return [self._function(*self._args)]
+        except SystemExit as error:
+            raise RuntimeError(f"it called sys.exit({error.code!r})") from error
+        finally:
+            with self._lock:
+                was_abandoned, self._state = self._state == "abandoned", "done"
+            if was_abandoned:
+                _count_abandoned(-1)
+
+    def abandon(self) -> None:
+        """Give it up, unless it is done."""
+        with self._lock:
+            was_running = self._state == "running"
+            if self._state != "done":
+                self._state = "abandoned"
+            if was_running:
+                _count_abandoned(+1)
+
+
+async def _call_in_thread(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    timeout_seconds: float,
+    limiter: trio.CapacityLimiter | None,
+) -> Any:
+    if statistics().abandoned >= ABANDONED_MAX:
+        raise _too_many(statistics().abandoned)
+    slots = limiter or _limiter_of_this_run()
+    job = _Job(function, args)
+    await slots.acquire_on_behalf_of(job)
+    try:
+        with trio.fail_after(timeout_seconds):
+            # A limiter of its own: trio would keep an abandoned thread's slot taken, and ours is given back below.
+            own = trio.CapacityLimiter(1)
+            return (await trio.to_thread.run_sync(job.run, abandon_on_cancel=True, limiter=own))[0]
+    finally:
+        job.abandon()
+        slots.release_on_behalf_of(job)
+
+
+def _limiter_of_this_run() -> trio.CapacityLimiter:
+    try:
+        return _limiter.get()
+    except LookupError:
+        _limiter.set(trio.CapacityLimiter(SLOTS))
+        return _limiter.get()

@@ -1,0 +1,148 @@
+"""An environment's mistakes, found when the run is composed: before any model loads, and before the first episode.
+
+What is left out: whether its tasks can be drawn (that runs the author's code; the loop says so when they cannot).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rollouts.env.authoring import environment_name, metrics_of, rewards_of, tools_of
+from rollouts.env.calls import async_library_of
+from rollouts.env.mixing import RewardTerm
+from rollouts.env.schema import tool_schema
+from rollouts.errors import EnvironmentDefinitionError, SignatureError, near_misses
+from rollouts.plugins.signature import REQUIRED, check_signature, read_signature
+
+__all__ = ["check_environment", "requests_of", "reward_term"]
+
+METHODS: Mapping[str, tuple[str, ...]] = {
+    "tasks": ("split", "rng"),
+    "demonstrations": ("split", "rng"),
+    "setup": ("task",),
+    "close": (),
+    "reply": ("trajectory",),
+    "rollout": ("task", "model"),
+}
+"""The methods of an environment that the core calls, and what it gives them, by position. Only `tasks` must exist."""
+
+OWN_NAMES = ("task", "trajectory", "env")
+
+
+def check_environment(env: Any, rewards: Sequence[RewardTerm] | None = None) -> None:
+    """Raise EnvironmentDefinitionError for the first thing that cannot work; `env` is a class or an object.
+
+    Checked: `tasks` exists; the core's calls fit its methods; every tool has a schema; `@reward` and `@metric` methods
+    name only `task`, `trajectory`, `env`; with `rewards` (a run's terms), that somebody judges the rollouts.
+    """
+    label = environment_name(env)
+    if getattr(env, "tasks", None) is None:
+        near = near_misses("tasks", dir(env))
+        hint = f" (it has {near[0]!r})" if near else ""
+        raise EnvironmentDefinitionError(
+            f"{label} has no method `tasks`{hint}; write `def tasks(self, split, rng)` that yields Task objects"
+        )
+    for name, arguments in METHODS.items():
+        _check_method(env, label, name, arguments)
+    if not inspect.isclass(env):
+        async_library_of(env.tasks)  # refuses a misspelt `async_library`
+    if hasattr(env, "rollout") and not inspect.iscoroutinefunction(env.rollout):
+        raise EnvironmentDefinitionError(
+            f"{label}.rollout must be `async def rollout(self, task, model)`: it awaits model.chat(...), under trio"
+        )
+    for tool in tools_of(env):
+        tool_schema(tool.function, tool.name)
+    own = rewards_of(env)
+    for kind, methods in (("rewards", own), ("metrics", metrics_of(env))):
+        for method in methods:
+            _check_own(env, label, kind, method.name, method.function)
+    if rewards is not None:
+        _check_judged(label, bool(own), rewards)
+
+
+def reward_term(
+    alias: str, function: Callable[..., Any], weight: float = 1.0, settings: Mapping[str, Any] | None = None
+) -> RewardTerm:
+    """A reward function as a term of a run. Raises SignatureError where it names what a reward is not given."""
+    requests = check_signature(function, "rewards", f"reward {alias}").requests
+    is_group = any(name in ("tasks", "trajectories") for name in requests)
+    return RewardTerm(alias, function, weight, dict(settings or {}), requests, is_group)
+
+
+def requests_of(method: Callable[..., Any]) -> tuple[str, ...]:
+    """The names that a `@reward` or `@metric` method asks for, in order; read once a function."""
+    return _requests_of_plain(getattr(method, "__func__", method), hasattr(method, "__func__"))
+
+
+@functools.lru_cache(maxsize=1024)
+def _requests_of_plain(plain: Callable[..., Any], bound: bool) -> tuple[str, ...]:
+    requests = read_signature(plain, "rewards").requests
+    return requests[1:] if bound else requests
+
+
+def _check_method(env: Any, label: str, name: str, arguments: tuple[str, ...]) -> None:
+    method = getattr(env, name, None)
+    if method is None:
+        return
+    wanted = f"def {name}({', '.join(('self', *arguments))})"
+    if not callable(method):
+        raise EnvironmentDefinitionError(f"{label}.{name} is {type(method).__name__}, not a method; write `{wanted}`")
+    unbound = inspect.isclass(env) and inspect.isfunction(inspect.getattr_static(env, name))
+    try:
+        signature = inspect.signature(method)
+    except (TypeError, ValueError):
+        return  # no readable signature, as in compiled code: the first episode will tell
+    try:
+        signature.bind(*((env, *arguments) if unbound else arguments))
+    except TypeError as error:
+        raise EnvironmentDefinitionError(
+            f"{label}.{name}{signature} does not fit how it is called ({error}); write `{wanted}`"
+        ) from error
+
+
+def _check_own(env: Any, label: str, kind: str, name: str, function: Callable[..., Any]) -> None:
+    word = kind.removesuffix("s")
+    where = f"@{word} {label}.{name}"
+    if inspect.isclass(env) and inspect.isfunction(inspect.getattr_static(env, name)):
+        try:
+            inspect.signature(function).bind_partial(None)
+        except TypeError as error:
+            raise EnvironmentDefinitionError(
+                f"{where} takes no `self`; write `def {name}(self, task, trajectory)`"
+            ) from error
+        function = functools.partial(function, None)
+    try:
+        signature = read_signature(function, kind)
+        for request in signature.requests:
+            if request not in OWN_NAMES:
+                raise EnvironmentDefinitionError(f"{where} asks for {request!r}{_hint(request)}")
+        check_signature(function, kind, where)
+    except SignatureError as error:
+        raise EnvironmentDefinitionError(str(error)) from error
+    for setting in signature.settings:
+        if setting.default is REQUIRED:
+            raise EnvironmentDefinitionError(
+                f"{where}: {setting.name!r} is keyword-only and has no default; "
+                "a method's settings are the fields of its environment"
+            )
+
+
+def _hint(request: str) -> str:
+    may = f"; a method of an environment may name {', '.join(OWN_NAMES)}"
+    if request in ("tasks", "trajectories"):
+        return f"{may} (a reward of a whole group is a function of its own: --reward ./my_rewards.py:name)"
+    near = near_misses(request, OWN_NAMES)
+    return f"{may}; did you mean {near[0]!r}?" if near else may
+
+
+def _check_judged(label: str, has_own: bool, rewards: Sequence[RewardTerm]) -> None:
+    if not rewards:
+        raise EnvironmentDefinitionError(f"no reward was named; type --reward env:1 for the rewards of {label} itself")
+    if not has_own and all(term.function is None for term in rewards):
+        raise EnvironmentDefinitionError(
+            f"{label} has no @reward method, so `--reward env:1` judges nothing; "
+            "give it one, or type --reward pkg/name (rollouts plugins list shows what is installed)"
+        )

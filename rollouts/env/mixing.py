@@ -1,0 +1,126 @@
+"""Rewards of several packages, mixed by weight into one Score.
+
+A reward that returns None, or raises, *could not judge*: that is never 0. The policy `on_invalid` says what follows:
+`drop` (the score's value is None: out of the baseline and not trained), `zero` (it counts 0), `raise` (RewardError).
+NaN, an infinity or something that is no number is a mistake of the reward: RewardError, by name, under every policy.
+
+Parts are logged under their own names: a reward function under its alias, a `@reward` method of the environment under
+its own name, what a reward's `Score.parts` holds under the names given there. Where two would clash, the later one
+gets its alias in front: `env.correct`, `brevity.words`. What is left out: running rewards (`rollouts.agent`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from rollouts.errors import RewardError
+from rollouts.types import Score
+
+__all__ = ["InvalidPolicy", "RewardTerm", "Verdict", "env_term", "mix", "read_verdict"]
+
+InvalidPolicy = Literal["drop", "zero", "raise"]
+
+
+class RewardTerm(NamedTuple):
+    """One reward of a run. `function` None stands for the environment's own `@reward` methods, summed by their weights.
+
+    `requests` are the names it asks for, in order; `is_group` rewards see all rollouts of a prompt and return a list.
+    """
+
+    alias: str
+    function: Callable[..., Any] | None
+    weight: float = 1.0
+    settings: Mapping[str, Any] = {}
+    requests: tuple[str, ...] = ()
+    is_group: bool = False
+
+
+class Verdict(NamedTuple):
+    """What one reward said of one rollout. `value` None: it could not judge, and `why` says the reason if there is
+    one.
+    """
+
+    name: str
+    weight: float
+    value: float | None
+    parts: Mapping[str, float | None] = {}
+    why: str = ""
+    alias: str = ""
+
+
+def env_term(weight: float = 1.0, alias: str = "env") -> RewardTerm:
+    """The term that `--reward env:1` stands for."""
+    return RewardTerm(alias, None, weight)
+
+
+def read_verdict(name: str, weight: float, returned: Any, alias: str = "") -> Verdict:
+    """What a reward returned, as a Verdict. A bool is 0 or 1.
+
+    Raises RewardError, naming the reward, for NaN, infinities and what is neither number, Score nor None.
+    """
+    if isinstance(returned, Score):
+        parts = {part: _number(f"{name}.{part}", value) for part, value in returned.parts.items()}
+        return Verdict(name, weight, _number(name, returned.value), parts, returned.why, alias or name)
+    return Verdict(name, weight, _number(name, returned), {}, "", alias or name)
+
+
+def mix(verdicts: Sequence[Verdict], on_invalid: InvalidPolicy = "drop", base: Score | None = None) -> Score:
+    """The weighted sum of what the rewards said, with all parts; `base` is an earlier score that they are added to.
+
+    Raises RewardError where one could not judge and the policy is `raise`.
+
+    >>> mix([Verdict("correct", 1.0, 1.0), Verdict("short", -0.1, 2.0)]).value
+    0.8
+    >>> mix([Verdict("correct", 1.0, None)]).value is None
+    True
+    """
+    parts: dict[str, float | None] = dict(base.parts) if base else {}
+    reasons = [base.why] if base and base.why else []
+    total = base.value if base else 0.0
+    for verdict in verdicts:
+        parts[_free_name(verdict.name, verdict.alias, parts)] = verdict.value
+        value = verdict.value
+        if value is None:
+            why = verdict.why or "it returned None"
+            if on_invalid == "raise":
+                raise RewardError(
+                    f"reward {verdict.name!r} could not judge a rollout: {why}; "
+                    "with --on-invalid-reward drop such rollouts are left out"
+                )
+            reasons.append(f"{verdict.name} could not judge: {why}")
+            value = 0.0 if on_invalid == "zero" else None
+        elif verdict.why:
+            reasons.append(f"{verdict.name}: {verdict.why}")
+        total = None if total is None or value is None else total + verdict.weight * value
+    for verdict in verdicts:  # after the rewards themselves: their names come first
+        for part, value in verdict.parts.items():
+            parts[_free_name(part, verdict.name, parts)] = value
+    return Score(total, parts, "; ".join(reasons))
+
+
+def _free_name(name: str, alias: str, taken: Mapping[str, Any]) -> str:
+    chosen = name
+    while chosen in taken:
+        chosen = f"{alias or 'reward'}.{chosen}"
+    return chosen
+
+
+def _number(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    if not hasattr(type(value), "__float__"):
+        raise RewardError(
+            f"reward {name!r} returned {value!r} ({type(value).__name__}); "
+            "a reward returns a float, a Score, or None where it could not judge"
+        )
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise RewardError(f"reward {name!r} returned {value!r}, which is not one number: {error}") from error
+    if not math.isfinite(number):
+        raise RewardError(
+            f"reward {name!r} returned {number}; a reward returns a finite float, or None where it could not judge"
+        )
+    return number

@@ -1,0 +1,129 @@
+"""The core environment `prompts`: rows of a file are the tasks, the model answers once, rewards come from elsewhere.
+
+    rollouts run --env prompts --data rows.jsonl --reward pkg/f
+
+A row is {"prompt": text or a list of messages, "answer": ..., "id": ...}; everything else of it is the task's `info`.
+What is left out: tools, a reward of its own, other formats than .jsonl and .json.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollouts.errors import ConfigError
+from rollouts.types import Message, Task
+
+__all__ = ["Prompts"]
+
+
+@dataclass
+class Prompts:
+    """Tasks from the rows of a file: one turn, no tools."""
+
+    data: str = ""  # the rows: a .jsonl file, or a .json file that holds a list
+    eval_data: str = ""  # rows for evaluation; without it, a fraction of `data` is held out
+    eval_fraction: float = 0.1  # the fraction held out, chosen by a hash of the row: the same rows in every run
+
+    def tasks(self, split: str, rng: random.Random) -> list[Task]:
+        """All tasks of the split, "train" or "eval", shuffled by `rng`.
+
+        A fraction above 0 leaves at least one task in each split, where there are two. Raises ConfigError for a file
+        that is missing or malformed (with its line) and for settings that make no sense.
+        """
+        if not self.data:
+            raise ConfigError("the environment prompts needs rows: type --data rows.jsonl")
+        if not 0 <= self.eval_fraction < 1:
+            raise ConfigError(
+                f"--env.eval-fraction {self.eval_fraction}: expected a number from 0 up to 1, such as 0.1"
+            )
+        if self.eval_data:
+            chosen = read_tasks(Path(self.eval_data if split == "eval" else self.data))
+        else:
+            held_out, rest = split_tasks(read_tasks(Path(self.data)), self.eval_fraction)
+            chosen = held_out if split == "eval" else rest
+        rng.shuffle(chosen)
+        return chosen
+
+
+def split_tasks(tasks: list[Task], fraction: float) -> tuple[list[Task], list[Task]]:
+    """(held out, rest), by a hash of each task's key: two rows with one id or prompt are always on the same side."""
+    place = {task.key: _unit_hash(task.key) for task in tasks}
+    held_out = {key for key, value in place.items() if value < fraction}
+    if fraction > 0 and len(place) > 1:
+        if not held_out:
+            held_out = {min(place, key=lambda key: place[key])}
+        elif len(held_out) == len(place):
+            held_out.remove(max(place, key=lambda key: place[key]))
+    return [t for t in tasks if t.key in held_out], [t for t in tasks if t.key not in held_out]
+
+
+def read_tasks(path: Path) -> list[Task]:
+    """The tasks of a .jsonl or .json file, in its order. Raises ConfigError, naming the file and the line or row."""
+    if path.suffix not in (".jsonl", ".json"):
+        raise ConfigError(
+            f"{path}: rows are read from .jsonl (one object a line) or .json (a list), not {path.suffix!r}"
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror or error}; type --data with the path of the rows"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text: {error}") from error
+    rows = _rows_of_lines(path, text) if path.suffix == ".jsonl" else _rows_of_list(path, text)
+    tasks = [_task_of(where, row) for where, row in rows]
+    if not tasks:
+        raise ConfigError(f'{path} holds no rows; a row is {{"prompt": "...", "answer": ...}}')
+    return tasks
+
+
+def _rows_of_lines(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+    # Not splitlines(): it also splits at characters that JSON text may hold, such as U+2028.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            yield f"{path}, line {number}", _parse(f"{path}, line {number}", line)
+
+
+def _rows_of_list(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+    rows = _parse(str(path), text)
+    if not isinstance(rows, list):
+        raise ConfigError(f"{path}: expected a list of rows, got {type(rows).__name__}; one object a line is .jsonl")
+    for number, row in enumerate(rows, start=1):
+        yield f"{path}, row {number}", row
+
+
+def _parse(where: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        place = f"{where}" if error.lineno == 1 else f"{where}, line {error.lineno}"
+        raise ConfigError(f"{place}: not JSON: {error.msg} (column {error.colno})") from error
+
+
+def _task_of(where: str, row: Any) -> Task:
+    if not isinstance(row, dict) or "prompt" not in row:
+        found = f"the keys {', '.join(sorted(row)) or '(none)'}" if isinstance(row, dict) else type(row).__name__
+        raise ConfigError(f'{where}: a row is {{"prompt": text or messages, "answer": ..., "id": ...}}, got {found}')
+    prompt = row["prompt"]
+    try:
+        messages = prompt if isinstance(prompt, str) else msgspec.convert(prompt, list[Message])
+    except msgspec.ValidationError as error:
+        raise ConfigError(f'{where}: "prompt" is text or a list of {{"role", "content"}} messages: {error}') from error
+    if not messages:
+        raise ConfigError(f'{where}: "prompt" is empty')
+    identity = row.get("id")
+    info = {key: value for key, value in row.items() if key not in ("prompt", "answer", "id")}
+    return Task(messages, row.get("answer"), info, None if identity is None else str(identity))
+
+
+def _unit_hash(key: str) -> float:
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") / 2**64

@@ -1,0 +1,265 @@
+"""A tool's JSON schema, read from its type hints and docstring; and the model's arguments, converted by the same hints.
+
+What is left out: calling the tool (`rollouts.agent_tools`) and reading calls out of a reply (`rollouts.chat`).
+Types are those msgspec knows: str, int, float, bool, None, Literal, enums, list, tuple, set, dict, TypedDict,
+dataclasses, Struct, dates, unions of them, Any. Schemas hold no references, so that chat templates can print them as
+they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from rollouts.errors import EnvironmentDefinitionError, near_misses
+
+__all__ = ["tool_schema", "validate_arguments"]
+
+SECTION = re.compile(
+    r"(?:Args|Arguments|Parameters|Returns?|Yields?|Raises|Examples?|Notes?|Attributes|References|See Also):\s*$"
+)
+ARGUMENT = re.compile(r"\*{0,2}(?P<name>\w+)\s*(?:\([^)]*\))?\s*:\s*(?P<text>.*)$")
+
+
+class _Parameter(NamedTuple):
+    name: str
+    hint: Any
+    schema: dict[str, Any]
+    required: bool
+
+
+def tool_schema(fn: Callable[..., Any], name: str | None = None) -> dict[str, Any]:
+    """The OpenAI function schema of a tool, a new dict each time; `self` is left out.
+
+    The description is the docstring above its first section; parameter descriptions come from its `Args:` section
+    (Google style). An `Optional` is written as its type with `"nullable": true`, as transformers does.
+    Raises EnvironmentDefinitionError, naming tool and parameter, where a hint is missing, unreadable or cannot be
+    described, and for `*args`, `**kwargs` and positional-only parameters.
+
+    >>> def add(a: int, b: int = 0) -> int:
+    ...     "Add two numbers."
+    >>> tool_schema(add)["function"]["parameters"]["required"]
+    ['a']
+    """
+    label = name or str(getattr(fn, "__name__", type(fn).__name__))
+    parameters = _parameters_of(fn, label)
+    return {
+        "type": "function",
+        "function": {
+            "name": label,
+            "description": _description(inspect.getdoc(fn) or ""),
+            "parameters": {
+                "type": "object",
+                "properties": {p.name: _copy(p.schema) for p in parameters},
+                "required": [p.name for p in parameters if p.required],
+            },
+        },
+    }
+
+
+def validate_arguments(
+    fn: Callable[..., Any], arguments: Mapping[str, Any], name: str | None = None
+) -> dict[str, Any] | str:
+    """The arguments converted to the tool's types, ready for `fn(**arguments)`; or what is wrong, in words for the
+    model.
+
+    Numbers and booleans written as text are read; a whole float is an int.
+
+    >>> def add(a: int, b: int = 0) -> int: ...
+    >>> validate_arguments(add, {"a": "3"})
+    {'a': 3}
+    >>> validate_arguments(add, {"a": "x"})
+    "argument 'a' of add must be integer: Expected `int`, got `str`"
+    """
+    label = name or str(getattr(fn, "__name__", type(fn).__name__))
+    parameters = {p.name: p for p in _parameters_of(fn, label)}
+    for given in arguments:
+        if given not in parameters:
+            near = near_misses(given, parameters)
+            hint = f"; did you mean {near[0]!r}?" if near else "."
+            return f"{label} has no argument {given!r}{hint} Its arguments are: {_usage(parameters)}"
+    missing = [p for p in parameters.values() if p.required and p.name not in arguments]
+    if missing:
+        listed = ", ".join(f"{p.name!r} ({_type_words(p.schema)})" for p in missing)
+        return f"{label} needs the argument{'s' if len(missing) > 1 else ''} {listed}"
+    converted: dict[str, Any] = {}
+    for given, value in arguments.items():
+        parameter = parameters[given]
+        try:
+            converted[given] = msgspec.convert(value, parameter.hint, strict=False)
+        except msgspec.ValidationError as error:
+            return f"argument {given!r} of {label} must be {_type_words(parameter.schema)}: {error}"
+    return converted
+
+
+# --- reading a function ---------------------------------------------------------------------------------------------
+
+
+def _parameters_of(fn: Callable[..., Any], label: str) -> tuple[_Parameter, ...]:
+    plain = getattr(fn, "__func__", fn)
+    owner = getattr(fn, "__self__", None)
+    namespace: Any = None
+    if owner is not None:
+        namespace = owner if inspect.isclass(owner) else type(owner)
+    return _read_parameters(plain, namespace, plain is not fn, label)
+
+
+@functools.lru_cache(maxsize=1024)
+def _read_parameters(plain: Callable[..., Any], owner: Any, bound: bool, label: str) -> tuple[_Parameter, ...]:
+    parameters = list(inspect.signature(plain).parameters.values())
+    if parameters and (bound or parameters[0].name == "self"):
+        parameters = parameters[1:]
+    described = _argument_descriptions(inspect.getdoc(plain) or "")
+    return tuple(_read_parameter(plain, owner, p, label, described.get(p.name, "")) for p in parameters)
+
+
+def _read_parameter(
+    plain: Callable[..., Any], owner: type[Any] | None, parameter: inspect.Parameter, label: str, description: str
+) -> _Parameter:
+    where = f"tool {label!r}, parameter {parameter.name!r}"
+    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+        raise EnvironmentDefinitionError(
+            f"{where}: a tool's parameters are passed by name, so *args, **kwargs and positional-only ones cannot be; "
+            "write them out, such as `expression: str`"
+        )
+    if parameter.annotation is parameter.empty:
+        raise EnvironmentDefinitionError(
+            f"{where} has no type hint; write one, such as `{parameter.name}: str` (the model is told the type)"
+        )
+    hint = _resolve(parameter.annotation, plain, owner, where)
+    try:
+        (schema,), components = msgspec.json.schema_components([hint], ref_template="{name}")
+    except TypeError as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise EnvironmentDefinitionError(
+            f"{where}: the type {hint!r} cannot be described to a model ({reason}); "
+            "use str, int, float, bool, Literal, an enum, list, dict or a dataclass"
+        ) from error
+    schema = _inline(schema, components, ())
+    if description:
+        schema["description"] = description
+    if parameter.default is not parameter.empty and parameter.default is not None:
+        try:
+            schema["default"] = msgspec.to_builtins(parameter.default)
+        except TypeError:
+            schema.pop("default", None)  # a default that JSON cannot write is only known to the tool
+    return _Parameter(parameter.name, hint, schema, parameter.default is parameter.empty)
+
+
+def _resolve(annotation: Any, plain: Callable[..., Any], owner: type[Any] | None, where: str) -> Any:
+    """A hint, evaluated by itself: another one that cannot be read does not matter here."""
+    if not isinstance(annotation, str):
+        return annotation
+    namespace = getattr(inspect.unwrap(plain), "__globals__", {})
+    try:
+        return eval(annotation, dict(namespace), dict(vars(owner)) if owner else None)
+    except Exception as error:  # whatever a hint's expression may raise
+        raise EnvironmentDefinitionError(
+            f"{where}: its type hint {annotation!r} cannot be read ({type(error).__name__}: {error}); "
+            "import the type at the top of the module, not under TYPE_CHECKING"
+        ) from error
+
+
+# --- schemas --------------------------------------------------------------------------------------------------------
+
+
+def _inline(schema: Mapping[str, Any], components: Mapping[str, Any], seen: tuple[str, ...]) -> dict[str, Any]:
+    """The schema without references, titles and null alternatives. A type inside itself is just an object."""
+    if "$ref" in schema:
+        name = schema["$ref"]
+        if name in seen:
+            return {"type": "object"}
+        extra = {key: value for key, value in schema.items() if key != "$ref"}
+        return {**_inline(components[name], components, (*seen, name)), **extra}
+    result: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "properties":
+            result[key] = {name: _inline(inner, components, seen) for name, inner in value.items()}
+        elif key == "anyOf":
+            result.update(_inline_union(value, components, seen))
+        elif isinstance(value, Mapping) and key in ("items", "additionalProperties"):
+            result[key] = _inline(value, components, seen)
+        elif key == "prefixItems":
+            result[key] = [_inline(inner, components, seen) for inner in value]
+        elif key != "title":
+            result[key] = value
+    if "enum" in result and all(isinstance(choice, str) for choice in result["enum"]):
+        result = {"type": "string", **result}
+    return result
+
+
+def _inline_union(
+    alternatives: list[Mapping[str, Any]], components: Mapping[str, Any], seen: tuple[str, ...]
+) -> dict[str, Any]:
+    kinds = [_inline(inner, components, seen) for inner in alternatives if inner != {"type": "null"}]
+    union = kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
+    return union if len(kinds) == len(alternatives) else {**union, "nullable": True}
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copy(inner) for key, inner in value.items()}
+    return [_copy(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _type_words(schema: Mapping[str, Any]) -> str:
+    """The type as the model was told it, in words."""
+    if "enum" in schema:
+        words = "one of " + ", ".join(str(choice) for choice in schema["enum"])
+    elif "anyOf" in schema:
+        words = " or ".join(_type_words(inner) for inner in schema["anyOf"])
+    elif schema.get("type") == "array" and isinstance(schema.get("items"), Mapping):
+        words = f"array of {_type_words(schema['items'])}"
+    else:
+        words = str(schema.get("type", "any JSON value"))
+    return words + (" or null" if schema.get("nullable") else "")
+
+
+def _usage(parameters: Mapping[str, _Parameter]) -> str:
+    listed = (f"{p.name} ({_type_words(p.schema)}{'' if p.required else ', optional'})" for p in parameters.values())
+    return ", ".join(listed) or "none"
+
+
+# --- docstrings -----------------------------------------------------------------------------------------------------
+
+
+def _description(doc: str) -> str:
+    """The docstring above its first section, paragraphs kept, lines joined."""
+    lines: list[str] = []
+    for line in doc.splitlines():
+        if SECTION.fullmatch(line):
+            break
+        lines.append(line)
+    paragraphs = "\n".join(lines).strip().split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs).strip()
+
+
+def _argument_descriptions(doc: str) -> dict[str, str]:
+    """Parameter -> description, from the `Args:` section of a cleaned docstring."""
+    found: dict[str, list[str]] = {}
+    inside = False
+    depth: int | None = None
+    current = ""
+    for line in doc.splitlines():
+        if not line.strip():
+            continue
+        indent = len(line) - len(line.lstrip())
+        if indent == 0:
+            inside = line.rstrip() in ("Args:", "Arguments:", "Parameters:")
+            depth = None
+            continue
+        if not inside:
+            continue
+        depth = indent if depth is None else depth
+        match = ARGUMENT.match(line.strip()) if indent == depth else None
+        if match:
+            current = match["name"]
+            found[current] = [match["text"]]
+        elif current in found:
+            found[current].append(line.strip())
+    return {name: " ".join(words).strip() for name, words in found.items()}

@@ -1,0 +1,70 @@
+"""Episodes to samples: one Sample a segment, with what may be trained and what may not already in the masks.
+
+No torch. What is left out: rewards of whole groups and filters (the loop), advantages and rows (`batching`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rollouts.types import Sample, Segment, Status, Trajectory
+
+if TYPE_CHECKING:
+    from rollouts.agent import Episode
+
+__all__ = ["episode_samples"]
+
+
+def episode_samples(episode: Episode, group_index: int, rollout_index: int) -> list[Sample]:
+    """One Sample for each segment of each trajectory, in order; all carry the episode's reward and parts.
+
+    A truncated trajectory's masks are zero and its reward is kept (for the group's baseline). Failures of the
+    infrastructure, and rollouts that no reward could judge, have masks of zero and the reward None. An episode that
+    failed before the model spoke has no samples. `prompt_length` is that of the first segment; 0 (unknown) for the
+    later ones.
+    """
+    samples = [
+        _sample(episode, trajectory, number, position, rollout_index)
+        for number, trajectory in enumerate(episode.trajectories)
+        for position in range(len(trajectory.segments))
+    ]
+    for sample in samples:
+        sample.group_index = group_index
+        sample.check()
+    return samples
+
+
+def _sample(episode: Episode, trajectory: Trajectory, number: int, position: int, rollout_index: int) -> Sample:
+    segment = trajectory.segments[position]
+    status = episode.status if episode.status.is_infrastructure else trajectory.status
+    reward = None if status.is_infrastructure else episode.score.value
+    is_live = status is Status.COMPLETED and reward is not None
+    return Sample(
+        prompt=trajectory.task.prompt,
+        response=trajectory.last_text,
+        tokens=list(segment.tokens),
+        loss_mask=list(segment.loss_mask) if is_live else [0.0] * len(segment.tokens),
+        reward=reward,
+        rollout_log_probs=list(segment.logprobs),
+        metadata={
+            "task_id": trajectory.task.id,
+            "answer": trajectory.task.answer,
+            "status": status.value,
+            "error": trajectory.error,
+            "why": episode.score.why,
+            "turns": trajectory.turns,
+            "trajectory": number,
+            "segment": position,
+            "latency_seconds": episode.metrics.get("latency_seconds", 0.0),
+        },
+        status=status,
+        policy_versions=list(segment.versions),
+        rollout_index=rollout_index,
+        prompt_length=_context_length(segment) if (number, position) == (0, 0) else 0,
+        parts=dict(episode.score.parts),
+    )
+
+
+def _context_length(segment: Segment) -> int:
+    """How many tokens come before the first sampled one."""
+    return next((index for index, weight in enumerate(segment.loss_mask) if weight > 0), len(segment.tokens))

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollouts.env.checks import check_environment, reward_term
+from rollouts.env.mixing import env_term
+from rollouts.env.prompts import Prompts, split_tasks
+from rollouts.errors import ConfigError, EnvironmentDefinitionError
+from rollouts.types import Message, Task
+
+
+def write(path: Path, *rows: Any) -> str:
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n", encoding="utf-8")
+    return str(path)
+
+
+def both(environment: Prompts) -> tuple[list[Task], list[Task]]:
+    return environment.tasks("train", random.Random(0)), environment.tasks("eval", random.Random(0))
+
+
+def test_rows_become_tasks(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "b\u2028?"}]
+    data = write(tmp_path / "rows.jsonl", {"prompt": "a?", "answer": 1, "id": 7, "level": "x"}, {"prompt": messages})
+    tasks = sorted(Prompts(data, eval_fraction=0.0).tasks("train", random.Random(0)), key=lambda t: t.id or "")
+    assert tasks == [
+        Task([Message("system", "be brief"), Message("user", "b\u2028?")]),
+        Task("a?", answer=1, info={"level": "x"}, id="7"),
+    ]
+
+
+def test_the_split_is_the_same_in_every_run_and_leaves_nothing_out(tmp_path: Path) -> None:
+    rows = [{"prompt": f"question {n % 180}"} for n in range(200)]  # some prompts twice
+    data = write(tmp_path / "rows.jsonl", *rows)
+    train, held_out = both(Prompts(data))
+    assert len(train) + len(held_out) == 200 and 5 < len(held_out) < 40
+    assert not {t.key for t in train} & {t.key for t in held_out}
+    shuffled = Prompts(data).tasks("eval", random.Random(9))
+    assert shuffled != held_out and {t.key for t in shuffled} == {t.key for t in held_out}
+    _, more_held_out = both(Prompts(write(tmp_path / "more.jsonl", *rows, {"prompt": "new"})))
+    assert {t.key for t in held_out} <= {t.key for t in more_held_out}, "a new row moves no other"
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+@pytest.mark.parametrize("fraction", [0.001, 0.999])
+def test_a_small_file_leaves_a_task_on_both_sides(count: int, fraction: float) -> None:
+    held_out, rest = split_tasks([Task(f"q{n}") for n in range(count)], fraction)
+    assert held_out and rest and len(held_out) + len(rest) == count
+
+
+def test_rows_of_their_own_for_evaluation_and_a_json_list(tmp_path: Path) -> None:
+    data = write(tmp_path / "rows.jsonl", {"prompt": "train"})
+    other = tmp_path / "eval.json"
+    other.write_text(json.dumps([{"prompt": "eval"}]), encoding="utf-8")
+    train, held_out = both(Prompts(data, eval_data=str(other)))
+    assert [t.prompt for t in train] == ["train"] and [t.prompt for t in held_out] == ["eval"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("rows.jsonl", '{"prompt": "a"}\n{"prompt": \n', "rows.jsonl, line 2: not JSON"),
+        ("rows.jsonl", '{"prompt": "a"}\n\n[1]\n', "line 3: a row is .* got list"),
+        ("rows.jsonl", '{"question": "a"}', "line 1: a row is .* got the keys question"),
+        ("rows.jsonl", '{"prompt": 3}', 'line 1: "prompt" is text or a list'),
+        ("rows.jsonl", '{"prompt": [{"content": "a"}]}', "line 1: .*missing required field `role`"),
+        ("rows.jsonl", '{"prompt": ""}', 'line 1: "prompt" is empty'),
+        ("rows.jsonl", "\n", "holds no rows"),
+        ("rows.json", "{}", "expected a list of rows, got dict"),
+        ("rows.json", '[{"prompt": "a"},\n oops]', "rows.json, line 2: not JSON"),
+        ("rows.json", '[{"prompt": "a"}, {}]', "row 2: a row is"),
+        ("rows.csv", "prompt", "not '.csv'"),
+    ],
+)
+def test_bad_rows_are_named(tmp_path: Path, name: str, text: str, words: str) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=words):
+        Prompts(str(tmp_path / name)).tasks("train", random.Random(0))
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        Prompts(str(tmp_path / "gone.jsonl")).tasks("train", random.Random(0))
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}')
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        Prompts(str(tmp_path / "latin.jsonl")).tasks("train", random.Random(0))
+    with pytest.raises(ConfigError, match=r"type --data rows\.jsonl"):
+        Prompts().tasks("train", random.Random(0))
+    with pytest.raises(ConfigError, match=r"eval-fraction 1\.5"):
+        Prompts("x.jsonl", eval_fraction=1.5).tasks("train", random.Random(0))
+
+
+def test_it_needs_a_reward_from_elsewhere() -> None:
+    check_environment(Prompts, [reward_term("f", lambda task, trajectory: 1.0)])
+    with pytest.raises(EnvironmentDefinitionError, match="--reward pkg/name"):
+        check_environment(Prompts, [env_term()])
