@@ -1,0 +1,33 @@
+"""Chat: messages to token ids and back, through the model's own chat template.
+
+Rooms: `format` (ChatFormat: prompt ids, incremental suffixes, replies read back), `dialect` (how this template wants
+its messages), `families` (tool-call formats), `preflight` (what a template does, in words), `masks` (supervised rows).
+Left out: sampling and the conversation itself (`rollouts.agent`). Nothing here imports torch or transformers: the
+tokenizer comes from outside.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollouts.chat.format import ChatFormat, load_chat_format
+    from rollouts.chat.masks import SupervisedRow, tokenize_supervised
+    from rollouts.chat.preflight import TemplateReport
+
+__all__ = ["ChatFormat", "SupervisedRow", "TemplateReport", "load_chat_format", "tokenize_supervised"]
+
+_HOMES = {
+    "ChatFormat": "format",
+    "SupervisedRow": "masks",
+    "TemplateReport": "preflight",
+    "load_chat_format": "format",
+    "tokenize_supervised": "masks",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,352 @@
+"""ChatFormat: the model's own chat template as token ids in, messages out.
+
+`encode_prompt` makes the ids of a whole prompt; `extend` the ids that follow a sampled reply, without ever encoding
+that reply again; `parse` reads a reply as a Message. Left out: sampling, and the bookkeeping of segments
+(`rollouts.agent`).
+
+How `extend` decides (design.md §4, invariant 1). Let P be the text of `before` with the generation prompt, which is
+what the model was given, and B the text of `before + [reply] + new` with it. If B does not start with P, the template
+shows earlier turns (or the opening of this one) differently now. If it does, what follows P up to the closing token is
+the reply as history shows it, R. R must be the same message as the sampled text: the same characters, or the same once
+both are parsed (a call's JSON may be spaced differently), thinking included. Then everything from the closing token on
+is appended. By induction from the first prompt, the ids that we hold are always the ones that the template would show,
+but for spelling. Anything else: None, and the caller opens a new segment.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from rollouts.chat.dialect import PROBE_TOOL, Render, probe_call, probe_dialect, template_message, tool_reply
+from rollouts.chat.families import FAMILIES, Parsed, detect_family, parse_reply
+from rollouts.chat.preflight import Prober, TemplateReport, find_closers, inspect_template
+from rollouts.errors import ConfigError, ModelError, near_misses
+from rollouts.types import Message, ToolCall
+
+__all__ = ["ChatFormat", "Turn", "load_chat_format"]
+
+_RESERVED = {"add_generation_prompt", "continue_final_message", "conversation", "messages", "tokenize", "tools"}
+_CACHED_CHARACTERS_MAX = 16_000_000
+
+
+class Turn(NamedTuple):
+    """One assistant turn as a rendered conversation shows it: the prompt before it, its text, and all that follows.
+
+    `rest` begins with the closing token, whose id is `closer`.
+    """
+
+    prompt: str
+    reply: str
+    rest: str
+    closer: int
+
+
+class ChatFormat:
+    """A tokenizer with its chat template. Made by `load_chat_format`; holds a bounded cache, so one per thread.
+
+    Attributes: `tokenizer`; `stop_ids`, sorted, the ids that end a turn; `family`, the tool-call format; `report`, what
+    the template does; `closers`, the special tokens that end an assistant turn in the template (text to id).
+    """
+
+    def __init__(self, tokenizer: Any, template_arguments: Mapping[str, Any]) -> None:
+        self.tokenizer = tokenizer
+        self._arguments = dict(template_arguments)
+        render = functools.partial(_render, tokenizer, self._arguments)
+        self._render: Render = render
+        text = _template_text(tokenizer)
+        self._dialect, refusal = probe_dialect(render, text)
+        probe = Prober(render, self._dialect)
+        added = _added_tokens(tokenizer)
+        self.closers = find_closers(probe, added, tokenizer.eos_token)
+        call = probe(Message("user", "hello"), probe_call(), tool_reply(), tools=True) if not refusal else None
+        prompt = probe(Message("user", "hello"), tools=True, prompt=True)
+        self.family = detect_family(_tail(call, prompt), text)
+        self.stop_ids = _stop_ids(tokenizer, self.closers, added, text)
+        self._prefix = _tail(probe(Message("user", "hello"), prompt=True), probe(Message("user", "hello")))
+        self._thinking = self._prefix[self._prefix.rfind("<think>") :] if "<think>" in self._prefix else ""
+        self.report: TemplateReport = inspect_template(probe, text, self.closers, refusal)
+        self._texts: OrderedDict[bytes, str] = OrderedDict()
+        self._texts_size = 0
+        self._heads: OrderedDict[str, list[int]] = OrderedDict()
+        self._cut = _safe_cut(tokenizer, self.closers)
+        if self.report.tools and not self._reads_own_calls():
+            unread = (
+                f"it shows tool calls in a format that cannot be read back (the nearest known one is {self.family}); "
+                "give the tokenizer a response_template"
+            )
+            self.report = msgspec.structs.replace(self.report, refusals=[*self.report.refusals, unread])
+
+    def _reads_own_calls(self) -> bool:
+        """Whether a call as the template shows it is read back as the same call."""
+        before, call = [Message("user", "hello")], probe_call()
+        turn = self.find_turn(before, call, [tool_reply()], [PROBE_TOOL])
+        if turn is None:  # history is rewritten here: look at the call as the last message
+            turn = self.split_turn(
+                self.render(before, [PROBE_TOOL], False), self.render([*before, call], [PROBE_TOOL], False)
+            )
+        read = self._read(turn.reply, [PROBE_TOOL]).message.tool_calls if turn is not None else []
+        return [(c.name, c.arguments) for c in read] == [(c.name, c.arguments) for c in call.tool_calls]
+
+    def render(self, messages: list[Message], tools: Sequence[dict[str, Any]], generation_prompt: bool) -> str:
+        """The text of a conversation. Raises ModelError where the template refuses it."""
+        try:
+            key = msgspec.msgpack.encode((messages, tools, generation_prompt))
+        except (TypeError, UnicodeEncodeError, OverflowError, RecursionError):
+            key = b""  # half a surrogate, say: rendered every time
+        if key and key in self._texts:
+            self._texts.move_to_end(key)
+            return self._texts[key]
+        shown = [template_message(message, self._dialect) for message in messages]
+        try:
+            text = self._render(shown, tools, generation_prompt)
+        except Exception as error:  # a template is a stranger's program: it may raise anything
+            roles = ", ".join(message.role for message in messages)
+            raise ModelError(
+                f"the chat template of this model refuses a conversation of ({roles})"
+                f"{' with tools' if tools else ''}: {error}. {' '.join(self.report.words())}"
+            ) from error
+        if key:
+            self._remember(key, text)
+        return text
+
+    def _remember(self, key: bytes, text: str) -> None:
+        self._texts[key] = text
+        self._texts_size += len(key) + len(text)
+        while self._texts_size > _CACHED_CHARACTERS_MAX and len(self._texts) > 1:
+            old_key, old = self._texts.popitem(last=False)
+            self._texts_size -= len(old_key) + len(old)
+
+    def encode_prompt(self, messages: list[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
+        """The ids [L] of a conversation with the generation prompt. Raises ModelError where the template refuses it."""
+        text = self.render(messages, tools, True)
+        at = text.find(self._cut) if self._cut else -1
+        if at <= 0:
+            return self.encode(text)
+        # The system message with its tools is long and the same for every task: its ids are kept.
+        head = text[:at]
+        if head not in self._heads:
+            self._heads[head] = self.encode(head)
+            while len(self._heads) > 64:
+                self._heads.popitem(last=False)
+        self._heads.move_to_end(head)
+        return self._heads[head] + self.encode(text[at:])
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of rendered text, nothing added. Half a surrogate pair becomes `?`: no id stands for it."""
+        ids: list[int] = self.tokenizer.encode(text.encode("utf-8", "replace").decode(), add_special_tokens=False)
+        return ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of ids, special tokens included, untouched."""
+        text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+    def extend(
+        self,
+        before: list[Message],
+        reply: Message,
+        new: list[Message],
+        tools: Sequence[dict[str, Any]],
+        sampled: list[int],
+    ) -> list[int] | None:
+        """The ids to append after `sampled`, so that the model can speak again; None where a new segment must begin.
+
+        Args:
+            before: the messages that the model was given, as `encode_prompt` or earlier calls of this method showed
+            them.
+            reply: what it said, as `parse` read it.
+            new: what follows (tool answers, a user's message).
+            sampled: the ids of the reply [K], with the stop id if it came to one.
+
+        Returns: the rest of the assistant's close, the new messages and the generation prompt. Raises ModelError where
+        the template refuses the conversation.
+        """
+        turn = self.find_turn(before, reply, new, tools)
+        if turn is None:
+            return None
+        ended = bool(sampled) and sampled[-1] in self.stop_ids
+        if ended and sampled[-1] != turn.closer:
+            return None  # it ended its turn with another token than the one that history shows
+        text = self.decode(sampled[:-1] if ended else sampled)
+        if not self._shows(turn.reply, text, tools):
+            return None
+        ids = self.encode(turn.rest)
+        assert ids[:1] == [turn.closer], f"the rest begins with {turn.rest[:20]!r} but encodes to {ids[:3]}"
+        # Encoded with the closing token and then cut, not without it: some tokens swallow the white space behind them.
+        return ids[1:] if ended else ids
+
+    def find_turn(
+        self, before: list[Message], reply: Message, new: list[Message], tools: Sequence[dict[str, Any]]
+    ) -> Turn | None:
+        """The reply as the whole conversation shows it; None where what came before it is shown differently now."""
+        if not self.closers:
+            return None
+        prompt = self.render(before, tools, True)
+        whole = self.render([*before, reply, *new], tools, True)
+        return self.split_turn(prompt, whole)
+
+    def split_turn(self, prompt: str, whole: str) -> Turn | None:
+        """Cut a rendered conversation into the prompt, the reply up to the first closing token, and the rest."""
+        if not whole.startswith(prompt):
+            return None
+        rest = whole[len(prompt) :]
+        places = [(rest.find(token), token) for token in self.closers if token in rest]
+        if not places:
+            return None
+        at, token = min(places)
+        return Turn(prompt, rest[:at], rest[at:], self.closers[token])
+
+    def _shows(self, shown: str, sampled: str, tools: Sequence[dict[str, Any]]) -> bool:
+        """Whether history shows the sampled text, but for the spelling."""
+        if shown == sampled:
+            return True
+        if ("</think>" in shown) != ("</think>" in sampled):
+            return False
+        if "<think>" in self._thinking + sampled and "</think>" not in self._thinking + sampled:
+            return False  # cut off while thinking: history would close the thought
+        return self.same_message(shown, sampled, tools)
+
+    def same_message(self, first: str, second: str, tools: Sequence[dict[str, Any]]) -> bool:
+        """Whether two texts of a reply are the same message: thinking, content and calls, in the same order."""
+        one, other = self._read(first, tools), self._read(second, tools)
+        return one.faithful and other.faithful and _said(one.message) == _said(other.message)
+
+    def parse(self, tokens: Sequence[int], tools: Sequence[dict[str, Any]]) -> Message:
+        """Read sampled ids [K] (with or without the stop id) as the assistant's message. Never raises.
+
+        A malformed call is a ToolCall with `error`, words for the model; its message keeps the raw text as content.
+        """
+        body = list(tokens)
+        while body and body[-1] in self.stop_ids:
+            body.pop()
+        text = self.decode(body)
+        message = self._read(text, tools).message
+        if len(message.tool_calls) > 1 and self.report.tools and not self.report.parallel_calls:
+            return _one_call_only(message, text)
+        return message
+
+    def _read(self, text: str, tools: Sequence[dict[str, Any]]) -> Parsed:
+        return parse_reply(
+            text,
+            FAMILIES[self.family],
+            tools,
+            parse_response=getattr(self.tokenizer, "parse_response", None),
+            response_template=getattr(self.tokenizer, "response_template", None),
+            prefix=self._prefix,
+            thinking_prefix=self._thinking,
+        )
+
+
+def load_chat_format(tokenizer: Any, template_arguments: dict[str, Any] | None = None) -> ChatFormat:
+    """The chat format of a transformers tokenizer. `template_arguments` reach every render (`enable_thinking`, say).
+
+    Raises ModelError if the tokenizer has no chat template or the template shows no conversation at all, ConfigError
+    for a template argument that the template does not read.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        name = getattr(tokenizer, "name_or_path", "") or "this model"
+        raise ModelError(
+            f"the tokenizer of {name} has no chat template; rollouts needs one to show a conversation to the model. "
+            "Use the instruction-tuned version of the model, or put its chat_template.jinja beside tokenizer.json."
+        )
+    arguments = template_arguments or {}
+    _check_arguments(arguments, _template_text(tokenizer))
+    chat = ChatFormat(tokenizer, arguments)
+    if not chat.report.plain:
+        raise ModelError(
+            f"the chat template cannot show a conversation of plain text: {'; '.join(chat.report.refusals)}. "
+            "Use a model for text, or a chat template that takes a message's content as a string."
+        )
+    return chat
+
+
+def _check_arguments(arguments: Mapping[str, Any], text: str) -> None:
+    words = set(re.findall(r"[A-Za-z_]\w*", text))
+    asked = sorted(set(re.findall(r"([A-Za-z_]\w*)\s+is\s+(?:not\s+)?defined", text)) - _RESERVED)
+    for name in arguments:
+        if name in _RESERVED or name not in words:
+            near = near_misses(name, asked)
+            raise ConfigError(
+                f"the chat template takes no argument {name!r}"
+                + (f"; did you mean {' or '.join(near)}?" if near else "")
+                + (f" It reads: {', '.join(asked)}." if asked else " It reads none.")
+            )
+
+
+def _template_text(tokenizer: Any) -> str:
+    template = tokenizer.chat_template
+    return "\n".join(template.values()) if isinstance(template, dict) else str(template)
+
+
+def _render(
+    tokenizer: Any,
+    arguments: Mapping[str, Any],
+    messages: list[dict[str, Any]],
+    tools: Sequence[dict[str, Any]],
+    generation_prompt: bool,
+) -> str:
+    text: str = tokenizer.apply_chat_template(
+        messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=generation_prompt, **arguments
+    )
+    return text
+
+
+def _added_tokens(tokenizer: Any) -> dict[str, int]:
+    return {str(token): int(index) for index, token in tokenizer.added_tokens_decoder.items()}
+
+
+def _stop_ids(tokenizer: Any, closers: Mapping[str, int], added: Mapping[str, int], text: str) -> tuple[int, ...]:
+    found = set(closers.values())
+    eos = tokenizer.eos_token_id
+    found.update(eos if isinstance(eos, list | tuple) else [] if eos is None else [eos])
+    # Llama ends a turn that calls a built-in tool with this one, which its template shows in that mode only.
+    if "<|eom_id|>" in text and "<|eom_id|>" in added:
+        found.add(added["<|eom_id|>"])
+    return tuple(sorted(found))
+
+
+def _tail(text: str | None, head: str | None) -> str:
+    """What the text has beyond the head."""
+    if text is None or head is None or not text.startswith(head):
+        return text or ""
+    return text[len(head) :]
+
+
+def _safe_cut(tokenizer: Any, closers: Mapping[str, int]) -> str:
+    """A token before which text may be cut and encoded in two pieces; "" where that could change the ids."""
+    if not getattr(tokenizer, "is_fast", False):
+        return ""
+    for text, index in closers.items():
+        token = tokenizer.added_tokens_decoder[index]
+        if not (token.special and not (token.lstrip or token.rstrip or token.single_word or token.normalized)):
+            continue
+        probe = f"one two \n {text}\n three  {text} four"
+        head, rest = probe.split(text, 1)
+        encode: Callable[..., list[int]] = functools.partial(tokenizer.encode, add_special_tokens=False)
+        if encode(probe) == encode(head) + encode(text + rest):
+            return text
+    return ""
+
+
+def _said(message: Message) -> tuple[str, str, str]:
+    """What a message says, whatever its spelling."""
+    calls = [(call.name, call.arguments, call.error) for call in message.tool_calls]
+    return ((message.reasoning or "").strip(), message.text.strip(), json.dumps(calls))
+
+
+def _one_call_only(message: Message, text: str) -> Message:
+    """A template that shows one call a turn is shown the raw text; the first call counts, the others are told so."""
+    words = "Only one tool call can be made at a time; make this call again in your next turn."
+    calls = [
+        call if place == 0 or call.error else ToolCall(call.name, {}, call.id, words)
+        for place, call in enumerate(message.tool_calls)
+    ]
+    visible = text if message.reasoning is None else text.rpartition("</think>")[2].lstrip()
+    return Message("assistant", visible, calls, reasoning=message.reasoning)
