@@ -1,0 +1,103 @@
+"""What the agent loop asks of an inference engine: token ids in, token ids and logprobs out.
+
+The caller need not know whether the engine is in this process or behind HTTP, nor how it batches.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+__all__ = ["GenerateRequest", "Generation", "Health", "InferenceBackend", "VersionSpan", "WeightUpdate"]
+
+
+class GenerateRequest(msgspec.Struct, frozen=True):
+    """One turn to sample.
+
+    `tokens` is the whole context [L]. `order` is (group, rollout, turn): engines that batch in process form their batches in
+    this order. `session` names the episode, so that a turn continues the cache of the turn before. `temperature` 0 is greedy
+    (its logprobs are those of temperature 1). Sampling stops after an id of `stop_ids` (kept in the output) or
+    after `max_tokens` ids. `seed` alone decides the random numbers of this request.
+    """
+
+    tokens: list[int]
+    max_tokens: int
+    stop_ids: tuple[int, ...]
+    seed: int
+    temperature: float = 1.0
+    order: tuple[int, ...] = ()
+    session: str | None = None
+
+
+class VersionSpan(msgspec.Struct, frozen=True):
+    """Tokens [start, end) of a generation were sampled by policy `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+class Generation(msgspec.Struct, frozen=True):
+    """What was sampled: `tokens` [K], `logprobs` [K] (at the sampling temperature, natural log), why it ended, by which weights."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    finish: Literal["stop", "length", "abort"]
+    spans: list[VersionSpan]
+
+    @property
+    def versions(self) -> list[int]:
+        """The policy version of each token [K]."""
+        return [span.version for span in self.spans for _ in range(span.start, span.end)]
+
+
+class Health(msgspec.Struct, frozen=True):
+    """Whether the engine can serve, at which policy version, and why not if it cannot."""
+
+    ok: bool
+    version: int
+    detail: str = ""
+
+
+class WeightUpdate(msgspec.Struct, frozen=True):
+    """New weights for an engine: the policy version they are, their kind, and where they are (None: shared parameters)."""
+
+    version: int
+    kind: Literal["full", "adapter"] = "full"
+    path: str | None = None
+
+
+class InferenceBackend(Protocol):
+    """An engine. It is an async context manager: entering makes it ready, leaving frees what it holds."""
+
+    trainable: bool  # False: it cannot return token ids with logprobs, so it is good for evaluation only
+    context_tokens_max: int  # prompt and reply together must fit
+
+    async def __aenter__(self) -> InferenceBackend: ...
+
+    async def __aexit__(self, *exc: Any) -> None: ...
+
+    def open_session(self, order: tuple[int, ...]) -> str:
+        """Announce an episode before its task runs. An in-process engine forms a batch once every open session waits in `generate`."""
+        ...
+
+    def close_session(self, session: str) -> None:
+        """The episode is over; its cache may go. Closing twice is harmless."""
+        ...
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Sample one turn. Raises InferenceError."""
+        ...
+
+    async def score(self, tokens: list[int], temperature: float = 1.0) -> list[float]:
+        """Logprob of each token [L] given those before it; the first is 0.0. Raises InferenceError."""
+        ...
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        """Serve other weights; they are served only after this returns."""
+        ...
+
+    async def health(self) -> Health:
+        """Whether it can serve, and at which version."""
+        ...
