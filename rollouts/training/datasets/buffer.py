@@ -1,0 +1,128 @@
+"""DataBuffer: which task comes next.
+
+The only state is where it stands: `epoch_id` and `sample_offset` (tasks taken in this epoch, skipped ones included). A
+sequence is shuffled anew each epoch from the seed and can be sought in; an endless or one-way source is a function of
+the epoch, read forward, and fast-forwarded on resume. Left out: mixing several data sets and curricula.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from rollouts.errors import EnvironmentDefinitionError
+from rollouts.types import Task
+
+__all__ = ["DataBuffer", "as_task", "draw_tasks"]
+
+SKIPPED_MAX = 10_000  # consecutive excluded tasks before a source counts as exhausted
+
+
+def as_task(value: Any) -> Task:
+    """A Task from a Task, a prompt, or a mapping with `prompt` (other keys: answer, id, info)."""
+    if isinstance(value, Task):
+        return value
+    if isinstance(value, str | list):
+        return Task(value)
+    raise EnvironmentDefinitionError(
+        f"tasks() gave {value!r} ({type(value).__name__}); it must give rollouts.Task objects, prompts (str) or lists of Message"
+    )
+
+
+def draw_tasks(source: Iterable[Any], count: int) -> list[Task]:
+    """The first `count` tasks with different keys; fewer where the source ends or repeats itself."""
+    assert count >= 0, count
+    drawn: dict[str, Task] = {}
+    repeated = 0
+    for value in source if count else ():
+        task = as_task(value)
+        repeated = repeated + 1 if task.key in drawn else 0
+        drawn.setdefault(task.key, task)
+        if len(drawn) >= count or repeated >= SKIPPED_MAX:
+            break
+    return list(drawn.values())
+
+
+class DataBuffer:
+    """Hands out tasks, epoch after epoch.
+
+    Args:
+        prompts: a sequence of tasks or prompts; or a function of the epoch (0, 1, …) that gives an iterable of them.
+        seed: decides the order in which a sequence is visited; the same seed gives the same order.
+        shuffle: False visits a sequence in its own order.
+        exclude: keys (`Task.key`) that are never handed out: the held-out tasks.
+
+    >>> buffer = DataBuffer(["a", "b", "c"], shuffle=False)
+    >>> [task.prompt for task in buffer.get_prompts(4)], buffer.epoch_id
+    (['a', 'b', 'c', 'a'], 1)
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Any] | Callable[[int], Iterable[Any]],
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        exclude: frozenset[str] = frozenset(),
+    ) -> None:
+        self.epoch_id = 0
+        self.sample_offset = 0
+        self._prompts = prompts
+        self._seed = seed
+        self._shuffle = shuffle
+        self._exclude = exclude
+        self._iterator: Iterator[Any] | None = None
+
+    def get_prompts(self, count: int) -> list[Task]:
+        """The next `count` tasks.
+
+        Raises:
+            EnvironmentDefinitionError: a whole epoch has no task that is not excluded.
+        """
+        assert count > 0, count
+        return [self._next_task() for _ in range(count)]
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the buffer stands."""
+        return {"epoch_id": self.epoch_id, "sample_offset": self.sample_offset, "seed": self._seed}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go where `state` says; the source must be the same as when it was taken."""
+        assert state["seed"] == self._seed, f"saved with seed {state['seed']}, this buffer has {self._seed}"
+        self.epoch_id = state["epoch_id"]
+        self.sample_offset = state["sample_offset"]
+        self._iterator = None
+
+    def _open(self) -> Iterator[Any]:
+        """The present epoch's tasks, from `sample_offset` on."""
+        if callable(self._prompts):
+            return itertools.islice(iter(self._prompts(self.epoch_id)), self.sample_offset, None)
+        order = list(range(len(self._prompts)))
+        if self._shuffle:
+            random.Random(f"{self._seed}/{self.epoch_id}").shuffle(order)
+        sequence = self._prompts
+        return (sequence[index] for index in order[self.sample_offset :])
+
+    def _next_task(self) -> Task:
+        skipped = 0
+        ends = 0
+        while skipped < SKIPPED_MAX and ends < 3:
+            if self._iterator is None:
+                self._iterator = self._open()
+            value = next(self._iterator, None)
+            if value is None:
+                ends += 1
+                self.epoch_id, self.sample_offset, self._iterator = self.epoch_id + 1, 0, None
+                continue
+            self.sample_offset += 1
+            task = as_task(value)
+            if task.key not in self._exclude:
+                return task
+            skipped += 1
+        raise EnvironmentDefinitionError(
+            "the environment has no training task: tasks('train', rng) gave "
+            + (f"only held-out tasks ({skipped} in a row)" if skipped else "nothing")
+            + "; give it more tasks, or lower --eval-tasks"
+        )

@@ -1,0 +1,128 @@
+"""From episodes to groups of samples: pure functions.
+
+A group is all rollouts of one prompt. Here a group gets its group rewards, goes through the filters, and becomes samples
+numbered for the batch; and here a batch of groups becomes the metrics that people watch.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from rollouts.agent import Episode
+from rollouts.plugins.signature import call_with
+from rollouts.training.samples import episode_samples
+from rollouts.types import Sample, Status, Task
+
+__all__ = ["Filter", "Group", "filter_group", "group_samples", "reward_metrics", "rollout_metrics"]
+
+
+class Group(NamedTuple):
+    """All rollouts of one prompt. `index` is unique in the run; `dropped` says why a filter took the group out of training."""
+
+    index: int
+    task: Task
+    episodes: tuple[Episode, ...]
+    dropped: str | None = None
+
+    @property
+    def rewards(self) -> list[float | None]:
+        """One reward a rollout [G]; None where it failed or could not be judged."""
+        return [episode.score.value for episode in self.episodes]
+
+
+class Filter(NamedTuple):
+    """A named group filter and its settings. It gives True to keep, False or a reason to drop."""
+
+    name: str
+    function: object
+    settings: dict[str, object]
+
+
+def filter_group(group: Group, filters: Sequence[Filter], *, step: int) -> Group:
+    """The group, with `dropped` set by the first filter that refuses it. A group that no reward could judge is dropped too."""
+    if all(reward is None for reward in group.rewards):
+        return group._replace(dropped="no_reward")
+    available = {
+        "rewards": group.rewards,
+        "samples": group_samples([group]),
+        "trajectories": [episode.trajectories[0] for episode in group.episodes if episode.trajectories],
+        "step": step,
+    }
+    for candidate in filters:
+        verdict = call_with(candidate.function, available, candidate.settings)
+        if isinstance(verdict, str):
+            return group._replace(dropped=verdict or candidate.name)
+        if not verdict:
+            return group._replace(dropped=candidate.name)
+    return group
+
+
+def group_samples(groups: Sequence[Group]) -> list[Sample]:
+    """All rows of these groups, numbered 0..N-1 by rollout in the order of groups and rollouts."""
+    samples: list[Sample] = []
+    rollout_index = 0
+    for group_index, group in enumerate(groups):
+        for episode in group.episodes:
+            samples.extend(episode_samples(episode, group_index, rollout_index))
+            rollout_index += 1
+    return samples
+
+
+def reward_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """`reward/mean`, `reward/std`, `reward/<part>` over the episodes that were judged, and the environment's own metrics."""
+    rewards = [episode.score.value for episode in episodes if episode.score.value is not None]
+    metrics: dict[str, float] = {}
+    if rewards:
+        metrics["reward/mean"] = statistics.fmean(rewards)
+        metrics["reward/std"] = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
+    names = sorted({name for episode in episodes for name in episode.score.parts})
+    for name in names:
+        values = [episode.score.parts.get(name) for episode in episodes]
+        judged = [value for value in values if value is not None]
+        if judged:
+            metrics[f"reward/{name}"] = statistics.fmean(judged)
+    for name in sorted({name for episode in episodes for name in episode.metrics} - {"latency_seconds"}):
+        given = [episode.metrics[name] for episode in episodes if name in episode.metrics]
+        metrics[f"env/{name}"] = statistics.fmean(given)
+    return metrics
+
+
+def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """What a step's rollouts were like, under the names of the metrics page. Empty input gives no metrics."""
+    episodes = [episode for group in groups for episode in group.episodes]
+    if not episodes:
+        return {}
+    trajectories = [trajectory for episode in episodes for trajectory in episode.trajectories]
+    statuses = [trajectory.status for trajectory in trajectories]
+    calls = sum(trajectory.metrics.get("tool_calls", 0.0) for trajectory in trajectories)
+    failures = sum(trajectory.metrics.get("tool_failures", 0.0) for trajectory in trajectories)
+    latencies = sorted(episode.metrics.get("latency_seconds", 0.0) for episode in episodes)
+    metrics = reward_metrics(episodes)
+    metrics |= {
+        "rollout/tokens": sum(trajectory.sampled_count for trajectory in trajectories) / len(episodes),
+        "rollout/turns": sum(trajectory.turns for trajectory in trajectories) / len(episodes),
+        "rollout/truncated_frac": _fraction(status is Status.TRUNCATED for status in statuses),
+        "rollout/infra_fail_frac": _fraction(status.is_infrastructure for status in statuses),
+        "rollout/tool_fail_frac": failures / calls if calls else 0.0,
+        "rollout/latency_p50": latencies[len(latencies) // 2],
+        "rollout/latency_p95": latencies[math.ceil(0.95 * len(latencies)) - 1],
+        "group/zero_std_frac": _fraction(_is_flat(group.rewards) for group in groups),
+        "group/kept_frac": _fraction(group.dropped is None for group in groups),
+        "reward/pass@k": _fraction(any((reward or 0.0) > 0 for reward in group.rewards) for group in groups),
+    }
+    for reason in sorted({group.dropped for group in groups if group.dropped}):
+        metrics[f"group/drop/{reason}"] = float(sum(group.dropped == reason for group in groups))
+    return metrics
+
+
+def _is_flat(rewards: Sequence[float | None]) -> bool:
+    judged = [reward for reward in rewards if reward is not None]
+    return not judged or max(judged) - min(judged) <= 1e-6
+
+
+def _fraction(flags: Iterable[bool]) -> float:
+    values = list(flags)
+    return sum(values) / len(values) if values else 0.0
