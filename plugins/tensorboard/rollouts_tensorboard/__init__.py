@@ -1,0 +1,40 @@
+"""Metrics to TensorBoard event files in the run folder, through tensorboardX, imported when a run starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rollouts.loggers import import_library, plain_settings
+
+__all__ = ["TensorBoardLogger"]
+
+
+class TensorBoardLogger:
+    """Write every metric as a scalar, and the run's settings as text, to `folder/subfolder`.
+
+    Args:
+        subfolder: where in the run folder the event files go
+        flush_seconds: at most this long a value waits in memory
+
+    Raises:
+        UserError: tensorboardX is not installed.
+    """
+
+    def __init__(
+        self, folder: str | Path, settings: Any, *, subfolder: str = "tensorboard", flush_seconds: int = 10
+    ) -> None:
+        library = import_library("tensorboardX", logger="tensorboard", install="rollouts-tensorboard")
+        self._writer = library.SummaryWriter(str(Path(folder) / subfolder), flush_secs=flush_seconds)
+        text = json.dumps(plain_settings(settings), indent=2, ensure_ascii=False)
+        self._writer.add_text("settings", "\n".join("    " + line for line in text.splitlines()))
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """One scalar a metric; TensorBoard shows a NaN as such."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, float(value), step)
+
+    def close(self) -> None:
+        """Write out what is pending."""
+        self._writer.close()

@@ -1,0 +1,56 @@
+"""Against the real tensorboardX, read back with TensorBoard's own reader."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from rollouts_tensorboard import TensorBoardLogger
+
+from rollouts.errors import UserError
+from rollouts.loggers import MetricsLogger
+
+
+def read_events(folder):
+    """Every (step, tag, value) in the folder's event files; TensorBoard's reader needs protobuf only."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+    from tensorboard.util.tensor_util import make_ndarray
+
+    found = []
+    for path in sorted(Path(folder).rglob("events.*")):
+        for event in EventFileLoader(str(path)).Load():
+            found += [(event.step, value.tag, make_ndarray(value.tensor).item()) for value in event.summary.value]
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")  # TensorBoard's own imports
+def test_scalars_and_settings_come_back(tmp_path):
+    logger = TensorBoardLogger(tmp_path, {"env": "calculator"})
+    assert isinstance(logger, MetricsLogger)
+    logger.log({"reward/mean": 0.5, "policy/loss": float("nan")}, step=3)
+    logger.log({"reward/mean": 0.75}, step=4)
+    logger.close()
+    events = read_events(tmp_path / "tensorboard")
+    assert [(step, value) for step, tag, value in events if tag == "reward/mean"] == [(3, 0.5), (4, 0.75)]
+    assert [math.isnan(value) for _, tag, value in events if tag == "policy/loss"] == [True]
+    assert any(b"calculator" in value for _, tag, value in events if tag.startswith("settings"))
+
+
+def test_a_missing_library_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(UserError, match=r"`pip install rollouts-tensorboard`"):
+        TensorBoardLogger(tmp_path, {})
+
+
+def test_importing_the_plugin_imports_no_library():
+    code = "import sys, rollouts_tensorboard; assert not {'tensorboardX', 'torch'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
+
+
+def test_the_entry_point_names_the_class():
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["rollouts.loggers"] == {"tensorboard": "rollouts_tensorboard:TensorBoardLogger"}

@@ -1,0 +1,78 @@
+"""Against the real trackio in a local folder; its own process keeps its threads out of the tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+import types
+from pathlib import Path
+
+import pytest
+from rollouts_trackio import TrackioLogger
+
+from rollouts.errors import UserError
+
+RUN = """
+import sys
+from rollouts.loggers import MetricsLogger
+from rollouts_trackio import TrackioLogger
+for step in (3, 4):  # the second time the same folder is continued
+    logger = TrackioLogger(sys.argv[1], {"env": {"digits": 2}}, project="p")
+    assert isinstance(logger, MetricsLogger)
+    logger.log({"reward/mean": step / 8, "policy/loss": float("nan")}, step=step)
+    logger.close()
+import trackio
+(run,) = trackio.Api().runs("p")
+print("found", run.name, run.config["env"])
+"""
+READ = "import sys; sys.argv[0] = 'trackio'; from trackio.cli import main; main()"
+
+
+def python(code, *arguments, **environment):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_a_local_run_is_written_and_continued(tmp_path):
+    kept = {"TRACKIO_DIR": str(tmp_path / "trackio"), "HOME": str(tmp_path)}
+    assert "found run-7 {'digits': 2}" in python(RUN, str(tmp_path / "run-7"), **kept)
+    asked = ["get", "metric", "--project", "p", "--run", "run-7", "--metric", "reward/mean", "--json"]
+    values = json.loads(python(READ, *asked, **kept))["values"]
+    assert [(value["step"], value["value"]) for value in values] == [(3, 0.375), (4, 0.5)]
+
+
+def test_settings_reach_the_library(tmp_path, monkeypatch):
+    calls = []
+    run = types.SimpleNamespace(
+        log=lambda metrics, step: calls.append((metrics, step)), finish=lambda: calls.append("finish")
+    )
+    fake = types.SimpleNamespace(init=lambda **settings: calls.append(settings) or run)
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    logger = TrackioLogger(tmp_path / "run-7", {"reward": ("env:1",)}, project="p", space_id="me/space")
+    logger.log({"x": 1.0}, step=2)
+    logger.close()
+    settings, *rest = calls
+    assert (settings["name"], settings["space_id"], settings["group"]) == ("run-7", "me/space", None)
+    assert settings["config"] == {"reward": ["env:1"]} and settings["resume"] == "allow"
+    assert rest == [({"x": 1.0}, 2), "finish"]
+
+
+def test_a_missing_library_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(UserError, match=r"`pip install rollouts-trackio`"):
+        TrackioLogger(tmp_path, {})
+
+
+def test_importing_the_plugin_imports_no_library():
+    python("import sys, rollouts_trackio; assert 'trackio' not in sys.modules")
+
+
+def test_the_entry_point_names_the_class():
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["rollouts.loggers"] == {"trackio": "rollouts_trackio:TrackioLogger"}

@@ -1,0 +1,95 @@
+"""Against the real wandb, offline; its own process keeps its threads, signal handlers and warnings out of the tests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+import types
+from pathlib import Path
+
+import pytest
+from rollouts_wandb import WandbLogger
+
+from rollouts.errors import ConfigError, UserError
+
+RUN = """
+import sys
+from rollouts.loggers import MetricsLogger
+from rollouts_wandb import WandbLogger
+logger = WandbLogger(sys.argv[1], {"env": {"digits": 2}}, project="p", mode="offline")
+assert isinstance(logger, MetricsLogger)
+logger.log({"reward/mean": 0.625, "policy/loss": float("nan")}, step=3)
+logger.close()
+"""
+
+
+def python(code, *arguments, **environment):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_an_offline_run_lies_in_the_run_folder(tmp_path):
+    folder = tmp_path / "run-7"
+    folder.mkdir()
+    python(RUN, str(folder), WANDB_API_KEY="", HOME=str(tmp_path))
+    (record,) = folder.glob("wandb/offline-run-*/*.wandb")
+    content = record.read_bytes()  # protobuf records; the values in them are JSON text
+    assert b"run-7" in content and b"digits" in content
+    assert b"reward/mean" in content and b"0.625" in content
+
+
+class FakeError(Exception):
+    pass
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """A wandb that records what it is asked for."""
+    module = types.ModuleType("wandb")
+    module.Error, module.Settings, module.calls = FakeError, dict, []
+    run = types.SimpleNamespace(
+        log=lambda metrics, step: module.calls.append((metrics, step)), finish=lambda: module.calls.append("finish")
+    )
+    module.init = lambda **settings: module.calls.append(settings) or run
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return module
+
+
+def test_the_same_folder_continues_the_same_run(fake, tmp_path):
+    for folder in ("a", "a", "b"):
+        logger = WandbLogger(tmp_path / folder, {"seed": 0})
+        logger.log({"x": 1.0}, step=0)
+        logger.close()
+    first, second, third = (call for call in fake.calls if isinstance(call, dict))
+    assert first["id"] == second["id"] != third["id"]
+    assert first["resume"] == "allow" and first["name"] == "a" and first["config"] == {"seed": 0}
+    assert fake.calls[1:3] == [({"x": 1.0}, 0), "finish"]
+
+
+def test_nobody_logged_in_says_what_to_type(fake, tmp_path):
+    def refuse(**settings):
+        raise FakeError("no API key")
+
+    fake.init = refuse
+    with pytest.raises(ConfigError, match=r"no API key; type `wandb login`.*mode offline"):
+        WandbLogger(tmp_path, {})
+
+
+def test_a_missing_library_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=r"`pip install rollouts-wandb`"):
+        WandbLogger(tmp_path, {})
+
+
+def test_importing_the_plugin_imports_no_library():
+    python("import sys, rollouts_wandb; assert 'wandb' not in sys.modules")
+
+
+def test_the_entry_point_names_the_class():
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["rollouts.loggers"] == {"wandb": "rollouts_wandb:WandbLogger"}

@@ -1,0 +1,78 @@
+"""What a logger is, and two helpers for writing one: `plain_settings` and `import_library`.
+
+A logger is any class whose `__init__` names `folder` and `settings` as it needs them (its keyword-only parameters are
+its settings) and that has the two methods below. It is registered under the entry-point group `rollouts.loggers`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from rollouts.errors import BrokenPluginError, UserError
+
+__all__ = ["MetricsLogger", "import_library", "plain_settings"]
+
+
+@runtime_checkable
+class MetricsLogger(Protocol):
+    """Where a run's numbers go. Several loggers may listen to one run; none of them may change what it is given."""
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """Record the metrics of one step. Names are `room/name`; a value may be NaN. Called in order."""
+        ...
+
+    def close(self) -> None:
+        """Write out what is pending. Called once at the end, also when the run failed or was interrupted."""
+        ...
+
+
+def plain_settings(settings: Any) -> dict[str, Any]:
+    """The run's settings as plain dicts, lists and numbers, for trackers that keep a config beside the curves.
+
+    >>> plain_settings({"env": {"digits": 2}, "reward": ("env:1",)})
+    {'env': {'digits': 2}, 'reward': ['env:1']}
+    """
+    plain = _plain(settings)
+    return plain if isinstance(plain, dict) else {"settings": plain}
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def import_library(module: str, *, logger: str, install: str) -> Any:
+    """Import the library a logger writes with.
+
+    Raises:
+        UserError: the library is not installed; the message says what to type.
+        BrokenPluginError: it is installed, but its import fails.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] != module.split(".")[0]:
+            raise BrokenPluginError(_broken(module, logger, install, error)) from error
+        raise UserError(
+            f"the logger {logger!r} needs the library {module!r}, which is not installed; "
+            f"type `pip install {install}`, or choose another one with `--logger jsonl`"
+        ) from error
+    except Exception as error:  # an import may fail in any way; all of them are one mistake to the reader
+        raise BrokenPluginError(_broken(module, logger, install, error)) from error
+
+
+def _broken(module: str, logger: str, install: str, error: Exception) -> str:
+    return (
+        f"the logger {logger!r} needs the library {module!r}, which is installed but does not import "
+        f"({type(error).__name__}: {error}); type `pip install --force-reinstall {install}`"
+    )

@@ -1,0 +1,83 @@
+"""Metrics as JSON lines: `{"step": 3, "reward/mean": 0.5, ...}`, one object a step, in a file of the run folder.
+
+A line is handed to the operating system as soon as it is logged, so that a run that dies keeps what it wrote and can be
+followed with `tail -f`. An existing file is continued; a last line that a kill cut short is removed first.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from rollouts.errors import OutputError
+
+__all__ = ["JSONLLogger"]
+
+
+class JSONLLogger:
+    """Append every step's metrics to `folder/file`. NaN and infinities, which JSON does not have, are written as null.
+
+    Raises:
+        OutputError: the file cannot be written.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     logger = JSONLLogger(folder)
+    ...     logger.log({"reward/mean": 0.5, "policy/loss": float("nan")}, step=0)
+    ...     logger.close()
+    ...     print((Path(folder) / "metrics.jsonl").read_text(), end="")
+    {"step": 0, "reward/mean": 0.5, "policy/loss": null}
+    """
+
+    def __init__(self, folder: str | Path, *, file: str = "metrics.jsonl") -> None:
+        self.path = Path(folder) / file
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            _drop_cut_line(self.path)
+            self._stream = self.path.open("a", encoding="utf-8", newline="\n")
+        except OSError as error:
+            raise OutputError(
+                f"cannot write metrics to {self.path}: {error}; name another folder with `--out`"
+            ) from error
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """Write one line and flush it. A value that is no number is refused with a TypeError that names it."""
+        assert "step" not in metrics, "`step` is the line's own key, no metric may have that name"
+        line: dict[str, Any] = {"step": int(step)}
+        for name, value in metrics.items():
+            line[name] = _number(name, value)
+        self._stream.write(json.dumps(line, allow_nan=False) + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Close the file; closing twice is harmless."""
+        self._stream.close()
+
+
+def _number(name: str, value: Any) -> float | int | None:
+    """An int stays one; whatever else says it is a number (numpy's, a tensor of one element) becomes a float."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, str) or not hasattr(value, "__float__"):
+        raise TypeError(f"metric {name!r} must be a number, got {value!r} ({type(value).__name__})")
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def _drop_cut_line(path: Path) -> None:
+    """Cut the file after its last newline: the rest is what a kill left of a line, and no reader could parse it."""
+    if not path.exists():
+        return
+    with path.open("r+b") as stream:
+        position = stream.seek(0, 2)
+        while position > 0:
+            block = min(position, 65536)
+            stream.seek(position - block)
+            found = stream.read(block).rfind(b"\n")
+            if found >= 0:
+                position += found + 1 - block
+                break
+            position -= block
+        stream.truncate(position)
