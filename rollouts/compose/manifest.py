@@ -1,0 +1,57 @@
+"""manifest.json: what this run was made of, so that a difference between two runs can be explained."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+import time
+from typing import Any
+
+from rollouts import __version__
+from rollouts.compose.plan import Plan
+
+__all__ = ["make_manifest"]
+
+LIBRARIES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "trio", "msgspec", "pluggy", "numpy")
+
+
+def make_manifest(plan: Plan) -> dict[str, Any]:
+    """Versions of every distribution that takes part, the seed, the hardware, and the command that was typed."""
+    return {
+        "rollouts": __version__,
+        "seed": plan.settings.seed,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "components": [
+            {"kind": each.ref.kind, "name": each.ref.name, "distribution": each.ref.distribution, "version": each.ref.version}
+            for chosen in plan.chosen.values()
+            for each in chosen
+            if each.ref is not None
+        ],
+        "distributions": {name: version for name in LIBRARIES if (version := _version(name))},
+        "hardware": _hardware(),
+    }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _hardware() -> dict[str, Any]:
+    """What the run computes on."""
+    import torch
+
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "system": platform.platform(),
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "gpus": gpus,
+    }

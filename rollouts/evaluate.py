@@ -1,0 +1,82 @@
+"""Evaluation: every held-out task played once, and what came of it in numbers.
+
+Pure over its parts: it plays episodes and aggregates; what is trained or written is not its business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rollouts.agent import Episode
+from rollouts.inference.base import InferenceBackend
+from rollouts.training.rollout_gen.episodes import Job, Play, run_episodes
+from rollouts.training.rollout_gen.groups import reward_metrics
+from rollouts.training.rollout_gen.manager import GroupScorer
+from rollouts.types import Task
+
+__all__ = ["Evaluation", "Report", "evaluate", "summarise"]
+
+
+class Report(NamedTuple):
+    """One pass over the held-out tasks. `reward_mean` is over the `judged` ones, None where there is none."""
+
+    reward_mean: float | None
+    parts: dict[str, float]
+    judged: int
+    tasks: int
+
+
+class Evaluation(NamedTuple):
+    """Two passes: sampled (at the run's evaluation temperature) and greedy."""
+
+    sampled: Report
+    greedy: Report
+
+    def as_dict(self) -> dict[str, object]:
+        """As it stands in summary.json."""
+        return {
+            "reward_mean": self.sampled.reward_mean,
+            "greedy_mean": self.greedy.reward_mean,
+            "parts": self.sampled.parts,
+            "greedy_parts": self.greedy.parts,
+            "tasks": self.sampled.tasks,
+            "judged": self.sampled.judged,
+        }
+
+    def as_metrics(self) -> dict[str, float]:
+        """As it stands in metrics.jsonl."""
+        metrics = {f"eval/{name}": value for name, value in self.sampled.parts.items()}
+        for name, report in (("reward_mean", self.sampled), ("greedy_mean", self.greedy)):
+            if report.reward_mean is not None:
+                metrics[f"eval/{name}"] = report.reward_mean
+        return metrics
+
+
+async def evaluate(
+    tasks: Sequence[Task],
+    *,
+    play: Play,
+    inference: InferenceBackend,
+    score_group: GroupScorer | None = None,
+    concurrency: int = 256,
+) -> Report:
+    """Play each task once. Raises what `play` raises (RewardError); failed episodes are not judged."""
+    jobs = [Job(task, (index, 0)) for index, task in enumerate(tasks)]
+    episodes: Sequence[Episode] = await run_episodes(jobs, play, inference, concurrency=concurrency)
+    if score_group is not None:
+        episodes = [(await score_group([episode]))[0] for episode in episodes]
+    return summarise(episodes)
+
+
+def summarise(episodes: Sequence[Episode]) -> Report:
+    """The numbers of these episodes."""
+    metrics = reward_metrics(episodes)
+    parts = {
+        name: metrics[f"reward/{name}"]
+        for episode in episodes
+        for name in episode.score.parts
+        if f"reward/{name}" in metrics
+    }
+    judged = sum(episode.score.value is not None for episode in episodes)
+    return Report(metrics.get("reward/mean"), parts, judged, len(episodes))

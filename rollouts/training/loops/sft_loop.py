@@ -1,0 +1,73 @@
+"""The supervised loop: the next batch of samples, one optimizer step, again.
+
+`run_sft_training` is a pure function over a backend and a list of samples. Left out: packing, and curricula.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from rollouts.loggers.base import MetricsLogger
+from rollouts.training.batching import make_batch
+from rollouts.training.types import TrainingBackend
+from rollouts.types import Sample
+
+__all__ = ["SFTTrainingConfig", "run_sft_training", "take_batch"]
+
+
+@dataclass(frozen=True)
+class SFTTrainingConfig:
+    """How many optimizer steps, and how many samples each."""
+
+    num_steps: int
+    batch_size: int
+    aggregation: str = "token_mean"
+
+    def __post_init__(self) -> None:
+        assert self.num_steps >= 0, f"num_steps must be >= 0, got {self.num_steps}"
+        assert self.batch_size > 0, f"batch_size must be > 0, got {self.batch_size}"
+
+
+async def run_sft_training(
+    backend: TrainingBackend,
+    samples: Sequence[Sample],
+    config: SFTTrainingConfig,
+    metrics_logger: MetricsLogger | None = None,
+    *,
+    on_step: Callable[[int, dict[str, float]], Awaitable[dict[str, float]]] | None = None,
+) -> list[dict[str, float]]:
+    """Train on `samples`, `batch_size` at a time, around and around; returns one dict of metrics a step.
+
+    The backend's algorithm "main" has to be one that needs no rewards (`sft`). Raises TrainingError.
+    """
+    assert samples, "there are no samples to train on"
+    history: list[dict[str, float]] = []
+    for step in range(config.num_steps):
+        start = time.perf_counter()
+        batch_samples = take_batch(samples, config.batch_size, step)
+        batch = make_batch(batch_samples, [0.0] * len(batch_samples), aggregation=config.aggregation, step=step)
+        forward_backward = backend.forward_backward(batch)
+        optim_step = backend.optim_step()
+        metrics = dict(await forward_backward)
+        metrics |= (await optim_step).metrics
+        seconds = time.perf_counter() - start
+        metrics["time/step"] = seconds
+        metrics["perf/train_tok_s"] = sum(len(sample.tokens) for sample in batch_samples) / seconds
+        if on_step is not None:
+            metrics |= await on_step(step, metrics)
+        if metrics_logger is not None:
+            metrics_logger.log(metrics, step)
+        history.append(metrics)
+    return history
+
+
+def take_batch(samples: Sequence[Sample], batch_size: int, step: int) -> list[Sample]:
+    """The samples of a step, as rollouts of their own: the list is read around and around.
+
+    >>> [sample.prompt for sample in take_batch([Sample("a"), Sample("b"), Sample("c")], 2, 1)]
+    ['c', 'a']
+    """
+    start = step * batch_size
+    return [samples[(start + offset) % len(samples)] for offset in range(batch_size)]
