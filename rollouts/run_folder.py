@@ -38,7 +38,9 @@ def check_out(out: str) -> Path:
         raise OutputError(f"the output folder {out} exists already and is kept as it is; type --out with another name")
     parent = next(each for each in (path, *path.absolute().parents) if each.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise OutputError(f"the output folder {out} cannot be made: {parent} cannot be written; type --out with another")
+        raise OutputError(
+            f"the output folder {out} cannot be made: {parent} cannot be written; type --out with another"
+        )
     return path
 
 

@@ -91,10 +91,11 @@ class Task(msgspec.Struct, omit_defaults=True):
 
 
 class Segment(msgspec.Struct):
-    """A stretch of tokens that the engine really saw, in order: prompt and environment ids (mask 0) and sampled ids (mask 1).
+    """A stretch of tokens that the engine really saw, in order: prompt and environment ids (mask 0) and sampled ids
+    (mask 1).
 
-    A conversation whose template never rewrites history is one segment. All four lists have the same length L;
-    where the mask is 0 the logprob is 0.0 and the version -1.
+    A conversation whose template never rewrites history is one segment. All four lists have the same length L; where
+    the mask is 0 the logprob is 0.0 and the version -1.
     """
 
     tokens: list[int]
@@ -144,7 +145,7 @@ class Trajectory(msgspec.Struct):
 
 
 class Score(msgspec.Struct, frozen=True):
-    """A reward with its parts and, optionally, the reason in words. `value` is None where the reward could not judge."""
+    """A reward with its parts and, optionally, why in words. `value` is None where it could not judge."""
 
     value: float | None
     parts: dict[str, float | None] = {}
@@ -155,10 +156,10 @@ class Score(msgspec.Struct, frozen=True):
 class Sample:
     """One row of training: the universal currency between rollouts and trainer.
 
-    `tokens`, `loss_mask`, `rollout_log_probs` and `policy_versions` have one length L (the last two may be absent, for
-    supervised data). `reward` is None where no reward could judge: such a row is out of the baseline and not trained.
-    Rows of one rollout share `rollout_index`; rollouts of one prompt share `group_index`. `prompt_length` is the number of
-    leading tokens that every rollout of the group shares (0 where that is unknown).
+    `tokens`, `loss_mask`, `rollout_log_probs` and `policy_versions` have one length L (the last two may be absent,
+    for supervised data). `reward` is None where no reward could judge: such a row is out of the baseline and not
+    trained. Rows of one rollout share `rollout_index`; rollouts of one prompt share `group_index`. `prompt_length` is
+    the number of leading tokens that every rollout of the group shares (0 where that is unknown).
     """
 
     prompt: str | list[Any] = ""

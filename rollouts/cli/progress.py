@@ -53,8 +53,8 @@ class Progress:
             size += f" × {settings.samples_per_prompt} rollouts"
         lora = f", LoRA rank {settings.lora_rank}" if settings.lora_rank else ""
         self._say(
-            f"{plan.one('env').name} · {plan.one('loss').name} · {settings.model}{lora} · {settings.steps} steps of {size}"
-            f" · seed {settings.seed}"
+            f"{plan.one('env').name} · {plan.one('loss').name} · {settings.model}{lora} · "
+            f"{settings.steps} steps of {size} · seed {settings.seed}"
         )
         self._say(f"writing to {folder}")
         for note in notes:
@@ -120,7 +120,12 @@ class Progress:
         from rich.progress import Progress as Bar
 
         if self._bar is None:
-            columns = (MofNCompleteColumn(), BarColumn(bar_width=24), TimeRemainingColumn(), TextColumn("{task.description}"))
+            columns = (
+                MofNCompleteColumn(),
+                BarColumn(bar_width=24),
+                TimeRemainingColumn(),
+                TextColumn("{task.description}"),
+            )
             self._bar = Bar(*columns, console=self._console)
             self._task = self._bar.add_task("", total=self._steps)
             self._bar.start()
@@ -157,7 +162,9 @@ def conversation_lines(trajectory: Trajectory) -> list[str]:
 
 
 def _words_of(message: Message) -> str:
-    called = [f"[{call.name}({', '.join(f'{k}={v!r}' for k, v in call.arguments.items())})]" for call in message.tool_calls]
+    called = [
+        f"[{call.name}({', '.join(f'{k}={v!r}' for k, v in call.arguments.items())})]" for call in message.tool_calls
+    ]
     return " ".join(part for part in (message.text.strip(), *called) if part)
 
 

@@ -1,10 +1,8 @@
 """Names become functions, only here: a resolved configuration becomes a plan, and a plan a run.
 
-    plan.py       every component found, imported, checked and told its settings; no model is loaded
-    describe.py   a plan in words: what `--dry-run` prints
-    launch.py     the model is loaded, the stateful parts are built, the loop runs, the folder is written
-    manifest.py   what the run was made of
-    watch.py      what is told to whoever watches
+plan.py       every component found, imported, checked and told its settings; no model is loaded describe.py   a plan
+in words: what `--dry-run` prints launch.py     the model is loaded, the stateful parts are built, the loop runs, the
+folder is written manifest.py   what the run was made of watch.py      what is told to whoever watches
 """
 
 from __future__ import annotations
@@ -35,7 +33,9 @@ def run_resolved(resolved: Resolved) -> dict[str, Any]:
 
 
 def run_command(resolved: Resolved, dry_run: bool) -> int:
-    """What `rollouts run` and `rollouts sft` do; returns the exit code. Raises UserError, RunError, KeyboardInterrupt."""
+    """What `rollouts run` and `rollouts sft` do; returns the exit code. Raises UserError, RunError,
+    KeyboardInterrupt.
+    """
     started = time.perf_counter()
     plan = make_plan(resolved)
     if dry_run:

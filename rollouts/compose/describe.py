@@ -75,8 +75,8 @@ def memory_words(plan: Plan) -> str:
     size = DTYPE_BYTES.get(str(plan.one("training").settings.get("dtype", "float32")), 4)
     total_bytes = total * size + trained * size * 3
     return (
-        f"{total / 1e6:.1f} M parameters, {trained / 1e6:.2f} M trained: about {total_bytes / 2**30:.2f} GiB for weights, "
-        f"gradients and AdamW; activations of {settings.tokens_per_microbatch} tokens a microbatch come on top"
+        f"{total / 1e6:.1f} M parameters, {trained / 1e6:.2f} M trained: about {total_bytes / 2**30:.2f} GiB for "
+        f"weights, gradients and AdamW; activations of {settings.tokens_per_microbatch} tokens a microbatch come on top"
     )
 
 
@@ -91,7 +91,9 @@ def _count_parameters(model: str, lora_rank: int) -> tuple[int, int]:
         config = AutoConfig.from_pretrained(resolve_model_name(model))
     except (OSError, ValueError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"the configuration of {model!r} could not be read, from a folder or the hub: {first}") from error
+        raise ModelError(
+            f"the configuration of {model!r} could not be read, from a folder or the hub: {first}"
+        ) from error
     with torch.device("meta"):
         causal: Any = AutoModelForCausalLM.from_config(config)
     total = sum(parameter.numel() for parameter in causal.parameters())

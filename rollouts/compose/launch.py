@@ -101,7 +101,8 @@ def launch(plan: Plan, watcher: Watcher, started: float) -> dict[str, Any]:
         folder.write_json("manifest.json", make_manifest(plan))
         logger = _make_loggers(plan, folder)
         parts = _Parts(plan, chat, backend, inference, folder, logger, watcher, held_out, _group_scorer(plan))
-        watcher.begin(plan, folder.path, [*chat.report.words(), *getattr(backend, "notes", [])])
+        template_notes = [] if chat.report.append_only and not chat.report.refusals else chat.report.words()
+        watcher.begin(plan, folder.path, [*template_notes, *getattr(backend, "notes", [])])
         return _run_and_summarise(parts, buffer, started)
     finally:
         backend.close()
@@ -111,9 +112,7 @@ def _run_and_summarise(parts: _Parts, buffer: DataBuffer, started: float) -> dic
     """Run under trio; whatever happens, write the summary and close the loggers."""
     progress: dict[str, Any] = {"status": "failed", "steps": 0, "evaluation": {"before": None, "after": None}}
     parts.watcher.faults(
-        parts.plan.manager.call_event(
-            "rollouts_run_start", settings=_plain(parts.plan), folder=str(parts.folder.path)
-        )
+        parts.plan.manager.call_event("rollouts_run_start", settings=_plain(parts.plan), folder=str(parts.folder.path))
     )
     try:
         trio.run(_main, parts, buffer, progress)
@@ -124,12 +123,15 @@ def _run_and_summarise(parts: _Parts, buffer: DataBuffer, started: float) -> dic
             raise
         progress["status"] = "interrupted"
         raise KeyboardInterrupt(
-            f"interrupted after {progress['steps']} of {parts.plan.settings.steps} steps; {parts.folder.path} keeps them"
+            f"interrupted after {progress['steps']} of {parts.plan.settings.steps} steps; "
+            f"{parts.folder.path} keeps them"
         ) from None
     except Exception as error:
         progress["error"] = f"{type(error).__name__}: {error}"
         if isinstance(error, RunError):
-            error.args = (f"{error}\nthe run failed at step {progress['steps']}; {parts.folder.path} keeps what was done",)
+            error.args = (
+                f"{error}\nthe run failed at step {progress['steps']}; {parts.folder.path} keeps what was done",
+            )
         raise
     finally:
         progress["wall_seconds"] = time.perf_counter() - started
@@ -181,9 +183,7 @@ async def _train_rl(parts: _Parts, buffer: DataBuffer, progress: dict[str, Any])
         buffer,
         manager,
         [parts.inference],
-        RLTrainingConfig(
-            settings.steps, temperature=settings.temperature, response_tokens_max=settings.max_tokens
-        ),
+        RLTrainingConfig(settings.steps, temperature=settings.temperature, response_tokens_max=settings.max_tokens),
         parts.logger,
         algorithm=plan.algorithm,
         on_samples=on_samples,
@@ -323,7 +323,9 @@ def _make_inference(plan: Plan, backend: TrainingBackend) -> InferenceBackend:
     available = {"model": plan.settings.model, "training": backend, "seed": plan.settings.seed}
     inference: InferenceBackend = call_with(chosen.component, available, chosen.settings)
     if not inference.trainable and plan.settings.mode == "rl":
-        raise InferenceError(f"the inference backend {chosen.name} returns no token ids, so it is good for evaluation only")
+        raise InferenceError(
+            f"the inference backend {chosen.name} returns no token ids, so it is good for evaluation only"
+        )
     return inference
 
 
@@ -438,4 +440,3 @@ def _is_interrupt(error: BaseException) -> bool:
     if isinstance(error, BaseExceptionGroup):
         return any(_is_interrupt(inner) for inner in error.exceptions)
     return isinstance(error, KeyboardInterrupt)
-

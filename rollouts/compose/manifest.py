@@ -26,7 +26,12 @@ def make_manifest(plan: Plan) -> dict[str, Any]:
         "command": sys.argv,
         "python": platform.python_version(),
         "components": [
-            {"kind": each.ref.kind, "name": each.ref.name, "distribution": each.ref.distribution, "version": each.ref.version}
+            {
+                "kind": each.ref.kind,
+                "name": each.ref.name,
+                "distribution": each.ref.distribution,
+                "version": each.ref.version,
+            }
             for chosen in plan.chosen.values()
             for each in chosen
             if each.ref is not None

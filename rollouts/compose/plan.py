@@ -49,7 +49,9 @@ class Chosen(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A composed run: functions and settings, no model yet. `resolved` is complete, so that writing it repeats the run."""
+    """A composed run: functions and settings, no model yet. `resolved` is complete, so that writing it repeats the
+    run.
+    """
 
     resolved: Resolved
     settings: Settings
@@ -127,12 +129,16 @@ def make_plan(resolved: Resolved) -> Plan:
     """Find, import and check every component. Raises UserError of one kind or another, with what to type."""
     settings = resolved.settings
     if not resolved.components["env"]:
-        raise ConfigError("no environment was named; type --env calculator (`rollouts plugins list` shows what there is)")
+        raise ConfigError(
+            "no environment was named; type --env calculator (`rollouts plugins list` shows what there is)"
+        )
     if settings.mode == "sft" and settings.filter:
         raise ConfigError("--filter: filters judge groups of rollouts; mode sft has none")
     manager = PluginManager()
     resolved = _with_data(resolved, manager)
-    chosen = {key: [_choose(manager, resolved, key, each) for each in resolved.components[key]] for key in COMPONENT_KINDS}
+    chosen = {
+        key: [_choose(manager, resolved, key, each) for each in resolved.components[key]] for key in COMPONENT_KINDS
+    }
     completed = resolved._replace(
         components={
             key: [
@@ -178,7 +184,9 @@ def _choose(manager: PluginManager, resolved: Resolved, key: str, component: Com
         (loss,) = resolved.components["loss"]
         own = as_algorithm(manager.load(manager.find("losses", loss.name))).advantage
         signature = check_signature(own, kind, f"the advantage of {loss.name}")
-        converted = convert_settings(signature, component.settings, f"the advantage of {loss.name}", resolved.source, path)
+        converted = convert_settings(
+            signature, component.settings, f"the advantage of {loss.name}", resolved.source, path
+        )
         return Chosen("", own, complete_settings(signature, converted), None, component.alias)
     ref = manager.find(kind, component.name)
     found = manager.load(ref)

@@ -15,10 +15,10 @@ __all__ = ["GenerateRequest", "Generation", "Health", "InferenceBackend", "Versi
 class GenerateRequest(msgspec.Struct, frozen=True):
     """One turn to sample.
 
-    `tokens` is the whole context [L]. `order` is (group, rollout, turn): engines that batch in process form their batches in
-    this order. `session` names the episode, so that a turn continues the cache of the turn before. `temperature` 0 is greedy
-    (its logprobs are those of temperature 1). Sampling stops after an id of `stop_ids` (kept in the output) or
-    after `max_tokens` ids. `seed` alone decides the random numbers of this request.
+    `tokens` is the whole context [L]. `order` is (group, rollout, turn): engines that batch in process form their
+    batches in this order. `session` names the episode, so that a turn continues the cache of the turn before.
+    `temperature` 0 is greedy (its logprobs are those of temperature 1). Sampling stops after an id of `stop_ids`
+    (kept in the output) or after `max_tokens` ids. `seed` alone decides the random numbers of this request.
     """
 
     tokens: list[int]
@@ -39,7 +39,9 @@ class VersionSpan(msgspec.Struct, frozen=True):
 
 
 class Generation(msgspec.Struct, frozen=True):
-    """What was sampled: `tokens` [K], `logprobs` [K] (at the sampling temperature, natural log), why it ended, by which weights."""
+    """What was sampled: `tokens` [K], `logprobs` [K] (at the sampling temperature, natural log), why it ended, by
+    which weights.
+    """
 
     tokens: list[int]
     logprobs: list[float]
@@ -61,7 +63,9 @@ class Health(msgspec.Struct, frozen=True):
 
 
 class WeightUpdate(msgspec.Struct, frozen=True):
-    """New weights for an engine: the policy version they are, their kind, and where they are (None: shared parameters)."""
+    """New weights for an engine: the policy version they are, their kind, and where they are (None: shared
+    parameters).
+    """
 
     version: int
     kind: Literal["full", "adapter"] = "full"
@@ -79,7 +83,9 @@ class InferenceBackend(Protocol):
     async def __aexit__(self, *exc: Any) -> None: ...
 
     def open_session(self, order: tuple[int, ...]) -> str:
-        """Announce an episode before its task runs. An in-process engine forms a batch once every open session waits in `generate`."""
+        """Announce an episode before its task runs. An in-process engine forms a batch once every open session waits
+        in `generate`.
+        """
         ...
 
     def close_session(self, session: str) -> None:

@@ -17,9 +17,9 @@ __all__ = ["ForwardOutput", "Row", "StepResult", "TrainBatch", "TrainingBackend"
 class Row(msgspec.Struct):
     """One sample, ready to be trained on. Lists have the row's length L; position 0 can never be live.
 
-    `loss_mask` weighs tokens (0: not trained). `weights` is u of numerics.md with the mask in it; sum(weights * loss) / D
-    is the objective. `advantages` is 0 where the mask is. The first `prefix_length` tokens are the same in every row of
-    `group_index`, so that a backend may run them forward once for all of them.
+    `loss_mask` weighs tokens (0: not trained). `weights` is u of numerics.md with the mask in it; sum(weights * loss)
+    / D is the objective. `advantages` is 0 where the mask is. The first `prefix_length` tokens are the same in every
+    row of `group_index`, so that a backend may run them forward once for all of them.
     """
 
     tokens: list[int]
@@ -35,10 +35,12 @@ class Row(msgspec.Struct):
 
 
 class TrainBatch(msgspec.Struct):
-    """Rows for one `forward_backward`. `denominator` is this batch's share of D; the backend sums and divides once, in `optim_step`.
+    """Rows for one `forward_backward`. `denominator` is this batch's share of D; the backend sums and divides once,
+    in `optim_step`.
 
-    `rewards` [N] is indexed by `rollout_index` (positions of the batch's rollouts, 0..N-1). `algorithm` is the name under
-    which the backend was given the algorithm when it was composed; batches carry data and names, never functions.
+    `rewards` [N] is indexed by `rollout_index` (positions of the batch's rollouts, 0..N-1). `algorithm` is the name
+    under which the backend was given the algorithm when it was composed; batches carry data and names, never
+    functions.
     """
 
     rows: list[Row]
@@ -50,7 +52,9 @@ class TrainBatch(msgspec.Struct):
 
 
 class ForwardOutput(NamedTuple):
-    """Per row, per token [L] (0.0 at position 0): logprobs of the row's own tokens, and the entropy of the prediction."""
+    """Per row, per token [L] (0.0 at position 0): logprobs of the row's own tokens, and the entropy of the
+    prediction.
+    """
 
     logprobs: list[list[float]]
     entropy: list[list[float]] | None
@@ -77,7 +81,9 @@ class TrainingBackend(Protocol):
         ...
 
     def optim_step(self) -> TrainFuture[StepResult]:
-        """Divide by D once, clip, step, zero, version += 1. D = 0 or a non-finite gradient skips the step and says so."""
+        """Divide by D once, clip, step, zero, version += 1. D = 0 or a non-finite gradient skips the step and says
+        so.
+        """
         ...
 
     def get_weights(self, kind: Literal["full", "adapter"] = "full") -> TrainFuture[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """Futures, and the one thread that runs all torch work of a backend in the order it was submitted.
 
 `TrainFuture` is what every call of a training backend returns at once (Tinker's shape): submit, go on, await later.
-`TorchThread` is a first-in-first-out worker: optimizer steps, forward passes and HF generation go through the same one,
-so that they never overlap. Cancelling a wait leaves the job running; its result is then dropped.
+`TorchThread` is a first-in-first-out worker: optimizer steps, forward passes and HF generation go through the same
+one, so that they never overlap. Cancelling a wait leaves the job running; its result is then dropped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ T = TypeVar("T")
 
 
 class TrainFuture(Generic[T]):
-    """The result of submitted work. `await future` or `await future.result()` under trio; `future.wait()` in plain code."""
+    """The result of submitted work. `await future` or `await future.result()` under trio; `future.wait()` in plain
+    code.
+    """
 
     def __init__(self) -> None:
         self._future: concurrent.futures.Future[T] = concurrent.futures.Future()

@@ -27,7 +27,8 @@ def as_task(value: Any) -> Task:
     if isinstance(value, str | list):
         return Task(value)
     raise EnvironmentDefinitionError(
-        f"tasks() gave {value!r} ({type(value).__name__}); it must give rollouts.Task objects, prompts (str) or lists of Message"
+        f"tasks() gave {value!r} ({type(value).__name__}); it must give rollouts.Task objects, prompts (str), or "
+        "lists of Message"
     )
 
 

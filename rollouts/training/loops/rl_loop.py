@@ -1,8 +1,8 @@
 """The reinforcement loop: generate, train, sync; read from top to bottom in one sitting.
 
-`run_rl_training` is a pure function over stateful parts: it keeps nothing, mutates none of its arguments, and returns the
-metrics. One optimizer step a batch; the anchor of the ratio is the sampler's own logprob. Left out: sampling ahead of the
-weights, several optimizer steps a batch, a reference model.
+`run_rl_training` is a pure function over stateful parts: it keeps nothing, mutates none of its arguments, and returns
+the metrics. One optimizer step a batch; the anchor of the ratio is the sampler's own logprob. Left out: sampling
+ahead of the weights, several optimizer steps a batch, a reference model.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class PreparedBatch(NamedTuple):
 
 
 class StepReport(NamedTuple):
-    """What whoever watches is told after each step (0-based). `advantages` [N] are those of the kept groups' rollouts."""
+    """What whoever watches is told after each step (0-based). `advantages` [N] are those of the kept groups'
+    rollouts.
+    """
 
     step: int
     metrics: dict[str, float]

@@ -1,4 +1,6 @@
-"""Many rollouts at once: `episodes` (run_episodes), `groups` (pure functions on groups), `manager` (AsyncRolloutManager)."""
+"""Many rollouts at once: `episodes` (run_episodes), `groups` (pure functions on groups), `manager`
+(AsyncRolloutManager).
+"""
 
 from rollouts.training.rollout_gen.episodes import Job, Play, run_episodes
 from rollouts.training.rollout_gen.groups import (

@@ -1,7 +1,7 @@
 """From episodes to groups of samples: pure functions.
 
-A group is all rollouts of one prompt. Here a group gets its group rewards, goes through the filters, and becomes samples
-numbered for the batch; and here a batch of groups becomes the metrics that people watch.
+A group is all rollouts of one prompt. Here a group gets its group rewards, goes through the filters, and becomes
+samples numbered for the batch; and here a batch of groups becomes the metrics that people watch.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ __all__ = ["Filter", "Group", "filter_group", "group_samples", "reward_metrics",
 
 
 class Group(NamedTuple):
-    """All rollouts of one prompt. `index` is unique in the run; `dropped` says why a filter took the group out of training."""
+    """All rollouts of one prompt. `number` is unique in the run; `dropped` says why a filter took the group out of
+    training.
+    """
 
-    index: int
+    number: int
     task: Task
     episodes: tuple[Episode, ...]
     dropped: str | None = None
@@ -42,7 +44,9 @@ class Filter(NamedTuple):
 
 
 def filter_group(group: Group, filters: Sequence[Filter], *, step: int) -> Group:
-    """The group, with `dropped` set by the first filter that refuses it. A group that no reward could judge is dropped too."""
+    """The group, with `dropped` set by the first filter that refuses it. A group that no reward could judge is
+    dropped too.
+    """
     if all(reward is None for reward in group.rewards):
         return group._replace(dropped="no_reward")
     available = {
@@ -72,7 +76,7 @@ def group_samples(groups: Sequence[Group]) -> list[Sample]:
 
 
 def reward_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """`reward/mean`, `reward/std`, `reward/<part>` over the episodes that were judged, and the environment's own metrics."""
+    """`reward/mean`, `reward/std`, `reward/<part>` over the judged episodes; `env/<name>` for each @metric."""
     rewards = [episode.score.value for episode in episodes if episode.score.value is not None]
     metrics: dict[str, float] = {}
     if rewards:
@@ -84,7 +88,8 @@ def reward_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
         judged = [value for value in values if value is not None]
         if judged:
             metrics[f"reward/{name}"] = statistics.fmean(judged)
-    for name in sorted({name for episode in episodes for name in episode.metrics} - {"latency_seconds"}):
+    counted = _counters(episodes)
+    for name in sorted({name for episode in episodes for name in episode.metrics} - counted - {"latency_seconds"}):
         given = [episode.metrics[name] for episode in episodes if name in episode.metrics]
         metrics[f"env/{name}"] = statistics.fmean(given)
     return metrics
@@ -113,9 +118,16 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "group/kept_frac": _fraction(group.dropped is None for group in groups),
         "reward/pass@k": _fraction(any((reward or 0.0) > 0 for reward in group.rewards) for group in groups),
     }
+    for name in sorted(_counters(episodes) - {"turns"}):
+        metrics[f"rollout/{name}"] = sum(episode.metrics.get(name, 0.0) for episode in episodes) / len(episodes)
     for reason in sorted({group.dropped for group in groups if group.dropped}):
         metrics[f"group/drop/{reason}"] = float(sum(group.dropped == reason for group in groups))
     return metrics
+
+
+def _counters(episodes: Sequence[Episode]) -> set[str]:
+    """The names that the agent loop counts in trajectories; an episode without one has 0 of it."""
+    return {name for episode in episodes for trajectory in episode.trajectories for name in trajectory.metrics}
 
 
 def _is_flat(rewards: Sequence[float | None]) -> bool:
