@@ -61,10 +61,8 @@ def convert_value(value: Any, hint: Any, path: Path, source: Source = NOWHERE) -
             return msgspec.convert(candidate, hint, strict=strict, dec_hook=_convert_other)
         except msgspec.ValidationError as error:
             refusal = refusal or error
-        except (
-            TypeError,
-            NotImplementedError,
-        ):  # a type that msgspec does not know; only enums of mixed values are ours
+        except (TypeError, NotImplementedError):
+            # A type that msgspec does not know; only enums of mixed values are ours.
             return _convert_unknown(candidate, hint, path, value, source)
     raise _mistyped(value, hint, path, source, str(refusal)) from refusal
 

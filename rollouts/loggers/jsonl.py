@@ -19,6 +19,9 @@ __all__ = ["JSONLLogger"]
 class JSONLLogger:
     """Append every step's metrics to `folder/file`. NaN and infinities, which JSON does not have, are written as null.
 
+    Args:
+        file: the file's name in the run folder
+
     Raises:
         OutputError: the file cannot be written.
 

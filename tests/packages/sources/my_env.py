@@ -1,8 +1,9 @@
 import re
 from dataclasses import dataclass
 
-from rollouts import Task, reward, tool
 from rollouts_calculator import evaluate
+
+from rollouts import Task, reward, tool
 
 
 @dataclass

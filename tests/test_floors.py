@@ -1,0 +1,207 @@
+"""Imports point down: every module imports only from its own floor or floors below it (docs/design.md), in no cycle.
+
+What counts is what a module imports when it is imported: statements at its top level, type-checking ones excluded.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "rollouts"
+
+FLOORS = {
+    # 0: shapes, errors, settings, plugins; standard library, msgspec and pluggy
+    "rollouts.types": 0,
+    "rollouts.errors": 0,
+    "rollouts.config": 0,
+    "rollouts.plugins": 0,
+    # 1: pure functions
+    "rollouts.env": 1,
+    "rollouts.chat": 1,
+    "rollouts.training.types": 1,
+    "rollouts.training.samples": 1,
+    "rollouts.training.filters": 1,
+    "rollouts.training.batching": 1,
+    "rollouts.training.algorithms": 1,
+    "rollouts.training.backends.futures": 1,  # a handle on work under way, standard library: the Protocols name it
+    # 2: state that deserves a class
+    "rollouts.inference": 2,
+    "rollouts.training.models": 2,
+    "rollouts.training.backends": 2,
+    "rollouts.training.datasets": 2,
+    "rollouts.loggers": 2,
+    "rollouts.run_folder": 2,
+    # 3: loops
+    "rollouts.agent": 3,
+    "rollouts.agent_model": 3,
+    "rollouts.agent_tools": 3,
+    "rollouts.training.rollout_gen": 3,
+    "rollouts.training.loops": 3,
+    "rollouts.evaluate": 3,
+    # 4: the top, where names become functions
+    "rollouts.training": 4,  # the lazy face of its rooms
+    "rollouts.compose": 4,
+    "rollouts.api": 4,
+    "rollouts.cli": 4,
+    "rollouts.__main__": 4,
+    "rollouts": 4,  # the lazy face of everything
+}
+"""Room -> floor. The longest prefix of a module's name decides."""
+
+HEAVY = {"torch", "transformers", "numpy", "peft", "datasets"}
+ASYNC = {"trio", "httpx"}
+MAY_IMPORT_TORCH = {"rollouts.training.algorithms.logprobs"}  # it defines a torch.autograd.Function
+MAY_IMPORT_TRIO = {"rollouts.env.calls", "rollouts.env.checks", "rollouts.training.backends.futures"}
+GROUND = {"rollouts", "msgspec", "pluggy", "tomli_w", *sys.stdlib_module_names}
+
+
+def floor_of(module: str) -> int:
+    prefix = module
+    while prefix not in FLOORS:
+        prefix = prefix.rpartition(".")[0]
+    return FLOORS[prefix]
+
+
+def modules_under(package: Path) -> dict[str, Path]:
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def top_level_imports(source: str, module: str, known: Mapping[str, Path]) -> Iterator[str]:
+    """The modules that are imported as soon as this one is; `from package import module` names the module."""
+
+    def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+        for statement in body:
+            if isinstance(statement, ast.If):
+                if "TYPE_CHECKING" not in ast.dump(statement.test):
+                    yield from statements(statement.body)
+                yield from statements(statement.orelse)
+            elif isinstance(statement, ast.Try | ast.With | ast.ClassDef):
+                yield from statements(statement.body)
+                for handler in getattr(statement, "handlers", []):
+                    yield from statements(handler.body)
+            else:
+                yield statement
+
+    for statement in statements(ast.parse(source).body):
+        if isinstance(statement, ast.Import):
+            yield from (alias.name for alias in statement.names)
+        elif isinstance(statement, ast.ImportFrom):
+            assert statement.level == 0, f"{module} has a relative import on line {statement.lineno}"
+            for alias in statement.names:
+                inner = f"{statement.module}.{alias.name}"
+                yield inner if inner in known else str(statement.module)
+
+
+def import_graph(package: Path) -> dict[str, set[str]]:
+    known = modules_under(package)
+    return {module: set(top_level_imports(path.read_text(), module, known)) for module, path in known.items()}
+
+
+def faults_in(graph: Mapping[str, set[str]]) -> list[str]:
+    """Every import that points up, and every third-party import that a floor may not have."""
+    faults = []
+    for module, imported in graph.items():
+        floor = floor_of(module)
+        for other in sorted(imported):
+            root = other.partition(".")[0]
+            if root == "rollouts" and floor_of(other) > floor:
+                faults.append(f"{module} (floor {floor}) imports {other} (floor {floor_of(other)})")
+            heavy = root in HEAVY and not (root == "torch" and module in MAY_IMPORT_TORCH)
+            if floor <= 1 and (heavy or (root in ASYNC and module not in MAY_IMPORT_TRIO)):
+                faults.append(f"{module} (floor {floor}) imports {root} at its top level")
+            elif floor == 0 and root not in GROUND:
+                faults.append(f"{module} (floor 0) imports {root}, which the ground floor does without")
+    return faults
+
+
+def cycles_in(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """Cycles of modules that import one another at their top levels; each found once."""
+    found: list[list[str]] = []
+    done: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> None:
+        if module in path:
+            found.append([*path[path.index(module) :], module])
+            return
+        if module in done or module not in graph:
+            return
+        for other in sorted(graph[module]):
+            visit(other, [*path, module])
+        done.add(module)
+
+    for module in sorted(graph):
+        visit(module, [])
+    return found
+
+
+@pytest.fixture(scope="module")
+def graph() -> dict[str, set[str]]:
+    return import_graph(PACKAGE)
+
+
+def test_every_room_has_a_floor(graph):
+    """A new room must be given a floor: falling through to the floor of `rollouts` would let it import anything."""
+    faces = {"rollouts", "rollouts.training"}
+    fallen = [module for module in graph if module not in faces and _room(module) in faces]
+    assert fallen == []
+
+
+def _room(module: str) -> str:
+    while module not in FLOORS:
+        module = module.rpartition(".")[0]
+    return module
+
+
+def test_every_floor_has_a_room(graph):
+    unknown = [room for room in FLOORS if room not in graph]
+    assert unknown == []
+
+
+def test_imports_point_down(graph):
+    assert faults_in(graph) == []
+
+
+def test_there_is_no_cycle(graph):
+    assert cycles_in(graph) == []
+
+
+def test_the_lower_floors_load_no_torch(graph):
+    """Also not through what they import in turn."""
+    light = [module for module in graph if floor_of(module) <= 1 and module not in MAY_IMPORT_TORCH]
+    code = f"import sys, {', '.join(light)}\nprint({HEAVY!r} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_the_walk_sees_what_it_should(tmp_path):
+    """A made-up house in which everything is wrong that can be."""
+    house = tmp_path / "rollouts"
+    (house / "env").mkdir(parents=True)
+    (house / "__init__.py").write_text("")
+    (house / "types.py").write_text("import click\nfrom rollouts.agent import Episode\n")
+    (house / "agent.py").write_text("import trio\nfrom rollouts import types\n")
+    (house / "errors.py").write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\n    from rollouts import agent\n"
+        "def late():\n    import torch\n    from rollouts import agent\n"
+    )
+    (house / "env" / "__init__.py").write_text("try:\n    import torch\nexcept ImportError:\n    torch = None\n")
+    (house / "env" / "schema.py").write_text("import trio\n")
+    (house / "env" / "calls.py").write_text("import trio\n")
+    graph = import_graph(house)
+    assert faults_in(graph) == [
+        "rollouts.env (floor 1) imports torch at its top level",
+        "rollouts.env.schema (floor 1) imports trio at its top level",
+        "rollouts.types (floor 0) imports click, which the ground floor does without",
+        "rollouts.types (floor 0) imports rollouts.agent (floor 3)",
+    ]
+    assert cycles_in(graph) == [["rollouts.agent", "rollouts.types", "rollouts.agent"]]
