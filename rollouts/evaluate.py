@@ -11,8 +11,8 @@ from typing import NamedTuple
 from rollouts.agent import Episode
 from rollouts.inference.base import InferenceBackend
 from rollouts.training.rollout_gen.episodes import Job, Play, run_episodes
+from rollouts.training.rollout_gen.group_rewards import GroupScorer
 from rollouts.training.rollout_gen.groups import reward_metrics
-from rollouts.training.rollout_gen.manager import GroupScorer
 from rollouts.types import Task
 
 __all__ = ["Evaluation", "Report", "evaluate", "summarise"]

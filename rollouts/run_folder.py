@@ -6,8 +6,10 @@ which are lines. Left out: reading a run back.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -49,11 +51,20 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = check_out(str(path))
+        self._made = [each for each in (self.path, *self.path.absolute().parents) if not each.exists()]
         try:
             (self.path / "trajectories").mkdir(parents=True, exist_ok=True)
             (self.path / "checkpoints").mkdir(exist_ok=True)
         except OSError as error:
             raise OutputError(f"the output folder {path} cannot be made: {error.strerror or error}") from error
+
+    def discard(self) -> None:
+        """Remove everything that was written, and the folders that were made for it: the run never began."""
+        for entry in self.path.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        for made in self._made:
+            with contextlib.suppress(OSError):  # another run has written beside it meanwhile
+                made.rmdir()
 
     def write_text(self, name: str, text: str) -> None:
         """Write a file whole: to a temporary name first, then renamed."""

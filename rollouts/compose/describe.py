@@ -8,7 +8,10 @@ from rollouts.config import to_toml
 from rollouts.config.settings import COMPONENT_KINDS
 from rollouts.env.authoring import tools_of
 from rollouts.errors import ModelError
+from rollouts.run_folder import check_out
 from rollouts.training.algorithms.algorithm import function_label
+from rollouts.training.datasets.buffer import DataBuffer
+from rollouts.training.models import resolve_model_name
 
 if TYPE_CHECKING:
     from rollouts.compose.plan import Chosen, Plan
@@ -23,14 +26,10 @@ def describe(plan: Plan) -> str:
 
     Draws the first tasks and reads the model's configuration; raises the first UserError that a run would meet there.
     """
-    from rollouts.run_folder import check_out
-
     if plan.settings.out:
         check_out(plan.settings.out)
     held_out = plan.eval_tasks()
     if plan.settings.mode == "rl":
-        from rollouts.training.datasets.buffer import DataBuffer
-
         exclude = frozenset(task.key for task in held_out)
         DataBuffer(plan.training_source(), seed=plan.settings.seed, exclude=exclude).get_prompts(1)
     else:
@@ -84,8 +83,6 @@ def _count_parameters(model: str, lora_rank: int) -> tuple[int, int]:
     """(all, trained) parameters, on the meta device: shapes without memory. Raises ModelError."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
-
-    from rollouts.training.models import resolve_model_name
 
     try:
         config = AutoConfig.from_pretrained(resolve_model_name(model))

@@ -16,7 +16,7 @@ from rollouts.config import Component, Resolved, complete_settings, convert_sett
 from rollouts.config.settings import COMPONENT_KINDS, Settings
 from rollouts.env.checks import check_environment, reward_term
 from rollouts.env.mixing import RewardTerm, env_term
-from rollouts.errors import ConfigError, EnvironmentDefinitionError
+from rollouts.errors import ConfigError, EnvironmentDefinitionError, SignatureError
 from rollouts.plugins.index import KIND_WORDS, ComponentRef
 from rollouts.plugins.manager import PluginManager
 from rollouts.plugins.signature import Setting, Signature, check_signature
@@ -25,6 +25,7 @@ from rollouts.training.algorithms.algorithm import (
     algorithm_settings,
     as_algorithm,
     bind_algorithm,
+    check_advantage,
     check_needs,
     needs,
 )
@@ -97,8 +98,14 @@ class Plan(NamedTuple):
                 f"the environment {self.one('env').name} has no demonstrations; write `def demonstrations(self, split, "
                 "rng)` that yields lists of Message, or train it with `rollouts run`"
             )
+        conversation = None
         for conversation in env.demonstrations("train", Random(f"{self._seed}/demonstrations")):
             yield [*self._system_messages(), *conversation]
+        if conversation is None:
+            raise EnvironmentDefinitionError(
+                f"the environment {self.one('env').name} has no demonstration: demonstrations('train', rng) gave "
+                "nothing; it has to yield lists of Message"
+            )
 
     @property
     def _seed(self) -> int:
@@ -182,7 +189,7 @@ def _choose(manager: PluginManager, resolved: Resolved, key: str, component: Com
         return Chosen("env", None, {}, None, component.alias)
     if not component.name:  # settings for the algorithm's own advantage, or none at all
         (loss,) = resolved.components["loss"]
-        own = as_algorithm(manager.load(manager.find("losses", loss.name))).advantage
+        own = _algorithm(manager.load(manager.find("losses", loss.name)), f"loss {loss.name}").advantage
         signature = check_signature(own, kind, f"the advantage of {loss.name}")
         converted = convert_settings(
             signature, component.settings, f"the advantage of {loss.name}", resolved.source, path
@@ -191,13 +198,20 @@ def _choose(manager: PluginManager, resolved: Resolved, key: str, component: Com
     ref = manager.find(kind, component.name)
     found = manager.load(ref)
     if key == "loss":
-        found = as_algorithm(found)
+        found = _algorithm(found, label)
         known: tuple[Setting, ...] = algorithm_settings(found)
         signature = Signature((), known)
     else:
         signature = check_signature(found, kind, label)
     converted = convert_settings(signature, component.settings, label, resolved.source, path)
     return Chosen(component.name, found, complete_settings(signature, converted), ref, component.alias)
+
+
+def _algorithm(found: Any, label: str) -> Algorithm:
+    try:
+        return as_algorithm(found)
+    except SignatureError as error:
+        raise SignatureError(f"{label}: {error}") from error
 
 
 def _with_data(resolved: Resolved, manager: PluginManager) -> Resolved:
@@ -231,6 +245,7 @@ def _bind(chosen: dict[str, list[Chosen]], settings: Settings) -> Algorithm:
         settings.aggregation or None,
     )
     check_needs(algorithm)
+    check_advantage(algorithm.advantage)
     if settings.mode == "sft":
         rl_only = {"advantages", "old_logprobs", "rollout_logprobs", "rewards"} & needs(algorithm)
         if rl_only:

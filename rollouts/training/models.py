@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rollouts.errors import ModelError
+from rollouts.errors import ConfigError, ModelError
 
 __all__ = ["TINY_PATH", "load_hf_model", "load_tokenizer", "no_progress_bars", "resolve_device", "resolve_model_name"]
 
@@ -41,24 +41,32 @@ def resolve_model_name(name: str) -> str:
 
 
 def resolve_device(device: str) -> str:
-    """`auto` becomes cuda where there is one, else cpu."""
+    """`auto` becomes cuda where there is one, else cpu. Raises ConfigError for a device that is not here."""
     import torch
 
-    if device != "auto":
-        return device
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch has no error of its own for it
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"the device {device!r} cannot be used here: {first}; type auto, cpu, cuda or cuda:1"
+        ) from error
+    return device
 
 
 def load_hf_model(name: str, *, dtype: str = "float32", device: str = "auto") -> Any:
-    """A causal LM in evaluation mode on `device`. Raises ModelError."""
+    """A causal LM in evaluation mode on `device`. Raises ModelError, ConfigError."""
     import torch
     from transformers import AutoModelForCausalLM
 
     if dtype not in _DTYPES:
         raise ModelError(f"unknown dtype {dtype!r} (choices: {', '.join(_DTYPES)})")
+    place = resolve_device(device)  # before the weights are read
     model = _load(AutoModelForCausalLM, name, "model", dtype=getattr(torch, dtype))
     model.eval()
-    return model.to(resolve_device(device))
+    return model.to(place)
 
 
 def load_tokenizer(name: str) -> Any:

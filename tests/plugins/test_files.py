@@ -43,7 +43,7 @@ def test_relative_bare_absolute_and_folder(here):
     relative = find_component("environments", "./my_env.py:Calculator")
     assert relative.name == "Calculator" and relative.distribution == relative.version == ""
     assert relative.qualified == relative.value == f"{here / 'my_env.py'}:Calculator"
-    assert not [name for name in sys.modules if name.startswith("rollouts_file_")], "finding runs nothing"
+    assert not [name for name in sys.modules if name.startswith("rollouts_file_my_env_")], "finding runs nothing"
     assert find_component("environments", "my_env.py:Calculator") == relative
     assert find_component("environments", f"{here}/my_env.py:Calculator") == relative
     assert find_component("environments", relative.qualified) == relative

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rollouts.plugins.signature import Setting
 
 __all__ = [
+    "ADVANTAGE_AVAILABLE",
     "AVAILABLE",
     "Algorithm",
     "Evaluation",
@@ -28,6 +29,7 @@ __all__ = [
     "algorithm_settings",
     "as_algorithm",
     "bind_algorithm",
+    "check_advantage",
     "check_needs",
     "evaluate",
     "function_label",
@@ -50,6 +52,9 @@ AVAILABLE: frozenset[str] = frozenset(
         "step",
     }
 )
+
+# What an advantage may name: it is called once a group.
+ADVANTAGE_AVAILABLE: frozenset[str] = frozenset({"lengths", "rewards"})
 
 _MISSING = {
     "logits": "this run does not keep logits (memory: tokens x vocabulary); `logprobs` and `entropy` are there",
@@ -122,6 +127,18 @@ def check_needs(algorithm: Algorithm, available: Collection[str] = AVAILABLE) ->
             raise SignatureError(
                 f"the loss {function_label(term.function)} names `{name}`, but {reason}; it may name here: "
                 f"{', '.join(sorted(available))}"
+            )
+
+
+def check_advantage(function: Callable[..., Any]) -> None:
+    """Refuse, before any model loads, an advantage that names what this run cannot give. Raises SignatureError."""
+    from rollouts.plugins.signature import check_signature
+
+    for name in check_signature(_unwrapped(function), "advantages", function_label(function)).requests:
+        if name not in ADVANTAGE_AVAILABLE:
+            raise SignatureError(
+                f"the advantage {function_label(function)} names `{name}`, but this run offers a group's "
+                f"{' and '.join(f'`{each}`' for each in sorted(ADVANTAGE_AVAILABLE))} only"
             )
 
 

@@ -18,6 +18,7 @@ from rollouts.types import Task
 __all__ = ["DataBuffer", "as_task", "draw_tasks"]
 
 SKIPPED_MAX = 10_000  # consecutive excluded tasks before a source counts as exhausted
+_END = object()  # not None: a source that yields None is mistaken, not exhausted
 
 
 def as_task(value: Any) -> Task:
@@ -112,8 +113,8 @@ class DataBuffer:
         while skipped < SKIPPED_MAX and ends < 3:
             if self._iterator is None:
                 self._iterator = self._open()
-            value = next(self._iterator, None)
-            if value is None:
+            value = next(self._iterator, _END)
+            if value is _END:
                 ends += 1
                 self.epoch_id, self.sample_offset, self._iterator = self.epoch_id + 1, 0, None
                 continue

@@ -1,8 +1,9 @@
-"""Many rollouts at once: `episodes` (run_episodes), `groups` (pure functions on groups), `manager`
-(AsyncRolloutManager).
+"""Many rollouts at once: `episodes` (run_episodes), `group_rewards` (rewards that see a whole group), `groups` (pure
+functions on groups), `manager` (AsyncRolloutManager).
 """
 
 from rollouts.training.rollout_gen.episodes import Job, Play, run_episodes
+from rollouts.training.rollout_gen.group_rewards import GroupScorer, group_scorer
 from rollouts.training.rollout_gen.groups import (
     Filter,
     Group,
@@ -17,6 +18,7 @@ __all__ = [
     "AsyncRolloutManager",
     "Filter",
     "Group",
+    "GroupScorer",
     "Job",
     "Play",
     "RolloutConfig",
@@ -24,6 +26,7 @@ __all__ = [
     "RolloutStep",
     "filter_group",
     "group_samples",
+    "group_scorer",
     "reward_metrics",
     "rollout_metrics",
     "run_episodes",

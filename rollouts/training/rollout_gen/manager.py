@@ -7,7 +7,7 @@ over-sampling and carrying unfinished rollouts over to the next step.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from rollouts.agent import Episode
 from rollouts.inference.base import InferenceBackend
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.rollout_gen.episodes import Job, Play, run_episodes
+from rollouts.training.rollout_gen.group_rewards import GroupScorer
 from rollouts.training.rollout_gen.groups import Filter, Group, filter_group
 
 __all__ = ["AsyncRolloutManager", "RolloutConfig", "RolloutStatistics", "RolloutStep"]
@@ -51,10 +52,6 @@ class RolloutStatistics(NamedTuple):
     begun: int
     kept: int
     dropped: int
-
-
-GroupScorer = Callable[[Sequence[Episode]], Awaitable[list[Episode]]]
-"""Gives the episodes of one group back with the group rewards mixed into their scores."""
 
 
 class AsyncRolloutManager:

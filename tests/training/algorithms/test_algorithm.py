@@ -107,3 +107,15 @@ def test_terms_add_up_and_report():
     found = room.evaluate(composed, {"logprobs": torch.zeros(3)}, torch.tensor([1.0, 0.0, 1.0]))
     assert found.values.tolist() == [1.5, 0.0, 1.5]
     assert found.metrics["doubled"].item() == 4.0 and found.metrics["one"].item() == 2.0
+
+
+def test_an_advantage_that_names_what_the_run_cannot_give_is_refused():
+    def whole_batch(batch, rewards):
+        return rewards
+
+    def by_length(rewards, lengths, *, power: float = 1.0):
+        return rewards / lengths**power
+
+    room.check_advantage(functools.partial(by_length, power=2.0))
+    with pytest.raises(SignatureError, match="names `batch`.*`lengths` and `rewards` only"):
+        room.check_advantage(whole_batch)

@@ -1,0 +1,162 @@
+"""The stateful parts of a run, built from its plan: the model and its trainer, the engine, the folder, the loggers.
+
+Left out: what is done with them (`launch`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from rollouts.agent import Episode, EpisodeLimits, run_episode
+from rollouts.chat.format import ChatFormat, load_chat_format
+from rollouts.compose.plan import Plan
+from rollouts.compose.watch import Watcher
+from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE
+from rollouts.env.authoring import tools_of
+from rollouts.errors import InferenceError, ModelError, RolloutsError, RunError
+from rollouts.inference.base import InferenceBackend
+from rollouts.loggers.base import MetricsLogger, plain_settings
+from rollouts.plugins.manager import PluginFault
+from rollouts.plugins.signature import call_with
+from rollouts.run_folder import RunFolder
+from rollouts.training.models import load_tokenizer
+from rollouts.training.rollout_gen.episodes import Job, Play
+from rollouts.training.rollout_gen.group_rewards import GroupScorer
+from rollouts.training.types import TrainingBackend
+from rollouts.types import Task
+
+__all__ = ["Loggers", "Parts", "load_chat", "make_inference", "make_loggers", "make_training", "plain_plan"]
+
+
+class Parts(NamedTuple):
+    """The stateful parts of a run, and how an episode is played with them."""
+
+    plan: Plan
+    chat: ChatFormat
+    backend: TrainingBackend
+    inference: InferenceBackend
+    folder: RunFolder
+    logger: Loggers
+    watcher: Watcher
+    held_out: list[Task]
+    score_group: GroupScorer | None
+
+    def play(self, temperature: float, seed: int) -> Play:
+        """How one episode is played at this temperature; `seed` and the episode's order decide its random numbers."""
+        settings = self.plan.settings
+        limits = EpisodeLimits(settings.max_tokens, settings.max_turns, temperature)
+
+        async def play(job: Job, session: str, inference: InferenceBackend) -> Episode:
+            return await run_episode(
+                job.task,
+                make_env=self.plan.make_env,
+                chat=self.chat,
+                inference=inference,
+                limits=limits,
+                rewards=self.plan.rewards,
+                session=session,
+                order=job.order,
+                seed=seed,
+                on_invalid_reward=settings.on_invalid_reward,
+            )
+
+        return play
+
+
+def load_chat(plan: Plan) -> ChatFormat:
+    """The model's chat format. Raises ModelError where its template cannot show what the environment needs."""
+    chat = load_chat_format(load_tokenizer(plan.settings.model), plan.settings.template)
+    if tools_of(plan.make_env()) and not chat.report.tools:
+        raise ModelError(
+            f"the environment {plan.one('env').name} has tools, but the chat template of {plan.settings.model} cannot "
+            f"show them ({'; '.join(chat.report.refusals) or 'it ignores them'}); choose a model whose template takes "
+            "tools, such as --model tiny or a Qwen"
+        )
+    if plan.settings.system and not chat.report.system:
+        raise ModelError(f"--system: the chat template of {plan.settings.model} refuses system messages")
+    return chat
+
+
+def make_training(plan: Plan) -> TrainingBackend:
+    """The training backend with its model loaded. Raises UserError."""
+    settings = plan.settings
+    available = {
+        "model": settings.model,
+        "seed": settings.seed,
+        "steps": settings.steps,
+        "lr": plan.lr,
+        "lora_rank": settings.lora_rank,
+        "tokens_per_microbatch": settings.tokens_per_microbatch,
+        "algorithms": {"main": plan.algorithm},
+    }
+    chosen = plan.one("training")
+    backend: TrainingBackend = call_with(chosen.component, available, chosen.settings)
+    return backend
+
+
+def make_inference(plan: Plan, backend: TrainingBackend) -> InferenceBackend:
+    """The engine. Raises InferenceError where what it returns cannot be trained on."""
+    chosen = plan.one("inference")
+    available = {"model": plan.settings.model, "training": backend, "seed": plan.settings.seed}
+    inference: InferenceBackend = call_with(chosen.component, available, chosen.settings)
+    if not inference.trainable and plan.settings.mode == "rl":
+        raise InferenceError(
+            f"the inference backend {chosen.name} returns no token ids, so it is good for evaluation only"
+        )
+    return inference
+
+
+def make_loggers(plan: Plan, folder: RunFolder) -> Loggers:
+    """Every logger of the run. Raises UserError; those made before the one at fault are closed."""
+    available = {"folder": str(folder.path), "settings": plain_plan(plan)}
+    made = Loggers()
+    try:
+        for chosen in plan.chosen["logger"]:
+            made.add(chosen.alias, call_with(chosen.component, available, chosen.settings))
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+class Loggers:
+    """Several loggers as one MetricsLogger. One that fails is named: a run whose numbers are lost is not a run."""
+
+    def __init__(self) -> None:
+        self.faults: list[PluginFault] = []
+        self._loggers: list[tuple[str, MetricsLogger]] = []
+
+    def add(self, name: str, logger: MetricsLogger) -> None:
+        """One more, under the name that errors give it."""
+        self._loggers.append((name, logger))
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """Tell each of them; each has a copy of its own. Raises RunError, naming the logger."""
+        for name, logger in self._loggers:
+            try:
+                logger.log(dict(metrics), step)
+            except RolloutsError:
+                raise
+            except Exception as error:  # a stranger's logger may raise anything
+                raise RunError(f"the logger {name} failed: {type(error).__name__}: {error}") from error
+
+    def close(self) -> None:
+        """Close every one, whatever the others do; `faults` names those that failed."""
+        while self._loggers:
+            name, logger = self._loggers.pop(0)
+            try:
+                logger.close()
+            except Exception as error:  # a failure here must hide no other error
+                self.faults.append(PluginFault(f"logger {name}", "", f"close failed: {type(error).__name__}: {error}"))
+
+
+def plain_plan(plan: Plan) -> dict[str, Any]:
+    """The resolved settings as plain data: for loggers and hooks."""
+    settings = plain_settings(plan.settings)
+    for key in COMPONENT_KINDS:
+        for each in plan.chosen[key]:
+            if each.settings:
+                name = f"{key}.{each.alias}" if key in MULTIPLE else key
+                settings[f"{name}.settings"] = plain_settings(each.settings)
+    settings["lr"] = plan.lr
+    return settings

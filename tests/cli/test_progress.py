@@ -1,0 +1,126 @@
+"""Progress: plain lines where there is no terminal, a line that moves where there is one, a table at the end."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from rollouts.agent import Episode
+from rollouts.cli.progress import CHARACTERS_MAX, Progress, conversation_lines
+from rollouts.plugins.manager import PluginFault
+from rollouts.training.rollout_gen import Group
+from rollouts.types import Message, Score, Status, Task, ToolCall, Trajectory
+
+METRICS = {"reward/mean": 0.5, "policy/loss": -0.25, "policy/entropy": 1.0, "perf/gen_tok_s": 1234.0}
+EVALUATION = {"reward_mean": 0.25, "greedy_mean": None, "parts": {"right": 0.25, "new": 1.0}, "tasks": 16}
+
+
+def plan(**changed):
+    values = {"steps": 4, "prompts_per_step": 8, "samples_per_prompt": 8, "mode": "rl", "lora_rank": 0,
+              "model": "tiny", "seed": 7}  # fmt: skip
+    names = {"env": SimpleNamespace(name="calculator"), "loss": SimpleNamespace(name="grpo")}
+    return SimpleNamespace(settings=SimpleNamespace(**values | changed), one=names.__getitem__)
+
+
+def groups():
+    task = Task("2 * 2? [bold]")
+    call = ToolCall("calculator", {"expression": "2 * 2"})
+    messages = [*task.messages, Message("assistant", "", tool_calls=[call]), Message("tool", "4")]
+    trajectory = Trajectory(task, messages, status=Status.COMPLETED)
+    return [Group(0, task, (Episode((0, 0), task, [trajectory], Score(1.0), {}),))]
+
+
+def watch(*, terminal=False, status="done", steps=4, **changed):
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=terminal, width=100, highlight=False, soft_wrap=True)
+    progress = Progress(console)
+    progress.begin(plan(steps=steps, **changed), Path("runs/x"), ["the template drops thinking"])
+    progress.evaluation("before", EVALUATION)
+    for step in range(steps):
+        progress.step(step, METRICS, groups())
+    progress.evaluation("after", EVALUATION | {"reward_mean": 0.75})
+    summary = {
+        "status": status,
+        "steps": steps,
+        "wall_seconds": 12.0,
+        "cpu_seconds": 9.0,
+        "evaluation": {"before": EVALUATION, "after": EVALUATION | {"reward_mean": 0.75, "parts": {"right": 0.75}}},
+    }
+    progress.end(summary)
+    return stream.getvalue()
+
+
+def test_plain_lines():
+    text = watch()
+    assert "\x1b" not in text and "\r" not in text
+    lines = text.splitlines()
+    assert lines[:4] == [
+        "calculator · grpo · tiny · 4 steps of 8 prompts × 8 rollouts · seed 7",
+        "writing to runs/x",
+        "note: the template drops thinking",
+        "held-out, before: sampled 0.250, greedy – (16 tasks)",
+    ]
+    steps = [line for line in lines if line.startswith("step ")]
+    assert [line.split()[1] for line in steps] == ["1/4", "2/4", "3/4", "4/4"]
+    assert "reward 0.500  loss -0.2500  entropy 1.000  gen tok/s 1234" in steps[0]
+    assert steps[-1].endswith("0:00 left")
+    assert lines[-1] == "4 steps in 12 s (9 s of CPU) · runs/x"
+
+
+def test_a_conversation_is_shown_as_it_was_said():
+    text = watch()
+    assert "--- a rollout of step 1 (reward 1.000, completed)" in text
+    assert "    user: 2 * 2? [bold]\n" in text, "brackets are no markup"
+    assert "    assistant: [calculator(expression='2 * 2')]\n    tool: 4\n" in text
+
+
+def test_a_long_run_is_some_lines_only():
+    steps = [line for line in watch(steps=1000).splitlines() if line.startswith("step ")]
+    assert 20 <= len(steps) <= 30
+    assert steps[0].startswith("step 1/1000") and steps[-1].startswith("step 1000/1000")
+
+
+def test_the_closing_table():
+    table = watch()[watch().index("held-out tasks (16)") :]
+    rows = {line.split("│")[1].strip(): line.split("│")[2:4] for line in table.splitlines() if line.startswith("│")}
+    assert [cell.strip() for cell in rows["reward, sampled"]] == ["0.250", "0.750"]
+    assert [cell.strip() for cell in rows["reward, greedy"]] == ["–", "–"]
+    assert [cell.strip() for cell in rows["right"]] == ["0.250", "0.750"]
+
+
+@pytest.mark.parametrize("status", ["failed", "interrupted"])
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_run_that_was_not_finished_has_no_table(status, terminal):
+    assert "held-out tasks" not in watch(status=status, terminal=terminal)
+
+
+def test_a_line_that_moves_on_a_terminal():
+    text = watch(terminal=True)
+    assert "\x1b[" in text and "4/4" in text
+    assert "\nstep 1/4" not in text
+    assert "held-out tasks (16)" in text
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1, "the cursor is shown again"
+
+
+def test_sft_has_no_rollouts():
+    assert "4 steps of 8 prompts · seed 7" in watch(mode="sft")
+    assert "tiny, LoRA rank 8" in watch(lora_rank=8)
+
+
+def test_each_fault_once():
+    stream = io.StringIO()
+    progress = Progress(Console(file=stream))
+    for _ in range(3):
+        progress.faults([PluginFault("acme", "1.0", "ValueError: no")])
+    assert stream.getvalue() == "plugin fault: acme 1.0: ValueError: no\n"
+
+
+def test_long_messages_are_cut():
+    trajectory = Trajectory(Task("x"), [Message("user", "a\nb"), Message("assistant", "y" * 1000)])
+    first, second = conversation_lines(trajectory)
+    assert first == "user: a⏎ b"
+    assert second.endswith("… (1000 characters)") and len(second) < CHARACTERS_MAX + 50

@@ -1,0 +1,391 @@
+"""make_plan: every mistake that can be seen before a model loads, each with its own message; and what a plan is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from random import Random
+
+import pytest
+
+from rollouts.compose import make_plan
+from rollouts.config import resolve
+from rollouts.errors import (
+    ConfigError,
+    EnvironmentDefinitionError,
+    SignatureError,
+    UnknownComponentError,
+)
+from rollouts.types import Message
+
+PARTS = '''\
+from dataclasses import dataclass, field
+
+from rollouts import Message, Task, reward, tool
+
+
+@dataclass
+class Good:
+    size: int = 2
+    names: list = field(default_factory=list)
+    color: str = "red"
+
+    def tasks(self, split, rng):
+        return [Task(f"{split} {number}", id=f"{split}-{number}") for number in range(self.size)]
+
+    def demonstrations(self, split, rng):
+        yield [Message("user", "a"), Message("assistant", "b")]
+
+    @tool
+    def shout(self, text: str) -> str:
+        """Shout."""
+        return text.upper()
+
+    @reward
+    def right(self, task, trajectory):
+        return 1.0
+
+
+class NoTasks:
+    def task(self, split, rng):
+        return []
+
+    @reward
+    def right(self):
+        return 1.0
+
+
+class NoHints(Good):
+    @tool
+    def add(self, first, second: int = 0):
+        """Add."""
+        return first + second
+
+
+class NoReward:
+    def tasks(self, split, rng):
+        return ["a"]
+
+
+class OddReward(Good):
+    @reward
+    def odd(self, task, trajectori):
+        return 1.0
+
+
+class OddTasks(Good):
+    def tasks(self, split, rng):
+        return 7
+
+
+class AsyncTasks(Good):
+    async def tasks(self, split, rng):
+        return []
+
+
+class NoDemonstration(Good):
+    def demonstrations(self, split, rng):
+        return []
+
+
+def odd_reward(trajectory, model):
+    return 1.0
+
+
+def group_reward(tasks, trajectories, *, scale: float = 1.0):
+    return [scale for _ in tasks]
+
+
+def starred(*everything):
+    return 1.0
+
+
+def with_default(trajectory, task=None):
+    return 1.0
+
+
+def odd_filter(reward):
+    return True
+
+
+def kl_loss(logprobs, ref_logprobs):
+    return logprobs - ref_logprobs
+
+
+def critic_loss(logprobs, values):
+    return values
+
+
+def teacher_loss(logprobs, teacher_logprobs):
+    return logprobs
+
+
+def odd_loss(logprob):
+    return logprob
+
+
+def good_loss(logprobs, advantages, *, scale: float = 1.0):
+    return -logprobs * advantages * scale
+
+
+not_a_loss = 7
+'''
+
+
+@pytest.fixture
+def parts(tmp_path, monkeypatch):
+    (tmp_path / "parts.py").write_text(PARTS)
+    monkeypatch.chdir(tmp_path)
+    return "./parts.py:"
+
+
+def plan(**settings):
+    return make_plan(resolve({"env": "calculator"} | settings))
+
+
+def refused(error, *words, **settings):
+    with pytest.raises(error) as caught:
+        plan(**settings)
+    message = str(caught.value)
+    for word in words:
+        assert word in message, message
+    return message
+
+
+def test_no_environment():
+    refused(ConfigError, "no environment was named", "--env calculator", "rollouts plugins list", env="")
+
+
+@pytest.mark.parametrize(
+    ("settings", "near"),
+    [
+        ({"env": "calculater"}, "calculator"),
+        ({"loss": "grppo"}, "grpo"),
+        ({"filter": ["nonzero_sdt"]}, "nonzero_std"),
+        ({"advantage": "group_nrom"}, "group_norm"),
+        ({"inference": "fh"}, "hf"),
+        ({"training": "troch"}, "torch"),
+        ({"logger": ["json"]}, "jsonl"),
+    ],
+)
+def test_an_unknown_component(settings, near):
+    (given,) = settings.values()
+    refused(UnknownComponentError, given[0] if isinstance(given, list) else given, near, **settings)
+
+
+def test_an_unknown_reward():
+    refused(UnknownComponentError, "brevety", "reward", reward=["brevety"])
+
+
+def test_a_file_that_does_not_exist(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused(UnknownComponentError, "./none.py", env="./none.py:Env")
+
+
+def test_a_name_that_the_file_does_not_have(parts):
+    refused(UnknownComponentError, "Goood", "Good", env=f"{parts}Goood")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"env": {"name": "calculator", "digit": 3}}, ["digit", "digits"]),
+        ({"loss": {"name": "grpo", "clip": 3}}, ["clip", "clip_low", "clip_high"]),
+        ({"advantage": {"name": "group_norm", "epz": 3}}, ["epz", "eps"]),
+        ({"training": {"name": "torch", "warmup": 3}}, ["warmup", "warmup_steps"]),
+        ({"inference": {"name": "hf", "row_max": 3}}, ["row_max", "rows_max"]),
+        ({"logger": {"jsonl": {"fil": "x"}}}, ["fil", "file"]),
+        ({"reward": {"env": {"size": 3}}}, ["size", "environment's own rewards"]),
+    ],
+)
+def test_an_unknown_setting(settings, words):
+    refused(ConfigError, *words, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"env": {"name": "calculator", "digits": "many"}}, ["env.digits", "a whole number", "many"]),
+        ({"loss": {"name": "grpo", "clip_low": "wide"}}, ["loss.clip_low", "a number", "wide"]),
+        ({"advantage": {"name": "group_norm", "eps": "x"}}, ["advantage.eps", "a number"]),
+        ({"training": {"name": "torch", "betas": 3}}, ["training.betas"]),
+        ({"inference": {"name": "hf", "rows_max": 1.5}}, ["inference.rows_max", "a whole number", "1.5"]),
+        ({"logger": {"jsonl": {"file": 3}}}, ["logger.jsonl.file", "text"]),
+    ],
+)
+def test_a_mistyped_setting(settings, words):
+    refused(ConfigError, *words, **settings)
+
+
+def test_a_value_that_the_environment_refuses():
+    refused(ConfigError, "--env.digits 0", "at least 1", env={"name": "calculator", "digits": 0})
+
+
+def test_settings_of_the_algorithms_own_advantage():
+    assert plan(advantage={"eps": 0.5}).chosen["advantage"][0].settings == {"eps": 0.5}
+    refused(ConfigError, "epz", "the advantage of grpo", advantage={"epz": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("name", "requested", "reason"),
+    [
+        ("kl_loss", "ref_logprobs", "no reference model"),
+        ("critic_loss", "values", "no critic"),
+        ("teacher_loss", "teacher_logprobs", "no teacher"),
+    ],
+)
+def test_a_loss_that_needs_what_this_run_cannot_give(parts, name, requested, reason):
+    refused(SignatureError, name, f"`{requested}`", reason, "advantages", loss=parts + name)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"loss": "odd_loss"}, ["logprob", "logprobs"]),
+        ({"reward": ["odd_reward"]}, ["odd_reward", "model", "trajectory"]),
+        ({"reward": ["starred"]}, ["starred", "*everything"]),
+        ({"reward": ["with_default"]}, ["with_default", "task"]),
+        ({"filter": ["odd_filter"]}, ["odd_filter", "reward", "rewards"]),
+        ({"loss": "not_a_loss"}, ["not_a_loss"]),
+    ],
+)
+def test_a_component_that_names_what_its_kind_does_not_offer(parts, settings, words):
+    ((key, given),) = settings.items()
+    value = [parts + each for each in given] if isinstance(given, list) else parts + given
+    refused(SignatureError, *words, **{key: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("NoTasks", ["no method `tasks`", "'task'", "def tasks(self, split, rng)"]),
+        ("NoHints", ["add", "first"]),
+        ("NoReward", ["no @reward method", "--reward"]),
+        ("OddReward", ["odd", "trajectori", "trajectory"]),
+    ],
+)
+def test_an_environment_that_cannot_be_used(parts, name, words):
+    refused(EnvironmentDefinitionError, *words, env=parts + name)
+
+
+@pytest.mark.parametrize(("name", "given"), [("OddTasks", "int"), ("AsyncTasks", "coroutine")])
+def test_tasks_that_cannot_be_iterated(parts, name, given):
+    with pytest.raises(EnvironmentDefinitionError, match=f"gave {given}, which cannot be iterated"):
+        plan(env=parts + name).eval_tasks()
+
+
+def test_an_unknown_aggregation():
+    refused(ConfigError, "token_meen", "token_mean", "rollout_mean", aggregation="token_meen")
+
+
+def test_data_for_an_environment_without():
+    refused(ConfigError, "--data rows.jsonl", "calculator", "--env prompts", data="rows.jsonl")
+
+
+def test_data_is_a_setting_of_the_environment():
+    assert (
+        plan(env="prompts", data="rows.jsonl", reward=["env:1"], mode="sft", loss="sft", eval_tasks=0)
+        .chosen["env"][0]
+        .settings["data"]
+        == "rows.jsonl"
+    )
+
+
+def test_mode_sft():
+    refused(ConfigError, "--filter", "sft", mode="sft", loss="sft", filter=["nonzero_std"])
+    message = refused(ConfigError, "--loss grpo", "advantages", "--loss sft", mode="sft", loss="grpo")
+    assert "rollout_logprobs" in message or "old_logprobs" in message
+
+
+def test_demonstrations(parts):
+    sft = {"mode": "sft", "loss": "sft"}
+    assert list(plan(env=f"{parts}Good", system="Be brief.", **sft).demonstrations()) == [
+        [Message("system", "Be brief."), Message("user", "a"), Message("assistant", "b")]
+    ]
+    with pytest.raises(EnvironmentDefinitionError, match="no demonstration"):
+        list(plan(env=f"{parts}NoDemonstration", **sft).demonstrations())
+    with pytest.raises(EnvironmentDefinitionError, match="write `def demonstrations"):
+        list(plan(env=f"{parts}NoReward", eval_tasks=0, **sft).demonstrations())
+
+
+# --- a plan that is right -------------------------------------------------------------------------------------------
+
+
+def test_a_plan_loads_no_model():
+    """torch comes with the training backend, whose signature is read; transformers waits until a model is loaded."""
+
+    code = (
+        "import sys; from rollouts.compose import make_plan; from rollouts.config import resolve;"
+        "make_plan(resolve({'env': 'calculator'})); print('transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_two_environments_share_no_list(parts):
+    given = plan(env={"name": f"{parts}Good", "names": ["a"]})
+    first, second = given.make_env(), given.make_env()
+    first.names.append("b")
+    assert second.names == ["a"] and given.make_env().names == ["a"]
+
+
+def test_every_setting_is_completed():
+    """So that config.toml repeats the run, also when a default changes."""
+    assert plan().resolved.components["env"][0].settings == {"digits": 2, "operators": "*"}
+    assert plan().resolved.components["loss"][0].settings == {"clip_low": 0.2, "clip_high": 0.2}
+
+
+def test_rewards(parts):
+    rewards = plan(reward=["env:1", f"rank={parts}group_reward:0.5"]).rewards
+    assert [(term.alias, term.weight, term.is_group) for term in rewards] == [("env", 1.0, False), ("rank", 0.5, True)]
+
+
+def test_learning_rate():
+    assert plan().lr == pytest.approx(3e-4)
+    assert plan(lora_rank=8).lr == pytest.approx(3e-3)
+    assert plan(lora_rank=8, lr=1e-5).lr == 1e-5
+
+
+def test_replaced_parts_of_the_algorithm(parts):
+    algorithm = plan(
+        loss={"name": f"{parts}good_loss", "scale": 2.0}, advantage="group_mean", aggregation="rollout_mean"
+    ).algorithm
+    assert algorithm.aggregation == "rollout_mean"
+    assert algorithm.advantage.__name__ == "group_mean"
+    assert algorithm.terms[0].function.keywords == {"scale": 2.0}
+    assert plan(loss=f"{parts}good_loss").needs == ["advantages", "logprobs"]
+
+
+def test_evaluation_tasks_are_drawn_by_the_seed():
+    first, again, other = (plan(seed=seed, eval_tasks=8).eval_tasks() for seed in (0, 0, 1))
+    assert first == again != other
+    assert len({task.key for task in first}) == 8
+    assert plan(eval_tasks=0).eval_tasks() == []
+
+
+def test_an_endless_source_is_a_function_of_the_epoch():
+    source = plan().training_source()
+    assert next(source(0)) == next(source(0)) != next(source(1))
+
+
+def test_a_sequence_stays_one(parts):
+    assert [task.id for task in plan(env=f"{parts}Good").training_source()] == ["train-0", "train-1"]
+
+
+def test_the_system_prompt_is_in_every_task_and_leaves_its_key(parts):
+    with_system = plan(env=f"{parts}Good", system="Be brief.")
+    for task, bare in zip(with_system.training_source(), plan(env=f"{parts}Good").training_source(), strict=True):
+        assert task.messages == [Message("system", "Be brief."), *bare.messages]
+        assert task.key == bare.key
+    calculator = plan(system="Be brief.")
+    (task,) = [next(calculator.training_source()(0))]
+    bare = next(plan().training_source()(0))
+    assert task.prompt != bare.prompt and bare.key in task.key
+
+
+def test_held_out_and_training_tasks_are_different_draws():
+    def of(split):
+        return next(iter(plan()._tasks(split, Random("x"))))
+
+    assert of("eval") == of("train"), "both splits are drawn alike: the seed's text tells them apart"
+    assert plan().eval_tasks()[0] != next(plan().training_source()(0))

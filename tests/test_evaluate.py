@@ -1,0 +1,87 @@
+"""evaluate: every held-out task once, failures not judged, the numbers under their names."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+
+from rollouts.agent import Episode
+from rollouts.errors import RewardError
+from rollouts.evaluate import Evaluation, Report, evaluate, summarise
+from rollouts.types import Score, Status, Task, Trajectory
+
+TASKS = [Task(str(number), answer=number) for number in range(5)]
+
+
+class Engine:
+    def open_session(self, order):
+        return str(order)
+
+    def close_session(self, session):
+        pass
+
+
+def episode(task, value, *, order=(0, 0), status=Status.COMPLETED, parts=None):
+    return Episode(order, task, [Trajectory(task, task.messages, status=status)], Score(value, parts or {}), {})
+
+
+async def play(job, session, inference):
+    await trio.lowlevel.checkpoint()
+    value = job.task.answer % 2
+    return episode(job.task, float(value), order=job.order, parts={"odd": float(value), "vague": None})
+
+
+def test_each_task_once():
+    played = []
+
+    async def watch(job, session, inference):
+        played.append((job.task.prompt, job.order))
+        return await play(job, session, inference)
+
+    async def main():
+        return await evaluate(TASKS, play=watch, inference=Engine(), concurrency=2)
+
+    report = trio.run(main)
+    assert sorted(played) == [(task.prompt, (index, 0)) for index, task in enumerate(TASKS)]
+    assert report == Report(0.4, {"odd": 0.4}, 5, 5)
+
+
+def test_group_rewards_see_groups_of_one():
+    async def score(episodes):
+        (one,) = episodes
+        return [one._replace(score=Score(one.score.value + 1))]
+
+    async def main():
+        return await evaluate(TASKS, play=play, inference=Engine(), score_group=score)
+
+    assert trio.run(main).reward_mean == 1.4
+
+
+def test_a_reward_that_is_none_ends_it():
+    async def wrong(job, session, inference):
+        raise RewardError("reward 'x' returned nan")
+
+    async def main():
+        return await evaluate(TASKS, play=wrong, inference=Engine())
+
+    with pytest.raises(RewardError, match="returned nan"):
+        trio.run(main)
+
+
+def test_failures_are_not_judged():
+    episodes = [episode(TASKS[0], 1.0), episode(TASKS[1], None, status=Status.TIMEOUT)]
+    assert summarise(episodes) == Report(1.0, {}, 1, 2)
+    assert summarise(episodes[1:]) == Report(None, {}, 0, 1)
+
+
+def test_evaluation_in_the_summary_and_in_the_metrics():
+    evaluation = Evaluation(Report(0.5, {"odd": 0.25}, 4, 5), Report(None, {}, 0, 5))
+    assert evaluation.as_dict() == {
+        "reward_mean": 0.5,
+        "greedy_mean": None,
+        "parts": {"odd": 0.25},
+        "greedy_parts": {},
+        "tasks": 5,
+        "judged": 4,
+    }
+    assert evaluation.as_metrics() == {"eval/odd": 0.25, "eval/reward_mean": 0.5}

@@ -1,0 +1,107 @@
+"""The run folder: what may be written to, files whole or not at all, and what a trajectory's line says."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from rollouts.errors import OutputError
+from rollouts.run_folder import RunFolder, check_out, default_out, trajectory_record
+from rollouts.types import Message, Segment, Status, Task, ToolCall, Trajectory
+
+
+@pytest.mark.parametrize(
+    ("env", "loss", "ending"),
+    [
+        ("calculator", "grpo", "-calculator-grpo"),
+        ("./my env.py:Game", "acme/loss", "-my-env-loss"),
+        ("gym/FrozenLake-v1", "./l.py:f", "-FrozenLake-v1-l"),
+    ],
+)
+def test_default_out(env, loss, ending):
+    out = default_out(env, loss)
+    assert out.startswith("runs/") and out.endswith(ending)
+    assert out.count("/") == 1 and " " not in out and ":" not in out
+
+
+def test_check_out_creates_nothing(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for name in ("new", "empty", "a/b/c"):
+        assert check_out(str(tmp_path / name)) == tmp_path / name
+    assert [path.name for path in tmp_path.rglob("*")] == ["empty"]
+
+
+def test_check_out_refuses(tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").touch()
+    for name, words in (("full", "exists already"), ("full/x", "exists already"), ("full/x/y", "cannot be made")):
+        with pytest.raises(OutputError, match=words) as caught:
+            check_out(str(tmp_path / name))
+        assert "--out" in str(caught.value)
+
+
+def test_check_out_of_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(OutputError, match="cannot be written"):
+        check_out(str(tmp_path / "new"))
+
+
+def test_files_are_whole(tmp_path):
+    folder = RunFolder(tmp_path / "a" / "b")
+    folder.write_text("config.toml", "steps = 1\n")
+    folder.write_text("config.toml", "steps = 2\n")
+    folder.write_json("summary.json", {"steps": 2, "loss": math.nan, "path": tmp_path})
+    assert (folder.path / "config.toml").read_text() == "steps = 2\n"
+    assert json.loads((folder.path / "summary.json").read_text()) == {"steps": 2, "loss": None, "path": str(tmp_path)}
+    assert sorted(path.name for path in folder.path.iterdir()) == [
+        "checkpoints",
+        "config.toml",
+        "summary.json",
+        "trajectories",
+    ]
+    assert folder.checkpoint_path(10) == folder.path / "checkpoints" / "step_000010"
+
+
+def test_a_disk_that_refuses(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    (folder.path / "config.toml").mkdir()
+    (folder.path / "trajectories" / "step.jsonl").mkdir()
+    with pytest.raises(OutputError, match=r"config\.toml cannot be written"):
+        folder.write_text("config.toml", "x")
+    with pytest.raises(OutputError, match=r"step\.jsonl cannot be written"):
+        folder.write_trajectories("step", [])
+
+
+def test_discard_leaves_nothing_but_what_was_there(tmp_path):
+    (tmp_path / "kept").mkdir()
+    for name in ("kept/new", "kept"):
+        folder = RunFolder(tmp_path / name)
+        folder.write_text("config.toml", "x")
+        folder.discard()
+        assert [path.name for path in tmp_path.rglob("*")] == ["kept"]
+
+
+def test_trajectory_lines(tmp_path):
+    call = ToolCall("add", {"a": 1}, id="c0")
+    messages = [Message("user", "1 + 1?"), Message("assistant", "", tool_calls=[call]), Message("tool", "2")]
+    segment = Segment([7, 8, 9], [0.0, 1.0, 0.5], [0.0, -0.12345678, -1.0], [-1, 3, 3])
+    trajectory = Trajectory(Task("1 + 1?", answer=2), messages, [segment], Status.COMPLETED, {"turns": 1.0})
+    record = trajectory_record(
+        trajectory, order=(4, 1), reward=None, parts={"right": None}, why="no", advantage=0.5, dropped=None
+    )
+    folder = RunFolder(tmp_path / "run")
+    folder.write_trajectories("step_000000", [record, record])
+    lines = (folder.path / "trajectories" / "step_000000.jsonl").read_text().splitlines()
+    assert len(lines) == 2
+    found = json.loads(lines[0])
+    assert (found["group"], found["rollout"], found["status"], found["reward"]) == (4, 1, "completed", None)
+    assert found["task"] == {"prompt": "1 + 1?", "answer": 2}
+    assert found["messages"][1] == {
+        "role": "assistant",
+        "tool_calls": [{"name": "add", "arguments": {"a": 1}, "id": "c0"}],
+    }
+    assert found["segments"] == [
+        {"tokens": [7, 8, 9], "loss_mask": [0, 1, 0.5], "logprobs": [0.0, -0.123457, -1.0], "versions": [-1, 3, 3]}
+    ]

@@ -1,0 +1,234 @@
+"""run_rl_training over fakes: what is submitted when, what is synced, what is logged, and what a batch is made of."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import trio
+
+from rollouts.agent import Episode
+from rollouts.errors import InferenceError, TrainingError
+from rollouts.training.algorithms.recipes import GRPO
+from rollouts.training.backends.futures import ImmediateTrainFuture
+from rollouts.training.datasets import DataBuffer
+from rollouts.training.loops import RLTrainingConfig, prepare_rl_batch, run_rl_training, sync_weights
+from rollouts.training.rollout_gen import AsyncRolloutManager, Filter, Group, RolloutConfig
+from rollouts.training.types import StepResult
+from rollouts.types import Message, Score, Segment, Status, Task, Trajectory
+
+TASK = Task("question")
+
+
+class Backend:
+    """Keeps the batches; every optimizer step succeeds unless D is 0."""
+
+    def __init__(self, log):
+        self.log, self.version, self.batches = log, 0, []
+
+    def forward_backward(self, batch):
+        self.log.append("forward_backward")
+        self.batches.append(batch)
+        return Resolved(self.log, "waited", {"policy/loss": 0.5, "policy/clip_low": math.nan})
+
+    def optim_step(self):
+        self.log.append("optim_step")
+        skipped = self.batches[-1].denominator == 0
+        self.version += not skipped
+        return ImmediateTrainFuture(StepResult({"optim/skipped": float(skipped)}, self.version))
+
+
+class Resolved(ImmediateTrainFuture):
+    """Notes when it is awaited."""
+
+    def __init__(self, log, word, value):
+        super().__init__(value)
+        self._note = lambda: log.append(word)
+
+    def __await__(self):
+        self._note()
+        return super().__await__()
+
+
+class Engine:
+    def __init__(self, log):
+        self.log, self.versions = log, []
+
+    def open_session(self, order):
+        return str(order)
+
+    def close_session(self, session):
+        pass
+
+    async def update_weights(self, update):
+        self.log.append("sync")
+        self.versions.append(update.version)
+
+
+class Logger:
+    def __init__(self, log):
+        self.log_, self.lines = log, []
+
+    def log(self, metrics, step):
+        self.log_.append("log")
+        self.lines.append((step, metrics))
+
+    def close(self):
+        pass
+
+
+def episode(order, value, *, status=Status.COMPLETED, sampled=2):
+    segment = Segment([1, 2] + [3] * sampled, [0.0, 0.0] + [1.0] * sampled, [0, 0] + [-1.0] * sampled,
+                      [-1, -1] + [0] * sampled)  # fmt: skip
+    trajectory = Trajectory(TASK, [*TASK.messages, Message("assistant", "x")], [segment], status)
+    return Episode(order, TASK, [trajectory], Score(value), {})
+
+
+def train(steps=3, *, reward=lambda order: float(order[1]), filters=(), on_step=None, engines=1, **config):
+    log = []
+    backend, logger = Backend(log), Logger(log)
+    fakes = [Engine(log) for _ in range(engines)]
+    seen = []
+
+    async def play(job, session, inference):
+        log.append("play")
+        return episode(job.order, reward(job.order))
+
+    buffer = DataBuffer(["a", "b", "c"])
+    manager = AsyncRolloutManager(
+        buffer, RolloutConfig(2, 2), play=play, inference=fakes[0] if fakes else Engine(log), filters=filters
+    )
+
+    async def main():
+        return await run_rl_training(
+            backend,
+            buffer,
+            manager,
+            fakes,
+            RLTrainingConfig(steps, **config),
+            logger,
+            algorithm=GRPO,
+            on_samples=lambda samples, step: seen.append((step, len(samples))),
+            on_step=on_step,
+        )
+
+    return trio.run(main), log, backend, fakes, logger, seen
+
+
+def test_the_order_of_a_step():
+    """Both calls are submitted before either is awaited; the engine gets the weights after the step."""
+    _, log, *_ = train(1)
+    assert log == [*["play"] * 4, "forward_backward", "optim_step", "waited", "sync", "log"]
+
+
+def test_metrics_are_returned_and_logged():
+    history, _, _, _, logger, seen = train(3)
+    assert [(step, metrics) for step, metrics in enumerate(history)] == logger.lines
+    assert seen == [(0, 4), (1, 4), (2, 4)]
+    assert [line["sync/version"] for line in history] == [1.0, 2.0, 3.0]
+    assert [line["data/epoch"] for line in history] == [0.0, 1.0, 1.0]
+    for metrics in history:
+        assert metrics["reward/mean"] == 0.5
+        assert {"time/generate", "time/step", "perf/gen_tok_s", "perf/train_tok_s", "policy/loss"} <= metrics.keys()
+        assert "policy/clip_low" not in metrics, "a NaN says nothing, and is no JSON"
+
+
+@pytest.mark.parametrize(("every", "versions"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4]), (9, [])])
+def test_sync_every(every, versions):
+    _, _, _, engines, _, _ = train(5, sync_every=every, engines=2)
+    assert [engine.versions for engine in engines] == [versions, versions]
+
+
+def test_a_step_without_live_tokens_is_submitted_and_skipped():
+    """D = 0, because every group was dropped: the loop goes on."""
+    history, _log, backend, *_ = train(2, filters=[Filter("none", lambda rewards: "dull", {})])
+    assert [batch.rows for batch in backend.batches] == [[], []]
+    assert [batch.denominator for batch in backend.batches] == [0.0, 0.0]
+    assert [line["optim/skipped"] for line in history] == [1.0, 1.0]
+    assert [line["group/drop/dull"] for line in history] == [2.0, 2.0]
+    assert [line["sync/version"] for line in history] == [0.0, 0.0]
+
+
+def test_what_nobody_judged_is_no_step_either():
+    history, *_ = train(1, reward=lambda order: None)
+    assert history[0]["group/drop/no_reward"] == 2.0
+    assert "reward/mean" not in history[0]
+
+
+def test_on_step_sees_the_step_and_adds_to_its_metrics():
+    reports = []
+
+    async def on_step(report):
+        reports.append(report)
+        return {"eval/reward_mean": 0.25}
+
+    history, _log, *_ = train(2, on_step=on_step)
+    assert [report.step for report in reports] == [0, 1]
+    assert [len(report.advantages) for report in reports] == [4, 4]
+    assert [line["eval/reward_mean"] for line in history] == [0.25, 0.25]
+
+
+def test_no_steps():
+    assert train(0)[0] == []
+
+
+def test_an_engine_that_refuses_the_weights_ends_the_run():
+    class Stubborn(Engine):
+        async def update_weights(self, update):
+            raise InferenceError("serves version 0")
+
+    async def main():
+        await sync_weights([Stubborn([])], 1)
+
+    with pytest.raises(InferenceError, match="version 0"):
+        trio.run(main)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"num_steps": -1}, {"num_steps": 1, "sync_every": 0}, {"num_steps": 1, "temperature": 0}]
+)
+def test_config_is_checked(wrong):
+    with pytest.raises(AssertionError, match="must be"):
+        RLTrainingConfig(**wrong)
+
+
+def groups_of(*rewards, **changed):
+    return [
+        Group(g, TASK, tuple(episode((g, r), value, **changed) for r, value in enumerate(values)))
+        for g, values in enumerate(rewards)
+    ]
+
+
+def test_prepare_batch():
+    config = RLTrainingConfig(1, temperature=0.7)
+    samples, advantages, batch = prepare_rl_batch(groups_of([1.0, 0.0], [0.5, 0.5]), GRPO, config, 4)
+    assert [sample.rollout_index for sample in samples] == [0, 1, 2, 3]
+    assert advantages[0] == pytest.approx(0.7071, abs=1e-3) and advantages[1] == -advantages[0]
+    assert advantages[2:] == [0.0, 0.0]
+    assert (batch.step, batch.temperature, batch.denominator, batch.rewards) == (4, 0.7, 8.0, [1.0, 0.0, 0.5, 0.5])
+    assert next(row.advantages for row in batch.rows) == [0.0, 0.0, advantages[0], advantages[0]]
+
+
+def test_prepare_batch_leaves_out_what_was_not_judged_but_keeps_the_truncated_in_the_baseline():
+    (group,) = groups_of([1.0, 0.0, None])
+    truncated = episode((0, 1), 0.0, status=Status.TRUNCATED)
+    group = group._replace(episodes=(group.episodes[0], truncated, group.episodes[2]))
+    _, advantages, batch = prepare_rl_batch([group], GRPO, RLTrainingConfig(1), 0)
+    assert advantages[0] > 0 > advantages[1] and advantages[2] == 0.0
+    assert [sum(row.loss_mask) for row in batch.rows] == [2.0, 0.0, 0.0]
+    assert batch.denominator == 2.0
+
+
+def test_prepare_batch_names_an_advantage_that_is_wrong():
+    def short(rewards):
+        return rewards[:1]
+
+    with pytest.raises(TrainingError, match="the advantage short"):
+        prepare_rl_batch(groups_of([1.0, 0.0]), GRPO._replace(advantage=short), RLTrainingConfig(1), 0)
+
+
+def test_the_bound_on_replies_reaches_dr_grpo():
+    config = RLTrainingConfig(1, response_tokens_max=10)
+    _, _, batch = prepare_rl_batch(groups_of([1.0, 0.0]), GRPO._replace(aggregation="dr_grpo"), config, 0)
+    assert batch.rows[0].weights[2:] == [0.1, 0.1]
+    assert batch.denominator == 2.0

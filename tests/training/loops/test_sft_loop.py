@@ -1,0 +1,74 @@
+"""run_sft_training: goes around the samples, and lowers the loss of the tiny model."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import trio
+
+from rollouts.training.algorithms.recipes import SFT
+from rollouts.training.backends.torch import create_torch_backend
+from rollouts.training.loops import SFTTrainingConfig, run_sft_training, take_batch
+from rollouts.types import Sample
+
+
+@pytest.fixture
+def backend():
+    made = create_torch_backend("tiny", 0, 10, 1e-3, 0, 4096, {"main": SFT}, warmup_steps=1)
+    yield made
+    made.close()
+
+
+def test_it_lowers_the_loss(backend):
+    generator = random.Random(0)
+    samples = [
+        Sample(tokens=[generator.randrange(100) for _ in range(12)], loss_mask=[0.0] * 4 + [1.0] * 8) for _ in range(4)
+    ]
+    told, logged = [], []
+
+    class Logger:
+        def log(self, metrics, step):
+            logged.append((step, metrics))
+
+    async def on_step(step, metrics):
+        told.append(step)
+        return {"sync/version": float(backend.version)}
+
+    async def main():
+        return await run_sft_training(backend, samples, SFTTrainingConfig(8, 4), Logger(), on_step=on_step)
+
+    history = trio.run(main)
+    losses = [metrics["policy/loss"] for metrics in history]
+    assert losses[-1] < losses[0] - 0.5, losses
+    assert told == list(range(8))
+    assert logged == list(enumerate(history))
+    assert [metrics["sync/version"] for metrics in history] == list(range(1, 9))
+
+
+def test_masked_tokens_are_not_learned(backend):
+    """The control: with nothing live there is no step."""
+    samples = [Sample(tokens=[1, 2, 3], loss_mask=[0.0, 0.0, 0.0])]
+
+    async def main():
+        return await run_sft_training(backend, samples, SFTTrainingConfig(2, 1))
+
+    history = trio.run(main)
+    assert [metrics["optim/skipped"] for metrics in history] == [1.0, 1.0]
+    assert backend.version == 0
+
+
+def test_batches_go_around():
+    samples = [Sample(str(number)) for number in range(3)]
+    assert [[s.prompt for s in take_batch(samples, 2, step)] for step in range(3)] == [
+        ["0", "1"],
+        ["2", "0"],
+        ["1", "2"],
+    ]
+    assert [s.prompt for s in take_batch(samples, 4, 0)] == ["0", "1", "2", "0"]
+
+
+@pytest.mark.parametrize("wrong", [(-1, 1), (1, 0)])
+def test_config_is_checked(wrong):
+    with pytest.raises(AssertionError, match="must be"):
+        SFTTrainingConfig(*wrong)

@@ -1,0 +1,181 @@
+"""Groups: why one is dropped, how its samples are numbered, and what is counted."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import trio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollouts.agent import Episode
+from rollouts.env.mixing import RewardTerm
+from rollouts.errors import RewardError
+from rollouts.training.rollout_gen import (
+    Filter,
+    Group,
+    filter_group,
+    group_samples,
+    group_scorer,
+    reward_metrics,
+    rollout_metrics,
+)
+from rollouts.types import Message, Score, Segment, Status, Task, Trajectory
+
+TASK = Task("2 + 2?", answer=4)
+
+
+def episode(value=1.0, *, order=(0, 0), status=Status.COMPLETED, segments=1, parts=None, metrics=None):
+    trajectory = Trajectory(
+        TASK,
+        [*TASK.messages, Message("assistant", "4")],
+        [Segment([5, 6, 7], [0.0, 1.0, 1.0], [0.0, -0.5, -0.1], [-1, 0, 0]) for _ in range(segments)],
+        status,
+        {"turns": 1.0},
+    )
+    counts = {"turns": 1.0, "latency_seconds": 0.5} | (metrics or {})
+    return Episode(order, TASK, [trajectory], Score(value, parts or {}), counts)
+
+
+def group(*rewards, number=0):
+    return Group(number, TASK, tuple(episode(value, order=(number, i)) for i, value in enumerate(rewards)))
+
+
+def test_filters_say_why():
+    def keep(rewards):
+        return True
+
+    def refuse(samples):
+        return False
+
+    def explain(trajectories, step, *, words="none"):
+        return f"{words}_{len(trajectories)}_{step}"
+
+    filters = [Filter("keep", keep, {}), Filter("explain", explain, {"words": "too_dull"}), Filter("no", refuse, {})]
+    assert filter_group(group(1.0, 0.0), filters, step=3).dropped == "too_dull_2_3"
+    assert filter_group(group(1.0, 0.0), filters[2:], step=3).dropped == "no"
+    assert filter_group(group(1.0, 0.0), filters[:1], step=3).dropped is None
+    assert filter_group(group(1.0, 0.0), [Filter("odd", lambda rewards: "", {})], step=0).dropped == "odd"
+
+
+def test_a_group_that_nobody_judged_is_dropped():
+    assert filter_group(group(None, None), [], step=0).dropped == "no_reward"
+    assert filter_group(group(None, 0.0), [], step=0).dropped is None
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=1, max_size=4))
+def test_samples_are_numbered_by_rollout(shape):
+    """Groups of any sizes, rollouts of any number of segments (none, where the model never spoke)."""
+    groups = [
+        Group(g, TASK, tuple(episode(order=(g, r), segments=count) for r, count in enumerate(rollouts)))
+        for g, rollouts in enumerate(shape)
+    ]
+    samples = group_samples(groups)
+    expected, rollout = [], 0
+    for g, rollouts in enumerate(shape):
+        for count in rollouts:
+            expected += [(g, rollout)] * count
+            rollout += 1
+    assert [(sample.group_index, sample.rollout_index) for sample in samples] == expected
+
+
+def test_reward_metrics_leave_out_what_was_not_judged():
+    episodes = [
+        episode(1.0, parts={"right": 1.0}),
+        episode(0.0, parts={"right": 0.0, "short": None}, metrics={"used_tool": 1.0}),
+        episode(None, status=Status.TIMEOUT),
+    ]
+    metrics = reward_metrics(episodes)
+    assert metrics == {
+        "reward/mean": 0.5,
+        "reward/std": pytest.approx(0.5**0.5),
+        "reward/right": 0.5,
+        "env/used_tool": 1.0,
+    }
+    assert reward_metrics([]) == {}
+    assert "reward/mean" not in reward_metrics([episode(None)])
+
+
+def test_rollout_metrics():
+    groups = [
+        group(1.0, 1.0),
+        group(0.0, None, number=1)._replace(dropped="dull"),
+        Group(2, TASK, (episode(0.0, status=Status.TRUNCATED), episode(None, status=Status.INFERENCE_ERROR))),
+    ]
+    metrics = rollout_metrics(groups)
+    assert metrics["group/drop/dull"] == 1.0
+    assert metrics["group/kept_frac"] == pytest.approx(2 / 3)
+    assert metrics["group/zero_std_frac"] == 1.0
+    assert metrics["reward/pass@k"] == pytest.approx(1 / 3)
+    assert metrics["rollout/truncated_frac"] == metrics["rollout/infra_fail_frac"] == pytest.approx(1 / 6)
+    assert metrics["rollout/tokens"] == 2.0
+    assert metrics["rollout/latency_p50"] == metrics["rollout/latency_p95"] == 0.5
+    assert rollout_metrics([]) == {}
+
+
+# --- rewards of a whole group ---------------------------------------------------------------------------------------
+
+
+def judge(function, episodes, *, policy="drop", seconds=5.0, requests=("tasks", "trajectories"), **settings):
+    term = RewardTerm("rank", function, 0.5, settings, requests, True)
+    scorer = group_scorer([RewardTerm("env", None), term], policy, timeout_seconds=seconds)
+    assert scorer is not None
+    return [each.score for each in trio.run(scorer, episodes)]
+
+
+def test_without_group_rewards_there_is_no_scorer():
+    assert group_scorer([RewardTerm("env", None)], "drop", timeout_seconds=1) is None
+
+
+def test_a_group_reward_is_mixed_into_each_score():
+    def rank(tasks, trajectories, *, best=1.0):
+        assert len(tasks) == len(trajectories) == 2
+        return [best, None]
+
+    episodes = [episode(1.0, parts={"right": 1.0}), episode(None, status=Status.TIMEOUT), episode(0.0)]
+    first, failed, last = judge(rank, episodes, best=4.0)
+    assert first == Score(3.0, {"right": 1.0, "rank": 4.0})
+    assert failed == episodes[1].score
+    assert last.value is None and "rank could not judge" in last.why
+    assert judge(rank, episodes, policy="zero", best=4.0)[2].value == 0.0
+
+
+def test_a_group_of_failures_is_not_judged():
+    def rank(tasks, trajectories):
+        raise AssertionError("never called")
+
+    episodes = [episode(None, status=Status.TIMEOUT)]
+    assert judge(rank, episodes) == [episodes[0].score]
+
+
+@pytest.mark.parametrize("policy", ["drop", "raise"])
+def test_a_group_reward_that_raises_could_not_judge(policy):
+    def rank(trajectories):
+        raise ValueError("no ranking today")
+
+    call = functools.partial(judge, rank, [episode(1.0), episode(0.0)], policy=policy, requests=("trajectories",))
+    if policy == "raise":
+        with pytest.raises(RewardError, match=r"'rank' could not judge a rollout: ValueError: no ranking today"):
+            call()
+    else:
+        assert [score.value for score in call()] == [None, None]
+
+
+def test_a_group_reward_that_takes_too_long_could_not_judge():
+    async def rank(trajectories):
+        await trio.sleep(60)
+
+    (score,) = judge(rank, [episode(1.0)], seconds=0.02, requests=("trajectories",))
+    assert score.value is None and "longer than 0.02 seconds" in score.why
+
+
+@pytest.mark.parametrize("returned", [0.5, [0.5], "ab", [float("nan"), 1.0], ["x", 1.0]])
+def test_what_is_no_list_of_rewards_is_a_mistake(returned):
+    with pytest.raises(RewardError, match="'rank'"):
+        judge(lambda trajectories: returned, [episode(1.0), episode(0.0)], requests=("trajectories",))
+
+
+def test_none_judges_nobody():
+    scores = judge(lambda trajectories: None, [episode(1.0), episode(0.0)], requests=("trajectories",))
+    assert [score.value for score in scores] == [None, None]

@@ -1,0 +1,124 @@
+"""DataBuffer: each task once an epoch, in an order that the seed decides; where it stands can be saved and restored."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollouts.errors import EnvironmentDefinitionError
+from rollouts.training.datasets import DataBuffer, as_task, draw_tasks
+from rollouts.types import Message, Task
+
+
+def texts(tasks):
+    return [task.prompt for task in tasks]
+
+
+def endless(epoch):
+    return (f"{epoch}/{number}" for number in itertools.count())
+
+
+def finite(epoch):
+    return (f"{epoch}/{number}" for number in range(5))
+
+
+SOURCES = {"sequence": [str(number) for number in range(7)], "endless": endless, "finite": finite}
+
+
+@given(size=st.integers(1, 12), seed=st.integers(0, 100), epochs=st.integers(1, 3))
+def test_each_task_once_an_epoch(size, seed, epochs):
+    source = [str(number) for number in range(size)]
+    buffer = DataBuffer(source, seed=seed)
+    drawn = texts(buffer.get_prompts(size * epochs))
+    for start in range(0, len(drawn), size):
+        assert sorted(drawn[start : start + size]) == sorted(source)
+    assert drawn == texts(DataBuffer(source, seed=seed).get_prompts(size * epochs))
+
+
+def test_seeds_and_epochs_differ():
+    source = [str(number) for number in range(50)]
+    buffer = DataBuffer(source, seed=1)
+    first, second = texts(buffer.get_prompts(50)), texts(buffer.get_prompts(50))
+    assert len({tuple(order) for order in (source, first, second, texts(DataBuffer(source).get_prompts(50)))}) == 4
+
+
+def test_without_shuffling_a_sequence_keeps_its_order():
+    assert texts(DataBuffer(["c", "a", "b"], shuffle=False).get_prompts(4)) == ["c", "a", "b", "c"]
+
+
+@given(
+    source=st.sampled_from(sorted(SOURCES)),
+    before=st.integers(1, 20),
+    after=st.integers(1, 20),
+    excluded=st.sets(st.integers(0, 3)),
+)
+def test_fast_forward(source, before, after, excluded):
+    """A new buffer that is told where the old one stood continues as the old one does."""
+    exclude = frozenset(f"prompt:{number}" for number in excluded) | {f"prompt:0/{number}" for number in excluded}
+    old, new = (DataBuffer(SOURCES[source], seed=3, exclude=exclude) for _ in range(2))
+    old.get_prompts(before)
+    new.load_state_dict(old.state_dict())
+    assert texts(new.get_prompts(after)) == texts(old.get_prompts(after))
+    assert new.state_dict() == old.state_dict()
+
+
+def test_the_state_of_another_seed_is_refused():
+    with pytest.raises(AssertionError, match="saved with seed 0, this buffer has 1"):
+        DataBuffer(["a"], seed=1).load_state_dict(DataBuffer(["a"], seed=0).state_dict())
+
+
+@given(excluded=st.sets(st.integers(0, 6), max_size=6), source=st.sampled_from(["sequence", "finite"]))
+def test_excluded_tasks_are_never_handed_out(excluded, source):
+    exclude = frozenset(f"prompt:{number}" for number in excluded) | {f"prompt:0/{number}" for number in excluded}
+    drawn = DataBuffer(SOURCES[source], exclude=exclude).get_prompts(12)
+    assert not {task.key for task in drawn} & exclude
+
+
+def test_a_task_is_excluded_by_its_id():
+    source = [Task("one", id="a"), Task("two", id="b")]
+    assert texts(DataBuffer(source, exclude=frozenset({"id:a"})).get_prompts(2)) == ["two", "two"]
+
+
+@pytest.mark.parametrize(
+    ("source", "exclude", "words"),
+    [
+        ([], frozenset(), "gave nothing"),
+        (lambda epoch: iter(()), frozenset(), "gave nothing"),
+        (["a", "b"], frozenset({"prompt:a", "prompt:b"}), "only held-out tasks"),
+        (lambda epoch: itertools.repeat("a"), frozenset({"prompt:a"}), "only held-out tasks"),
+    ],
+)
+def test_a_source_without_training_tasks(source, exclude, words):
+    with pytest.raises(EnvironmentDefinitionError, match=words) as caught:
+        DataBuffer(source, exclude=exclude).get_prompts(1)
+    assert "lower --eval-tasks" in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [None, 7, {"prompt": "x"}])
+def test_what_is_no_task_is_refused(value):
+    """None too: it is a mistake of the source, not its end."""
+    with pytest.raises(EnvironmentDefinitionError, match="must give"):
+        DataBuffer(lambda epoch: iter(["a", value])).get_prompts(2)
+
+
+def test_as_task():
+    task = Task("a")
+    assert as_task(task) is task
+    assert as_task("a") == task
+    assert as_task([Message("user", "a")]).messages == task.messages
+
+
+def test_draw_tasks_draws_different_ones():
+    assert texts(draw_tasks(["a", "b", "a", "c"], 3)) == ["a", "b", "c"]
+    assert texts(draw_tasks(itertools.repeat("a"), 3)) == ["a"]
+    assert draw_tasks(iter(["a"]), 0) == []
+    assert texts(draw_tasks(iter("ab"), 5)) == ["a", "b"]
+
+
+def test_draw_tasks_reads_no_further_than_it_must():
+    source = iter("abcd")
+    draw_tasks(source, 2)
+    assert list(source) == ["c", "d"]
