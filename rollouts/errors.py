@@ -41,6 +41,7 @@ __all__ = [
     "UnknownComponentError",
     "UserError",
     "near_misses",
+    "words_of",
 ]
 
 
@@ -106,6 +107,22 @@ class TrainingError(RunError):
 
 class InferenceError(RunError):
     """An inference engine failed."""
+
+
+def words_of(error: BaseException) -> str:
+    """An error of somebody's code in one line: its type, its message, and the file and line that raised it.
+
+    >>> try:
+    ...     [].pop()
+    ... except IndexError as error:
+    ...     words_of(error).split(" (")[0]
+    'IndexError: pop from empty list'
+    """
+    import traceback
+
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}; with ROLLOUTS_TRACEBACK=1 all of its traceback is shown"
 
 
 def near_misses(given: str, known: Iterable[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollouts.config import to_toml
@@ -65,12 +66,10 @@ def _component_line(key: str, chosen: Chosen) -> str:
 def memory_words(plan: Plan) -> str:
     """Weights, gradients and AdamW's two moments, from the model's configuration alone; activations come on top."""
     settings = plan.settings
-    try:
-        total, trained = _count_parameters(settings.model, settings.lora_rank)
-    except ModelError as error:
-        if "hub" not in str(error):
-            raise
-        return f"not known: the configuration of {settings.model} could not be read here"
+    counts = _count_parameters(settings.model, settings.lora_rank)
+    if counts is None:
+        return f"not known: the configuration of {settings.model} is not on this machine yet"
+    total, trained = counts
     size = DTYPE_BYTES.get(str(plan.one("training").settings.get("dtype", "float32")), 4)
     total_bytes = total * size + trained * size * 3
     return (
@@ -79,18 +78,23 @@ def memory_words(plan: Plan) -> str:
     )
 
 
-def _count_parameters(model: str, lora_rank: int) -> tuple[int, int]:
-    """(all, trained) parameters, on the meta device: shapes without memory. Raises ModelError."""
+def _count_parameters(model: str, lora_rank: int) -> tuple[int, int] | None:
+    """(all, trained) parameters, on the meta device: shapes without memory; None for a hub's model that is not here.
+
+    Raises ModelError for a folder that holds no model.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    resolved = resolve_model_name(model)
     try:
-        config = AutoConfig.from_pretrained(resolve_model_name(model))
+        # What the hub would have to be asked for is left to the run: a dry run answers at once.
+        config = AutoConfig.from_pretrained(resolved, local_files_only=True)
     except (OSError, ValueError) as error:
+        if not Path(resolved).is_dir():
+            return None
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelError(
-            f"the configuration of {model!r} could not be read, from a folder or the hub: {first}"
-        ) from error
+        raise ModelError(f"the configuration in {resolved} could not be read: {first}") from error
     with torch.device("meta"):
         causal: Any = AutoModelForCausalLM.from_config(config)
     total = sum(parameter.numel() for parameter in causal.parameters())

@@ -5,6 +5,7 @@ Nothing heavy is loaded: a `Plan` needs no model. Every mistake that can be seen
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -16,7 +17,7 @@ from rollouts.config import Component, Resolved, complete_settings, convert_sett
 from rollouts.config.settings import COMPONENT_KINDS, Settings
 from rollouts.env.checks import check_environment, reward_term
 from rollouts.env.mixing import RewardTerm, env_term
-from rollouts.errors import ConfigError, EnvironmentDefinitionError, SignatureError
+from rollouts.errors import ConfigError, EnvironmentDefinitionError, RolloutsError, SignatureError, words_of
 from rollouts.plugins.index import KIND_WORDS, ComponentRef
 from rollouts.plugins.manager import PluginManager
 from rollouts.plugins.signature import Setting, Signature, check_signature
@@ -93,13 +94,16 @@ class Plan(NamedTuple):
     def demonstrations(self) -> Iterator[list[Message]]:
         """Expert conversations for supervised training. Raises EnvironmentDefinitionError where there are none."""
         env = self.make_env()
+        label = f"{self.one('env').name}.demonstrations('train', rng)"
         if not hasattr(env, "demonstrations"):
             raise EnvironmentDefinitionError(
                 f"the environment {self.one('env').name} has no demonstrations; write `def demonstrations(self, split, "
                 "rng)` that yields lists of Message, or train it with `rollouts run`"
             )
         conversation = None
-        for conversation in env.demonstrations("train", Random(f"{self._seed}/demonstrations")):
+        with _authors_code(label):
+            given = env.demonstrations("train", Random(f"{self._seed}/demonstrations"))
+        for conversation in _guarded(given, label):
             yield [*self._system_messages(), *conversation]
         if conversation is None:
             raise EnvironmentDefinitionError(
@@ -112,15 +116,17 @@ class Plan(NamedTuple):
         return self.settings.seed
 
     def _tasks(self, split: str, rng: Random) -> Iterable[Any]:
-        tasks = self.make_env().tasks(split, rng)
+        label = f"{self.one('env').name}.tasks({split!r}, rng)"
+        with _authors_code(label):
+            tasks = self.make_env().tasks(split, rng)
         if inspect.isawaitable(tasks) or not isinstance(tasks, Iterable):
             if inspect.iscoroutine(tasks):
                 tasks.close()
             raise EnvironmentDefinitionError(
-                f"{self.one('env').name}.tasks({split!r}, rng) gave {type(tasks).__name__}, which cannot be iterated; "
+                f"{label} gave {type(tasks).__name__}, which cannot be iterated; "
                 "it must be a plain generator or return a list of Task"
             )
-        return tasks
+        return tasks if isinstance(tasks, Sequence) else _guarded(tasks, label)
 
     def _system_messages(self) -> list[Message]:
         return [Message("system", self.settings.system)] if self.settings.system else []
@@ -164,7 +170,9 @@ def make_plan(resolved: Resolved) -> Plan:
         for component, each in zip(completed.components["reward"], chosen["reward"], strict=True)
     )
     filters = tuple(Filter(each.alias, each.component, each.settings) for each in chosen["filter"])
-    check_environment(make_env(), rewards if settings.mode == "rl" or settings.eval_tasks else None)
+    with _authors_code(f"building the environment {env.name}"):
+        first_env = make_env()
+    check_environment(first_env, rewards if settings.mode == "rl" or settings.eval_tasks else None)
     return Plan(
         completed,
         settings,
@@ -231,6 +239,30 @@ def _with_data(resolved: Resolved, manager: PluginManager) -> Resolved:
 def _build_env(component: Any, settings: dict[str, Any]) -> Any:
     """A new environment; two of them share no list."""
     return component(**copy.deepcopy(settings))
+
+
+@contextlib.contextmanager
+def _authors_code(label: str) -> Iterator[None]:
+    """What an environment's own code raises becomes one EnvironmentDefinitionError that names it."""
+    try:
+        yield
+    except RolloutsError:
+        raise
+    except Exception as error:  # the author's code may raise anything
+        raise EnvironmentDefinitionError(f"{label} raised {words_of(error)}") from error
+
+
+def _guarded(values: Iterable[Any], label: str) -> Iterator[Any]:
+    """The same values, one at a time; the author's code runs at each step."""
+    with _authors_code(label):
+        iterator = iter(values)
+    end = object()
+    while True:
+        with _authors_code(label):
+            value = next(iterator, end)
+        if value is end:
+            return
+        yield value
 
 
 def _bind(chosen: dict[str, list[Chosen]], settings: Settings) -> Algorithm:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import trio
 
-from rollouts.errors import InferenceError
+from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import GenerateRequest, Generation, Health, VersionSpan, WeightUpdate
 from rollouts.inference.waves import Ticket, WaveBook
 from rollouts.training.backends.futures import TorchThread
@@ -269,12 +269,13 @@ def create_hf_inference(
     prefill_tokens_max: int = 16384,
     context_tokens: int = 0,
     wait_seconds: float = 1800.0,
-    dtype: str = "float32",
+    dtype: str = "auto",
     device: str = "auto",
 ) -> HFInference:
     """The embedded engine: the trainer's own model if there is a trainer, else `model`, loaded here.
 
-    `seed` decides nothing: every request carries its own. Raises ModelError where the model cannot be loaded.
+    `seed` decides nothing: every request carries its own. Raises ModelError where the model cannot be loaded, and
+    ConfigError for a dtype or device beside a trainer's.
 
     Args:
         rows_max: rows decoded at once; more wait their turn within the wave
@@ -282,14 +283,20 @@ def create_hf_inference(
         prefill_tokens_max: tokens of context in one forward pass
         context_tokens: prompt and reply together must fit in so many tokens; 0 is the model's own limit
         wait_seconds: how long a request waits for the other episodes before it fails
-        dtype: of the weights, where there is no trainer to share them with
-        device: of the weights, where there is no trainer to share them with
+        dtype: of the weights, where there is no trainer to share them with; auto is float32
+        device: of the weights, where there is no trainer to share them with; auto is a GPU if there is one
     """
     if training is None:
         from rollouts.training.models import load_hf_model
 
-        network = load_hf_model(model, dtype=dtype, device=device)
+        network = load_hf_model(model, dtype="float32" if dtype == "auto" else dtype, device=device)
     else:
+        for name, value in (("dtype", dtype), ("device", device)):
+            if value != "auto":
+                raise ConfigError(
+                    f"--inference.{name} {value}: this engine shares the trainer's parameters; "
+                    f"type --training.{name} {value}"
+                )
         network = training.model
     return HFInference(
         network,

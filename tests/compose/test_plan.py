@@ -16,6 +16,7 @@ from rollouts.errors import (
     SignatureError,
     UnknownComponentError,
 )
+from rollouts.inference.hf import create_hf_inference
 from rollouts.types import Message
 
 PARTS = '''\
@@ -389,3 +390,28 @@ def test_held_out_and_training_tasks_are_different_draws():
 
     assert of("eval") == of("train"), "both splits are drawn alike: the seed's text tells them apart"
     assert plan().eval_tasks()[0] != next(plan().training_source()(0))
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("def tasks(self, split, rng):\n        yield 1 / 0", "Broken.tasks('eval', rng) raised ZeroDivisionError"),
+        ("def tasks(self, split, rng):\n        return [][0]", "Broken.tasks('eval', rng) raised IndexError"),
+        ("def __post_init__(self):\n        {}['x']", "building the environment ./broken.py:Broken raised KeyError"),
+    ],
+)
+def test_an_authors_bug_is_named_with_its_line(tmp_path, monkeypatch, body, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.py").write_text(
+        "from dataclasses import dataclass\nfrom rollouts import reward\n\n@dataclass\nclass Broken:\n"
+        f"    {body}\n    @reward\n    def good(self, task, trajectory):\n        return 1.0\n"
+        + ("" if "tasks" in body else "    def tasks(self, split, rng):\n        return ['a']\n")
+    )
+    with pytest.raises(EnvironmentDefinitionError) as caught:
+        make_plan(resolve({"env": "./broken.py:Broken"})).eval_tasks()
+    assert words in str(caught.value) and "broken.py, line 7" in str(caught.value)
+
+
+def test_an_engine_that_shares_the_trainers_weights_has_no_dtype_of_its_own():
+    with pytest.raises(ConfigError, match=r"--training.dtype bfloat16"):
+        create_hf_inference("tiny", object(), 0, dtype="bfloat16")

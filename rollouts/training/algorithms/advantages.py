@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rollouts.errors import TrainingError
+from rollouts.errors import RolloutsError, TrainingError, words_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,8 +67,13 @@ def group_advantages(
         available["lengths"] = torch.tensor([lengths[index] for index in judged])
     if turn_rewards is not None:
         available["turn_rewards"] = [turn_rewards[index] for index in judged]
-    values = torch.as_tensor(call_with(function, available))
     name = label or getattr(function, "__name__", repr(function))
+    try:
+        values = torch.as_tensor(call_with(function, available))
+    except RolloutsError:
+        raise
+    except Exception as error:  # the author's code may raise anything
+        raise TrainingError(f"the advantage {name} raised {words_of(error)}") from error
     if tuple(values.shape) != (len(judged),) or not bool(torch.isfinite(values).all()):
         raise TrainingError(
             f"the advantage {name} got {len(judged)} rewards and returned shape {tuple(values.shape)}: "

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rollouts.errors import ConfigError, SignatureError, TrainingError, near_misses
+from rollouts.errors import ConfigError, RolloutsError, SignatureError, TrainingError, near_misses, words_of
 from rollouts.training.algorithms.advantages import group_norm
 from rollouts.training.algorithms.aggregation import AGGREGATIONS
 
@@ -214,7 +214,7 @@ def evaluate(algorithm: Algorithm, available: Mapping[str, Any], mask: Tensor) -
     nan: dict[str, Tensor] = {}
     for term in algorithm.terms:
         label = function_label(term.function)
-        returned = term.function(*[available[name] for name in _requests(term.function)])
+        returned = _call_term(term.function, available, label)
         if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
             returned, reported = returned
             metrics |= {name: _mean_of_live(value, live, label, name) for name, value in reported.items()}
@@ -224,6 +224,16 @@ def evaluate(algorithm: Algorithm, available: Mapping[str, Any], mask: Tensor) -
         total = values * term.coefficient if total is None else total + values * term.coefficient
     assert total is not None, "an algorithm has at least one term"
     return Evaluation(total, metrics, nan)
+
+
+def _call_term(function: Callable[..., Any], available: Mapping[str, Any], label: str) -> Any:
+    """The term's values as it returns them. Raises TrainingError, naming it, for whatever its code raises."""
+    try:
+        return function(*[available[name] for name in _requests(function)])
+    except RolloutsError:
+        raise
+    except Exception as error:  # the author's code may raise anything
+        raise TrainingError(f"the loss {label} raised {words_of(error)}") from error
 
 
 def _mean_of_live(value: Any, live: Tensor, label: str, name: str) -> Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from rollouts.agent import Episode
+from rollouts.errors import RolloutsError, RunError, words_of
 from rollouts.plugins.signature import call_with
 from rollouts.training.samples import episode_samples
 from rollouts.types import Sample, Status, Task
@@ -56,7 +57,12 @@ def filter_group(group: Group, filters: Sequence[Filter], *, step: int) -> Group
         "step": step,
     }
     for candidate in filters:
-        verdict = call_with(candidate.function, available, candidate.settings)
+        try:
+            verdict = call_with(candidate.function, available, candidate.settings)
+        except RolloutsError:
+            raise
+        except Exception as error:  # the author's code may raise anything
+            raise RunError(f"the filter {candidate.name} raised {words_of(error)}") from error
         if isinstance(verdict, str):
             return group._replace(dropped=verdict or candidate.name)
         if not verdict:

@@ -117,5 +117,5 @@ def test_an_advantage_that_names_what_the_run_cannot_give_is_refused():
         return rewards / lengths**power
 
     room.check_advantage(functools.partial(by_length, power=2.0))
-    with pytest.raises(SignatureError, match="names `batch`.*`lengths` and `rewards` only"):
+    with pytest.raises(SignatureError, match=r"names `batch`.*`lengths` and `rewards` only"):
         room.check_advantage(whole_batch)
