@@ -12,7 +12,7 @@ from rollouts.agent import Episode
 from rollouts.inference.base import InferenceBackend
 from rollouts.training.rollout_gen.episodes import Job, Play, run_episodes
 from rollouts.training.rollout_gen.group_rewards import GroupScorer
-from rollouts.training.rollout_gen.groups import reward_metrics
+from rollouts.training.rollout_gen.groups import check_judged, reward_metrics
 from rollouts.types import Task
 
 __all__ = ["Evaluation", "Report", "evaluate", "summarise"]
@@ -61,11 +61,12 @@ async def evaluate(
     score_group: GroupScorer | None = None,
     concurrency: int = 256,
 ) -> Report:
-    """Play each task once. Raises what `play` raises (RewardError); failed episodes are not judged."""
+    """Play each task once. Failed episodes are not judged; RunError where all failed. Raises what `play` raises."""
     jobs = [Job(task, (index, 0)) for index, task in enumerate(tasks)]
     episodes: Sequence[Episode] = await run_episodes(jobs, play, inference, concurrency=concurrency)
     if score_group is not None:
         episodes = [(await score_group([episode]))[0] for episode in episodes]
+    check_judged(episodes, "the evaluation")
     return summarise(episodes)
 
 

@@ -54,7 +54,7 @@ class Progress:
         lora = f", LoRA rank {settings.lora_rank}" if settings.lora_rank else ""
         self._say(
             f"{plan.one('env').name} · {plan.one('loss').name} · {settings.model}{lora} · "
-            f"{settings.steps} steps of {size} · seed {settings.seed}"
+            f"{settings.steps} steps of {size} · lr {plan.lr:g} · seed {settings.seed}"
         )
         self._say(f"writing to {folder}")
         for note in notes:
@@ -63,7 +63,7 @@ class Progress:
     def evaluation(self, when: str, evaluation: dict[str, Any]) -> None:
         """One line; the table comes at the end."""
         sampled, greedy = (_number(evaluation[name]) for name in ("reward_mean", "greedy_mean"))
-        self._say(f"held-out, {when}: sampled {sampled}, greedy {greedy} ({evaluation['tasks']} tasks)")
+        self._say(f"held-out, {when}: sampled {sampled}, greedy {greedy} ({_tasks(evaluation, ' tasks')})")
         if when == "before":
             self._before = evaluation
             self._started = time.perf_counter()
@@ -138,11 +138,13 @@ class Progress:
         self._say(f"--- a rollout of step {done} (reward {reward}, {episode.status.value})")
         for line in conversation_lines(episode.trajectory):
             self._say(f"    {line}")
+        for problem in filter(None, (episode.trajectory.error, episode.score.why)):
+            self._say(f"    ({problem})")
 
     def _table(self, before: dict[str, Any], after: dict[str, Any]) -> None:
         from rich.table import Table
 
-        table = Table(title=f"held-out tasks ({after['tasks']})", title_justify="left")
+        table = Table(title=f"held-out tasks ({_tasks(after)})", title_justify="left")
         for name in ("", "before", "after"):
             table.add_column(name, justify="left" if not name else "right")
         rows = [("reward, sampled", "reward_mean"), ("reward, greedy", "greedy_mean")]
@@ -171,6 +173,12 @@ def _words_of(message: Message) -> str:
 def _cut(text: str) -> str:
     flat = text.replace("\n", "⏎ ")
     return flat if len(flat) <= CHARACTERS_MAX else f"{flat[:CHARACTERS_MAX]}… ({len(flat)} characters)"
+
+
+def _tasks(evaluation: dict[str, Any], word: str = "") -> str:
+    """How many tasks; and how many of them could be judged, where that is fewer: the means are over those."""
+    tasks, judged = evaluation["tasks"], evaluation["judged"]
+    return f"{tasks}{word}" if judged == tasks else f"{tasks}{word}, only {judged} could be judged"
 
 
 def _number(value: float | None) -> str:

@@ -104,9 +104,7 @@ def _run_and_summarise(parts: Parts, data: _Data, started: float) -> dict[str, A
     summary: dict[str, Any] = {"status": "done", "steps": 0, "evaluation": {"before": None, "after": None}}
     failure: BaseException | None = None
     try:
-        report = parts.chat.report
-        template_notes = [] if report.append_only and not report.refusals else report.words()
-        parts.watcher.begin(parts.plan, parts.folder.path, [*template_notes, *getattr(parts.backend, "notes", [])])
+        parts.watcher.begin(parts.plan, parts.folder.path, _notes(parts))
         _call_hooks(parts, "rollouts_run_start", settings=plain_plan(parts.plan), folder=str(parts.folder.path))
         trio.run(_main, parts, data, summary)
     except BaseException as error:  # raised again below
@@ -126,6 +124,17 @@ def _run_and_summarise(parts: Parts, data: _Data, started: float) -> dict[str, A
     if failure is not None:
         raise failure
     return summary
+
+
+def _notes(parts: Parts) -> list[str]:
+    """What is unusual about this run, in words: its template, its backend, its held-out tasks."""
+    report = parts.chat.report
+    notes = [] if report.append_only and not report.refusals else report.words()
+    notes += getattr(parts.backend, "notes", [])
+    asked, drawn = parts.plan.settings.eval_tasks, len(parts.held_out)
+    if drawn < asked:
+        notes.append(f"the environment gave {drawn} different held-out tasks, --eval-tasks asked for {asked}")
+    return notes
 
 
 def _told(error: BaseException, parts: Parts, summary: dict[str, Any]) -> BaseException:

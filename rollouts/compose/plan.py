@@ -36,8 +36,11 @@ from rollouts.types import Message, Task
 
 __all__ = ["Chosen", "Plan", "make_plan"]
 
-LR_FULL = 3e-4
-LR_LORA = 3e-3  # adapters take about ten times the rate
+# Learning rates where none is given: the embedded model is small and learns fast; trained models are easily broken.
+LR_TINY = 3e-4
+LR_RL = 1e-6
+LR_SFT = 1e-5
+LR_LORA_FACTOR = 10.0
 
 
 class Chosen(NamedTuple):
@@ -176,7 +179,7 @@ def make_plan(resolved: Resolved) -> Plan:
     return Plan(
         completed,
         settings,
-        settings.lr if settings.lr is not None else (LR_LORA if settings.lora_rank else LR_FULL),
+        settings.lr if settings.lr is not None else _default_lr(settings),
         chosen,
         make_env,
         rewards,
@@ -184,6 +187,11 @@ def make_plan(resolved: Resolved) -> Plan:
         _bind(chosen, settings),
         manager,
     )
+
+
+def _default_lr(settings: Settings) -> float:
+    full = LR_TINY if settings.model == "tiny" else LR_SFT if settings.mode == "sft" else LR_RL
+    return full * LR_LORA_FACTOR if settings.lora_rank else full
 
 
 def _choose(manager: PluginManager, resolved: Resolved, key: str, component: Component) -> Chosen:

@@ -84,7 +84,13 @@ class Settings:
         "drop", "What to do with a rollout that a reward could not judge.", "Sampling"
     )
     steps: int = _setting(120, "Optimizer steps.", "Training", minimum=0)
-    lr: float | None = _setting(None, "The learning rate.", "Training", above=0, shown="3e-4; ten times that with LoRA")
+    lr: float | None = _setting(
+        None,
+        "The learning rate.",
+        "Training",
+        above=0,
+        shown="3e-4 for tiny, else 1e-6 (sft 1e-5); ten times that with LoRA",
+    )
     tokens_per_microbatch: int = _setting(
         16384, "Tokens at most in one forward pass of training.", "Training", minimum=1
     )

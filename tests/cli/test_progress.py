@@ -16,14 +16,14 @@ from rollouts.training.rollout_gen import Group
 from rollouts.types import Message, Score, Status, Task, ToolCall, Trajectory
 
 METRICS = {"reward/mean": 0.5, "policy/loss": -0.25, "policy/entropy": 1.0, "perf/gen_tok_s": 1234.0}
-EVALUATION = {"reward_mean": 0.25, "greedy_mean": None, "parts": {"right": 0.25, "new": 1.0}, "tasks": 16}
+EVALUATION = {"reward_mean": 0.25, "greedy_mean": None, "parts": {"right": 0.25, "new": 1.0}, "tasks": 16, "judged": 16}
 
 
 def plan(**changed):
     values = {"steps": 4, "prompts_per_step": 8, "samples_per_prompt": 8, "mode": "rl", "lora_rank": 0,
               "model": "tiny", "seed": 7}  # fmt: skip
     names = {"env": SimpleNamespace(name="calculator"), "loss": SimpleNamespace(name="grpo")}
-    return SimpleNamespace(settings=SimpleNamespace(**values | changed), one=names.__getitem__)
+    return SimpleNamespace(settings=SimpleNamespace(**values | changed), one=names.__getitem__, lr=3e-4)
 
 
 def groups():
@@ -59,7 +59,7 @@ def test_plain_lines():
     assert "\x1b" not in text and "\r" not in text
     lines = text.splitlines()
     assert lines[:4] == [
-        "calculator · grpo · tiny · 4 steps of 8 prompts × 8 rollouts · seed 7",
+        "calculator · grpo · tiny · 4 steps of 8 prompts × 8 rollouts · lr 0.0003 · seed 7",
         "writing to runs/x",
         "note: the template drops thinking",
         "held-out, before: sampled 0.250, greedy – (16 tasks)",
@@ -107,7 +107,7 @@ def test_a_line_that_moves_on_a_terminal():
 
 
 def test_sft_has_no_rollouts():
-    assert "4 steps of 8 prompts · seed 7" in watch(mode="sft")
+    assert "4 steps of 8 prompts · lr 0.0003 · seed 7" in watch(mode="sft")
     assert "tiny, LoRA rank 8" in watch(lora_rank=8)
 
 

@@ -415,3 +415,18 @@ def test_an_authors_bug_is_named_with_its_line(tmp_path, monkeypatch, body, word
 def test_an_engine_that_shares_the_trainers_weights_has_no_dtype_of_its_own():
     with pytest.raises(ConfigError, match=r"--training.dtype bfloat16"):
         create_hf_inference("tiny", object(), 0, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("settings", "lr"),
+    [
+        ({}, 3e-4),
+        ({"lora_rank": 8}, 3e-3),
+        ({"model": "some/model"}, 1e-6),
+        ({"model": "some/model", "lora_rank": 8}, 1e-5),
+        ({"model": "some/model", "mode": "sft"}, 1e-5),
+        ({"lr": 0.5}, 0.5),
+    ],
+)
+def test_a_trained_model_is_not_given_the_tiny_ones_learning_rate(settings, lr):
+    assert make_plan(resolve({"env": "calculator", **settings})).lr == pytest.approx(lr)

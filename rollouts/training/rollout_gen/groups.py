@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from rollouts.plugins.signature import call_with
 from rollouts.training.samples import episode_samples
 from rollouts.types import Sample, Status, Task
 
-__all__ = ["Filter", "Group", "filter_group", "group_samples", "reward_metrics", "rollout_metrics"]
+__all__ = ["Filter", "Group", "check_judged", "filter_group", "group_samples", "reward_metrics", "rollout_metrics"]
 
 
 class Group(NamedTuple):
@@ -53,7 +54,7 @@ def filter_group(group: Group, filters: Sequence[Filter], *, step: int) -> Group
     available = {
         "rewards": group.rewards,
         "samples": group_samples([group]),
-        "trajectories": [episode.trajectories[0] for episode in group.episodes if episode.trajectories],
+        "trajectories": [episode.trajectory for episode in group.episodes],
         "step": step,
     }
     for candidate in filters:
@@ -79,6 +80,18 @@ def group_samples(groups: Sequence[Group]) -> list[Sample]:
             samples.extend(episode_samples(episode, group_index, rollout_index))
             rollout_index += 1
     return samples
+
+
+def check_judged(episodes: Sequence[Episode], what: str) -> None:
+    """Raise RunError, with the commonest reasons, where not one of these episodes could be judged."""
+    if not episodes or any(episode.score.value is not None for episode in episodes):
+        return
+    reasons = Counter(
+        f"{episode.status.value}: {episode.trajectory.error or episode.score.why or 'its reward is None'}"
+        for episode in episodes
+    )
+    tally = "\n".join(f"  {count} x {reason}" for reason, count in reasons.most_common(3))
+    raise RunError(f"not one of the {len(episodes)} rollouts of {what} could be judged:\n{tally}")
 
 
 def reward_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
@@ -107,7 +120,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     if not episodes:
         return {}
     trajectories = [trajectory for episode in episodes for trajectory in episode.trajectories]
-    statuses = [trajectory.status for trajectory in trajectories]
+    statuses = [episode.status for episode in episodes]
     calls = sum(trajectory.metrics.get("tool_calls", 0.0) for trajectory in trajectories)
     failures = sum(trajectory.metrics.get("tool_failures", 0.0) for trajectory in trajectories)
     latencies = sorted(episode.metrics.get("latency_seconds", 0.0) for episode in episodes)
@@ -122,8 +135,10 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "rollout/latency_p95": latencies[math.ceil(0.95 * len(latencies)) - 1],
         "group/zero_std_frac": _fraction(_is_flat(group.rewards) for group in groups),
         "group/kept_frac": _fraction(group.dropped is None for group in groups),
-        "reward/pass@k": _fraction(any((reward or 0.0) > 0 for reward in group.rewards) for group in groups),
     }
+    judged = [reward for group in groups for reward in group.rewards if reward is not None]
+    if all(reward in (0.0, 1.0) for reward in judged):  # of graded rewards nobody could say which ones pass
+        metrics["reward/pass@k"] = _fraction(1.0 in group.rewards for group in groups)
     for name in sorted(_counters(episodes) - {"turns"}):
         metrics[f"rollout/{name}"] = sum(episode.metrics.get(name, 0.0) for episode in episodes) / len(episodes)
     for reason in sorted({group.dropped for group in groups if group.dropped}):

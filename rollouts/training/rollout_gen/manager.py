@@ -16,7 +16,7 @@ from rollouts.inference.base import InferenceBackend
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.rollout_gen.episodes import Job, Play, run_episodes
 from rollouts.training.rollout_gen.group_rewards import GroupScorer
-from rollouts.training.rollout_gen.groups import Filter, Group, filter_group
+from rollouts.training.rollout_gen.groups import Filter, Group, check_judged, filter_group
 
 __all__ = ["AsyncRolloutManager", "RolloutConfig", "RolloutStatistics", "RolloutStep"]
 
@@ -94,6 +94,7 @@ class AsyncRolloutManager:
             if self._score_group is not None:
                 members = await self._score_group(members)
             groups.append(filter_group(Group(first + i, task, tuple(members)), self._filters, step=step))
+        check_judged([episode for group in groups for episode in group.episodes], f"step {step + 1}")
         self._begun += len(tasks)
         self._dropped += sum(group.dropped is not None for group in groups)
         return RolloutStep(groups, time.perf_counter() - start)

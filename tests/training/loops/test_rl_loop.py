@@ -8,7 +8,7 @@ import pytest
 import trio
 
 from rollouts.agent import Episode
-from rollouts.errors import InferenceError, TrainingError
+from rollouts.errors import InferenceError, RunError, TrainingError
 from rollouts.training.algorithms.recipes import GRPO
 from rollouts.training.backends.futures import ImmediateTrainFuture
 from rollouts.training.datasets import DataBuffer
@@ -149,10 +149,11 @@ def test_a_step_without_live_tokens_is_submitted_and_skipped():
     assert [line["sync/version"] for line in history] == [0.0, 0.0]
 
 
-def test_what_nobody_judged_is_no_step_either():
-    history, *_ = train(1, reward=lambda order: None)
-    assert history[0]["group/drop/no_reward"] == 2.0
-    assert "reward/mean" not in history[0]
+def test_a_group_that_nobody_judged_is_dropped_and_a_step_of_them_ends_the_run():
+    history, *_ = train(1, reward=lambda order: None if order[0] == 0 else float(order[1]))
+    assert history[0]["group/drop/no_reward"] == 1.0
+    with pytest.raises(RunError, match="not one of the 4 rollouts of step 1 could be judged:\n  4 x completed"):
+        train(1, reward=lambda order: None)
 
 
 def test_on_step_sees_the_step_and_adds_to_its_metrics():

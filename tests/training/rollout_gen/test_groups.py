@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollouts.agent import Episode
 from rollouts.env.mixing import RewardTerm
-from rollouts.errors import RewardError
+from rollouts.errors import RewardError, RunError
 from rollouts.training.rollout_gen import (
     Filter,
     Group,
@@ -21,6 +21,7 @@ from rollouts.training.rollout_gen import (
     reward_metrics,
     rollout_metrics,
 )
+from rollouts.training.rollout_gen.groups import check_judged
 from rollouts.types import Message, Score, Segment, Status, Task, Trajectory
 
 TASK = Task("2 + 2?", answer=4)
@@ -62,6 +63,31 @@ def test_filters_say_why():
 def test_a_group_that_nobody_judged_is_dropped():
     assert filter_group(group(None, None), [], step=0).dropped == "no_reward"
     assert filter_group(group(None, 0.0), [], step=0).dropped is None
+
+
+def test_filters_see_the_trajectory_that_was_judged():
+    other = Trajectory(TASK, [*TASK.messages, Message("assistant", "an aside")], status=Status.COMPLETED)
+    first = episode()
+    both = first._replace(trajectories=[other, *first.trajectories])
+    seen = []
+    spy = Filter("spy", lambda trajectories: bool(seen.extend(t.last_text for t in trajectories)) or True, {})
+    filter_group(Group(0, TASK, (both,)), [spy], step=0)
+    assert seen == ["4"]
+
+
+def test_all_failed_says_the_commonest_reasons():
+    failed = [episode(None, status=Status.TIMEOUT)] * 2 + [episode(None, status=Status.INFERENCE_ERROR)]
+    with pytest.raises(
+        RunError, match=r"not one of the 3 rollouts of step 1 .*:\n  2 x timeout.*\n  1 x inference_err"
+    ):
+        check_judged(failed, "step 1")
+    check_judged([*failed, episode(0.0)], "step 1")
+    check_judged([], "step 1")
+
+
+def test_only_passed_or_not_counts_as_pass_at_k():
+    assert rollout_metrics([group(1.0, 0.0), group(0.0, 0.0)])["reward/pass@k"] == 0.5
+    assert "reward/pass@k" not in rollout_metrics([group(0.9, 0.0), group(0.0, 0.0)])
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=1, max_size=4))
