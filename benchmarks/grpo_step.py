@@ -23,7 +23,6 @@ import contextlib
 import functools
 import json
 import os
-import platform
 import random
 import re
 import statistics
@@ -47,6 +46,7 @@ from trl.chat_template_utils import qwen3_template
 from rollouts.agent import Episode, EpisodeLimits, run_episode
 from rollouts.chat.format import load_chat_format
 from rollouts.env.mixing import env_term
+from rollouts.inference.base import InferenceBackend
 from rollouts.inference.hf import HFInference, create_hf_inference
 from rollouts.training.algorithms.recipes import GRPO
 from rollouts.training.backends.torch import create_torch_backend
@@ -58,6 +58,7 @@ from rollouts.types import Status, Task
 
 PROMPTS, MEMBERS = 8, 8
 LEARNING_RATE = 1e-7
+TOKENS = 16384
 
 
 class Step(NamedTuple):
@@ -107,7 +108,7 @@ class Ours:
     """rollouts: the parts of a run, and blocks of its steps."""
 
     def __init__(self, model: str, tasks: list[Task], steps: int, max_tokens: int) -> None:
-        self.backend = create_torch_backend(model, 0, steps, LEARNING_RATE, 0, 1 << 20, {"main": GRPO})
+        self.backend = create_torch_backend(model, 0, steps, LEARNING_RATE, 0, TOKENS, {"main": GRPO})
         self.inference: HFInference = create_hf_inference(model, self.backend, 0)
         self.buffer = DataBuffer(tasks, shuffle=False)
         chat = load_chat_format(AutoTokenizer.from_pretrained(model))
@@ -115,7 +116,6 @@ class Ours:
             play_to_the_end,
             make_env=Calculator,
             chat=chat,
-            inference=self.inference,
             limits=EpisodeLimits(max_tokens=max_tokens),
             rewards=[env_term()],
             seed=0,
@@ -171,9 +171,9 @@ class Ours:
         return steps
 
 
-async def play_to_the_end(job: Job, session: str, **arguments: Any) -> Episode:
+async def play_to_the_end(job: Job, session: str, inference: InferenceBackend, **arguments: Any) -> Episode:
     """An episode whose reply may be trained on also where it was cut off, as TRL does."""
-    episode = await run_episode(job.task, session=session, order=job.order, **arguments)
+    episode = await run_episode(job.task, session=session, inference=inference, order=job.order, **arguments)
     for trajectory in episode.trajectories:
         if trajectory.status is Status.TRUNCATED:
             trajectory.status = Status.COMPLETED
@@ -265,7 +265,7 @@ def make_trainer(model: str, tasks: list[Task], steps: int, max_tokens: int, fol
 def report(name: str, alternate: Alternate, warmup: int, parts: dict[str, float]) -> dict[str, Any]:
     """Print medians and ratios; the same as plain data."""
     mine, theirs = alternate.mine[warmup:], alternate.theirs[warmup:]
-    figures: dict[str, Any] = {"model": name, "torch": torch.__version__, "steps": len(mine), "cpu": platform.processor()}
+    figures: dict[str, Any] = {"model": name, "torch": torch.__version__, "steps": len(mine)}
     for label, steps in (("rollouts", mine), ("trl", theirs)):
         found = {
             "cpu_seconds": statistics.median(step.cpu for step in steps),
@@ -285,7 +285,9 @@ def report(name: str, alternate: Alternate, warmup: int, parts: dict[str, float]
     shares = {name: parts.get(job, 0.0) / len(mine) for name, job in JOBS.items()}
     shares["episodes, batching and the rest"] = total - sum(shares.values())
     figures["profile_cpu_seconds"] = shares
-    print("our step: " + ", ".join(f"{part} {seconds:.3f} s ({seconds / total:.0%})" for part, seconds in shares.items()))
+    print(
+        "our step: " + ", ".join(f"{part} {seconds:.3f} s ({seconds / total:.0%})" for part, seconds in shares.items())
+    )
     return figures
 
 
@@ -306,14 +308,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=("tiny", "60m"), default="tiny")
     parser.add_argument("--steps", type=int, default=0, help="steps measured on each side (default: tiny 40, 60m 6)")
-    parser.add_argument("--max-tokens", type=int, default=0, help="of a reply (default: tiny 256, 60m 64)")
+    parser.add_argument("--max-tokens", type=int, default=0, help="of a reply (default: tiny 256, 60m 32)")
     parser.add_argument("--json", default="", help="write the figures to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     tiny = options.model == "tiny"
     steps, block = options.steps or (40 if tiny else 6), 4 if tiny else 1
     steps = -(-steps // block) * block
-    max_tokens = options.max_tokens or (256 if tiny else 64)
+    max_tokens = options.max_tokens or (256 if tiny else 32)
     source = Calculator().tasks("train", random.Random(0))
     tasks = [next(source) for _ in range(PROMPTS * (steps + block))]
     with model_folder(options.model) as model, tempfile.TemporaryDirectory() as folder:

@@ -2,7 +2,7 @@
 
 The rooms, from the ground up (a module imports only from rooms above it in this list):
 
-    types errors config      the shapes that travel, the error tree, the settings
+    types errors lazy config the shapes that travel, the error tree, lazy faces, the settings
     plugins                  names from installed metadata, hooks, components that receive what they name
     env  chat                authoring of environments; messages to token ids and back
     training.algorithms      losses, advantages, aggregation: pure functions on tensors
@@ -17,8 +17,9 @@ Nothing heavy is imported until it is used.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rollouts.lazy import lazy_face
 
 if TYPE_CHECKING:
     from rollouts.api import run
@@ -45,29 +46,19 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Message": "rollouts.types",
-    "Sample": "rollouts.types",
-    "Score": "rollouts.types",
-    "Segment": "rollouts.types",
-    "Status": "rollouts.types",
-    "Task": "rollouts.types",
-    "ToolCall": "rollouts.types",
-    "Trajectory": "rollouts.types",
-    "hookimpl": "rollouts.plugins.hookspecs",
-    "metric": "rollouts.env.authoring",
-    "reward": "rollouts.env.authoring",
-    "run": "rollouts.api",
-    "tool": "rollouts.env.authoring",
+    "Message": "types",
+    "Sample": "types",
+    "Score": "types",
+    "Segment": "types",
+    "Status": "types",
+    "Task": "types",
+    "ToolCall": "types",
+    "Trajectory": "types",
+    "hookimpl": "plugins.hookspecs",
+    "metric": "env.authoring",
+    "reward": "env.authoring",
+    "run": "api",
+    "tool": "env.authoring",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        value = getattr(importlib.import_module(_HOMES[name]), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'rollouts' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__getattr__, __dir__ = lazy_face(__name__, _HOMES)

@@ -2,7 +2,8 @@
 
     episode = await run_episode(task, make_env=Calculator, chat=chat, inference=engine, limits=EpisodeLimits(), ...)
 
-A failed episode is data (`Status`), never an exception. The standard loop: the model speaks; its tool calls are carried
+A failed episode is data (`Status`), never an exception; an error of the core itself is no failed episode, and ends the
+run. The standard loop: the model speaks; its tool calls are carried
 out and answered; without a call the environment's `reply` may speak; where nobody does, the episode is complete. What
 is left out: many episodes at once (`training.rollout_gen`), rewards of a whole group, and the conversation's tokens
 (`agent_model`).
@@ -12,18 +13,18 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import trio
 
-from rollouts.agent_model import ChatModel, EpisodeLimits, EpisodeOver, turn_seed
+from rollouts.agent_model import ChatModel, EpisodeLimits, EpisodeOver, leaves_of, turn_seed
 from rollouts.env import calls
 from rollouts.env.authoring import metrics_of, rewards_of, tools_of
 from rollouts.env.checks import requests_of
 from rollouts.env.mixing import InvalidPolicy, RewardTerm, Verdict, mix, read_verdict
 from rollouts.env.schema import tool_schema
-from rollouts.errors import EnvironmentDefinitionError, InferenceError, RewardError
+from rollouts.errors import EnvironmentDefinitionError, InferenceError, ModelError, RewardError
 from rollouts.inference.base import InferenceBackend
 from rollouts.types import Message, Score, Status, Task, Trajectory
 
@@ -82,6 +83,7 @@ async def run_episode(
     Raises:
         RewardError: a reward returned NaN or no number, or could not judge under the policy `raise`.
         EnvironmentDefinitionError: the environment cannot be used as it is written.
+        Exception: a mistake of the core's own, also where the environment's `rollout` caught it.
     """
     started = trio.current_time()
     play = _Play(task, make_env, limits)
@@ -146,25 +148,44 @@ class _Play:
 async def _play_out(play: _Play, speak: Callable[..., ChatModel]) -> tuple[Status, str | None]:
     """Play under the episode's deadline; what goes wrong becomes a status, with the reason in words."""
     seconds = play.limits.episode_seconds
+    outcome: tuple[Status, str | None] = Status.COMPLETED, None
     try:
         with trio.move_on_after(seconds) as deadline:
             await _set_up(play, speak)
             await _converse(play)
-    except Exception as error:  # an author's code may raise anything, also a group of errors
-        return _status_of(error, play.stage)
-    if deadline.cancelled_caught:
-        return Status.TIMEOUT, f"the episode's deadline of {seconds:g} seconds passed while {play.stage}"
-    return Status.COMPLETED, None
+    except Exception as error:  # also a group of errors
+        outcome = _status_of(error, play.stage)
+    else:
+        if deadline.cancelled_caught:
+            outcome = Status.TIMEOUT, f"the episode's deadline of {seconds:g} seconds passed while {play.stage}"
+    if play.model is not None and play.model.failure is not None:
+        raise play.model.failure  # an environment's `rollout` may have caught it, or raised something else over it
+    return outcome
+
+
+class _EnvironmentFault(Exception):
+    """What the environment's own code raised, so that it is not taken for a mistake of the core, nor the reverse."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+async def _ask_env(function: Callable[..., Any], *args: Any, under_trio: bool = False) -> Any:
+    try:
+        return await calls.call(function, *args, async_library="trio" if under_trio else None)
+    except Exception as error:  # an author's code may raise anything
+        raise _EnvironmentFault(error) from error
 
 
 async def _set_up(play: _Play, speak: Callable[..., ChatModel]) -> None:
-    play.env = await calls.call(play.make_env)
+    play.env = await _ask_env(play.make_env)
     tools = {tool.name: tool for tool in tools_of(play.env)}
     schemas = [tool_schema(tool.function, tool.name) for tool in tools.values()]
     play.model = speak(tools=tools, schemas=schemas)
     if hasattr(play.env, "setup"):
         play.stage = "running setup"
-        await calls.call(play.env.setup, play.task)
+        await _ask_env(play.env.setup, play.task)
 
 
 async def _converse(play: _Play) -> None:
@@ -173,7 +194,7 @@ async def _converse(play: _Play) -> None:
     assert model is not None, "the model is made before the conversation begins"
     if hasattr(play.env, "rollout"):
         play.stage = "running rollout"
-        returned = await calls.call(play.env.rollout, play.task, model, async_library="trio")
+        returned = await _ask_env(play.env.rollout, play.task, model, under_trio=True)
         play.chosen = returned if isinstance(returned, Trajectory) else None
         return
     messages = play.task.messages
@@ -199,19 +220,24 @@ async def _env_reply(env: Any, trajectory: Trajectory) -> list[Message]:
     """What the environment says when no tool was called; nothing ends the episode."""
     if not hasattr(env, "reply"):
         return []
-    returned = await calls.call(env.reply, trajectory)
+    returned = await _ask_env(env.reply, trajectory)
     if returned is None:
         return []
     answers = returned if isinstance(returned, list | tuple) else [returned]
     for answer in answers:
         if not isinstance(answer, str | Message):
-            raise TypeError(f"it returned {type(answer).__name__}, expected text, a Message, a list of them, or None")
+            words = f"it returned {type(answer).__name__}, expected text, a Message, a list of them, or None"
+            raise _EnvironmentFault(TypeError(words))
     return [Message("user", answer) if isinstance(answer, str) else answer for answer in answers]
 
 
 def _status_of(error: Exception, stage: str) -> tuple[Status, str]:
-    """What an exception makes of the episode. Raises the two errors that end the run."""
-    leaves = list(_leaves(error))
+    """What an exception makes of the episode. Raises what ends the run: two errors of the environment, and all that the
+    core itself should never have raised.
+    """
+    ours = list(leaves_of(error))
+    raised = (leaf.error if isinstance(leaf, _EnvironmentFault) else leaf for leaf in ours)
+    leaves = [inner for each in raised for inner in leaves_of(each)]
     for leaf in leaves:
         if isinstance(leaf, RewardError | EnvironmentDefinitionError):
             raise leaf
@@ -221,16 +247,9 @@ def _status_of(error: Exception, stage: str) -> tuple[Status, str]:
     for leaf in leaves:
         if isinstance(leaf, InferenceError):
             return Status.INFERENCE_ERROR, str(leaf)
+    if not all(isinstance(leaf, _EnvironmentFault | ModelError | calls.AbandonedCallsError) for leaf in ours):
+        raise error
     return Status.ENVIRONMENT_ERROR, f"{stage}: {_words(leaves[0])}"
-
-
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    """The errors in a group of groups; trio's nurseries always raise groups."""
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from _leaves(inner)
-    else:
-        yield error
 
 
 def _words(error: BaseException) -> str:
@@ -251,7 +270,7 @@ async def _close(env: Any, seconds: float) -> str | None:
         except EnvironmentDefinitionError:
             raise
         except Exception as error:  # an author's code may raise anything
-            return f"running close: {_words(next(_leaves(error)))}"
+            return f"running close: {_words(next(leaves_of(error)))}"
     return None
 
 
@@ -311,7 +330,7 @@ async def _ask(
     except (RewardError, EnvironmentDefinitionError):
         raise
     except Exception as error:  # a stranger's reward may raise anything
-        return Verdict(name, weight, None, {}, _words(next(_leaves(error))), name)
+        return Verdict(name, weight, None, {}, _words(next(leaves_of(error))), name)
     return read_verdict(name, weight, returned)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -17,14 +17,14 @@ import trio
 
 from rollouts.agent_tools import run_tool
 from rollouts.env.authoring import ToolMethod
-from rollouts.errors import InferenceError
+from rollouts.errors import EnvironmentDefinitionError, InferenceError, ModelError
 from rollouts.inference.base import GenerateRequest, Generation, InferenceBackend
 from rollouts.types import Message, Segment, Status, Task, Trajectory
 
 if TYPE_CHECKING:
     from rollouts.chat.format import ChatFormat
 
-__all__ = ["ChatModel", "EpisodeLimits", "EpisodeOver", "turn_seed"]
+__all__ = ["ChatModel", "EpisodeLimits", "EpisodeOver", "leaves_of", "turn_seed"]
 
 LOGPROB_SLACK = 1e-3  # rounding may leave a probability a hair above 1; more than this is an engine's mistake
 
@@ -79,8 +79,10 @@ class ChatModel:
     """The policy, as an episode speaks to it.
 
     `await model.chat(messages)` samples one reply. Messages that extend an earlier conversation (the model's replies
-    returned as they were, by equality) continue it; others open a new one. One turn is sampled at a time, also where
-    an environment asks from several trio tasks: that keeps a seed one result.
+    returned as they were, by equality) continue it; others open a new one. One turn is asked for at a time: of several
+    trio tasks that ask at once trio decides the order by chance, and a seed would not be one result.
+
+    `failure` is the first error of the core itself, which ends the run whatever an environment's loop makes of it.
     """
 
     def __init__(
@@ -107,7 +109,8 @@ class ChatModel:
         self._schemas = list(schemas)
         self._conversations: list[_Conversation] = []
         self._current: _Conversation | None = None
-        self._lock = trio.Lock()
+        self.failure: Exception | None = None
+        self._is_speaking = False
         self._sampled_count = 0
         self._turns = 0
 
@@ -145,16 +148,35 @@ class ChatModel:
             EpisodeOver: no turns, tokens or context left, or the engine was told to stop. Let it pass.
             InferenceError: the engine failed.
             ModelError: the chat template refuses this conversation.
+            EnvironmentDefinitionError: another trio task still waits for its reply.
         """
         schemas = self._schemas if tools is None else list(tools)
-        async with self._lock:
-            conversation = self._find(_as_messages(messages))
-            trajectory = conversation.trajectory
-            turn = self._prepare(conversation, _as_messages(messages), schemas)
-            tokens = turn.context if turn.is_new_segment else trajectory.segments[-1].tokens + turn.context
-            room = self._room(conversation, turn.messages, len(tokens))
-            generation = await self._generate(conversation, tokens, room)
-            reply = self._record(conversation, turn, generation)
+        said = _as_messages(messages)
+        if self._is_speaking:
+            self.failure = EnvironmentDefinitionError(
+                "model.chat is already waiting for a reply: ask one after another, not from several trio tasks at once "
+                "(their order is chance, so that one seed would not be one result)"
+            )
+            raise self.failure
+        self._is_speaking = True
+        try:
+            await trio.lowlevel.checkpoint()  # tasks that ask at once meet here, however fast the engine is
+            return await self._speak(said, schemas)
+        except Exception as error:  # whatever is not foreseen is a mistake of the core, also where an author catches it
+            if not all(isinstance(leaf, EpisodeOver | InferenceError | ModelError) for leaf in leaves_of(error)):
+                self.failure = self.failure or error
+            raise
+        finally:
+            self._is_speaking = False
+
+    async def _speak(self, messages: list[Message], schemas: list[dict[str, Any]]) -> Message:
+        conversation = self._find(messages)
+        trajectory = conversation.trajectory
+        turn = self._prepare(conversation, messages, schemas)
+        tokens = turn.context if turn.is_new_segment else trajectory.segments[-1].tokens + turn.context
+        room = self._room(conversation, turn.messages, len(tokens))
+        generation = await self._generate(conversation, tokens, room)
+        reply = self._record(conversation, turn, generation)
         if generation.finish == "abort":
             raise self._stop(conversation, turn.messages, Status.ABORTED, "the engine was told to stop")
         if generation.finish == "length":
@@ -295,11 +317,32 @@ def turn_seed(seed: int, group: int, rollout: int, trajectory: int, turn: int) -
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big") >> 1
 
 
+def leaves_of(error: BaseException) -> Iterator[BaseException]:
+    """The errors in a group of groups; trio's nurseries always raise groups."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from leaves_of(inner)
+    else:
+        yield error
+
+
 def _as_messages(messages: str | Sequence[Message | Mapping[str, Any]]) -> list[Message]:
     if isinstance(messages, str):
         return [Message("user", messages)]
     # Copies: a message that its author changes later must not change what was recorded.
-    return [msgspec.structs.replace(m) if isinstance(m, Message) else msgspec.convert(m, Message) for m in messages]
+    return [_copy(m) if isinstance(m, Message) else msgspec.convert(m, Message) for m in messages]
+
+
+def _copy(message: Message) -> Message:
+    """A copy. Raises ModelError where it is made of what no template can read: a struct does not check its fields."""
+    content = message.content
+    has_parts = isinstance(content, list) and all(isinstance(part, dict) for part in content)
+    if not isinstance(message.role, str) or not (has_parts or isinstance(content, str)):
+        raise ModelError(
+            f"a message's role is text and its content is text or a list of parts, got {message.role!r} and "
+            f"{type(content).__name__}"
+        )
+    return msgspec.structs.replace(message)
 
 
 def _append(segment: Segment, tokens: list[int], weight: float, logprobs: list[float], versions: list[int]) -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import trio
 import trio.testing
 
-from rollouts.agent import EpisodeLimits, run_episode, turn_seed
+from rollouts.agent import ChatModel, EpisodeLimits, run_episode, turn_seed
 from rollouts.env import metric, reward, tool
 from rollouts.env.checks import reward_term
 from rollouts.env.mixing import env_term
@@ -25,6 +26,15 @@ from rollouts.types import Message, Score, Status, Task
 
 sys.path.insert(0, str(Path(__file__).parent))
 from agent_fakes import TASK, FakeChat, FakeEngine, Quiz, check_exact, play
+
+
+@dataclass
+class Lost:
+    n: int
+
+    def __post_init__(self) -> None:
+        raise KeyError("lost")
+
 
 # --- the standard loop ----------------------------------------------------------------------------------------------
 
@@ -249,6 +259,37 @@ def test_a_failure_keeps_what_was_played_before() -> None:
 def test_a_conversation_that_the_template_refuses_is_an_environment_error() -> None:
     episode = play(task=Task("forbidden"))
     assert episode.status is Status.ENVIRONMENT_ERROR and "refuses" in (episode.trajectory.error or "")
+
+
+@pytest.mark.parametrize("error", [AssertionError("ours"), KeyError("ours")])
+@pytest.mark.parametrize("where", ["_record", "_prepare"])
+def test_a_mistake_of_the_core_ends_the_run(error: Exception, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+
+    def fail(self: Any, *args: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(ChatModel, where, fail)
+    with pytest.raises(type(error), match="ours"):
+        play(closing(closed))
+    assert closed == ["closed"]
+
+
+def test_a_message_that_no_template_can_read_is_an_environment_error() -> None:
+    for wrong in (Message("user", 3), Message("user", ["text"]), Message(None, "text")):  # type: ignore[arg-type]
+        env = type("Wrong", (Quiz,), {"reply": lambda self, trajectory, wrong=wrong: wrong})
+        episode = play(env)
+        assert episode.status is Status.ENVIRONMENT_ERROR, episode.trajectory.error
+        assert "a message's role is text" in (episode.trajectory.error or "")
+
+
+def test_a_type_that_raises_while_it_is_made_is_told_to_the_model() -> None:
+    class Picky(Quiz):
+        @tool
+        def take(self, what: Lost) -> None: ...
+
+    episode = play(Picky, FakeEngine('[take {"what": {"n": 1}}]', "42"))
+    assert episode.metrics["tool_failure/bad_arguments"] == 1.0 and episode.status is Status.COMPLETED
 
 
 @pytest.mark.parametrize("method", ["setup", "reply", "close"])

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollouts.agent import ChatModel, Episode, EpisodeOver, turn_seed
-from rollouts.errors import InferenceError
+from rollouts.errors import EnvironmentDefinitionError, InferenceError
 from rollouts.inference.base import Generation, VersionSpan
 from rollouts.types import Message, Status, Task
 
@@ -102,6 +102,83 @@ def test_an_error_of_an_own_rollout_is_an_environment_error() -> None:
                 raise ValueError("inside")
 
     assert "running rollout: ValueError: inside" in (play(Wrong).trajectory.error or "")
+
+
+@pytest.mark.parametrize("way", ["plain", "nursery", "catches", "replaces"])
+def test_a_mistake_of_the_core_ends_the_run_whatever_an_own_rollout_makes_of_it(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Own(Quiz):
+        async def rollout(self, task: Task, model: ChatModel) -> None:
+            if way == "plain":
+                await model.chat("a")
+            async with trio.open_nursery() as nursery:
+                if way == "nursery":
+                    nursery.start_soon(model.chat, "a")
+            try:
+                await model.chat("a")
+            except AssertionError as error:
+                if way == "replaces":
+                    raise ValueError("the author's") from error
+
+    def fail(self: ChatModel, *args: Any) -> None:
+        raise AssertionError("ours")
+
+    monkeypatch.setattr(ChatModel, "_record", fail)
+    with pytest.raises(AssertionError, match="ours"):
+        play(Own)
+
+
+def test_an_own_assertion_is_the_environments() -> None:
+    class Own(Quiz):
+        async def rollout(self, task: Task, model: ChatModel) -> None:
+            await model.chat("a")
+            assert not model.trajectories, "the author's"
+
+    episode = play(Own)
+    assert episode.status is Status.ENVIRONMENT_ERROR
+    assert "running rollout: AssertionError: the author's" in (episode.trajectory.error or "")
+
+
+@pytest.mark.parametrize("catches", [False, True])
+def test_asking_from_several_tasks_at_once_ends_the_run(catches: bool) -> None:
+    """Whichever of them trio runs first, and however fast the engine answers."""
+
+    class Fast(FakeEngine):
+        async def generate(self, request: Any) -> Generation:
+            return Generation([65], [-0.5], "stop", [VersionSpan(0, 0, 1)])
+
+    class Own(Quiz):
+        async def rollout(self, task: Task, model: ChatModel) -> None:
+            async def ask(words: str) -> None:
+                try:
+                    await model.chat(words)
+                except EnvironmentDefinitionError:
+                    if not catches:
+                        raise
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(ask, "a")
+                nursery.start_soon(ask, "b")
+
+    for engine in (FakeEngine(), Fast()):
+        with pytest.raises(
+            EnvironmentDefinitionError, match=r"model\.chat is already waiting for a reply: ask one after"
+        ):
+            play(Own, engine)
+
+
+def test_a_cancelled_turn_may_be_asked_for_again() -> None:
+    class Own(Quiz):
+        async def rollout(self, task: Task, model: ChatModel) -> None:
+            engine.blocks = True
+            with trio.move_on_after(0.02):
+                await model.chat("a")
+            engine.blocks = False
+            await model.chat("a")
+
+    engine = FakeEngine()
+    assert play(Own, engine).status is Status.COMPLETED and len(engine.turns) == 1
 
 
 # --- properties -----------------------------------------------------------------------------------------------------

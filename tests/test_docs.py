@@ -19,7 +19,7 @@ from rollouts.cli import main
 from rollouts.config.resolving import resolve
 from rollouts.plugins import KINDS, VOCABULARY, hookspecs
 from rollouts.training.algorithms.aggregation import AGGREGATIONS
-from rollouts.training.algorithms.algorithm import AVAILABLE
+from rollouts.training.algorithms.algorithm import ADVANTAGE_AVAILABLE, AVAILABLE
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -143,6 +143,12 @@ def test_pages_say_no_machine_s_paths():
 @pytest.mark.parametrize("kind", VOCABULARY)
 def test_the_vocabulary_is_the_code_s(kind):
     assert rows_of(section_of("plugins.md", kind)) == VOCABULARY[kind]
+
+
+@pytest.mark.parametrize(("kind", "available"), [("losses", AVAILABLE), ("advantages", ADVANTAGE_AVAILABLE)])
+def test_what_a_run_can_give_now_is_marked(kind, available):
+    marks = dict(re.findall(r"^\| `([^`|]+)` \| .*? \| (yes|no) \|$", section_of("plugins.md", kind), re.MULTILINE))
+    assert marks == {name: "yes" if name in available else "no" for name in VOCABULARY[kind]}
 
 
 def test_every_kind_is_documented():

@@ -297,6 +297,18 @@ def test_no_steps_and_no_evaluation(here):
     assert (here / "out" / summary["checkpoint"] / "config.json").exists()
 
 
+def test_dr_grpo_divides_by_the_longest_reply_allowed(here, monkeypatch):
+    from rollouts.training.algorithms import aggregation
+
+    seen = []
+    right = aggregation.AGGREGATIONS["dr_grpo"]
+    monkeypatch.setitem(aggregation.AGGREGATIONS, "dr_grpo", lambda batch: seen.append(batch.l_max) or right(batch))
+    settings = SHORT | {"steps": 1, "eval_tasks": 0}
+    summary = rollouts.run(env="calculator", **settings, aggregation="dr_grpo", max_tokens=24, out="out")
+    assert summary["status"] == "done" and seen == [24]
+    assert lines_of("out")[0]["optim/skipped"] == 0.0
+
+
 def test_without_a_logger(here):
     rollouts.run(env="calculator", **SHORT | {"steps": 1}, logger=[], out="out")
     assert not (here / "out" / "metrics.jsonl").exists()

@@ -8,8 +8,9 @@ tokenizer comes from outside.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rollouts.lazy import lazy_face
 
 if TYPE_CHECKING:
     from rollouts.chat.format import ChatFormat, load_chat_format
@@ -26,12 +27,4 @@ _HOMES = {
     "tokenize_supervised": "masks",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__getattr__, __dir__ = lazy_face(__name__, _HOMES)

@@ -71,7 +71,8 @@ def memory_words(plan: Plan) -> str:
         return f"not known: the configuration of {settings.model} is not on this machine yet"
     total, trained = counts
     size = DTYPE_BYTES.get(str(plan.one("training").settings.get("dtype", "float32")), 4)
-    total_bytes = total * size + trained * size * 3
+    state = 4 if settings.lora_rank else size  # adapters are float32, whatever the model is
+    total_bytes = (total - trained) * size + trained * state * 4
     return (
         f"{total / 1e6:.1f} M parameters, {trained / 1e6:.2f} M trained: about {total_bytes / 2**30:.2f} GiB for "
         f"weights, gradients and AdamW; activations of {settings.tokens_per_microbatch} tokens a microbatch come on top"

@@ -287,6 +287,8 @@ def _bind(chosen: dict[str, list[Chosen]], settings: Settings) -> Algorithm:
     check_needs(algorithm)
     check_advantage(algorithm.advantage)
     if settings.mode == "sft":
+        if algorithm.aggregation == "dr_grpo":
+            raise ConfigError("--aggregation dr_grpo divides by the length of a rollout, and mode sft has none")
         rl_only = {"advantages", "old_logprobs", "rollout_logprobs", "rewards"} & needs(algorithm)
         if rl_only:
             raise ConfigError(

@@ -13,8 +13,9 @@ A name becomes a component elsewhere (rollouts.compose); nothing here imports on
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rollouts.lazy import lazy_face
 
 if TYPE_CHECKING:
     from rollouts.config.convert import complete_settings, convert_settings, convert_value
@@ -72,14 +73,4 @@ _HOMES = {
     "where": "files",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        value = getattr(importlib.import_module(f"rollouts.config.{_HOMES[name]}"), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'rollouts.config' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__getattr__, __dir__ = lazy_face(__name__, _HOMES)

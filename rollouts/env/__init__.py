@@ -7,20 +7,13 @@ environment's mistakes, before any model loads), `prompts` (the core environment
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rollouts.lazy import lazy_face
 
 if TYPE_CHECKING:
     from rollouts.env.authoring import metric, reward, tool
 
 __all__ = ["metric", "reward", "tool"]
 
-
-def __getattr__(name: str) -> Any:
-    if name in __all__:
-        return getattr(importlib.import_module("rollouts.env.authoring"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__getattr__, __dir__ = lazy_face(__name__, {name: "authoring" for name in __all__})

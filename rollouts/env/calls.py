@@ -5,7 +5,8 @@
 - A trio coroutine function runs where it is called.
 - An asyncio one runs on the process's one asyncio loop, which has a thread of its own, so that a session opened in
   `setup` can still be used by a tool. At the deadline its task is cancelled and waited for, for `GRACE_SECONDS`; a loop
-  that is blocked by then is abandoned and the next call gets a new one.
+  that is blocked by then is abandoned: the next call gets a new one, and the calls that are on the old one finish there
+  when the block ends, if their own deadlines let them.
 
 Which of the two an `async def` is, is decided by the first of these that says something:
 1. the attribute `async_library = "trio"` (or `"asyncio"`) of the environment;
@@ -34,6 +35,7 @@ from rollouts.errors import EnvironmentDefinitionError, RolloutsError
 __all__ = [
     "ABANDONED_MAX",
     "ASYNCIO_ONLY",
+    "UNDER_TRIO",
     "AbandonedCallsError",
     "CallStatistics",
     "async_library_of",
@@ -46,6 +48,8 @@ AsyncLibrary = Literal["trio", "asyncio"]
 ABANDONED_MAX = 64  # threads that ran past their deadline and still run
 SLOTS = 64  # worker threads of one trio run that work at the same time
 ASYNCIO_UNDER_TRIO = ("no running event loop", "received unrecognized yield message")  # asyncio's words, trio's words
+DECLARE = 'write `async_library = "asyncio"` in the environment\'s class'
+UNDER_TRIO = "rollout runs under trio: use trio.sleep, trio.open_nursery, ..., and leave asyncio to the tools and setup"
 GRACE_SECONDS = 2.0  # an asyncio task has this long to clean up after its cancellation
 ASYNCIO_ONLY = frozenset(
     {"aiofiles", "aiohttp", "aiomysql", "aiopg", "aiosqlite", "asyncio", "asyncpg", "asyncssh", "motor", "uvloop"}
@@ -72,7 +76,8 @@ async def call(
 ) -> Any:
     """`function(*args)`, awaited where that is needed. The wait for a worker thread is not part of the deadline.
 
-    `limiter` None: the run's own, of `SLOTS` threads. `async_library` None: by the rule in the module's docstring.
+    `limiter` None: the run's own, of `SLOTS` threads. `async_library` None: by the rule in the module's docstring;
+    given, the caller has no choice, and the author none either.
 
     Cancellation leaves a plain function running in its thread, abandoned, and an asyncio task cancelled.
 
@@ -84,13 +89,13 @@ async def call(
     """
     if inspect.iscoroutinefunction(_plain(function)):
         library = async_library or async_library_of(function)
-        return await _await(functools.partial(function, *args), library, timeout_seconds)
+        return await _await(functools.partial(function, *args), library, timeout_seconds, async_library is not None)
     value = await _call_in_thread(function, args, timeout_seconds, limiter)
     if inspect.iscoroutine(value):  # a plain function that hands out a coroutine: a wrapper around an async one
         said = async_library or _declared_library(function)
         namespace = value.cr_frame.f_globals if value.cr_frame else {}
         library = said or _library_of_code(value.cr_code, namespace)
-        return await _await(lambda: value, library, timeout_seconds)
+        return await _await(lambda: value, library, timeout_seconds, async_library is not None)
     return value
 
 
@@ -163,10 +168,12 @@ def _roots_of(code: types.CodeType | None, namespace: dict[str, Any]) -> set[str
 # --- trio and asyncio -----------------------------------------------------------------------------------------------
 
 
-async def _await(make: Callable[[], Awaitable[Any]], library: AsyncLibrary, timeout_seconds: float) -> Any:
+async def _await(
+    make: Callable[[], Awaitable[Any]], library: AsyncLibrary, timeout_seconds: float, is_fixed: bool
+) -> Any:
     with trio.fail_after(timeout_seconds):
         if library == "asyncio":
-            return await _shared_bridge().run(make)
+            return await _run_on_asyncio(make)
         try:
             return await make()
         except SystemExit as error:
@@ -175,44 +182,69 @@ async def _await(make: Callable[[], Awaitable[Any]], library: AsyncLibrary, time
             if not any(words in str(error) for words in ASYNCIO_UNDER_TRIO):
                 raise
             raise EnvironmentDefinitionError(
-                "an async method awaits asyncio code but was run under trio; "
-                'write `async_library = "asyncio"` in the environment\'s class'
+                "an async method awaits asyncio code but was run under trio; " + (UNDER_TRIO if is_fixed else DECLARE)
             ) from error
 
 
+async def _run_on_asyncio(make: Callable[[], Awaitable[Any]]) -> Any:
+    finished = trio.Event()
+    trio_token = trio.lowlevel.current_trio_token()
+
+    def wake() -> None:
+        try:
+            trio_token.run_sync_soon(finished.set)
+        except trio.RunFinishedError:
+            return  # nobody waits any more
+
+    bridge = _reserve_bridge(wake)
+    try:
+        return await bridge.run(make, wake, finished)
+    finally:
+        bridge.release(wake)
+
+
 class _AsyncioBridge:
-    """One asyncio loop in a daemon thread. `run` is called from trio, from any run."""
+    """One asyncio loop in a daemon thread. `run` is called from trio, from any run.
+
+    `waiting` holds what wakes each call that somebody in trio still waits for; it changes under the module's `_lock`.
+    An abandoned loop serves those to the end, and then stops.
+    """
 
     def __init__(self) -> None:
+        self.waiting: set[Callable[[], None]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="rollouts-asyncio", daemon=True)
-        self._abandoned = False
+        self._is_abandoned = False
+        self._has_ended = False
         self._thread.start()
         atexit.register(self.close)
 
     @property
     def usable(self) -> bool:
-        return self._thread.is_alive() and not self._abandoned
+        return not (self._has_ended or self._is_abandoned)
 
     def _serve(self) -> None:
         try:
             self._loop.run_forever()
         finally:
+            with _lock:
+                self._has_ended = True
+                left = list(self.waiting)
             self._loop.close()
-            if self._abandoned:
+            for wake in left:  # somebody's code stopped the loop: nobody else would tell these
+                wake()
+            if self._is_abandoned:
                 _count_abandoned(-1)
 
     def close(self) -> None:
         """Stop the loop and, where it still answers, wait for its thread. At interpreter exit, and when abandoned."""
         atexit.unregister(self.close)
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            if not self._abandoned:
+        if not self._has_ended:
+            self._in_loop(self._loop.stop)
+            if not self._is_abandoned:
                 self._thread.join(1.0)
 
-    async def run(self, make: Callable[[], Awaitable[Any]]) -> Any:
-        finished = trio.Event()
-        trio_token = trio.lowlevel.current_trio_token()
+    async def run(self, make: Callable[[], Awaitable[Any]], wake: Callable[[], None], finished: trio.Event) -> Any:
         tasks: list[asyncio.Task[Any]] = []
 
         async def body() -> Any:
@@ -221,49 +253,70 @@ class _AsyncioBridge:
             except SystemExit as error:  # would end the loop that all environments share
                 raise RuntimeError(f"it called sys.exit({error.code!r})") from error
 
-        def wake(_: object) -> None:
-            try:
-                trio_token.run_sync_soon(finished.set)
-            except trio.RunFinishedError:
-                return  # nobody waits any more
-
         def start() -> None:
             tasks.append(self._loop.create_task(body()))
-            tasks[0].add_done_callback(wake)
+            tasks[0].add_done_callback(lambda _: wake())
 
-        self._loop.call_soon_threadsafe(start)
-        try:
-            await finished.wait()
-        except trio.Cancelled:
-            self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
-            with trio.CancelScope(shield=True, deadline=trio.current_time() + GRACE_SECONDS):
+        if self._in_loop(start):
+            try:
                 await finished.wait()
-            if not finished.is_set():
-                self._abandon()
-            elif not tasks[0].cancelled():
-                tasks[0].exception()  # retrieved: what it raised while being cancelled has nobody to go to
-            raise
+            except trio.Cancelled:
+                await self._cancel(tasks, finished)
+                raise
+        if not tasks or not tasks[0].done():
+            raise RuntimeError("the asyncio loop that all environments share was stopped, by a tool or its library")
         if tasks[0].cancelled():
             raise RuntimeError("the asyncio task cancelled itself")
         return tasks[0].result()
 
+    async def _cancel(self, tasks: list[asyncio.Task[Any]], finished: trio.Event) -> None:
+        """Cancel the task, which may take its time to clean up; past `GRACE_SECONDS` the loop is abandoned."""
+        if not self._in_loop(lambda: tasks[0].cancel()):
+            return
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + GRACE_SECONDS):
+            await finished.wait()
+        if not finished.is_set():
+            self._abandon()
+        elif tasks and tasks[0].done() and not tasks[0].cancelled():
+            tasks[0].exception()  # retrieved: what it raised while being cancelled has nobody to go to
+
+    def _in_loop(self, callback: Callable[[], object]) -> bool:
+        """Have the loop call it; False where the loop has ended, so that nothing is left to start or to stop."""
+        try:
+            self._loop.call_soon_threadsafe(callback)
+        except RuntimeError:  # the loop is closed
+            return False
+        return True
+
     def _abandon(self) -> None:
-        if not self._abandoned:
-            self._abandoned = True
+        with _lock:
+            was_usable = self.usable
+            self._is_abandoned = self._is_abandoned or was_usable
+        if was_usable:
             _count_abandoned(+1)
+            atexit.unregister(self.close)  # its thread may be blocked for ever, and is a daemon
+
+    def release(self, wake: Callable[[], None]) -> None:
+        """Nobody waits for this call any more."""
+        with _lock:
+            self.waiting.discard(wake)
+            is_last = self._is_abandoned and not self.waiting
+        if is_last:
             self.close()
 
 
 _bridge: _AsyncioBridge | None = None
 
 
-def _shared_bridge() -> _AsyncioBridge:
+def _reserve_bridge(wake: Callable[[], None]) -> _AsyncioBridge:
+    """The process's bridge, which serves this call to the end; a new one where the last was abandoned."""
     global _bridge
     with _lock:
         if _bridge is None or not _bridge.usable:
             if _abandoned >= ABANDONED_MAX:
                 raise _too_many(_abandoned)
             _bridge = _AsyncioBridge()
+        _bridge.waiting.add(wake)
         return _bridge
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rollouts.env.authoring import environment_name, metrics_of, rewards_of, tools_of
-from rollouts.env.calls import async_library_of
+from rollouts.env.calls import UNDER_TRIO, async_library_of
 from rollouts.env.mixing import RewardTerm
 from rollouts.env.schema import tool_schema
 from rollouts.errors import EnvironmentDefinitionError, SignatureError, near_misses
@@ -52,6 +52,11 @@ def check_environment(env: Any, rewards: Sequence[RewardTerm] | None = None) -> 
     if hasattr(env, "rollout") and not inspect.iscoroutinefunction(env.rollout):
         raise EnvironmentDefinitionError(
             f"{label}.rollout must be `async def rollout(self, task, model)`: it awaits model.chat(...), under trio"
+        )
+    if hasattr(env, "rollout") and getattr(env, "async_library", None) == "asyncio":
+        raise EnvironmentDefinitionError(
+            f'{label} says async_library = "asyncio" and has a `rollout`, but {UNDER_TRIO} (without `async_library` '
+            "each method's library is seen from the names it uses)"
         )
     for tool in tools_of(env):
         tool_schema(tool.function, tool.name)
@@ -144,5 +149,6 @@ def _check_judged(label: str, has_own: bool, rewards: Sequence[RewardTerm]) -> N
     if not has_own and all(term.function is None for term in rewards):
         raise EnvironmentDefinitionError(
             f"{label} has no @reward method, so `--reward env:1` judges nothing; "
-            "give it one, or type --reward pkg/name (rollouts plugins list shows what is installed)"
+            "type --reward pkg/name or --reward ./file.py:function (rollouts plugins list shows what is installed), "
+            "or give the class a method with @reward if it is yours"
         )

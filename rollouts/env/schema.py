@@ -92,7 +92,7 @@ def validate_arguments(
         parameter = parameters[given]
         try:
             converted[given] = msgspec.convert(value, parameter.hint, strict=False)
-        except msgspec.ValidationError as error:
+        except Exception as error:  # ValidationError, or whatever a dataclass's own __post_init__ raises
             return f"argument {given!r} of {label} must be {_type_words(parameter.schema)}: {error}"
     return converted
 

@@ -15,8 +15,7 @@ Names are imported when they are first used, so that this package costs nothing 
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from rollouts.lazy import lazy_face
 
 _HOMES = {
     "GenerateRequest": "base",
@@ -40,12 +39,4 @@ __all__ = [
     "create_hf_inference",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_face(__name__, _HOMES)

@@ -21,7 +21,7 @@ from rollouts.inference.decode import (
     decode,
     evaluating,
 )
-from rollouts.inference.kv_cache import SlotCache
+from rollouts.inference.kv_cache import KVShape, SlotCache, whole_columns
 from rollouts.inference.lanes import SlotLanes
 from rollouts.inference.plain import PlainLanes
 from rollouts.inference.probe import Verdict, probe
@@ -89,7 +89,7 @@ class HFEngine:
     def _plan(self, rows: list[Row], verdict: Verdict) -> list[tuple[list[Row], int]]:
         if verdict.shape is None:
             return [(sorted(rows, key=lambda row: len(row.tokens)), self.rows_max)]
-        return plan_batches(rows, self.rows_max, max(1, self.cache_bytes // verdict.shape.token_bytes))
+        return plan_batches(rows, self.rows_max, self._tokens_max(verdict.shape))
 
     def _lanes(self, batch: list[Row], slots: int, version: int, verdict: Verdict) -> Lanes:
         if verdict.shape is None:
@@ -97,27 +97,43 @@ class HFEngine:
         longest = max(row.width_max for row in batch)
         columns = min(longest, max(len(row.tokens) for row in batch) + GROWTH)
         cache = self._cache
-        if cache is None or cache.slots < slots or cache.columns < columns:
+        # A buffer left from many short rows would be widened for all its slots.
+        if (
+            cache is None
+            or cache.slots < slots
+            or cache.columns < columns
+            or (cache.slots + 1) * max(cache.columns, whole_columns(longest)) > self._tokens_max(verdict.shape)
+        ):
             self._cache = cache = None  # free the old one first
             self._cache = cache = SlotCache(verdict.shape, slots, columns)
         return SlotLanes(
-            self.network, cache, self.sessions, version, slots=slots, prefill_tokens_max=self.prefill_tokens_max
+            self.network,
+            cache,
+            self.sessions,
+            version,
+            slots=slots,
+            columns_max=longest,
+            prefill_tokens_max=self.prefill_tokens_max,
         )
+
+    def _tokens_max(self, shape: KVShape) -> int:
+        """Tokens whose keys and values the buffer may hold."""
+        return max(1, self.cache_bytes // shape.token_bytes)
 
 
 def plan_batches(rows: list[Row], rows_max: int, tokens_max: int) -> list[tuple[list[Row], int]]:
     """Split a wave in batches by length, each with the number of lanes that may decode at once.
 
-    Rows in a batch run from short to long contexts (equal lengths in the given order); lanes x columns stay within
-    `tokens_max`, unless a single row needs more. One batch is best while it fits: lanes cost less than passes. Where
-    it does not, or where contexts are so long that attention to padding would cost more than passes, rows half as
-    long form their own.
+    Rows in a batch run from short to long contexts (equal lengths in the given order); (lanes + 1) x columns, which is
+    what a `SlotCache` takes, stay within `tokens_max`, unless a single row needs more. One batch is best while it
+    fits: lanes cost less than passes. Where it does not, or where contexts are so long that attention to padding would
+    cost more than passes, rows half as long form their own.
     """
     batches = []
     rest = sorted(rows, key=lambda row: row.width_max)
     while rest:
         width = rest[-1].width_max
-        slots = max(1, min(rows_max, tokens_max // width))
+        slots = max(1, min(rows_max, tokens_max // whole_columns(width) - 1))
         fits = slots >= min(rows_max, len(rest)) and width <= WIDE
         first = 0 if fits else next(i for i, row in enumerate(rest) if 2 * row.width_max > width)
         # The sort is stable: a group's equal prompts stay side by side, to be prefilled once.

@@ -13,6 +13,7 @@ random number. Left out: top-p and the like, stop strings, several devices.
 
 from __future__ import annotations
 
+import math
 import queue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -275,7 +276,7 @@ def create_hf_inference(
     """The embedded engine: the trainer's own model if there is a trainer, else `model`, loaded here.
 
     `seed` decides nothing: every request carries its own. Raises ModelError where the model cannot be loaded, and
-    ConfigError for a dtype or device beside a trainer's.
+    ConfigError for a setting out of its bounds, or a dtype or device beside a trainer's.
 
     Args:
         rows_max: rows decoded at once; more wait their turn within the wave
@@ -286,6 +287,16 @@ def create_hf_inference(
         dtype: of the weights, where there is no trainer to share them with; auto is float32
         device: of the weights, where there is no trainer to share them with; auto is a GPU if there is one
     """
+    bounds = (
+        ("rows-max", rows_max, rows_max >= 1, "1 or more"),
+        ("cache-gib", cache_gib, 0 < cache_gib < math.inf, "a number above 0"),
+        ("prefill-tokens-max", prefill_tokens_max, prefill_tokens_max >= 1, "1 or more"),
+        ("context-tokens", context_tokens, context_tokens >= 0, "0 (the model's own limit) or more"),
+        ("wait-seconds", wait_seconds, wait_seconds > 0, "a number above 0"),
+    )
+    for flag, given, holds, expected in bounds:
+        if not holds:
+            raise ConfigError(f"--inference.{flag} {given}: expected {expected}")
     if training is None:
         from rollouts.training.models import load_hf_model
 

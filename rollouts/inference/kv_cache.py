@@ -15,9 +15,18 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-__all__ = ["KVShape", "SlotCache"]
+__all__ = ["KVShape", "SlotCache", "whole_columns"]
 
 COLUMN_STEP = 16  # visible width grows in such steps: views are made anew less often, and kernels like multiples
+
+
+def whole_columns(columns: int) -> int:
+    """How many columns a buffer for so many has.
+
+    >>> whole_columns(17)
+    32
+    """
+    return -(-columns // COLUMN_STEP) * COLUMN_STEP
 
 
 class KVShape(NamedTuple):
@@ -52,7 +61,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
     def _allocate(self, columns: int) -> None:
         shape = self.shape
-        self.columns = -(-columns // COLUMN_STEP) * COLUMN_STEP
+        self.columns = whole_columns(columns)
         lead = (shape.layers, self.slots + 1, shape.heads, self.columns)
         # Zeros, not empty: a hidden value is weighed by an exact 0, and 0 * NaN would still be NaN.
         self.keys = torch.zeros(*lead, shape.key_dim, dtype=shape.dtype, device=shape.device)
@@ -67,12 +76,14 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
         self._window: tuple[int, int, int] = (0, 0, 0)
         self._views: list[tuple[Tensor, Tensor]] = []
 
-    def reserve(self, columns: int) -> None:
-        """Make room for positions below `columns`, keeping what is stored."""
+    def reserve(self, columns: int, columns_max: int) -> None:
+        """Make room for positions below `columns`, keeping what is stored. What is made ready ahead of need ends at
+        `columns_max`.
+        """
         if columns <= self.columns:
             return
         keys, values, width = self.keys, self.values, self.columns
-        self._allocate(max(columns, width + width // 2))
+        self._allocate(max(columns, min(width + width // 2, columns_max)))
         self.keys[..., :width, :] = keys
         self.values[..., :width, :] = values
 
@@ -82,7 +93,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
         `positions` [n, S] says where each token goes; `real` [n, S] (None: all) which tokens are not padding.
         """
         count = positions.shape[0]
-        width = min(-(-width // COLUMN_STEP) * COLUMN_STEP, self.columns)
+        width = min(whole_columns(width), self.columns)
         self._aim(start, positions, real, width)
         visible = self.visible(positions, width).view(count, 1, -1, width)
         return torch.where(visible, self._shown, self._hidden)

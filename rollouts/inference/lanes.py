@@ -19,7 +19,7 @@ PADDING_MAX = 512  # padding worth one more pass instead: about what a pass cost
 
 
 class SlotLanes:
-    """Implements `decode.Lanes`: lane i is slot i of the cache."""
+    """Implements `decode.Lanes`: lane i is slot i of the cache, which is widened to `columns_max` at most."""
 
     def __init__(
         self,
@@ -29,11 +29,12 @@ class SlotLanes:
         version: int,
         *,
         slots: int,
+        columns_max: int,
         prefill_tokens_max: int,
     ) -> None:
         assert 1 <= slots <= cache.slots, f"{slots} lanes over {cache.slots} slots"
         self.network, self.cache, self.sessions, self.version = network, cache, sessions, version
-        self.slots, self.prefill_tokens_max = slots, prefill_tokens_max
+        self.slots, self.columns_max, self.prefill_tokens_max = slots, columns_max, prefill_tokens_max
 
     def take(self, active: int, queue: list[Row]) -> list[Row]:
         """Rows join when no lane is busy or a quarter is free: a pass for one row costs much the same as for ten."""
@@ -48,7 +49,7 @@ class SlotLanes:
         """Prefill: equal new contexts once, continued sessions from their cache."""
         fresh = [row for row in rows if not row.cached]
         continued = sorted((row for row in rows if row.cached), key=lambda row: len(row.tokens) - row.cached)
-        self.cache.reserve(max(len(row.tokens) for row in rows) + 1)
+        self.cache.reserve(max(len(row.tokens) for row in rows) + 1, self.columns_max)
         logits = []
         if fresh:
             fresh, fresh_logits = self._admit_fresh(fresh, active)
@@ -118,7 +119,7 @@ class SlotLanes:
         """One token for every lane."""
         lengths = [row.length for row in rows]
         width = max(lengths) + 1
-        self.cache.reserve(width)
+        self.cache.reserve(width, self.columns_max)
         inputs, positions = torch.tensor(
             [[row.sampled[-1] for row in rows], lengths], device=self.cache.shape.device
         ).unsqueeze_(2)

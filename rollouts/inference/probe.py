@@ -79,7 +79,15 @@ def _shape(model: Any, layers: list[Any]) -> tuple[KVShape | None, str]:
 def _try(network: Network, shape: KVShape, contexts: list[list[int]]) -> str:
     """Prefill padded, continue two tokens, step once, all in slots; compare with plain passes. Empty if they agree."""
     cache = SlotCache(shape, len(contexts), max(map(len, contexts)) + 4)
-    lanes = SlotLanes(network, cache, SessionCaches(0), 0, slots=len(contexts), prefill_tokens_max=1 << 20)
+    lanes = SlotLanes(
+        network,
+        cache,
+        SessionCaches(0),
+        0,
+        slots=len(contexts),
+        columns_max=cache.columns,
+        prefill_tokens_max=1 << 20,
+    )
     rows = [Row(context, 9, frozenset(), 1.0, UniformStream(0)) for context in contexts]
     try:
         rows, first = lanes.admit(rows, 0)

@@ -205,9 +205,12 @@ def unknown_component(
     theirs = [ref for ref in of_kind if slash and normalise(ref.distribution) == normalise(owner)]
     if theirs:
         near = [f"{owner}/{bare}" for bare in near_misses(rest, [ref.name for ref in theirs])]
-        lines.append(f"{theirs[0].distribution} {theirs[0].version} has: {', '.join(ref.name for ref in theirs)}")
+        lines.append(_installed_without(kind, theirs[0].distribution, [ref.name for ref in theirs]))
     else:
         near = near_misses(name, [ref.qualified if slash else ref.name for ref in of_kind])
+        if slash and _is_installed(owner):
+            others = [ref for ref in known if normalise(ref.distribution) == normalise(owner)]
+            lines.append(_installed_without(kind, owner, [f"{KIND_WORDS[ref.kind]} {ref.name}" for ref in others]))
     if near:
         lines.append(f"did you mean: {', '.join(near)}?")
     lines.append(f"installed ({kind}): {', '.join(_names(of_kind)) or 'none'}")
@@ -220,8 +223,13 @@ def unknown_component(
         )
     lines.append("to see everything: rollouts plugins list")
     package = normalise(owner if slash else f"rollouts-{name}")
-    if not theirs and re.fullmatch(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?", package):
-        lines.append(f"if a package brings it, this may be its name (a guess): pip install {package}")
+    # A misspelt name is a name that anybody could publish under: nobody is told to install it.
+    could_be = re.fullmatch(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?", package) and not near
+    if could_be and not theirs and not _is_installed(package):
+        lines.append(
+            "if a package brings it, this may be its name (a guess; see who publishes it before you type): "
+            f"pip install {package}"
+        )
     return UnknownComponentError("\n".join(lines))
 
 
@@ -319,6 +327,23 @@ def _extra_with(distribution: str, package: str) -> str | None:
         if required and extra and normalise(required[0]) == normalise(package):
             return extra[1]
     return None
+
+
+def _installed_without(kind: str, distribution: str, has: Sequence[str]) -> str:
+    return (
+        f"{distribution} is installed but has no {KIND_WORDS[kind]} of that name "
+        f"(it has: {', '.join(has) or 'no components'})"
+    )
+
+
+def _is_installed(distribution: str) -> bool:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        version(distribution)
+    except (PackageNotFoundError, ValueError):
+        return False
+    return True
 
 
 def _names(refs: Sequence[ComponentRef]) -> list[str]:

@@ -50,6 +50,7 @@ SIGNED_KINDS = frozenset(VOCABULARY) | {"environments"}
 """The kinds whose signatures `check_signature` has rules for; of the others it refuses only what cannot be read."""
 
 _CLASS_KINDS = frozenset({"environments", "inference", "training", "loggers", "datasets", "tools", "commands"})
+_CALLED_DIRECTLY = frozenset({"losses", "advantages", "filters"})  # the trainer awaits nothing
 _NOTHING: Mapping[str, Any] = {}
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -111,8 +112,8 @@ def check_signature(component: Any, kind: str, label: str) -> Signature:
     """The signature, where it follows the rules of its kind; `label` says whose it is (`reward acme_rewards/brevity`).
 
     Raises SignatureError, with a message for each: a name that is not in the vocabulary, names that do not go together,
-    `*args`, `**kwargs`, a positional parameter with a default, a class where a function belongs, a callable without a
-    readable signature, something that cannot be called.
+    `*args`, `**kwargs`, a positional parameter with a default, a class where a function belongs, an async function
+    where nobody awaits it, a callable without a readable signature, something that cannot be called.
     """
     terms = _terms_of(component)
     if terms is not None:
@@ -124,6 +125,11 @@ def check_signature(component: Any, kind: str, label: str) -> Signature:
             f"{label}: {component.__qualname__} is a class; {_a(kind)} is called for each of its inputs\n"
             f"name a function, or an object with __call__ (such as `{component.__qualname__.lower()} = "
             f"{component.__qualname__}()`)"
+        )
+    if kind in _CALLED_DIRECTLY and _is_async(component):
+        raise SignatureError(
+            f"{label}: {_label_of(component)} is async, but {_a(kind)} is called and never awaited (a coroutine would "
+            f"be taken for its result)\nwrite it with `def`"
         )
     for parameter in _parameters(component, label):
         fault = _parameter_fault(parameter, kind)
@@ -280,6 +286,16 @@ def _terms_of(component: Any) -> list[Any] | None:
         return None
     functions: list[Callable[..., Any] | None] = [getattr(term, "function", None) for term in terms]
     return functions if functions and all(callable(function) for function in functions) else None
+
+
+def _is_async(component: Any) -> bool:
+    """Whether calling it gives a coroutine or an async generator: a function, or an object whose `__call__` does."""
+    while isinstance(component, functools.partial):
+        component = component.func
+    return any(
+        inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+        for function in (component, getattr(type(component), "__call__", None))  # noqa: B004 - the function is wanted
+    )
 
 
 def _label_of(component: Any) -> str:

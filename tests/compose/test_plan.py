@@ -417,6 +417,11 @@ def test_an_engine_that_shares_the_trainers_weights_has_no_dtype_of_its_own():
         create_hf_inference("tiny", object(), 0, dtype="bfloat16")
 
 
+def test_an_aggregation_of_rollouts_is_not_for_demonstrations():
+    with pytest.raises(ConfigError, match="--aggregation dr_grpo"):
+        make_plan(resolve({"env": "calculator", "mode": "sft", "aggregation": "dr_grpo"}))
+
+
 @pytest.mark.parametrize(
     ("settings", "lr"),
     [

@@ -104,6 +104,9 @@ def untyped(self, x):
 def two(self) -> None: ...
 
 
+async def own(self, task: Any, model: Any) -> None: ...
+
+
 def asks(self, trajectry: Any) -> float: ...
 
 
@@ -133,6 +136,7 @@ def no_self() -> float: ...
         (wrong(setup=two), r"write `def setup\(self, task\)`"),
         (wrong(reply=two), r"write `def reply\(self, trajectory\)`"),
         (wrong(rollout=lambda self, task, model: None), "must be `async def rollout"),
+        (wrong(rollout=own, async_library="asyncio"), "but rollout runs under trio: use trio.sleep, "),
         (wrong(bad=tool(untyped)), "'bad', parameter 'x' has no type hint"),
         (wrong(bad=reward(asks)), "@reward Wrong.bad asks for 'trajectry'; .* did you mean 'trajectory'?"),
         (wrong(bad=reward(asks_group)), "'trajectories'; a method of an environment may name task, trajectory, env"),
@@ -157,8 +161,10 @@ def test_somebody_must_judge() -> None:
             return []
 
     check_environment(Silent, [env_term(), reward_term("short", lambda trajectory: 1.0)])
-    with pytest.raises(EnvironmentDefinitionError, match="Silent has no @reward method"):
+    with pytest.raises(EnvironmentDefinitionError, match="Silent has no @reward method") as caught:
         check_environment(Silent, [env_term()])
+    assert "type --reward pkg/name or --reward ./file.py:function" in str(caught.value)
+    check_environment(wrong(rollout=own, async_library="trio"))
     with pytest.raises(EnvironmentDefinitionError, match="no reward was named"):
         check_environment(Base, [])
 

@@ -124,6 +124,85 @@ def test_a_blocked_loop_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     wait_until(lambda: calls.statistics().abandoned == 0)
 
 
+class Shared:
+    async def block(self, seconds: float) -> None:
+        await asyncio.sleep(0)
+        time.sleep(seconds)  # noqa: ASYNC251 - the mistake that is tested
+
+    async def nap(self, seconds: float) -> str:
+        await asyncio.sleep(seconds)
+        return "slept"
+
+    async def stop(self) -> None:
+        asyncio.get_running_loop().stop()
+        await asyncio.sleep(1)
+
+
+def outcomes_of(*calls_made: tuple[Callable[..., Any], float, float]) -> list[Any]:
+    """What became of calls that ran at once: (function, its argument, its deadline)."""
+    outcomes: list[Any] = [None] * len(calls_made)
+
+    async def one(index: int, function: Callable[..., Any], argument: Any, seconds: float) -> None:
+        try:
+            outcomes[index] = await calls.call(function, argument, timeout_seconds=seconds)
+        except Exception as error:
+            outcomes[index] = error
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            for index, (function, argument, seconds) in enumerate(calls_made):
+                nursery.start_soon(one, index, function, argument, seconds)
+
+    trio.run(main)
+    return outcomes
+
+
+def test_a_call_that_blocks_the_loop_takes_no_other_one_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B and C finish when the block ends, D's own deadline passes before; whoever comes later has a new loop."""
+    monkeypatch.setattr(calls, "GRACE_SECONDS", 0.05)
+    shared = Shared()
+    nap = functools.partial(shared.nap)
+    blocked = (shared.block, 0.5, 0.1)
+    a, b, c, d = outcomes_of(blocked, (nap, 0.02, 5.0), (shared.nap, 0.02, 5.0), (shared.nap, 0.02, 0.2))
+    assert isinstance(a, trio.TooSlowError) and isinstance(d, trio.TooSlowError)
+    assert (b, c) == ("slept", "slept")
+    assert run(shared.nap, 0, timeout_seconds=5) == "slept"
+    wait_until(lambda: calls.statistics().abandoned == 0)
+
+
+def test_cancelling_on_a_loop_that_is_closed_stays_a_cancellation(monkeypatch: pytest.MonkeyPatch) -> None:
+    bridge = calls._AsyncioBridge()
+    loop = bridge._loop
+    wait_until(loop.is_running)
+
+    class Closed:
+        """Takes the call's start, and is closed by the time of its cancellation."""
+
+        started = False
+
+        def call_soon_threadsafe(self, callback: Callable[[], Any]) -> None:
+            if self.started:
+                raise RuntimeError("Event loop is closed")
+            self.started = True
+            loop.call_soon_threadsafe(callback)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(calls, "_bridge", bridge)
+        patched.setattr(bridge, "_loop", Closed())
+        with pytest.raises(trio.TooSlowError):
+            run(Shared().nap, 0.06, timeout_seconds=0.03)
+    time.sleep(0.1)  # the nap ends by itself: nobody could cancel it
+    bridge.close()
+
+
+def test_a_loop_that_somebody_stops_fails_its_calls_by_name() -> None:
+    shared = Shared()
+    stopped, other = outcomes_of((lambda _: shared.stop(), 0, 5.0), (shared.nap, 1, 5.0))
+    for outcome in (stopped, other):
+        assert isinstance(outcome, RuntimeError) and "was stopped" in str(outcome)
+    assert run(shared.nap, 0, timeout_seconds=5) == "slept"
+
+
 def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 5
     while not condition():
@@ -232,6 +311,12 @@ def test_undeclared_asyncio_runs_where_the_code_says_so_and_else_tells_how() -> 
         run(hidden, Plain().uses_asyncio)
     with pytest.raises(EnvironmentDefinitionError, match='async_library = "asyncio"'):
         run(hidden, functools.partial(asyncio.sleep, 1))
+
+
+def test_where_trio_is_fixed_nobody_is_told_to_declare_asyncio() -> None:
+    with pytest.raises(EnvironmentDefinitionError, match=r"rollout runs under trio: use trio\.sleep") as caught:
+        run(Plain().uses_asyncio, async_library="trio")
+    assert "async_library" not in str(caught.value)
 
 
 def test_cancellation_passes_through_a_blocked_thread() -> None:

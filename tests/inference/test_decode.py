@@ -294,10 +294,39 @@ def test_batches_are_bounded_by_rows_and_tokens():
 
     assert sizes(plan_batches(rows(30, 10, 20), 8, 1000)) == [([10, 20, 30], 3)]
     assert sizes(plan_batches(rows(30, 10, 20), 2, 1000)) == [([10, 20, 30], 2)]
-    assert sizes(plan_batches(rows(30, 10, 20, 10), 8, 60)) == [([20, 30], 2), ([10, 10], 2)]
+    # 3 slots of 32 columns fit, one of them for what padding writes; then 6 of 16.
+    assert sizes(plan_batches(rows(30, 10, 20, 10), 8, 100)) == [([20, 30], 2), ([10, 10], 2)]
     assert sizes(plan_batches(rows(500), 8, 60)) == [([500], 1)]
     assert sizes(plan_batches(rows(5000, 900, 4000), 8, 10**6)) == [([4000, 5000], 2), ([900], 1)]
     assert plan_batches([], 8, 60) == []
+
+
+def test_a_buffer_of_many_short_rows_is_not_widened_for_a_few_long_ones(models, monkeypatch):
+    from rollouts.inference import engine as room
+
+    monkeypatch.setattr(room, "GROWTH", 8)
+    model = models("qwen3")
+    token_bytes = engine_of(model).verdict.shape.token_bytes
+    engine = engine_of(model, rows_max=128, cache_bytes=(128 + 1) * 16 * token_bytes)
+    assert engine.verdict
+    seen: list[tuple[int, int]] = []
+    right = SlotCache._allocate
+
+    def allocate(self, columns):
+        right(self, columns)
+        assert self.keys.nbytes + self.values.nbytes == (self.slots + 1) * self.columns * token_bytes
+        seen.append((self.slots, self.columns))
+
+    monkeypatch.setattr(SlotCache, "_allocate", allocate)
+    run(engine, [row_of([1, 2, seed % 60], seed, max_tokens=4) for seed in range(128)])
+    run(engine, [row_of([3, 4, seed % 60], seed, max_tokens=4) for seed in range(100)])
+    assert seen == [(128, 16)], "equal waves share a buffer"
+    rows = run(engine, [row_of([1, 2, seed], seed, max_tokens=200) for seed in range(8)])
+    assert max((slots + 1) * columns for slots, columns in seen) <= 129 * 16
+    assert seen[1] == (8, 16) and seen[-1] == (8, 208), "growth ends at what the longest row needs"
+    assert worst_error(model, rows) < 1e-5
+    run(engine, [row_of([1, 2, seed % 60], seed, max_tokens=4) for seed in range(128)])
+    assert seen[-1] == (128, 16)
 
 
 def test_common_prefix():

@@ -12,7 +12,7 @@ import trio
 import trio.testing
 
 import rollouts.inference as face
-from rollouts.errors import InferenceError
+from rollouts.errors import ConfigError, InferenceError, ModelError
 from rollouts.inference.base import GenerateRequest, Generation, InferenceBackend, WeightUpdate
 from rollouts.inference.hf import HFInference, create_hf_inference
 from rollouts.training.backends.futures import TorchThread
@@ -289,6 +289,25 @@ def test_create_shares_or_loads(make_model, tmp_path):
             return await engine.generate(request([1, 2, 3]))
 
     assert len(trio.run(main).tokens) == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("rows_max", 0, "--inference.rows-max 0: expected 1 or more"),
+        ("cache_gib", 0.0, "--inference.cache-gib 0.0: expected a number above 0"),
+        ("cache_gib", float("inf"), "--inference.cache-gib inf: expected"),
+        ("prefill_tokens_max", -5, "--inference.prefill-tokens-max -5: expected 1 or more"),
+        ("context_tokens", -1, "--inference.context-tokens -1: expected 0 "),
+        ("wait_seconds", 0.0, "--inference.wait-seconds 0.0: expected a number above 0"),
+    ],
+)
+def test_settings_out_of_bounds_are_refused_before_weights_are_read(name, value, words):
+    with pytest.raises(ConfigError) as caught:
+        create_hf_inference("./nowhere", None, 0, **{name: value})
+    assert words in str(caught.value)
+    with pytest.raises(ModelError, match="there is no folder"):  # control
+        create_hf_inference("./nowhere", None, 0)
 
 
 def test_it_is_an_inference_backend(models):

@@ -169,7 +169,23 @@ class _Unreadable:
     def __call__(self): ...
 
 
+async def _asynchronous(rewards): ...
+
+
+async def _generator(rewards):
+    yield 0
+
+
+class _AsyncCall:
+    async def __call__(self, rewards): ...
+
+
 REFUSED = {
+    "async filter": (_asynchronous, "filters", "_asynchronous is async, but a filter is called and never awaited"),
+    "async advantage": (functools.partial(_asynchronous), "advantages", "is async, but an advantage is called"),
+    "async loss": (_AsyncCall(), "losses", r"is async, but a loss is called(.|\n)*write it with `def`"),
+    "async generator": (_generator, "filters", "_generator is async"),
+    "async in a partial": (functools.partial(_AsyncCall()), "filters", "is async"),
     "unknown": (lambda trajectry: 0, "rewards", r"asks for 'trajectry'(.|\n)*did you mean: trajectory, trajectories\?"),
     "lists all": (lambda answer: 0, "rewards", r"a reward may name:\n  task: (.|\n)*keyword-only: `\*, answer=...`"),
     "args": (lambda *inputs: 0, "rewards", r"it takes \*inputs"),
@@ -199,6 +215,9 @@ def test_refusals(case):
     assert str(caught.value).startswith("thing acme/x: ")
 
 
+async def _asynchronous_reward(trajectory): ...
+
+
 @pytest.mark.parametrize(
     ("component", "kind"),
     [
@@ -211,6 +230,7 @@ def test_refusals(case):
         (lambda rewards, samples, trajectories, step: True, "filters"),
         (lambda logprobs, /, mask: 0, "losses"),
         (lambda anything, at_all=1: 0, "tools"),
+        (_asynchronous_reward, "rewards"),
     ],
 )
 def test_accepted(component, kind):

@@ -97,7 +97,20 @@ def test_a_source_without_training_tasks(source, exclude, words):
     assert "lower --eval-tasks" in str(caught.value)
 
 
-@pytest.mark.parametrize("value", [None, 7, {"prompt": "x"}])
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        7,
+        {"question": "x"},
+        {"prompt": 3},
+        {"prompt": "x", "info": 3},
+        Task(3),
+        Task([{"content": "x"}]),
+        [{"role": "user", "content": 3}],
+        [Message("user", "x"), None],
+    ],
+)
 def test_what_is_no_task_is_refused(value):
     """None too: it is a mistake of the source, not its end."""
     with pytest.raises(EnvironmentDefinitionError, match="must give"):
@@ -109,6 +122,26 @@ def test_as_task():
     assert as_task(task) is task
     assert as_task("a") == task
     assert as_task([Message("user", "a")]).messages == task.messages
+
+
+DICTS = [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "x"}]}]
+MESSAGES = [Message("system", "s"), Message("user", [{"type": "text", "text": "x"}])]
+
+
+def test_messages_may_be_written_as_mappings():
+    author = Task(DICTS, answer=1, id=None)
+    source = [author, DICTS, {"prompt": DICTS}, [MESSAGES[0], DICTS[1]], Task(tuple(MESSAGES)), Task(MESSAGES)]
+    drawn = DataBuffer(source, shuffle=False).get_prompts(len(source))
+    assert [task.messages for task in drawn] == [MESSAGES] * len(source)
+    assert {task.key for task in drawn} == {Task(MESSAGES).key}
+    assert drawn[0].answer == 1 and author.prompt is DICTS, "what the author made is left as it is"
+    assert [task.messages for task in draw_tasks(source, 5)] == [MESSAGES]
+
+
+def test_mappings_are_tasks():
+    row = {"prompt": "a", "answer": 2, "id": 7, "info": {"level": 1}, "topic": "sums"}
+    assert as_task(row) == Task("a", 2, {"level": 1, "topic": "sums"}, "7")
+    assert as_task({"prompt": "a"}) == as_task({"prompt": "a", "info": None}) == Task("a")
 
 
 def test_draw_tasks_draws_different_ones():

@@ -18,9 +18,9 @@ __all__ = [
     "Masks",
     "TokenWeights",
     "aggregate",
+    "check_aggregation",
     "dr_grpo",
     "group_mean",
-    "pair_mean",
     "rollout_mean",
     "sum_all",
     "token_mean",
@@ -80,30 +80,29 @@ def sum_all(batch: Masks) -> TokenWeights:
     return TokenWeights([list(mask) for mask in batch.masks], 1.0)
 
 
-def pair_mean(batch: Masks) -> TokenWeights:
-    """One weight a pair. Always refused: batches of this version carry no pairs. Raises ConfigError."""
-    raise ConfigError(
-        "the aggregation pair_mean needs pairs of rollouts, and this version's batches carry none; "
-        f"use one of {', '.join(name for name in sorted(AGGREGATIONS) if name != 'pair_mean')}"
-    )
-
-
 AGGREGATIONS: dict[str, Callable[[Masks], TokenWeights]] = {
     "dr_grpo": dr_grpo,
     "group_mean": group_mean,
-    "pair_mean": pair_mean,
     "rollout_mean": rollout_mean,
     "sum": sum_all,
     "token_mean": token_mean,
 }
 
 
+def check_aggregation(name: str) -> None:
+    """Raises ConfigError for an unknown name, with the choices."""
+    if name in AGGREGATIONS:
+        return
+    close = near_misses(name, AGGREGATIONS)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    if name.startswith("pair"):
+        hint = ": this version makes no pairs of rollouts"
+    raise ConfigError(f"unknown aggregation {name!r}{hint} (choices: {', '.join(sorted(AGGREGATIONS))})")
+
+
 def aggregate(name: str, batch: Masks) -> TokenWeights:
     """The weights of the aggregation called `name`. Raises ConfigError for an unknown name, with the choices."""
-    if name not in AGGREGATIONS:
-        close = near_misses(name, AGGREGATIONS)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(f"unknown aggregation {name!r}{hint} (choices: {', '.join(sorted(AGGREGATIONS))})")
+    check_aggregation(name)
     return AGGREGATIONS[name](batch)
 
 

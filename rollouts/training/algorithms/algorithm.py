@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollouts.errors import ConfigError, RolloutsError, SignatureError, TrainingError, near_misses, words_of
 from rollouts.training.algorithms.advantages import group_norm
-from rollouts.training.algorithms.aggregation import AGGREGATIONS
+from rollouts.training.algorithms.aggregation import check_aggregation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -171,10 +171,7 @@ def bind_algorithm(
                 f"the loss has no setting {name!r}{hint} (settings: {', '.join(sorted(known)) or 'none'})"
             )
     chosen = aggregation or algorithm.aggregation
-    if chosen not in AGGREGATIONS:
-        close = near_misses(chosen, AGGREGATIONS)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(f"unknown aggregation {chosen!r}{hint} (choices: {', '.join(sorted(AGGREGATIONS))})")
+    check_aggregation(chosen)
     terms = tuple(Term(_bound(term.function, loss_settings), term.coefficient) for term in algorithm.terms)
     function = advantage or algorithm.advantage
     if advantage_settings:

@@ -8,6 +8,7 @@ ratio of a policy to itself differ from 1. Left out: several ranks, reference mo
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -15,7 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from rollouts.errors import ConfigError, TrainingError
-from rollouts.training.algorithms.algorithm import AVAILABLE, Algorithm, check_needs, evaluate, needs, setting_of
+from rollouts.training.algorithms.algorithm import (
+    AVAILABLE,
+    Algorithm,
+    check_needs,
+    evaluate,
+    function_label,
+    needs,
+    setting_of,
+)
 from rollouts.training.algorithms.logprobs import logprobs_and_entropy
 from rollouts.training.backends import checkpoint, lora
 from rollouts.training.backends.futures import TorchThread, TrainFuture
@@ -29,6 +38,8 @@ __all__ = ["TorchBackend", "TorchSettings", "create_torch_backend"]
 
 # On a GPU a pass through a small model is mostly launches, as long as those of some thousand tokens.
 _GPU_BUCKET_SAVING_MIN = 4096
+# One step that is not finite may be a batch's bad luck and is skipped; so many in a row are weights that diverged.
+_NOT_FINITE_MAX = 3
 
 
 class TorchSettings(NamedTuple):
@@ -71,7 +82,7 @@ def create_torch_backend(
     """Load a model and make it trainable. Raises ModelError, ConfigError, SignatureError.
 
     Args:
-        dtype: of the weights: float32, bfloat16, float16, float64
+        dtype: of the weights: float32 or float64; bfloat16 and float16 only with LoRA, whose adapters are float32
         device: auto, cpu, cuda, cuda:1
         betas: of AdamW
         eps: of AdamW
@@ -96,6 +107,8 @@ def create_torch_backend(
         share_prefix=share_prefix,
         gradient_checkpointing=gradient_checkpointing,
     )
+    _check_settings(settings)  # before any weights are read
+    _check_trained_weights(lora_rank, lora_alpha, dtype)
     causal = load_hf_model(model, dtype=dtype, device=device)
     adapter = None
     if lora_rank:
@@ -132,6 +145,7 @@ class TorchBackend:
         self._optimizer = _adamw(self._parameters, settings)
         self._denominator = 0.0
         self._skipped = 0
+        self._not_finite = 0  # steps in a row that were skipped for it
         on_cpu = next(causal.parameters()).device.type == "cpu"
         self._bucket_saving_min = BUCKET_SAVING_MIN if on_cpu else _GPU_BUCKET_SAVING_MIN
         share = settings.share_prefix and not settings.gradient_checkpointing
@@ -154,7 +168,10 @@ class TorchBackend:
         return self.thread.submit(self._forward_backward, batch)
 
     def optim_step(self) -> TrainFuture[StepResult]:
-        """Divide by D once, clip, step. D = 0 or a non-finite gradient skips the step: counted, version unchanged."""
+        """Divide by D once, clip, step. D = 0 or a non-finite gradient skips the step: counted, version unchanged.
+
+        Raises TrainingError at the third step in a row that was skipped for what is not finite.
+        """
         return self.thread.submit(self._optim_step)
 
     def get_weights(self, kind: Literal["full", "adapter"] = "full") -> TrainFuture[dict[str, Any]]:
@@ -240,8 +257,9 @@ class TorchBackend:
         sums = Sums()
         try:
             with self._training_mode():
-                for rows in parts:
-                    self._microbatch(rows, batch, algorithm, requested, sums)
+                learning = [self._microbatch(rows, batch, algorithm, requested, sums) for rows in parts]
+            if learning and not any(learning):
+                raise TrainingError(_without_gradient(algorithm))
             metrics = sums.metrics(batch.denominator)
         except BaseException:
             self._forget_gradients()
@@ -251,7 +269,8 @@ class TorchBackend:
 
     def _microbatch(
         self, rows: list[Row], batch: TrainBatch, algorithm: Algorithm, requested: frozenset[str], sums: Sums
-    ) -> None:
+    ) -> bool:
+        """Add up one microbatch; False where no term's values carried a gradient."""
         wanted = [[t for t, weight in enumerate(row.loss_mask) if weight > 0] for row in rows]
         logprobs, entropy, selection, tokens = self._score(rows, wanted, batch.temperature)
         streams = _streams(rows, selection, logprobs.device)
@@ -265,11 +284,13 @@ class TorchBackend:
             available["rewards"] = torch.tensor(batch.rewards, device=logprobs.device)
         evaluation = evaluate(algorithm, available, mask)
         objective = (evaluation.values * streams["weights"]).sum()
-        if objective.requires_grad:  # a loss may be constant in the policy; then it has no gradient to add
+        learning = bool(objective.requires_grad)  # a loss may be constant in some microbatches
+        if learning:
             objective.backward()  # type: ignore[no-untyped-call]
         clip = (setting_of(algorithm, "clip_low"), setting_of(algorithm, "clip_high"))
         with torch.no_grad():
             sums.add(objective, logprobs, entropy, streams, evaluation, clip, tokens)
+        return learning
 
     def _optim_step(self) -> StepResult:
         denominator, self._denominator = self._denominator, 0.0
@@ -279,9 +300,15 @@ class TorchBackend:
         norm = 0.0
         if gradients and denominator > 0:
             norm = float(nn.utils.get_total_norm(gradients)) / denominator
-        if not gradients or denominator <= 0 or not _is_finite(norm):
+        if not gradients or denominator <= 0 or not math.isfinite(norm):
             self._skipped += 1
             self._forget_gradients()
+            self._not_finite += not math.isfinite(norm)  # with D = 0 the norm is 0.0
+            if self._not_finite >= _NOT_FINITE_MAX:
+                raise TrainingError(
+                    f"the weights or gradients were not finite in {self._not_finite} steps in a row, so training has "
+                    f"diverged; try a smaller --lr than {settings.lr:g}"
+                )
             return StepResult({"optim/lr": lr, "optim/grad_norm": norm, "optim/skipped": 1.0}, self.version)
         scale = min(1.0, settings.max_grad_norm / (norm + 1e-6)) / denominator
         with torch.no_grad():
@@ -292,6 +319,7 @@ class TorchBackend:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self.version += 1
+        self._not_finite = 0
         return StepResult({"optim/lr": lr, "optim/grad_norm": norm, "optim/skipped": 0.0}, self.version)
 
     def _forget_gradients(self) -> None:
@@ -352,6 +380,7 @@ class TorchBackend:
         self._forget_gradients()
         self.version = int(state["version"])
         self._skipped = int(state["skipped"])
+        self._not_finite = 0
 
     @property
     def _kind(self) -> str:
@@ -384,16 +413,47 @@ def _streams(rows: list[Row], selection: Selection, device: torch.device) -> dic
     return dict(zip(floats, table, strict=True)) | dict(zip(indices, numbers, strict=True))
 
 
-def _is_finite(value: float) -> bool:
-    return value == value and abs(value) != float("inf")
+def _without_gradient(algorithm: Algorithm) -> str:
+    labels = " + ".join(function_label(term.function) for term in algorithm.terms)
+    return (
+        f"the loss {labels} returned values that carry no gradient, so nothing can be learned; compute them from "
+        "`logprobs` or `entropy`, without .detach(), torch.no_grad() or a conversion to whole numbers"
+    )
 
 
 def _check_settings(settings: TorchSettings) -> None:
-    for name, value in (("lr", settings.lr), ("max_grad_norm", settings.max_grad_norm)):
-        if not (value > 0 and _is_finite(value)):
-            raise ConfigError(f"{name} is {value}; it has to be a number above 0")
-    if settings.tokens_per_microbatch < 1:
-        raise ConfigError(f"tokens_per_microbatch is {settings.tokens_per_microbatch}; it has to be 1 or more")
+    """Refuse what torch would refuse later with a traceback, or what would train nothing. Raises ConfigError."""
+    above = "a number above 0"
+    whole = "a whole number, 0 or more"
+    checks = (
+        ("--lr", settings.lr, 0 < settings.lr < math.inf, above),
+        ("--training.betas", settings.betas, all(0 <= b < 1 for b in settings.betas), "two numbers in [0, 1)"),
+        ("--training.eps", settings.eps, 0 < settings.eps < math.inf, above),
+        ("--training.weight-decay", settings.weight_decay, 0 <= settings.weight_decay < math.inf, "0 or more"),
+        ("--training.max-grad-norm", settings.max_grad_norm, 0 < settings.max_grad_norm < math.inf, above),
+        ("--training.warmup-steps", settings.warmup_steps, settings.warmup_steps >= 0, whole),
+        ("--tokens-per-microbatch", settings.tokens_per_microbatch, settings.tokens_per_microbatch >= 1, "1 or more"),
+    )
+    for flag, value, holds, expected in checks:
+        if not holds:
+            words = list(value) if isinstance(value, tuple) else value
+            raise ConfigError(f"{flag} {words}: expected {expected}")
+
+
+def _check_trained_weights(lora_rank: int, lora_alpha: float | None, dtype: str) -> None:
+    """Gradients and AdamW's moments have the dtype of what is trained: in half precision most steps round to nothing,
+    and float16 overflows. Raises ConfigError.
+    """
+    if lora_rank < 0:
+        raise ConfigError(f"--lora-rank {lora_rank}: expected 1 or more, or 0 to train all weights")
+    if lora_alpha is not None and not 0 < lora_alpha < math.inf:
+        raise ConfigError(f"--training.lora-alpha {lora_alpha}: expected a number above 0")
+    if not lora_rank and dtype in ("bfloat16", "float16"):
+        raise ConfigError(
+            f"--training.dtype {dtype}: all weights would be trained in {dtype}, where small steps round to nothing "
+            "and training stalls or diverges; type --lora-rank 16, whose adapters are float32, or "
+            "--training.dtype float32"
+        )
 
 
 def _adamw(parameters: list[nn.Parameter], settings: TorchSettings) -> torch.optim.AdamW:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from rollouts.errors import EnvironmentDefinitionError
-from rollouts.types import Task
+from rollouts.types import Message, Task
 
 __all__ = ["DataBuffer", "as_task", "draw_tasks"]
 
@@ -22,15 +24,40 @@ _END = object()  # not None: a source that yields None is mistaken, not exhauste
 
 
 def as_task(value: Any) -> Task:
-    """A Task from a Task, a prompt, or a mapping with `prompt` (other keys: answer, id, info)."""
-    if isinstance(value, Task):
-        return value
-    if isinstance(value, str | list):
-        return Task(value)
+    """A Task from a Task, a prompt, or a mapping with `prompt` (other keys: answer, id, info; the rest goes into info).
+
+    Messages may be written as mappings (`{"role": "user", "content": "..."}`). Raises EnvironmentDefinitionError.
+
+    >>> as_task({"prompt": [{"role": "user", "content": "2 + 2?"}], "answer": 4, "level": 1}).info
+    {'level': 1}
+    """
+    try:
+        if isinstance(value, Task):
+            prompt = _as_prompt(value.prompt)
+            return value if prompt is value.prompt else msgspec.structs.replace(value, prompt=prompt)
+        if isinstance(value, Mapping) and "prompt" in value:
+            rest = {key: value[key] for key in value if key not in ("prompt", "answer", "id", "info")}
+            info = {**msgspec.convert(value.get("info") or {}, dict[str, Any]), **rest}
+            identity = value.get("id")
+            return Task(
+                _as_prompt(value["prompt"]), value.get("answer"), info, None if identity is None else str(identity)
+            )
+        if isinstance(value, str | list):
+            return Task(_as_prompt(value))
+        reason = ""
+    except msgspec.ValidationError as error:
+        reason = f" ({error})"
     raise EnvironmentDefinitionError(
-        f"tasks() gave {value!r} ({type(value).__name__}); it must give rollouts.Task objects, prompts (str), or "
-        "lists of Message"
+        f"tasks() gave {value!r} ({type(value).__name__}){reason}; it must give rollouts.Task objects, prompts (text, "
+        "or a list of messages), or mappings with `prompt`"
     )
+
+
+def _as_prompt(prompt: Any) -> str | list[Message]:
+    """The prompt itself where it is one, else its messages converted. Raises msgspec.ValidationError."""
+    if isinstance(prompt, str) or (isinstance(prompt, list) and all(isinstance(m, Message) for m in prompt)):
+        return prompt
+    return msgspec.convert(prompt, list[Message])
 
 
 def draw_tasks(source: Iterable[Any], count: int) -> list[Task]:
@@ -126,5 +153,6 @@ class DataBuffer:
         raise EnvironmentDefinitionError(
             "the environment has no training task: tasks('train', rng) gave "
             + (f"only held-out tasks ({skipped} in a row)" if skipped else "nothing")
-            + "; give it more tasks, or lower --eval-tasks"
+            + "; give it more tasks, lower --eval-tasks, or let tasks('eval', rng) give other ones than "
+            "tasks('train', rng)"
         )

@@ -31,6 +31,8 @@ def test_wrong_settings_are_refused():
         room.bind_algorithm(GRPO, {"clip_hig": 0.3})
     with pytest.raises(ConfigError, match="choices: dr_grpo"):
         room.bind_algorithm(GRPO, {}, aggregation="mean")
+    with pytest.raises(ConfigError, match="no pairs of rollouts"):
+        room.bind_algorithm(GRPO, {}, aggregation="pair_mean")
 
 
 def test_a_bare_loss_becomes_an_algorithm():

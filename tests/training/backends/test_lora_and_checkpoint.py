@@ -12,7 +12,7 @@ import torch
 from rollouts.errors import ConfigError, ModelError, TrainingError
 from rollouts.training.algorithms.recipes import GRPO
 from rollouts.training.backends import lora
-from rollouts.training.backends.torch import TorchBackend, TorchSettings
+from rollouts.training.backends.torch import TorchBackend, TorchSettings, create_torch_backend
 from rollouts.training.batching import make_batch
 
 PROBE = torch.arange(20)[None]
@@ -55,6 +55,31 @@ def logits(model):
 
 def same(one, other):
     return set(one) == set(other) and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_adapters_of_a_half_precision_model_are_float32(tiny, batch, tmp_path, dtype):
+    tiny.qwen3().save_pretrained(tmp_path / "model")
+
+    def create():
+        return create_torch_backend(
+            str(tmp_path / "model"), 0, 1, 1e-2, 4, 1000, {"main": GRPO}, dtype=dtype, device="cpu"
+        )
+
+    backend = create()
+    assert backend.model.dtype == getattr(torch, dtype)
+    trained = [p for p in backend.model.parameters() if p.requires_grad]
+    assert trained and all(p.dtype == torch.float32 for p in trained)
+    train(backend, batch)
+    moments = [value for state in backend._optimizer.state.values() for value in state.values()]
+    assert moments and all(value.dtype == torch.float32 for value in moments) and backend.version == 2
+    backend.save(str(tmp_path / "checkpoint")).wait()
+    other = create()
+    other.load(str(tmp_path / "checkpoint")).wait()
+    assert all(p.dtype == torch.float32 for p in other.model.parameters() if p.requires_grad)
+    assert same(other.get_weights("adapter").wait(), backend.get_weights("adapter").wait())
+    backend.close()
+    other.close()
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt2"])

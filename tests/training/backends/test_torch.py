@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 
 import pytest
 import torch
 
-from rollouts.errors import ConfigError, SignatureError, TrainingError
+from rollouts.errors import ConfigError, ModelError, SignatureError, TrainingError
 from rollouts.training.algorithms.advantages import group_norm
 from rollouts.training.algorithms.algorithm import Algorithm, Term, as_algorithm, bind_algorithm
 from rollouts.training.algorithms.losses import entropy_bonus, ppo_clip
@@ -224,6 +225,58 @@ def test_a_gradient_that_is_not_finite_skips_the_step(tiny, backend_of):
     assert all(p.grad is None for p in backend.model.parameters())
 
 
+def test_steps_in_a_row_that_are_not_finite_stop_the_run(tiny, backend_of):
+    backend, batch = backend_of(tiny.qwen3()), batch_of(tiny.make_samples())
+    nothing_live = batch_of([dataclasses.replace(sample, reward=None) for sample in tiny.make_samples()])
+    weight = backend.model.model.norm.weight
+
+    def step(on=batch, *, broken=False):
+        right = weight.detach().clone()
+        if broken:
+            with torch.no_grad():
+                weight[0] = float("nan")
+        backend.forward_backward(on).wait()
+        try:
+            return backend.optim_step().wait().metrics["optim/skipped"]
+        finally:
+            if broken:
+                with torch.no_grad():
+                    weight.copy_(right)
+
+    # A good step in between, and steps with nothing live, neither of which is a failure.
+    assert [step(broken=True), step(broken=True), step()] == [1.0, 1.0, 0.0]
+    assert [step(nothing_live) for _ in range(4)] == [1.0] * 4
+    assert [step(broken=True), step(nothing_live), step(broken=True)] == [1.0, 1.0, 1.0]
+    with pytest.raises(TrainingError, match=r"not finite in 3 steps in a row.*smaller --lr than 0.001"):
+        step(broken=True)
+    assert backend.version == 1 and all(p.grad is None for p in backend.model.parameters())
+
+
+def test_a_loss_without_a_gradient_is_named(tiny, backend_of):
+    def detached(logprobs, advantages):
+        return -logprobs.detach() * advantages
+
+    def whole(logprobs):
+        return (logprobs > -1).long()
+
+    batch = batch_of(tiny.make_samples())
+    both = Algorithm(group_norm, "token_mean", (Term(detached), Term(whole, 0.5)))
+    for algorithm, name in ((as_algorithm(detached), "detached"), (as_algorithm(whole), "whole"), (both, r"\+ whole")):
+        with pytest.raises(TrainingError, match=rf"the loss .*{name} returned values that carry no gradient"):
+            backend_of(tiny.qwen3(), algorithm).forward_backward(batch).wait()
+    # One term may be constant beside another, and a loss in some microbatches.
+    calls = []
+
+    def sometimes(logprobs):
+        calls.append(1)
+        return -logprobs if len(calls) == 2 else torch.zeros_like(logprobs)
+
+    mixed = Algorithm(group_norm, "token_mean", (Term(detached), Term(ppo_clip)))
+    backend_of(tiny.qwen3(), mixed).forward_backward(batch).wait()
+    backend_of(tiny.qwen3(), as_algorithm(sometimes), tokens_per_microbatch=60).forward_backward(batch).wait()
+    assert len(calls) > 2
+
+
 def test_a_loss_may_name_indices_rewards_and_step(tiny, backend_of):
     seen = {}
 
@@ -289,10 +342,36 @@ def test_supervised_batches_report_no_sampler(tiny, backend_of):
 
 
 def test_wrong_settings_are_refused(tiny, tmp_path):
-    with pytest.raises(ConfigError, match="lr is 0"):
+    with pytest.raises(ConfigError, match=r"--lr 0.0: expected a number above 0"):
         TorchBackend(tiny.qwen3(), {"main": GRPO}, TorchSettings(lr=0.0))
     with pytest.raises(SignatureError, match="no reference model"):
         create_torch_backend("nowhere", 0, 1, 1e-3, 0, 100, {"main": as_algorithm(lambda ref_logprobs: ref_logprobs)})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("eps", -1.0, "--training.eps -1.0: expected a number above 0"),
+        ("eps", math.nan, "--training.eps nan: expected"),
+        ("weight_decay", -0.1, "--training.weight-decay -0.1: expected 0 or more"),
+        ("betas", (0.9, 1.0), "--training.betas [0.9, 1.0]: expected two numbers in [0, 1)"),
+        ("betas", (-0.1, 0.9), "--training.betas [-0.1, 0.9]: expected"),
+        ("max_grad_norm", 0.0, "--training.max-grad-norm 0.0: expected a number above 0"),
+        ("warmup_steps", -1, "--training.warmup-steps -1: expected a whole number, 0 or more"),
+        ("lora_alpha", 0.0, "--training.lora-alpha 0.0: expected a number above 0"),
+        ("lora_rank", -1, "--lora-rank -1: expected 1 or more, or 0"),
+        ("tokens_per_microbatch", 0, "--tokens-per-microbatch 0: expected 1 or more"),
+        ("dtype", "bfloat16", "--training.dtype bfloat16: all weights would be trained in bfloat16"),
+        ("dtype", "float16", "type --lora-rank 16, whose adapters are float32, or --training.dtype float32"),
+    ],
+)
+def test_settings_out_of_bounds_are_refused_before_weights_are_read(name, value, words):
+    given = {"lr": 1e-3, "lora_rank": 0, "tokens_per_microbatch": 100, "algorithms": {"main": GRPO}} | {name: value}
+    with pytest.raises(ConfigError) as caught:
+        create_torch_backend("./nowhere", 0, 1, **given)
+    assert words in str(caught.value)
+    with pytest.raises(ModelError, match="there is no folder"):  # control: right settings come as far as the weights
+        create_torch_backend("./nowhere", 0, 1, 1e-3, 4, 100, {"main": GRPO}, dtype="bfloat16", warmup_steps=0)
 
 
 def test_created_from_a_folder_by_name(tiny, tmp_path):
