@@ -86,6 +86,15 @@ def short_advantage(rewards):
     return rewards[1:]
 
 
+class ChatOnly:
+    trainable = False
+    context_tokens_max = 100
+
+
+def chat_only(model):
+    return ChatOnly()
+
+
 def broken_loss(logprobs):
     return {}["logprobs"]
 
@@ -166,6 +175,7 @@ RUN = ["--env", "calculator", "--out", "out"]
         (["--model", "./nowhere"], ["no folder ./nowhere", "--model tiny"]),
         (["--model", "parts.py"], ["parts.py is a file"]),
         (["--env", "./parts.py:Nothing"], ["no training task", "gave nothing"]),
+        (["--inference", "./parts.py:chat_only"], ["chat_only", "evaluation only", "--inference hf"]),
         (["--env", "./parts.py:NothingToTrain"], ["only held-out tasks", "--eval-tasks"]),
         (
             ["--env", "prompts", "--reward", "./parts.py:sometimes", "--data", "rows.jsonl"],

@@ -13,7 +13,7 @@ from rollouts.compose.plan import Plan
 from rollouts.compose.watch import Watcher
 from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE
 from rollouts.env.authoring import tools_of
-from rollouts.errors import InferenceError, ModelError, RolloutsError, RunError
+from rollouts.errors import ConfigError, ModelError, RolloutsError, RunError
 from rollouts.inference.base import InferenceBackend
 from rollouts.loggers.base import MetricsLogger, plain_settings
 from rollouts.plugins.manager import PluginFault
@@ -95,13 +95,14 @@ def make_training(plan: Plan) -> TrainingBackend:
 
 
 def make_inference(plan: Plan, backend: TrainingBackend) -> InferenceBackend:
-    """The engine. Raises InferenceError where what it returns cannot be trained on."""
+    """The engine. Raises UserError, also where what it returns cannot be trained on."""
     chosen = plan.one("inference")
     available = {"model": plan.settings.model, "training": backend, "seed": plan.settings.seed}
     inference: InferenceBackend = call_with(chosen.component, available, chosen.settings)
     if not inference.trainable and plan.settings.mode == "rl":
-        raise InferenceError(
-            f"the inference backend {chosen.name} returns no token ids, so it is good for evaluation only"
+        raise ConfigError(
+            f"--inference {chosen.name}: it returns no token ids with logprobs, so it is good for evaluation only; "
+            "type --inference hf to train"
         )
     return inference
 
