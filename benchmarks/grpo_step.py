@@ -108,7 +108,7 @@ class Ours:
     """rollouts: the parts of a run, and blocks of its steps."""
 
     def __init__(self, model: str, tasks: list[Task], steps: int, max_tokens: int) -> None:
-        self.backend = create_torch_backend(model, 0, steps, LEARNING_RATE, 0, TOKENS, {"main": GRPO})
+        self.backend = create_torch_backend(model, 0, steps, LEARNING_RATE, 0, TOKENS, {"main": GRPO}, None)
         self.inference: HFInference = create_hf_inference(model, self.backend, 0)
         self.buffer = DataBuffer(tasks, shuffle=False)
         chat = load_chat_format(AutoTokenizer.from_pretrained(model))

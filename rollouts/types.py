@@ -145,11 +145,15 @@ class Trajectory(msgspec.Struct):
 
 
 class Score(msgspec.Struct, frozen=True):
-    """A reward with its parts and, optionally, why in words. `value` is None where it could not judge."""
+    """A reward with its parts and, optionally, why in words. `value` is None where it could not judge.
+
+    `weights` are those of the parts that were added up to `value`; the others are only logged.
+    """
 
     value: float | None
     parts: dict[str, float | None] = {}
     why: str = ""
+    weights: dict[str, float] = {}
 
 
 @dataclass

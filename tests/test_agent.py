@@ -45,7 +45,7 @@ def test_a_tool_call_is_carried_out_and_answered() -> None:
     trajectory = episode.trajectory
     assert [m.role for m in trajectory.messages] == ["user", "assistant", "tool", "assistant"]
     assert trajectory.messages[2] == Message("tool", "42", tool_call_id="call_0", name="double")
-    assert (episode.status, episode.score) == (Status.COMPLETED, Score(1.0, {"right": 1.0}))
+    assert (episode.status, episode.score) == (Status.COMPLETED, Score(1.0, {"right": 1.0}, "", {"right": 1.0}))
     assert (episode.metrics["turns"], episode.metrics["tool_calls"]) == (2.0, 1.0)
     assert "tool_failures" not in episode.metrics and episode.metrics["latency_seconds"] >= 0
     assert len(trajectory.segments) == 1 and trajectory.turns == 2

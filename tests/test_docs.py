@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import shlex
 import shutil
@@ -13,13 +14,36 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from rollouts.chat import preflight
 from rollouts.cli import main
 from rollouts.config.resolving import resolve
 from rollouts.plugins import KINDS, VOCABULARY, hookspecs
-from rollouts.training.algorithms.aggregation import AGGREGATIONS
-from rollouts.training.algorithms.algorithm import ADVANTAGE_AVAILABLE, AVAILABLE
+from rollouts.plugins.index import installed_components
+from rollouts.plugins.signature import check_signature
+from rollouts.training.algorithms import Algorithm, recipes
+from rollouts.training.algorithms.advantages import group_advantages
+from rollouts.training.algorithms.aggregation import AGGREGATIONS, Masks, aggregate
+from rollouts.training.algorithms.algorithm import (
+    algorithm_settings,
+    as_algorithm,
+    bind,
+    bind_algorithm,
+    function_label,
+)
+from rollouts.training.algorithms.evaluate import evaluate
+from rollouts.training.algorithms.group_calls import (
+    batch_advantages,
+    mixed_rewards,
+    paired,
+    selected,
+    shaped_rewards,
+)
+from rollouts.training.algorithms.kl import KL_SETTINGS
+from rollouts.training.algorithms.losses import cispo, dpo, reinforce
+from rollouts.training.algorithms.needs import GROUP_ADVANTAGE_AVAILABLE, available_names, is_reward_placed
+from rollouts.training.algorithms.token_advantages import gae
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -145,10 +169,26 @@ def test_the_vocabulary_is_the_code_s(kind):
     assert rows_of(section_of("plugins.md", kind)) == VOCABULARY[kind]
 
 
-@pytest.mark.parametrize(("kind", "available"), [("losses", AVAILABLE), ("advantages", ADVANTAGE_AVAILABLE)])
-def test_what_a_run_can_give_now_is_marked(kind, available):
-    marks = dict(re.findall(r"^\| `([^`|]+)` \| .*? \| (yes|no) \|$", section_of("plugins.md", kind), re.MULTILINE))
-    assert marks == {name: "yes" if name in available else "no" for name in VOCABULARY[kind]}
+NEEDS = {
+    "a reference": {"reference": True},
+    "a critic": {"critic": True},
+    "a teacher": {"teacher": True},
+    "pairs": {"pairs": True},
+}
+
+
+@pytest.mark.parametrize("kind", ["losses", "advantages"])
+def test_what_a_run_must_have_is_marked(kind):
+    marks = dict(re.findall(r"^\| `([^`|]+)` \| .*? \| ?([^|]*?) ?\|$", section_of("plugins.md", kind), re.MULTILINE))
+    assert set(marks) == set(VOCABULARY[kind])
+    always = available_names(reference=False)
+    of = {word: available_names(**{"reference": False, **have}) - always for word, have in NEEDS.items()}
+    for name, mark in marks.items():
+        if mark == "later":
+            assert kind == "advantages" and name not in GROUP_ADVANTAGE_AVAILABLE
+        else:
+            assert mark == next((word for word, names in of.items() if name in names), "")
+    assert "critic" in str(marks.values())
 
 
 def test_every_kind_is_documented():
@@ -164,14 +204,324 @@ def test_every_hook_is_documented_with_its_signature():
         assert f"- `{name}`: " in section
 
 
-def test_what_a_loss_may_name_now():
-    documented = rows_of(section_of("losses.md", "What a loss may name"))
-    assert set(documented) == AVAILABLE
-    assert set(documented) <= set(VOCABULARY["losses"])
+def every_row_of(page: str, title: str) -> dict[str, str]:
+    """As `rows_of`, also where a section has several tables."""
+    return dict(re.findall(r"^\| `([^`|]+)` \| (.*?) \|", section_of(page, title), re.MULTILINE))
+
+
+def test_every_word_of_a_loss_has_its_shape_and_needs():
+    rows = re.findall(
+        r"^\| `(\w+)` \| (\S.*?) \| .*? \| ?([^|]*?) ?\|$",
+        section_of("losses.md", "What a loss may name"),
+        re.MULTILINE,
+    )
+    assert [name for name, _, _ in rows] == list(VOCABULARY["losses"])
+    always = available_names(reference=False)
+    for name, shape, need in rows:
+        words = VOCABULARY["losses"][name]
+        assert shape == "int" or words.startswith(shape.removesuffix(" int64")), name
+        assert bool(need) == (name not in always), name
+
+
+# The page of each kind, and the title under which the words that it may name stand.
+PLACES = {
+    "advantages": ("advantages.md", ("Of one group", "Of the whole batch")),
+    "aggregations": ("aggregations.md", ("One's own",)),
+    "kl": ("kl-and-references.md", ("An estimator of one's own",)),
+    "references": ("kl-and-references.md", ("References",)),
+    "corrections": ("corrections.md", ("One's own",)),
+    "mixers": ("shaping.md", ("Mixing",)),
+    "shapings": ("shaping.md", ("Shaping",)),
+    "selectors": ("selection.md", ("Selectors",)),
+    "pairings": ("selection.md", ("Pairs",)),
+}
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_every_word_of_a_kind_is_on_its_page(kind):
+    page, titles = PLACES[kind]
+    found = {name for title in titles for name in every_row_of(page, title)}
+    assert set(VOCABULARY[kind]) <= found
+    assert found <= set(VOCABULARY[kind]) | {ref.name for ref in installed_components(kind)}
+
+
+def core_names(kind: str) -> set[str]:
+    return {ref.name for ref in installed_components(kind) if ref.distribution == "rollouts-rl"}
+
+
+@pytest.mark.parametrize("kind", [*PLACES, "losses", "filters"])
+def test_every_component_is_on_its_page(kind):
+    page = PLACES[kind][0] if kind in PLACES else f"{kind}.md"
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert core_names(kind)
+    assert [name for name in sorted(core_names(kind)) if not re.search(rf"^\| `{name}` \|", text, re.MULTILINE)] == []
+
+
+FORMULAS = {
+    "advantages": "advantage",
+    "aggregations": "aggregation",
+    "corrections": "correction",
+    "kl": "KL",
+    "mixers": "mixer",
+    "pairings": "pairs",
+    "references": "reference",
+    "selectors": "selector",
+    "shapings": "shaping",
+}
+
+
+def test_every_component_has_a_formula():
+    text = (ROOT / "docs" / "formulas.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\w+) \| `?(\w+)`? \| (.+?) \| ?([^|]*?) ?\|$", text, re.MULTILINE)
+    named = {word: {name for kind, name, _, _ in rows if kind == word} for word, _, _, _ in rows}
+    for kind, word in FORMULAS.items():
+        assert named[word] - {"steered"} == core_names(kind)
+    algorithms = [getattr(recipes, name) for name in recipes.__all__]
+    functions = {function_label(term.function) for algorithm in algorithms for term in algorithm.terms}
+    assert named["loss"] == functions | {"distill_topk"}
+
+
+def test_the_table_of_algorithms_is_the_code_s():
+    rows = re.findall(
+        r"^\| `(\w+)` \| (.*?) \| (.*?) \| `(\w+)` \| (.*?) \|$", section_of("losses.md", "An algorithm"), re.MULTILINE
+    )
+    named = {ref.name: ref.value for ref in installed_components("losses") if ref.distribution == "rollouts-rl"}
+    assert {name for name, *_ in rows} == set(named)
+    for name, terms, advantage, aggregation, rest in rows:
+        if not named[name].startswith(recipes.__name__):
+            continue
+        algorithm: Algorithm = getattr(recipes, named[name].partition(":")[2])
+        own = [term for term in algorithm.terms if function_label(term.function) != "entropy_bonus"]
+        written = [word for word in re.findall(r"`(\w+)`", terms) if not word.endswith("_coef") and word != "clip_high"]
+        assert written == [function_label(term.function) for term in own]
+        defaults = {setting.name: setting.default for setting in algorithm_settings(algorithm)}
+        for setting, value in re.findall(r"`(\w+_coef|clip_high)` ([0-9.]+)", terms):
+            assert defaults[setting] == float(value)
+        assert aggregation == function_label(algorithm.aggregation)
+        assert advantage in ("none", f"`{function_label(algorithm.advantage)}`")
+        parts = [*algorithm.shaping, *algorithm.filters, algorithm.select, algorithm.pairs]
+        brought = {function_label(part) for part in parts if part is not None}
+        assert set(re.findall(r"`(\w+)`", rest)) - {"rollouts"} == brought
+        has_entropy = any(term.name == "entropy" and term.coefficient == 0 for term in algorithm.terms)
+        assert has_entropy == (name not in ("sft", "dpo")) and algorithm.kl is None
 
 
 def test_every_aggregation_is_documented():
-    assert set(rows_of(section_of("losses.md", "Aggregations"))) == set(AGGREGATIONS)
+    assert (
+        set(rows_of(section_of("aggregations.md", "The core's own"))) == set(AGGREGATIONS) == core_names("aggregations")
+    )
+
+
+def test_the_settings_of_a_kl_term_are_the_code_s():
+    section = section_of("kl-and-references.md", "What every KL term can be told")
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", section, re.MULTILINE)
+    assert rows == [(s.name, "none" if s.default is None else str(s.default)) for s in KL_SETTINGS]
+
+
+ALGORITHM_PAGES = (
+    "losses.md",
+    "advantages.md",
+    "aggregations.md",
+    "kl-and-references.md",
+    "corrections.md",
+    "shaping.md",
+    "selection.md",
+    "critics-and-teachers.md",
+    "schedules.md",
+    "filters.md",
+)
+
+
+def files_of(page: str) -> dict[str, str]:
+    """The files that a page gives whole: a line with the name, and the block below it."""
+    lines = (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()
+    found = {}
+    for block in blocks_of(ROOT / "docs" / page):
+        above = [line for line in lines[: block.line - 1] if line.strip()]
+        match = re.fullmatch(r"`([\w.]+)`:", above[-1])
+        if match:
+            found[match[1]] = block.text
+    return found
+
+
+COMPOSED = [
+    pytest.param(page, command, id=f"{page}-{number}")
+    for page in ALGORITHM_PAGES
+    for block in blocks_of(ROOT / "docs" / page)
+    if block.info[:1] == ["bash"]
+    for number, command in enumerate(commands_of(block), start=block.line)
+    if command.startswith("rollouts run") and not re.search(r" acme_", command)  # these run in tests/packages
+]
+
+
+@pytest.mark.parametrize(("page", "command"), COMPOSED)
+def test_commands_compose(page, command, tmp_path, monkeypatch, capsys):
+    """Not only read: found, told its settings, checked. No model loads."""
+    monkeypatch.chdir(tmp_path)
+    for name, text in files_of(page).items():
+        (tmp_path / name).write_text(text)
+    argv = [word for word in shlex.split(command)[1:] if word != "--dry-run"]
+    assert main([*argv, "--dry-run"]) == 0, capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == sorted(files_of(page))
+
+
+def test_a_command_that_does_not_compose_would_be_seen(tmp_path, monkeypatch, capsys):
+    with pytest.raises(AssertionError, match="critic"):
+        test_commands_compose("losses.md", "rollouts run --env calculator --loss ppo", tmp_path, monkeypatch, capsys)
+
+
+def example(page: str, file: str, name: str, kind: str):
+    """A component as a page gives it, its signature checked."""
+    namespace: dict[str, object] = {"__name__": file.removesuffix(".py")}
+    exec(compile(files_of(page)[file], f"docs/{page}:{file}", "exec"), namespace)
+    component = namespace[name]
+    if not isinstance(component, Algorithm):
+        check_signature(component, kind, name)
+    return component
+
+
+def test_the_documented_loss_is_the_packaged_one():
+    folder = ROOT / "tests" / "packages" / "sources" / "acme_cispo"
+    assert files_of("losses.md")["acme_cispo.py"] == (folder / "acme_cispo.py").read_text()
+    assert files_of("losses.md")["pyproject.toml"] == (folder / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize("settings", [{}, {"clip_low": 0.2, "clip_high": 0.3}, {"clip_high": 1.5}], ids=str)
+def test_the_documented_loss_gives_the_core_s_numbers(settings):
+    torch.manual_seed(0)
+    old = -torch.rand(64).mul(4)
+    given = {"old_logprobs": old, "advantages": torch.randn(64), "mask": torch.ones(64)}
+    results = []
+    for function in (example("losses.md", "acme_cispo.py", "acme_cispo", "losses"), cispo):
+        logprobs = (old + torch.randn(64, generator=torch.Generator().manual_seed(1))).requires_grad_()
+        algorithm = bind_algorithm(as_algorithm(function), settings)
+        found = evaluate(algorithm, {**given, "logprobs": logprobs}, given["mask"])
+        found.values.sum().backward()
+        results.append((found, logprobs.grad))
+    (own, own_gradient), (core, core_gradient) = results
+    torch.testing.assert_close(own.values, core.values, rtol=0, atol=0)
+    torch.testing.assert_close(own_gradient, core_gradient, rtol=0, atol=0)
+    assert own.metrics["weight_max"].kind == "max" and 0 < float(own.metrics["capped_frac"].value) < 64
+    bound = settings.get("clip_high", 4.0)
+    assert float(own.metrics["weight_max"].value) == pytest.approx(1 + bound)
+
+
+def test_one_value_a_rollout():
+    sequence_loss = example("losses.md", "sequence_loss.py", "sequence_loss", "losses")
+    logprobs = torch.tensor([-1.0, -2.0, math.nan, -3.0], requires_grad=True)
+    mask, rollouts = torch.tensor([1.0, 1.0, 0.0, 1.0]), torch.tensor([0, 4, 4, 4])
+    advantages = torch.tensor([1.0, -1.0, -1.0, -1.0])
+    values = sequence_loss(logprobs, advantages, mask, rollouts)
+    torch.testing.assert_close(values, torch.tensor([1.0, -5.0]))
+    masks = Masks([[1.0], [1.0, 0.0, 1.0]], [0, 4], [0, 0])
+    assert aggregate("per_rollout", masks).denominator == len(values)
+
+
+def test_the_composed_algorithm():
+    cautious = example("losses.md", "my_algorithm.py", "CAUTIOUS", "losses")
+    bound = bind_algorithm(cautious, {"entropy_coef": 0.0, "clip_high": 0.28})
+    assert [term.coefficient for term in bound.terms] == [1.0, 0.0]
+    assert cautious.kl is not None and not is_reward_placed(cautious.kl.function)
+
+
+def test_the_advantages():
+    best_of = example("advantages.md", "best_of.py", "best_of", "advantages")
+    assert group_advantages(best_of, [1.0, None, 1.0, 0.0], lengths=[9, 1, 5, 2]) == [-1.0, 0.0, 1.0, -1.0]
+    assert group_advantages(bind(best_of, {"margin": 1.0}), [1.0, 0.0], lengths=[3, 2]) == [-1.0, 1.0]
+    batch_mean = example("advantages.md", "batch_mean.py", "batch_mean", "advantages")
+    available = {
+        "rewards": torch.tensor([1.0, math.nan, 0.0], dtype=torch.float64),
+        "mask": torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0]),
+        "rollout_index": torch.tensor([0, 0, 0, 1, 2]),
+    }
+    advantages, returns = batch_advantages(bind(batch_mean, {"scale": 2.0}), available, 5)
+    assert advantages.tolist() == [0.0, 1.0, 1.0, 0.0, -1.0] and returns is None
+
+
+def test_the_aggregation():
+    sqrt_length = example("aggregations.md", "sqrt_length.py", "sqrt_length", "aggregations")
+    batch = Masks([[0.0, 1.0, 1.0], [1.0, 1.0], [1.0], [0.0]], [0, 0, 1, 2], [0, 0, 0, 0])
+    for power, name in ((0.0, "token_mean"), (1.0, "rollout_mean")):
+        assert aggregate(bind(sqrt_length, {"power": power}), batch) == aggregate(name, batch)
+    found = aggregate(sqrt_length, batch)
+    assert found.weights == [[0.0, 0.5, 0.5], [0.5, 0.5], [1.0], [0.0]] and found.denominator == 3.0
+
+
+def test_the_kl_estimators():
+    excess = example("kl-and-references.md", "my_kl.py", "excess", "kl")
+    surprise = example("kl-and-references.md", "my_kl.py", "surprise", "kl")
+    assert not is_reward_placed(excess) and is_reward_placed(surprise)
+    logprobs = torch.tensor([-1.0, -1.0, -3.0], requires_grad=True)
+    reference = torch.tensor([-1.0, -1.4, -1.0])
+    excess(logprobs, reference).sum().backward()
+    assert logprobs.grad.tolist() == [0.0, 0.0, -1.5]  # towards the reference, and only beyond what is free
+    assert surprise(logprobs.detach(), reference).tolist() == pytest.approx([0.0, 0.4, 0.0])
+
+
+def test_the_reference_rule():
+    halfway = example("kl-and-references.md", "my_reference.py", "halfway", "references")
+    reference, policy = [torch.zeros(2)], [torch.ones(2, dtype=torch.bfloat16)]
+    for version, expected in ((0, 0.0), (49, 0.0), (50, 0.5), (51, 0.5), (100, 0.75)):
+        halfway(reference, policy, version)
+        assert reference[0].tolist() == [expected] * 2 and policy[0].tolist() == [1.0] * 2
+
+
+def test_the_correction():
+    close_only = example("corrections.md", "my_correction.py", "close_only", "corrections")
+    assert close_only(torch.tensor([-1.0, -3.0]), torch.tensor([-1.5, -1.0])).tolist() == [1.0, 0.0]
+
+
+def test_the_mixer_and_the_shaping():
+    gated = example("shaping.md", "gated.py", "gated", "mixers")
+    parts = [{"right": 1.0, "short": 2.0}, None, {"right": 0.0, "short": 2.0}]
+    assert mixed_rewards(gated, parts, {"right": 1.0, "short": -0.1}) == pytest.approx([0.8, None, 0.0])
+    patience = example("shaping.md", "patience.py", "patience", "shapings")
+    given = {"lengths": [1, 2, 3], "truncated": [False, False, True], "max_tokens": 3}
+    assert shaped_rewards(patience, [1.0, None, 1.0], **given, step=99) == [1.0, None, 1.0]
+    assert shaped_rewards(patience, [1.0, None, 1.0], **given, step=100) == [1.0, None, 0.5]
+
+
+def test_the_selector_and_the_pairs():
+    short_and_good = example("selection.md", "short_and_good.py", "short_and_good", "selectors")
+    eligible = [True, True, True, False, True]
+    kept = selected(short_and_good, [1.0, 1.0, 0.0, 1.0, 1.0], eligible, lengths=[9, 5, 1, 1, 7])
+    assert kept == [False, True, False, False, True]
+    assert selected(short_and_good, [0.0, 0.5], [True, True], lengths=[1, 1]) == [False, False]
+    neighbours = example("selection.md", "neighbours.py", "neighbours", "pairings")
+    assert paired(neighbours, [0.0, 1.0, 0.5, 1.0], [True, True, True, False], lengths=[1] * 4) == [(1, 2), (2, 0)]
+    assert paired(neighbours, [1.0, 1.0], [True, True], lengths=[1, 1]) == []
+
+
+def test_the_loss_of_pairs():
+    hinge = example("selection.md", "hinge.py", "hinge", "losses")
+    assert as_algorithm(hinge).aggregation == "pair_mean"
+    logprobs = torch.tensor([-1.0, -1.0, -2.0, -2.0], requires_grad=True)
+    reference = torch.tensor([-1.0, -2.0, -2.0, -1.5])
+    signs, pairs = torch.tensor([1.0, 1.0, -1.0, -1.0]), torch.tensor([3, 7, 3, 7])
+    values = hinge(logprobs, reference, signs, pairs)
+    assert values.tolist() == [1.0, 0.0]  # as far apart as the reference: the whole margin; 1.5 apart: enough
+    assert values.shape == dpo(logprobs, reference, signs, pairs).shape
+    values.sum().backward()
+    assert logprobs.grad.tolist() == [-1.0, 0.0, 1.0, 0.0]
+
+
+def test_the_critic_s_loss():
+    actor_critic = example("critics-and-teachers.md", "my_critic_loss.py", "ACTOR_CRITIC", "losses")
+    assert {"knee", "value_coef"} == {setting.name for setting in algorithm_settings(actor_critic)}
+    assert actor_critic.advantage is gae and actor_critic.terms[0].function is reinforce
+    values = torch.tensor([0.0, 0.0, 0.0], requires_grad=True)
+    actor_critic.terms[1].function(values, torch.tensor([0.0, 0.2, 9.0])).sum().backward()
+    assert values.grad.tolist() == pytest.approx([0.0, -0.2, -0.5])
+
+
+def test_the_teacher_s_loss():
+    reverse_topk = example("critics-and-teachers.md", "reverse_topk.py", "reverse_topk", "losses")
+    student = torch.tensor([[-1.0, -2.0], [-3.0, -1.0]], requires_grad=True)
+    teacher = torch.tensor([[-1.5, -2.5], [-1.0, -3.0]])
+    values = reverse_topk(student, teacher)
+    assert values[0].item() == pytest.approx(0.0, abs=1e-6) and values[1].item() > 1.0
+    values.sum().backward()
+    assert student.grad[1, 0] < 0 < student.grad[1, 1]  # what the teacher finds likelier becomes likelier
 
 
 def test_the_documented_environment_is_the_tested_one():
@@ -192,5 +542,4 @@ def test_core_components_are_documented():
     points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     assert set(points["rollouts.losses"]) == set(rows_of(section_of("losses.md", "An algorithm")))
     assert set(points["rollouts.filters"]) == set(rows_of(section_of("filters.md", "The core's own")))
-    for name in points["rollouts.advantages"]:
-        assert f"`{name}`" in section_of("losses.md", "Advantages")
+    assert set(points["rollouts.advantages"]) == set(rows_of(section_of("advantages.md", "The core's own")))

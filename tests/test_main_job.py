@@ -301,8 +301,13 @@ def test_dr_grpo_divides_by_the_longest_reply_allowed(here, monkeypatch):
     from rollouts.training.algorithms import aggregation
 
     seen = []
-    right = aggregation.AGGREGATIONS["dr_grpo"]
-    monkeypatch.setitem(aggregation.AGGREGATIONS, "dr_grpo", lambda batch: seen.append(batch.l_max) or right(batch))
+    right = aggregation.dr_grpo
+
+    def watched(masks, rollout_index, max_tokens):
+        seen.append(max_tokens)
+        return right(masks, rollout_index, max_tokens)
+
+    monkeypatch.setattr(aggregation, "dr_grpo", watched)
     settings = SHORT | {"steps": 1, "eval_tasks": 0}
     summary = rollouts.run(env="calculator", **settings, aggregation="dr_grpo", max_tokens=24, out="out")
     assert summary["status"] == "done" and seen == [24]

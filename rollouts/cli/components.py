@@ -5,14 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rollouts.config.convert import complete_settings, convert_settings
-from rollouts.config.resolving import Resolved, settings_path
-from rollouts.config.settings import COMPONENT_KINDS
+from rollouts.config.merging import settings_path
+from rollouts.config.resolving import Resolved
+from rollouts.config.settings import AUTO, COMPONENT_KINDS, OWN
 
 if TYPE_CHECKING:
     from rollouts.config.flags import Tree
-    from rollouts.plugins.signature import Setting
+    from rollouts.plugins.manager import PluginManager
+    from rollouts.plugins.signature import Setting, Signature
 
 __all__ = ["explain_components"]
+
+_WORDS = {"reward": "env", "correction": AUTO, "shaping": OWN, "filter": OWN}
+"""Names that are no components: the environment's or the algorithm's own have no entry point."""
 
 
 def explain_components(resolved: Resolved, given: Tree) -> tuple[Resolved, dict[tuple[str, ...], tuple[Setting, ...]]]:
@@ -22,18 +27,17 @@ def explain_components(resolved: Resolved, given: Tree) -> tuple[Resolved, dict[
     """
     from rollouts.plugins.index import KIND_WORDS
     from rollouts.plugins.manager import PluginManager
-    from rollouts.plugins.signature import REQUIRED, Signature, check_signature
+    from rollouts.plugins.signature import REQUIRED, Signature
 
     manager = PluginManager()
     signatures: dict[tuple[str, ...], tuple[Setting, ...]] = {}
     components = {key: list(chosen) for key, chosen in resolved.components.items()}
     for key, kind in COMPONENT_KINDS.items():
         for index, component in enumerate(components[key] if key in given else ()):
-            # The environment's own rewards, and an algorithm's own advantage, have no entry point.
-            if not component.name or (key == "reward" and component.name == "env"):
+            if not component.name or component.name == _WORDS.get(key):
                 continue
             label = f"{KIND_WORDS[kind]} {component.name}"
-            signature = check_signature(manager.load(manager.find(kind, component.name)), kind, label)
+            signature = _signature(manager, kind, component.name, label)
             path = settings_path(key, component)
             signatures[path] = signature.settings
             fillable = Signature(
@@ -43,3 +47,10 @@ def explain_components(resolved: Resolved, given: Tree) -> tuple[Resolved, dict[
             converted = convert_settings(fillable, component.settings, label, resolved.source, path)
             components[key][index] = component._replace(settings=complete_settings(fillable, converted))
     return resolved._replace(components=components), signatures
+
+
+def _signature(manager: PluginManager, kind: str, name: str, label: str) -> Signature:
+    """All that the component can be told. Imported late: a file of defaults needs no component."""
+    from rollouts.compose.choosing import signed
+
+    return signed(manager.load(manager.find(kind, name)), kind, label)[1]

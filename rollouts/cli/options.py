@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE, SettingInfo, setting_infos
+from rollouts.config.settings import COMPONENT_KINDS, FILE_ONLY, MULTIPLE, SettingInfo, setting_infos
 from rollouts.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,13 +44,13 @@ class SettingsCommand(click.Command):
         """The options that are settings by their groups, then the command's own."""
         options = [parameter for parameter in self.get_params(ctx) if isinstance(parameter, click.Option)]
         records = {option.name: option.get_help_record(ctx) for option in options}
-        infos = [info for info in setting_infos() if records.get(info.name) or info.name == "template"]
+        infos = [info for info in setting_infos() if records.get(info.name) or info.name in FILE_ONLY]
         for group in dict.fromkeys(info.group for info in infos):
             rows = []
             for info in infos:
                 if info.group == group:
                     record = records.pop(info.name, None)
-                    rows.append(record or ("--template.ARGUMENT VALUE", f"{info.doc}  [default: {info.default_text}]"))
+                    rows.append(record or (FILE_ONLY[info.name], f"{info.doc}  [default: {info.default_text}]"))
             with formatter.section(group):
                 formatter.write_dl(rows)
         own = [record for record in records.values() if record]
@@ -59,16 +59,20 @@ class SettingsCommand(click.Command):
 
 
 def setting_options(leave_out: Iterable[str] = ()) -> list[click.Parameter]:
-    """An argument for the file and an option for every core setting; `template` has dotted flags only."""
+    """An argument for the file and an option for every core setting but those of FILE_ONLY.
+
+    `--schedule` is hidden: whoever types it is told what to write in the file.
+    """
     options: list[click.Parameter] = [click.Argument(["file"], required=False, metavar="[FILE]")]
     for info in setting_infos():
-        if info.name in ("template", *leave_out):
+        if info.name == "template" or info.name in leave_out:
             continue
         options.append(
             click.Option(
                 [info.flag, info.name],
                 multiple=info.name in MULTIPLE,
                 metavar=_metavar(info),
+                hidden=info.name in FILE_ONLY,
                 help=f"{info.doc}  [default: {info.default_text}]",
             )
         )
@@ -80,7 +84,7 @@ def _metavar(info: SettingInfo) -> str:
         return "|".join(info.choices)
     if info.name in COMPONENT_KINDS:
         return "NAME"
-    return "X" if info.default is None else _METAVARS[type(info.default)]
+    return "X" if info.default is None else _METAVARS.get(type(info.default), "VALUE")
 
 
 def read_settings(
@@ -91,7 +95,8 @@ def read_settings(
     `forced` is what the command itself decides. Raises ConfigError.
     """
     from rollouts.config.files import NOWHERE, load_file
-    from rollouts.config.resolving import merge, resolve
+    from rollouts.config.merging import merge
+    from rollouts.config.resolving import resolve
 
     flags = _flags(options)
     tree, source = load_file(file) if file else ({}, NOWHERE)

@@ -49,9 +49,9 @@ def list_(kind: str | None, with_hooks: bool) -> int:
 @click.option("--kind", metavar="KIND", help="The kind, where components of several kinds have that name.")
 def show(name: str, kind: str | None) -> int:
     """Show one component: what it is, what it receives and its settings. It is imported for that."""
+    from rollouts.compose.choosing import signed
     from rollouts.plugins.index import KIND_WORDS
     from rollouts.plugins.manager import PluginManager
-    from rollouts.plugins.signature import check_signature
 
     manager = PluginManager()
     ref = _find(manager, kind, name)
@@ -66,7 +66,7 @@ def show(name: str, kind: str | None) -> int:
     if own and own != type(component).__doc__:
         lines += ["", *(f"  {line}".rstrip() for line in inspect.cleandoc(own).splitlines())]
     if ref.kind != "commands":
-        lines += _signature_lines(ref.kind, check_signature(component, ref.kind, label))
+        lines += _signature_lines(ref.kind, signed(component, ref.kind, label)[1])
     click.echo("\n".join(lines))
     return 0
 

@@ -1,11 +1,13 @@
 """Names become functions, only here: a resolved configuration becomes a plan, and a plan a run.
 
-plan.py      every component found, imported, checked and told its settings; no model is loaded
-describe.py  a plan in words: what `--dry-run` prints
-parts.py     the stateful parts of a run: model, engine, folder, loggers
-launch.py    the loop runs, the folder is written
-manifest.py  what the run was made of
-watch.py     what is told to whoever watches
+plan.py        every component found, imported, checked and told its settings; no model is loaded
+choosing.py    one component: found, and told its settings
+algorithms.py  the chosen ones as Algorithms, a stage each, and every check of them
+describe.py    a plan in words: what `--dry-run` prints
+parts.py       the stateful parts of a run: model, engine, folder, loggers
+launch.py      the loop runs, the folder is written
+manifest.py    what the run was made of
+watch.py       what is told to whoever watches
 """
 
 from __future__ import annotations

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollouts.config import to_toml
+from rollouts.config import OWN, to_toml
 from rollouts.config.settings import COMPONENT_KINDS
 from rollouts.env.authoring import tools_of
 from rollouts.errors import ModelError
 from rollouts.run_folder import check_out
-from rollouts.training.algorithms.algorithm import function_label
+from rollouts.training.algorithms.algorithm import KL, Algorithm, active_terms, function_label, unwrapped
+from rollouts.training.algorithms.needs import is_reward_placed
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.models import resolve_model_name
 
 if TYPE_CHECKING:
     from rollouts.compose.plan import Chosen, Plan
 
-__all__ = ["describe", "memory_words"]
+__all__ = ["describe", "memory_words", "objective_words"]
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -35,22 +38,20 @@ def describe(plan: Plan) -> str:
         DataBuffer(plan.training_source(), seed=plan.settings.seed, exclude=exclude).get_prompts(1)
     else:
         next(iter(plan.demonstrations()), None)
-    algorithm = plan.algorithm
-    terms = " + ".join(
-        f"{'' if term.coefficient == 1 else f'{term.coefficient:g} * '}{function_label(term.function)}"
-        for term in algorithm.terms
-    )
     lines = [
         to_toml(plan.resolved).rstrip(),
         "",
         "# Composed",
-        *(_component_line(key, each) for key in COMPONENT_KINDS for each in plan.chosen[key]),
+        *(_component_line(key, each) for key in COMPONENT_KINDS for each in plan.chosen[key] if each.component != ()),
+        *_scheduled_lines(plan),
         f"tools: {', '.join(tool.name for tool in tools_of(plan.make_env())) or 'none'}",
         f"held-out tasks: {len(held_out)}",
-        f"objective: {terms}; advantage {function_label(algorithm.advantage)}; aggregation {algorithm.aggregation}",
+        *(_stage_line(plan, number) for number in range(len(plan.schedule))),
         f"the loss needs: {', '.join(plan.needs)}",
+        *_companion_lines(plan),
         f"learning rate: {plan.lr:g}",
         f"memory: {memory_words(plan)}",
+        *(f"note: {note}" for note in plan.notes),
         "nothing was loaded or written",
     ]
     return "\n".join(lines)
@@ -58,25 +59,123 @@ def describe(plan: Plan) -> str:
 
 def _component_line(key: str, chosen: Chosen) -> str:
     if chosen.ref is None:
-        return f"{key}: {chosen.name or 'the algorithm’s own'}"
+        return f"{key}: {'the algorithm’s own' if chosen.name in ('', OWN) else chosen.name}"
     origin = f"{chosen.ref.distribution} {chosen.ref.version}".strip() or chosen.ref.value
     return f"{key}: {chosen.name} ({origin})"
 
 
+def _scheduled_lines(plan: Plan) -> Iterator[str]:
+    """The components that only later stages bring."""
+    known = {each.ref for several in plan.chosen.values() for each in several}
+    for stage, chosen in zip(plan.schedule[1:], plan.stages_chosen[1:], strict=True):
+        for key, several in chosen.items():
+            for each in several:
+                if each.ref is not None and each.ref not in known:
+                    yield f"from step {stage.step}: {_component_line(key, each)}"
+
+
+def _stage_line(plan: Plan, number: int) -> str:
+    stage = plan.schedule[number]
+    begin = f"objective from step {stage.step}" if number else "objective"
+    return f"{begin}: {objective_words(stage.algorithm, correction_auto=plan.correction_auto)}"
+
+
+def objective_words(algorithm: Algorithm, *, correction_auto: bool = False) -> str:
+    """What is trained, in one line: terms with their coefficients, then each part that is used.
+
+    >>> from rollouts.training.algorithms.recipes import GRPO
+    >>> objective_words(GRPO)
+    'ppo_clip; advantage group_norm; aggregation token_mean'
+    """
+    terms = [f"{_times(term.coefficient)}{_call_words(term.function)}" for term in active_terms(algorithm)]
+    kl, notes = algorithm.kl, []
+    if kl is not None:
+        off = is_reward_placed(kl.function)
+        words = f"{_times(kl.coefficient)}{_call_words(kl.function)}"
+        notes.append(f"KL {words} {'off the advantages' if off else 'in the loss'}{_kl_words(kl)}")
+    compared = algorithm.pairs is not None
+    if not compared:
+        notes.append(f"advantage {_call_words(algorithm.advantage)}")
+    notes.append(f"aggregation {_call_words(algorithm.aggregation)}")
+    named = {"mix": algorithm.mix, "select": algorithm.select, "pairs": algorithm.pairs}
+    notes += [f"{key} {_call_words(function)}" for key, function in named.items() if function is not None]
+    if algorithm.shaping:
+        notes.append(f"shaping {', '.join(map(_call_words, algorithm.shaping))}")
+    if algorithm.correction is not None:
+        where = " where another engine samples" if correction_auto else ""
+        notes.append(f"correction {_call_words(algorithm.correction)}{where}")
+    return "; ".join([" + ".join(terms), *notes])
+
+
+def _times(coefficient: float) -> str:
+    return "" if coefficient == 1 else f"{coefficient:g} * "
+
+
+def _kl_words(kl: KL) -> str:
+    cut = f", cut at {kl.threshold:g}" if kl.threshold is not None else ""
+    return cut + (f", steered to {kl.target:g} nats a token" if kl.target is not None else "")
+
+
+def _call_words(function: Any) -> str:
+    """A function with what was bound to it, where that is not its own default: `ema(decay=0.9)`."""
+    defaults = getattr(unwrapped(function), "__kwdefaults__", None) or {}
+    bound: dict[str, Any] = {}
+    inner = function
+    while isinstance(inner, functools.partial):
+        bound = inner.keywords | bound
+        inner = inner.func
+    told = [f"{name}={value}" for name, value in bound.items() if name not in defaults or defaults[name] != value]
+    return function_label(function) + (f"({', '.join(told)})" if told else "")
+
+
+def _companion_lines(plan: Plan) -> Iterator[str]:
+    """The models beside the policy."""
+    beside = plan.companions
+    if beside is None:
+        return
+    if beside.reference is not None:
+        yield f"reference: {_call_words(beside.reference)}"
+    if beside.critic:
+        yield f"critic: {beside.critic}, learning rate {beside.critic_lr:g}"
+    if beside.teacher:
+        yield f"teacher: {beside.teacher}, {beside.teacher_top_k} likeliest tokens where a loss asks for them"
+
+
 def memory_words(plan: Plan) -> str:
-    """Weights, gradients and AdamW's two moments, from the model's configuration alone; activations come on top."""
+    """Weights, gradients and AdamW's two moments, and the models beside the policy, from the models' configurations
+    alone; activations come on top.
+    """
     settings = plan.settings
     counts = _count_parameters(settings.model, settings.lora_rank)
     if counts is None:
-        return f"not known: the configuration of {settings.model} is not on this machine yet"
+        return _not_known(settings.model)
     total, trained = counts
     size = DTYPE_BYTES.get(str(plan.one("training").settings.get("dtype", "float32")), 4)
     state = 4 if settings.lora_rank else size  # adapters are float32, whatever the model is
     total_bytes = (total - trained) * size + trained * state * 4
+    holders = ["weights", "gradients", "AdamW"]
+    beside = plan.companions
+    if beside is not None and beside.reference is not None:
+        total_bytes += trained * state  # a second set of what is trained: with LoRA, of the adapters
+        holders.append("the reference policy")
+    models = [] if beside is None else [("the teacher", beside.teacher, 1), ("the critic", beside.critic, 4)]
+    for what, name, copies in models:
+        if not name or (what, name) == ("the critic", "head"):
+            continue
+        beside_counts = _count_parameters(name, 0)
+        if beside_counts is None:
+            return _not_known(name)
+        total_bytes += beside_counts[0] * size * copies
+        holders.append(f"{what} ({beside_counts[0] / 1e6:.1f} M)")
     return (
         f"{total / 1e6:.1f} M parameters, {trained / 1e6:.2f} M trained: about {total_bytes / 2**30:.2f} GiB for "
-        f"weights, gradients and AdamW; activations of {settings.tokens_per_microbatch} tokens a microbatch come on top"
+        f"{', '.join(holders[:-1])} and {holders[-1]}; activations of {settings.tokens_per_microbatch} tokens a "
+        "microbatch come on top"
     )
+
+
+def _not_known(model: str) -> str:
+    return f"not known: the configuration of {model} is not on this machine yet"
 
 
 def _count_parameters(model: str, lora_rank: int) -> tuple[int, int] | None:

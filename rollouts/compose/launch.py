@@ -129,7 +129,8 @@ def _run_and_summarise(parts: Parts, data: _Data, started: float) -> dict[str, A
 def _notes(parts: Parts) -> list[str]:
     """What is unusual about this run, in words: its template, its backend, its held-out tasks."""
     report = parts.chat.report
-    notes = [] if report.append_only and not report.refusals else report.words()
+    notes = list(parts.plan.notes)
+    notes += [] if report.append_only and not report.refusals else report.words()
     notes += getattr(parts.backend, "notes", [])
     asked, drawn = parts.plan.settings.eval_tasks, len(parts.held_out)
     if drawn < asked:
@@ -212,9 +213,16 @@ async def _train_rl(parts: Parts, buffer: DataBuffer, summary: dict[str, Any]) -
         buffer,
         manager,
         [parts.inference],
-        RLTrainingConfig(settings.steps, temperature=settings.temperature, response_tokens_max=settings.max_tokens),
+        RLTrainingConfig(
+            settings.steps,
+            temperature=settings.temperature,
+            response_tokens_max=settings.max_tokens,
+            minibatches=settings.minibatches,
+            correct=not (plan.correction_auto and getattr(parts.inference, "in_process", False)),
+        ),
         parts.logger,
         algorithm=plan.algorithm,
+        schedule=plan.schedule,
         on_samples=lambda samples, step: _call_hooks(parts, "rollouts_samples", samples=samples, step=step),
         on_step=on_step,
     )
@@ -232,7 +240,7 @@ async def _train_sft(parts: Parts, samples: list[Sample], summary: dict[str, Any
         return extra
 
     config = SFTTrainingConfig(settings.steps, settings.prompts_per_step, plan.algorithm.aggregation)
-    await run_sft_training(parts.backend, samples, config, parts.logger, on_step=on_step)
+    await run_sft_training(parts.backend, samples, config, parts.logger, schedule=plan.schedule, on_step=on_step)
 
 
 async def _between_steps(parts: Parts, done: int) -> dict[str, float]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from rollouts import __version__
 from rollouts.compose.plan import Plan
+from rollouts.plugins.index import ComponentRef
 
 __all__ = ["make_manifest"]
 
@@ -26,19 +27,19 @@ def make_manifest(plan: Plan) -> dict[str, Any]:
         "command": sys.argv,
         "python": platform.python_version(),
         "components": [
-            {
-                "kind": each.ref.kind,
-                "name": each.ref.name,
-                "distribution": each.ref.distribution,
-                "version": each.ref.version,
-            }
-            for chosen in plan.chosen.values()
-            for each in chosen
-            if each.ref is not None
+            {"kind": ref.kind, "name": ref.name, "distribution": ref.distribution, "version": ref.version}
+            for ref in _references(plan)
         ],
         "distributions": {name: version for name in LIBRARIES if (version := _version(name))},
         "hardware": _hardware(),
     }
+
+
+def _references(plan: Plan) -> list[ComponentRef]:
+    """Every component of the run, those of later stages too; each once, in the order of the settings."""
+    parts = [plan.chosen, *plan.stages_chosen[1:]]
+    found = [each.ref for chosen in parts for several in chosen.values() for each in several]
+    return list(dict.fromkeys(ref for ref in found if ref is not None))
 
 
 def _version(distribution: str) -> str | None:

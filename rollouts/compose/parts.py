@@ -83,11 +83,12 @@ def make_training(plan: Plan) -> TrainingBackend:
     available = {
         "model": settings.model,
         "seed": settings.seed,
-        "steps": settings.steps,
+        "steps": settings.steps * settings.minibatches,
         "lr": plan.lr,
         "lora_rank": settings.lora_rank,
         "tokens_per_microbatch": settings.tokens_per_microbatch,
-        "algorithms": {"main": plan.algorithm},
+        "algorithms": plan.algorithms,
+        "companions": plan.companions,
     }
     chosen = plan.one("training")
     backend: TrainingBackend = call_with(chosen.component, available, chosen.settings)

@@ -1,37 +1,35 @@
-"""Names become functions: every component of a run found, imported, checked and told its settings.
+"""A resolved configuration becomes a plan: every component of a run found, checked and put in its place.
 
-Nothing heavy is loaded: a `Plan` needs no model. Every mistake that can be seen before a model loads is raised here.
+How components are chosen stands in choosing.py, what is made of those of the algorithm in algorithms.py. Nothing heavy
+is loaded: a `Plan` needs no model. Every mistake that can be seen before a model loads is raised here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from random import Random
 from typing import Any, NamedTuple
 
-from rollouts.config import Component, Resolved, complete_settings, convert_settings, settings_path
-from rollouts.config.settings import COMPONENT_KINDS, Settings
+from rollouts.compose.algorithms import compose_stages
+from rollouts.compose.choosing import Chosen, bind_each, choose_all, completed
+from rollouts.config import OWN, Component, Resolved, scheduled_parts, scheduled_table
+from rollouts.config.settings import Settings
 from rollouts.env.checks import check_environment, reward_term
 from rollouts.env.mixing import RewardTerm, env_term
-from rollouts.errors import ConfigError, EnvironmentDefinitionError, RolloutsError, SignatureError, words_of
-from rollouts.plugins.index import KIND_WORDS, ComponentRef
+from rollouts.errors import ConfigError, EnvironmentDefinitionError, RolloutsError, words_of
 from rollouts.plugins.manager import PluginManager
-from rollouts.plugins.signature import Setting, Signature, check_signature
-from rollouts.training.algorithms.algorithm import (
-    Algorithm,
-    algorithm_settings,
-    as_algorithm,
-    bind_algorithm,
-    check_advantage,
-    check_needs,
-    needs,
-)
+from rollouts.plugins.signature import check_signature
+from rollouts.training.algorithms.algorithm import Algorithm, function_label
+from rollouts.training.algorithms.needs import needs
+from rollouts.training.algorithms.schedule import Stage
 from rollouts.training.datasets.buffer import as_task, draw_tasks
 from rollouts.training.rollout_gen.groups import Filter
+from rollouts.training.types import Companions
 from rollouts.types import Message, Task
 
 __all__ = ["Chosen", "Plan", "make_plan"]
@@ -41,37 +39,55 @@ LR_TINY = 3e-4
 LR_RL = 1e-6
 LR_SFT = 1e-5
 LR_LORA_FACTOR = 10.0
-
-
-class Chosen(NamedTuple):
-    """A component, found and told its settings. `ref` is None for the environment's own rewards and advantages."""
-
-    name: str
-    component: Any
-    settings: dict[str, Any]
-    ref: ComponentRef | None
-    alias: str = ""
+LR_CRITIC_FACTOR = 10.0
 
 
 class Plan(NamedTuple):
     """A composed run: functions and settings, no model yet. `resolved` is complete, so that writing it repeats the
     run.
+
+    `schedule` holds every stage, the first included; `companions` are the models beside the policy (None: none).
+    `stages_chosen` are the components of each stage, as `chosen` of the whole run. `correction_auto`: the algorithm's
+    correction is only for rollouts that another engine sampled. `notes` are for whoever starts the run.
     """
 
     resolved: Resolved
     settings: Settings
     lr: float
+    critic_lr: float
     chosen: dict[str, list[Chosen]]
     make_env: Callable[[], Any]
     rewards: tuple[RewardTerm, ...]
     filters: tuple[Filter, ...]
-    algorithm: Algorithm
+    schedule: tuple[Stage, ...]
+    stages_chosen: tuple[dict[str, list[Chosen]], ...]
+    companions: Companions | None
+    correction_auto: bool
+    notes: tuple[str, ...]
     manager: PluginManager
 
     @property
+    def algorithm(self) -> Algorithm:
+        """The one that the run begins with."""
+        return self.schedule[0].algorithm
+
+    @property
+    def algorithms(self) -> dict[str, Algorithm]:
+        """Those of all stages, by the name that batches carry."""
+        return {stage.name: stage.algorithm for stage in self.schedule}
+
+    @property
+    def reference(self) -> Callable[..., Any] | None:
+        """How the reference policy follows the policy; None where nothing needs one."""
+        return None if self.companions is None else self.companions.reference
+
+    @property
     def needs(self) -> list[str]:
-        """What the loss asks for."""
-        return sorted(needs(self.algorithm))
+        """What the losses of all stages ask for; without the names of a correction that may not be used."""
+        asking = [stage.algorithm for stage in self.schedule]
+        if self.correction_auto:
+            asking = [each._replace(correction=None) for each in asking]
+        return sorted({name for each in asking for name in needs(each)})
 
     def one(self, key: str) -> Chosen:
         """The component of a kind of which there is exactly one."""
@@ -148,86 +164,71 @@ def make_plan(resolved: Resolved) -> Plan:
         raise ConfigError(
             "no environment was named; type --env calculator (`rollouts plugins list` shows what there is)"
         )
-    if settings.mode == "sft" and settings.filter:
-        raise ConfigError("--filter: filters judge groups of rollouts; mode sft has none")
     manager = PluginManager()
     resolved = _with_data(resolved, manager)
-    chosen = {
-        key: [_choose(manager, resolved, key, each) for each in resolved.components[key]] for key in COMPONENT_KINDS
-    }
-    completed = resolved._replace(
-        components={
-            key: [
-                component._replace(settings=each.settings)
-                for component, each in zip(resolved.components[key], chosen[key], strict=True)
-            ]
-            for key in COMPONENT_KINDS
-        }
+    chosen = choose_all(manager, resolved.components, resolved.source)
+    planned = scheduled_parts(resolved.components, settings.schedule, resolved.source)
+    stages_chosen = (
+        {key: chosen[key] for key in planned[0].components},
+        *(choose_all(manager, each.components, resolved.source, each.places) for each in planned[1:]),
     )
+    components = completed(resolved.components, chosen)
+    tables = [
+        scheduled_table(each.step, each.given, completed(each.components, parts))
+        for each, parts in zip(planned[1:], stages_chosen[1:], strict=True)
+    ]
+    settings = dataclasses.replace(settings, schedule=tuple(tables))
+    lr = settings.lr if settings.lr is not None else _default_lr(settings)
+    critic_lr = settings.critic_lr if settings.critic_lr is not None else lr * LR_CRITIC_FACTOR
+    stages = [(0, chosen), *((each.step, parts) for each, parts in zip(planned[1:], stages_chosen[1:], strict=True))]
+    composed = compose_stages(stages, chosen, settings, critic_lr)
     (env,) = chosen["env"]
     make_env = functools.partial(_build_env, env.component, env.settings)
-    rewards = tuple(
-        env_term(component.weight, component.alias)
-        if each.component is None
-        else reward_term(component.alias, each.component, component.weight, each.settings)
-        for component, each in zip(completed.components["reward"], chosen["reward"], strict=True)
-    )
-    filters = tuple(Filter(each.alias, each.component, each.settings) for each in chosen["filter"])
+    rewards = _rewards(components["reward"], chosen["reward"])
     with _authors_code(f"building the environment {env.name}"):
         first_env = make_env()
     check_environment(first_env, rewards if settings.mode == "rl" or settings.eval_tasks else None)
     return Plan(
-        completed,
+        resolved._replace(settings=settings, components=components),
         settings,
-        settings.lr if settings.lr is not None else _default_lr(settings),
+        lr,
+        critic_lr,
         chosen,
         make_env,
         rewards,
-        filters,
-        _bind(chosen, settings),
+        _filters(chosen["filter"]) if settings.mode == "rl" else (),
+        composed.stages,
+        stages_chosen,
+        composed.companions,
+        composed.correction_auto,
+        composed.notes,
         manager,
     )
+
+
+def _rewards(components: Sequence[Component], chosen: Sequence[Chosen]) -> tuple[RewardTerm, ...]:
+    return tuple(
+        env_term(component.weight, component.alias)
+        if each.component is None
+        else reward_term(component.alias, each.component, component.weight, each.settings)
+        for component, each in zip(components, chosen, strict=True)
+    )
+
+
+def _filters(chosen: Sequence[Chosen]) -> tuple[Filter, ...]:
+    """The user's filters, with the algorithm's own where the word for them stands."""
+    filters: list[Filter] = []
+    for each in chosen:
+        if each.ref is None and each.name == OWN:
+            filters += [Filter(function_label(own), own, {}) for own in bind_each(each.component, each.settings)]
+        else:
+            filters.append(Filter(each.alias, each.component, each.settings))
+    return tuple(filters)
 
 
 def _default_lr(settings: Settings) -> float:
     full = LR_TINY if settings.model == "tiny" else LR_SFT if settings.mode == "sft" else LR_RL
     return full * LR_LORA_FACTOR if settings.lora_rank else full
-
-
-def _choose(manager: PluginManager, resolved: Resolved, key: str, component: Component) -> Chosen:
-    """One component with its settings converted and completed."""
-    kind = COMPONENT_KINDS[key]
-    label = f"{KIND_WORDS[kind]} {component.name}"
-    path = settings_path(key, component)
-    if key == "reward" and component.name == "env":
-        none = Signature((), ())
-        convert_settings(none, component.settings, "the environment's own rewards", resolved.source, path)
-        return Chosen("env", None, {}, None, component.alias)
-    if not component.name:  # settings for the algorithm's own advantage, or none at all
-        (loss,) = resolved.components["loss"]
-        own = _algorithm(manager.load(manager.find("losses", loss.name)), f"loss {loss.name}").advantage
-        signature = check_signature(own, kind, f"the advantage of {loss.name}")
-        converted = convert_settings(
-            signature, component.settings, f"the advantage of {loss.name}", resolved.source, path
-        )
-        return Chosen("", own, complete_settings(signature, converted), None, component.alias)
-    ref = manager.find(kind, component.name)
-    found = manager.load(ref)
-    if key == "loss":
-        found = _algorithm(found, label)
-        known: tuple[Setting, ...] = algorithm_settings(found)
-        signature = Signature((), known)
-    else:
-        signature = check_signature(found, kind, label)
-    converted = convert_settings(signature, component.settings, label, resolved.source, path)
-    return Chosen(component.name, found, complete_settings(signature, converted), ref, component.alias)
-
-
-def _algorithm(found: Any, label: str) -> Algorithm:
-    try:
-        return as_algorithm(found)
-    except SignatureError as error:
-        raise SignatureError(f"{label}: {error}") from error
 
 
 def _with_data(resolved: Resolved, manager: PluginManager) -> Resolved:
@@ -271,28 +272,3 @@ def _guarded(values: Iterable[Any], label: str) -> Iterator[Any]:
         if value is end:
             return
         yield value
-
-
-def _bind(chosen: dict[str, list[Chosen]], settings: Settings) -> Algorithm:
-    """The algorithm with every part replaced that a flag replaced. Raises ConfigError, SignatureError."""
-    (loss,) = chosen["loss"]
-    advantages = chosen["advantage"]
-    algorithm = bind_algorithm(
-        loss.component,
-        loss.settings,
-        advantages[0].component if advantages else None,
-        advantages[0].settings if advantages else None,
-        settings.aggregation or None,
-    )
-    check_needs(algorithm)
-    check_advantage(algorithm.advantage)
-    if settings.mode == "sft":
-        if algorithm.aggregation == "dr_grpo":
-            raise ConfigError("--aggregation dr_grpo divides by the length of a rollout, and mode sft has none")
-        rl_only = {"advantages", "old_logprobs", "rollout_logprobs", "rewards"} & needs(algorithm)
-        if rl_only:
-            raise ConfigError(
-                f"--loss {loss.name} asks for {', '.join(sorted(rl_only))}, which demonstrations do not have; "
-                "type --loss sft, or --mode rl"
-            )
-    return algorithm

@@ -5,7 +5,9 @@
     files.py      .toml, .json and .py files; the line on which a setting stands
     values.py     values and types in words
     convert.py    values into types; a component's settings by its signature
-    resolving.py  merging, checking: a tree into `Resolved`
+    merging.py    what names components: flags over a file over defaults
+    schedule.py   what changes at a step
+    resolving.py  checking: a tree into `Resolved`
     render.py     `Resolved` back into a file that repeats the run
 
 A name becomes a component elsewhere (rollouts.compose); nothing here imports one.
@@ -21,17 +23,32 @@ if TYPE_CHECKING:
     from rollouts.config.convert import complete_settings, convert_settings, convert_value
     from rollouts.config.files import Source, load_file, where
     from rollouts.config.flags import Flag, Tree, read_flag, take_dotted_flags
+    from rollouts.config.merging import Component, merge, settings_path
     from rollouts.config.render import to_toml
-    from rollouts.config.resolving import Component, Resolved, merge, resolve, settings_path
-    from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE, SINGLE, Settings, setting_infos
+    from rollouts.config.resolving import Resolved, resolve
+    from rollouts.config.schedule import ScheduledParts, scheduled_parts, scheduled_table
+    from rollouts.config.settings import (
+        AUTO,
+        COMPONENT_KINDS,
+        MULTIPLE,
+        OWN,
+        SCHEDULED,
+        SINGLE,
+        Settings,
+        setting_infos,
+    )
 
 __all__ = [
+    "AUTO",
     "COMPONENT_KINDS",
     "MULTIPLE",
+    "OWN",
+    "SCHEDULED",
     "SINGLE",
     "Component",
     "Flag",
     "Resolved",
+    "ScheduledParts",
     "Settings",
     "Source",
     "Tree",
@@ -42,6 +59,8 @@ __all__ = [
     "merge",
     "read_flag",
     "resolve",
+    "scheduled_parts",
+    "scheduled_table",
     "setting_infos",
     "settings_path",
     "take_dotted_flags",
@@ -50,12 +69,16 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AUTO": "settings",
     "COMPONENT_KINDS": "settings",
     "MULTIPLE": "settings",
+    "OWN": "settings",
+    "SCHEDULED": "settings",
     "SINGLE": "settings",
-    "Component": "resolving",
+    "Component": "merging",
     "Flag": "flags",
     "Resolved": "resolving",
+    "ScheduledParts": "schedule",
     "Settings": "settings",
     "Source": "files",
     "Tree": "flags",
@@ -63,11 +86,13 @@ _HOMES = {
     "convert_settings": "convert",
     "convert_value": "convert",
     "load_file": "files",
-    "merge": "resolving",
+    "merge": "merging",
     "read_flag": "flags",
     "resolve": "resolving",
+    "scheduled_parts": "schedule",
+    "scheduled_table": "schedule",
     "setting_infos": "settings",
-    "settings_path": "resolving",
+    "settings_path": "merging",
     "take_dotted_flags": "flags",
     "to_toml": "render",
     "where": "files",

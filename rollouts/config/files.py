@@ -173,8 +173,14 @@ def _assignments(body: Iterable[ast.stmt]) -> list[tuple[str, ast.expr | None]]:
 
 
 def _same(key: str, wanted: str) -> bool:
-    """Aliases are compared with dashes as underscores."""
-    return key == wanted or key.replace("-", "_") == wanted
+    """Aliases are compared with dashes as underscores; what stands in an array is `name[0]`."""
+    return wanted in (key, key.replace("-", "_")) or (_index(wanted) is not None and key == wanted.rpartition("[")[0])
+
+
+def _index(wanted: str) -> int | None:
+    """The position in an array that a part of a path names: 0 for `schedule[0]`; None for a plain key."""
+    found = re.fullmatch(r".*\[(\d+)\]", wanted, re.DOTALL)
+    return int(found[1]) if found else None
 
 
 def _toml_line(text: str, path: tuple[str, ...]) -> int | None:
@@ -199,7 +205,11 @@ def _holds(tree: Any, path: tuple[str, ...]) -> bool:
         key = next((key for key in tree if _same(key, wanted)), None) if isinstance(tree, dict) else None
         if key is None:
             return False
-        tree = tree[key]
+        tree, index = tree[key], _index(wanted)
+        if index is not None:
+            if not isinstance(tree, list) or len(tree) <= index:
+                return False
+            tree = tree[index]
     return True
 
 
@@ -227,6 +237,18 @@ def _json_line(text: str, path: tuple[str, ...]) -> int | None:
             position = skip(decoder.raw_decode(text, position)[1])
         else:
             return None
+        index = _index(wanted)
+        if index is not None:
+            if text[position] != "[":
+                return None
+            position = skip(position + 1)
+            for _ in range(index):
+                if text[position] == "]":
+                    return None
+                position = skip(decoder.raw_decode(text, position)[1])
+            if text[position] == "]":
+                return None
+            begin = position
         if depth == len(path) - 1:
             return text.count("\n", 0, begin) + 1
     return None
@@ -237,8 +259,8 @@ def _py_line(text: str, path: tuple[str, ...]) -> int | None:
     top = _assignments(ast.parse(text).body)
     found = next((value for name, value in reversed(top) if name == "config"), None)
     if found is None:
-        found = next((value for name, value in reversed(top) if name == path[0]), None)
-        path = path[1:]
+        found = next((value for name, value in reversed(top) if _same(name, path[0])), None)
+        found, path = _element(found, path[0]), path[1:]
     line = found.lineno if found is not None else None
     for wanted in path:
         if not isinstance(found, ast.Dict):
@@ -247,5 +269,17 @@ def _py_line(text: str, path: tuple[str, ...]) -> int | None:
         match = next(((k, v) for k, v in keys if isinstance(k, ast.Constant) and _same(str(k.value), wanted)), None)
         if match is None:
             return None
-        line, found = match[0].lineno if match[0] else None, match[1]
+        key, value = match
+        found = _element(value, wanted)
+        if found is None:
+            return None
+        line = key.lineno if found is value else found.lineno
     return line
+
+
+def _element(found: ast.expr | None, wanted: str) -> ast.expr | None:
+    """The element of a list display that `wanted` names, or the expression itself where it names none."""
+    index = _index(wanted)
+    if index is None:
+        return found
+    return found.elts[index] if isinstance(found, ast.List | ast.Tuple) and index < len(found.elts) else None

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from rollouts.config.convert import default_text
 from rollouts.config.flags import flag_name
-from rollouts.config.resolving import Component, Resolved, settings_path
-from rollouts.config.settings import COMPONENT_KINDS, SettingInfo, Settings, setting_infos
+from rollouts.config.merging import Component, settings_path
+from rollouts.config.resolving import Resolved
+from rollouts.config.settings import AUTO, COMPONENT_KINDS, MULTIPLE, OWN, SettingInfo, Settings, setting_infos
 from rollouts.config.values import describe_type, toml_key, toml_value
 from rollouts.errors import ConfigError
 
@@ -28,6 +29,7 @@ _HEADER = """\
 
 _MULTIPLE_NOTE = {
     "reward": "Rewards, mixed by weight. Each has a table of its own: [reward.ALIAS], with name, weight and settings.",
+    "shaping": "Shapings of rewards, in their order. Each has a table: [shaping.ALIAS], with name and settings.",
     "filter": "Filters of groups. Each has a table of its own: [filter.ALIAS], with name and settings.",
     "logger": "Loggers. Each has a table of its own: [logger.ALIAS], with name and settings.",
 }
@@ -59,16 +61,18 @@ def to_toml(resolved: Resolved, commented: bool = False, signatures: Settings_ |
         for component in resolved.components[key]:
             known = signatures.get(settings_path(key, component))
             lines += ["", *_component_lines(key, component, commented, known)]
+    if resolved.settings.schedule and commented:
+        lines += ["", "# What changes at a step, and stays so from then on."]
+    for table in resolved.settings.schedule:
+        lines += ["", *_schedule_lines(table)]
     return "\n".join(lines).strip("\n") + "\n"
 
 
 def _has_table(name: str, resolved: Resolved) -> bool:
     """Whether a setting is written as tables further down instead of a line at the top."""
-    return (
-        bool(resolved.components[name])
-        if name in COMPONENT_KINDS
-        else name == "template" and bool(resolved.settings.template)
-    )
+    if name in COMPONENT_KINDS:
+        return bool(resolved.components[name])
+    return name in ("schedule", "template") and bool(getattr(resolved.settings, name))
 
 
 def _core_lines(info: SettingInfo, settings: Settings, commented: bool) -> Iterator[str]:
@@ -86,6 +90,28 @@ def _assignment(path: tuple[str, ...], key: str, value: Any) -> str:
         raise ConfigError(
             f"{flag_name((*path, key))}: {error}, so the run's settings could not be written down"
         ) from error
+
+
+def _schedule_lines(table: Mapping[str, Any]) -> Iterator[str]:
+    """One table of the schedule: plain values first, then a table for each component."""
+    yield "[[schedule]]"
+    for key, value in table.items():
+        if not isinstance(value, Mapping):
+            yield _assignment(("schedule",), key, value)
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _table_lines(("schedule", key), value, nested=key in MULTIPLE)
+
+
+def _table_lines(path: tuple[str, ...], table: Mapping[str, Any], *, nested: bool) -> Iterator[str]:
+    """A component's table; `nested`: a table of such tables by alias."""
+    if nested and table:
+        for alias, inner in table.items():
+            yield from _table_lines((*path, alias), inner, nested=False)
+        return
+    yield "[" + ".".join(toml_key(part) for part in path) + "]"
+    for key, value in table.items():
+        yield _assignment(path, key, value)
 
 
 def _component_lines(key: str, component: Component, commented: bool, known: Sequence[Setting] | None) -> Iterator[str]:
@@ -107,7 +133,7 @@ def _component_lines(key: str, component: Component, commented: bool, known: Seq
             yield _assignment(path, name, component.settings[name])
         elif commented:
             yield f"# {toml_key(name)} ="
-    if commented and known is None and component.name and component.name != "env":
+    if commented and known is None and component.name not in ("", "env", OWN, AUTO):
         yield f"# its settings: rollouts plugins show {component.name}"
 
 

@@ -1,18 +1,11 @@
-"""Trees of settings into a Resolved: merging flags over a file over defaults, and refusing what nothing reads.
+"""A merged tree of settings into a Resolved: everything checked and converted, and what nothing reads refused.
 
-The rules, which files and flags share:
-- A component is a name (`env = "calculator"`), or a table with `name` and its settings (`[env]`). Naming another
-  component drops the settings that were written for the one before; naming the same one keeps them.
-- `reward`, `filter` and `logger` are lists of names, or tables by alias (`[reward.short]`, whose `name` is the alias
-  where it has none). What names them replaces what was there (a file the default, a flag the file's list); dotted
-  flags change the settings of those that are chosen.
-- An alias that is not given is the last part of the name. Only the last colon separates a reward's weight.
+Left out: merging, and what names components (merging.py); components' own settings (convert.py).
 """
 
 from __future__ import annotations
 
 import math
-import re
 import typing
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -20,23 +13,12 @@ from typing import Any, NamedTuple
 from rollouts.config.convert import convert_value, plain
 from rollouts.config.files import NOWHERE, Source, where
 from rollouts.config.flags import Flag, Tree, flag_name
+from rollouts.config.merging import Component, components_of, merge, written_component
+from rollouts.config.schedule import check_schedule, scheduled_parts
 from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE, SINGLE, SettingInfo, Settings, setting_infos
 from rollouts.errors import ConfigError, near_misses
 
-__all__ = ["Component", "Resolved", "merge", "parse_component", "resolve", "settings_path"]
-
-
-class Component(NamedTuple):
-    """One chosen component. `weight` counts for rewards; `alias` is empty where only one can be chosen.
-
-    `settings` are as they were given until `convert_settings` has seen the component's signature.
-    An advantage may have an empty name: its settings are then for the algorithm's own.
-    """
-
-    name: str
-    settings: dict[str, Any]
-    weight: float = 1.0
-    alias: str = ""
+__all__ = ["Resolved", "resolve"]
 
 
 class Resolved(NamedTuple):
@@ -45,151 +27,6 @@ class Resolved(NamedTuple):
     settings: Settings
     components: dict[str, list[Component]]
     source: Source = NOWHERE
-
-
-def settings_path(key: str, component: Component) -> tuple[str, ...]:
-    """Where a component's settings stand: ("env",), or ("reward", alias)."""
-    return (key, component.alias) if key in MULTIPLE else (key,)
-
-
-def parse_component(key: str, text: str, path: str = "") -> Component:
-    """Read `[alias=]name[:weight]` (the weight for rewards only; a file is `./f.py:name[:weight]`).
-
-    >>> parse_component("reward", "short=pkg/brevity:-0.1")
-    Component(name='pkg/brevity', settings={}, weight=-0.1, alias='short')
-    >>> parse_component("reward", "./f.py:fn")[0], parse_component("filter", "./f.py:fn")[3]
-    ('./f.py:fn', 'fn')
-    """
-    path = path or key
-    match = re.fullmatch(r"(?:(?P<alias>[A-Za-z_][\w-]*)=)?(?P<rest>.+)", text, re.DOTALL)
-    if match is None:
-        raise ConfigError(f"{path}: expected a name; got {text!r}")
-    name, weight = match["rest"], 1.0
-    head, colon, tail = name.rpartition(":")
-    if key == "reward" and colon:
-        if re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", tail):
-            name, weight = head, float(tail)
-        elif not head.endswith(".py"):
-            raise ConfigError(
-                f"{path}: what follows the last colon is the weight, and {tail!r} is no number\n"
-                f"type: {flag_name((key,))} {head}:1.0"
-            )
-    if not name:
-        raise ConfigError(f"{path}: {text!r} has no name before the weight")
-    alias = match["alias"] or re.split(r"[/:]", name)[-1]
-    return Component(name, {}, weight, alias.replace("-", "_"))
-
-
-def merge(*trees: Tree) -> Tree:
-    """One tree out of several, later ones over earlier ones; no argument is changed. Raises ConfigError."""
-    merged: Tree = {}
-    for tree in trees:
-        for key, value in tree.items():
-            # An absent table and an empty one merge alike.
-            merged[key] = _merge_key(key, merged.get(key, {}), value)
-    return merged
-
-
-def _merge_key(key: str, before: Any, value: Any) -> Any:
-    if key in SINGLE:
-        return _merge_table(_single_table(key, before), _single_table(key, value))
-    if key in MULTIPLE:
-        if isinstance(value, dict) and _is_adjustment(value):
-            base = _multiple_tables(key, before)
-            for alias, table in value.items():
-                base[alias] = _merge_table(base.get(alias, {}), _table(table, (key, alias)))
-            return base
-        return _multiple_tables(key, value)
-    if isinstance(before, dict) and isinstance(value, dict):
-        return {**before, **{inner: _merge_key("", before.get(inner, {}), value[inner]) for inner in value}}
-    return value
-
-
-def _merge_table(before: Tree, table: Tree) -> Tree:
-    """A component's table over the one before it; another name drops the old settings."""
-    if "name" in table and "name" in before and _name(before["name"], ("name",)) != _name(table["name"], ("name",)):
-        return dict(table)
-    merged = _merge_key("", before, table)
-    assert isinstance(merged, dict)
-    return merged
-
-
-def _is_adjustment(value: Any) -> bool:
-    """Whether a value consists of dotted flags: it changes what is chosen and chooses nothing."""
-    if isinstance(value, dict):
-        return bool(value) and all(_is_adjustment(inner) for inner in value.values())
-    return isinstance(value, Flag)
-
-
-def _table(value: Any, path: tuple[str, ...]) -> Tree:
-    """A component's table, its name checked. The name stays a flag if it is one: `_is_adjustment` asks for it."""
-    if not isinstance(value, dict):
-        setting = flag_name((*path, "SETTING"))
-        raise ConfigError(f"{where(path, value, NOWHERE)}: expected a table of settings, such as `{setting} VALUE`")
-    if "name" in value:
-        _name(value["name"], (*path, "name"))
-    return dict(value)
-
-
-def _name(value: Any, path: tuple[str, ...]) -> str:
-    """A component's name as text; None and `none` are the empty name."""
-    if isinstance(value, Flag):
-        value = "" if value.value is None else value.value if isinstance(value.value, str) else value.text
-    if value is None:
-        return ""
-    if not isinstance(value, str):
-        raise ConfigError(f"{'.'.join(path)}: expected the name of a component, as text; got {plain(value)!r}")
-    return "" if value.lower() == "none" else value
-
-
-def _single_table(key: str, value: Any) -> Tree:
-    if isinstance(value, dict):
-        return _table(value, (key,))
-    return {"name": _name(value, (key,))}
-
-
-def _multiple_tables(key: str, value: Any) -> dict[str, Tree]:
-    """A list of components as tables by alias."""
-    if value is None:
-        return {}
-    if isinstance(value, dict):
-        tables = {alias.replace("-", "_"): _table(table, (key, alias)) for alias, table in value.items()}
-        # What a file writes as a table is chosen: without a name, its alias is the name.
-        return {
-            alias: table if "name" in table or _is_adjustment(table) else {"name": alias, **table}
-            for alias, table in tables.items()
-        }
-    entries = value if isinstance(value, list | tuple) else [value]
-    tables = {}
-    for entry in entries:
-        alias, table, is_given = _entry(key, entry)
-        if alias in tables and is_given:
-            raise ConfigError(f"{key}: two entries have the alias {alias!r}; type {flag_name((key,))} OTHER=name")
-        number = 2
-        unique = alias
-        while unique in tables:
-            unique, number = f"{alias}_{number}", number + 1
-        if unique:
-            tables[unique] = table
-    return tables
-
-
-def _entry(key: str, entry: Any) -> tuple[str, Tree, bool]:
-    """Alias and table of one entry of a list, and whether the alias was given; an empty alias for `none`."""
-    if isinstance(entry, dict):
-        table = _table(entry, (key,))
-        if not isinstance(table.get("name"), str):
-            raise ConfigError(f"{key}: an entry of the list needs a `name`; got {plain(entry)!r}")
-        component = parse_component("filter", table["name"])
-        alias = str(table.pop("alias", component.alias)).replace("-", "_")
-        return alias, table, "alias" in entry
-    name = _name(entry, (key,))
-    if not name:
-        return "", {}, False
-    component = parse_component(key, name, where((key,), entry, NOWHERE))
-    weight = {"weight": component.weight} if key == "reward" else {}
-    is_given = bool(re.match(r"[A-Za-z_][\w-]*=", name))
-    return component.alias, {"name": component.name, **weight}, is_given
 
 
 def resolve(tree: Tree, source: Source = NOWHERE) -> Resolved:
@@ -210,12 +47,12 @@ def resolve(tree: Tree, source: Source = NOWHERE) -> Resolved:
         for name, info in infos.items()
         if name in tree and name not in COMPONENT_KINDS
     }
-    components = {key: _single(key, chosen[key], source) for key in SINGLE}
-    components |= {key: _multiple(key, chosen[key], source) for key in MULTIPLE}
-    components = {key: components[key] for key in COMPONENT_KINDS}
+    components = components_of(chosen, COMPONENT_KINDS, source)
     values |= {key: next((c.name for c in components[key]), "") for key in SINGLE}
-    values |= {key: tuple(_written(key, component) for component in components[key]) for key in MULTIPLE}
-    return Resolved(Settings(**values), components, source)
+    values |= {key: tuple(written_component(key, component) for component in components[key]) for key in MULTIPLE}
+    settings = Settings(**values)
+    scheduled_parts(components, settings.schedule, source)  # a table that chooses nothing is told here, not later
+    return Resolved(settings, components, source)
 
 
 def _default_list(default: Any) -> Any:
@@ -244,6 +81,8 @@ def _core_value(value: Any, hint: Any, info: SettingInfo, source: Source) -> Any
     path = (info.name,)
     if info.name == "template":
         return _template(value, source)
+    if info.name == "schedule":
+        return check_schedule(value, source)
     if isinstance(value, dict):
         raise ConfigError(f"{where(path, value, source)}: `{info.name}` is one value and has no settings of its own")
     if hint is str and (value is None or (isinstance(value, Flag) and value.value is None)):
@@ -262,53 +101,3 @@ def _template(value: Any, source: Source) -> dict[str, Any]:
         example = "--template.enable-thinking false"
         raise ConfigError(f"{where(('template',), value, source)}: expected a table, such as `{example}`")
     return {key: inner for key, inner in plain(value).items() if inner is not None}
-
-
-def _single(key: str, table: Tree, source: Source) -> list[Component]:
-    settings = {name: value for name, value in table.items() if name != "name"}
-    name = _name(table.get("name", ""), (key, "name"))
-    if not name and key in ("loss", "inference", "training"):
-        raise ConfigError(f"{key}: none is chosen, and a run needs one\ntype: {flag_name((key,))} NAME")
-    if not name and settings and key != "advantage":
-        first = next(iter(settings))
-        raise ConfigError(
-            f"{where((key, first), settings[first], source)}: no {key} is chosen that could have this setting\n"
-            f"type: {flag_name((key,))} NAME; `rollouts plugins list` shows what is installed"
-        )
-    return [Component(name, settings)] if name or settings else []
-
-
-def _multiple(key: str, tables: dict[str, Tree], source: Source) -> list[Component]:
-    names = {alias: _name(table.get("name", ""), (key, alias, "name")) for alias, table in tables.items()}
-    chosen = [alias for alias, name in names.items() if name]
-    components = []
-    for alias, table in tables.items():
-        if not names[alias]:
-            near = near_misses(alias, chosen)
-            raise ConfigError(
-                f"{where((key, alias), table, source)}: no {key} with the alias {alias!r} is chosen"
-                + (f"\ndid you mean: {', '.join(flag_name((key, name)) for name in near)}?" if near else "")
-                + f"\nchosen: {', '.join(chosen) or 'none'}; to add one, type {flag_name((key, alias, 'name'))} NAME"
-            )
-        settings = {name: value for name, value in table.items() if name not in ("name", "weight")}
-        weight = 1.0
-        if "weight" in table and key == "reward":
-            path = (key, alias, "weight")
-            weight = convert_value(table["weight"], float, path, source)
-            if not math.isfinite(weight):
-                raise ConfigError(f"{where(path, table['weight'], source)}: a weight must be finite; got {weight}")
-        elif "weight" in table:
-            settings["weight"] = table["weight"]
-        components.append(Component(names[alias], settings, weight, alias))
-    return components
-
-
-def _written(key: str, component: Component) -> str:
-    """The component as one entry of a list, as short as it can be."""
-    text = component.name
-    if key == "reward":
-        weight = component.weight
-        text += f":{int(weight)}" if weight == int(weight) and abs(weight) < 1e6 else f":{weight!r}"
-    if parse_component(key, text).alias != component.alias:
-        text = f"{component.alias}={text}"
-    return text

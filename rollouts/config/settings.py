@@ -12,13 +12,33 @@ import typing
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["COMPONENT_KINDS", "MULTIPLE", "SINGLE", "SettingInfo", "Settings", "setting_infos"]
+__all__ = [
+    "AUTO",
+    "COMPONENT_KINDS",
+    "FILE_ONLY",
+    "MULTIPLE",
+    "OWN",
+    "OWN_KEYS",
+    "SCHEDULED",
+    "SINGLE",
+    "SettingInfo",
+    "Settings",
+    "setting_infos",
+]
 
 COMPONENT_KINDS = {
     "env": "environments",
+    "reward": "rewards",
+    "mix": "mixers",
+    "shaping": "shapings",
     "loss": "losses",
     "advantage": "advantages",
-    "reward": "rewards",
+    "aggregation": "aggregations",
+    "kl": "kl",
+    "reference": "references",
+    "correction": "corrections",
+    "select": "selectors",
+    "pairs": "pairings",
     "filter": "filters",
     "inference": "inference",
     "training": "training",
@@ -26,10 +46,25 @@ COMPONENT_KINDS = {
 }
 """The settings that name components, and the kind of plugin that each names."""
 
-MULTIPLE = ("reward", "filter", "logger")
+MULTIPLE = ("reward", "shaping", "filter", "logger")
 """Those that may name several, each with an alias."""
 
 SINGLE = tuple(key for key in COMPONENT_KINDS if key not in MULTIPLE)
+
+OWN_KEYS = ("advantage", "aggregation", "kl", "mix", "select", "pairs")
+"""Those for which naming none means the algorithm's own; settings that are given then are for that one."""
+
+OWN = "algorithm"
+"""The word of `shaping` and `filter` for the algorithm's own, as `env` is the word of `reward`."""
+
+AUTO = "auto"
+"""The word of `correction` for: as the engine needs it."""
+
+SCHEDULED = ("loss", "advantage", "aggregation", "kl", "correction", "mix", "shaping", "select", "pairs")
+"""What may change at a step: the keys of a `[[schedule]]` entry, besides its `step`."""
+
+FILE_ONLY = {"schedule": "[[schedule]] in FILE", "template": "--template.ARGUMENT VALUE"}
+"""Settings without a flag of their own, and how they are given."""
 
 
 def _about(
@@ -47,8 +82,8 @@ def _setting(default: Any, doc: str, group: str, **about: Any) -> Any:
 class Settings:
     """The core's own settings. Lists are tuples, so that two runs share nothing.
 
-    `reward`, `filter` and `logger` are written as `alias=name:weight` where the parts differ from their defaults; the
-    parsed form is in `Resolved.components`.
+    `reward`, `shaping`, `filter` and `logger` are written as `alias=name:weight` where the parts differ from their
+    defaults; the parsed form is in `Resolved.components`. The tables of `schedule` are plain data.
     """
 
     mode: Literal["rl", "sft"] = _setting("rl", "What to train by: reinforcement (rl) or demonstrations (sft).", "What")
@@ -59,15 +94,54 @@ class Settings:
         "flags replace the file's list.",
         "What",
     )
-    loss: str = _setting("grpo", "The loss or algorithm.", "What", shown="grpo; sft in mode sft")
-    advantage: str = _setting("", "The advantage.", "What", shown="the algorithm's own")
-    aggregation: str = _setting("", "How a loss per token becomes one number.", "What", shown="the algorithm's own")
-    filter: tuple[str, ...] = _setting((), "A filter of groups, as [alias=]name. Repeat it for more.", "What")
     data: str = _setting("", "A file of rows (.jsonl or .json) for the environment `prompts`.", "What", shown="none")
     system: str = _setting("", "A system prompt, put before every task.", "What", shown="none")
     template: dict[str, Any] = field(
         default_factory=dict,
         metadata=_about("Arguments of the chat template: --template.enable-thinking false.", "What"),
+    )
+    loss: str = _setting("grpo", "The loss or algorithm.", "Algorithm", shown="grpo; sft in mode sft")
+    advantage: str = _setting("", "The advantage.", "Algorithm", shown="the algorithm's own")
+    aggregation: str = _setting(
+        "", "How a loss per token becomes one number.", "Algorithm", shown="the algorithm's own"
+    )
+    kl: str = _setting(
+        "", "A KL term against a reference policy (rk3_loss, say).", "Algorithm", shown="the algorithm's own"
+    )
+    reference: str = _setting(
+        "",
+        "How the reference policy follows the policy, where something needs one.",
+        "Algorithm",
+        shown="frozen; adapter_off with LoRA",
+    )
+    correction: str = _setting(
+        AUTO,
+        "The weight of what another engine sampled; `auto` is truncated where one samples; `none`.",
+        "Algorithm",
+    )
+    mix: str = _setting(
+        "",
+        "How the parts of a reward become one number.",
+        "Algorithm",
+        shown="the algorithm's own, else a weighted sum",
+    )
+    shaping: tuple[str, ...] = _setting(
+        (OWN,),
+        "What is done to rewards before the advantage, as [alias=]name. Repeat it for more; `none`.",
+        "Algorithm",
+        shown="the algorithm's own",
+    )
+    select: str = _setting("", "Which rollouts are trained on.", "Algorithm", shown="the algorithm's own, else all")
+    pairs: str = _setting("", "Which rollouts of a prompt are compared.", "Algorithm", shown="the algorithm's own")
+    filter: tuple[str, ...] = _setting(
+        (OWN,),
+        "A filter of groups, as [alias=]name. Repeat it for more; `none`.",
+        "Algorithm",
+        shown="the algorithm's own",
+    )
+    minibatches: int = _setting(1, "Optimizer steps a batch.", "Algorithm", minimum=1)
+    schedule: tuple[dict[str, Any], ...] = _setting(
+        (), "Other parts of the algorithm from a step on: tables with `step` and what changes.", "Algorithm"
     )
     model: str = _setting(
         "tiny", "The model: a path, a name on the hub, or `tiny`, which comes with the core.", "Model"
@@ -75,6 +149,11 @@ class Settings:
     lora_rank: int = _setting(0, "The rank of LoRA adapters; 0 trains every weight.", "Model", minimum=0)
     inference: str = _setting("hf", "The inference backend.", "Model")
     training: str = _setting("torch", "The training backend.", "Model")
+    critic: str = _setting(
+        "", "A critic: `head` on the policy, or a model of its own (a path or a name).", "Model", shown="none"
+    )
+    teacher: str = _setting("", "A teacher to distil from: a path or a name on the hub.", "Model", shown="none")
+    teacher_top_k: int = _setting(32, "How many of the teacher's likeliest tokens a loss is given.", "Model", minimum=1)
     prompts_per_step: int = _setting(8, "Prompts a step.", "Sampling", minimum=1)
     samples_per_prompt: int = _setting(8, "Rollouts of each prompt: the size of a group.", "Sampling", minimum=1)
     max_tokens: int = _setting(256, "Tokens that the model may sample in one episode.", "Sampling", minimum=1)
@@ -83,13 +162,16 @@ class Settings:
     on_invalid_reward: Literal["drop", "zero", "raise"] = _setting(
         "drop", "What to do with a rollout that a reward could not judge.", "Sampling"
     )
-    steps: int = _setting(120, "Optimizer steps.", "Training", minimum=0)
+    steps: int = _setting(120, "Training steps: a batch of rollouts (or demonstrations) each.", "Training", minimum=0)
     lr: float | None = _setting(
         None,
         "The learning rate.",
         "Training",
         above=0,
         shown="3e-4 for tiny, else 1e-6 (sft 1e-5); ten times that with LoRA",
+    )
+    critic_lr: float | None = _setting(
+        None, "The learning rate of the critic.", "Training", above=0, shown="ten times the learning rate"
     )
     tokens_per_microbatch: int = _setting(
         16384, "Tokens at most in one forward pass of training.", "Training", minimum=1
@@ -125,7 +207,7 @@ class SettingInfo(NamedTuple):
         if self.shown:
             return self.shown
         if isinstance(self.default, tuple | dict):
-            return " ".join(self.default) or "none"
+            return " ".join(map(str, self.default)) or "none"
         return str(self.default)
 
 

@@ -78,9 +78,12 @@ def mix(verdicts: Sequence[Verdict], on_invalid: InvalidPolicy = "drop", base: S
     """
     parts: dict[str, float | None] = dict(base.parts) if base else {}
     reasons = [base.why] if base and base.why else []
+    weights = dict(base.weights) if base else {}
     total = base.value if base else 0.0
     for verdict in verdicts:
-        parts[_free_name(verdict.name, verdict.alias, parts)] = verdict.value
+        name = _free_name(verdict.name, verdict.alias, parts)
+        parts[name] = verdict.value
+        weights[name] = verdict.weight
         value = verdict.value
         if value is None:
             why = verdict.why or "it returned None"
@@ -97,7 +100,7 @@ def mix(verdicts: Sequence[Verdict], on_invalid: InvalidPolicy = "drop", base: S
     for verdict in verdicts:  # after the rewards themselves: their names come first
         for part, value in verdict.parts.items():
             parts[_free_name(part, verdict.name, parts)] = value
-    return Score(total, parts, "; ".join(reasons))
+    return Score(total, parts, "; ".join(reasons), weights)
 
 
 def _free_name(name: str, alias: str, taken: Mapping[str, Any]) -> str:

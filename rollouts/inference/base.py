@@ -76,6 +76,7 @@ class InferenceBackend(Protocol):
     """An engine. It is an async context manager: entering makes it ready, leaving frees what it holds."""
 
     trainable: bool  # False: it cannot return token ids with logprobs, so it is good for evaluation only
+    in_process: bool  # True: it samples with the trainer's own parameters, so its logprobs are the trainer's
     context_tokens_max: int  # prompt and reply together must fit
 
     async def __aenter__(self) -> InferenceBackend: ...

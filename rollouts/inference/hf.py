@@ -70,6 +70,7 @@ class HFInference:
             f"{rows_max=} {cache_gib=} {prefill_tokens_max=} {wait_seconds=}"
         )
         self.model = model
+        self.in_process = training is not None
         self._training = training
         self._thread: TorchThread = TorchThread("rollouts-hf") if training is None else training.thread
         self._engine = HFEngine(

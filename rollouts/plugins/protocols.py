@@ -21,9 +21,26 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rollouts.training.algorithms.aggregation import TokenWeights
     from rollouts.types import Score, Task
 
-__all__ = ["Advantage", "Environment", "Filter", "GroupReward", "Loss", "Metric", "Reward"]
+__all__ = [
+    "Advantage",
+    "Aggregation",
+    "Correction",
+    "Environment",
+    "Filter",
+    "GroupReward",
+    "KLEstimator",
+    "Loss",
+    "Metric",
+    "Mixer",
+    "Pairing",
+    "Reference",
+    "Reward",
+    "Selector",
+    "Shaping",
+]
 
 
 class Environment(Protocol):
@@ -63,12 +80,68 @@ class Filter(Protocol):
 
 
 class Advantage(Protocol):
-    """Of a group: [G] from `rewards` (and `lengths`, `turn_rewards`). Naming `batch`, of the whole batch: [T]."""
+    """Of a group: [G] from `rewards` (and `lengths`, `turn_rewards`). Naming `batch`, of the whole batch: [T], or
+    (advantages [T], returns [T]) where a critic learns the returns.
+    """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 class Loss(Protocol):
     """Unreduced values [T] (or one per rollout or pair), and optionally metrics to log."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, Mapping[str, Any]]: ...
+
+
+class KLEstimator(Protocol):
+    """One value a token [T] against `ref_logprobs`. Naming `logprobs` makes it a term of the loss; without, it is taken
+    off the advantages.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
+
+
+class Reference(Protocol):
+    """Changes `reference` in place, once at version 0 and after every optimizer step. May name `reference` `policy`
+    `adapters` `version`.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+class Correction(Protocol):
+    """Weights [T], without gradient, of what another engine sampled."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
+
+
+class Aggregation(Protocol):
+    """u of every token and the batch's share of D. May name `masks` `rollout_index` `group_index` `pair_index`
+    `max_tokens`.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> TokenWeights: ...
+
+
+class Mixer(Protocol):
+    """The parts of a group's rewards [J, P] as rewards [J]. May name `parts` `weights` `step`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
+
+
+class Shaping(Protocol):
+    """A group's rewards [J] from its rewards [J]. May name `rewards` `lengths` `truncated` `max_tokens` `step`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
+
+
+class Selector(Protocol):
+    """Which of a group's rollouts are trained on [J] bool. May name `rewards` `lengths` `step`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor | Sequence[bool]: ...
+
+
+class Pairing(Protocol):
+    """Pairs (chosen, rejected) of positions in `rewards` [J]. May name `rewards` `lengths` `step`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Sequence[tuple[int, int]]: ...

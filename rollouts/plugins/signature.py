@@ -12,7 +12,7 @@ import enum
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from types import FunctionType, MethodType
 from typing import Any, Final, NamedTuple
 
@@ -50,7 +50,21 @@ SIGNED_KINDS = frozenset(VOCABULARY) | {"environments"}
 """The kinds whose signatures `check_signature` has rules for; of the others it refuses only what cannot be read."""
 
 _CLASS_KINDS = frozenset({"environments", "inference", "training", "loggers", "datasets", "tools", "commands"})
-_CALLED_DIRECTLY = frozenset({"losses", "advantages", "filters"})  # the trainer awaits nothing
+_CALLED_DIRECTLY = frozenset(  # the trainer awaits nothing
+    {
+        "advantages",
+        "aggregations",
+        "corrections",
+        "filters",
+        "kl",
+        "losses",
+        "mixers",
+        "pairings",
+        "references",
+        "selectors",
+        "shapings",
+    }
+)
 _NOTHING: Mapping[str, Any] = {}
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -75,9 +89,9 @@ def read_signature(component: Any, kind: str) -> Signature:
     """What the component requests and its settings, without judging them.
 
     `component` is a function, a `functools.partial`, a bound method (without its self), a callable object, a class (its
-    constructor), or a composition: an object with `terms`, each with a `function` (the union of them). Of an
-    environment all parameters are settings. Each type hint is resolved by itself; without a usable hint the type is the
-    default's.
+    constructor), or a composition: an object with `terms`, each with a `function` (the union of them; a term that has
+    a name has a setting `<name>_coef`). Of an environment all parameters are settings. Each type hint is resolved by
+    itself; without a usable hint the type is the default's.
     Raises SignatureError where there is no signature to read.
 
     >>> def brevity(trajectory, *, target_tokens: int = 200) -> float: ...
@@ -88,14 +102,7 @@ def read_signature(component: Any, kind: str) -> Signature:
     """
     terms = _terms_of(component)
     if terms is not None:
-        parts = [read_signature(function, kind) for function in terms]
-        settings: dict[str, Setting] = {}
-        for part in parts:
-            for setting in part.settings:
-                settings.setdefault(setting.name, setting)
-        return Signature(
-            tuple(dict.fromkeys(name for part in parts for name in part.requests)), tuple(settings.values())
-        )
+        return _union(terms, kind)
     parameters = _parameters(component, _label_of(component))
     requests = tuple(parameter.name for parameter in parameters if _is_request(parameter, kind))
     chosen = [
@@ -117,8 +124,8 @@ def check_signature(component: Any, kind: str, label: str) -> Signature:
     """
     terms = _terms_of(component)
     if terms is not None:
-        for function in terms:
-            check_signature(function, kind, f"{label}, term {_label_of(function)}")
+        for term in terms:
+            check_signature(term.function, kind, f"{label}, term {_label_of(term.function)}")
         return read_signature(component, kind)
     if inspect.isclass(component) and kind not in _CLASS_KINDS:
         raise SignatureError(
@@ -280,12 +287,28 @@ def _unknown_name(name: str, kind: str, vocabulary: Mapping[str, str]) -> str:
 
 
 def _terms_of(component: Any) -> list[Any] | None:
-    """The functions of a composition (an `Algorithm`), known by its shape: floor 0 must not import its class."""
+    """The terms of a composition (an `Algorithm`), known by its shape: floor 0 must not import its class."""
     terms = getattr(component, "terms", None)
     if callable(component) or not isinstance(terms, Iterable):
         return None
-    functions: list[Callable[..., Any] | None] = [getattr(term, "function", None) for term in terms]
-    return functions if functions and all(callable(function) for function in functions) else None
+    found = list(terms)
+    return found if found and all(callable(getattr(term, "function", None)) for term in found) else None
+
+
+def _union(terms: Iterable[Any], kind: str) -> Signature:
+    """What the terms of a composition request and can be told, each name once."""
+    requests: dict[str, None] = {}
+    settings: dict[str, Setting] = {}
+    for term in terms:
+        part = read_signature(term.function, kind)
+        requests |= dict.fromkeys(part.requests)
+        for setting in part.settings:
+            settings.setdefault(setting.name, setting)
+        name = getattr(term, "name", "")
+        if name:
+            about = f"how much the {name} term counts"
+            settings.setdefault(f"{name}_coef", Setting(f"{name}_coef", float, term.coefficient, about))
+    return Signature(tuple(requests), tuple(settings.values()))
 
 
 def _is_async(component: Any) -> bool:

@@ -15,6 +15,28 @@ _BATCH_INDEX = {
     "group_index": "[T] the prompt the token's rollout belongs to",
 }
 
+_LOSS = {
+    "logprobs": "[T] fp32, with gradient",
+    "old_logprobs": "[T] detached; the anchor of the ratio",
+    "rollout_logprobs": "[T] detached; those of the sampler",
+    "ref_logprobs": "[T] detached; loads a reference policy",
+    "teacher_logprobs": "[T] detached; needs a teacher",
+    "advantages": "[T] detached; with pairs +1 on what was chosen and -1 on what was rejected",
+    "returns": "[T] detached; the critic's targets",
+    "old_values": "[T] detached; the critic's predictions before the step; needs a critic",
+    "entropy": "[T] with gradient",
+    "values": "[T] with gradient; needs a critic",
+    "topk_logprobs": "[T, K] with gradient, of `teacher_topk_ids`; needs a teacher",
+    "teacher_topk_ids": "[T, K] the teacher's likeliest ids; needs a teacher",
+    "teacher_topk_logprobs": "[T, K] detached; needs a teacher",
+    "logits": "[T, vocabulary] fp32 with gradient, divided by the temperature; takes much memory",
+    **_BATCH_INDEX,
+    "segments": "[T] which segment of its rollout the token is in, from 0",
+    "pair_index": "[T] the preference pair the token belongs to; -1: none; needs a pair selector",
+    "rewards": "[N] shaped; NaN where a rollout was not judged",
+    "step": "the optimizer step, from 0",
+}
+
 VOCABULARY: dict[str, dict[str, str]] = {
     "rewards": {
         "task": "the Task that was set",
@@ -35,35 +57,61 @@ VOCABULARY: dict[str, dict[str, str]] = {
         "step": "the step that is being filled, from 0",
     },
     "advantages": {
-        "rewards": "[G] a group's rewards; with `batch` [N] all of them",
+        "rewards": "[G] a group's rewards, shaped; with `batch` [N] all of them",
         "lengths": "[G] sampled tokens of each rollout",
         "turn_rewards": "G lists, the reward of each turn",
         "batch": "ask for it to be called once for the whole batch, not for each group",
-        "values": "[T] the value head's predictions (with `batch`)",
-        "ref_logprobs": "[T] logprobs under the reference model (with `batch`)",
+        "values": "[T] the critic's predictions (with `batch`)",
+        "token_rewards": "[T] what single tokens are given, such as the KL penalty of k1_reward (with `batch`)",
+        "ref_logprobs": "[T] logprobs under the reference policy (with `batch`)",
         "teacher_logprobs": "[T] logprobs under the teacher (with `batch`)",
         "rollout_logprobs": "[T] logprobs of the sampler (with `batch`)",
         **{name: f"{meaning} (with `batch`)" for name, meaning in _BATCH_INDEX.items()},
     },
-    "losses": {
-        "logprobs": "[T] fp32, with gradient",
-        "old_logprobs": "[T] detached; the anchor of the ratio",
-        "rollout_logprobs": "[T] detached; those of the sampler",
-        "ref_logprobs": "[T] detached; loads a reference model",
-        "teacher_logprobs": "[T] detached; needs a teacher",
-        "advantages": "[T] detached",
-        "returns": "[T] detached",
-        "old_values": "[T] detached",
-        "entropy": "[T] with gradient",
-        "values": "[T] with gradient; needs a value head",
-        "topk_logprobs": "[T, K] with gradient",
-        "teacher_topk_ids": "[T, K] the teacher's likeliest ids",
-        "teacher_topk_logprobs": "[T, K] detached; needs a teacher",
-        "logits": "[T, vocabulary] with gradient; takes much memory",
+    "losses": _LOSS,
+    "kl": {
+        name: _LOSS[name] for name in ("logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs", "mask", "step")
+    },
+    "references": {
+        "reference": "list of tensors, changed in place: the reference's copy of every trained tensor",
+        "policy": "list of tensors, only read: what is trained, in the same order",
+        "adapters": "the same as `reference`, but only there with LoRA: a rule that needs adapters names it",
+        "version": "optimizer steps so far; 0 when the run begins",
+    },
+    "corrections": {
+        "old_logprobs": "[T] the trainer's logprobs before the step",
+        "rollout_logprobs": "[T] those of the sampler",
         **_BATCH_INDEX,
-        "pair_index": "[T] the preference pair the token belongs to; -1: none",
-        "rewards": "[N]",
         "step": "the optimizer step, from 0",
+    },
+    "aggregations": {
+        "masks": "R lists [L]: the weight of each token of each row; 0: not trained",
+        "rollout_index": "[R] the rollout of each row",
+        "group_index": "[R] the prompt of each row",
+        "pair_index": "[R] the pair of each row; -1: none",
+        "max_tokens": "the longest reply that is allowed, in tokens, or None",
+    },
+    "mixers": {
+        "parts": "[J, P] what each of P rewards said of each of the group's J judged rollouts, float64",
+        "weights": "[P] the weights of the rewards",
+        "step": "the step, from 0",
+    },
+    "shapings": {
+        "rewards": "[J] of the group's judged rollouts, float64",
+        "lengths": "[J] sampled tokens of each",
+        "truncated": "[J] bool: it ran out of tokens or turns",
+        "max_tokens": "the longest reply that is allowed, in tokens, or None",
+        "step": "the step, from 0",
+    },
+    "selectors": {
+        "rewards": "[J] of the group's rollouts that may be trained on (judged, not truncated), float64",
+        "lengths": "[J] sampled tokens of each",
+        "step": "the step, from 0",
+    },
+    "pairings": {
+        "rewards": "[J] of the group's rollouts that may be trained on (judged, not truncated), float64",
+        "lengths": "[J] sampled tokens of each",
+        "step": "the step, from 0",
     },
     "training": {
         "model": "the model's name or path",
@@ -73,6 +121,7 @@ VOCABULARY: dict[str, dict[str, str]] = {
         "lora_rank": "0: full weights",
         "tokens_per_microbatch": "at most this many tokens run forward at once",
         "algorithms": "dict: name -> Algorithm",
+        "companions": "the models beside the policy (reference, critic, teacher), as a Companions; None: there is none",
     },
     "inference": {
         "model": "the model's name or path",

@@ -1,7 +1,58 @@
 """Everything between rollouts and new weights.
 
 types samples batching filters   plain data: samples, rows, batches; which groups are kept
-algorithms/                      losses, advantages, aggregation: pure functions on tensors
+algorithms/                      losses, advantages, aggregation, KL: pure functions on tensors
 models backends/                 loading a model; holding it with its optimizer; futures, LoRA, checkpoints
 datasets/ rollout_gen/ loops/    which task is next; many rollouts at once; generate, train, sync
+
+Nothing is imported until it is used.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rollouts.lazy import lazy_face
+
+if TYPE_CHECKING:
+    from rollouts.training.backends.futures import ImmediateTrainFuture, TrainFuture
+    from rollouts.training.datasets.buffer import DataBuffer
+    from rollouts.training.datasets.sft import collate_batch, prepare_sft_batch
+    from rollouts.training.loops.rl_batch import RLTrainingConfig
+    from rollouts.training.loops.rl_loop import run_rl_training
+    from rollouts.training.loops.sft_loop import SFTTrainingConfig, run_sft_training
+    from rollouts.training.models import load_hf_model
+    from rollouts.training.rollout_gen.manager import AsyncRolloutManager, RolloutConfig
+    from rollouts.training.types import TrainBatch, TrainingBackend
+
+__all__ = [
+    "AsyncRolloutManager",
+    "DataBuffer",
+    "ImmediateTrainFuture",
+    "RLTrainingConfig",
+    "RolloutConfig",
+    "SFTTrainingConfig",
+    "TrainBatch",
+    "TrainFuture",
+    "TrainingBackend",
+    "collate_batch",
+    "load_hf_model",
+    "prepare_sft_batch",
+    "run_rl_training",
+    "run_sft_training",
+]
+
+_HOMES = {
+    "backends.futures": ("ImmediateTrainFuture", "TrainFuture"),
+    "datasets.buffer": ("DataBuffer",),
+    "datasets.sft": ("collate_batch", "prepare_sft_batch"),
+    "loops.rl_batch": ("RLTrainingConfig",),
+    "loops.rl_loop": ("run_rl_training",),
+    "loops.sft_loop": ("SFTTrainingConfig", "run_sft_training"),
+    "models": ("load_hf_model",),
+    "rollout_gen.manager": ("AsyncRolloutManager", "RolloutConfig"),
+    "types": ("TrainBatch", "TrainingBackend"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__getattr__, __dir__ = lazy_face(__name__, _HOME_OF)

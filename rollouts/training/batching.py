@@ -2,23 +2,37 @@
 
 A batch is stamped whole (u and D, see algorithms/aggregation.py) before it is split, so no split changes a result. A
 layout says how one microbatch is run: prompts that rows share are run once, and what remains of the rows runs in
-buckets of similar length. Left out here: packing several rows into one.
+buckets of similar length; packed, the rows of a microbatch are one sequence (algorithms/packing.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
-from typing import Literal, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
 
 from rollouts.errors import TrainingError
 from rollouts.training.algorithms.aggregation import Masks, aggregate
-from rollouts.training.types import Row, TrainBatch
+from rollouts.training.algorithms.packing import pack_rows
+from rollouts.training.types import Row, TrainBatch, Unit
 from rollouts.types import Sample
 
-__all__ = ["BUCKET_SAVING_MIN", "Layout", "make_batch", "plan_layout", "split_batch", "split_microbatches"]
+__all__ = [
+    "BUCKET_SAVING_MIN",
+    "Keep",
+    "Layout",
+    "make_batch",
+    "part_batch",
+    "plan_layout",
+    "split_batch",
+    "split_microbatches",
+    "weigh_rows",
+]
 
-Keep = Literal["", "rollout", "group"]
+Keep = Literal["", "rollout", "pair", "group"]
 
 # A further bucket costs a pass through the model; it has to save at least this many padded tokens. This is a CPU's
 # number: there the tokens cost, on a GPU the launches.
@@ -52,54 +66,99 @@ def make_batch(
     samples: Sequence[Sample],
     advantages: Sequence[float],
     *,
-    aggregation: str,
+    aggregation: str | Callable[..., Any],
     step: int,
     temperature: float = 1.0,
-    l_max: int | None = None,
+    max_tokens: int | None = None,
     algorithm: str = "main",
+    rewards: Sequence[float | None] | None = None,
+    trained: Sequence[bool] | None = None,
+    pairs: Sequence[tuple[int, int]] | None = None,
 ) -> TrainBatch:
     """One batch of all samples.
 
     `advantages` [N] has one number a rollout, at its `rollout_index` (0..N-1; a sample without one is a rollout of its
-    own, at its place in the list). A sample whose reward is None is not live. `l_max` (tokens) is for the aggregation
-    dr_grpo. Raises ConfigError for an aggregation that cannot be used. Asserts that every stream is aligned.
+    own, at its place in the list). A sample whose reward is None is not live, nor are those of rollouts that `trained`
+    [N] leaves out. `rewards` [N] are the shaped ones, where they differ from the samples'. With `pairs` (chosen,
+    rejected) the rows are those of the pairs, each with the advantage +1 or -1; a rollout in two pairs has its rows
+    twice. `max_tokens` is for the aggregation dr_grpo.
+    Raises ConfigError for an aggregation that cannot be used. Asserts that every stream is aligned.
     """
     rollouts = [number if s.rollout_index is None else s.rollout_index for number, s in enumerate(samples)]
     # A sample without a group is one of its own; negative numbers cannot meet given ones.
     groups = [
         -1 - rollout if s.group_index is None else s.group_index for rollout, s in zip(rollouts, samples, strict=True)
     ]
-    masks: list[list[float]] = []
-    rewards = [math.nan] * len(advantages)
-    for sample, rollout in zip(samples, rollouts, strict=True):
-        sample.check()
-        assert 0 <= rollout < len(advantages), f"rollout_index {rollout} but {len(advantages)} advantages"
-        assert all(0 <= weight < math.inf for weight in sample.loss_mask), f"mask {sample.loss_mask}"
-        if sample.reward is None:
-            masks.append([0.0] * len(sample.tokens))
-            continue
-        # Nothing comes before the first token, so nothing predicts it.
-        masks.append([0.0, *map(float, sample.loss_mask[1:])] if sample.tokens else [])
-        rewards[rollout] = sample.reward
-    weights, denominator = aggregate(aggregation, Masks(masks, rollouts, groups, l_max))
+    masks = _live_masks(samples, rollouts, len(advantages), trained)
+    if rewards is None:
+        rewards = _rewards(samples, rollouts, len(advantages))
+    known = [math.nan if reward is None else float(reward) for reward in rewards]
     prefixes = _prefix_lengths(samples, masks, groups)
-    rows = []
+    rows: list[Row] = []
+    segments: Counter[int] = Counter()
     for number, (sample, mask) in enumerate(zip(samples, masks, strict=True)):
-        advantage = float(advantages[rollouts[number]])
-        assert math.isfinite(advantage), f"rollout {rollouts[number]} has advantage {advantage}"
+        rollout = rollouts[number]
+        advantage = float(advantages[rollout])
+        assert math.isfinite(advantage), f"rollout {rollout} has advantage {advantage}"
         rows.append(
             Row(
                 tokens=list(sample.tokens),
                 loss_mask=mask,
-                weights=weights[number],
+                weights=[],
                 advantages=[advantage if weight > 0 else 0.0 for weight in mask],
                 rollout_logprobs=list(sample.rollout_log_probs or [0.0] * len(mask)),
-                rollout_index=rollouts[number],
+                rollout_index=rollout,
                 group_index=groups[number],
                 prefix_length=prefixes[number],
+                segment=segments[rollout],
             )
         )
-    return TrainBatch(rows, denominator, rewards, step, algorithm, temperature)
+        segments[rollout] += 1
+    if pairs is not None:
+        rows = _pair_rows(rows, pairs)
+    denominator, unit = weigh_rows(rows, aggregation, max_tokens)
+    return TrainBatch(rows, denominator, known, step, algorithm, temperature, unit)
+
+
+def weigh_rows(
+    rows: Sequence[Row], aggregation: str | Callable[..., Any], max_tokens: int | None = None
+) -> tuple[float, Unit]:
+    """Stamp u on the rows (`weights`), as a batch of their own; gives D, and what a loss returns one value for."""
+    given = aggregate(
+        aggregation,
+        Masks(
+            [row.loss_mask for row in rows],
+            [row.rollout_index for row in rows],
+            [row.group_index for row in rows],
+            [row.pair_index for row in rows],
+            max_tokens,
+        ),
+    )
+    for row, weights in zip(rows, given.weights, strict=True):
+        row.weights = weights
+    return given.denominator, given.unit
+
+
+def part_batch(
+    batch: TrainBatch, parts: int, aggregation: str | Callable[..., Any], max_tokens: int | None = None
+) -> list[TrainBatch]:
+    """The batch in at most `parts` batches of whole groups, each weighed as a batch of its own: for as many optimizer
+    steps. Everything else that was stamped stays as it is.
+    """
+    assert parts >= 1, f"a batch cannot be parted in {parts}"
+    if parts == 1 or not batch.rows:
+        return [batch]
+    groups: dict[int, list[Row]] = {}
+    for row in batch.rows:
+        groups.setdefault(row.group_index, []).append(row)
+    members = list(groups.values())
+    size = max(1, math.ceil(len(members) / parts))
+    parted = []
+    for start in range(0, len(members), size):
+        rows = [row for group in members[start : start + size] for row in group]
+        denominator, unit = weigh_rows(rows, aggregation, max_tokens)
+        parted.append(msgspec.structs.replace(batch, rows=rows, denominator=denominator, unit=unit))
+    return parted
 
 
 def split_batch(batch: TrainBatch, parts: int) -> list[TrainBatch]:
@@ -114,21 +173,29 @@ def split_batch(batch: TrainBatch, parts: int) -> list[TrainBatch]:
     total = sum(live)
     shares = [batch.denominator * count / total if total else 0.0 for count in live]
     return [
-        TrainBatch(chunk, share, batch.rewards, batch.step, batch.algorithm, batch.temperature)
+        msgspec.structs.replace(batch, rows=chunk, denominator=share)
         for chunk, share in zip(chunks, shares, strict=True)
     ]
 
 
 def split_microbatches(
-    batch: TrainBatch, tokens_max: int, *, share_prefix: bool = True, keep: Keep = "", only_live: bool = True
+    batch: TrainBatch,
+    tokens_max: int,
+    *,
+    share_prefix: bool = True,
+    keep: Keep = "",
+    only_live: bool = True,
+    packed: bool = False,
 ) -> list[list[Row]]:
-    """The rows in microbatches of at most `tokens_max` padded tokens each, rows of similar length together.
+    """The rows in microbatches of at most `tokens_max` tokens each: padded ones, rows of similar length together; or
+    `packed`, when there is no padding and no prompt is shared.
 
-    Rows that share a prompt stay together where they fit. `keep` names what a loss must see whole: rows of one rollout
-    or one group are then never parted; where several such rows do not fit, that is an error (TrainingError). A single
-    row longer than the bound runs alone, for it cannot be parted. With `only_live`, rows with nothing live are left
-    out.
+    Rows that share a prompt stay together where they fit. `keep` names what a loss must see whole: rows of one
+    rollout, pair or group are then never parted; where several such rows do not fit, that is an error (TrainingError).
+    A single row longer than the bound runs alone, for it cannot be parted. With `only_live`, rows with nothing live are
+    left out.
     """
+    share_prefix = share_prefix and not packed
     rows = [row for row in batch.rows if any(row.loss_mask) or not only_live]
     sets: dict[Hashable, list[Row]] = {}
     for number, row in enumerate(rows):
@@ -136,16 +203,22 @@ def split_microbatches(
     units: list[list[Row]] = []
     for members in sets.values():
         members.sort(key=lambda row: len(row.tokens))
-        if _cost(members, share_prefix) <= tokens_max or len(members) == 1:
+        cost = _token_count(members) if packed else _cost(members, share_prefix)
+        if cost <= tokens_max or len(members) == 1:
             units.append(members)
         elif keep:
             raise TrainingError(
                 f"the loss names {keep}_index, so the {len(members)} rows of {keep} {_index(members[0], keep)} must "
-                f"be run together; they take {_cost(members, share_prefix)} tokens but tokens_per_microbatch is "
-                f"{tokens_max}. Give --tokens-per-microbatch {_cost(members, share_prefix)}"
+                f"be run together; they take {cost} tokens but tokens_per_microbatch is {tokens_max}. "
+                f"Give --tokens-per-microbatch {cost}"
             )
+        elif packed:
+            units.extend([row] for row in members)
         else:
             units.extend(_fill([[row] for row in members], tokens_max, share_prefix))
+    if packed:
+        bins = pack_rows([_token_count(unit) for unit in units], tokens_max)
+        return [[row for number in chosen for row in units[number]] for chosen in bins]
     units.sort(key=lambda unit: max(len(row.tokens) for row in unit))
     return _fill(units, tokens_max, share_prefix)
 
@@ -194,6 +267,46 @@ def _buckets(numbers: list[int], lengths: list[int], saving_min: int) -> list[li
     return buckets
 
 
+def _live_masks(
+    samples: Sequence[Sample], rollouts: Sequence[int], count: int, trained: Sequence[bool] | None
+) -> list[list[float]]:
+    """What of each sample is trained: nothing where it was not judged, or its rollout is left out."""
+    masks: list[list[float]] = []
+    for sample, rollout in zip(samples, rollouts, strict=True):
+        sample.check()
+        assert 0 <= rollout < count, f"rollout_index {rollout} but {count} advantages"
+        assert all(0 <= weight < math.inf for weight in sample.loss_mask), f"mask {sample.loss_mask}"
+        if sample.reward is None or (trained is not None and not trained[rollout]):
+            masks.append([0.0] * len(sample.tokens))
+        else:
+            # Nothing comes before the first token, so nothing predicts it.
+            masks.append([0.0, *map(float, sample.loss_mask[1:])] if sample.tokens else [])
+    return masks
+
+
+def _rewards(samples: Sequence[Sample], rollouts: Sequence[int], count: int) -> list[float | None]:
+    rewards: list[float | None] = [None] * count
+    for sample, rollout in zip(samples, rollouts, strict=True):
+        if sample.reward is not None:
+            rewards[rollout] = sample.reward
+    return rewards
+
+
+def _pair_rows(rows: Sequence[Row], pairs: Sequence[tuple[int, int]]) -> list[Row]:
+    """The rows of each pair's two rollouts, with the pair's number and the side's sign as advantage."""
+    rows_of: dict[int, list[Row]] = {}
+    for row in rows:
+        rows_of.setdefault(row.rollout_index, []).append(row)
+    return [
+        msgspec.structs.replace(
+            row, pair_index=number, advantages=[sign if weight > 0 else 0.0 for weight in row.loss_mask]
+        )
+        for number, pair in enumerate(pairs)
+        for rollout, sign in zip(pair, (1.0, -1.0), strict=True)
+        for row in rows_of.get(rollout, ())
+    ]
+
+
 def _prefix_lengths(samples: Sequence[Sample], masks: Sequence[Sequence[float]], groups: Sequence[int]) -> list[int]:
     """Per row, how many leading tokens it shares with the rows of its group that claim the same prompt length.
 
@@ -232,7 +345,11 @@ def _set_key(row: Row, number: int, share_prefix: bool, keep: Keep) -> Hashable:
 
 
 def _index(row: Row, keep: Keep) -> int:
-    return row.rollout_index if keep == "rollout" else row.group_index
+    return {"rollout": row.rollout_index, "pair": row.pair_index}.get(keep, row.group_index)
+
+
+def _token_count(rows: Sequence[Row]) -> int:
+    return sum(len(row.tokens) for row in rows)
 
 
 def _cost(rows: Sequence[Row], share_prefix: bool) -> int:

@@ -12,7 +12,15 @@ from typing import Any
 
 from rollouts.errors import ConfigError, ModelError
 
-__all__ = ["TINY_PATH", "load_hf_model", "load_tokenizer", "no_progress_bars", "resolve_device", "resolve_model_name"]
+__all__ = [
+    "TINY_PATH",
+    "load_hf_model",
+    "load_tokenizer",
+    "no_progress_bars",
+    "prepare_gradient_checkpointing",
+    "resolve_device",
+    "resolve_model_name",
+]
 
 TINY_PATH = Path(__file__).resolve().parent.parent / "tiny"
 
@@ -56,15 +64,18 @@ def resolve_device(device: str) -> str:
     return device
 
 
-def load_hf_model(name: str, *, dtype: str = "float32", device: str = "auto") -> Any:
-    """A causal LM in evaluation mode on `device`. Raises ModelError, ConfigError."""
+def load_hf_model(name: str, *, dtype: str = "float32", device: str = "auto", attention: str = "auto") -> Any:
+    """A causal LM in evaluation mode on `device`. `attention` is an implementation of transformers' (auto: its own
+    choice). Raises ModelError, ConfigError.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
     if dtype not in _DTYPES:
         raise ModelError(f"unknown dtype {dtype!r} (choices: {', '.join(_DTYPES)})")
     place = resolve_device(device)  # before the weights are read
-    model = _load(AutoModelForCausalLM, name, "model", dtype=getattr(torch, dtype))
+    chosen = {} if attention == "auto" else {"attn_implementation": attention}
+    model = _load(AutoModelForCausalLM, name, "model", dtype=getattr(torch, dtype), **chosen)
     model.eval()
     return model.to(place)
 
@@ -74,6 +85,22 @@ def load_tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
     return _load(AutoTokenizer, name, "tokenizer")
+
+
+def prepare_gradient_checkpointing(causal: Any) -> None:
+    """Turn it on, and every dropout off, for it works in training mode only."""
+    from torch import nn
+
+    for module in causal.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+    if hasattr(causal, "activation_checkpointing_enable"):  # the newer name; the older one warns where both are there
+        causal.activation_checkpointing_enable({"use_reentrant": False})
+    else:
+        causal.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 @contextlib.contextmanager

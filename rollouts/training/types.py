@@ -5,13 +5,20 @@ Plain data, no torch: a batch can travel to other ranks. Rows come from `rollout
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
 from rollouts.training.backends.futures import TrainFuture
 
-__all__ = ["ForwardOutput", "Row", "StepResult", "TrainBatch", "TrainingBackend"]
+__all__ = ["Anchor", "Companions", "ForwardOutput", "Row", "StepResult", "TrainBatch", "TrainingBackend", "Unit"]
+
+Unit = Literal["token", "rollout", "pair"]
+"""What a loss returns one value for."""
+
+Anchor = Literal["sampler", "current"]
+"""Where a row carries no `old_logprobs`: the anchor is what the sampler said, or the policy as it is (detached)."""
 
 
 class Row(msgspec.Struct):
@@ -19,7 +26,8 @@ class Row(msgspec.Struct):
 
     `loss_mask` weighs tokens (0: not trained). `weights` is u of numerics.md with the mask in it; sum(weights * loss)
     / D is the objective. `advantages` is 0 where the mask is. The first `prefix_length` tokens are the same in every
-    row of `group_index`, so that a backend may run them forward once for all of them.
+    row of `group_index`, so that a backend may run them forward once for all of them. `segment` counts the rows of a
+    rollout; `pair_index` is -1 where the row is in no pair. `temperature` None is the batch's.
     """
 
     tokens: list[int]
@@ -30,8 +38,14 @@ class Row(msgspec.Struct):
     rollout_index: int
     group_index: int
     prefix_length: int = 0
+    segment: int = 0
+    pair_index: int = -1
+    temperature: float | None = None
     old_logprobs: list[float] | None = None
     ref_logprobs: list[float] | None = None
+    teacher_logprobs: list[float] | None = None
+    old_values: list[float] | None = None
+    returns: list[float] | None = None
 
 
 class TrainBatch(msgspec.Struct):
@@ -40,7 +54,7 @@ class TrainBatch(msgspec.Struct):
 
     `rewards` [N] is indexed by `rollout_index` (positions of the batch's rollouts, 0..N-1). `algorithm` is the name
     under which the backend was given the algorithm when it was composed; batches carry data and names, never
-    functions.
+    functions. `unit` says what a loss returns one value for. `kl_coefficient` None is the algorithm's own.
     """
 
     rows: list[Row]
@@ -49,15 +63,39 @@ class TrainBatch(msgspec.Struct):
     step: int
     algorithm: str = "main"
     temperature: float = 1.0
+    unit: Unit = "token"
+    anchor: Anchor = "sampler"
+    kl_coefficient: float | None = None
+
+
+class Companions(NamedTuple):
+    """The models beside the policy; None or empty where a run has none.
+
+    `reference` is the rule by which the reference policy follows the policy; `critic` is `head` (on the policy's
+    trunk), or a model's name or folder, trained at `critic_lr`; `teacher` is a model's name or folder, of whose
+    likeliest tokens `teacher_top_k` are given.
+    """
+
+    reference: Callable[..., Any] | None = None
+    critic: str = ""
+    critic_lr: float = 1e-5
+    teacher: str = ""
+    teacher_top_k: int = 32
 
 
 class ForwardOutput(NamedTuple):
-    """Per row, per token [L] (0.0 at position 0): logprobs of the row's own tokens, and the entropy of the
-    prediction.
+    """Per row, per token [L] (0.0 at position 0, and at masked positions where only live ones were asked for).
+
+    `logprobs` of the row's own tokens and the `entropy` of the prediction, both divided by the temperature;
+    `ref_logprobs` under the reference policy, `teacher_logprobs` under the teacher; `values` of the critic for the
+    state in which the token was chosen. None where it was not asked for.
     """
 
-    logprobs: list[list[float]]
-    entropy: list[list[float]] | None
+    logprobs: list[list[float]] | None = None
+    entropy: list[list[float]] | None = None
+    ref_logprobs: list[list[float]] | None = None
+    teacher_logprobs: list[list[float]] | None = None
+    values: list[list[float]] | None = None
 
 
 class StepResult(NamedTuple):
@@ -72,8 +110,10 @@ class TrainingBackend(Protocol):
 
     version: int
 
-    def forward(self, batch: TrainBatch, needs: tuple[str, ...] = ("logprobs",)) -> TrainFuture[ForwardOutput]:
-        """Logprobs (and `entropy` if needed; `ref_logprobs` from the reference) without gradient."""
+    def forward(
+        self, batch: TrainBatch, needs: tuple[str, ...] = ("logprobs",), *, only_live: bool = False
+    ) -> TrainFuture[ForwardOutput]:
+        """What `needs` names (the fields of ForwardOutput), without gradient; at live positions or at all."""
         ...
 
     def forward_backward(self, batch: TrainBatch) -> TrainFuture[dict[str, float]]:

@@ -30,6 +30,20 @@ def test_named_components_are_explained(capsys, acme):
     assert "# its settings: rollouts plugins show hf" in out
 
 
+def test_the_parts_of_an_algorithm_are_explained(capsys):
+    out = printed(
+        capsys,
+        *("--loss", "grpo", "--loss.entropy-coef", "0.001", "--kl", "rk3_loss", "--kl.coef", "0.02"),
+        *("--shaping", "overlong", "--reference", "ema", "--correction", "none"),
+    )
+    assert "# how much the entropy term counts (a number; default 0.0)\nentropy_coef = 0.001\n" in out
+    assert "# how much the KL counts (a number; default 0.01)\ncoef = 0.02\n" in out
+    assert '[shaping.overlong]\nname = "overlong"\n' in out and '[reference]\nname = "ema"\n' in out
+    result = resolve(tomllib.loads(out))
+    assert (result.settings.correction, result.settings.filter) == ("", ("algorithm",))
+    assert result.settings.schedule == ()
+
+
 def test_a_wrong_component_setting_is_told_with_file_and_line(capsys, acme, tmp_path):
     file = tmp_path / "a.toml"
     file.write_text('seed = 1\n[env]\nname = "acme_env"\ndigit = 3\n')

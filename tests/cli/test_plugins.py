@@ -42,6 +42,23 @@ def test_show_a_reward(acme, capsys):
     assert "no default" in out
 
 
+def test_show_a_kl_estimator_with_the_settings_of_every_one(capsys):
+    assert main(["plugins", "show", "rk3_loss"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("KL estimator rk3_loss")
+    for flag in ("--kl.coef", "--kl.threshold", "--kl.target", "--kl.horizon"):
+        assert flag in out
+
+
+def test_show_an_algorithm_with_its_coefficients(acme, capsys):
+    assert main(["plugins", "show", "dapo"]) == 0
+    out = capsys.readouterr().out
+    assert "--loss.clip-high     a number          default 0.28" in out
+    assert "--loss.entropy-coef  a number          default 0.0   how much the entropy term counts" in out
+    assert main(["plugins", "show", "acme_loss"]) == 0
+    assert "--loss.entropy-coef" in capsys.readouterr().out  # the usual term beside a bare loss
+
+
 def test_show_what_several_kinds_have(acme, capsys):
     assert main(["plugins", "show", "twice"]) == 2
     assert "rollouts plugins show twice --kind rewards" in capsys.readouterr().err

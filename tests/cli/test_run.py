@@ -8,7 +8,7 @@ import pytest
 
 from rollouts.cli import main
 from rollouts.config.resolving import resolve
-from rollouts.config.settings import setting_infos
+from rollouts.config.settings import FILE_ONLY, setting_infos
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -22,7 +22,7 @@ def test_every_setting_is_a_flag_with_its_documentation(capsys):
     assert main(["run", "--help"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     for info in setting_infos():
-        assert f"{info.flag} " in out or info.name == "template"
+        assert f"{info.flag} " in out or f"{FILE_ONLY[info.name]} " in out
         assert " ".join(info.doc.split()) in out
         assert f"[default: {info.default_text}]" in out
     assert "--template.ARGUMENT" in out
@@ -54,6 +54,56 @@ def test_precedence(tmp_path, composed):
     assert given["other"] == 4
     assert {key: given[key].value for key in ("digits", "new")} == {"digits": 5, "new": "x"}
     assert resolved.source.path == str(file)
+
+
+def test_the_parts_of_an_algorithm_are_flags(composed):
+    line = (
+        "run --env calculator --loss gspo --advantage rloo --aggregation rollout_mean --kl rk3_loss --kl.coef 0.02 "
+        "--reference ema --reference.decay 0.9 --correction truncated --correction.cap 3 --shaping overlong "
+        "--shaping.overlong.buffer 32 --mix lexicographic --select reward_at_least --select.threshold 1 "
+        "--pairs best_worst --critic head --critic-lr 1e-4 --teacher tiny --teacher-top-k 8 --minibatches 2 "
+        "--loss.entropy-coef 0.001 --filter none"
+    )
+    assert main(line.split()) == 0
+    ((resolved, _),) = composed
+    settings = resolved.settings
+    chosen = {key: [each.name for each in several] for key, several in resolved.components.items()}
+    assert chosen | {"env": [], "reward": [], "inference": [], "training": [], "logger": []} == {
+        "env": [],
+        "reward": [],
+        "mix": ["lexicographic"],
+        "shaping": ["overlong"],
+        "loss": ["gspo"],
+        "advantage": ["rloo"],
+        "aggregation": ["rollout_mean"],
+        "kl": ["rk3_loss"],
+        "reference": ["ema"],
+        "correction": ["truncated"],
+        "select": ["reward_at_least"],
+        "pairs": ["best_worst"],
+        "filter": [],
+        "inference": [],
+        "training": [],
+        "logger": [],
+    }
+    assert resolved.components["kl"][0].settings["coef"].value == 0.02
+    assert resolved.components["shaping"][0].settings["buffer"].value == 32
+    assert (settings.critic, settings.critic_lr, settings.teacher, settings.teacher_top_k) == ("head", 1e-4, "tiny", 8)
+    assert settings.minibatches == 2
+
+
+@pytest.mark.parametrize("argv", [["--schedule", "50"], ["--schedule.loss", "cispo"], ["--schedule.step=50"]])
+def test_a_schedule_is_written_in_a_file(argv, composed, capsys):
+    assert main(["run", "--env", "calculator", *argv]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: --schedule") and '[[schedule]]\nstep = 50\nloss = "cispo"' in error
+    assert composed == []
+
+
+@pytest.mark.parametrize(("flag", "value"), [("minibatches", "0"), ("teacher-top-k", "0"), ("critic-lr", "0")])
+def test_numbers_of_an_algorithm_have_bounds(flag, value, composed, capsys):
+    assert main(["run", "--env", "calculator", f"--{flag}", value]) == 2
+    assert f"error: --{flag}: must be " in capsys.readouterr().err
 
 
 def test_repeated_flags_are_lists(composed):

@@ -167,6 +167,13 @@ def test_no_environment():
         ({"inference": "fh"}, "hf"),
         ({"training": "troch"}, "torch"),
         ({"logger": ["json"]}, "jsonl"),
+        ({"kl": "rk3_los"}, "rk3_loss"),
+        ({"reference": "emma"}, "ema"),
+        ({"correction": "icepop_"}, "icepop"),
+        ({"mix": "lexicografic"}, "lexicographic"),
+        ({"shaping": ["overlog"]}, "overlong"),
+        ({"select": "reward_atleast"}, "reward_at_least"),
+        ({"pairs": "best_wurst"}, "best_worst"),
     ],
 )
 def test_an_unknown_component(settings, near):
@@ -230,13 +237,12 @@ def test_settings_of_the_algorithms_own_advantage():
 @pytest.mark.parametrize(
     ("name", "requested", "reason"),
     [
-        ("kl_loss", "ref_logprobs", "no reference model"),
-        ("critic_loss", "values", "no critic"),
-        ("teacher_loss", "teacher_logprobs", "no teacher"),
+        ("critic_loss", "values", "no critic; type --critic head"),
+        ("teacher_loss", "teacher_logprobs", "no teacher; type --teacher"),
     ],
 )
 def test_a_loss_that_needs_what_this_run_cannot_give(parts, name, requested, reason):
-    refused(SignatureError, name, f"`{requested}`", reason, "advantages", loss=parts + name)
+    refused(SignatureError, name, f"`{requested}`", reason, loss=parts + name)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +282,7 @@ def test_tasks_that_cannot_be_iterated(parts, name, given):
 
 
 def test_an_unknown_aggregation():
-    refused(ConfigError, "token_meen", "token_mean", "rollout_mean", aggregation="token_meen")
+    refused(UnknownComponentError, "token_meen", "token_mean", "rollout_mean", aggregation="token_meen")
 
 
 def test_data_for_an_environment_without():
@@ -333,7 +339,8 @@ def test_two_environments_share_no_list(parts):
 def test_every_setting_is_completed():
     """So that config.toml repeats the run, also when a default changes."""
     assert plan().resolved.components["env"][0].settings == {"digits": 2, "operators": "*"}
-    assert plan().resolved.components["loss"][0].settings == {"clip_low": 0.2, "clip_high": 0.2}
+    settings = plan().resolved.components["loss"][0].settings
+    assert settings == {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "entropy_coef": 0.0}
 
 
 def test_rewards(parts):
@@ -351,7 +358,7 @@ def test_replaced_parts_of_the_algorithm(parts):
     algorithm = plan(
         loss={"name": f"{parts}good_loss", "scale": 2.0}, advantage="group_mean", aggregation="rollout_mean"
     ).algorithm
-    assert algorithm.aggregation == "rollout_mean"
+    assert algorithm.aggregation.__name__ == "rollout_mean"
     assert algorithm.advantage.__name__ == "group_mean"
     assert algorithm.terms[0].function.keywords == {"scale": 2.0}
     assert plan(loss=f"{parts}good_loss").needs == ["advantages", "logprobs"]

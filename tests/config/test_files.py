@@ -92,6 +92,22 @@ def test_the_line_of_a_setting_in_python():
 
 
 @pytest.mark.parametrize(
+    ("name", "text", "lines"),
+    [
+        ("a.toml", "[[s]]\na = 1\n\n[[s]]\na = 2\n[s.b]\nc = 3\n", [1, 2, 4, 5, 7]),
+        ("a.json", '{"s":\n [{\n"a": 1},\n {\n"a": 2, "b": {\n"c": 3}}]}', [2, 3, 4, 5, 6]),
+        ("a.py", "s = [\n {\n'a': 1},\n {\n'a': 2, 'b': {\n'c': 3}}]", [2, 3, 4, 5, 6]),
+        ("a.py", "config = {'s': [\n {\n'a': 1},\n {\n'a': 2, 'b': {\n'c': 3}}]}", [2, 3, 4, 5, 6]),
+    ],
+)
+def test_the_line_of_what_stands_in_an_array(name, text, lines):
+    paths = [("s[0]",), ("s[0]", "a"), ("s[1]",), ("s[1]", "a"), ("s[1]", "b", "c")]
+    assert [Source(name, text).line_of(path) for path in paths] == lines
+    assert Source(name, text).line_of(("s[2]",)) is None and Source(name, text).line_of(("s[7]",)) is None
+    assert Source(name, text).line_of(("s[1]", "b", "d")) == Source(name, text).line_of(("s[1]", "b"))
+
+
+@pytest.mark.parametrize(
     ("name", "text", "words"),
     [
         (

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollouts.config.render import to_toml
 from rollouts.config.resolving import resolve
-from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE, SINGLE, setting_infos
+from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE, SCHEDULED, SINGLE, setting_infos
 from rollouts.config.values import toml_value
 from rollouts.errors import ConfigError
 from rollouts.plugins.signature import REQUIRED, Setting
@@ -30,7 +30,9 @@ TABLE = st.dictionaries(WORD, VALUE, max_size=3)
 def core_value(info):
     if info.choices:
         return st.sampled_from(info.choices)
-    if info.name == "lr":
+    if info.name == "schedule":
+        return SCHEDULES
+    if info.default is None:
         return st.none() | st.floats(1e-9, 1.0)
     if isinstance(info.default, float):
         return st.floats(1e-3, 1e3)
@@ -47,6 +49,11 @@ def component(key):
     return st.dictionaries(WORD, entry, max_size=3)
 
 
+STAGE = st.fixed_dictionaries({}, optional={key: NAME | component(key) for key in SCHEDULED})
+SCHEDULES = st.lists(st.integers(1, 2**20), unique=True, max_size=3).flatmap(
+    lambda steps: st.tuples(*(st.builds(lambda table, at=at: {"step": at, **table}, STAGE) for at in steps)).map(list)
+)
+
 TREES = st.fixed_dictionaries(
     {},
     optional={
@@ -61,6 +68,19 @@ TREES = st.fixed_dictionaries(
 def test_a_file_resolves_to_what_it_was_written_from(tree, commented):
     result = resolve(tree)
     assert resolve(tomllib.loads(to_toml(result, commented))) == result
+
+
+def test_a_schedule_is_read_back():
+    schedule = [
+        {"step": 9, "loss": "cispo", "shaping": []},
+        {"step": 5, "kl": {"coef": 0.0}, "shaping": {"long": {"name": "overlong", "buffer": 3}}},
+    ]
+    text = to_toml(resolve({"kl": "rk3_loss", "schedule": schedule}))
+    assert text.endswith(
+        '[[schedule]]\nstep = 9\nloss = "cispo"\nshaping = []\n\n'
+        '[[schedule]]\nstep = 5\n[schedule.kl]\ncoef = 0.0\n[schedule.shaping.long]\nname = "overlong"\nbuffer = 3\n'
+    )
+    assert tomllib.loads(text)["schedule"] == schedule
 
 
 @settings(deadline=None, max_examples=60)

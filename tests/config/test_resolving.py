@@ -9,7 +9,8 @@ import pytest
 
 from rollouts.config.files import Source
 from rollouts.config.flags import read_flag, take_dotted_flags
-from rollouts.config.resolving import Component, merge, parse_component, resolve, settings_path
+from rollouts.config.merging import Component, merge, parse_component, settings_path
+from rollouts.config.resolving import resolve
 from rollouts.config.settings import COMPONENT_KINDS, Settings
 from rollouts.errors import ConfigError
 

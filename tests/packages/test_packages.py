@@ -109,3 +109,20 @@ def test_an_environment_as_short_as_the_design_s(rollouts, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert "correct" in summary["evaluation"]["after"]["parts"]
+
+
+def test_a_loss_from_the_documentation_is_the_core_s(rollouts, pip_install, tmp_path):
+    """docs/losses.md builds CISPO from scratch: as a package it trains as the core's own does, number for number."""
+    site = pip_install("acme_cispo")
+    common = ("--env", "calculator", "--loss.clip-high", "0.5", *SMALL, "--minibatches", "2", "--lr", "0.01")
+    for name in ("acme_cispo", "cispo"):
+        done = rollouts("run", *common, "--loss", name, "--out", name, path=(site,))
+        assert done.returncode == 0, done.stdout + done.stderr
+    own, core = (read_metrics(tmp_path / name) for name in ("acme_cispo", "cispo"))
+    timed = ("time/", "perf/", "sync/seconds", "rollout/latency")
+    for mine, theirs in zip(own, core, strict=True):
+        assert mine.keys() - theirs.keys() <= {"policy/capped_frac", "policy/weight_max"}
+        compared = [name for name in theirs if not name.startswith(timed)]
+        assert {name: mine[name] for name in compared} == {name: theirs[name] for name in compared}
+    assert any(line.get("optim/grad_norm", 0.0) > 0 for line in core)
+    assert any("policy/weight_max" in line for line in own)

@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts.errors import SignatureError
-from rollouts.plugins import hints, signature
-from rollouts.plugins.index import KINDS
+from rollouts.plugins import hints, protocols, signature
+from rollouts.plugins.index import KIND_WORDS, KINDS
 from rollouts.plugins.signature import (
     REQUIRED,
     VOCABULARY,
@@ -161,6 +161,57 @@ def test_composition_is_the_union_of_its_terms(late):
     assert settings_of(recipe, "losses")["clip_low"].default == 0.2
     with pytest.raises(SignatureError, match=r"loss grpo, term .*<lambda>: it asks for 'logprob'"):
         check_signature(Algorithm(len, "m", (Term(lambda logprob: 0),)), "losses", "loss grpo")
+
+
+def test_a_term_with_a_name_has_a_coefficient():
+    class Term(NamedTuple):
+        function: Any
+        coefficient: float = 1.0
+        name: str = ""
+
+    class Algorithm(NamedTuple):
+        terms: tuple
+
+    def entropy_bonus(entropy, *, floor: float = 0.0): ...
+
+    def own(logprobs, *, entropy_coef: float = 7.0): ...
+
+    settings = settings_of(Algorithm((Term(entropy_bonus, 0.25, "entropy"),)), "losses")
+    assert settings["entropy_coef"] == Setting("entropy_coef", float, 0.25, "how much the entropy term counts")
+    both = Algorithm((Term(own), Term(entropy_bonus, 0.25, "entropy")))
+    assert settings_of(both, "losses")["entropy_coef"].default == 7.0
+
+
+CALLED_DIRECTLY = (
+    "advantages aggregations corrections filters kl losses mixers pairings references selectors shapings".split()
+)
+
+
+@pytest.mark.parametrize("kind", CALLED_DIRECTLY)
+def test_what_is_never_awaited_may_not_be_async(kind):
+    names = VOCABULARY[kind]
+
+    async def part(): ...
+
+    with pytest.raises(SignatureError, match=r"is async, but an? .* is called and never awaited"):
+        check_signature(part, kind, "a part")
+    assert names and kind in KINDS
+
+
+def test_every_kind_that_is_called_has_a_protocol():
+    """Named for the word of its kind; `kl` is a KLEstimator, a group's reward and a metric have their own."""
+    words = {"".join(KIND_WORDS[kind].title().split()) for kind in ("environments", "rewards", *CALLED_DIRECTLY)}
+    short = {
+        "KlEstimator": "KLEstimator",
+        "Off-PolicyCorrection": "Correction",
+        "PairSelector": "Pairing",
+        "ReferencePolicy": "Reference",
+        "RewardMixer": "Mixer",
+        "RewardShaping": "Shaping",
+        "RolloutSelector": "Selector",
+    }
+    expected = {short.get(word, word) for word in words}
+    assert set(protocols.__all__) == expected | {"GroupReward", "Metric"}
 
 
 class _Unreadable:

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from rollouts.errors import TrainingError
-from rollouts.training.batching import make_batch, plan_layout, split_batch, split_microbatches
+from rollouts.training.batching import make_batch, part_batch, plan_layout, split_batch, split_microbatches
 from rollouts.types import Sample
 
 
@@ -52,6 +52,69 @@ def test_supervised_samples_need_no_indices():
     batch = make_batch(samples, [0.0, 0.0], aggregation="token_mean", step=0)
     assert batch.rows[0].loss_mask == [0.0, 0.0, 1.0], "nothing predicts the first token"
     assert batch.denominator == 1.5 and batch.rows[0].group_index != batch.rows[1].group_index
+
+
+def test_rollouts_that_were_not_selected_are_not_live_but_keep_their_reward(tiny):
+    samples = tiny.make_samples(groups=1)
+    batch = batch_of(samples, trained=[True, False, True, False])
+    assert [any(row.loss_mask) for row in batch.rows] == [True, False, True, False]
+    assert batch.rewards == [sample.reward for sample in samples]
+    assert batch.denominator == sum(sum(sample.loss_mask) for sample in (samples[0], samples[2]))
+    assert batch_of(samples, rewards=[1.0, None, 2.0, 3.0]).rewards[2] == 2.0
+
+
+def test_pairs_have_their_rows_with_the_sign_of_their_side(tiny):
+    samples = tiny.make_samples(groups=2)
+    batch = make_batch(samples, [0.0] * 8, aggregation="pair_mean", step=0, pairs=[(0, 2), (0, 3), (6, 5)])
+    assert [(row.rollout_index, row.pair_index) for row in batch.rows] == [
+        (0, 0),
+        (2, 0),
+        (0, 1),
+        (3, 1),
+        (6, 2),
+        (5, 2),
+    ]
+    for row, sign in zip(batch.rows, [1.0, -1.0] * 3, strict=True):
+        assert {a for a, live in zip(row.advantages, row.loss_mask, strict=True) if live} == {sign}
+    assert batch.denominator == 3 and batch.unit == "pair"
+    assert len({id(row) for row in batch.rows}) == 6, "a rollout in two pairs has rows of its own in each"
+    for part in split_microbatches(batch, 100, keep="pair"):
+        sides = [row.pair_index for row in part]
+        assert all(sides.count(pair) == 2 for pair in sides), "a pair is never parted"
+
+
+def test_segments_of_a_rollout_are_numbered():
+    samples = [Sample(tokens=[1, 2], loss_mask=[0, 1], rollout_index=number) for number in (0, 0, 1, 0)]
+    assert [row.segment for row in make_batch(samples, [0.0] * 2, aggregation="sum", step=0).rows] == [0, 1, 0, 2]
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "rollout_mean", "group_mean", "dr_grpo", "sum"])
+def test_minibatches_are_whole_groups_weighed_by_themselves(tiny, aggregation):
+    samples = tiny.make_samples(groups=5)
+    batch = make_batch(samples, [0.5] * 20, aggregation=aggregation, step=3, max_tokens=9)
+    for row in batch.rows:
+        row.ref_logprobs = [-1.0] * len(row.tokens)
+    parts = part_batch(batch, 2, aggregation, 9)
+    assert [sorted({row.group_index for row in part.rows}) for part in parts] == [[0, 1, 2], [3, 4]]
+    for number, part in enumerate(parts):
+        alone = make_batch(
+            [sample for sample in samples if (sample.group_index >= 3) == bool(number)],
+            [0.5] * 20, aggregation=aggregation, step=3, max_tokens=9)  # fmt: skip
+        assert part.denominator == alone.denominator and part.step == 3
+        assert [row.weights for row in part.rows] == [row.weights for row in alone.rows]
+        assert all(row.ref_logprobs for row in part.rows)
+    assert part_batch(batch, 1, aggregation) == [batch]
+    assert len(part_batch(batch, 99, aggregation, 9)) == 5
+
+
+@pytest.mark.parametrize("tokens_max", [1, 40, 64, 100, 10_000])
+def test_packed_microbatches_hold_every_row_once_without_padding(tiny, tokens_max):
+    batch = batch_of(tiny.make_samples(groups=4))
+    parts = split_microbatches(batch, tokens_max, packed=True)
+    assert sorted(id(row) for part in parts for row in part) == sorted(id(row) for row in batch.rows)
+    assert all(len(part) == 1 or sum(len(row.tokens) for row in part) <= tokens_max for part in parts)
+    whole = split_microbatches(batch, 200, packed=True, keep="group")
+    assert all(sum(row.group_index == part[0].group_index for row in batch.rows) <= len(part) for part in whole)
 
 
 def test_misaligned_samples_are_our_mistake():

@@ -1,11 +1,14 @@
 """Algorithms: pure functions on tensors, put together in NamedTuples.
 
-    losses        one value a token
-    advantages    of the rewards of one group
-    aggregation   per-token weights u and the denominator D
-    logprobs      logprobs and entropy in chunks
-    algorithm     the composition, its checks and its evaluation
-    recipes       GRPO, PPO, REINFORCE, IS, SFT
+    algorithm recipes schedule     the composition (Term, KL, Algorithm); the named ones; another from a step on
+    needs evaluate                 what a composition asks of a run; its value on tensors
+    losses kl corrections          one value a token; KL to the reference; weights of what another engine sampled
+    mixers shaping                 rewards before the advantage
+    advantages token_advantages    of one group; of the whole batch (GAE, REINFORCE++)
+    selectors pairings             which rollouts are trained on; which are compared
+    references                     how the reference policy follows the policy
+    aggregation                    per-token weights u and the denominator D
+    logprobs packing               logprobs and entropy in chunks; rows in bins
 
 Nothing is imported until it is used.
 """
@@ -17,54 +20,93 @@ from typing import TYPE_CHECKING
 from rollouts.lazy import lazy_face
 
 if TYPE_CHECKING:
-    from rollouts.training.algorithms.advantages import group_advantages, group_mean, group_norm
-    from rollouts.training.algorithms.aggregation import aggregate
+    from rollouts.training.algorithms.advantages import group_advantages
+    from rollouts.training.algorithms.aggregation import TokenWeights, aggregate
     from rollouts.training.algorithms.algorithm import (
+        KL,
         Algorithm,
         Term,
         algorithm_settings,
         as_algorithm,
+        bind,
         bind_algorithm,
-        check_needs,
-        needs,
     )
     from rollouts.training.algorithms.logprobs import logprobs_and_entropy, token_logprobs
-    from rollouts.training.algorithms.losses import cross_entropy, entropy_bonus, importance, ppo_clip, reinforce
-    from rollouts.training.algorithms.recipes import GRPO, IS, PPO, REINFORCE, SFT
+    from rollouts.training.algorithms.needs import check_composition, check_needs
+    from rollouts.training.algorithms.recipes import (
+        CISPO,
+        DAPO,
+        DPO,
+        DR_GRPO,
+        GRPO,
+        GSPO,
+        IS,
+        OPD,
+        PPO,
+        REINFORCE,
+        REINFORCE_PP,
+        RFT,
+        RLOO,
+        SFT,
+    )
+    from rollouts.training.algorithms.schedule import Stage, stage_at
 
 __all__ = [
+    "CISPO",
+    "DAPO",
+    "DPO",
+    "DR_GRPO",
     "GRPO",
+    "GSPO",
     "IS",
+    "KL",
+    "OPD",
     "PPO",
     "REINFORCE",
+    "REINFORCE_PP",
+    "RFT",
+    "RLOO",
     "SFT",
     "Algorithm",
+    "Stage",
     "Term",
+    "TokenWeights",
     "aggregate",
     "algorithm_settings",
     "as_algorithm",
+    "bind",
     "bind_algorithm",
+    "check_composition",
     "check_needs",
-    "cross_entropy",
-    "entropy_bonus",
     "group_advantages",
-    "group_mean",
-    "group_norm",
-    "importance",
     "logprobs_and_entropy",
-    "needs",
-    "ppo_clip",
-    "reinforce",
+    "stage_at",
     "token_logprobs",
 ]
 
 _HOMES = {
-    "recipes": ("GRPO", "IS", "PPO", "REINFORCE", "SFT"),
-    "algorithm": ("Algorithm", "Term", "algorithm_settings", "as_algorithm", "bind_algorithm", "check_needs", "needs"),
-    "aggregation": ("aggregate",),
-    "advantages": ("group_advantages", "group_mean", "group_norm"),
-    "losses": ("cross_entropy", "entropy_bonus", "importance", "ppo_clip", "reinforce"),
+    "advantages": ("group_advantages",),
+    "aggregation": ("TokenWeights", "aggregate"),
+    "algorithm": ("KL", "Algorithm", "Term", "algorithm_settings", "as_algorithm", "bind", "bind_algorithm"),
     "logprobs": ("logprobs_and_entropy", "token_logprobs"),
+    "needs": ("check_composition", "check_needs"),
+    "recipes": (
+        "CISPO",
+        "DAPO",
+        "DPO",
+        "DR_GRPO",
+        "GRPO",
+        "GSPO",
+        "IS",
+        "OPD",
+        "PPO",
+        "REINFORCE",
+        "REINFORCE_PP",
+        "RFT",
+        "RLOO",
+        "SFT",
+    ),
+    "schedule": ("Stage", "stage_at"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

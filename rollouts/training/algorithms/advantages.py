@@ -1,8 +1,9 @@
 """Advantages of one group: rewards [G] in, advantages [G] out.
 
 A reward that could not be judged (None or NaN) is left out of mean and deviation and gets 0, as does every rollout of a
-group in which nothing can be compared: one judged rollout, or a spread of at most `SPREAD_MIN`. Pure functions. Left
-out here: whole-batch advantages (GAE, REINFORCE++).
+group in which nothing can be compared: one judged rollout, or a spread of at most `SPREAD_MIN`. `baseline` and `ones`
+compare nothing, so they act on any group. Pure functions. Left out here: advantages of the whole batch, such as GAE and
+REINFORCE++ (token_advantages.py).
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rollouts.errors import RolloutsError, TrainingError, words_of
+from rollouts.training.algorithms.group_calls import per_rollout
+from rollouts.training.algorithms.losses import check_setting
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["SPREAD_MIN", "group_advantages", "group_mean", "group_norm"]
+__all__ = ["SPREAD_MIN", "baseline", "group_advantages", "group_mean", "group_norm", "ones", "rloo"]
 
 # Never test `std == 0`: eight rewards of 0.1 + 0.2 have a deviation of 6e-17, not of 0.
 SPREAD_MIN = 1e-6
@@ -24,12 +26,13 @@ SPREAD_MIN = 1e-6
 def group_norm(rewards: Tensor | Sequence[float | None], *, eps: float = 1e-4) -> Tensor:
     """(R - mean) / (std + eps) [G] with ddof 1 (GRPO, Shao et al. 2024).
 
-    >>> [round(a, 3) for a in group_norm([1.0, 0.0, 0.0, None]).tolist()]
-    [1.154, -0.577, -0.577, 0.0]
+    >>> [round(a, 2) for a in group_norm([1.0, 0.0, 0.0, None]).tolist()]
+    [1.15, -0.58, -0.58, 0.0]
 
     Args:
-        eps: added to the deviation
+        eps: added to the deviation, so that a small spread is not blown up
     """
+    check_setting("eps", eps, 0 <= eps < float("inf"), "a number of 0 or more", "--advantage.eps 1e-4")
     values, judged = _judged(rewards)
     centred = _centred(values, judged)
     count = judged.sum()
@@ -40,6 +43,37 @@ def group_norm(rewards: Tensor | Sequence[float | None], *, eps: float = 1e-4) -
 def group_mean(rewards: Tensor | Sequence[float | None]) -> Tensor:
     """R - mean [G] (Dr. GRPO, Liu et al. 2025)."""
     return _centred(*_judged(rewards))
+
+
+def rloo(rewards: Tensor | Sequence[float | None]) -> Tensor:
+    """R - the mean of the others = J / (J - 1) (R - mean) [G], J rollouts judged (Ahmadian et al. 2024).
+
+    >>> rloo([1.0, 0.0, 0.0]).tolist()
+    [1.0, -0.5, -0.5]
+    """
+    values, judged = _judged(rewards)
+    count = int(judged.sum())
+    centred = _centred(values, judged)
+    return centred * (count / (count - 1)) if count > 1 else centred
+
+
+def baseline(rewards: Tensor | Sequence[float | None], *, value: float = 0.0) -> Tensor:
+    """R - b [G] with a fixed b (Williams 1992); it compares nothing, so a group of one has an advantage too.
+
+    Args:
+        value: b, what a reward has to exceed for its rollout to be made likelier
+    """
+    import torch
+
+    check_setting("value", value, abs(value) < float("inf"), "a finite number", "--advantage.value 0.5")
+    values, judged = _judged(rewards)
+    return torch.where(judged, values - value, torch.zeros_like(values))
+
+
+def ones(rewards: Tensor | Sequence[float | None]) -> Tensor:
+    """1 for every judged rollout [G]: what is trained on is all equally good, as in supervised and rejection tuning."""
+    values, judged = _judged(rewards)
+    return judged.to(values.dtype)
 
 
 def group_advantages(
@@ -57,30 +91,17 @@ def group_advantages(
     """
     import torch
 
-    from rollouts.plugins.signature import call_with
-
     judged = [index for index, reward in enumerate(rewards) if reward is not None]
+    advantages = [0.0] * len(rewards)
     if not judged:
-        return [0.0] * len(rewards)
+        return advantages
     available: dict[str, Any] = {"rewards": torch.tensor([rewards[index] for index in judged], dtype=torch.float64)}
     if lengths is not None:
         available["lengths"] = torch.tensor([lengths[index] for index in judged])
     if turn_rewards is not None:
         available["turn_rewards"] = [turn_rewards[index] for index in judged]
-    name = label or getattr(function, "__name__", repr(function))
-    try:
-        values = torch.as_tensor(call_with(function, available))
-    except RolloutsError:
-        raise
-    except Exception as error:  # the author's code may raise anything
-        raise TrainingError(f"the advantage {name} raised {words_of(error)}") from error
-    if tuple(values.shape) != (len(judged),) or not bool(torch.isfinite(values).all()):
-        raise TrainingError(
-            f"the advantage {name} got {len(judged)} rewards and returned shape {tuple(values.shape)}: "
-            f"{values.tolist()}; it has to return {len(judged)} finite numbers, one a rollout"
-        )
-    advantages = [0.0] * len(rewards)
-    for index, value in zip(judged, values.tolist(), strict=True):
+    values = per_rollout("advantage", function, available, len(judged), label)
+    for index, value in zip(judged, values, strict=True):
         advantages[index] = value
     return advantages
 

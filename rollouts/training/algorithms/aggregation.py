@@ -1,26 +1,30 @@
 """How per-token values become one number: the objective is sum(u * loss) / D.
 
-Each aggregation gives u, with the mask in it, for every token of every row, and this batch's share of D. D is summed
-over microbatches, calls and ranks, and divided once, in `optim_step`; so results do not depend on how a batch was
-split. Pure functions on lists, no torch. A float mask weighs u and D alike; a rollout or group with nothing live
-leaves D; rollouts are counted, not rows, so a rollout in several segments keeps one weight.
+An aggregation is a function of what it names (`masks`, `rollout_index`, `group_index`, `pair_index`, `max_tokens`). It
+gives u, with the mask in it, for every token of every row, and this batch's share of D. D is summed over microbatches,
+calls and ranks, and divided once, in `optim_step`; so results do not depend on how a batch was split. Pure functions on
+lists, no torch. A float mask weighs u and D alike; a rollout, group or pair with nothing live leaves D; rollouts are
+counted, not rows, so a rollout in several segments keeps one weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from rollouts.errors import ConfigError, near_misses
+from rollouts.errors import ConfigError, RolloutsError, TrainingError, near_misses, words_of
+from rollouts.training.types import Unit
 
 __all__ = [
     "AGGREGATIONS",
     "Masks",
     "TokenWeights",
     "aggregate",
-    "check_aggregation",
+    "aggregation_function",
     "dr_grpo",
     "group_mean",
+    "pair_mean",
+    "per_rollout",
     "rollout_mean",
     "sum_all",
     "token_mean",
@@ -28,82 +32,133 @@ __all__ = [
 
 
 class Masks(NamedTuple):
-    """What an aggregation sees: per row, its float mask [L], its rollout and its group; `l_max` only for dr_grpo
-    (tokens).
+    """What an aggregation may name, of R rows: `masks` R lists [L] of floats; the rollout, group and pair of each row
+    ([R]; pair -1: none); `max_tokens` the longest reply that is allowed, where that is known.
     """
 
     masks: Sequence[Sequence[float]]
     rollout_index: Sequence[int]
     group_index: Sequence[int]
-    l_max: int | None = None
+    pair_index: Sequence[int] = ()
+    max_tokens: int | None = None
 
 
 class TokenWeights(NamedTuple):
-    """u per row [L], the mask included, and the batch's share of D."""
+    """u per row [L], the mask included, and the batch's share of D. `unit` says what a loss returns one value for; a
+    rollout's or pair's own weight is then the largest u of its tokens.
+    """
 
     weights: list[list[float]]
     denominator: float
+    unit: Unit = "token"
 
 
-def token_mean(batch: Masks) -> TokenWeights:
+def token_mean(masks: Sequence[Sequence[float]]) -> TokenWeights:
     """Every live token counts the same: u = mask, D = sum of the mask."""
-    weights = [list(mask) for mask in batch.masks]
+    weights = [list(mask) for mask in masks]
     return TokenWeights(weights, float(sum(sum(row) for row in weights)))
 
 
-def rollout_mean(batch: Masks) -> TokenWeights:
+def rollout_mean(masks: Sequence[Sequence[float]], rollout_index: Sequence[int]) -> TokenWeights:
     """Every rollout counts the same: u = mask / live tokens of its rollout, D = live rollouts."""
-    return _mean_within(batch.masks, batch.rollout_index)
+    return _mean_within(masks, rollout_index)
 
 
-def group_mean(batch: Masks) -> TokenWeights:
+def group_mean(masks: Sequence[Sequence[float]], group_index: Sequence[int]) -> TokenWeights:
     """Every group counts the same: u = mask / live tokens of its group, D = live groups."""
-    return _mean_within(batch.masks, batch.group_index)
+    return _mean_within(masks, group_index)
 
 
-def dr_grpo(batch: Masks) -> TokenWeights:
-    """No length in the denominator (Dr. GRPO): u = mask / l_max, D = live rollouts. Raises ConfigError without
-    `l_max`.
+def dr_grpo(
+    masks: Sequence[Sequence[float]], rollout_index: Sequence[int], max_tokens: int | None, *, length: int | None = None
+) -> TokenWeights:
+    """No length in the denominator (Dr. GRPO, Liu et al. 2025): u = mask / L_max, D = live rollouts.
+
+    Args:
+        length: L_max in tokens; none is the run's max_tokens
     """
-    if batch.l_max is None or batch.l_max <= 0:
+    divisor = max_tokens if length is None else length
+    if divisor is None or divisor <= 0:
         raise ConfigError(
-            f"the aggregation dr_grpo divides by a fixed number of tokens, but l_max is {batch.l_max}; "
-            "give the longest reply that is allowed (the run's max_tokens)"
+            f"the aggregation dr_grpo divides by a fixed number of tokens, but its length is {divisor}; "
+            "type --aggregation.length with the longest reply that is allowed"
         )
-    weights = [[value / batch.l_max for value in mask] for mask in batch.masks]
-    live = {key for key, mask in zip(batch.rollout_index, batch.masks, strict=True) if any(mask)}
-    return TokenWeights(weights, float(len(live)))
+    weights = [[value / divisor for value in mask] for mask in masks]
+    return TokenWeights(weights, float(len(_live(masks, rollout_index))))
 
 
-def sum_all(batch: Masks) -> TokenWeights:
+def per_rollout(masks: Sequence[Sequence[float]], rollout_index: Sequence[int]) -> TokenWeights:
+    """For losses of one value a rollout: u = 1 where the rollout has live tokens, D = live rollouts."""
+    live = _live(masks, rollout_index)
+    weights = [[float(value > 0) for value in mask] for mask in masks]
+    return TokenWeights(weights, float(len(live)), "rollout")
+
+
+def pair_mean(masks: Sequence[Sequence[float]], pair_index: Sequence[int]) -> TokenWeights:
+    """For losses of one value a pair: u = 1, D = live pairs. A pair is live where one of its rows is."""
+    live = _live(masks, pair_index) - {-1}
+    weights = [
+        [float(value > 0 and pair in live) for value in mask] for mask, pair in zip(masks, pair_index, strict=True)
+    ]
+    return TokenWeights(weights, float(len(live)), "pair")
+
+
+def sum_all(masks: Sequence[Sequence[float]]) -> TokenWeights:
     """The plain sum: u = mask, D = 1 for the whole batch."""
-    return TokenWeights([list(mask) for mask in batch.masks], 1.0)
+    return TokenWeights([list(mask) for mask in masks], 1.0)
 
 
-AGGREGATIONS: dict[str, Callable[[Masks], TokenWeights]] = {
+AGGREGATIONS: dict[str, Callable[..., TokenWeights]] = {
     "dr_grpo": dr_grpo,
     "group_mean": group_mean,
+    "pair_mean": pair_mean,
+    "per_rollout": per_rollout,
     "rollout_mean": rollout_mean,
     "sum": sum_all,
     "token_mean": token_mean,
 }
 
 
-def check_aggregation(name: str) -> None:
-    """Raises ConfigError for an unknown name, with the choices."""
-    if name in AGGREGATIONS:
-        return
-    close = near_misses(name, AGGREGATIONS)
+def aggregation_function(aggregation: str | Callable[..., Any]) -> Callable[..., Any]:
+    """The core's aggregation of this name; a function as it is. Raises ConfigError for an unknown name, with the
+    choices.
+    """
+    if not isinstance(aggregation, str):
+        return aggregation
+    if aggregation in AGGREGATIONS:
+        return AGGREGATIONS[aggregation]
+    close = near_misses(aggregation, AGGREGATIONS)
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    if name.startswith("pair"):
-        hint = ": this version makes no pairs of rollouts"
-    raise ConfigError(f"unknown aggregation {name!r}{hint} (choices: {', '.join(sorted(AGGREGATIONS))})")
+    raise ConfigError(f"unknown aggregation {aggregation!r}{hint} (choices: {', '.join(sorted(AGGREGATIONS))})")
 
 
-def aggregate(name: str, batch: Masks) -> TokenWeights:
-    """The weights of the aggregation called `name`. Raises ConfigError for an unknown name, with the choices."""
-    check_aggregation(name)
-    return AGGREGATIONS[name](batch)
+def aggregate(aggregation: str | Callable[..., Any], batch: Masks) -> TokenWeights:
+    """The weights that an aggregation gives this batch.
+
+    Raises ConfigError for an unknown name, TrainingError, naming it, where an author's function is at fault.
+    """
+    from rollouts.plugins.signature import call_with
+    from rollouts.training.algorithms.algorithm import function_label
+
+    function = aggregation_function(aggregation)
+    pairs = batch.pair_index or [-1] * len(batch.masks)
+    available: Mapping[str, Any] = batch._replace(pair_index=pairs)._asdict()
+    try:
+        given = call_with(function, available)
+    except RolloutsError:
+        raise
+    except Exception as error:  # the author's code may raise anything
+        raise TrainingError(f"the aggregation {function_label(function)} raised {words_of(error)}") from error
+    if not isinstance(given, TokenWeights) or [len(row) for row in given.weights] != [len(row) for row in batch.masks]:
+        raise TrainingError(
+            f"the aggregation {function_label(function)} returned {type(given).__name__}; it has to return "
+            "TokenWeights(weights, denominator) with one weight for each token of each row"
+        )
+    return given
+
+
+def _live(masks: Sequence[Sequence[float]], keys: Sequence[int]) -> set[int]:
+    return {key for key, mask in zip(keys, masks, strict=True) if any(value > 0 for value in mask)}
 
 
 def _mean_within(masks: Sequence[Sequence[float]], keys: Sequence[Hashable]) -> TokenWeights:

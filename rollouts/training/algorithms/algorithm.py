@@ -1,299 +1,195 @@
-"""An algorithm is a composition: an advantage, an aggregation and terms (a loss and its coefficient), in a NamedTuple.
+"""An algorithm is a composition of small pure functions in a NamedTuple; nothing is inherited from anything.
 
-Here are the functions that put one together (`as_algorithm`, `bind_algorithm`), check it before any model loads
-(`needs`, `check_needs`) and evaluate it on tensors (`evaluate`). What the terms mean stands in losses.py. No torch is
-imported until an algorithm is evaluated.
+Here are the shapes (`Term`, `KL`, `Algorithm`) and the functions that put one together and bind its settings. What it
+asks of a run stands in needs.py, what it computes in evaluate.py, what the terms mean in losses.py. No torch.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rollouts.errors import ConfigError, RolloutsError, SignatureError, TrainingError, near_misses, words_of
+from rollouts.errors import ConfigError, SignatureError, near_misses
 from rollouts.training.algorithms.advantages import group_norm
-from rollouts.training.algorithms.aggregation import check_aggregation
+from rollouts.training.algorithms.losses import entropy_bonus
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from rollouts.plugins.signature import Setting
 
 __all__ = [
-    "ADVANTAGE_AVAILABLE",
-    "AVAILABLE",
+    "KL",
     "Algorithm",
-    "Evaluation",
     "Term",
+    "active_terms",
     "algorithm_settings",
     "as_algorithm",
+    "bind",
     "bind_algorithm",
-    "check_advantage",
-    "check_needs",
-    "evaluate",
     "function_label",
-    "needs",
     "setting_of",
+    "unwrapped",
 ]
 
-# What a loss may name while a run has neither reference, teacher nor critic.
-AVAILABLE: frozenset[str] = frozenset(
-    {
-        "advantages",
-        "entropy",
-        "group_index",
-        "logprobs",
-        "mask",
-        "old_logprobs",
-        "rewards",
-        "rollout_index",
-        "rollout_logprobs",
-        "step",
-    }
-)
-
-# What an advantage may name: it is called once a group.
-ADVANTAGE_AVAILABLE: frozenset[str] = frozenset({"lengths", "rewards"})
-
-_MISSING = {
-    "logits": "this run does not keep logits (memory: tokens x vocabulary); `logprobs` and `entropy` are there",
-    "old_values": "this run has no critic",
-    "pair_index": "this run makes no pairs of rollouts",
-    "ref_logprobs": "this run has no reference model",
-    "returns": "this run has no critic, so there are no returns",
-    "teacher_logprobs": "this run has no teacher model",
-    "teacher_topk_ids": "this run has no teacher model",
-    "teacher_topk_logprobs": "this run has no teacher model",
-    "topk_logprobs": "this run has no teacher model whose top tokens could be scored",
-    "values": "this run has no critic",
-}
+Function = Callable[..., Any]
 
 
 class Term(NamedTuple):
-    """One loss function and the number that its values are multiplied by."""
+    """One loss function and the number that its values are multiplied by.
 
-    function: Callable[..., Any]
+    A term with a `name` lets its coefficient be set as `<name>_coef`; at 0 it is not computed.
+    """
+
+    function: Function
     coefficient: float = 1.0
+    name: str = ""
+
+
+class KL(NamedTuple):
+    """A KL estimator against the reference policy, and how much it counts.
+
+    A function that names `logprobs` is a term of the loss; one that does not is taken off the advantages, token by
+    token. Values above `threshold` (nats a token) are cut to it. With a `target` (nats a token) the coefficient is
+    steered: it grows by up to 0.2 / `horizon` a step while the KL is above the target, and falls likewise.
+    """
+
+    function: Function
+    coefficient: float = 0.01
+    threshold: float | None = None
+    target: float | None = None
+    horizon: int = 10
 
 
 class Algorithm(NamedTuple):
-    """What to train with: `advantage` (per group), one `aggregation`, and `terms` whose values [T] are summed."""
+    """What to train with. Every part is a function or a tuple of them; None is "not used".
 
-    advantage: Callable[..., Any]
-    aggregation: str
-    terms: tuple[Term, ...]
-
-
-class Evaluation(NamedTuple):
-    """The summed values [T] (0 where masked), the terms' own metrics, and per term whether it was NaN at a live
-    position.
+    `advantage` (of a group, or of the whole batch if it names `batch`); one `aggregation` (a name of the core's, or a
+    function); `terms`, whose values are summed; `kl` to the reference policy; `correction`, the weight of what another
+    engine sampled (None: the run decides); `mix` (parts to rewards) and `shaping` (rewards to rewards) before the
+    advantage; `select` (which rollouts are trained on) or `pairs` (which are compared); `filters` of groups.
     """
 
-    values: Tensor
-    metrics: dict[str, Tensor]
-    nan: dict[str, Tensor]
+    advantage: Function
+    aggregation: str | Function
+    terms: tuple[Term, ...]
+    kl: KL | None = None
+    correction: Function | None = None
+    mix: Function | None = None
+    shaping: tuple[Function, ...] = ()
+    select: Function | None = None
+    pairs: Function | None = None
+    filters: tuple[Function, ...] = ()
 
 
 def as_algorithm(component: Any) -> Algorithm:
-    """An Algorithm as it is; a bare loss function with the usual advantage and aggregation. Raises SignatureError."""
+    """An Algorithm as it is; a bare loss function with the usual advantage, aggregation and an entropy term (0).
+
+    A loss that names `pair_index` gets the usual pairs (best and worst of a group). Raises SignatureError.
+    """
     if isinstance(component, Algorithm):
         return component
     if callable(component) and not isinstance(component, type):
-        return Algorithm(group_norm, "token_mean", (Term(component),))
+        from rollouts.training.algorithms.needs import requests
+        from rollouts.training.algorithms.pairings import best_worst
+
+        own = {setting.name for setting in _settings(component)}
+        entropy = () if "entropy_coef" in own else (Term(entropy_bonus, 0.0, "entropy"),)
+        if "pair_index" in requests(component):
+            return Algorithm(group_norm, "pair_mean", (Term(component),), pairs=best_worst)
+        return Algorithm(group_norm, "token_mean", (Term(component), *entropy))
     raise SignatureError(
         f"a loss is a function of what it names (`def my_loss(logprobs, advantages)`) or an Algorithm of such "
         f"functions, but {component!r} is neither"
     )
 
 
-def function_label(function: Callable[..., Any]) -> str:
+def active_terms(algorithm: Algorithm) -> tuple[Term, ...]:
+    """The terms that count: those without a coefficient of 0."""
+    return tuple(term for term in algorithm.terms if term.coefficient != 0)
+
+
+def unwrapped(function: Any) -> Any:
+    """The function itself, without the settings that `partial` bound to it."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def function_label(function: Any) -> str:
     """The name under which a function is spoken of; settings bound by `partial` do not hide it."""
-    return str(getattr(_unwrapped(function), "__name__", repr(function)))
-
-
-def needs(algorithm: Algorithm) -> frozenset[str]:
-    """The names that the algorithm's terms request. Raises SignatureError for a name outside the vocabulary."""
-    return frozenset(name for term in algorithm.terms for name in _requests(term.function))
-
-
-def check_needs(algorithm: Algorithm, available: Collection[str] = AVAILABLE) -> None:
-    """Refuse, before any model loads, a term that names what this run cannot give. Raises SignatureError."""
-    for term in algorithm.terms:
-        for name in _requests(term.function):
-            if name in available:
-                continue
-            reason = _MISSING.get(name, f"this run does not offer `{name}`")
-            raise SignatureError(
-                f"the loss {function_label(term.function)} names `{name}`, but {reason}; it may name here: "
-                f"{', '.join(sorted(available))}"
-            )
-
-
-def check_advantage(function: Callable[..., Any]) -> None:
-    """Refuse, before any model loads, an advantage that names what this run cannot give. Raises SignatureError."""
-    from rollouts.plugins.signature import check_signature
-
-    for name in check_signature(_unwrapped(function), "advantages", function_label(function)).requests:
-        if name not in ADVANTAGE_AVAILABLE:
-            raise SignatureError(
-                f"the advantage {function_label(function)} names `{name}`, but this run offers a group's "
-                f"{' and '.join(f'`{each}`' for each in sorted(ADVANTAGE_AVAILABLE))} only"
-            )
+    if isinstance(function, str):
+        return function
+    return str(getattr(unwrapped(function), "__name__", repr(function)))
 
 
 def algorithm_settings(algorithm: Algorithm) -> tuple[Setting, ...]:
-    """The keyword-only settings of all terms, each name once, in the order of the terms."""
+    """The keyword-only settings of all terms, each name once, and the coefficients of the terms that have a name."""
+    from rollouts.plugins.signature import Setting
+
     found: dict[str, Setting] = {}
     for term in algorithm.terms:
-        for setting in _read(term.function).settings:
-            found.setdefault(setting.name, setting)
+        for setting in _settings(term.function):
+            bound = _keyword(term.function, setting.name)
+            found.setdefault(setting.name, setting if bound is None else setting._replace(default=bound[0]))
+        if term.name:
+            name = f"{term.name}_coef"
+            found.setdefault(name, Setting(name, float, term.coefficient, f"how much the {term.name} term counts"))
     return tuple(found.values())
 
 
-def bind_algorithm(
-    algorithm: Algorithm,
-    loss_settings: Mapping[str, Any],
-    advantage: Callable[..., Any] | None = None,
-    advantage_settings: Mapping[str, Any] | None = None,
-    aggregation: str | None = None,
-) -> Algorithm:
-    """The algorithm with settings bound to the terms that have them, and its advantage or aggregation replaced.
+def bind(function: Function, settings: Mapping[str, Any]) -> Function:
+    """The function with these settings bound."""
+    return functools.partial(function, **settings) if settings else function
 
-    Values are already of their types. Raises ConfigError for a setting that no term has, or an unknown aggregation.
+
+def bind_algorithm(algorithm: Algorithm, settings: Mapping[str, Any]) -> Algorithm:
+    """The algorithm with settings bound to the terms that have them. Values are already of their types.
+
+    Raises ConfigError for a setting that no term has.
     """
     known = [setting.name for setting in algorithm_settings(algorithm)]
-    for name in loss_settings:
+    for name in settings:
         if name not in known:
             close = near_misses(name, known)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ConfigError(
                 f"the loss has no setting {name!r}{hint} (settings: {', '.join(sorted(known)) or 'none'})"
             )
-    chosen = aggregation or algorithm.aggregation
-    check_aggregation(chosen)
-    terms = tuple(Term(_bound(term.function, loss_settings), term.coefficient) for term in algorithm.terms)
-    function = advantage or algorithm.advantage
-    if advantage_settings:
-        function = functools.partial(function, **advantage_settings)
-    return Algorithm(function, chosen, terms)
+    return algorithm._replace(terms=tuple(_bound_term(term, settings) for term in algorithm.terms))
 
 
 def setting_of(algorithm: Algorithm, name: str) -> Any | None:
     """The value that a setting has in the first term that knows it: bound, else its default; None where no term
     does.
     """
-    for term in algorithm.terms:
-        function: Any = term.function
-        while isinstance(function, functools.partial):
-            if name in function.keywords:
-                return function.keywords[name]
-            function = function.func
-        defaults = getattr(function, "__kwdefaults__", None) or {}
+    for term in active_terms(algorithm):
+        found = _keyword(term.function, name)
+        if found is not None:
+            return found[0]
+        defaults = getattr(unwrapped(term.function), "__kwdefaults__", None) or {}
         if name in defaults:
             return defaults[name]
     return None
 
 
-def evaluate(algorithm: Algorithm, available: Mapping[str, Any], mask: Tensor) -> Evaluation:
-    """Call every term with what it names and sum coefficient * values; `mask` [T] says which positions are live.
-
-    Masked positions are cut off by selection, so a NaN there changes neither value nor gradient. Raises TrainingError,
-    naming the loss, for a value that is no tensor [T]. NaN at a live position is told by `nan`, so that no wait for the
-    device happens here.
-    """
-    import torch
-
-    count = mask.shape[0]
-    live = mask > 0
-    total: Tensor | None = None
-    metrics: dict[str, Tensor] = {}
-    nan: dict[str, Tensor] = {}
-    for term in algorithm.terms:
-        label = function_label(term.function)
-        returned = _call_term(term.function, available, label)
-        if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
-            returned, reported = returned
-            metrics |= {name: _mean_of_live(value, live, label, name) for name, value in reported.items()}
-        _check_values(returned, count, label)
-        values = torch.where(live, returned, torch.zeros_like(returned))
-        nan[label] = values.detach().isnan().any()
-        total = values * term.coefficient if total is None else total + values * term.coefficient
-    assert total is not None, "an algorithm has at least one term"
-    return Evaluation(total, metrics, nan)
+def _bound_term(term: Term, settings: Mapping[str, Any]) -> Term:
+    own = {setting.name for setting in _settings(term.function)}
+    function = bind(term.function, {name: value for name, value in settings.items() if name in own})
+    coefficient = settings.get(f"{term.name}_coef", term.coefficient) if term.name else term.coefficient
+    return Term(function, float(coefficient), term.name)
 
 
-def _call_term(function: Callable[..., Any], available: Mapping[str, Any], label: str) -> Any:
-    """The term's values as it returns them. Raises TrainingError, naming it, for whatever its code raises."""
-    try:
-        return function(*[available[name] for name in _requests(function)])
-    except RolloutsError:
-        raise
-    except Exception as error:  # the author's code may raise anything
-        raise TrainingError(f"the loss {label} raised {words_of(error)}") from error
-
-
-def _mean_of_live(value: Any, live: Tensor, label: str, name: str) -> Tensor:
-    """A term's own metric as the sum over live positions; a scalar counts at each of them. The engine divides by
-    their number.
-    """
-    import torch
-
-    metric = torch.as_tensor(value).detach().to(device=live.device, dtype=torch.float32)
-    if metric.dim() == 0:
-        return metric * live.sum()
-    if metric.shape != live.shape:
-        raise TrainingError(
-            f"the loss {label} reports {name!r} with shape {tuple(metric.shape)}; "
-            f"a metric is one number, or has shape [{live.shape[0]}]"
-        )
-    return torch.where(live, metric, torch.zeros_like(metric)).sum()
-
-
-def _check_values(values: Any, count: int, label: str) -> None:
-    import torch
-
-    expected = f"one value a token, shape [{count}]: unreduced, for the engine masks, weighs and normalises"
-    if not isinstance(values, torch.Tensor):
-        raise TrainingError(f"the loss {label} returned {type(values).__name__}; it has to return {expected}")
-    if values.dim() == 0:
-        raise TrainingError(
-            f"the loss {label} returned a scalar; it has to return {expected} (drop its .mean() or .sum())"
-        )
-    if tuple(values.shape) != (count,):
-        raise TrainingError(f"the loss {label} returned shape {list(values.shape)}; it has to return {expected}")
-
-
-def _unwrapped(function: Any) -> Any:
+def _keyword(function: Any, name: str) -> tuple[Any] | None:
+    """The value that a partial binds to `name`, in a tuple; None where none does."""
     while isinstance(function, functools.partial):
+        if name in function.keywords:
+            return (function.keywords[name],)
         function = function.func
-    return function
+    return None
 
 
-def _bound(function: Callable[..., Any], settings: Mapping[str, Any]) -> Callable[..., Any]:
-    own = {setting.name for setting in _read(function).settings}
-    chosen = {name: value for name, value in settings.items() if name in own}
-    return functools.partial(function, **chosen) if chosen else function
+def _settings(function: Any) -> tuple[Setting, ...]:
+    from rollouts.training.algorithms.needs import signature_of
 
-
-def _read(function: Callable[..., Any]) -> Any:
-    from rollouts.plugins.signature import check_signature
-
-    inner = _unwrapped(function)
-    return _read_once(inner) if _is_hashable(inner) else check_signature(inner, "losses", function_label(inner))
-
-
-@functools.lru_cache(maxsize=256)
-def _read_once(inner: Callable[..., Any]) -> Any:
-    from rollouts.plugins.signature import check_signature
-
-    return check_signature(inner, "losses", function_label(inner))
-
-
-def _requests(function: Callable[..., Any]) -> tuple[str, ...]:
-    requests: tuple[str, ...] = _read(function).requests
-    return requests
-
-
-def _is_hashable(value: object) -> bool:
-    return type(value).__hash__ is not None
+    settings: tuple[Setting, ...] = signature_of(unwrapped(function), "losses").settings
+    return settings

@@ -1,72 +1,50 @@
-"""Logprobs and entropy of chosen tokens, without ever holding tokens x vocabulary in the backward pass.
+"""Logprobs and entropy of chosen tokens, without ever holding tokens x vocabulary in memory.
 
-`head` maps hidden states [t, H] to logits [t, V]. Few tokens go through at once; many go in chunks that are computed
-again in the backward (four products instead of three, and the memory of one chunk). Works with any head that is a
-function: tied, LoRA, soft-capped. Logits are taken to fp32 (fp64 stays) and divided by the temperature.
+`head` maps hidden states [t, H] to logits [t, V]. Many tokens go through in chunks, and all chunks but the last are
+computed again in the backward: four products instead of three, and the memory of one chunk. Any function can be a head:
+LoRA, soft-capped, scaled. A plain `nn.Linear`, also a tied one, has a path of its own, in two buffers that every chunk
+uses again and with the weight's gradient added up in place. Logits are taken to fp32 (fp64 stays) and divided by the
+temperature. Left out: heads that are split over devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["CHUNK_ELEMENTS_MAX", "logprobs_and_entropy", "token_logprobs"]
+__all__ = [
+    "CHUNK_ELEMENTS_MAX",
+    "logprobs_and_entropy",
+    "logprobs_with_alternatives",
+    "token_logprobs",
+    "topk_logprobs",
+]
 
-# Logits of one chunk: 2**24 fp32 numbers are 64 MiB. Below this nothing is computed twice.
-CHUNK_ELEMENTS_MAX = 1 << 24
+# Logits of one chunk: 2**26 fp32 numbers are 256 MiB, and 441 rows of 151,936. Each chunk reads the head's weight, so a
+# quarter of this took a quarter more time. Below this nothing is computed twice.
+CHUNK_ELEMENTS_MAX = 1 << 26
 
+# A vocabulary entry masked with -inf has p = 0, and 0 * -inf would be NaN. This is so far away that p is 0 too, and so
+# near that its product with a gradient is finite.
+_LOGPROB_MIN = -1e30
+# What a CPU's cache holds nearly: 2**20 fp32 numbers are 4 MiB.
+_SCRATCH_ELEMENTS_CPU = 1 << 20
 
-class _TokenLogprobs(torch.autograd.Function):
-    """logits [t, V], targets [t] -> (logprobs [t], entropy [t]); keeps log-probabilities only, once."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logp = torch.log_softmax(logits, dim=-1)
-        # A vocabulary entry masked with -inf has p = 0; 0 * -inf would be NaN.
-        logp.clamp_(min=torch.finfo(logp.dtype).min)
-        probabilities = logp.exp()
-        entropy = -torch.linalg.vecdot(probabilities, logp)
-        ctx.save_for_backward(logp, targets, entropy)
-        ctx.set_materialize_grads(False)
-        return logp.gather(-1, targets[:, None]).squeeze(-1), entropy
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
-        grad_logprobs, grad_entropy = grads
-        logp, targets, entropy = ctx.saved_tensors
-        if grad_logprobs is None and grad_entropy is None:
-            return None, None
-        gradient = logp.exp()
-        if grad_entropy is None:
-            assert grad_logprobs is not None
-            gradient.mul_(-grad_logprobs[:, None])
-        else:
-            slope = grad_entropy[:, None] * (logp + entropy[:, None])
-            if grad_logprobs is not None:
-                slope += grad_logprobs[:, None]
-            gradient.mul_(slope.neg_())
-        if grad_logprobs is not None:
-            gradient.scatter_add_(-1, targets[:, None], grad_logprobs[:, None])
-        return gradient, None
+Divisor = float | Tensor
 
 
-def token_logprobs(logits: Tensor, targets: Tensor, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
+def token_logprobs(logits: Tensor, targets: Tensor, temperature: Divisor = 1.0) -> tuple[Tensor, Tensor]:
     """Logprobs [t] of `targets` [t] and the entropy [t] of the prediction, from `logits` [t, V].
 
     `temperature` is one number, or one a token [t]. Both results carry gradients.
     """
-    if logits.dtype != torch.float64:
-        logits = logits.float()
-    if isinstance(temperature, Tensor):
-        logits = logits / temperature[:, None]
-    elif temperature != 1.0:
-        logits = logits / temperature
-    result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(logits, targets)  # type: ignore[no-untyped-call]
-    return result
+    chosen, entropy = _score_logits(logits, targets[:, None], temperature)
+    return chosen.squeeze(-1), entropy
 
 
 def logprobs_and_entropy(
@@ -75,25 +53,301 @@ def logprobs_and_entropy(
     targets: Tensor,
     *,
     vocabulary_size: int,
-    temperature: float | Tensor = 1.0,
+    temperature: Divisor = 1.0,
     chunk_elements_max: int = CHUNK_ELEMENTS_MAX,
 ) -> tuple[Tensor, Tensor]:
-    """Logprobs [T] of `targets` [T] and entropy [T], from the hidden states [T, H] that predict them."""
-    count = targets.shape[0]
-    size = max(1, chunk_elements_max // max(1, vocabulary_size))
-    if count <= size:
-        return token_logprobs(head(hidden), targets, temperature)
+    """Logprobs [T] of `targets` [T] and entropy [T], from the hidden states [T, H] that predict them.
 
-    def one_chunk(states: Tensor, wanted: Tensor, divisor: float | Tensor) -> tuple[Tensor, Tensor]:
-        return token_logprobs(head(states), wanted, divisor)
+    `temperature` is one number, or one a token [T].
+    """
+    size = _rows_a_chunk(targets.shape[0], vocabulary_size, chunk_elements_max)
+    chosen, entropy = _score(head, hidden, targets[:, None], temperature, size)
+    return chosen.squeeze(-1), entropy
 
+
+def logprobs_with_alternatives(
+    head: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    targets: Tensor,
+    alternatives: Tensor,
+    *,
+    vocabulary_size: int,
+    temperature: Divisor = 1.0,
+    chunk_elements_max: int = CHUNK_ELEMENTS_MAX,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `logprobs_and_entropy`, and the logprobs [T, K] of the ids `alternatives` [T, K], with gradient too."""
+    size = _rows_a_chunk(targets.shape[0], vocabulary_size, chunk_elements_max)
+    ids = torch.cat([targets[:, None], alternatives], -1)
+    chosen, entropy = _score(head, hidden, ids, temperature, size)
+    return chosen[:, 0], entropy, chosen[:, 1:]
+
+
+@torch.no_grad()
+def topk_logprobs(
+    head: Callable[[Tensor], Tensor],
+    features: Tensor,
+    k: int,
+    *,
+    vocabulary_size: int,
+    temperature: Divisor = 1.0,
+    chunk_elements_max: int = CHUNK_ELEMENTS_MAX,
+) -> tuple[Tensor, Tensor]:
+    """The K likeliest ids [T, K], likeliest first, and their logprobs [T, K], without gradient."""
+    assert 1 <= k <= vocabulary_size, f"the {k} likeliest of {vocabulary_size} tokens"
+    size = _rows_a_chunk(features.shape[0], vocabulary_size, chunk_elements_max)
     parts = []
-    for start in range(0, count, size):
-        part = slice(start, start + size)
-        divisor = temperature[part] if isinstance(temperature, Tensor) else temperature
-        arguments = (hidden[part], targets[part], divisor)
-        if torch.is_grad_enabled():
-            parts.append(checkpoint(one_chunk, *arguments, use_reentrant=False, preserve_rng_state=False))
+    for part in _parts(features.shape[0], size):
+        logits = _divided(head(features[part]), _of_part(temperature, part))
+        values, ids = logits.topk(k, -1)
+        parts.append((ids, values - logits.logsumexp(-1, keepdim=True)))
+    return torch.cat([ids for ids, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
+
+
+def _score(
+    head: Callable[[Tensor], Tensor], hidden: Tensor, ids: Tensor, temperature: Divisor, size: int
+) -> tuple[Tensor, Tensor]:
+    """Logprobs [T, I] of `ids` [T, I] and entropy [T], `size` rows at a time."""
+    count = ids.shape[0]
+    graded = torch.is_grad_enabled()
+    if count and _is_plain_linear(head, hidden):
+        assert isinstance(head, nn.Linear)
+        found: tuple[Tensor, Tensor] = _LinearTokenLogprobs.apply(  # type: ignore[no-untyped-call]
+            hidden, head.weight, head.bias, ids, temperature, size, graded
+        )
+        return found
+
+    def one_chunk(states: Tensor, wanted: Tensor, divisor: Divisor) -> tuple[Tensor, Tensor]:
+        return _score_logits(head(states), wanted, divisor)
+
+    pieces: list[tuple[Tensor, Tensor]] = []
+    for part in _parts(count, size):
+        arguments = (hidden[part], ids[part], _of_part(temperature, part))
+        if graded and part.stop < count:  # the backward begins with the last, so that is kept
+            pieces.append(checkpoint(one_chunk, *arguments, use_reentrant=False, preserve_rng_state=False))
         else:
-            parts.append(one_chunk(*arguments))
-    return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropy for _, entropy in parts])
+            pieces.append(one_chunk(*arguments))
+    if len(pieces) == 1:
+        return pieces[0]
+    return torch.cat([chosen for chosen, _ in pieces]), torch.cat([entropy for _, entropy in pieces])
+
+
+def _is_plain_linear(head: object, hidden: Tensor) -> bool:
+    """Whether the head is just its weight and bias: no subclass, hook, parametrization or sharded weight."""
+    if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter or head.weight.dtype != hidden.dtype:
+        return False
+    hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
+    return not any(map(bool, hooks)) and "forward" not in vars(head)
+
+
+def _rows_a_chunk(count: int, vocabulary_size: int, elements_max: int) -> int:
+    """Rows a chunk, so that chunks are of one size nearly."""
+    most = max(1, elements_max // max(1, vocabulary_size))
+    return max(1, -(-count // max(1, -(-count // most))))
+
+
+def _parts(count: int, size: int) -> Iterator[slice]:
+    """Slices of `size` rows; one empty slice where there are no rows."""
+    for start in range(0, max(1, count), size):
+        yield slice(start, min(start + size, count))
+
+
+def _of_part(temperature: Divisor, part: slice) -> Divisor:
+    return temperature[part] if isinstance(temperature, Tensor) else temperature
+
+
+def _score_logits(logits: Tensor, ids: Tensor, temperature: Divisor) -> tuple[Tensor, Tensor]:
+    result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(logits, ids, temperature)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _divided(logits: Tensor, temperature: Divisor) -> Tensor:
+    """Logits [t, V] in fp32 or fp64, divided by the temperature."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if isinstance(temperature, Tensor):
+        return logits / temperature[:, None]
+    return logits if temperature == 1.0 else logits / temperature
+
+
+def _divided_gradients(
+    temperature: Divisor, grad_chosen: Tensor | None, grad_entropy: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients [t, I] and [t] over the temperature: cheaper than that of the logits [t, V] would be."""
+    chosen, entropy = grad_chosen, grad_entropy
+    if isinstance(temperature, Tensor):
+        chosen = None if chosen is None else chosen / temperature[:, None]
+        entropy = None if entropy is None else entropy / temperature
+    elif temperature != 1.0:
+        chosen = None if chosen is None else chosen / temperature
+        entropy = None if entropy is None else entropy / temperature
+    return chosen, entropy
+
+
+def _logit_gradient_(
+    logp: Tensor,
+    scratch: Tensor,
+    ids: Tensor,
+    entropy: Tensor,
+    grad_chosen: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> Tensor:
+    """Gradient [t, V] of the undivided logits, in the place of `logp` [t, V]; `scratch` has t rows or more.
+
+    d logp_i / d logit_j = [i = j] - p_j,  d H / d logit_j = -p_j (logp_j + H).
+    """
+    total = 0.0 if grad_chosen is None else grad_chosen.sum(-1, keepdim=True)
+    if grad_entropy is None:
+        logp.exp_().mul_(-total)
+    else:
+        probabilities = torch.exp(logp, out=scratch[: len(logp)])
+        logp.add_(entropy[:, None]).mul_(-grad_entropy[:, None]).sub_(total).mul_(probabilities)
+    if grad_chosen is not None:
+        logp.scatter_add_(-1, ids, grad_chosen)
+    return logp
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """logits [t, V], ids [t, I] -> (logprobs [t, I], entropy [t]); keeps log-probabilities only, once."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, ids: Tensor, temperature: Divisor) -> tuple[Tensor, Tensor]:
+        logp = torch.log_softmax(_divided(logits, temperature), dim=-1)
+        logp.clamp_(min=_LOGPROB_MIN)
+        entropy = -torch.linalg.vecdot(logp.exp(), logp)
+        ctx.save_for_backward(logp, ids, entropy)
+        ctx.temperature, ctx.dtype = temperature, logits.dtype
+        ctx.set_materialize_grads(False)
+        return logp.gather(-1, ids), entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
+        logp, ids, entropy = ctx.saved_tensors
+        if grads[0] is None and grads[1] is None:
+            return None, None, None
+        divided = _divided_gradients(ctx.temperature, *grads)
+        gradient = logp.clone()  # whoever keeps the graph may come again
+        scratch = _scratch(gradient, len(gradient))
+        for rows in _parts(len(gradient), max(1, len(scratch))):
+            chosen, spread = (None if each is None else each[rows] for each in divided)
+            _logit_gradient_(gradient[rows], scratch, ids[rows], entropy[rows], chosen, spread)
+        return gradient.to(ctx.dtype), None, None
+
+
+class _LinearTokenLogprobs(torch.autograd.Function):
+    """hidden [T, H], weight [V, H], bias [V], ids [T, I] -> (logprobs [T, I], entropy [T]), `size` rows at a time.
+
+    Keeps two numbers a token, and the log-probabilities of the last chunk: the backward begins with those.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ids: Tensor,
+        temperature: Divisor,
+        size: int,
+        graded: bool,
+    ) -> tuple[Tensor, Tensor]:
+        buffer = _chunk_buffer(hidden, weight, size)
+        scratch = _scratch(buffer, size)
+        chosen = buffer.new_empty(ids.shape)
+        entropy, norm = chosen.new_empty(len(ids)), chosen.new_empty(len(ids))
+        logp = buffer
+        for part in _parts(len(ids), size):
+            logp = _logits_into(buffer, part, hidden, weight, bias, temperature)
+            for rows in _parts(len(logp), len(scratch)):
+                block, place = logp[rows], slice(part.start + rows.start, part.start + rows.stop)
+                top = block.amax(-1, keepdim=True)
+                exponentials = torch.exp(block.sub_(top), out=scratch[: len(block)])
+                total = exponentials.sum(-1)
+                log_total = total.log()
+                chosen[place] = block.gather(-1, ids[place]).sub_(log_total[:, None])
+                entropy[place] = log_total - torch.linalg.vecdot(exponentials, block) / total
+                norm[place] = log_total + top.squeeze(-1)
+                if graded and part.stop == len(ids):
+                    block.sub_(log_total[:, None])
+        ctx.save_for_backward(hidden, weight, bias, ids, entropy, norm)
+        ctx.temperature, ctx.size = temperature, size
+        ctx.kept = logp if graded else None
+        ctx.set_materialize_grads(False)
+        return chosen, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        nothing = (None,) * 4
+        if grads[0] is None and grads[1] is None:
+            return None, None, None, *nothing
+        hidden, weight, bias, ids, entropy, norm = ctx.saved_tensors
+        kept, ctx.kept = ctx.kept, None  # it is overwritten; whoever comes again gets it computed again
+        grad_chosen, grad_entropy = _divided_gradients(ctx.temperature, *grads)
+        for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden) if for_hidden else None
+        grad_bias = torch.zeros_like(bias) if for_bias and bias is not None else None
+        grad_weight: Tensor | None = None
+        buffer: Tensor | None = None
+        scratch = None
+        for part in reversed(list(_parts(len(ids), ctx.size))):
+            if kept is not None:
+                logp, kept = kept, None
+                buffer = logp if len(logp) == ctx.size else None
+            else:
+                buffer = _chunk_buffer(hidden, weight, ctx.size) if buffer is None else buffer
+                logp = _logits_into(buffer, part, hidden, weight, bias, ctx.temperature).sub_(norm[part, None])
+            scratch = _scratch(logp, ctx.size) if scratch is None else scratch
+            for rows in _parts(len(logp), len(scratch)):
+                place = slice(part.start + rows.start, part.start + rows.stop)
+                chosen = None if grad_chosen is None else grad_chosen[place]
+                spread = None if grad_entropy is None else grad_entropy[place]
+                _logit_gradient_(logp[rows], scratch, ids[place], entropy[place], chosen, spread)
+            gradient = logp.to(weight.dtype)
+            if grad_hidden is not None:
+                torch.mm(gradient, weight, out=grad_hidden[part])
+            if for_weight:
+                grad_weight = _add_product(grad_weight, gradient, hidden[part])
+            if grad_bias is not None:
+                grad_bias += gradient.sum(0)
+            del logp, gradient
+        return grad_hidden, grad_weight, grad_bias, *nothing
+
+
+def _chunk_buffer(hidden: Tensor, weight: Tensor, size: int) -> Tensor:
+    """Room for the logits [size, V] of one chunk."""
+    dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    return torch.empty(size, weight.shape[0], dtype=dtype, device=hidden.device)
+
+
+def _scratch(like: Tensor, size: int) -> Tensor:
+    """Room for some rows of `size`: for few on a CPU, where they stay in its cache; for all elsewhere."""
+    most = max(1, _SCRATCH_ELEMENTS_CPU // like.shape[-1]) if like.device.type == "cpu" else size
+    return like.new_empty(min(most, size), like.shape[-1])
+
+
+def _logits_into(
+    buffer: Tensor, part: slice, hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Divisor
+) -> Tensor:
+    """The divided logits of some rows, in the first rows of `buffer`."""
+    logits = buffer[: part.stop - part.start]
+    if weight.dtype == logits.dtype:
+        torch.mm(hidden[part], weight.T, out=logits)
+        if bias is not None:
+            logits.add_(bias)
+    else:
+        logits.copy_(nn.functional.linear(hidden[part], weight, bias))
+    divisor = _of_part(temperature, part)
+    if isinstance(divisor, Tensor):
+        logits.div_(divisor[:, None])
+    elif divisor != 1.0:
+        logits.div_(divisor)
+    if bias is not None:
+        logits.clamp_(min=_LOGPROB_MIN)
+    return logits
+
+
+def _add_product(total: Tensor | None, gradient: Tensor, hidden: Tensor) -> Tensor:
+    """`total` + gradient^T hidden, in the place of `total` [V, H]."""
+    if total is None:
+        return torch.mm(gradient.T, hidden)
+    return total.addmm_(gradient.T, hidden)

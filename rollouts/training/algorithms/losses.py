@@ -1,34 +1,66 @@
-"""Losses: pure functions of what they name, one value a token.
+"""Losses: pure functions of what they name, one value a token (`dpo`: one a pair).
 
-Legend: T tokens of a batch. `logprobs` [T] carries the gradient; everything else is detached. A loss returns unreduced
-values [T]; the engine masks, weighs and normalises them (aggregation.py), so no loss can get a denominator wrong. A
-loss that wants to report something returns `(values, {"name": [T] or scalar})`. Left out here: KL terms, sequence
-ratios, pairs.
+Legend: T tokens of a batch, P pairs of rollouts, K alternatives of one token; pi the policy (`logprobs` [T], with
+gradient), A `advantages`, r = pi / pi_old the ratio to `old_logprobs`; everything else is detached. A loss returns
+unreduced values; the engine masks, weighs and normalises them (aggregation.py), so no loss can get a denominator wrong.
+A loss that wants to report something returns `(values, {"name": [T] or scalar})`. A setting outside its domain raises
+ConfigError. Left out here: KL terms (kl.py) and the weights of off-policy samples (corrections.py).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rollouts.errors import ConfigError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["cross_entropy", "entropy_bonus", "importance", "ppo_clip", "reinforce"]
+__all__ = [
+    "LOG_RATIO_MAX",
+    "check_setting",
+    "cispo",
+    "cross_entropy",
+    "distill_topk",
+    "dpo",
+    "entropy_bonus",
+    "gspo",
+    "importance",
+    "log_ratio",
+    "mean_by_rollout",
+    "ppo_clip",
+    "reinforce",
+    "value_loss",
+]
+
+LOG_RATIO_MAX = 20.0
+"""Nats. Beyond it a ratio says no more than "far apart", and its exponential would overflow in what follows."""
 
 
-def ppo_clip(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_low: float = 0.2, clip_high: float = 0.2
-) -> Tensor:
-    """The clipped surrogate of PPO and GRPO (Schulman et al. 2017, eq. 7): -min(rA, clip(r, 1-low, 1+high) A) [T].
+def log_ratio(new: Tensor, anchor: Tensor) -> Tensor:
+    """log(new / anchor) of two logprobs, clamped to +-20 nats; the shape of both. No gradient where it is clamped."""
+    return (new - anchor).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
 
-    Args:
-        clip_low: how far the ratio may fall below 1
-        clip_high: how far the ratio may rise above 1
+
+def mean_by_rollout(values: Tensor, mask: Tensor, rollout_index: Tensor) -> Tensor:
+    """Every token gets the mean of `values` over its rollout's live tokens, weighed by the mask: [T].
+
+    What stands at masked positions is not looked at, be it NaN; a rollout with nothing live has the mean 0.
     """
     import torch
 
-    ratio = (logprobs - old_logprobs).exp()
-    return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    numbers, place = torch.unique(rollout_index, return_inverse=True)
+    counted = torch.where(mask > 0, values, 0.0) * mask
+    zeros = counted.new_zeros(numbers.shape[0])
+    totals = zeros.index_add(0, place, counted)
+    weights = zeros.index_add(0, place, mask.to(zeros.dtype))
+    return torch.where(weights > 0, totals / weights.where(weights > 0, 1.0), 0.0)[place]
+
+
+def check_setting(name: str, value: float | None, holds: bool, expected: str, example: str) -> None:
+    """Raises ConfigError, naming the setting, what was given, what was expected and what to type, unless it holds."""
+    if not holds:
+        raise ConfigError(f"the setting {name} is {value}, but it has to be {expected}; type {example}")
 
 
 def reinforce(logprobs: Tensor, advantages: Tensor) -> Tensor:
@@ -38,7 +70,80 @@ def reinforce(logprobs: Tensor, advantages: Tensor) -> Tensor:
 
 def importance(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Tensor:
     """The policy gradient corrected by the importance ratio, unclipped: -rA [T]."""
-    return -(logprobs - old_logprobs).exp() * advantages
+    return -log_ratio(logprobs, old_logprobs).exp() * advantages
+
+
+def ppo_clip(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+) -> Tensor:
+    """The clipped surrogate of PPO and GRPO (Schulman et al. 2017, eq. 7): -min(rA, clip(r, 1-low, 1+high) A) [T].
+
+    With a dual clip c (Ye et al. 2020, eq. 5) the surrogate of A < 0 is not let below cA, however large r is.
+
+    Args:
+        clip_low: how far the ratio may fall below 1
+        clip_high: how far the ratio may rise above 1
+        dual_clip: where A < 0 the ratio counts up to this, a number above 1; none: without bound
+    """
+    import torch
+
+    holds = dual_clip is None or dual_clip > 1
+    check_setting("dual_clip", dual_clip, holds, "a number above 1, or none", "--loss.dual-clip 3")
+    surrogate = _clipped(log_ratio(logprobs, old_logprobs).exp(), advantages, clip_low, clip_high)
+    if dual_clip is not None:
+        surrogate = torch.where(advantages < 0, torch.maximum(surrogate, dual_clip * advantages), surrogate)
+    return -surrogate
+
+
+def gspo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    rollout_index: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> Tensor:
+    """The clipped surrogate with the ratio of a whole rollout (GSPO-token, Zheng et al. 2025, eq. 13) [T].
+
+    log r = stopgrad(mean log(pi / pi_old) over the rollout's live tokens) + log pi - stopgrad(log pi): the value is the
+    sequence's, the gradient each token's own. Masked positions get 0. Its ratios lie much nearer to 1 than those of
+    tokens, hence the narrow clip.
+
+    Args:
+        clip_low: how far the rollout's ratio may fall below 1
+        clip_high: how far the rollout's ratio may rise above 1
+    """
+    import torch
+
+    live = mask > 0
+    mean = mean_by_rollout(log_ratio(logprobs.detach(), old_logprobs), mask, rollout_index)
+    own_gradient = torch.where(live, logprobs - logprobs.detach(), 0.0)  # its value is 0
+    ratio = (mean + own_gradient).exp()
+    return -_clipped(ratio, torch.where(live, advantages, 0.0), clip_low, clip_high)
+
+
+def cispo(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_low: float = 1.0, clip_high: float = 4.0
+) -> Tensor:
+    """The policy gradient with a clipped weight (MiniMax 2025, eq. 4): -stopgrad(clip(r, 1-low, 1+high)) A log pi [T].
+
+    No token loses its gradient; only its weight is bounded.
+
+    Args:
+        clip_low: how far the weight may fall below 1; 1: without bound
+        clip_high: how far the weight may rise above 1
+    """
+    _check_clip(clip_low, clip_high)
+    weight = log_ratio(logprobs.detach(), old_logprobs).exp().clamp(1 - clip_low, 1 + clip_high)
+    return -weight * advantages * logprobs
 
 
 def cross_entropy(logprobs: Tensor) -> Tensor:
@@ -49,3 +154,66 @@ def cross_entropy(logprobs: Tensor) -> Tensor:
 def entropy_bonus(entropy: Tensor) -> Tensor:
     """-H [T]: as a term with a small coefficient it keeps the policy from collapsing."""
     return -entropy
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, value_clip: float = 0.2) -> Tensor:
+    """The critic's error: max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2) / 2 [T].
+
+    The clipped form of the PPO reference code (Huang et al. 2022, detail 9), which is more pessimistic than (v - R)^2.
+
+    Args:
+        value_clip: how far a prediction may move from the one before the step; inf: without bound
+    """
+    import torch
+
+    check_setting("value_clip", value_clip, value_clip > 0, "a number above 0", "--loss.value-clip 0.2")
+    near = values.clamp(old_values - value_clip, old_values + value_clip)
+    return 0.5 * torch.maximum((values - returns) ** 2, (near - returns) ** 2)
+
+
+def dpo(logprobs: Tensor, ref_logprobs: Tensor, advantages: Tensor, pair_index: Tensor, *, beta: float = 0.1) -> Tensor:
+    """Direct preference optimisation (Rafailov et al. 2023, eq. 7): -log sigmoid(beta (D_chosen - D_rejected)) [P].
+
+    D is the sum of log(pi / pi_ref) over a rollout's tokens. `advantages` is +1 at tokens of the chosen, -1 at those of
+    the rejected rollout and 0 where nothing is trained; the pairs come in the order of their numbers, -1 is none. The
+    sums are not clamped: nothing here is exponentiated.
+
+    Args:
+        beta: how strongly the policy is held to the reference
+    """
+    import torch
+
+    check_setting("beta", beta, 0 < beta < float("inf"), "a number above 0", "--loss.beta 0.1")
+    live = (advantages != 0) & (pair_index >= 0)
+    margins = torch.where(live, logprobs - ref_logprobs, 0.0) * torch.where(live, advantages, 0.0)
+    paired = pair_index >= 0
+    numbers, place = torch.unique(pair_index[paired], return_inverse=True)
+    differences = margins.new_zeros(numbers.shape[0]).index_add(0, place, margins[paired])
+    return -torch.nn.functional.logsigmoid(beta * differences)
+
+
+def distill_topk(topk_logprobs: Tensor, teacher_topk_logprobs: Tensor) -> Tensor:
+    """Forward KL to a teacher over its K likeliest tokens: sum_k p_T (log p_T - log p_S) - p_T + p_S; [T, K] -> [T].
+
+    The last two summands add up to 0 over a whole vocabulary, and this is then KL(teacher || student) (Hinton et al.
+    2015). Over K tokens they make it the KL of unnormalised measures: never negative, and 0 with no gradient where the
+    student equals the teacher. Without them an equal student would still be pushed to put everything on the K tokens.
+    """
+    import torch
+
+    teacher = teacher_topk_logprobs.exp()
+    apart = torch.where(teacher > 0, teacher_topk_logprobs - topk_logprobs, 0.0)
+    return (teacher * apart - teacher + topk_logprobs.exp()).sum(-1)
+
+
+def _check_clip(low: float, high: float) -> None:
+    check_setting("clip_low", low, 0 <= low <= 1, "a number from 0 to 1", "--loss.clip-low 0.2")
+    check_setting("clip_high", high, high >= 0, "a number of 0 or more", "--loss.clip-high 0.28")
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    """min(rA, clip(r, 1-low, 1+high) A): clipping only ever takes gain away, never loss."""
+    import torch
+
+    _check_clip(low, high)
+    return torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)

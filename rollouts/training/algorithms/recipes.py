@@ -1,20 +1,75 @@
 """The named algorithms: each is a few pure functions put together, never a subclass of another.
 
-GRPO here leaves out the KL term and the reference model, as its default coefficient is 0.
+None brings a KL term: its default coefficient is 0, and then no reference policy is loaded (`--kl rk3_loss` adds one).
+The entropy term counts 0 until `--loss.entropy-coef` says otherwise, and is not computed before.
 """
 
 from __future__ import annotations
 
-from rollouts.training.algorithms.advantages import group_norm
+import functools
+
+from rollouts.training.algorithms.advantages import group_mean, group_norm, ones, rloo
 from rollouts.training.algorithms.algorithm import Algorithm, Term
-from rollouts.training.algorithms.losses import cross_entropy, importance, ppo_clip, reinforce
+from rollouts.training.algorithms.losses import (
+    cispo,
+    cross_entropy,
+    dpo,
+    entropy_bonus,
+    gspo,
+    importance,
+    ppo_clip,
+    reinforce,
+    value_loss,
+)
+from rollouts.training.algorithms.pairings import best_worst
+from rollouts.training.algorithms.selectors import reward_at_least
+from rollouts.training.algorithms.shaping import overlong
+from rollouts.training.algorithms.token_advantages import distill, gae, reinforce_pp
+from rollouts.training.filters import nonzero_std
 
-__all__ = ["GRPO", "IS", "PPO", "REINFORCE", "SFT"]
+__all__ = [
+    "CISPO",
+    "DAPO",
+    "DPO",
+    "DR_GRPO",
+    "GRPO",
+    "GSPO",
+    "IS",
+    "OPD",
+    "PPO",
+    "REINFORCE",
+    "REINFORCE_PP",
+    "RFT",
+    "RLOO",
+    "SFT",
+]
 
-GRPO = Algorithm(group_norm, "token_mean", (Term(ppo_clip),))
-# PPO with a group baseline in place of a critic: the same composition.
-PPO = GRPO
-REINFORCE = Algorithm(group_norm, "token_mean", (Term(reinforce),))
-IS = Algorithm(group_norm, "token_mean", (Term(importance),))
+_ENTROPY = Term(entropy_bonus, 0.0, "entropy")
+_CLIP_HIGHER = Term(functools.partial(ppo_clip, clip_high=0.28))
+
+# Shao et al. 2024
+GRPO = Algorithm(group_norm, "token_mean", (Term(ppo_clip), _ENTROPY))
+# Schulman et al. 2017, with a critic
+PPO = Algorithm(gae, "token_mean", (Term(ppo_clip), Term(value_loss, 0.5, "value"), _ENTROPY))
+# Yu et al. 2025: clip higher, the mean over tokens, a penalty for overlong replies, groups that teach nothing dropped
+DAPO = Algorithm(group_norm, "token_mean", (_CLIP_HIGHER, _ENTROPY), shaping=(overlong,), filters=(nonzero_std,))
+# Liu et al. 2025: neither a deviation nor a length divides
+DR_GRPO = Algorithm(group_mean, "dr_grpo", (Term(ppo_clip), _ENTROPY))
+# Zheng et al. 2025: the ratio of a sequence
+GSPO = Algorithm(group_norm, "rollout_mean", (Term(gspo), _ENTROPY))
+# MiniMax 2025: the weight is clipped, every token keeps its gradient
+CISPO = Algorithm(group_norm, "token_mean", (Term(cispo), _ENTROPY))
+REINFORCE = Algorithm(group_norm, "token_mean", (Term(reinforce), _ENTROPY))
+# Hu 2025
+REINFORCE_PP = Algorithm(reinforce_pp, "token_mean", (Term(ppo_clip), _ENTROPY))
+# Ahmadian et al. 2024
+RLOO = Algorithm(rloo, "rollout_mean", (Term(reinforce), _ENTROPY))
+IS = Algorithm(group_norm, "token_mean", (Term(importance), _ENTROPY))
 # Supervised rows carry no rewards; the advantage is never called for them.
-SFT = Algorithm(group_norm, "token_mean", (Term(cross_entropy),))
+SFT = Algorithm(ones, "token_mean", (Term(cross_entropy),))
+# Rejection fine-tuning: the likelihood of the rollouts that were good enough.
+RFT = Algorithm(ones, "token_mean", (Term(cross_entropy), _ENTROPY), select=reward_at_least)
+# Rafailov et al. 2023, on pairs of rollouts of one prompt
+DPO = Algorithm(group_norm, "pair_mean", (Term(dpo),), pairs=best_worst)
+# On-policy distillation: the reverse KL to a teacher as a reward a token
+OPD = Algorithm(distill, "token_mean", (Term(importance), _ENTROPY))

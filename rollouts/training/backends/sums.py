@@ -5,88 +5,173 @@ Every `.item()` waits for the device; here there is one `.tolist()` a batch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from rollouts.errors import TrainingError
-from rollouts.training.algorithms.algorithm import Evaluation
+from rollouts.training.algorithms.evaluate import Evaluation, Metric
+from rollouts.training.algorithms.losses import log_ratio
 
-__all__ = ["Sums"]
+__all__ = ["Microbatch", "Sums"]
 
 _BAD_MODEL = "the model's logprobs"
+_SAMPLER_MAX = "sampler/abs_max"
+
+
+class Microbatch(NamedTuple):
+    """What there is to measure of one: `tensors` [T] by the names of the loss's vocabulary (and `weights` of a
+    correction, if any, as `importance`), the objective, what the terms report, and (tokens, tokens with padding).
+
+    `clip` are the bounds of a token's ratio, or None.
+    """
+
+    tensors: Mapping[str, Tensor]
+    objective: Tensor
+    evaluation: Evaluation
+    clip: tuple[float, float] | None
+    tokens: tuple[int, int]
 
 
 class Sums:
-    """Sums and maxima by name over live tokens, counted plainly (a float mask does not weigh a metric)."""
+    """Sums and extremes by name over live tokens, counted plainly (a float mask does not weigh a metric)."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-        self._maxima: dict[str, Tensor] = {}
+        self._metrics: dict[str, Metric] = {}
         self._nan: dict[str, Tensor] = {}
         self._count = 0
         self._tokens = [0, 0]
 
-    def add(
-        self,
-        objective: Tensor,
-        logprobs: Tensor,
-        entropy: Tensor,
-        streams: dict[str, Tensor],
-        evaluation: Evaluation,
-        clip: tuple[float | None, float | None],
-        tokens: tuple[int, int],
-    ) -> None:
-        """Take in one microbatch; `logprobs` and the streams are [T], `tokens` is (run, run with padding)."""
+    def add(self, part: Microbatch) -> None:
+        """Take in one microbatch."""
+        tensors = part.tensors
+        logprobs = tensors["logprobs"]
         self._count += logprobs.shape[0]
-        self._tokens = [have + new for have, new in zip(self._tokens, tokens, strict=True)]
-        advantages, sampler = streams["advantages"], streams["rollout_logprobs"]
-        ratio = (logprobs - streams["old_logprobs"]).exp()
-        apart = logprobs - sampler
-        sums = {
-            "policy/loss": objective.detach(),
-            "policy/entropy": entropy.sum(),
-            "policy/ratio_mean": ratio.sum(),
-            "mismatch/abs_logp_mean": apart.abs().sum(),
-            "mismatch/k3": (apart.exp() - 1 - apart).sum(),
-        }
-        low, high = clip
-        if low is not None:
-            sums["policy/clip_low"] = ((ratio < 1 - low) & (advantages < 0)).sum()
-        if high is not None:
-            sums["policy/clip_high"] = ((ratio > 1 + high) & (advantages > 0)).sum()
-        sums |= {name if "/" in name else f"policy/{name}": value for name, value in evaluation.metrics.items()}
-        for name, value in sums.items():
-            self._sums[name] = self._sums[name] + value if name in self._sums else value
-        maxima = {
-            "policy/ratio_max": ratio.max(),
-            "mismatch/abs_logp_max": apart.abs().max(),
-            "sampler/abs_max": sampler.abs().max(),
-        }
-        for name, value in maxima.items():
-            self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
-        for label, value in {**evaluation.nan, _BAD_MODEL: logprobs.isnan().any()}.items():
-            self._nan[label] = self._nan[label] | value if label in self._nan else value
+        self._tokens = [have + new for have, new in zip(self._tokens, part.tokens, strict=True)]
+        for name, value in {**_policy(tensors, part.clip), **_mismatch(tensors), **_value(tensors)}.items():
+            self._add(name, Metric(value.sum(), torch.ones_like(value).sum(), "mean"))
+        for name, value in _maxima(tensors).items():
+            self._add(name, Metric(value.max(), value.new_tensor(1.0), "max"))
+        self._add("policy/loss", Metric(part.objective.detach(), part.objective.new_tensor(1.0), "sum"))
+        for name, metric in part.evaluation.metrics.items():
+            self._add(name if "/" in name else f"policy/{name}", metric)
+        for label, broken in {**part.evaluation.nan, _BAD_MODEL: logprobs.isnan().any()}.items():
+            self._nan[label] = self._nan[label] | broken if label in self._nan else broken
 
     def metrics(self, denominator: float) -> dict[str, float]:
-        """Means over live tokens; `policy/loss` is divided by the batch's D. Raises TrainingError, naming a loss
-        that gave NaN.
+        """Means over live tokens, and what terms report by its kind; `policy/loss` is divided by the batch's D.
+
+        Raises TrainingError, naming a loss that gave NaN.
         """
         if not self._count:
             return {"policy/loss": 0.0}
-        tensors = {**self._sums, **self._maxima, **self._nan}
-        read = dict(zip(tensors, torch.stack([t.float() for t in tensors.values()]).tolist(), strict=True))
-        if not read[_BAD_MODEL]:  # a model that is broken itself makes every loss NaN; the optimizer skips that step
-            for label in self._nan:
-                if read[label]:
-                    raise TrainingError(
-                        f"the loss {label} returned NaN at a trained token although the model's logprobs are numbers; "
-                        "look for 0 / 0, inf - inf, or the logarithm of a negative number"
-                    )
-        found = {name: read[name] / self._count for name in self._sums}
-        found["policy/loss"] = read["policy/loss"] / denominator if denominator > 0 else 0.0
-        found |= {name: read[name] for name in self._maxima}
-        if found.pop("sampler/abs_max") == 0.0:  # supervised rows: nobody sampled them
-            found = {name: value for name, value in found.items() if not name.startswith(("mismatch/", "policy/ratio"))}
+        values = [tensor for metric in self._metrics.values() for tensor in (metric.value, metric.number)]
+        read = iter(torch.stack([v.float() for v in (*values, *self._nan.values())]).tolist())
+        pairs = {name: (next(read), next(read)) for name in self._metrics}
+        self._check_nan(dict(zip(self._nan, read, strict=True)))
+        found = {
+            name: value / count if self._metrics[name].kind == "mean" and count else value
+            for name, (value, count) in pairs.items()
+        }
+        found["policy/loss"] = found["policy/loss"] / denominator if denominator > 0 else 0.0
+        if found.pop(_SAMPLER_MAX) == 0.0:  # supervised rows: nobody sampled them
+            unsampled = ("mismatch/", "policy/ratio", "policy/kl_old")
+            found = {name: value for name, value in found.items() if not name.startswith(unsampled)}
+        _finish(found)
         real, padded = self._tokens
         found["perf/pad_frac"] = 1 - real / padded if padded else 0.0
         return found
+
+    def _add(self, name: str, new: Metric) -> None:
+        have = self._metrics.get(name)
+        if have is None:
+            self._metrics[name] = new
+        elif new.kind in ("max", "min"):
+            better = torch.maximum if new.kind == "max" else torch.minimum
+            self._metrics[name] = Metric(better(have.value, new.value), have.number, new.kind)
+        else:
+            self._metrics[name] = Metric(have.value + new.value, have.number + new.number, new.kind)
+
+    def _check_nan(self, broken: dict[str, float]) -> None:
+        if broken.pop(_BAD_MODEL):  # a broken model makes every loss NaN; the optimizer skips that step
+            return
+        for label, flag in broken.items():
+            if flag:
+                raise TrainingError(
+                    f"the loss {label} returned NaN at a trained token although the model's logprobs are numbers; "
+                    "look for 0 / 0, inf - inf, or the logarithm of a negative number"
+                )
+
+
+def _policy(tensors: Mapping[str, Tensor], clip: tuple[float, float] | None) -> dict[str, Tensor]:
+    logprobs, advantages = tensors["logprobs"], tensors["advantages"]
+    moved = log_ratio(logprobs, tensors["old_logprobs"])
+    ratio = moved.exp()
+    means = {
+        "policy/entropy": tensors["entropy"],
+        "policy/ratio_mean": ratio,
+        "policy/kl_old": (-moved).exp() - 1 + moved,
+    }
+    if clip is not None:
+        means["policy/clip_low"] = ((ratio < 1 - clip[0]) & (advantages < 0)).float()
+        means["policy/clip_high"] = ((ratio > 1 + clip[1]) & (advantages > 0)).float()
+    if "ref_logprobs" in tensors:  # k3 of Schulman 2020: never negative, little noise
+        apart = log_ratio(tensors["ref_logprobs"], logprobs)
+        means["policy/kl_ref"] = apart.exp() - 1 - apart
+    return means
+
+
+def _mismatch(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """How far the trainer before the step is from the sampler."""
+    apart = log_ratio(_trainer(tensors), tensors["rollout_logprobs"])
+    means = {"mismatch/abs_logp_mean": apart.abs(), "mismatch/k3": apart.exp() - 1 - apart}
+    if "importance" in tensors:
+        weights = tensors["importance"]
+        means |= {
+            "mismatch/weight_mean": weights,
+            "mismatch/weight_square_mean": weights**2,
+            "mismatch/rejected_frac": (weights == 0).float(),
+        }
+    return means
+
+
+def _trainer(tensors: Mapping[str, Tensor]) -> Tensor:
+    """The trainer's own logprobs: the anchor, unless that is the sampler's."""
+    return tensors["old_logprobs"] if "importance" in tensors else tensors["logprobs"]
+
+
+def _value(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    if "values" not in tensors or "returns" not in tensors:
+        return {}
+    values, returns = tensors["values"], tensors["returns"]
+    error = returns - values
+    return {
+        "value/loss": 0.5 * error**2,
+        "value/mean": values,
+        "value/error_mean": error,
+        "value/error_square": error**2,
+        "value/return_mean": returns,
+        "value/return_square": returns**2,
+    }
+
+
+def _maxima(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        "policy/ratio_max": (tensors["logprobs"] - tensors["old_logprobs"]).exp(),
+        "mismatch/abs_logp_max": (_trainer(tensors) - tensors["rollout_logprobs"]).abs(),
+        _SAMPLER_MAX: tensors["rollout_logprobs"].abs(),
+    }
+
+
+def _finish(found: dict[str, float]) -> None:
+    """Put what is made of several means in their place."""
+    if "mismatch/weight_square_mean" in found:  # Kish's effective sample size, as a share of the tokens
+        square = found.pop("mismatch/weight_square_mean")
+        found["mismatch/ess"] = found["mismatch/weight_mean"] ** 2 / square if square > 0 else 0.0
+    if "value/return_square" in found:
+        spread = found.pop("value/return_square") - found["value/return_mean"] ** 2
+        left = found.pop("value/error_square") - found.pop("value/error_mean") ** 2
+        if spread > 1e-12:
+            found["value/explained_var"] = 1 - left / spread

@@ -2,37 +2,49 @@
 
 `forward_backward` accumulates the gradients of sum(u * loss) and the batch's share of D; `optim_step` divides once,
 clips by the global norm, and steps. The model runs in evaluation mode also while training: dropout would make the
-ratio of a policy to itself differ from 1. Left out: several ranks, reference models, critics.
+ratio of a policy to itself differ from 1. The models beside it (reference, teacher, critic) have rooms of their own.
+Left out: several ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from rollouts.errors import ConfigError, TrainingError
-from rollouts.training.algorithms.algorithm import (
-    AVAILABLE,
-    Algorithm,
-    check_needs,
-    evaluate,
-    function_label,
-    needs,
-    setting_of,
-)
-from rollouts.training.algorithms.logprobs import logprobs_and_entropy
+from rollouts.training.algorithms.algorithm import Algorithm, active_terms, function_label, setting_of
+from rollouts.training.algorithms.evaluate import evaluate, importance_weights
+from rollouts.training.algorithms.logprobs import logprobs_and_entropy, logprobs_with_alternatives, token_logprobs
+from rollouts.training.algorithms.needs import available_names, check_needs, needs, requests
 from rollouts.training.backends import checkpoint, lora
+from rollouts.training.backends.companions import Critic, Teacher, load_critic, load_teacher
+from rollouts.training.backends.float32_head import use_float32_head
 from rollouts.training.backends.futures import TorchThread, TrainFuture
-from rollouts.training.backends.sums import Sums
-from rollouts.training.backends.transformer import ModelPaths, Selection, inspect_model, run_rows
+from rollouts.training.backends.optimizer import (
+    TorchSettings,
+    check_settings,
+    check_trained_weights,
+    make_adamw,
+)
+from rollouts.training.backends.reference import ReferencePolicy
+from rollouts.training.backends.streams import make_streams, targets_of, temperatures_of, unit_weights
+from rollouts.training.backends.sums import Microbatch, Sums
+from rollouts.training.backends.transformer import (
+    ModelPaths,
+    Selection,
+    inspect_model,
+    prefers_packing,
+    run_packed,
+    run_rows,
+)
 from rollouts.training.batching import BUCKET_SAVING_MIN, Keep, plan_layout, split_microbatches
-from rollouts.training.models import load_hf_model, resolve_model_name
-from rollouts.training.types import ForwardOutput, Row, StepResult, TrainBatch
+from rollouts.training.models import load_hf_model, prepare_gradient_checkpointing, resolve_model_name
+from rollouts.training.types import Companions, ForwardOutput, Row, StepResult, TrainBatch
 
 __all__ = ["TorchBackend", "TorchSettings", "create_torch_backend"]
 
@@ -40,22 +52,6 @@ __all__ = ["TorchBackend", "TorchSettings", "create_torch_backend"]
 _GPU_BUCKET_SAVING_MIN = 4096
 # One step that is not finite may be a batch's bad luck and is skipped; so many in a row are weights that diverged.
 _NOT_FINITE_MAX = 3
-
-
-class TorchSettings(NamedTuple):
-    """How to optimise (see `create_torch_backend`). `warmup_steps` optimizer steps lead linearly to `lr`, then it is
-    constant.
-    """
-
-    lr: float
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    warmup_steps: int = 5
-    tokens_per_microbatch: int = 16384
-    share_prefix: bool = True
-    gradient_checkpointing: bool = False
 
 
 def create_torch_backend(
@@ -66,6 +62,7 @@ def create_torch_backend(
     lora_rank: int,
     tokens_per_microbatch: int,
     algorithms: dict[str, Algorithm],
+    companions: Companions | None,
     *,
     dtype: str = "float32",
     device: str = "auto",
@@ -78,6 +75,9 @@ def create_torch_backend(
     lora_targets: str = "all-linear",
     share_prefix: bool = True,
     gradient_checkpointing: bool = False,
+    layout: Literal["auto", "buckets", "packed"] = "auto",
+    attention: str = "auto",
+    fp32_head: bool = False,
 ) -> TorchBackend:
     """Load a model and make it trainable. Raises ModelError, ConfigError, SignatureError.
 
@@ -87,15 +87,20 @@ def create_torch_backend(
         betas: of AdamW
         eps: of AdamW
         weight_decay: of AdamW
-        max_grad_norm: gradients are clipped to this global norm
+        max_grad_norm: gradients are clipped to this global norm, the critic's by themselves
         warmup_steps: optimizer steps to reach the learning rate (never more than the run has)
         lora_alpha: scale of the adapters; none is twice the rank
         lora_targets: "all-linear", or names of layers with commas between them
         share_prefix: run a prompt that rows share once
         gradient_checkpointing: compute activations again in the backward; saves memory, and shares no prompts
+        layout: rows padded in buckets of similar length, or packed into one sequence; auto packs where the attention
+            skips what its mask hides (flash_attention_2, flex_attention)
+        attention: auto, sdpa, eager, flash_attention_2 or flex_attention, as transformers has them
+        fp32_head: compute the logits of a half-precision model in float32
     """
     for algorithm in algorithms.values():
-        check_needs(algorithm, AVAILABLE)
+        beside = companions or Companions()
+        check_needs(algorithm, available_names(critic=bool(beside.critic), teacher=bool(beside.teacher), pairs=True))
     settings = TorchSettings(
         lr=lr,
         betas=betas,
@@ -106,14 +111,37 @@ def create_torch_backend(
         tokens_per_microbatch=tokens_per_microbatch,
         share_prefix=share_prefix,
         gradient_checkpointing=gradient_checkpointing,
+        layout=layout,
     )
-    _check_settings(settings)  # before any weights are read
-    _check_trained_weights(lora_rank, lora_alpha, dtype)
-    causal = load_hf_model(model, dtype=dtype, device=device)
+    check_settings(settings)  # before any weights are read
+    check_trained_weights(lora_rank, lora_alpha, dtype)
+    causal = load_hf_model(model, dtype=dtype, device=device, attention=attention)
+    if fp32_head:
+        use_float32_head(causal)
     adapter = None
     if lora_rank:
         adapter = lora.add_lora(causal, rank=lora_rank, alpha=lora_alpha, targets=lora_targets, seed=seed)
-    return TorchBackend(causal, algorithms, settings, adapter=adapter, source=resolve_model_name(model))
+    return TorchBackend(
+        causal,
+        algorithms,
+        settings,
+        adapter=adapter,
+        source=resolve_model_name(model),
+        companions=companions,
+        dtype=dtype,
+        device=device,
+    )
+
+
+class _Scored(NamedTuple):
+    """What one run of rows gives for T selected tokens. `tokens` is (run, run with padding)."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    features: Tensor
+    selection: Selection
+    tokens: tuple[int, int]
+    extra: dict[str, Tensor]
 
 
 class TorchBackend:
@@ -132,8 +160,11 @@ class TorchBackend:
         *,
         adapter: Any = None,
         source: str | None = None,
+        companions: Companions | None = None,
+        dtype: str = "float32",
+        device: str = "auto",
     ) -> None:
-        _check_settings(settings)
+        check_settings(settings)
         self.model = causal.eval()
         self.version = 0
         self.thread = TorchThread("rollouts-torch")
@@ -141,27 +172,56 @@ class TorchBackend:
         self._algorithms = dict(algorithms)
         self._settings = settings
         self._source = source
-        self._parameters = [parameter for parameter in causal.parameters() if parameter.requires_grad]
-        self._optimizer = _adamw(self._parameters, settings)
         self._denominator = 0.0
         self._skipped = 0
         self._not_finite = 0  # steps in a row that were skipped for it
         on_cpu = next(causal.parameters()).device.type == "cpu"
         self._bucket_saving_min = BUCKET_SAVING_MIN if on_cpu else _GPU_BUCKET_SAVING_MIN
-        share = settings.share_prefix and not settings.gradient_checkpointing
+        share = settings.share_prefix and not settings.gradient_checkpointing and settings.layout != "packed"
         self._paths: ModelPaths = inspect_model(causal, share_prefix=share)
-        self.notes = self._paths.notes
+        self._packed = _decide_packing(causal, self._paths, settings)
+        # Where rows are not packed, nobody asked for it, or `_decide_packing` has refused.
+        self.notes = tuple(note for note in self._paths.notes if "pack" not in note)
+        self._parameters = [parameter for parameter in causal.parameters() if parameter.requires_grad]
+        self._reference: ReferencePolicy | None = None
+        self._critic: Critic | None = None
+        self._teacher: Teacher | None = None
+        self._add_companions(companions or Companions(), dtype, device)
+        self._optimizer = make_adamw(self._parameter_sets(), settings)
         if settings.gradient_checkpointing:
-            _prepare_gradient_checkpointing(causal)
+            prepare_gradient_checkpointing(causal)
+
+    def _add_companions(self, wanted: Companions, dtype: str, device: str) -> None:
+        paths, saving = self._paths, self._bucket_saving_min
+        if wanted.reference is not None:
+            adapters = self._adapter is not None
+            self._reference = ReferencePolicy(self._parameters, wanted.reference, adapters=adapters)
+        if wanted.critic:
+            self._critic = load_critic(wanted.critic, paths, dtype=dtype, device=device, saving=saving)
+        if wanted.teacher:
+            top_k = wanted.teacher_top_k
+            self._teacher = load_teacher(wanted.teacher, paths, dtype=dtype, device=device, top_k=top_k, saving=saving)
+        self._critic_lr = wanted.critic_lr
+
+    def _parameter_sets(self) -> list[tuple[list[nn.Parameter], float]]:
+        """What is clipped together, and its learning rate: the policy, and the critic if there is one."""
+        sets = [(self._parameters, self._settings.lr)]
+        if self._critic is not None:
+            sets.append(([p for p in self._critic.parameters() if p.requires_grad], self._critic_lr))
+        return sets
 
     @property
     def shares_prefix(self) -> bool:
         """Whether prompts that rows share are run once."""
-        return self._paths.share_prefix
+        return self._paths.share_prefix and not self._packed
 
-    def forward(self, batch: TrainBatch, needs: tuple[str, ...] = ("logprobs",)) -> TrainFuture[ForwardOutput]:
-        """Logprobs, and entropy where needed, of every token of every row [L], without gradient."""
-        return self.thread.submit(self._forward, batch, needs)
+    def forward(
+        self, batch: TrainBatch, needs: tuple[str, ...] = ("logprobs",), *, only_live: bool = False
+    ) -> TrainFuture[ForwardOutput]:
+        """What `needs` names (fields of ForwardOutput) of every token of every row [L], or of live ones only; without
+        gradient. Raises TrainingError for what this backend was not given: a reference, a teacher, a critic.
+        """
+        return self.thread.submit(self._forward, batch, needs, only_live)
 
     def forward_backward(self, batch: TrainBatch) -> TrainFuture[dict[str, float]]:
         """Accumulate gradients and D; gives `policy/`, `mismatch/` and `perf/` metrics. Raises TrainingError."""
@@ -200,48 +260,120 @@ class TorchBackend:
 
     # Everything below runs on the thread.
 
-    def _forward(self, batch: TrainBatch, needs: tuple[str, ...]) -> ForwardOutput:
-        unknown = sorted(set(needs) - {"logprobs", "entropy"})
-        if unknown:
-            raise TrainingError(f"this backend was asked for {', '.join(unknown)}; it can give logprobs and entropy")
+    def _forward(self, batch: TrainBatch, needs: tuple[str, ...], only_live: bool) -> ForwardOutput:
+        self._check_forward(needs)
         number_of = {id(row): number for number, row in enumerate(batch.rows)}
-        logprobs = [[0.0] * len(row.tokens) for row in batch.rows]
-        entropy = [[0.0] * len(row.tokens) for row in batch.rows]
-        share = self.shares_prefix
-        bound = self._settings.tokens_per_microbatch
-        rows_of_parts = split_microbatches(batch, bound, share_prefix=share, only_live=False)
-        with torch.inference_mode():
-            for rows in rows_of_parts:
-                wanted = [range(1, len(row.tokens)) for row in rows]
-                if not any(wanted):
-                    continue
-                found, uncertainty, selection, _ = self._score(rows, wanted, batch.temperature)
-                both = iter(zip(found.tolist(), uncertainty.tolist(), strict=True))
+        found = {name: [[0.0] * len(row.tokens) for row in batch.rows] for name in needs}
+        own = tuple(name for name in needs if name != "ref_logprobs")
+        for rows in self._split(batch, "", only_live):
+            wanted = [[t for t in range(1, len(row.tokens)) if row.loss_mask[t] > 0 or not only_live] for row in rows]
+            if not any(wanted):
+                continue
+            results = []
+            if own:
+                with torch.inference_mode():
+                    results.append(self._ask(rows, wanted, batch.temperature, own))
+            if "ref_logprobs" in needs:
+                assert self._reference is not None, "it was checked above"
+                with self._reference.in_place(), torch.inference_mode():
+                    tensors, selection = self._ask(rows, wanted, batch.temperature, ("logprobs",))
+                    results.append(({"ref_logprobs": tensors["logprobs"]}, selection))
+            for tensors, selection in results:
+                values = {name: iter(tensor.tolist()) for name, tensor in tensors.items()}
                 for place, positions in zip(selection.rows, selection.positions, strict=True):
                     number = number_of[id(rows[place])]
-                    for position in positions:
-                        logprobs[number][position], entropy[number][position] = next(both)
-        return ForwardOutput(logprobs, entropy if "entropy" in needs else None)
+                    for name, stream in values.items():
+                        for position in positions:
+                            found[name][number][position] = next(stream)
+        return ForwardOutput(**found)
 
-    def _score(
-        self, rows: list[Row], wanted: Any, temperature: float
-    ) -> tuple[Tensor, Tensor, Selection, tuple[int, int]]:
-        """Logprobs [T], entropy [T], which tokens they are, and (tokens, tokens with padding) that were run."""
+    def _check_forward(self, needs: tuple[str, ...]) -> None:
+        have = {"logprobs": True, "entropy": True}
+        have |= {"ref_logprobs": self._reference is not None, "teacher_logprobs": self._teacher is not None}
+        have["values"] = self._critic is not None
+        missing = sorted(name for name in needs if not have.get(name, False))
+        if missing:
+            able = ", ".join(name for name, is_there in have.items() if is_there)
+            raise TrainingError(f"this backend was asked for {', '.join(missing)}; it can give {able}")
+
+    def _ask(
+        self, rows: list[Row], wanted: Sequence[Sequence[int]], temperature: float, needs: tuple[str, ...]
+    ) -> tuple[dict[str, Tensor], Selection]:
+        """Each of `needs` [T] by the policy, the critic or the teacher."""
+        features, selection, _ = self._run(rows, wanted)
+        targets = targets_of(rows, selection, features.device)
+        divisor = temperatures_of(rows, selection, temperature, features.device)
+        tensors: dict[str, Tensor] = {}
+        if {"logprobs", "entropy"} & set(needs):
+            head, size = self._paths.head, self._paths.vocabulary_size
+            both = logprobs_and_entropy(head, features, targets, vocabulary_size=size, temperature=divisor)
+            tensors = {"logprobs": both[0], "entropy": both[1]}
+        if self._critic is not None and "values" in needs:
+            tensors["values"] = self._critic.values(rows, wanted, selection, features)
+        if self._teacher is not None and "teacher_logprobs" in needs:
+            tensors["teacher_logprobs"] = self._teacher.logprobs(rows, wanted, selection, targets, divisor)
+        return {name: tensors[name] for name in needs}, selection
+
+    def _split(self, batch: TrainBatch, keep: Keep, only_live: bool) -> list[list[Row]]:
+        return split_microbatches(
+            batch,
+            self._settings.tokens_per_microbatch,
+            share_prefix=self.shares_prefix,
+            keep=keep,
+            only_live=only_live,
+            packed=self._packed,
+        )
+
+    def _run(self, rows: list[Row], wanted: Sequence[Sequence[int]]) -> tuple[Tensor, Selection, tuple[int, int]]:
+        """Features [T, F], which tokens they predict, and (tokens, tokens with padding) that were run."""
+        if self._packed:
+            features, selection = run_packed(self._paths, rows, [list(range(len(rows)))], wanted)
+            real = sum(len(row.tokens) for row in rows)
+            return features, selection, (real, real)
         layout = plan_layout(rows, share_prefix=self.shares_prefix, bucket_saving_min=self._bucket_saving_min)
         features, selection = run_rows(self._paths, rows, layout, wanted)
-        targets = [
-            rows[row].tokens[t] for row, chosen in zip(selection.rows, selection.positions, strict=True) for t in chosen
-        ]
-        logprobs, entropy = logprobs_and_entropy(
-            self._paths.head,
-            features,
-            torch.tensor(targets, device=features.device),
-            vocabulary_size=self._paths.vocabulary_size,
-            temperature=temperature,
-        )
         lengths = [len(row.tokens) for row in rows]
         real = sum(map(len, layout.prefixes)) + sum(lengths) - sum(layout.starts)
-        return logprobs, entropy, selection, (real, layout.padded_tokens(lengths))
+        return features, selection, (real, layout.padded_tokens(lengths))
+
+    def _score(
+        self,
+        rows: list[Row],
+        wanted: Sequence[Sequence[int]],
+        temperature: float,
+        requested: frozenset[str] = frozenset(),
+    ) -> _Scored:
+        """Run the rows; `extra` holds what `requested` names beyond logprobs and entropy: logits, or the teacher's
+        likeliest tokens.
+        """
+        features, selection, tokens = self._run(rows, wanted)
+        device = features.device
+        targets = targets_of(rows, selection, device)
+        divisor = temperatures_of(rows, selection, temperature, device)
+        extra: dict[str, Tensor] = {}
+        if requested & {"topk_logprobs", "teacher_topk_ids", "teacher_topk_logprobs"}:
+            assert self._teacher is not None, "check_needs saw to it"
+            ids, theirs = self._teacher.top(rows, wanted, selection, divisor)
+            extra = {"teacher_topk_ids": ids, "teacher_topk_logprobs": theirs}
+        if "logits" in requested:
+            logits = self._paths.head(features)
+            logits = logits if logits.dtype == torch.float64 else logits.float()
+            logits = logits / (divisor[:, None] if isinstance(divisor, Tensor) else divisor)
+            extra["logits"] = logits
+            logprobs, entropy = token_logprobs(logits, targets)
+            if "topk_logprobs" in requested:
+                extra["topk_logprobs"] = torch.log_softmax(logits, -1).gather(-1, extra["teacher_topk_ids"])
+        else:
+            head, size = self._paths.head, self._paths.vocabulary_size
+            if "topk_logprobs" in requested:
+                logprobs, entropy, extra["topk_logprobs"] = logprobs_with_alternatives(
+                    head, features, targets, extra["teacher_topk_ids"], vocabulary_size=size, temperature=divisor
+                )
+            else:
+                logprobs, entropy = logprobs_and_entropy(
+                    head, features, targets, vocabulary_size=size, temperature=divisor
+                )
+        return _Scored(logprobs, entropy, features, selection, tokens, extra)
 
     def _forward_backward(self, batch: TrainBatch) -> dict[str, float]:
         if batch.algorithm not in self._algorithms:
@@ -251,12 +383,10 @@ class TorchBackend:
             )
         algorithm = self._algorithms[batch.algorithm]
         requested = needs(algorithm)
-        keep: Keep = "group" if "group_index" in requested else "rollout" if "rollout_index" in requested else ""
-        bound = self._settings.tokens_per_microbatch
-        parts = split_microbatches(batch, bound, share_prefix=self.shares_prefix, keep=keep)
         sums = Sums()
         try:
             with self._training_mode():
+                parts = self._split(batch, _keep(requested), True)
                 learning = [self._microbatch(rows, batch, algorithm, requested, sums) for rows in parts]
             if learning and not any(learning):
                 raise TrainingError(_without_gradient(algorithm))
@@ -272,55 +402,71 @@ class TorchBackend:
     ) -> bool:
         """Add up one microbatch; False where no term's values carried a gradient."""
         wanted = [[t for t, weight in enumerate(row.loss_mask) if weight > 0] for row in rows]
-        logprobs, entropy, selection, tokens = self._score(rows, wanted, batch.temperature)
-        streams = _streams(rows, selection, logprobs.device)
-        mask = streams["mask"]
-        available: dict[str, Any] = streams | {
-            "logprobs": logprobs,
-            "entropy": entropy if "entropy" in requested else entropy.detach(),
-            "step": batch.step,
-        }
+        scored = self._score(rows, wanted, batch.temperature, requested)
+        device = scored.logprobs.device
+        tensors = make_streams(rows, scored.selection, batch.rewards, device) | scored.extra
+        if "old_logprobs" not in tensors:
+            is_sampler = batch.anchor == "sampler"
+            tensors["old_logprobs"] = tensors["rollout_logprobs"] if is_sampler else scored.logprobs.detach()
+        tensors["logprobs"] = scored.logprobs
+        tensors["entropy"] = scored.entropy if "entropy" in requested else scored.entropy.detach()
+        if "values" in requested and self._critic is not None:
+            tensors["values"] = self._critic.values(rows, wanted, scored.selection, scored.features)
+        available: dict[str, Any] = {**tensors, "step": batch.step}
         if "rewards" in requested:
-            available["rewards"] = torch.tensor(batch.rewards, device=logprobs.device)
-        evaluation = evaluate(algorithm, available, mask)
-        objective = (evaluation.values * streams["weights"]).sum()
+            available["rewards"] = torch.tensor(batch.rewards, device=device)
+        mask = tensors["mask"]
+        # The importance weight is counted once: in the ratio against the sampler, or here.
+        weights = importance_weights(algorithm, available, mask) if batch.anchor == "current" else None
+        evaluation = evaluate(
+            algorithm, available, mask, unit=batch.unit, kl_coefficient=batch.kl_coefficient, weights=weights
+        )
+        objective = (evaluation.values * unit_weights(tensors, batch.unit)).sum()
         learning = bool(objective.requires_grad)  # a loss may be constant in some microbatches
         if learning:
             objective.backward()  # type: ignore[no-untyped-call]
-        clip = (setting_of(algorithm, "clip_low"), setting_of(algorithm, "clip_high"))
         with torch.no_grad():
-            sums.add(objective, logprobs, entropy, streams, evaluation, clip, tokens)
+            seen = {name: tensor.detach() for name, tensor in tensors.items()}
+            if weights is not None:
+                seen["importance"] = weights
+            sums.add(Microbatch(seen, objective, evaluation, _clip_bounds(algorithm), scored.tokens))
         return learning
 
     def _optim_step(self) -> StepResult:
         denominator, self._denominator = self._denominator, 0.0
         settings = self._settings
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        lr = settings.lr * min(1.0, (self.version + 1) / max(1, settings.warmup_steps))
-        norm = 0.0
-        if gradients and denominator > 0:
-            norm = float(nn.utils.get_total_norm(gradients)) / denominator
-        if not gradients or denominator <= 0 or not math.isfinite(norm):
+        warm = min(1.0, (self.version + 1) / max(1, settings.warmup_steps))
+        gradients = [[p.grad for p in chosen if p.grad is not None] for chosen, _ in self._parameter_sets()]
+        able = denominator > 0
+        norms = [float(nn.utils.get_total_norm(each)) / denominator if each and able else 0.0 for each in gradients]
+        metrics = {"optim/lr": settings.lr * warm, "optim/grad_norm": norms[0]}
+        if len(norms) > 1:
+            metrics["optim/critic_grad_norm"] = norms[1]
+        finite = all(map(math.isfinite, norms))
+        if not any(gradients) or not able or not finite:
             self._skipped += 1
             self._forget_gradients()
-            self._not_finite += not math.isfinite(norm)  # with D = 0 the norm is 0.0
+            self._not_finite += not finite  # with D = 0 the norms are 0.0
             if self._not_finite >= _NOT_FINITE_MAX:
                 raise TrainingError(
                     f"the weights or gradients were not finite in {self._not_finite} steps in a row, so training has "
                     f"diverged; try a smaller --lr than {settings.lr:g}"
                 )
-            return StepResult({"optim/lr": lr, "optim/grad_norm": norm, "optim/skipped": 1.0}, self.version)
-        scale = min(1.0, settings.max_grad_norm / (norm + 1e-6)) / denominator
+            return StepResult(metrics | {"optim/skipped": 1.0}, self.version)
         with torch.no_grad():
-            for gradient in gradients:
-                gradient.mul_(scale)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
+            for norm, each in zip(norms, gradients, strict=True):
+                scale = min(1.0, settings.max_grad_norm / (norm + 1e-6)) / denominator
+                for gradient in each:
+                    gradient.mul_(scale)
+        for group, (_, lr) in zip(self._optimizer.param_groups, self._parameter_sets(), strict=True):
+            group["lr"] = lr * warm
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self.version += 1
         self._not_finite = 0
-        return StepResult({"optim/lr": lr, "optim/grad_norm": norm, "optim/skipped": 0.0}, self.version)
+        if self._reference is not None:
+            self._reference.follow(self.version)
+        return StepResult(metrics | {"optim/skipped": 0.0}, self.version)
 
     def _forget_gradients(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
@@ -362,6 +508,10 @@ class TorchBackend:
             "skipped": self._skipped,
             "optimizer": self._optimizer.state_dict(),
         }
+        if self._critic is not None:
+            state["critic"] = {name: value.cpu() for name, value in self._critic.state_dict().items()}
+        if self._reference is not None:
+            state["reference"] = self._reference.state_dict()
         checkpoint.write_checkpoint(
             path,
             model=self.model if self._adapter is None else lora.AdapterFolder(self._adapter),
@@ -376,11 +526,26 @@ class TorchBackend:
         state = checkpoint.read_trainer_state(path)
         weights = checkpoint.read_weights(path, kind=self._kind, dtype=self.model.dtype)
         self._load_weights(weights)
+        self._load_companions(path, state)
         self._optimizer.load_state_dict(state["optimizer"])
         self._forget_gradients()
         self.version = int(state["version"])
         self._skipped = int(state["skipped"])
         self._not_finite = 0
+
+    def _load_companions(self, path: str, state: dict[str, Any]) -> None:
+        if (self._critic is not None) != ("critic" in state):
+            has = "has no critic" if self._critic is not None else "has a critic"
+            raise ConfigError(f"the checkpoint {path} {has}; give the --critic of the run that wrote it")
+        if self._critic is not None:
+            try:
+                self._critic.load_state_dict(state["critic"])
+            except RuntimeError as error:  # torch has no error of its own for names and shapes that differ
+                raise ConfigError(
+                    f"the critic of the checkpoint {path} is another one; give the --critic of the run that wrote it"
+                ) from error
+        if self._reference is not None and "reference" in state:
+            self._reference.load_state_dict(state["reference"])
 
     @property
     def _kind(self) -> str:
@@ -390,94 +555,33 @@ class TorchBackend:
         return checkpoint.model_fingerprint(self.model.state_dict())
 
 
-def _streams(rows: list[Row], selection: Selection, device: torch.device) -> dict[str, Tensor]:
-    """What is stamped on the selected tokens, [T] each and in their order. The anchor is what sampled, unless given."""
-    chosen = [(rows[row], positions) for row, positions in zip(selection.rows, selection.positions, strict=True)]
-    floats = {
-        "mask": [row.loss_mask[t] for row, positions in chosen for t in positions],
-        "weights": [row.weights[t] for row, positions in chosen for t in positions],
-        "advantages": [row.advantages[t] for row, positions in chosen for t in positions],
-        "rollout_logprobs": [row.rollout_logprobs[t] for row, positions in chosen for t in positions],
-        "old_logprobs": [
-            (row.rollout_logprobs if row.old_logprobs is None else row.old_logprobs)[t]
-            for row, positions in chosen
-            for t in positions
-        ],
-    }
-    indices = {
-        "rollout_index": [row.rollout_index for row, positions in chosen for _ in positions],
-        "group_index": [row.group_index for row, positions in chosen for _ in positions],
-    }
-    table = torch.tensor(list(floats.values()), dtype=torch.float32, device=device)
-    numbers = torch.tensor(list(indices.values()), dtype=torch.int64, device=device)
-    return dict(zip(floats, table, strict=True)) | dict(zip(indices, numbers, strict=True))
+def _decide_packing(causal: Any, paths: ModelPaths, settings: TorchSettings) -> bool:
+    """Whether rows run packed. Raises ConfigError where that was asked for and this model cannot."""
+    if settings.layout == "packed" and not paths.packs:
+        reasons = "; ".join(note for note in paths.notes if "pack" in note)
+        raise ConfigError(f"--training.layout packed: {reasons or 'this model cannot'}; type --training.layout buckets")
+    return settings.layout == "packed" or (settings.layout == "auto" and paths.packs and prefers_packing(causal))
+
+
+def _keep(requested: frozenset[str]) -> Keep:
+    """What a loss must see whole: the largest of what it names."""
+    names: tuple[Keep, ...] = ("group", "pair", "rollout")
+    return next((name for name in names if f"{name}_index" in requested), "")
+
+
+def _clip_bounds(algorithm: Algorithm) -> tuple[float, float] | None:
+    """How far the ratio of one token may go, where a term clips it by itself."""
+    for term in active_terms(algorithm):
+        names = requests(term.function)
+        if "old_logprobs" in names and "rollout_index" not in names:
+            low, high = setting_of(algorithm, "clip_low"), setting_of(algorithm, "clip_high")
+            return None if low is None or high is None else (float(low), float(high))
+    return None
 
 
 def _without_gradient(algorithm: Algorithm) -> str:
-    labels = " + ".join(function_label(term.function) for term in algorithm.terms)
+    labels = " + ".join(function_label(term.function) for term in active_terms(algorithm))
     return (
         f"the loss {labels} returned values that carry no gradient, so nothing can be learned; compute them from "
         "`logprobs` or `entropy`, without .detach(), torch.no_grad() or a conversion to whole numbers"
     )
-
-
-def _check_settings(settings: TorchSettings) -> None:
-    """Refuse what torch would refuse later with a traceback, or what would train nothing. Raises ConfigError."""
-    above = "a number above 0"
-    whole = "a whole number, 0 or more"
-    checks = (
-        ("--lr", settings.lr, 0 < settings.lr < math.inf, above),
-        ("--training.betas", settings.betas, all(0 <= b < 1 for b in settings.betas), "two numbers in [0, 1)"),
-        ("--training.eps", settings.eps, 0 < settings.eps < math.inf, above),
-        ("--training.weight-decay", settings.weight_decay, 0 <= settings.weight_decay < math.inf, "0 or more"),
-        ("--training.max-grad-norm", settings.max_grad_norm, 0 < settings.max_grad_norm < math.inf, above),
-        ("--training.warmup-steps", settings.warmup_steps, settings.warmup_steps >= 0, whole),
-        ("--tokens-per-microbatch", settings.tokens_per_microbatch, settings.tokens_per_microbatch >= 1, "1 or more"),
-    )
-    for flag, value, holds, expected in checks:
-        if not holds:
-            words = list(value) if isinstance(value, tuple) else value
-            raise ConfigError(f"{flag} {words}: expected {expected}")
-
-
-def _check_trained_weights(lora_rank: int, lora_alpha: float | None, dtype: str) -> None:
-    """Gradients and AdamW's moments have the dtype of what is trained: in half precision most steps round to nothing,
-    and float16 overflows. Raises ConfigError.
-    """
-    if lora_rank < 0:
-        raise ConfigError(f"--lora-rank {lora_rank}: expected 1 or more, or 0 to train all weights")
-    if lora_alpha is not None and not 0 < lora_alpha < math.inf:
-        raise ConfigError(f"--training.lora-alpha {lora_alpha}: expected a number above 0")
-    if not lora_rank and dtype in ("bfloat16", "float16"):
-        raise ConfigError(
-            f"--training.dtype {dtype}: all weights would be trained in {dtype}, where small steps round to nothing "
-            "and training stalls or diverges; type --lora-rank 16, whose adapters are float32, or "
-            "--training.dtype float32"
-        )
-
-
-def _adamw(parameters: list[nn.Parameter], settings: TorchSettings) -> torch.optim.AdamW:
-    """AdamW, fused where every weight lives on a device for which torch has the fused kernel."""
-    fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)
-    return torch.optim.AdamW(
-        parameters,
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        fused=fused,
-    )
-
-
-def _prepare_gradient_checkpointing(causal: Any) -> None:
-    """Turn it on, and every dropout off, for it works in training mode only."""
-    for module in causal.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name, value in list(vars(module).items()):
-            if "dropout" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
-    if hasattr(causal, "activation_checkpointing_enable"):  # the newer name; the older one warns where both are there
-        causal.activation_checkpointing_enable({"use_reentrant": False})
-    else:
-        causal.gradient_checkpointing_enable({"use_reentrant": False})

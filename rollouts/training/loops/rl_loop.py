@@ -1,8 +1,8 @@
 """The reinforcement loop: generate, train, sync; read from top to bottom in one sitting.
 
 `run_rl_training` is a pure function over stateful parts: it keeps nothing, mutates none of its arguments, and returns
-the metrics. One optimizer step a batch; the anchor of the ratio is the sampler's own logprob. Left out: sampling
-ahead of the weights, several optimizer steps a batch, a reference model.
+the metrics. What becomes of a batch before it is trained on stands in rl_batch.py. Left out: sampling ahead of the
+weights.
 """
 
 from __future__ import annotations
@@ -10,44 +10,28 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from rollouts.inference.base import InferenceBackend, WeightUpdate
 from rollouts.loggers.base import MetricsLogger
-from rollouts.training.algorithms.advantages import group_advantages
 from rollouts.training.algorithms.algorithm import Algorithm
-from rollouts.training.batching import make_batch
+from rollouts.training.algorithms.kl import steer_coefficient
+from rollouts.training.algorithms.schedule import Stage, stage_at
+from rollouts.training.batching import part_batch
 from rollouts.training.datasets.buffer import DataBuffer
-from rollouts.training.rollout_gen.groups import Group, group_samples, rollout_metrics
+from rollouts.training.loops.rl_batch import (
+    PreparedBatch,
+    RLTrainingConfig,
+    complete_batch,
+    prepare_rl_batch,
+    rollout_advantages,
+)
+from rollouts.training.rollout_gen.groups import Group, rollout_metrics
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager
 from rollouts.training.types import StepResult, TrainBatch, TrainingBackend
 from rollouts.types import Sample
 
 __all__ = ["PreparedBatch", "RLTrainingConfig", "StepReport", "prepare_rl_batch", "run_rl_training", "sync_weights"]
-
-
-@dataclass(frozen=True)
-class RLTrainingConfig:
-    """How many steps, how often the engines get the weights, and the temperature that the rollouts were sampled at."""
-
-    num_steps: int
-    sync_every: int = 1
-    temperature: float = 1.0
-    response_tokens_max: int | None = None  # L_max of the aggregation dr_grpo
-
-    def __post_init__(self) -> None:
-        assert self.num_steps >= 0, f"num_steps must be >= 0, got {self.num_steps}"
-        assert self.sync_every > 0, f"sync_every must be > 0, got {self.sync_every}"
-        assert self.temperature > 0, f"temperature must be > 0, got {self.temperature}"
-
-
-class PreparedBatch(NamedTuple):
-    """What a step trains on: the samples of the kept groups, their advantages [N] by `rollout_index`, and the batch."""
-
-    samples: list[Sample]
-    advantages: list[float]
-    batch: TrainBatch
 
 
 class StepReport(NamedTuple):
@@ -74,27 +58,34 @@ async def run_rl_training(
     metrics_logger: MetricsLogger | None = None,
     *,
     algorithm: Algorithm,
+    schedule: Sequence[Stage] = (),
     on_samples: Callable[[list[Sample], int], None] | None = None,
     on_step: OnStep | None = None,
 ) -> list[dict[str, float]]:
     """Train for `config.num_steps` steps; returns one dict of metrics a step.
 
-    `algorithm` is the one that `backend` was composed with under the name "main"; here it says the advantage and the
-    aggregation. Cancellation between two awaits leaves whole steps: the weights are those of the last finished one.
+    `algorithm` is the one that `backend` was composed with under the name "main"; a `schedule` says which one holds
+    from which step on, the first included. Cancellation between two awaits leaves whole steps: the weights are those of
+    the last finished one.
 
     Raises:
         RewardError: a reward returned something that is not a reward.
         TrainingError: a loss or advantage did.
         InferenceError: an engine does not serve the weights it was given.
     """
+    stages = tuple(schedule) or (Stage(0, "main", algorithm),)
+    coefficients: dict[str, float] = {}  # of the KL terms that are steered, by stage
     history: list[dict[str, float]] = []
     for step in range(config.num_steps):
         start = time.perf_counter()
+        stage = stage_at(stages, step)
         rollouts = await rollout_manager.generate_batch()
-        prepared = prepare_rl_batch(rollouts.kept, algorithm, config, step)
+        prepared = prepare_rl_batch(rollouts.kept, stage.algorithm, config, step, name=stage.name)
+        prepared.batch.kl_coefficient = coefficients.get(stage.name)
         if on_samples is not None:
             on_samples(prepared.samples, step)
-        trained = await _train(backend, prepared.batch)
+        trained = await _train(backend, prepared.batch, stage.algorithm, config)
+        coefficients |= _steered(stage, coefficients, trained)
         if (step + 1) % config.sync_every == 0:
             trained |= await sync_weights(inference_engines, backend.version)
         sampled = sum(t.sampled_count for g in rollouts.groups for e in g.episodes for t in e.trajectories)
@@ -106,32 +97,13 @@ async def run_rl_training(
             "time/generate": rollouts.seconds,
             "time/step": time.perf_counter() - start,
         }
+        advantages = rollout_advantages(prepared.batch, len(prepared.advantages))
         if on_step is not None:
-            metrics |= await on_step(StepReport(step, metrics, rollouts.groups, prepared.advantages))
+            metrics |= await on_step(StepReport(step, metrics, rollouts.groups, advantages))
         if metrics_logger is not None:
             metrics_logger.log(metrics, step)
         history.append(metrics)
     return history
-
-
-def prepare_rl_batch(
-    groups: Sequence[Group], algorithm: Algorithm, config: RLTrainingConfig, step: int
-) -> PreparedBatch:
-    """Samples, advantages and the batch of these groups. Raises TrainingError where the advantage is at fault."""
-    samples = group_samples(groups)
-    advantages: list[float] = []
-    for group in groups:
-        lengths = [sum(t.sampled_count for t in episode.trajectories) for episode in group.episodes]
-        advantages += group_advantages(algorithm.advantage, group.rewards, lengths=lengths)
-    batch = make_batch(
-        samples,
-        advantages,
-        aggregation=algorithm.aggregation,
-        step=step,
-        temperature=config.temperature,
-        l_max=config.response_tokens_max,
-    )
-    return PreparedBatch(samples, advantages, batch)
 
 
 async def sync_weights(engines: Sequence[InferenceBackend], version: int) -> dict[str, float]:
@@ -142,15 +114,47 @@ async def sync_weights(engines: Sequence[InferenceBackend], version: int) -> dic
     return {"sync/version": float(version), "sync/seconds": time.perf_counter() - start}
 
 
-async def _train(backend: TrainingBackend, batch: TrainBatch) -> dict[str, float]:
-    """One batch, one optimizer step: both are submitted before either is awaited."""
+async def _train(
+    backend: TrainingBackend, batch: TrainBatch, algorithm: Algorithm, config: RLTrainingConfig
+) -> dict[str, float]:
+    """What the loss needs, then one optimizer step a minibatch; both calls are submitted before either is awaited.
+
+    Of several minibatches the means of what they report are given, the largest of what is a maximum.
+    """
     start = time.perf_counter()
-    forward_backward = backend.forward_backward(batch)
-    optim_step = backend.optim_step()
-    metrics = dict(await forward_backward)
-    result: StepResult = await optim_step
+    await complete_batch(backend, batch, algorithm, minibatches=config.minibatches)
+    parts = part_batch(batch, config.minibatches, algorithm.aggregation, config.response_tokens_max)
+    reports: list[dict[str, float]] = []
+    for part in parts:
+        forward_backward = backend.forward_backward(part)
+        optim_step = backend.optim_step()
+        metrics = dict(await forward_backward)
+        result: StepResult = await optim_step
+        reports.append(metrics | result.metrics)
     seconds = time.perf_counter() - start
     tokens = sum(len(row.tokens) for row in batch.rows)
-    metrics |= result.metrics
+    metrics = reports[0] if len(reports) == 1 else _joined(reports)
     metrics |= {"time/forward_backward": seconds, "perf/train_tok_s": tokens / max(seconds, 1e-9)}
+    if algorithm.kl is not None:
+        kept = batch.kl_coefficient
+        metrics["policy/kl_coef"] = algorithm.kl.coefficient if kept is None else kept
     return {name: value for name, value in metrics.items() if not math.isnan(value)}
+
+
+def _joined(reports: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The metrics of several optimizer steps of one batch as one: means, or the largest of what is a maximum."""
+    names = dict.fromkeys(name for report in reports for name in report)
+    joined = {}
+    for name in names:
+        values = [report[name] for report in reports if name in report]
+        joined[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
+    return joined
+
+
+def _steered(stage: Stage, coefficients: dict[str, float], metrics: dict[str, float]) -> dict[str, float]:
+    """The next coefficient of this stage's KL term, where it has a target and a KL was measured."""
+    kl = stage.algorithm.kl
+    if kl is None or kl.target is None or "policy/kl_ref" not in metrics:
+        return {}
+    current = coefficients.get(stage.name, kl.coefficient)
+    return {stage.name: steer_coefficient(current, metrics["policy/kl_ref"], kl.target, kl.horizon)}

@@ -1,6 +1,6 @@
 """The supervised loop: the next batch of samples, one optimizer step, again.
 
-`run_sft_training` is a pure function over a backend and a list of samples. Left out: packing, and curricula.
+`run_sft_training` is a pure function over a backend and a list of samples. Left out: curricula.
 """
 
 from __future__ import annotations
@@ -8,13 +8,16 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rollouts.loggers.base import MetricsLogger
+from rollouts.training.algorithms.schedule import Stage, stage_at
 from rollouts.training.batching import make_batch
+from rollouts.training.datasets.sft import take_batch
 from rollouts.training.types import TrainingBackend
 from rollouts.types import Sample
 
-__all__ = ["SFTTrainingConfig", "run_sft_training", "take_batch"]
+__all__ = ["SFTTrainingConfig", "run_sft_training"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class SFTTrainingConfig:
 
     num_steps: int
     batch_size: int
-    aggregation: str = "token_mean"
+    aggregation: str | Callable[..., Any] = "token_mean"
 
     def __post_init__(self) -> None:
         assert self.num_steps >= 0, f"num_steps must be >= 0, got {self.num_steps}"
@@ -36,18 +39,27 @@ async def run_sft_training(
     config: SFTTrainingConfig,
     metrics_logger: MetricsLogger | None = None,
     *,
+    schedule: Sequence[Stage] = (),
     on_step: Callable[[int, dict[str, float]], Awaitable[dict[str, float]]] | None = None,
 ) -> list[dict[str, float]]:
     """Train on `samples`, `batch_size` at a time, around and around; returns one dict of metrics a step.
 
-    The backend's algorithm "main" has to be one that needs no rewards (`sft`). Raises TrainingError.
+    The backend's algorithm "main" has to be one that needs no rewards (`sft`); a `schedule` says which one holds from
+    which step on, the first included. Raises TrainingError.
     """
     assert samples, "there are no samples to train on"
     history: list[dict[str, float]] = []
     for step in range(config.num_steps):
         start = time.perf_counter()
         batch_samples = take_batch(samples, config.batch_size, step)
-        batch = make_batch(batch_samples, [0.0] * len(batch_samples), aggregation=config.aggregation, step=step)
+        stage = stage_at(schedule, step) if schedule else None
+        batch = make_batch(
+            batch_samples,
+            [0.0] * len(batch_samples),
+            aggregation=stage.algorithm.aggregation if stage else config.aggregation,
+            step=step,
+            algorithm=stage.name if stage else "main",
+        )
         forward_backward = backend.forward_backward(batch)
         optim_step = backend.optim_step()
         metrics = dict(await forward_backward)
@@ -61,13 +73,3 @@ async def run_sft_training(
             metrics_logger.log(metrics, step)
         history.append(metrics)
     return history
-
-
-def take_batch(samples: Sequence[Sample], batch_size: int, step: int) -> list[Sample]:
-    """The samples of a step, as rollouts of their own: the list is read around and around.
-
-    >>> [sample.prompt for sample in take_batch([Sample("a"), Sample("b"), Sample("c")], 2, 1)]
-    ['c', 'a']
-    """
-    start = step * batch_size
-    return [samples[(start + offset) % len(samples)] for offset in range(batch_size)]

@@ -8,7 +8,7 @@ from rollouts.errors import ConfigError
 from rollouts.training.algorithms.aggregation import AGGREGATIONS, Masks, aggregate
 
 # Rollout 0 has two segments (2 + 1 live), rollout 1 one (2 live), rollout 2 nothing live; groups 0, 0, 0, 1.
-BATCH = Masks([[0, 1, 1], [0, 1], [0, 1, 0, 1], [0, 0]], [0, 0, 1, 2], [0, 0, 0, 1], l_max=10)
+BATCH = Masks([[0, 1, 1], [0, 1], [0, 1, 0, 1], [0, 0]], [0, 0, 1, 2], [0, 0, 0, 1], [0, 0, 1, -1], max_tokens=10)
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,8 @@ BATCH = Masks([[0, 1, 1], [0, 1], [0, 1, 0, 1], [0, 0]], [0, 0, 1, 2], [0, 0, 0,
         ("dr_grpo", [[0, 0.1, 0.1], [0, 0.1], [0, 0.1, 0, 0.1], [0, 0]], 2),
         ("group_mean", [[0, 0.2, 0.2], [0, 0.2], [0, 0.2, 0, 0.2], [0, 0]], 1),
         ("sum", [[0, 1, 1], [0, 1], [0, 1, 0, 1], [0, 0]], 1),
+        ("pair_mean", [[0, 1, 1], [0, 1], [0, 1, 0, 1], [0, 0]], 2),
+        ("per_rollout", [[0, 1, 1], [0, 1], [0, 1, 0, 1], [0, 0]], 2),
     ],
 )
 def test_table(name, weights, denominator):
@@ -27,7 +29,7 @@ def test_table(name, weights, denominator):
     assert found.denominator == denominator
 
 
-@pytest.mark.parametrize("name", sorted(set(AGGREGATIONS) - {"sum", "dr_grpo"}))
+@pytest.mark.parametrize("name", ["token_mean", "rollout_mean", "group_mean"])
 def test_a_constant_loss_has_itself_as_mean_under_float_masks(name):
     masks = [[0.0, 0.5, 1.0], [0.0, 0.25, 2.0]]
     found = aggregate(name, Masks(masks, [0, 1], [0, 0]))
@@ -35,14 +37,24 @@ def test_a_constant_loss_has_itself_as_mean_under_float_masks(name):
 
 
 def test_nothing_live_has_no_denominator():
-    for name in ("token_mean", "rollout_mean", "group_mean", "dr_grpo"):
-        assert aggregate(name, Masks([[0.0, 0.0]], [0], [0], 4)).denominator == 0.0
+    for name in sorted(set(AGGREGATIONS) - {"sum"}):
+        assert aggregate(name, Masks([[0.0, 0.0]], [0], [0], [-1], 4)).denominator == 0.0
 
 
 def test_what_cannot_be_used_is_refused():
     with pytest.raises(ConfigError, match="did you mean 'token_mean'"):
         aggregate("token_means", BATCH)
-    with pytest.raises(ConfigError, match=r"makes no pairs of rollouts \(choices: dr_grpo, group_mean, rollout_mean"):
-        aggregate("pair_mean", BATCH)
-    with pytest.raises(ConfigError, match="l_max is None"):
-        aggregate("dr_grpo", BATCH._replace(l_max=None))
+    with pytest.raises(ConfigError, match="its length is None"):
+        aggregate("dr_grpo", BATCH._replace(max_tokens=None))
+
+
+def test_units():
+    assert {name: aggregate(name, BATCH).unit for name in AGGREGATIONS} == {
+        "dr_grpo": "token",
+        "group_mean": "token",
+        "pair_mean": "pair",
+        "per_rollout": "rollout",
+        "rollout_mean": "token",
+        "sum": "token",
+        "token_mean": "token",
+    }

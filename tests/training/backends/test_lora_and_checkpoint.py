@@ -63,7 +63,7 @@ def test_adapters_of_a_half_precision_model_are_float32(tiny, batch, tmp_path, d
 
     def create():
         return create_torch_backend(
-            str(tmp_path / "model"), 0, 1, 1e-2, 4, 1000, {"main": GRPO}, dtype=dtype, device="cpu"
+            str(tmp_path / "model"), 0, 1, 1e-2, 4, 1000, {"main": GRPO}, None, dtype=dtype, device="cpu"
         )
 
     backend = create()

@@ -40,7 +40,7 @@ def backend_of():
 
 def batch_of(samples, aggregation="token_mean", **settings):
     advantages = [math.sin(3.0 * n + 1) for n in range(1 + max(s.rollout_index for s in samples))]
-    return make_batch(samples, advantages, aggregation=aggregation, step=0, l_max=16, **settings)
+    return make_batch(samples, advantages, aggregation=aggregation, step=0, max_tokens=16, **settings)
 
 
 def gradient_of(backend, batches):
@@ -344,8 +344,8 @@ def test_supervised_batches_report_no_sampler(tiny, backend_of):
 def test_wrong_settings_are_refused(tiny, tmp_path):
     with pytest.raises(ConfigError, match=r"--lr 0.0: expected a number above 0"):
         TorchBackend(tiny.qwen3(), {"main": GRPO}, TorchSettings(lr=0.0))
-    with pytest.raises(SignatureError, match="no reference model"):
-        create_torch_backend("nowhere", 0, 1, 1e-3, 0, 100, {"main": as_algorithm(lambda ref_logprobs: ref_logprobs)})
+    with pytest.raises(SignatureError, match="no critic; type --critic head"):
+        create_torch_backend("nowhere", 0, 1, 1e-3, 0, 100, {"main": as_algorithm(lambda values: values)}, None)
 
 
 @pytest.mark.parametrize(
@@ -366,17 +366,18 @@ def test_wrong_settings_are_refused(tiny, tmp_path):
     ],
 )
 def test_settings_out_of_bounds_are_refused_before_weights_are_read(name, value, words):
-    given = {"lr": 1e-3, "lora_rank": 0, "tokens_per_microbatch": 100, "algorithms": {"main": GRPO}} | {name: value}
+    given = {"lr": 1e-3, "lora_rank": 0, "tokens_per_microbatch": 100, "algorithms": {"main": GRPO}}
+    given |= {"companions": None, name: value}
     with pytest.raises(ConfigError) as caught:
         create_torch_backend("./nowhere", 0, 1, **given)
     assert words in str(caught.value)
     with pytest.raises(ModelError, match="there is no folder"):  # control: right settings come as far as the weights
-        create_torch_backend("./nowhere", 0, 1, 1e-3, 4, 100, {"main": GRPO}, dtype="bfloat16", warmup_steps=0)
+        create_torch_backend("./nowhere", 0, 1, 1e-3, 4, 100, {"main": GRPO}, None, dtype="bfloat16", warmup_steps=0)
 
 
 def test_created_from_a_folder_by_name(tiny, tmp_path):
     tiny.qwen3().save_pretrained(tmp_path / "model")
-    backend = create_torch_backend(str(tmp_path / "model"), 0, 3, 1e-3, 0, 1000, {"main": GRPO}, device="cpu")
+    backend = create_torch_backend(str(tmp_path / "model"), 0, 3, 1e-3, 0, 1000, {"main": GRPO}, None, device="cpu")
     backend.forward_backward(batch_of(tiny.make_samples())).wait()
     assert backend.optim_step().wait().metrics["optim/lr"] == pytest.approx(1e-3 / 3), "warm-up ends within the run"
     backend.close()

@@ -9,13 +9,13 @@ import trio
 
 from rollouts.training.algorithms.recipes import SFT
 from rollouts.training.backends.torch import create_torch_backend
-from rollouts.training.loops import SFTTrainingConfig, run_sft_training, take_batch
+from rollouts.training.loops import SFTTrainingConfig, run_sft_training
 from rollouts.types import Sample
 
 
 @pytest.fixture
 def backend():
-    made = create_torch_backend("tiny", 0, 10, 1e-3, 0, 4096, {"main": SFT}, warmup_steps=1)
+    made = create_torch_backend("tiny", 0, 10, 1e-3, 0, 4096, {"main": SFT}, None, warmup_steps=1)
     yield made
     made.close()
 
@@ -56,16 +56,6 @@ def test_masked_tokens_are_not_learned(backend):
     history = trio.run(main)
     assert [metrics["optim/skipped"] for metrics in history] == [1.0, 1.0]
     assert backend.version == 0
-
-
-def test_batches_go_around():
-    samples = [Sample(str(number)) for number in range(3)]
-    assert [[s.prompt for s in take_batch(samples, 2, step)] for step in range(3)] == [
-        ["0", "1"],
-        ["2", "0"],
-        ["1", "2"],
-    ]
-    assert [s.prompt for s in take_batch(samples, 4, 0)] == ["0", "1", "2", "0"]
 
 
 @pytest.mark.parametrize("wrong", [(-1, 1), (1, 0)])

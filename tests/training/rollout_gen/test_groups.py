@@ -161,7 +161,7 @@ def test_a_group_reward_is_mixed_into_each_score():
 
     episodes = [episode(1.0, parts={"right": 1.0}), episode(None, status=Status.TIMEOUT), episode(0.0)]
     first, failed, last = judge(rank, episodes, best=4.0)
-    assert first == Score(3.0, {"right": 1.0, "rank": 4.0})
+    assert (first.value, first.parts, first.weights["rank"]) == (3.0, {"right": 1.0, "rank": 4.0}, 0.5)
     assert failed == episodes[1].score
     assert last.value is None and "rank could not judge" in last.why
     assert judge(rank, episodes, policy="zero", best=4.0)[2].value == 0.0

@@ -1,0 +1,160 @@
+"""Does every loss learn? The calculator with the embedded model, once with each algorithm, one table and one picture.
+
+    python benchmarks/learning.py                        # all of them, about a minute each on two cores
+    python benchmarks/learning.py --only grpo dpo --seeds 0 1
+    python benchmarks/learning.py --out figures          # figures.json, figures.md and figures.svg
+
+Each run is the README's main job with other settings: 120 steps of 8 tasks x 8 rollouts, then 512 held-out tasks,
+sampled and greedy. A run is a process of its own. `opd` and `opd_topk` distil a teacher that the run `grpo` made.
+
+Needs matplotlib (requirements-test.txt) and the calculator environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+TEACHER = "{teacher}"
+
+# What follows `rollouts run --env calculator`; a row of the table each.
+RUNS: dict[str, list[str]] = {
+    "grpo": ["--loss", "grpo"],
+    "dapo": ["--loss", "dapo"],
+    "dr_grpo": ["--loss", "dr_grpo"],
+    "gspo": ["--loss", "gspo"],
+    "cispo": ["--loss", "cispo"],
+    "reinforce": ["--loss", "reinforce"],
+    "reinforce_pp": ["--loss", "reinforce_pp"],
+    "rloo": ["--loss", "rloo"],
+    "is": ["--loss", "is"],
+    "ppo, value head": ["--loss", "ppo", "--critic", "head"],
+    "ppo, separate critic": ["--loss", "ppo", "--critic", "tiny"],
+    "rft": ["--loss", "rft"],
+    "dpo": ["--loss", "dpo"],
+    "grpo, rk3_loss, reference ema": ["--loss", "grpo", "--kl", "rk3_loss", "--kl.coef", "0.01", "--reference", "ema"],
+    "grpo, k1_reward": ["--loss", "grpo", "--kl", "k1_reward", "--kl.coef", "0.01"],
+    "grpo, 2 minibatches": ["--loss", "grpo", "--minibatches", "2"],
+    "opd": ["--loss", "opd", "--teacher", TEACHER],
+    "opd_topk": ["--loss", "opd_topk", "--teacher", TEACHER],
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run what was asked for and write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", choices=sorted(RUNS), help="these rows; otherwise all")
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0])
+    parser.add_argument("--out", default="learning", help="files are written as OUT.json, OUT.md and OUT.svg")
+    arguments = parser.parse_args(argv)
+    names = [name for name in RUNS if not arguments.only or name in arguments.only]
+    with tempfile.TemporaryDirectory() as scratch:
+        teacher = Path(scratch) / "teacher"
+        rows = [run_once(name, seed, Path(scratch), teacher) for seed in arguments.seeds for name in names]
+    Path(arguments.out + ".json").write_text(json.dumps(rows, indent=1) + "\n")
+    Path(arguments.out + ".md").write_text(table(rows))
+    draw(rows, Path(arguments.out + ".svg"))
+    print(table(rows))
+
+
+def run_once(name: str, seed: int, scratch: Path, teacher: Path) -> dict[str, Any]:
+    """One run in a process of its own: its held-out figures, its seconds, and the reward of each step."""
+    if TEACHER in RUNS[name] and not teacher.exists():
+        keep_teacher(run_folder("grpo", 0, scratch, teacher), teacher)
+    out = run_folder(name, seed, scratch, teacher)
+    if name == "grpo" and not teacher.exists():
+        keep_teacher(out, teacher)
+    summary = json.loads((out / "summary.json").read_text())
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    shutil.rmtree(out)
+    before, after = summary["evaluation"]["before"], summary["evaluation"]["after"]
+    row = {
+        "name": name,
+        "command": " ".join(["rollouts run --env calculator", *RUNS[name]]).replace(TEACHER, "TEACHER"),
+        "seed": seed,
+        "sampled": [before["reward_mean"], after["reward_mean"]],
+        "greedy": [before["greedy_mean"], after["greedy_mean"]],
+        "wall_seconds": summary["wall_seconds"],
+        "cpu_seconds": summary["cpu_seconds"],
+        "curve": [line.get("reward/mean") for line in lines],
+    }
+    print(f"{name} (seed {seed}): {row['sampled'][0]:.3f} -> {row['sampled'][1]:.3f}", file=sys.stderr, flush=True)
+    return row
+
+
+def run_folder(name: str, seed: int, scratch: Path, teacher: Path) -> Path:
+    """Run it; gives the run's folder. Ends the benchmark where the run fails."""
+    out = scratch / f"run-{time.monotonic_ns()}"
+    words = [word.replace(TEACHER, str(teacher)) for word in RUNS[name]]
+    command = [sys.executable, "-m", "rollouts", "run", "--env", "calculator", *words]
+    done = subprocess.run([*command, "--seed", str(seed), "--out", str(out)], capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{name} failed:\n{done.stderr}")
+    return out
+
+
+def keep_teacher(out: Path, teacher: Path) -> None:
+    """Keep the run's last checkpoint."""
+    summary = json.loads((out / "summary.json").read_text())
+    shutil.copytree(out / summary["checkpoint"], teacher)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The figures as a table in markdown."""
+    lines = [
+        "| `rollouts run --env calculator ...` | seed | sampled held-out reward | greedy | CPU s (wall s) |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        sampled, greedy = (f"{row[key][0]:.3f} → **{row[key][1]:.3f}**" for key in ("sampled", "greedy"))
+        words = row["command"].removeprefix("rollouts run --env calculator ")
+        seconds = f"{row['cpu_seconds']:.0f} ({row['wall_seconds']:.0f})"
+        lines.append(f"| `{words}` | {row['seed']} | {sampled} | {greedy} | {seconds} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """The mean reward of the rollouts of each step, smoothed over ten steps, a small panel for each run."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "rollouts"  # the same figures give the same file
+    import matplotlib.pyplot as plt
+
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    columns = 4
+    height = -(-len(names) // columns)
+    figure, axes = plt.subplots(height, columns, figsize=(10, 1.9 * height), sharex=True, sharey=True, squeeze=False)
+    for place, axis in enumerate(axes.flat):
+        if place >= len(names):
+            axis.set_visible(False)
+            continue
+        for row in rows:
+            if row["name"] == names[place]:
+                curve = [value for value in row["curve"] if value is not None]
+                axis.plot(smoothed(curve, 10), linewidth=1.2)
+        axis.set_title(names[place], fontsize=8)
+        axis.set_ylim(0, 1.02)
+        axis.grid(alpha=0.3)
+        axis.tick_params(labelsize=7)
+    figure.supxlabel("optimizer step", fontsize=8)
+    figure.supylabel("mean reward of the step's rollouts", fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def smoothed(values: Sequence[float], width: int) -> list[float]:
+    """The mean of the last `width` values at each place."""
+    return [sum(values[max(0, end - width) : end]) / min(width, end) for end in range(1, len(values) + 1)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,354 @@
+"""Supervised training on rows of very different lengths: tokens per CPU second, ours beside bare loops and TRL's
+SFTTrainer (trl 1.16).
+
+    OMP_NUM_THREADS=1 python benchmarks/sft.py --model tiny
+    OMP_NUM_THREADS=1 python benchmarks/sft.py --model 58m --blocks 2
+    OMP_NUM_THREADS=1 python benchmarks/sft.py --model 58m --blocks 2 --lora-rank 8
+
+A block is one epoch over the same rows (random ids, log-normal lengths between 32 and 1,024, every token trained), so
+every side trains the same tokens a block; the sides take turns, each block in another order, and the first is warm-up.
+Counted are the rows' own tokens, never padding, in CPU seconds of all threads (`time.process_time`). The sides:
+
+- ours, packed: `run_sft_training` over the torch backend, rows in buckets of similar length, or packed;
+- bare sorted: a torch loop that sorts the whole epoch by length and fills each pass with rows of nearly equal length;
+- bare blocks: a torch loop over all tokens end to end, cut into full blocks of the length at which attention costs as
+  much as in the rows: no padding, and no regard for where rows begin;
+- trl: SFTTrainer plain, grouped (batches of similar length), packed (best-fit decreasing, one pack of 1,024 a pass) and
+  single (one row a pass, gradients accumulated over the batch).
+
+The bare loops run transformers' own model, `cross_entropy` over whole logits, and fused AdamW; they take no metrics,
+clip no gradients, and choose their rows freely, so they are a bound rather than a trainer. Each is run with several
+sizes of pass (tokens), and the fastest counts. Everywhere fp32, no dropout, no gradient checkpointing, no logs, and the
+same number of tokens an optimizer step.
+
+Needs trl and datasets (requirements-test.txt).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import os
+import random
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+import trio
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from torch.nn import functional
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+from rollouts.training.algorithms.recipes import SFT
+from rollouts.training.backends.torch import create_torch_backend
+from rollouts.training.loops.sft_loop import SFTTrainingConfig, run_sft_training
+from rollouts.training.models import TINY_PATH
+from rollouts.types import Sample
+
+LEARNING_RATE = 1e-6
+LENGTH_MIN, LENGTH_MEDIAN, LENGTH_MAX, LENGTH_SPREAD = 32, 160, 1024, 0.9
+GROUPS = {"ours": ("ours", "packed"), "bare": ("bare",), "trl": ("trl",)}
+
+Rows = list[list[int]]
+
+
+def make_model(name: str, folder: Path) -> str:
+    """A Qwen3 of random weights in `folder`, with tiny's tokenizer: of tiny's shape, or of about 58 M parameters.
+
+    tiny's own weights are not used: random ids surprise them so much that many probabilities underflow, which is slow.
+    """
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(TINY_PATH)
+    config = Qwen3Config.from_pretrained(TINY_PATH)
+    if name == "58m":
+        config = Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=768,
+            intermediate_size=2304,
+            num_hidden_layers=8,
+            num_attention_heads=12,
+            num_key_value_heads=6,
+            head_dim=64,
+            max_position_embeddings=2048,
+            tie_word_embeddings=True,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def make_rows(count: int, vocabulary_size: int) -> Rows:
+    """Rows of random ids with log-normal lengths."""
+    generator = random.Random(0)
+    rows: Rows = []
+    for _ in range(count):
+        length = round(generator.lognormvariate(math.log(LENGTH_MEDIAN), LENGTH_SPREAD))
+        length = min(max(length, LENGTH_MIN), LENGTH_MAX)
+        rows.append([generator.randrange(vocabulary_size) for _ in range(length)])
+    return rows
+
+
+def load(model: str, lora_rank: int) -> Any:
+    """The model for a bare loop or for TRL: all weights, or adapters like ours."""
+    causal = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32)
+    if not lora_rank:
+        return causal
+    config = LoraConfig(
+        r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM"
+    )
+    return get_peft_model(causal, config)
+
+
+class Ours:
+    """rollouts: `run_sft_training` over the torch backend."""
+
+    def __init__(self, model: str, rows: Rows, options: argparse.Namespace, layout: str) -> None:
+        self.samples = [Sample(tokens=row, loss_mask=[1.0] * len(row), reward=0.0) for row in rows]
+        self.config = SFTTrainingConfig(len(rows) // options.batch, options.batch)
+        self.tokens = sum(map(len, rows))
+        self.backend = create_torch_backend(
+            model,
+            0,
+            1000,
+            LEARNING_RATE,
+            options.lora_rank,
+            options.tokens_per_microbatch,
+            {"main": SFT},
+            None,
+            layout=layout,  # type: ignore[arg-type]
+        )
+        self.history: list[dict[str, float]] = []
+
+    def block(self) -> float:
+        """Train one epoch; CPU seconds."""
+        start = time.process_time()
+        self.history = trio.run(run_sft_training, self.backend, self.samples, self.config)
+        return time.process_time() - start
+
+    def loss(self) -> float:
+        """Mean loss of the last epoch."""
+        return statistics.fmean(metrics["policy/loss"] for metrics in self.history)
+
+
+class Bare:
+    """A torch loop without a trainer: `passes` are lists of rows that are padded to one length, `steps` of them."""
+
+    def __init__(self, causal: Any, optimizer: torch.optim.Optimizer, passes: list[Rows], step_tokens: float) -> None:
+        self.causal, self.optimizer, self.passes, self.step_tokens = causal, optimizer, passes, step_tokens
+        self.tokens = sum(len(row) for rows in passes for row in rows)
+        self.losses: list[float] = []
+
+    def block(self) -> float:
+        """Train one epoch; CPU seconds."""
+        start = time.process_time()
+        seen, self.losses = 0, []
+        for number, rows in enumerate(self.passes, 1):
+            width = max(map(len, rows))
+            ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+            labels = torch.tensor([row + [-100] * (width - len(row)) for row in rows])
+            logits = self.causal(input_ids=ids, use_cache=False).logits
+            loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+            count = sum(map(len, rows))
+            (loss * (count / self.step_tokens)).backward()  # type: ignore[no-untyped-call]
+            self.losses.append(loss.item())
+            seen += count
+            if seen >= self.step_tokens or number == len(self.passes):
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                seen = 0
+        return time.process_time() - start
+
+    def loss(self) -> float:
+        """Mean loss of the last epoch, over passes."""
+        return statistics.fmean(self.losses)
+
+
+def sorted_passes(rows: Rows, tokens: int) -> list[Rows]:
+    """Rows by length, in passes of at most `tokens` padded tokens, in a random order."""
+    passes: list[Rows] = []
+    for row in sorted(rows, key=len):
+        if passes and (len(passes[-1]) + 1) * len(row) <= tokens:
+            passes[-1].append(row)
+        else:
+            passes.append([row])
+    random.Random(0).shuffle(passes)
+    return passes
+
+
+def block_passes(rows: Rows, tokens: int) -> list[Rows]:
+    """All tokens end to end in blocks of one length, in passes of about `tokens`; the rest is left out.
+
+    At this length a token sees as many others as in its row, on average: shorter blocks are another, cheaper task.
+    """
+    joined = [token for row in rows for token in row]
+    length = round(sum(len(row) ** 2 for row in rows) / len(joined))
+    blocks = [joined[start : start + length] for start in range(0, len(joined) - length + 1, length)]
+    size = max(1, round(tokens / length))
+    return [blocks[start : start + size] for start in range(0, len(blocks), size)]
+
+
+class Clock(TrainerCallback):
+    """CPU seconds from the first step of TRL's to the end of the last."""
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Everything is set up."""
+        self.start = time.process_time()
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """The epoch is over."""
+        self.seconds = time.process_time() - self.start
+
+
+class Trl:
+    """SFTTrainer, one `train()` of one epoch a block; what comes before its first step is not counted."""
+
+    def __init__(self, model: str, rows: Rows, options: argparse.Namespace, way: str, folder: str) -> None:
+        self.tokens = sum(map(len, rows))
+        steps = len(rows) // options.batch
+        singly = way in ("packed", "single")
+        packs = max(1, round(self.tokens / LENGTH_MAX / steps))
+        config = SFTConfig(
+            output_dir=folder,
+            num_train_epochs=1,
+            learning_rate=LEARNING_RATE,
+            per_device_train_batch_size=1 if singly else options.batch,
+            gradient_accumulation_steps={"packed": packs, "single": options.batch}.get(way, 1),
+            train_sampling_strategy="sequential" if way == "grouped" else "random",
+            packing=way == "packed",
+            max_length=LENGTH_MAX,
+            gradient_checkpointing=False,
+            bf16=False,
+            use_cpu=True,
+            logging_strategy="no",
+            save_strategy="no",
+            eval_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            seed=0,
+        )
+        # On so few rows "group_by_length" groups nothing; sorted rows are the most that it could come to.
+        ordered = sorted(rows, key=len, reverse=True) if way == "grouped" else rows
+        self.clock = Clock()
+        self.trainer = SFTTrainer(
+            load(model, options.lora_rank),
+            args=config,
+            train_dataset=Dataset.from_list([{"input_ids": row} for row in ordered]),
+            processing_class=AutoTokenizer.from_pretrained(model),
+            callbacks=[self.clock],
+        )
+        held = sum(map(len, self.trainer.train_dataset["input_ids"]))
+        assert held == self.tokens, f"TRL was given {self.tokens} tokens and holds {held}"
+        self.found = 0.0
+
+    def block(self) -> float:
+        """Train one epoch; CPU seconds."""
+        self.found = self.trainer.train().training_loss
+        return self.clock.seconds
+
+    def loss(self) -> float:
+        """Mean loss of the last epoch, over steps."""
+        return self.found
+
+
+def make_sides(model: str, rows: Rows, options: argparse.Namespace, folder: str) -> dict[str, Callable[[], Any]]:
+    """What makes each side, by its name."""
+    step_tokens = sum(map(len, rows)) / (len(rows) // options.batch)
+    sides: dict[str, Callable[[], Any]] = {
+        "ours": functools.partial(Ours, model, rows, options, "buckets"),
+        "packed": functools.partial(Ours, model, rows, options, "packed"),
+    }
+
+    @functools.cache
+    def bare() -> tuple[Any, torch.optim.Optimizer]:
+        causal = load(model, options.lora_rank)
+        trained = [parameter for parameter in causal.parameters() if parameter.requires_grad]
+        return causal, torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
+
+    for tokens in options.bare_tokens:
+        for name, cut in (("sorted", sorted_passes), ("blocks", block_passes)):
+            passes = cut(rows, tokens)
+            sides[f"bare {name} {tokens}"] = lambda passes=passes: Bare(*bare(), passes, step_tokens)  # type: ignore[misc]
+    for way in ("plain", "grouped", "packed", "single"):
+        sides[f"trl {way}"] = functools.partial(Trl, model, rows, options, way, folder)
+    return {name: make for name, make in sides.items() if name.startswith(tuple(options.sides))}
+
+
+def measure(sides: dict[str, Any], blocks: int) -> dict[str, list[float]]:
+    """Tokens per CPU second of every block after the first."""
+    found: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(blocks + 1):
+        names = list(sides)
+        random.Random(number).shuffle(names)
+        for name in names:
+            speed = sides[name].tokens / sides[name].block()
+            print(f"block {number}: {name} {speed:,.0f}", flush=True)
+            if number:
+                found[name].append(speed)
+    return found
+
+
+def report(sides: dict[str, Any], found: dict[str, list[float]]) -> dict[str, Any]:
+    """Print medians and ratios; the same as plain data."""
+    medians = {name: statistics.median(speeds) for name, speeds in found.items()}
+    for name, speed in medians.items():
+        spread = f"{min(found[name]):,.0f} to {max(found[name]):,.0f}"
+        print(f"{name:>18}: {speed:8,.0f} tokens per CPU second ({spread}), loss {sides[name].loss():.3f}")
+    best = {
+        group: max((name for name in medians if name.startswith(starts)), key=medians.__getitem__, default="")
+        for group, starts in GROUPS.items()
+    }
+    figures: dict[str, Any] = {"tokens_per_cpu_second": medians, "blocks": found, "best": best, "ratios": {}}
+    for other in ("bare", "trl"):
+        if best["ours"] and best[other]:
+            ratio = medians[best["ours"]] / medians[best[other]]
+            figures["ratios"][other] = ratio
+            print(f"{best['ours']} / {best[other]}: {ratio:.2f}")
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Supervised training beside bare loops and TRL's SFTTrainer")
+    parser.add_argument("--model", choices=("tiny", "58m"), default="tiny")
+    parser.add_argument("--lora-rank", type=int, default=0, help="of adapters on every side; 0 trains all weights")
+    parser.add_argument("--steps", type=int, default=0, help="optimizer steps a block (default: tiny 4, 58m 1)")
+    parser.add_argument("--batch", type=int, default=0, help="rows a step (default: tiny 32, 58m 16)")
+    parser.add_argument("--blocks", type=int, default=5, help="blocks measured, after the warm-up")
+    parser.add_argument("--tokens-per-microbatch", type=int, default=2048, help="of ours")
+    parser.add_argument("--bare-tokens", type=int, nargs="+", default=[1024, 2048], help="of a pass of a bare loop")
+    parser.add_argument("--sides", nargs="+", default=["ours", "packed", "bare", "trl"], help="how their names begin")
+    parser.add_argument("--json", default="", help="write the figures to this file")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", module="trl|transformers|peft|torch")
+    tiny = options.model == "tiny"
+    steps, options.batch = options.steps or (4 if tiny else 1), options.batch or (32 if tiny else 16)
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(options.model, Path(folder))
+        rows = make_rows(steps * options.batch, len(AutoTokenizer.from_pretrained(model)))
+        tokens = sum(map(len, rows))
+        print(f"{options.model}: a block is {steps} steps of {options.batch} rows, {tokens:,} tokens")
+        sides = {name: make() for name, make in make_sides(model, rows, options, folder).items()}
+        figures = report(sides, measure(sides, options.blocks))
+        for side in sides.values():
+            if isinstance(side, Ours):
+                side.backend.close()
+    if options.json:
+        shared = {"model": options.model, "lora_rank": options.lora_rank, "torch": torch.__version__, "tokens": tokens}
+        Path(options.json).write_text(json.dumps(shared | figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

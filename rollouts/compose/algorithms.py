@@ -1,0 +1,317 @@
+"""Chosen components become Algorithms, one for each stage of the schedule, and every one of them is checked.
+
+What the stages need beside the policy is known then: a reference, a critic, a teacher. Everything is checked here,
+before a model loads. Left out: finding components and telling them their settings (`choosing`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rollouts.compose.choosing import Chosen, bind_each
+from rollouts.config import AUTO, OWN
+from rollouts.config.settings import Settings
+from rollouts.errors import ConfigError, SignatureError, UserError
+from rollouts.plugins.signature import check_signature
+from rollouts.training.algorithms.algorithm import (
+    Algorithm,
+    active_terms,
+    bind,
+    bind_algorithm,
+    function_label,
+)
+from rollouts.training.algorithms.kl import make_kl, warning_of
+from rollouts.training.algorithms.needs import (
+    available_names,
+    check_advantage,
+    check_composition,
+    check_needs,
+    is_batch_advantage,
+    needs,
+    requests,
+)
+from rollouts.training.algorithms.references import adapter_off, frozen
+from rollouts.training.algorithms.schedule import Stage, stage_name
+from rollouts.training.types import Companions
+
+__all__ = ["Composed", "asked_names", "compose_stages"]
+
+_CRITIC = frozenset({"old_values", "returns", "values"})
+_TOP_K = frozenset({"teacher_topk_ids", "teacher_topk_logprobs", "topk_logprobs"})
+_TEACHER = _TOP_K | {"teacher_logprobs"}
+
+# What demonstrations do not have: nothing was sampled, and nothing is asked of a model before the loss.
+_NOT_IN_SFT = _CRITIC | {
+    "advantages",
+    "old_logprobs",
+    "pair_index",
+    "ref_logprobs",
+    "rewards",
+    "rollout_logprobs",
+    "teacher_logprobs",
+}
+_ROLLOUTS_ONLY = ("advantage", "kl", "reference", "correction", "mix", "shaping", "select", "pairs", "filter")
+
+
+class Composed(NamedTuple):
+    """The algorithms of a run by stage, the models beside its policy (None: none), whether the correction depends on
+    the engine, and what a user should know beforehand.
+    """
+
+    stages: tuple[Stage, ...]
+    companions: Companions | None
+    correction_auto: bool
+    notes: tuple[str, ...]
+
+
+def compose_stages(
+    stages: Sequence[tuple[int, Mapping[str, list[Chosen]]]],
+    chosen: Mapping[str, list[Chosen]],
+    settings: Settings,
+    critic_lr: float,
+) -> Composed:
+    """The algorithm of each (step, chosen components); `chosen` are the run's own. Raises UserError."""
+    composed: list[Stage] = []
+    notes: list[str] = []
+    for step, parts in stages:
+        with _from_step(step):
+            _check_mode(parts, settings)
+            algorithm = _compose(parts, settings)
+            _check(algorithm, parts, settings)
+        notes += _notes_of(algorithm, parts, settings, step)
+        composed.append(Stage(step, stage_name(step), algorithm))
+    algorithms = [stage.algorithm for stage in composed]
+    _check_batches(settings)
+    asked = frozenset(name for algorithm in algorithms for name in asked_names(algorithm))
+    reference = _reference(chosen, settings, asked)
+    critic, teacher = settings.critic if asked & _CRITIC else "", settings.teacher if asked & _TEACHER else ""
+    notes += _unused(chosen, settings, asked)
+    companions = None
+    if reference is not None or critic or teacher:
+        companions = Companions(reference, critic, critic_lr, teacher, settings.teacher_top_k)
+    _check_backend(chosen, companions)
+    corrected = [parts for (_, parts), each in zip(stages, algorithms, strict=True) if each.correction is not None]
+    auto = bool(corrected) and all(_is_auto(parts) for parts in corrected)
+    return Composed(tuple(composed), companions, auto, tuple(dict.fromkeys(notes)))
+
+
+def asked_names(algorithm: Algorithm) -> frozenset[str]:
+    """All that the algorithm asks a run for: the names of its loss, and of an advantage of the whole batch."""
+    names = needs(algorithm)
+    if algorithm.pairs is None and is_batch_advantage(algorithm.advantage):
+        names |= set(requests(algorithm.advantage, "advantages"))
+    return names
+
+
+@contextlib.contextmanager
+def _from_step(step: int) -> Iterator[None]:
+    """A mistake of a later stage says so."""
+    try:
+        yield
+    except UserError as error:
+        if step:
+            raise type(error)(f"[[schedule]], from step {step}: {error}") from error
+        raise
+
+
+def _compose(parts: Mapping[str, list[Chosen]], settings: Settings) -> Algorithm:
+    """The algorithm with every part replaced that was named, and every setting bound."""
+    (loss,) = parts["loss"]
+    algorithm = bind_algorithm(loss.component, loss.settings)
+    for key in ("advantage", "aggregation", "mix", "select", "pairs"):
+        for each in parts[key]:
+            replaced: dict[str, Any] = {key: bind(each.component, each.settings)}
+            algorithm = algorithm._replace(**replaced)
+    for each in parts["kl"]:
+        algorithm = algorithm._replace(kl=make_kl(each.component, each.settings))
+    if algorithm.kl is not None and algorithm.kl.coefficient == 0:  # as of any term: at 0 it is not computed
+        algorithm = algorithm._replace(kl=None)
+    shaping: list[Any] = []
+    for each in parts["shaping"]:
+        is_own = isinstance(each.component, tuple)
+        shaping += bind_each(each.component, each.settings) if is_own else [bind(each.component, each.settings)]
+    algorithm = algorithm._replace(shaping=tuple(shaping), correction=None)
+    for each in parts["correction"]:
+        if settings.mode == "rl" and (_is_weighed(algorithm) or not _is_auto(parts)):
+            algorithm = algorithm._replace(correction=bind(each.component, each.settings))
+    return algorithm
+
+
+def _is_weighed(algorithm: Algorithm) -> bool:
+    """Whether a correction would weigh anything: a token's values by its advantage."""
+    names = (requests(term.function) for term in active_terms(algorithm))
+    return algorithm.pairs is None and any("advantages" in asked for asked in names)
+
+
+def _is_auto(parts: Mapping[str, list[Chosen]]) -> bool:
+    """Whether the run decides on the correction: nobody named one, neither the user nor the algorithm."""
+    (loss,) = parts["loss"]
+    return loss.component.correction is None and [each.name for each in parts["correction"]] == [AUTO]
+
+
+def _check(algorithm: Algorithm, parts: Mapping[str, list[Chosen]], settings: Settings) -> None:
+    """Refuse what does not go together or what this run cannot give. Raises ConfigError, SignatureError."""
+    (loss,) = parts["loss"]
+    is_rl = settings.mode == "rl"
+    available = available_names(
+        critic=bool(settings.critic),
+        teacher=bool(settings.teacher),
+        pairs=algorithm.pairs is not None,
+        reference=is_rl,
+    )
+    if not is_rl:
+        _check_demonstrations(algorithm, loss.name)
+    wanted = asked_names(algorithm) & _CRITIC
+    if wanted and not settings.critic:
+        raise SignatureError(
+            f"--loss {loss.name}: {_who_asks(algorithm, wanted)}, but this run has no critic; type --critic head (or a "
+            "model's name or folder), or --loss grpo, whose baseline is the group's mean"
+        )
+    check_needs(algorithm, available)
+    if is_rl:
+        check_advantage(algorithm.advantage, available)
+    check_composition(algorithm, settings.samples_per_prompt if is_rl else None)
+
+
+def _who_asks(algorithm: Algorithm, wanted: Iterable[str]) -> str:
+    """The parts that name one of these, with what they name."""
+    asking = [(function_label(term.function), requests(term.function)) for term in active_terms(algorithm)]
+    asking.append((function_label(algorithm.advantage), requests(algorithm.advantage, "advantages")))
+    found = [(label, [f"`{name}`" for name in names if name in set(wanted)]) for label, names in asking]
+    return " and ".join(f"{label} names {', '.join(names)}" for label, names in found if names)
+
+
+def _check_mode(parts: Mapping[str, list[Chosen]], settings: Settings) -> None:
+    """Refuse, in mode sft, what was named although it is only for rollouts. Raises ConfigError."""
+    if settings.mode == "rl":
+        return
+    for key in _ROLLOUTS_ONLY:
+        for each in parts.get(key, ()):
+            if each.name not in ("", OWN, AUTO) or (each.settings and not each.name):
+                raise ConfigError(
+                    f"--{key} {each.name or '(its settings)'}: mode sft trains on demonstrations, and this is for "
+                    f"rollouts; leave it out, or type --mode rl"
+                )
+    for flag, given in (("critic", settings.critic), ("minibatches", settings.minibatches > 1)):
+        if given:
+            raise ConfigError(
+                f"--{flag} {getattr(settings, flag)}: mode sft trains on demonstrations, and this is for rollouts; "
+                "leave it out, or type --mode rl"
+            )
+
+
+def _check_demonstrations(algorithm: Algorithm, loss: str) -> None:
+    """Refuse an algorithm that needs more than demonstrations have. Raises ConfigError."""
+    own = {
+        "a KL term": algorithm.kl and algorithm.kl.function,
+        "a selector": algorithm.select,
+        "a pair selector": algorithm.pairs,
+        "a mixer": algorithm.mix,
+        "a shaping": algorithm.shaping[0] if algorithm.shaping else None,
+    }
+    asked = sorted(_NOT_IN_SFT & needs(algorithm))
+    brings = [f"{what} ({function_label(function)})" for what, function in own.items() if function is not None]
+    if asked or brings:
+        words = [f"asks for {', '.join(asked)}"] if asked else []
+        words += [f"brings {', '.join(brings)}"] if brings else []
+        raise ConfigError(
+            f"--loss {loss} {' and '.join(words)}, which demonstrations do not have; type --loss sft, or --mode rl"
+        )
+    aggregation = algorithm.aggregation
+    length = (getattr(aggregation, "keywords", None) or {}).get("length")
+    if function_label(aggregation) == "dr_grpo" and length is None:
+        raise ConfigError(
+            "--aggregation dr_grpo divides by the length of a rollout, and mode sft has none; type "
+            "--aggregation.length with a number of tokens, or --aggregation token_mean"
+        )
+
+
+def _check_batches(settings: Settings) -> None:
+    if settings.minibatches > settings.prompts_per_step:
+        raise ConfigError(
+            f"--minibatches {settings.minibatches}: a batch is parted by prompts, and --prompts-per-step is "
+            f"{settings.prompts_per_step}; type --minibatches {settings.prompts_per_step} or less"
+        )
+
+
+def _reference(
+    chosen: Mapping[str, list[Chosen]], settings: Settings, asked: frozenset[str]
+) -> Callable[..., Any] | None:
+    """The rule of the reference policy, or None where nothing needs one. Raises ConfigError."""
+    for each in chosen["reference"]:
+        if "adapters" in requests(each.component, "references") and not settings.lora_rank:
+            raise ConfigError(
+                f"--reference {each.name}: it needs adapters, and this run trains all weights; type --lora-rank 16, "
+                "or --reference frozen"
+            )
+    if "ref_logprobs" not in asked:
+        return None
+    for each in chosen["reference"]:
+        return bind(each.component, each.settings)
+    return adapter_off if settings.lora_rank else frozen
+
+
+def _check_backend(chosen: Mapping[str, list[Chosen]], companions: Companions | None) -> None:
+    """Refuse a training backend that takes no model beside the policy, where the run needs one. Raises ConfigError."""
+    (training,) = chosen["training"]
+    if companions is None or "companions" in check_signature(training.component, "training", "").requests:
+        return
+    wanted = [f"a reference policy ({function_label(companions.reference)})"] if companions.reference else []
+    wanted += [f"a critic ({companions.critic})"] if companions.critic else []
+    wanted += [f"a teacher ({companions.teacher})"] if companions.teacher else []
+    raise ConfigError(
+        f"--training {training.name}: it trains no model beside the policy (it does not name `companions`), and this "
+        f"run needs {', '.join(wanted)}; type --training torch, or leave out what needs it (--kl, --critic, --teacher)"
+    )
+
+
+def _unused(chosen: Mapping[str, list[Chosen]], settings: Settings, asked: frozenset[str]) -> list[str]:
+    """What was given and nothing asks for, in words."""
+    notes = []
+    if "ref_logprobs" not in asked:
+        notes += [
+            f"--reference {each.name} is not used: nothing names `ref_logprobs`; --kl rk3_loss would"
+            for each in chosen["reference"]
+        ]
+    if settings.critic and not asked & _CRITIC:
+        notes.append(
+            f"--critic {settings.critic} is not used, and not loaded: nothing names `values`, `old_values` or "
+            "`returns`; --loss ppo would"
+        )
+    if settings.critic_lr is not None and not settings.critic:
+        notes.append(f"--critic-lr {settings.critic_lr:g} is not used: there is no critic")
+    if settings.teacher and not asked & _TEACHER:
+        notes.append(
+            f"--teacher {settings.teacher} is not used, and not loaded: nothing names `teacher_logprobs` or "
+            "`teacher_topk_logprobs`; --loss opd or --loss opd_topk would"
+        )
+    return notes
+
+
+def _notes_of(algorithm: Algorithm, parts: Mapping[str, list[Chosen]], settings: Settings, step: int) -> list[str]:
+    """What a user should know of one stage beforehand."""
+    notes = []
+    place = f"[[schedule]], from step {step}: " if step else ""
+    if algorithm.kl is not None and warning_of(algorithm.kl.function):
+        notes.append(warning_of(algorithm.kl.function))
+    if settings.steps and step >= settings.steps:
+        notes.append(f"[[schedule]]: step {step} is never reached; the run has {settings.steps} steps")
+    (loss,) = parts["loss"]
+    if step and loss.component.filters:
+        names = " ".join(f"--filter {function_label(each)}" for each in loss.component.filters)
+        notes.append(f"{place}the filters of {loss.name} are not used, for filters do not change; type {names}")
+    if algorithm.pairs is not None:
+        notes += [
+            f"{place}--advantage {each.name} is not used: pairs are compared"
+            for each in parts["advantage"]
+            if each.name
+        ]
+    if not _is_weighed(algorithm):
+        notes += [
+            f"{place}--correction {each.name} is not used: no term of {loss.name} weighs a token by its advantage"
+            for each in parts["correction"]
+            if each.name != AUTO
+        ]
+    return notes

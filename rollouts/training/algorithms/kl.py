@@ -1,0 +1,163 @@
+"""The KL to a reference policy, one value a token: estimators, how much they count, and which to avoid.
+
+Legend: T tokens sampled from mu (`old_logprobs`, the anchor); pi the policy (`logprobs` [T], with gradient); ref
+`ref_logprobs`; r = pi / mu. What matters of an estimator is the expectation of its *gradient*, not of its value:
+
+    k1_reward        reverse KL(pi || ref); a reward a token, taken off the advantages; on-policy
+    k2_loss          reverse, as a loss; off-policy too
+    rk3_loss         reverse, as a loss, with less noise (recommended); off-policy too
+    forward_kl_loss  forward KL(ref || pi), as a loss; off-policy too
+    k3_loss          as a loss it has the gradient of the *forward* KL, on-policy only: allowed with a warning
+
+k1 as a loss has an expected gradient of zero and is refused. The sums of Schulman 2020 (k1, k2, k3) estimate the value;
+Tang and Munos 2025 show what their gradients are. Left out: where the reference comes from (references.py), and the
+cut at a threshold (evaluate.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from rollouts.errors import ConfigError, near_misses
+from rollouts.plugins.signature import Setting
+from rollouts.training.algorithms.algorithm import KL, bind, function_label, unwrapped
+from rollouts.training.algorithms.losses import check_setting, log_ratio
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "KL_SETTINGS",
+    "check_kl",
+    "forward_kl_loss",
+    "k1_reward",
+    "k2_loss",
+    "k3_loss",
+    "make_kl",
+    "rk3_loss",
+    "steer_coefficient",
+    "warning_of",
+]
+
+STEER_MAX = 0.2  # Ziegler et al. 2019: the relative error counts no further
+_DEFAULTS = KL._field_defaults
+
+KL_SETTINGS: tuple[Setting, ...] = (
+    Setting("coef", float, _DEFAULTS["coefficient"], "how much the KL counts"),
+    Setting("threshold", float | None, _DEFAULTS["threshold"], "values above this are cut to it, in nats a token"),
+    Setting("target", float | None, _DEFAULTS["target"], "steer coef towards this KL, in nats a token"),
+    Setting("horizon", int, _DEFAULTS["horizon"], "with a target: coef changes by up to 0.2 / horizon a step"),
+)
+"""What every KL term can be told, besides the settings of its estimator."""
+
+
+def k1_reward(old_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """log(mu / ref) [T], taken off the advantages: on-policy the true gradient of the reverse KL (Ziegler et al. 2019).
+
+    Its expectation is the KL itself; a single value may be negative. With several optimizer steps a batch it is the KL
+    of the policy that sampled.
+    """
+    return log_ratio(old_logprobs, ref_logprobs)
+
+
+def k2_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """stopgrad(r) log(pi / ref)^2 / 2 [T]: a true gradient of the reverse KL, on-policy (r = 1) and off it.
+
+    Only the gradient is the KL's; the expectation of the value is not (Schulman 2020; Tang and Munos 2025).
+    """
+    weight = log_ratio(logprobs, old_logprobs).exp().detach()
+    return weight * log_ratio(logprobs, ref_logprobs) ** 2 / 2
+
+
+def rk3_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """r (ref/pi - 1 - log(ref/pi)) [T], r with gradient: value and gradient of the reverse KL, never negative.
+
+    k3 of Schulman 2020 under an importance ratio that is differentiated too; recommended.
+    """
+    return log_ratio(logprobs, old_logprobs).exp() * _k3(logprobs, ref_logprobs)
+
+
+def k3_loss(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """ref/pi - 1 - log(ref/pi) [T], as GRPO was published (Shao et al. 2024, eq. 4): biased as reverse KL.
+
+    Its value estimates KL(pi || ref), but its expected gradient is that of KL(ref || pi).
+    """
+    return _k3(logprobs, ref_logprobs)
+
+
+def forward_kl_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """r (q log q - q + 1) [T] with q = ref/pi, r with gradient: value and gradient of KL(ref || pi), never negative.
+
+    The expectation over mu is sum_a ref log(ref/pi), whatever mu is; its gradient at a token is (r - ref/mu) grad log
+    pi, which on-policy is k3_loss's.
+    """
+    apart = log_ratio(ref_logprobs, logprobs)
+    ratio = log_ratio(logprobs, old_logprobs).exp()
+    return ratio * (apart.exp() * apart - apart.expm1())
+
+
+def check_kl(name: str) -> None:
+    """Refuse k1 as a loss. Raises ConfigError, saying why and what to type instead."""
+    if name.rpartition("/")[2] in ("k1", "k1_loss"):
+        raise ConfigError(
+            f"--kl {name}: log(pi / ref) as a loss has an expected gradient of zero, so it would only add noise; "
+            "type --kl k1_reward (the same number as a reward), or --kl rk3_loss (recommended)"
+        )
+
+
+def warning_of(function: Callable[..., Any]) -> str:
+    """What a user of this estimator should know beforehand; empty where there is nothing."""
+    if unwrapped(function) is not k3_loss:
+        return ""
+    return (
+        "--kl k3_loss: its value estimates KL(policy || reference), but its gradient is that of KL(reference || "
+        "policy), and only for on-policy samples; type --kl rk3_loss for the first, --kl forward_kl_loss for the second"
+    )
+
+
+def steer_coefficient(coefficient: float, kl: float, target: float, horizon: float) -> float:
+    """The coefficient for the next step, after a step with this `kl` (Ziegler et al. 2019, section 2.2).
+
+    coefficient * (1 + clip(kl / target - 1, -0.2, 0.2) / horizon). A KL that is NaN changes nothing.
+
+    >>> steer_coefficient(0.01, kl=1.0, target=0.1, horizon=10)
+    0.0102
+    """
+    if math.isnan(kl):  # nothing was measured: a skipped step must not spoil the coefficient for good
+        return coefficient
+    error = min(max(kl / target - 1, -STEER_MAX), STEER_MAX)
+    return coefficient * (1 + error / horizon)
+
+
+def make_kl(function: Callable[..., Any], settings: Mapping[str, Any]) -> KL:
+    """The KL term: coef, threshold, target and horizon are its own, the rest is bound to the estimator.
+
+    Raises ConfigError for a setting that neither has, and for a value outside its domain.
+    """
+    from rollouts.training.algorithms.needs import signature_of
+
+    own = {setting.name: settings.get(setting.name, setting.default) for setting in KL_SETTINGS}
+    rest = {name: value for name, value in settings.items() if name not in own}
+    known = [*own, *(setting.name for setting in signature_of(unwrapped(function), "kl").settings)]
+    for name in rest:
+        if name not in known:
+            close = near_misses(name, known)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(
+                f"the KL estimator {function_label(function)} has no setting {name!r}{hint} "
+                f"(settings: {', '.join(sorted(known))})"
+            )
+    coefficient, threshold, target, horizon = (own[setting.name] for setting in KL_SETTINGS)
+    positive = "a number above 0, or none"
+    check_setting("coef", coefficient, 0 <= coefficient < math.inf, "a number of 0 or more", "--kl.coef 0.01")
+    check_setting("threshold", threshold, threshold is None or threshold > 0, positive, "--kl.threshold 10")
+    check_setting("target", target, target is None or 0 < target < math.inf, positive, "--kl.target 0.1")
+    check_setting("horizon", horizon, 1 <= horizon < math.inf, "a number of 1 or more", "--kl.horizon 10")
+    return KL(bind(function, rest), coefficient, threshold, target, horizon)
+
+
+def _k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    apart = log_ratio(ref_logprobs, logprobs)
+    return apart.expm1() - apart  # expm1: both are tiny where the policies are close

@@ -1,0 +1,178 @@
+"""Advantages of the whole batch, one a token: GAE, REINFORCE++, on-policy distillation.
+
+Legend: T all token positions of all rows, one after another, the rows of a rollout in order of time (several segments
+of a rollout are one sequence of actions); N rollouts; C the most live tokens of a rollout. A token is live where `mask`
+is above 0. `rewards` [N] are NaN where a rollout was not judged (its tokens are then masked); `token_rewards` [T] is
+what single tokens are given, such as -coefficient * KL.
+
+Only live tokens are actions. Time goes from one to the next, whatever text of tools or templates stands between them,
+so masked tokens change no action's advantage: nothing is discounted across them, and what stands there, NaN included,
+is not looked at. The reward of a rollout is given to its last live token. All is detached, and of the dtype of the [T]
+that comes in (float32 or float64). Masked positions get 0; `distill`, which knows no mask, leaves that to its caller
+(group_calls.py). `batch` is None: naming it asks for the call over the whole batch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from rollouts.training.algorithms.advantages import SPREAD_MIN
+from rollouts.training.algorithms.losses import check_setting, log_ratio
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+__all__ = ["distill", "gae", "reinforce_pp"]
+
+WHITEN_EPS = 1e-8
+
+
+def gae(
+    batch: None,
+    rewards: Tensor,
+    values: Tensor,
+    token_rewards: Tensor,
+    mask: Tensor,
+    rollout_index: Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    whiten: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (Schulman et al. 2016, eq. 16): advantages [T], and the critic's targets [T].
+
+    Over the live tokens t of a rollout: delta_t = r_t + gamma V_t+1 - V_t, with V = 0 after the last; A_t = delta_t +
+    gamma lam A_t+1; returns = A + V, before whitening. `values` [T] are the critic's for the state in which the token
+    was chosen.
+
+    Args:
+        gamma: discount from one sampled token to the next
+        lam: 0 trusts the critic alone, 1 the rewards alone
+        whiten: bring the advantages of all live tokens to mean 0 and deviation 1
+    """
+    import torch
+
+    _check_discount("gamma", gamma)
+    _check_discount("lam", lam)
+    packing = _pack(mask, rollout_index, rewards.shape[0])
+    values = values.detach()
+    values_N_C = packing.gather(values)
+    after = torch.nn.functional.pad(values_N_C, (0, 1))[:, 1:]
+    deltas = _rewards_of_actions(packing, rewards, token_rewards, values.dtype) + gamma * after - values_N_C
+    advantages_N_C = _discounted(deltas, gamma * lam)
+    advantages = packing.scatter(advantages_N_C)
+    returns = packing.scatter(advantages_N_C + values_N_C)
+    return (_whitened(advantages, packing.live, WHITEN_EPS) if whiten else advantages), returns
+
+
+def reinforce_pp(
+    batch: None,
+    rewards: Tensor,
+    token_rewards: Tensor,
+    mask: Tensor,
+    rollout_index: Tensor,
+    *,
+    gamma: float = 1.0,
+    eps: float = 1e-8,
+) -> Tensor:
+    """REINFORCE++ (Hu 2025): the discounted returns of the tokens, whitened over the whole batch: [T].
+
+    Over the live tokens t of a rollout: G_t = r_t + gamma G_t+1; A = (G - mean) / (std + eps) over all live tokens of
+    the batch, ddof 1.
+
+    Args:
+        gamma: discount from one sampled token to the next; 1 gives every token its rollout's return
+        eps: added to the deviation
+    """
+    _check_discount("gamma", gamma)
+    check_setting("eps", eps, 0 <= eps < float("inf"), "a number of 0 or more", "--advantage.eps 1e-8")
+    packing = _pack(mask, rollout_index, rewards.shape[0])
+    returns = _discounted(_rewards_of_actions(packing, rewards, token_rewards, token_rewards.dtype), gamma)
+    return _whitened(packing.scatter(returns), packing.live, eps)
+
+
+def distill(batch: None, rollout_logprobs: Tensor, teacher_logprobs: Tensor, *, coef: float = 1.0) -> Tensor:
+    """On-policy distillation (Agarwal et al. 2024; Lu 2025): -coef (log pi - log pi_teacher) [T], detached.
+
+    The reward of a token is what it takes off the reverse KL to the teacher, and nothing later counts. pi is the
+    sampler's, the log-ratio is clamped to +-20. A student that is its teacher gets exactly 0.
+
+    Args:
+        coef: how much the teacher counts
+    """
+    check_setting("coef", coef, 0 < coef < float("inf"), "a number above 0", "--advantage.coef 1")
+    return coef * log_ratio(teacher_logprobs, rollout_logprobs).detach()
+
+
+class _Packing(NamedTuple):
+    """Where the live tokens [L] of the batch [T] lie in [N, C]: row `rows` and column `columns` of each; `lengths` [N]
+    counts a rollout's. `live` [L] are their positions in the batch of `size` T.
+    """
+
+    live: Tensor
+    rows: Tensor
+    columns: Tensor
+    lengths: Tensor
+    size: int
+
+    def gather(self, stream: Tensor) -> Tensor:
+        """The live tokens' values [T] -> [N, C], zeros behind a rollout's last."""
+        packed = stream.new_zeros(self.lengths.shape[0], int(self.lengths.max()) if len(self.lengths) else 0)
+        packed[self.rows, self.columns] = stream[self.live]
+        return packed
+
+    def scatter(self, packed: Tensor) -> Tensor:
+        """[N, C] -> [T], zeros where masked."""
+        stream = packed.new_zeros(self.size)
+        stream[self.live] = packed[self.rows, self.columns]
+        return stream
+
+
+def _pack(mask: Tensor, rollout_index: Tensor, rollouts: int) -> _Packing:
+    import torch
+
+    assert mask.shape == rollout_index.shape, f"mask {tuple(mask.shape)}, rollout_index {tuple(rollout_index.shape)}"
+    live = (mask > 0).nonzero().squeeze(1)
+    # Rows of other rollouts may stand between two segments of one: a stable order keeps a rollout's own time.
+    live = live[rollout_index[live].argsort(stable=True)]
+    rows = rollout_index[live]
+    lengths = torch.bincount(rows, minlength=rollouts)
+    assert len(lengths) == rollouts, f"a token is of rollout {len(lengths) - 1}, but there are {rollouts} rewards"
+    starts = lengths.cumsum(0) - lengths
+    columns = torch.arange(len(rows), device=rows.device) - starts[rows]
+    return _Packing(live, rows, columns, lengths, mask.shape[0])
+
+
+def _rewards_of_actions(packing: _Packing, rewards: Tensor, token_rewards: Tensor, dtype: torch.dtype) -> Tensor:
+    """What each action is given [N, C]: its own reward, and at a rollout's last the rollout's."""
+    packed = packing.gather(token_rewards.detach().to(dtype))
+    acted = packing.lengths.nonzero().squeeze(1)  # a rollout without a live token has nothing to give its reward to
+    packed[acted, packing.lengths[acted] - 1] += rewards.detach()[acted].to(dtype)
+    return packed
+
+
+def _discounted(steps: Tensor, factor: float) -> Tensor:
+    """x_t = steps_t + factor x_t+1 along the second axis [N, C]; one operation over all rollouts a column."""
+    import torch
+
+    columns = list(steps.unbind(1))
+    for place in range(len(columns) - 2, -1, -1):
+        columns[place] = columns[place] + factor * columns[place + 1]
+    return torch.stack(columns, 1) if columns else steps
+
+
+def _whitened(stream: Tensor, live: Tensor, eps: float) -> Tensor:
+    """(x - mean) / (std + eps) over the live positions, ddof 1; zeros elsewhere, and all zeros without spread."""
+    import torch
+
+    known = stream[live]
+    whitened = torch.zeros_like(stream)
+    if known.numel() < 2 or float(known.max() - known.min()) <= SPREAD_MIN:  # a NaN is no spread, and goes on
+        return whitened
+    whitened[live] = (known - known.mean()) / (known.std() + eps)
+    return whitened
+
+
+def _check_discount(name: str, value: float) -> None:
+    check_setting(name, value, 0 <= value <= 1, "a number from 0 to 1", f"--advantage.{name} 1")

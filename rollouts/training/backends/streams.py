@@ -1,0 +1,62 @@
+"""What is stamped on rows as tensors [T], in the order in which a microbatch was run. Pure functions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rollouts.training.backends.transformer import Selection
+from rollouts.training.types import Row
+
+__all__ = ["make_streams", "targets_of", "temperatures_of", "unit_weights"]
+
+_OPTIONAL = ("old_logprobs", "ref_logprobs", "teacher_logprobs", "old_values", "returns")
+
+
+def make_streams(
+    rows: list[Row], selection: Selection, rewards: list[float], device: torch.device
+) -> dict[str, Tensor]:
+    """Every stream of the rows that is there, and the numbers of rollout, group, pair and segment.
+
+    `returns` falls back to the rollout's reward where there are values but no estimator gave returns.
+    """
+    chosen = [(rows[row], positions) for row, positions in zip(selection.rows, selection.positions, strict=True)]
+    names = ["loss_mask", "weights", "advantages", "rollout_logprobs"]
+    names += [name for name in _OPTIONAL if getattr(rows[0], name) is not None]
+    floats = {name: [getattr(row, name)[t] for row, positions in chosen for t in positions] for name in names}
+    if "old_values" in floats and "returns" not in floats:
+        floats["returns"] = [rewards[row.rollout_index] for row, positions in chosen for _ in positions]
+    floats["mask"] = floats.pop("loss_mask")
+    numbers = {
+        "rollout_index": [row.rollout_index for row, positions in chosen for _ in positions],
+        "group_index": [row.group_index for row, positions in chosen for _ in positions],
+        "pair_index": [row.pair_index for row, positions in chosen for _ in positions],
+        "segments": [row.segment for row, positions in chosen for _ in positions],
+    }
+    table = torch.tensor(list(floats.values()), dtype=torch.float32, device=device)
+    indices = torch.tensor(list(numbers.values()), dtype=torch.int64, device=device)
+    return dict(zip(floats, table, strict=True)) | dict(zip(numbers, indices, strict=True))
+
+
+def targets_of(rows: list[Row], selection: Selection, device: torch.device) -> Tensor:
+    """The ids [T] of the selected tokens."""
+    chosen = zip(selection.rows, selection.positions, strict=True)
+    return torch.tensor([rows[row].tokens[t] for row, positions in chosen for t in positions], device=device)
+
+
+def temperatures_of(rows: list[Row], selection: Selection, default: float, device: torch.device) -> float | Tensor:
+    """One temperature where all rows have the same, else one a token [T]."""
+    own = [default if row.temperature is None else row.temperature for row in rows]
+    if len(set(own)) == 1:
+        return own[0]
+    chosen = zip(selection.rows, selection.positions, strict=True)
+    values = [own[row] for row, positions in chosen for _ in positions]
+    return torch.tensor(values, dtype=torch.float32, device=device)
+
+
+def unit_weights(tensors: dict[str, Tensor], unit: str) -> Tensor:
+    """u of every value: [T], or one a rollout or pair [U] in the order of their numbers."""
+    if unit == "token":
+        return tensors["weights"]
+    numbers, place = torch.unique(tensors[f"{unit}_index"], return_inverse=True)
+    return tensors["weights"].new_zeros(len(numbers)).scatter_reduce(0, place, tensors["weights"], "amax")

@@ -1,0 +1,140 @@
+"""A bandit with a known optimum: every online algorithm finds the best arm, and wrong ones do not (numerics, 23)."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import trio
+
+from rollouts.agent import Episode
+from rollouts.training.algorithms.algorithm import KL, bind, bind_algorithm
+from rollouts.training.algorithms.kl import k1_reward, rk3_loss
+from rollouts.training.algorithms.recipes import (
+    CISPO,
+    DAPO,
+    DPO,
+    DR_GRPO,
+    GRPO,
+    GSPO,
+    IS,
+    OPD,
+    PPO,
+    REINFORCE,
+    REINFORCE_PP,
+    RFT,
+    RLOO,
+)
+from rollouts.training.algorithms.references import frozen
+from rollouts.training.algorithms.selectors import reward_at_least
+from rollouts.training.backends.torch import TorchBackend, TorchSettings
+from rollouts.training.batching import part_batch
+from rollouts.training.loops.rl_batch import RLTrainingConfig, complete_batch, prepare_rl_batch
+from rollouts.training.rollout_gen import Group
+from rollouts.training.types import Companions
+from rollouts.types import Message, Score, Segment, Status, Task, Trajectory
+
+PROMPT, ARMS, ROLLOUTS = [1, 2, 3], 8, 16
+REWARDS = [arm / (ARMS - 1) for arm in range(ARMS)]
+TASK = Task("which arm?")
+
+
+def pull(backend, generator):
+    """Two groups of rollouts, an arm each."""
+    with torch.no_grad():
+        logprobs = backend.model(input_ids=torch.tensor([PROMPT])).logits[0, -1].log_softmax(-1)
+    groups = []
+    for number in range(2):
+        arms = torch.multinomial(logprobs.exp(), ROLLOUTS, replacement=True, generator=generator).tolist()
+        episodes = []
+        for place, arm in enumerate(arms):
+            segment = Segment([*PROMPT, arm], [0.0, 0, 0, 1], [0.0, 0, 0, float(logprobs[arm])], [-1, -1, -1, 0])
+            messages = [*TASK.messages, Message("assistant", str(arm))]
+            trajectory = Trajectory(TASK, messages, [segment], Status.COMPLETED)
+            episodes.append(Episode((number, place), TASK, [trajectory], Score(REWARDS[arm]), {}))
+        groups.append(Group(number, TASK, tuple(episodes)))
+    return groups, sum(p * r for p, r in zip(logprobs.exp().tolist(), REWARDS, strict=True))
+
+
+def train(model, algorithm, *, steps=40, companions=None, minibatches=1, reward=None):
+    """The expected reward before and after."""
+    backend = TorchBackend(
+        copy.deepcopy(model), {"main": algorithm}, TorchSettings(lr=3e-3, warmup_steps=0), companions=companions
+    )
+    generator = torch.Generator().manual_seed(0)
+    config = RLTrainingConfig(steps, response_tokens_max=4, minibatches=minibatches)
+    expected = []
+    try:
+        for step in range(steps + 1):
+            groups, value = pull(backend, generator)
+            expected.append(value)
+            if reward is not None:
+                groups = [reward(group, generator) for group in groups]
+            batch = prepare_rl_batch(groups, algorithm, config, step).batch
+            trio.run(lambda batch=batch: complete_batch(backend, batch, algorithm, minibatches=minibatches))
+            for part in part_batch(batch, minibatches, algorithm.aggregation, 4):
+                backend.forward_backward(part).wait()
+                backend.optim_step().wait()
+        return expected[0], expected[-1], backend.model
+    finally:
+        backend.close()
+
+
+ONLINE = {
+    "cispo": (CISPO, None),
+    "dapo": (DAPO._replace(filters=()), None),
+    "dpo": (DPO, Companions(reference=frozen)),
+    "dr_grpo": (DR_GRPO, None),
+    "grpo": (GRPO, None),
+    "gspo": (GSPO, None),
+    "is": (IS, None),
+    "ppo": (bind_algorithm(PPO, {"value_coef": 0.1}), Companions(critic="head", critic_lr=1e-2)),
+    "reinforce": (REINFORCE, None),
+    "reinforce_pp": (REINFORCE_PP, None),
+    "rft": (RFT._replace(select=bind(reward_at_least, {"threshold": 0.7})), None),
+    "rloo": (RLOO, None),
+    "entropy": (bind_algorithm(GRPO, {"entropy_coef": 0.01}), None),
+    "rk3_loss": (GRPO._replace(kl=KL(rk3_loss, 0.01)), Companions(reference=frozen)),
+    "k1_reward": (GRPO._replace(kl=KL(k1_reward, 0.01)), Companions(reference=frozen)),
+}
+
+
+@pytest.mark.parametrize("name", sorted(ONLINE))
+def test_the_best_arm_is_found(tiny, name):
+    algorithm, companions = ONLINE[name]
+    before, after, _ = train(tiny.qwen3(vocab=ARMS), algorithm, companions=companions)
+    assert after > before + 0.2 and after > 0.85, (before, after)
+
+
+def test_several_optimizer_steps_a_batch(tiny):
+    before, after, _ = train(tiny.qwen3(vocab=ARMS), GRPO, minibatches=2)
+    assert after > before + 0.2 and after > 0.85, (before, after)
+
+
+def test_a_student_comes_to_its_teacher_without_rewards(tiny, tmp_path):
+    before, taught, teacher = train(tiny.qwen3(vocab=ARMS), GRPO)
+    teacher.save_pretrained(tmp_path / "teacher")
+
+    def judge_all_alike(group, generator):
+        return group._replace(episodes=tuple(episode._replace(score=Score(0.5)) for episode in group.episodes))
+
+    companions = Companions(teacher=str(tmp_path / "teacher"))
+    start, after, _ = train(tiny.qwen3(vocab=ARMS), OPD, companions=companions, reward=judge_all_alike)
+    assert start == before and after > taught - 0.1
+
+
+def test_controls_do_not_find_it(tiny):
+    """Rewards the wrong way round, and a reference that holds the policy with all its weight."""
+    model = tiny.qwen3(vocab=ARMS)
+
+    def reversed_rewards(group, generator):
+        return group._replace(
+            episodes=tuple(episode._replace(score=Score(1 - episode.score.value)) for episode in group.episodes)
+        )
+
+    before, after, _ = train(model, GRPO, reward=reversed_rewards)
+    assert after < before and after < 0.2
+    held = GRPO._replace(kl=KL(rk3_loss, 100.0))
+    before, after, _ = train(model, held, companions=Companions(reference=frozen))
+    assert abs(after - before) < 0.1
