@@ -32,6 +32,7 @@ from rollouts.training.algorithms.needs import (
     needs,
     requests,
 )
+from rollouts.training.algorithms.probe import probe_settings
 from rollouts.training.algorithms.references import adapter_off, frozen
 from rollouts.training.algorithms.schedule import Stage, stage_name
 from rollouts.training.types import Companions
@@ -86,6 +87,9 @@ def compose_stages(
     _check_batches(settings)
     asked = frozenset(name for algorithm in algorithms for name in asked_names(algorithm))
     reference = _reference(chosen, settings, asked)
+    for stage in composed:
+        with _from_step(stage.step):
+            probe_settings(stage.algorithm, reference, settings.max_tokens)
     critic, teacher = settings.critic if asked & _CRITIC else "", settings.teacher if asked & _TEACHER else ""
     notes += _unused(chosen, settings, asked)
     companions = None

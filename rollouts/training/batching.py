@@ -186,6 +186,7 @@ def split_microbatches(
     keep: Keep = "",
     only_live: bool = True,
     packed: bool = False,
+    bucket_saving_min: int = BUCKET_SAVING_MIN,
 ) -> list[list[Row]]:
     """The rows in microbatches of at most `tokens_max` tokens each: padded ones, rows of similar length together; or
     `packed`, when there is no padding and no prompt is shared.
@@ -193,7 +194,8 @@ def split_microbatches(
     Rows that share a prompt stay together where they fit. `keep` names what a loss must see whole: rows of one
     rollout, pair or group are then never parted; where several such rows do not fit, that is an error (TrainingError).
     A single row longer than the bound runs alone, for it cannot be parted. With `only_live`, rows with nothing live are
-    left out.
+    left out. Rows that share nothing are cut where that leaves the least padding, another microbatch counting as
+    `bucket_saving_min` padded tokens.
     """
     share_prefix = share_prefix and not packed
     rows = [row for row in batch.rows if any(row.loss_mask) or not only_live]
@@ -220,6 +222,9 @@ def split_microbatches(
         bins = pack_rows([_token_count(unit) for unit in units], tokens_max)
         return [[row for number in chosen for row in units[number]] for chosen in bins]
     units.sort(key=lambda unit: max(len(row.tokens) for row in unit))
+    if all(len(unit) == 1 for unit in units):
+        cuts = _cuts([len(row.tokens) for (row,) in units], tokens_max, bucket_saving_min)
+        return [[row for (row,) in units[start:stop]] for start, stop in cuts]
     return _fill(units, tokens_max, share_prefix)
 
 
@@ -354,6 +359,25 @@ def _token_count(rows: Sequence[Row]) -> int:
 
 def _cost(rows: Sequence[Row], share_prefix: bool) -> int:
     return plan_layout(rows, share_prefix=share_prefix).padded_tokens([len(row.tokens) for row in rows])
+
+
+def _cuts(lengths: list[int], tokens_max: int, saving_min: int) -> list[tuple[int, int]]:
+    """Slices of ascending lengths, each at most `tokens_max` with padding or one row: as little padding as can be,
+    where every slice counts as `saving_min` more.
+    """
+    least = [0]  # of the rows before each place
+    begins: list[int] = []  # where the last slice of those up to and with each place begins
+    for stop, length in enumerate(lengths, 1):
+        earliest = min(stop - 1, max(0, stop - tokens_max // max(1, length)))
+        cost, begin = min((least[start] + (stop - start) * length, start) for start in range(earliest, stop))
+        least.append(cost + saving_min)
+        begins.append(begin)
+    cuts: list[tuple[int, int]] = []
+    stop = len(lengths)
+    while stop:
+        cuts.append((begins[stop - 1], stop))
+        stop = begins[stop - 1]
+    return cuts[::-1]
 
 
 def _fill(units: list[list[Row]], tokens_max: int, share_prefix: bool) -> list[list[Row]]:

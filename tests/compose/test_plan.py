@@ -442,3 +442,37 @@ def test_an_aggregation_of_rollouts_is_not_for_demonstrations():
 )
 def test_a_trained_model_is_not_given_the_tiny_ones_learning_rate(settings, lr):
     assert make_plan(resolve({"env": "calculator", **settings})).lr == pytest.approx(lr)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"correction": {"name": "truncated", "cap": -1.0}}, "cap"),
+        ({"loss": {"name": "grpo", "clip_low": -0.1}}, "clip_low"),
+        ({"loss": {"name": "gspo", "clip_high": -1.0}}, "clip_high"),
+        ({"loss": {"name": "dpo", "beta": 0.0}}, "beta"),
+        ({"kl": "rk3_loss", "reference": {"name": "ema", "decay": 2.0}}, "decay"),
+        ({"advantage": {"name": "reinforce_pp", "gamma": 7.0}}, "gamma"),
+        ({"shaping": {"overlong": {"buffer": 4096}}}, "--shaping.overlong.buffer"),
+        ({"aggregation": {"name": "dr_grpo", "length": 0}}, "its length is 0"),
+        ({"select": {"name": "top", "count": 0}}, "count"),
+    ],
+)
+def test_settings_out_of_their_domain_are_told_before_a_model_loads(given, words):
+    with pytest.raises(ConfigError, match=words):
+        plan(**given)
+
+
+def test_what_the_core_probes_passes_with_its_defaults():
+    for loss in ("cispo", "dapo", "dpo", "dr_grpo", "grpo", "gspo", "is", "reinforce", "reinforce_pp", "rft", "rloo"):
+        assert plan(loss=loss).needs
+    assert plan(loss="ppo", critic="head").companions.critic == "head"
+
+
+def test_a_kl_off_the_advantages_needs_a_loss_that_names_them():
+    with pytest.raises(
+        ConfigError, match=r"k1_reward is taken off the advantages, and the loss cross_entropy does not"
+    ):
+        plan(loss="rft", kl="k1_reward")
+    with pytest.raises(ConfigError, match="per_rollout takes one a rollout"):
+        plan(kl="rk3_loss", aggregation="per_rollout")

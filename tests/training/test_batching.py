@@ -10,6 +10,7 @@ import pytest
 
 from rollouts.errors import TrainingError
 from rollouts.training.batching import make_batch, part_batch, plan_layout, split_batch, split_microbatches
+from rollouts.training.types import Row, TrainBatch
 from rollouts.types import Sample
 
 
@@ -180,3 +181,30 @@ def test_split_batch_shares_out_the_denominator(tiny, parts):
 def test_batching_and_filters_import_no_torch():
     code = "import sys, rollouts.training.batching, rollouts.training.filters; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("tokens_max", [40, 100, 1000])
+@pytest.mark.parametrize("saving", [1, 16, 10_000])
+def test_rows_that_share_nothing_are_cut_for_the_least_padding(tokens_max, saving):
+    lengths = [3, 4, 4, 9, 17, 18, 60]
+    rows = [Row([1] * n, [0.0] + [1.0] * (n - 1), [], [], [], i, i) for i, n in enumerate(lengths)]
+    batch = TrainBatch(rows, 1.0, [], 0, "main", 1.0)
+
+    def cost(parts):
+        return sum(len(part) * max(part) + saving for part in parts)
+
+    def fits(part):
+        return len(part) == 1 or len(part) * max(part) <= tokens_max
+
+    def ways(rest):
+        if not rest:
+            yield []
+        for size in range(1, len(rest) + 1):
+            if fits(rest[:size]):
+                yield from ([rest[:size], *others] for others in ways(rest[size:]))
+
+    found = split_microbatches(batch, tokens_max, bucket_saving_min=saving)
+    parts = [[len(row.tokens) for row in part] for part in found]
+    assert sorted(length for part in parts for length in part) == lengths
+    assert all(map(fits, parts))
+    assert cost(parts) == min(map(cost, ways(lengths)))

@@ -54,7 +54,8 @@ def evaluate(
 ) -> Evaluation:
     """Call every term with what it names and sum coefficient * values; `mask` [T] says which positions are live.
 
-    `weights` [T] (of an off-policy correction) multiply the terms that name `advantages`. Masked positions are cut off
+    `weights` [T] (of an off-policy correction) multiply the terms whose values are means over what was sampled: those
+    that name `advantages` or `old_logprobs`. Masked positions are cut off
     by selection, so a NaN there changes neither value nor gradient. Raises TrainingError, naming the loss, for values
     that are no tensor of the expected shape. NaN is told by `nan`, so that no wait for the device happens here.
     """
@@ -80,7 +81,7 @@ def evaluate(
         nan[label] = values.detach().isnan().any()
         if kind == "kl" and kl is not None and kl.threshold is not None:
             values = values.clamp(max=kl.threshold)
-        if weights is not None and "advantages" in asked and unit == "token":
+        if weights is not None and not {"advantages", "old_logprobs"}.isdisjoint(asked):
             values = values * weights
         total = values * coefficient if total is None else total + values * coefficient
     assert total is not None, "an algorithm has at least one term that counts"

@@ -177,6 +177,19 @@ def check_composition(algorithm: Algorithm, samples_per_prompt: int | None = Non
                 f"--kl {function_label(algorithm.kl.function)}: a KL term has one value a token, and the pairs of "
                 f"--loss {function_label(of_pairs[0].function)} are aggregated one by one; leave --kl out"
             )
+    kl = algorithm.kl
+    if kl is not None and aggregation == "per_rollout":
+        raise ConfigError(
+            f"--kl {function_label(kl.function)}: a KL term has one value a token, and per_rollout takes one a "
+            "rollout; type --aggregation rollout_mean, or leave --kl out"
+        )
+    names = {name for term in active_terms(algorithm) for name in requests(term.function)}
+    if kl is not None and is_reward_placed(kl.function) and "advantages" not in names:
+        raise ConfigError(
+            f"--kl {function_label(kl.function)} is taken off the advantages, and the loss "
+            f"{' + '.join(function_label(term.function) for term in active_terms(algorithm))} does not name them; "
+            "type --kl rk3_loss"
+        )
     if (aggregation == "pair_mean") != (algorithm.pairs is not None):
         raise ConfigError(
             f"--aggregation {aggregation}: "

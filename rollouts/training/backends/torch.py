@@ -322,6 +322,7 @@ class TorchBackend:
             keep=keep,
             only_live=only_live,
             packed=self._packed,
+            bucket_saving_min=self._bucket_saving_min,
         )
 
     def _run(self, rows: list[Row], wanted: Sequence[Sequence[int]]) -> tuple[Tensor, Selection, tuple[int, int]]:

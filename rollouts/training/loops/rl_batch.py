@@ -111,8 +111,10 @@ def prepare_rl_batch(
         trained=trained if algorithm.select is not None else None,
         pairs=pairs if algorithm.pairs is not None else None,
     )
-    # A correction weighs what another engine sampled against the policy as it was: the ratio then starts at 1.
-    batch.anchor = "current" if config.correct and algorithm.correction is not None else "sampler"
+    # A correction weighs what another engine sampled against the policy as it was: the ratio then starts at 1. It has
+    # a weight a token; a loss of one value a rollout keeps the sampler as its anchor, and its ratio corrects.
+    corrected = config.correct and algorithm.correction is not None and batch.unit == "token"
+    batch.anchor = "current" if corrected else "sampler"
     return PreparedBatch(samples, advantages, batch)
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from rollouts.errors import ConfigError, ModelError, TrainingError
-from rollouts.training.algorithms.algorithm import KL, as_algorithm, bind
+from rollouts.training.algorithms.algorithm import KL, Term, as_algorithm, bind
 from rollouts.training.algorithms.corrections import truncated
 from rollouts.training.algorithms.kl import rk3_loss
 from rollouts.training.algorithms.losses import distill_topk
-from rollouts.training.algorithms.recipes import DPO, GRPO, OPD, PPO, SFT
+from rollouts.training.algorithms.recipes import DPO, GRPO, OPD, PPO, REINFORCE, SFT
 from rollouts.training.algorithms.references import adapter_off, ema, every_n, frozen
 from rollouts.training.backends.lora import add_lora
 from rollouts.training.backends.optimizer import TorchSettings
@@ -289,6 +289,25 @@ def test_a_correction_counts_the_importance_weight_once(tiny, backend_of):
     uncorrected = backend_of(model, GRPO._replace(correction=truncated))
     off.anchor = "sampler"
     assert "mismatch/ess" not in uncorrected.forward_backward(off).wait(), "the ratio against the sampler counts it"
+
+
+def test_one_value_a_rollout_is_the_same_in_every_microbatch(tiny, backend_of):
+    def per_rollout_loss(logprobs, advantages, rollout_index):
+        """-A times the mean logprob of each rollout."""
+        numbers, place = torch.unique(rollout_index, return_inverse=True)
+        zeros = logprobs.new_zeros(len(numbers))
+        return -zeros.index_add(0, place, logprobs * advantages) / zeros.index_add(0, place, torch.ones_like(logprobs))
+
+    samples, model = tiny.make_samples(), tiny.qwen3()
+    algorithm = as_algorithm(per_rollout_loss)._replace(aggregation="per_rollout", terms=(Term(per_rollout_loss),))
+    batch = batch_of(samples, "per_rollout")
+    by_tokens = backend_of(model, REINFORCE)
+    by_tokens.forward_backward(batch_of(samples, "rollout_mean")).wait()
+    for bound in (40, 10_000):
+        backend = backend_of(model, algorithm, tokens_per_microbatch=bound)
+        backend.forward_backward(batch).wait()
+        for one, other in zip(backend.model.parameters(), by_tokens.model.parameters(), strict=True):
+            assert (one.grad - other.grad).norm() <= 1e-4 * other.grad.norm(), "the same objective, value by value"
 
 
 @pytest.mark.parametrize("maker", ["qwen3", "llama", "gpt2"])
