@@ -1,0 +1,16 @@
+"""The core's own reward functions. There is one: what a run needs where nobody has to judge."""
+
+from __future__ import annotations
+
+from rollouts.types import Trajectory
+
+__all__ = ["constant"]
+
+
+def constant(trajectory: Trajectory, *, value: float = 0.0) -> float:
+    """The same for every rollout: for losses that need no judgement, such as on-policy distillation.
+
+    Args:
+        value: the reward
+    """
+    return value
