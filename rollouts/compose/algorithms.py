@@ -57,13 +57,12 @@ _ROLLOUTS_ONLY = ("advantage", "kl", "reference", "correction", "mix", "shaping"
 
 
 class Composed(NamedTuple):
-    """The algorithms of a run by stage, the models beside its policy (None: none), whether the correction depends on
-    the engine, and what a user should know beforehand.
+    """The algorithms of a run by stage, the models beside its policy (None: none), and what a user should know
+    beforehand.
     """
 
     stages: tuple[Stage, ...]
     companions: Companions | None
-    correction_auto: bool
     notes: tuple[str, ...]
 
 
@@ -82,7 +81,8 @@ def compose_stages(
             algorithm = _compose(parts, settings)
             _check(algorithm, parts, settings)
         notes += _notes_of(algorithm, parts, settings, step)
-        composed.append(Stage(step, stage_name(step), algorithm))
+        auto = algorithm.correction is not None and _is_auto(parts)
+        composed.append(Stage(step, stage_name(step), algorithm, auto))
     algorithms = [stage.algorithm for stage in composed]
     _check_batches(settings)
     asked = frozenset(name for algorithm in algorithms for name in asked_names(algorithm))
@@ -96,9 +96,7 @@ def compose_stages(
     if reference is not None or critic or teacher:
         companions = Companions(reference, critic, critic_lr, teacher, settings.teacher_top_k)
     _check_backend(chosen, companions)
-    corrected = [parts for (_, parts), each in zip(stages, algorithms, strict=True) if each.correction is not None]
-    auto = bool(corrected) and all(_is_auto(parts) for parts in corrected)
-    return Composed(tuple(composed), companions, auto, tuple(dict.fromkeys(notes)))
+    return Composed(tuple(composed), companions, tuple(dict.fromkeys(notes)))
 
 
 def asked_names(algorithm: Algorithm) -> frozenset[str]:

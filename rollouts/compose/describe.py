@@ -77,7 +77,7 @@ def _scheduled_lines(plan: Plan) -> Iterator[str]:
 def _stage_line(plan: Plan, number: int) -> str:
     stage = plan.schedule[number]
     begin = f"objective from step {stage.step}" if number else "objective"
-    return f"{begin}: {objective_words(stage.algorithm, correction_auto=plan.correction_auto)}"
+    return f"{begin}: {objective_words(stage.algorithm, correction_auto=stage.correction_auto)}"
 
 
 def objective_words(algorithm: Algorithm, *, correction_auto: bool = False) -> str:

@@ -93,9 +93,10 @@ def demonstration_samples(plan: Plan, chat: ChatFormat) -> list[Sample]:
     count = max(1, plan.settings.steps * plan.settings.prompts_per_step)
     tools = [tool_schema(tool.function, tool.name) for tool in tools_of(plan.make_env())]
     samples = []
-    for messages in itertools.islice(plan.demonstrations(), count):
+    for number, messages in enumerate(itertools.islice(plan.demonstrations(), count)):
         for row in tokenize_supervised(messages, tools, chat):
-            samples.append(Sample(prompt=list(messages), tokens=row.tokens, loss_mask=row.loss_mask))
+            prompt = list(messages)
+            samples.append(Sample(prompt, tokens=row.tokens, loss_mask=row.loss_mask, rollout_index=number))
     return samples
 
 
@@ -208,6 +209,7 @@ async def _train_rl(parts: Parts, buffer: DataBuffer, summary: dict[str, Any]) -
         _call_hooks(parts, "rollouts_step_end", metrics=report.metrics | extra, step=report.step)
         return extra
 
+    is_inside = getattr(parts.inference, "in_process", False)
     await run_rl_training(
         parts.backend,
         buffer,
@@ -218,11 +220,10 @@ async def _train_rl(parts: Parts, buffer: DataBuffer, summary: dict[str, Any]) -
             temperature=settings.temperature,
             response_tokens_max=settings.max_tokens,
             minibatches=settings.minibatches,
-            correct=not (plan.correction_auto and getattr(parts.inference, "in_process", False)),
         ),
         parts.logger,
         algorithm=plan.algorithm,
-        schedule=plan.schedule,
+        schedule=[stage.inside() for stage in plan.schedule] if is_inside else plan.schedule,
         on_samples=lambda samples, step: _call_hooks(parts, "rollouts_samples", samples=samples, step=step),
         on_step=on_step,
     )

@@ -47,8 +47,8 @@ class Plan(NamedTuple):
     run.
 
     `schedule` holds every stage, the first included; `companions` are the models beside the policy (None: none).
-    `stages_chosen` are the components of each stage, as `chosen` of the whole run. `correction_auto`: the algorithm's
-    correction is only for rollouts that another engine sampled. `notes` are for whoever starts the run.
+    `stages_chosen` are the components of each stage, as `chosen` of the whole run. `notes` are for whoever starts the
+    run.
     """
 
     resolved: Resolved
@@ -62,7 +62,6 @@ class Plan(NamedTuple):
     schedule: tuple[Stage, ...]
     stages_chosen: tuple[dict[str, list[Chosen]], ...]
     companions: Companions | None
-    correction_auto: bool
     notes: tuple[str, ...]
     manager: PluginManager
 
@@ -84,10 +83,7 @@ class Plan(NamedTuple):
     @property
     def needs(self) -> list[str]:
         """What the losses of all stages ask for; without the names of a correction that may not be used."""
-        asking = [stage.algorithm for stage in self.schedule]
-        if self.correction_auto:
-            asking = [each._replace(correction=None) for each in asking]
-        return sorted({name for each in asking for name in needs(each)})
+        return sorted({name for stage in self.schedule for name in needs(stage.inside().algorithm)})
 
     def one(self, key: str) -> Chosen:
         """The component of a kind of which there is exactly one."""
@@ -200,7 +196,6 @@ def make_plan(resolved: Resolved) -> Plan:
         composed.stages,
         stages_chosen,
         composed.companions,
-        composed.correction_auto,
         composed.notes,
         manager,
     )

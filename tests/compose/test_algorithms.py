@@ -103,7 +103,10 @@ def keywords(function):
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_shipped_algorithm_composes(loss):
     found = plan(loss=loss)
-    assert found.schedule == (Stage(0, "main", found.algorithm),)
+    (stage,) = found.schedule
+    assert stage[:3] == (0, "main", found.algorithm) and stage.correction_auto == (
+        found.algorithm.correction is not None
+    )
     assert (found.algorithms == {"main": found.algorithm} and found.companions is None) or loss == "dpo"
     assert found.notes == ()
 
@@ -223,14 +226,14 @@ def test_an_algorithm_brings_shaping_and_filters():
 
 def test_the_correction_is_the_runs_unless_it_is_named():
     auto = plan()
-    assert auto.correction_auto and keywords(auto.algorithm.correction) == {"cap": 2.0}
+    assert auto.schedule[0].correction_auto and keywords(auto.algorithm.correction) == {"cap": 2.0}
     assert auto.needs == ["advantages", "logprobs", "old_logprobs"]
     capped = of_flags("--correction.cap 3")
-    assert capped.correction_auto and keywords(capped.algorithm.correction) == {"cap": 3.0}
+    assert capped.schedule[0].correction_auto and keywords(capped.algorithm.correction) == {"cap": 3.0}
     named = plan(correction="truncated")
-    assert not named.correction_auto and keywords(named.algorithm.correction) == {"cap": 2.0}
+    assert not named.schedule[0].correction_auto and keywords(named.algorithm.correction) == {"cap": 2.0}
     none = plan(correction="none")
-    assert not none.correction_auto and none.algorithm.correction is None
+    assert not none.schedule[0].correction_auto and none.algorithm.correction is None
     assert plan(loss="dpo").algorithm.correction is None  # values of pairs are not weighed by token
     refused(ConfigError, "correction.kap", "cap", correction={"name": "auto", "kap": 1})
 
@@ -487,7 +490,9 @@ def test_what_was_composed_survives_being_written_down(settings):
     again = make_plan(resolve(tomllib.loads(to_toml(found.resolved))))
     assert again.resolved == found.resolved and again.notes == found.notes
     assert objectives(again) == objectives(found)
-    assert again.correction_auto == found.correction_auto and len(again.filters) == len(found.filters)
+    assert again.schedule[0].correction_auto == found.schedule[0].correction_auto and len(again.filters) == len(
+        found.filters
+    )
 
 
 def objectives(found):
@@ -510,8 +515,9 @@ def test_a_stage_knows_what_the_whole_run_is_told():
     assert "the filters of dapo are not used" in note and "--filter nonzero_std" in note
     refused(SignatureError, "[[schedule]], from step 5: ", "--critic head", schedule=[{"step": 5, "loss": "ppo"}])
     one = plan(correction="none", schedule=[{"step": 5, "correction": "auto"}])
-    assert one.correction_auto and one.algorithm.correction is None
-    assert not plan(schedule=[{"step": 5, "correction": "icepop"}]).correction_auto
+    assert [stage.correction_auto for stage in one.schedule] == [False, True] and one.algorithm.correction is None
+    both = plan(schedule=[{"step": 5, "correction": "icepop"}]).schedule
+    assert [stage.correction_auto for stage in both] == [True, False], "each stage decides for itself"
 
 
 @pytest.mark.parametrize(

@@ -476,3 +476,32 @@ def test_a_kl_off_the_advantages_needs_a_loss_that_names_them():
         plan(loss="rft", kl="k1_reward")
     with pytest.raises(ConfigError, match="per_rollout takes one a rollout"):
         plan(kl="rk3_loss", aggregation="per_rollout")
+
+
+def test_terms_that_do_not_fit_the_aggregation_are_refused():
+    with pytest.raises(
+        ConfigError, match="per_rollout takes one value a rollout, and the loss ppo_clip gives one a token"
+    ):
+        plan(aggregation="per_rollout")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_coefficient_is_a_finite_number(value):
+    with pytest.raises(ConfigError, match=r"entropy_coef is (nan|inf), but it has to be a finite number"):
+        plan(loss={"name": "grpo", "entropy_coef": value})
+
+
+def test_a_selection_and_an_estimator_of_the_whole_batch_do_not_go_together():
+    with pytest.raises(ConfigError, match="the advantage reinforce_pp is estimated on what is trained"):
+        plan(loss="reinforce_pp", select="reward_at_least")
+
+
+def test_an_algorithm_in_which_nothing_counts_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "zero.py").write_text(
+        "from rollouts.training.algorithms import GRPO, Term\n"
+        "from rollouts.training.algorithms.losses import reinforce\n"
+        "ZERO = GRPO._replace(terms=(Term(reinforce, 0.0, 'main'),))\n"
+    )
+    with pytest.raises(ConfigError, match=r"every term of the loss counts 0.*--loss\.main-coef"):
+        plan(loss="./zero.py:ZERO")

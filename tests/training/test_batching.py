@@ -96,16 +96,16 @@ def test_minibatches_are_whole_groups_weighed_by_themselves(tiny, aggregation):
     for row in batch.rows:
         row.ref_logprobs = [-1.0] * len(row.tokens)
     parts = part_batch(batch, 2, aggregation, 9)
-    assert [sorted({row.group_index for row in part.rows}) for part in parts] == [[0, 1, 2], [3, 4]]
+    assert [sorted({row.group_index for row in part.rows}) for part in parts] == [[0, 1], [2, 3, 4]]
     for number, part in enumerate(parts):
         alone = make_batch(
-            [sample for sample in samples if (sample.group_index >= 3) == bool(number)],
+            [sample for sample in samples if (sample.group_index >= 2) == bool(number)],
             [0.5] * 20, aggregation=aggregation, step=3, max_tokens=9)  # fmt: skip
         assert part.denominator == alone.denominator and part.step == 3
         assert [row.weights for row in part.rows] == [row.weights for row in alone.rows]
         assert all(row.ref_logprobs for row in part.rows)
     assert part_batch(batch, 1, aggregation) == [batch]
-    assert len(part_batch(batch, 99, aggregation, 9)) == 5
+    assert [len(part_batch(batch, parts, aggregation, 9)) for parts in (3, 4, 5, 99)] == [3, 4, 5, 5]
 
 
 @pytest.mark.parametrize("tokens_max", [1, 40, 64, 100, 10_000])
@@ -203,7 +203,7 @@ def test_rows_that_share_nothing_are_cut_for_the_least_padding(tokens_max, savin
             if fits(rest[:size]):
                 yield from ([rest[:size], *others] for others in ways(rest[size:]))
 
-    found = split_microbatches(batch, tokens_max, bucket_saving_min=saving)
+    found = split_microbatches(batch, tokens_max, saving_min=saving)
     parts = [[len(row.tokens) for row in part] for part in found]
     assert sorted(length for part in parts for length in part) == lengths
     assert all(map(fits, parts))

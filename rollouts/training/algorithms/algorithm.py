@@ -7,12 +7,13 @@ asks of a run stands in needs.py, what it computes in evaluate.py, what the term
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollouts.errors import ConfigError, SignatureError, near_misses
 from rollouts.training.algorithms.advantages import group_norm
-from rollouts.training.algorithms.losses import entropy_bonus
+from rollouts.training.algorithms.losses import check_setting, entropy_bonus
 
 if TYPE_CHECKING:
     from rollouts.plugins.signature import Setting
@@ -175,8 +176,10 @@ def setting_of(algorithm: Algorithm, name: str) -> Any | None:
 def _bound_term(term: Term, settings: Mapping[str, Any]) -> Term:
     own = {setting.name for setting in _settings(term.function)}
     function = bind(term.function, {name: value for name, value in settings.items() if name in own})
-    coefficient = settings.get(f"{term.name}_coef", term.coefficient) if term.name else term.coefficient
-    return Term(function, float(coefficient), term.name)
+    coefficient = float(settings.get(f"{term.name}_coef", term.coefficient) if term.name else term.coefficient)
+    flag = f"--loss.{term.name.replace('_', '-')}-coef"
+    check_setting(f"{term.name}_coef", coefficient, math.isfinite(coefficient), "a finite number", f"{flag} 0.001")
+    return Term(function, coefficient, term.name)
 
 
 def _keyword(function: Any, name: str) -> tuple[Any] | None:

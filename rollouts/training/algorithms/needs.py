@@ -156,6 +156,14 @@ def check_composition(algorithm: Algorithm, samples_per_prompt: int | None = Non
     `samples_per_prompt` None leaves out what depends on the size of a group.
     """
     aggregation = function_label(algorithm.aggregation)
+    if not active_terms(algorithm):
+        flags = ", ".join(f"--loss.{term.name.replace('_', '-')}-coef" for term in algorithm.terms)
+        raise ConfigError(f"every term of the loss counts 0, so there is nothing to train on; raise one of {flags}")
+    if algorithm.select is not None and is_batch_advantage(algorithm.advantage):
+        raise ConfigError(
+            f"--select {function_label(algorithm.select)}: the advantage {function_label(algorithm.advantage)} is "
+            "estimated on what is trained, so it would see only what was selected; type --advantage group_norm"
+        )
     of_pairs = [term for term in active_terms(algorithm) if "pair_index" in requests(term.function)]
     if algorithm.pairs is not None:
         label = function_label(algorithm.pairs)

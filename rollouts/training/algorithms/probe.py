@@ -1,4 +1,4 @@
-"""Each of the core's own functions, called once on two tokens of two rollouts: a setting out of its domain is told
+"""Each of the core's own functions, called once on three tokens of two rollouts: a setting out of its domain is told
 before a model loads. Functions of other packages are left for the first batch: they may not like invented numbers.
 """
 
@@ -7,9 +7,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from rollouts.errors import ConfigError
 from rollouts.plugins.signature import call_with
 from rollouts.training.algorithms.aggregation import Masks, aggregate, aggregation_function
-from rollouts.training.algorithms.algorithm import Algorithm, active_terms, unwrapped
+from rollouts.training.algorithms.algorithm import Algorithm, active_terms, function_label, unwrapped
+from rollouts.training.types import Unit
 
 __all__ = ["probe_settings"]
 
@@ -19,12 +21,29 @@ def probe_settings(
 ) -> None:
     """Raises ConfigError for a setting that one of the core's functions refuses. `max_tokens` is the run's."""
     aggregation = aggregation_function(algorithm.aggregation)
-    if _is_core(aggregation):
-        aggregate(aggregation, Masks([[0.0, 1.0], [0.0, 1.0]], [0, 1], [0, 0], [0, 0], max_tokens))
-    available = _two_tokens(max_tokens)
+    available = _three_tokens(max_tokens)
     for function in _functions(algorithm, reference):
         if _is_core(function):
             call_with(function, available)
+    if _is_core(aggregation):
+        masks = Masks([[0.0, 1.0, 1.0], [0.0, 1.0]], [0, 1], [0, 0], [0, 0], max_tokens)
+        _check_unit(algorithm, aggregate(aggregation, masks).unit, available)
+
+
+def _check_unit(algorithm: Algorithm, unit: Unit, available: dict[str, Any]) -> None:
+    """Refuse a term of the core's that does not return one value for each token, rollout or pair, as asked."""
+    counts = {"token": 3, "rollout": 2, "pair": 1}
+    for term in active_terms(algorithm):
+        if not _is_core(term.function):
+            continue
+        found = len(call_with(term.function, available))
+        if found != counts[unit]:
+            gives = next(name for name, count in counts.items() if count == found)
+            raise ConfigError(
+                f"--aggregation {function_label(algorithm.aggregation)} takes one value a {unit}, and the loss "
+                f"{function_label(term.function)} gives one a {gives}; type --aggregation "
+                f"{'pair_mean' if gives == 'pair' else 'token_mean'}"
+            )
 
 
 def _is_core(function: Callable[..., Any]) -> bool:
@@ -41,24 +60,24 @@ def _functions(algorithm: Algorithm, reference: Callable[..., Any] | None) -> It
             yield part
 
 
-def _two_tokens(max_tokens: int | None) -> dict[str, Any]:
+def _three_tokens(max_tokens: int | None) -> dict[str, Any]:
     """Something for every name of every kind of function that an algorithm is made of."""
     import torch
 
-    halves = torch.tensor([-0.5, -0.7], dtype=torch.float64)
-    numbers = torch.tensor([0, 1])
+    halves = torch.tensor([-0.5, -0.7, -0.9], dtype=torch.float64)
+    numbers = torch.tensor([0, 0, 1])
     streams = ("logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs", "teacher_logprobs")
     more = ("entropy", "values", "old_values", "returns", "token_rewards")
-    alternatives = torch.tensor([[-0.5, -1.5], [-0.7, -1.2]], dtype=torch.float64)
+    alternatives = torch.tensor([[-0.5, -1.5], [-0.7, -1.2], [-0.6, -1.3]], dtype=torch.float64)
     return {
         **dict.fromkeys((*streams, *more), halves),
         **dict.fromkeys(("topk_logprobs", "teacher_topk_logprobs", "logits"), alternatives),
         "rollout_index": numbers,
         "group_index": numbers * 0,
-        "teacher_topk_ids": numbers[:, None].expand(2, 2),
-        "advantages": torch.tensor([1.0, -1.0], dtype=torch.float64),
+        "teacher_topk_ids": numbers[:, None].expand(3, 2),
+        "advantages": torch.tensor([1.0, 1.0, -1.0], dtype=torch.float64),
         "rewards": torch.tensor([1.0, 0.0], dtype=torch.float64),
-        "mask": torch.ones(2, dtype=torch.float64),
+        "mask": torch.ones(3, dtype=torch.float64),
         "segments": numbers * 0,
         "pair_index": numbers * 0,
         "lengths": torch.tensor([1, 1]),

@@ -124,11 +124,6 @@ def load_critic(name: str, policy: ModelPaths, *, dtype: str, device: str, savin
     if name == "head":
         _check_hidden(policy, "--critic head: the model")
         return Critic(_width(policy), device=place)
-    if dtype not in ("float32", "float64"):
-        raise ConfigError(
-            f"--critic {name}: all of its weights would be trained in {dtype}, where small steps round to nothing; "
-            "type --critic head, or --training.dtype float32"
-        )
     scorer = _Scorer(load_hf_model(name, dtype=dtype, device=device), bucket_saving_min=saving)
     _check_hidden(scorer.paths, f"--critic {name}: it")
     head = scorer.causal.get_output_embeddings()

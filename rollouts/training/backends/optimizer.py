@@ -49,7 +49,7 @@ def check_settings(settings: TorchSettings) -> None:
             raise ConfigError(f"{flag} {words}: expected {expected}")
 
 
-def check_trained_weights(lora_rank: int, lora_alpha: float | None, dtype: str) -> None:
+def check_trained_weights(lora_rank: int, lora_alpha: float | None, dtype: str, critic: str = "") -> None:
     """Gradients and AdamW's moments have the dtype of what is trained: in half precision most steps round to nothing,
     and float16 overflows. Raises ConfigError.
     """
@@ -62,6 +62,11 @@ def check_trained_weights(lora_rank: int, lora_alpha: float | None, dtype: str) 
             f"--training.dtype {dtype}: all weights would be trained in {dtype}, where small steps round to nothing "
             "and training stalls or diverges; type --lora-rank 16, whose adapters are float32, or "
             "--training.dtype float32"
+        )
+    if critic not in ("", "head") and dtype in ("bfloat16", "float16"):
+        raise ConfigError(
+            f"--critic {critic}: all of its weights would be trained in {dtype}, where small steps round to nothing; "
+            "type --critic head, or --training.dtype float32"
         )
 
 

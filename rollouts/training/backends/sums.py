@@ -159,7 +159,7 @@ def _value(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _maxima(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
-        "policy/ratio_max": (tensors["logprobs"] - tensors["old_logprobs"]).exp(),
+        "policy/ratio_max": log_ratio(tensors["logprobs"], tensors["old_logprobs"]).exp(),
         "mismatch/abs_logp_max": (_trainer(tensors) - tensors["rollout_logprobs"]).abs(),
         _SAMPLER_MAX: tensors["rollout_logprobs"].abs(),
     }

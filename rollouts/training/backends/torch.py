@@ -42,7 +42,7 @@ from rollouts.training.backends.transformer import (
     run_packed,
     run_rows,
 )
-from rollouts.training.batching import BUCKET_SAVING_MIN, Keep, plan_layout, split_microbatches
+from rollouts.training.batching import BUCKET_SAVING_MIN, MICROBATCH_SAVING_MIN, Keep, plan_layout, split_microbatches
 from rollouts.training.models import load_hf_model, prepare_gradient_checkpointing, resolve_model_name
 from rollouts.training.types import Companions, ForwardOutput, Row, StepResult, TrainBatch
 
@@ -98,8 +98,8 @@ def create_torch_backend(
         attention: auto, sdpa, eager, flash_attention_2 or flex_attention, as transformers has them
         fp32_head: compute the logits of a half-precision model in float32
     """
+    beside = companions or Companions()
     for algorithm in algorithms.values():
-        beside = companions or Companions()
         check_needs(algorithm, available_names(critic=bool(beside.critic), teacher=bool(beside.teacher), pairs=True))
     settings = TorchSettings(
         lr=lr,
@@ -114,7 +114,7 @@ def create_torch_backend(
         layout=layout,
     )
     check_settings(settings)  # before any weights are read
-    check_trained_weights(lora_rank, lora_alpha, dtype)
+    check_trained_weights(lora_rank, lora_alpha, dtype, beside.critic)
     causal = load_hf_model(model, dtype=dtype, device=device, attention=attention)
     if fp32_head:
         use_float32_head(causal)
@@ -127,7 +127,7 @@ def create_torch_backend(
         settings,
         adapter=adapter,
         source=resolve_model_name(model),
-        companions=companions,
+        companions=beside,
         dtype=dtype,
         device=device,
     )
@@ -177,6 +177,7 @@ class TorchBackend:
         self._not_finite = 0  # steps in a row that were skipped for it
         on_cpu = next(causal.parameters()).device.type == "cpu"
         self._bucket_saving_min = BUCKET_SAVING_MIN if on_cpu else _GPU_BUCKET_SAVING_MIN
+        self._microbatch_saving_min = MICROBATCH_SAVING_MIN if on_cpu else _GPU_BUCKET_SAVING_MIN
         share = settings.share_prefix and not settings.gradient_checkpointing and settings.layout != "packed"
         self._paths: ModelPaths = inspect_model(causal, share_prefix=share)
         self._packed = _decide_packing(causal, self._paths, settings)
@@ -322,7 +323,7 @@ class TorchBackend:
             keep=keep,
             only_live=only_live,
             packed=self._packed,
-            bucket_saving_min=self._bucket_saving_min,
+            saving_min=self._microbatch_saving_min,
         )
 
     def _run(self, rows: list[Row], wanted: Sequence[Sequence[int]]) -> tuple[Tensor, Selection, tuple[int, int]]:

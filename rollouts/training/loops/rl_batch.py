@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollouts.training.algorithms.advantages import group_advantages
 from rollouts.training.algorithms.algorithm import KL, Algorithm
-from rollouts.training.algorithms.group_calls import batch_advantages, mixed_rewards, paired, selected, shaped_rewards
+from rollouts.training.algorithms.group_calls import (
+    batch_advantages,
+    call_author,
+    mixed_rewards,
+    paired,
+    selected,
+    shaped_rewards,
+)
 from rollouts.training.algorithms.needs import forward_needs, is_batch_advantage, is_reward_placed, requests
 from rollouts.training.batching import make_batch
 from rollouts.training.rollout_gen.groups import Group, group_samples
@@ -40,9 +47,8 @@ __all__ = [
 class RLTrainingConfig:
     """How many steps, how often the engines get the weights, and the temperature that the rollouts were sampled at.
 
-    `minibatches` optimizer steps are made of each batch. `correct` says whether an algorithm's off-policy correction is
-    used: not where the sampler is the trainer itself, for then there is nothing to correct. `response_tokens_max` is
-    L_max of the aggregation dr_grpo and of overlong shaping.
+    `minibatches` optimizer steps are made of each batch. `response_tokens_max` is L_max of the aggregation dr_grpo
+    and of overlong shaping.
     """
 
     num_steps: int
@@ -50,7 +56,6 @@ class RLTrainingConfig:
     temperature: float = 1.0
     response_tokens_max: int | None = None
     minibatches: int = 1
-    correct: bool = True
 
     def __post_init__(self) -> None:
         assert self.num_steps >= 0, f"num_steps must be >= 0, got {self.num_steps}"
@@ -113,7 +118,7 @@ def prepare_rl_batch(
     )
     # A correction weighs what another engine sampled against the policy as it was: the ratio then starts at 1. It has
     # a weight a token; a loss of one value a rollout keeps the sampler as its anchor, and its ratio corrects.
-    corrected = config.correct and algorithm.correction is not None and batch.unit == "token"
+    corrected = algorithm.correction is not None and batch.unit == "token"
     batch.anchor = "current" if corrected else "sampler"
     return PreparedBatch(samples, advantages, batch)
 
@@ -140,7 +145,7 @@ def estimate_advantages(batch: TrainBatch, algorithm: Algorithm) -> None:
     kl = algorithm.kl
     penalised = kl is not None and is_reward_placed(kl.function)
     whole = algorithm.pairs is None and is_batch_advantage(algorithm.advantage)
-    if not batch.rows or not (penalised or whole):
+    if not (penalised or whole) or not any(any(row.loss_mask) for row in batch.rows):
         return
     available = _tensors(batch)
     count = len(available["mask"])
@@ -238,7 +243,7 @@ def _penalty(kl: KL, available: dict[str, Any], coefficient: float | None) -> Te
     """-coefficient * KL [T] at live tokens."""
     import torch
 
-    values = kl.function(*[available[name] for name in requests(kl.function, "kl")])
+    values = call_author("KL estimator", kl.function, available)
     if kl.threshold is not None:
         values = values.clamp(max=kl.threshold)
     penalty = -(kl.coefficient if coefficient is None else coefficient) * values

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from rollouts.inference.base import InferenceBackend, WeightUpdate
 from rollouts.loggers.base import MetricsLogger
-from rollouts.training.algorithms.algorithm import Algorithm
+from rollouts.training.algorithms.algorithm import KL, Algorithm
 from rollouts.training.algorithms.kl import steer_coefficient
 from rollouts.training.algorithms.schedule import Stage, stage_at
 from rollouts.training.batching import part_batch
@@ -74,18 +74,19 @@ async def run_rl_training(
         InferenceError: an engine does not serve the weights it was given.
     """
     stages = tuple(schedule) or (Stage(0, "main", algorithm),)
-    coefficients: dict[str, float] = {}  # of the KL terms that are steered, by stage
+    coefficients: dict[KL, float] = {}  # of the KL terms that are steered
     history: list[dict[str, float]] = []
     for step in range(config.num_steps):
         start = time.perf_counter()
         stage = stage_at(stages, step)
         rollouts = await rollout_manager.generate_batch()
         prepared = prepare_rl_batch(rollouts.kept, stage.algorithm, config, step, name=stage.name)
-        prepared.batch.kl_coefficient = coefficients.get(stage.name)
+        kl = stage.algorithm.kl
+        prepared.batch.kl_coefficient = None if kl is None else coefficients.get(kl)
         if on_samples is not None:
             on_samples(prepared.samples, step)
         trained = await _train(backend, prepared.batch, stage.algorithm, config)
-        coefficients |= _steered(stage, coefficients, trained)
+        coefficients |= _steered(kl, coefficients, trained)
         if (step + 1) % config.sync_every == 0:
             trained |= await sync_weights(inference_engines, backend.version)
         sampled = sum(t.sampled_count for g in rollouts.groups for e in g.episodes for t in e.trajectories)
@@ -142,19 +143,28 @@ async def _train(
 
 
 def _joined(reports: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The metrics of several optimizer steps of one batch as one: means, or the largest of what is a maximum."""
-    names = dict.fromkeys(name for report in reports for name in report)
+    """The metrics of several optimizer steps of one batch as one.
+
+    Means, or the largest of what is a maximum, over the steps that were not skipped. How far sampler and trainer are
+    apart is what the first one saw: later ones see a policy that has moved.
+    """
+    done = [report for report in reports if not report.get("optim/skipped")] or list(reports)
     joined = {}
-    for name in names:
-        values = [report[name] for report in reports if name in report]
-        joined[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
+    for name in dict.fromkeys(name for report in done for name in report):
+        values = [report[name] for report in done if name in report]
+        if name.startswith("mismatch/"):
+            joined[name] = values[0]
+        else:
+            joined[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
+    joined["optim/skipped"] = sum(report.get("optim/skipped", 0.0) for report in reports) / len(reports)
     return joined
 
 
-def _steered(stage: Stage, coefficients: dict[str, float], metrics: dict[str, float]) -> dict[str, float]:
-    """The next coefficient of this stage's KL term, where it has a target and a KL was measured."""
-    kl = stage.algorithm.kl
+def _steered(kl: KL | None, coefficients: dict[KL, float], metrics: dict[str, float]) -> dict[KL, float]:
+    """The next coefficient of this KL term, where it has a target and a KL was measured. A later stage with the same
+    term goes on from there.
+    """
     if kl is None or kl.target is None or "policy/kl_ref" not in metrics:
         return {}
-    current = coefficients.get(stage.name, kl.coefficient)
-    return {stage.name: steer_coefficient(current, metrics["policy/kl_ref"], kl.target, kl.horizon)}
+    current = coefficients.get(kl, kl.coefficient)
+    return {kl: steer_coefficient(current, metrics["policy/kl_ref"], kl.target, kl.horizon)}

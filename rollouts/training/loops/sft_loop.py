@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rollouts.loggers.base import MetricsLogger
@@ -51,7 +51,7 @@ async def run_sft_training(
     history: list[dict[str, float]] = []
     for step in range(config.num_steps):
         start = time.perf_counter()
-        batch_samples = take_batch(samples, config.batch_size, step)
+        batch_samples = _renumbered(take_batch(samples, config.batch_size, step))
         stage = stage_at(schedule, step) if schedule else None
         batch = make_batch(
             batch_samples,
@@ -73,3 +73,17 @@ async def run_sft_training(
             metrics_logger.log(metrics, step)
         history.append(metrics)
     return history
+
+
+def _renumbered(samples: Sequence[Sample]) -> list[Sample]:
+    """Copies whose `rollout_index` counts the batch's conversations from 0; rows of one conversation share theirs, and
+    a sample without one is a conversation of its own.
+    """
+    numbers: dict[tuple[str, int], int] = {}
+    keys = [
+        ("row", place) if s.rollout_index is None else ("rollout", s.rollout_index) for place, s in enumerate(samples)
+    ]
+    return [
+        replace(sample, rollout_index=numbers.setdefault(key, len(numbers)))
+        for sample, key in zip(samples, keys, strict=True)
+    ]

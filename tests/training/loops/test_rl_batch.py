@@ -9,12 +9,14 @@ import torch
 import trio
 
 from rollouts.agent import Episode
+from rollouts.errors import TrainingError
 from rollouts.training.algorithms.advantages import group_norm
 from rollouts.training.algorithms.algorithm import KL, Algorithm, Term
 from rollouts.training.algorithms.kl import k1_reward, rk3_loss
 from rollouts.training.algorithms.losses import ppo_clip
 from rollouts.training.algorithms.mixers import minimum
 from rollouts.training.algorithms.recipes import DAPO, DPO, GRPO, OPD, PPO, REINFORCE_PP, RFT
+from rollouts.training.algorithms.schedule import Stage
 from rollouts.training.algorithms.selectors import reward_at_least
 from rollouts.training.backends.futures import ImmediateTrainFuture
 from rollouts.training.loops.rl_batch import (
@@ -93,8 +95,10 @@ def test_pairs_come_from_groups_with_a_difference():
 def test_a_correction_anchors_at_the_policy_unless_the_sampler_is_the_trainer():
     algorithm = GRPO._replace(correction=lambda old_logprobs, rollout_logprobs: old_logprobs)
     assert prepare_rl_batch(groups_of([1.0, 0.0]), algorithm, CONFIG, 0).batch.anchor == "current"
-    inside = RLTrainingConfig(1, correct=False)
-    assert prepare_rl_batch(groups_of([1.0, 0.0]), algorithm, inside, 0).batch.anchor == "sampler"
+    inside = Stage(0, "main", algorithm, correction_auto=True).inside().algorithm
+    assert prepare_rl_batch(groups_of([1.0, 0.0]), inside, CONFIG, 0).batch.anchor == "sampler"
+    asked_for = Stage(0, "main", algorithm).inside().algorithm
+    assert asked_for.correction is algorithm.correction
 
 
 class Backend:
@@ -145,6 +149,20 @@ def test_a_kl_without_gradient_comes_off_the_advantages_of_live_tokens():
     batch.kl_coefficient = 0.0
     trio.run(lambda: complete_batch(Backend(), batch, algorithm))
     assert batch.rows[0].advantages == plain.rows[0].advantages, "the steered coefficient is the one that counts"
+
+
+def test_a_batch_with_nothing_live_is_a_skipped_step():
+    for algorithm in (GRPO._replace(kl=KL(k1_reward)), PPO, REINFORCE_PP, OPD):
+        batch, asked = complete(groups_of([1.0, 0.0], status=Status.TRUNCATED), algorithm)
+        assert asked == [] and batch.denominator == 0.0
+
+
+def test_a_kl_estimator_that_raises_is_named():
+    def broken(old_logprobs, ref_logprobs):
+        raise RuntimeError("no")
+
+    with pytest.raises(TrainingError, match="KL estimator broken raised RuntimeError: no"):
+        complete(groups_of([1.0, 0.0]), GRPO._replace(kl=KL(broken)))
 
 
 def test_advantages_of_the_whole_batch():

@@ -8,8 +8,10 @@ import pytest
 import trio
 
 from rollouts.training.algorithms.recipes import SFT
+from rollouts.training.backends.futures import ImmediateTrainFuture
 from rollouts.training.backends.torch import create_torch_backend
 from rollouts.training.loops import SFTTrainingConfig, run_sft_training
+from rollouts.training.types import StepResult
 from rollouts.types import Sample
 
 
@@ -62,3 +64,23 @@ def test_masked_tokens_are_not_learned(backend):
 def test_config_is_checked(wrong):
     with pytest.raises(AssertionError, match="must be"):
         SFTTrainingConfig(*wrong)
+
+
+def test_rows_of_one_conversation_count_once():
+    """Two rows of conversation 7, one of 3, one without a number: three rollouts of the same weight."""
+
+    class Backend:
+        def forward_backward(self, batch):
+            self.batch = batch
+            return ImmediateTrainFuture({})
+
+        def optim_step(self):
+            return ImmediateTrainFuture(StepResult({}, 1))
+
+    samples = [Sample(tokens=[1, 2, 3], loss_mask=[0, 1, 1], rollout_index=number) for number in (7, 7, 3, None)]
+    backend = Backend()
+    config = SFTTrainingConfig(1, 4, "rollout_mean")
+    trio.run(lambda: run_sft_training(backend, samples, config))
+    assert [row.rollout_index for row in backend.batch.rows] == [0, 0, 1, 2] and backend.batch.denominator == 3
+    assert [sum(row.weights) for row in backend.batch.rows] == [0.5, 0.5, 1.0, 1.0]
+    assert samples[0].rollout_index == 7, "the samples are left as they are"
