@@ -39,7 +39,7 @@ Keep = Literal["", "rollout", "pair", "group"]
 # A further bucket costs a pass through the model; it has to save at least this many padded tokens. This is a CPU's
 # number: there the tokens cost, on a GPU the launches.
 BUCKET_SAVING_MIN = 128
-# A further microbatch of rows that share nothing: on a CPU it has to save this many. A model of 58 M then took an eighth
+# A further microbatch of rows that share nothing has to save this many on a CPU: a model of 58 M then took an eighth
 # less time than with 128, and one of 0.36 M as much.
 MICROBATCH_SAVING_MIN = 32
 # A shared prompt shorter than this is not worth a pass of its own.
