@@ -37,9 +37,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 import trio
 from datasets import Dataset
+from random_model import save_random_qwen3
 from rollouts_calculator import Calculator
 from rollouts_calculator import evaluate as evaluate_expression
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+from transformers import AutoTokenizer, Qwen3ForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import qwen3_template
 
@@ -80,28 +81,6 @@ class Clock:
         now = (time.process_time(), time.perf_counter())
         before, self._last = getattr(self, "_last", now), now
         return now[0] - before[0], now[1] - before[1]
-
-
-def make_60m(folder: Path) -> str:
-    """A Qwen3 of about 57 M random parameters in `folder`, with tiny's tokenizer and chat template."""
-    torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(TINY_PATH)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=768,
-        intermediate_size=2304,
-        num_hidden_layers=8,
-        num_attention_heads=12,
-        num_key_value_heads=6,
-        head_dim=64,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
 class Ours:
@@ -301,7 +280,7 @@ def model_folder(name: str) -> Iterator[str]:
         yield str(TINY_PATH)
         return
     with tempfile.TemporaryDirectory() as folder:
-        yield make_60m(Path(folder))
+        yield save_random_qwen3(Path(folder))
 
 
 def main() -> None:

@@ -46,14 +46,14 @@ import torch
 import trio
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from random_model import save_random_qwen3
 from torch.nn import functional
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+from transformers import AutoTokenizer, Qwen3ForCausalLM, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from rollouts.training.algorithms.recipes import SFT
 from rollouts.training.backends.torch import create_torch_backend
 from rollouts.training.loops.sft_loop import SFTTrainingConfig, run_sft_training
-from rollouts.training.models import TINY_PATH
 from rollouts.types import Sample
 
 LEARNING_RATE = 1e-6
@@ -61,33 +61,6 @@ LENGTH_MIN, LENGTH_MEDIAN, LENGTH_MAX, LENGTH_SPREAD = 32, 160, 1024, 0.9
 GROUPS = {"ours": ("ours", "packed"), "bare": ("bare",), "trl": ("trl",)}
 
 Rows = list[list[int]]
-
-
-def make_model(name: str, folder: Path) -> str:
-    """A Qwen3 of random weights in `folder`, with tiny's tokenizer: of tiny's shape, or of about 58 M parameters.
-
-    tiny's own weights are not used: random ids surprise them so much that many probabilities underflow, which is slow.
-    """
-    torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(TINY_PATH)
-    config = Qwen3Config.from_pretrained(TINY_PATH)
-    if name == "58m":
-        config = Qwen3Config(
-            vocab_size=len(tokenizer),
-            hidden_size=768,
-            intermediate_size=2304,
-            num_hidden_layers=8,
-            num_attention_heads=12,
-            num_key_value_heads=6,
-            head_dim=64,
-            max_position_embeddings=2048,
-            tie_word_embeddings=True,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
 def make_rows(count: int, vocabulary_size: int) -> Rows:
@@ -336,7 +309,7 @@ def main() -> None:
     tiny = options.model == "tiny"
     steps, options.batch = options.steps or (4 if tiny else 1), options.batch or (32 if tiny else 16)
     with tempfile.TemporaryDirectory() as folder:
-        model = make_model(options.model, Path(folder))
+        model = save_random_qwen3(Path(folder), tiny_shape=options.model == "tiny")
         rows = make_rows(steps * options.batch, len(AutoTokenizer.from_pretrained(model)))
         tokens = sum(map(len, rows))
         print(f"{options.model}: a block is {steps} steps of {options.batch} rows, {tokens:,} tokens")

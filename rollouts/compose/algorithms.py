@@ -142,9 +142,10 @@ def _compose(parts: Mapping[str, list[Chosen]], settings: Settings) -> Algorithm
 
 
 def _is_weighed(algorithm: Algorithm) -> bool:
-    """Whether a correction would weigh anything: a token's values by its advantage."""
-    names = (requests(term.function) for term in active_terms(algorithm))
-    return algorithm.pairs is None and any("advantages" in asked for asked in names)
+    """Whether a correction would weigh anything: a value a token, of a term that is a mean over what was sampled."""
+    if algorithm.pairs is not None or function_label(algorithm.aggregation) == "per_rollout":
+        return False
+    return any({"advantages", "old_logprobs"} & set(requests(term.function)) for term in active_terms(algorithm))
 
 
 def _is_auto(parts: Mapping[str, list[Chosen]]) -> bool:
@@ -312,7 +313,7 @@ def _notes_of(algorithm: Algorithm, parts: Mapping[str, list[Chosen]], settings:
         ]
     if not _is_weighed(algorithm):
         notes += [
-            f"{place}--correction {each.name} is not used: no term of {loss.name} weighs a token by its advantage"
+            f"{place}--correction {each.name} is not used: {loss.name} has no value a token that it would weigh"
             for each in parts["correction"]
             if each.name != AUTO
         ]

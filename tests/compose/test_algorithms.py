@@ -5,7 +5,9 @@ loads.
 from __future__ import annotations
 
 import json
+import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +19,9 @@ from rollouts.errors import ConfigError, SignatureError
 from rollouts.training.algorithms.algorithm import function_label
 from rollouts.training.algorithms.references import adapter_off, frozen
 from rollouts.training.algorithms.schedule import Stage, stage_at, stage_name
+
+sys.path.insert(0, str(Path(__file__).parent))
+from composing import plan, refused
 
 LOSSES = "grpo dapo dr_grpo gspo cispo reinforce reinforce_pp rloo is rft dpo".split()
 
@@ -75,22 +80,9 @@ def parts(tmp_path, monkeypatch):
     return "./algorithm_parts.py:"
 
 
-def plan(**settings):
-    return make_plan(resolve({"env": "calculator"} | settings))
-
-
 def of_flags(line, **settings):
     """As the command line gives it: dotted flags after plain settings."""
     return make_plan(resolve(merge({"env": "calculator"} | settings, take_dotted_flags(line.split())[1])))
-
-
-def refused(error, *words, **settings):
-    with pytest.raises(error) as caught:
-        plan(**settings)
-    message = str(caught.value)
-    for word in words:
-        assert word in message, message
-    return message
 
 
 def keywords(function):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -18,6 +19,9 @@ from rollouts.errors import (
 )
 from rollouts.inference.hf import create_hf_inference
 from rollouts.types import Message
+
+sys.path.insert(0, str(Path(__file__).parent))
+from composing import plan, refused
 
 PARTS = '''\
 from dataclasses import dataclass, field
@@ -138,19 +142,6 @@ def parts(tmp_path, monkeypatch):
     (tmp_path / "parts.py").write_text(PARTS)
     monkeypatch.chdir(tmp_path)
     return "./parts.py:"
-
-
-def plan(**settings):
-    return make_plan(resolve({"env": "calculator"} | settings))
-
-
-def refused(error, *words, **settings):
-    with pytest.raises(error) as caught:
-        plan(**settings)
-    message = str(caught.value)
-    for word in words:
-        assert word in message, message
-    return message
 
 
 def test_no_environment():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollouts.errors import ConfigError, SignatureError, near_misses
@@ -28,6 +28,7 @@ __all__ = [
     "bind",
     "bind_algorithm",
     "function_label",
+    "refuse_unknown",
     "setting_of",
     "unwrapped",
 ]
@@ -148,15 +149,17 @@ def bind_algorithm(algorithm: Algorithm, settings: Mapping[str, Any]) -> Algorit
 
     Raises ConfigError for a setting that no term has.
     """
-    known = [setting.name for setting in algorithm_settings(algorithm)]
-    for name in settings:
+    refuse_unknown("the loss", settings, [setting.name for setting in algorithm_settings(algorithm)])
+    return algorithm._replace(terms=tuple(_bound_term(term, settings) for term in algorithm.terms))
+
+
+def refuse_unknown(label: str, given: Iterable[str], known: Sequence[str]) -> None:
+    """Raises ConfigError for the first of the `given` settings that is not a known one of `label`."""
+    for name in given:
         if name not in known:
             close = near_misses(name, known)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ConfigError(
-                f"the loss has no setting {name!r}{hint} (settings: {', '.join(sorted(known)) or 'none'})"
-            )
-    return algorithm._replace(terms=tuple(_bound_term(term, settings) for term in algorithm.terms))
+            raise ConfigError(f"{label} has no setting {name!r}{hint} (settings: {', '.join(sorted(known)) or 'none'})")
 
 
 def setting_of(algorithm: Algorithm, name: str) -> Any | None:

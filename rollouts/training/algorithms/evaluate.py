@@ -55,9 +55,10 @@ def evaluate(
     """Call every term with what it names and sum coefficient * values; `mask` [T] says which positions are live.
 
     `weights` [T] (of an off-policy correction) multiply the terms whose values are means over what was sampled: those
-    that name `advantages` or `old_logprobs`. Masked positions are cut off
-    by selection, so a NaN there changes neither value nor gradient. Raises TrainingError, naming the loss, for values
-    that are no tensor of the expected shape. NaN is told by `nan`, so that no wait for the device happens here.
+    that name `advantages` or `old_logprobs`. Values at masked positions are cut off, so a NaN there changes none; its
+    gradient may still be NaN where a term multiplies by it, so a backend hands over live tokens only.
+    Raises TrainingError, naming the loss, for values that are no tensor of the expected shape. NaN is told by `nan`, so
+    that no wait for the device happens here.
     """
     import torch
 

@@ -20,9 +20,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from rollouts.errors import ConfigError, near_misses
+from rollouts.errors import ConfigError
 from rollouts.plugins.signature import Setting
-from rollouts.training.algorithms.algorithm import KL, bind, function_label, unwrapped
+from rollouts.training.algorithms.algorithm import KL, bind, function_label, refuse_unknown, unwrapped
 from rollouts.training.algorithms.losses import check_setting, log_ratio
 
 if TYPE_CHECKING:
@@ -141,14 +141,7 @@ def make_kl(function: Callable[..., Any], settings: Mapping[str, Any]) -> KL:
     own = {setting.name: settings.get(setting.name, setting.default) for setting in KL_SETTINGS}
     rest = {name: value for name, value in settings.items() if name not in own}
     known = [*own, *(setting.name for setting in signature_of(unwrapped(function), "kl").settings)]
-    for name in rest:
-        if name not in known:
-            close = near_misses(name, known)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ConfigError(
-                f"the KL estimator {function_label(function)} has no setting {name!r}{hint} "
-                f"(settings: {', '.join(sorted(known))})"
-            )
+    refuse_unknown(f"the KL estimator {function_label(function)}", rest, known)
     coefficient, threshold, target, horizon = (own[setting.name] for setting in KL_SETTINGS)
     positive = "a number above 0, or none"
     check_setting("coef", coefficient, 0 <= coefficient < math.inf, "a number of 0 or more", "--kl.coef 0.01")

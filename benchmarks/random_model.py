@@ -1,0 +1,34 @@
+"""A Qwen3 of random weights, for the benchmarks: what is measured does not depend on what a model knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from rollouts.training.models import TINY_PATH
+
+__all__ = ["save_random_qwen3"]
+
+
+def save_random_qwen3(folder: Path, *, tiny_shape: bool = False) -> str:
+    """About 58 M parameters, or the shape of `tiny`, in `folder`; with tiny's tokenizer and chat template."""
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(TINY_PATH)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=768,
+        intermediate_size=2304,
+        num_hidden_layers=8,
+        num_attention_heads=12,
+        num_key_value_heads=6,
+        head_dim=64,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    Qwen3ForCausalLM(Qwen3Config.from_pretrained(TINY_PATH) if tiny_shape else config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
