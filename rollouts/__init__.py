@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from rollouts.lazy import lazy_face
 
 if TYPE_CHECKING:
-    from rollouts.api import run
+    from rollouts.api import resume, run
     from rollouts.env.authoring import metric, reward, tool
     from rollouts.plugins.hookspecs import hookimpl
     from rollouts.types import Message, Sample, Score, Segment, Status, Task, ToolCall, Trajectory
@@ -40,6 +40,7 @@ __all__ = [
     "Trajectory",
     "hookimpl",
     "metric",
+    "resume",
     "reward",
     "run",
     "tool",
@@ -56,6 +57,7 @@ _HOMES = {
     "Trajectory": "types",
     "hookimpl": "plugins.hookspecs",
     "metric": "env.authoring",
+    "resume": "api",
     "reward": "env.authoring",
     "run": "api",
     "tool": "env.authoring",

@@ -1,6 +1,7 @@
-"""The one-liner: `rollouts.run(env="calculator", loss="grpo", steps=20)` does what the command does, in silence.
+"""The one-liners: `rollouts.run(env="calculator", loss="grpo", steps=20)` does what the command does, in silence, and
+`rollouts.resume("runs/mine")` goes on with a run.
 
-It only delegates: settings go through the same resolving as a file's, so every key of `rollouts config` may be given,
+They only delegate: settings go through the same resolving as a file's, so every key of `rollouts config` may be given,
 and component settings as nested dicts.
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["run"]
+__all__ = ["resume", "run"]
 
 
 def run(file: str | None = None, **settings: Any) -> dict[str, Any]:
@@ -28,3 +29,18 @@ def run(file: str | None = None, **settings: Any) -> dict[str, Any]:
         return run_resolved(resolve(settings))
     tree, source = load_file(file)
     return run_resolved(resolve(merge(tree, settings), source=source))
+
+
+def resume(folder: str, *, checkpoint: str = "", **settings: Any) -> dict[str, Any]:
+    """Go on with the run in `folder`, from its last complete checkpoint; returns what `summary.json` holds.
+
+    `settings` override those of its config.toml: `resume("runs/mine", steps=200)` makes it longer. `checkpoint` goes
+    back to an earlier one. A finished run is left as it is. Must not be called inside a running trio loop.
+
+    Raises:
+        UserError: there is no such run, or it cannot be gone on with; it was left as it was.
+        RunError: the run failed; its folder says how far it came.
+    """
+    from rollouts.compose import resume_resolved
+
+    return resume_resolved(folder, settings, checkpoint)

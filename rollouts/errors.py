@@ -14,6 +14,8 @@
     └── RunError                  the run failed: exit code 1
         ├── RewardError           a reward returned NaN, or raised under the policy `raise`
         ├── TrainingError         a loss returned a wrong shape or NaN, a step cannot be taken
+        │   └── RankError             a rank of a distributed backend died, hangs, or failed
+        ├── CheckpointError       a checkpoint cannot be written: the disk is full, say
         └── InferenceError        an engine failed; inside an episode it becomes Status.INFERENCE_ERROR
 
 Each message says what was given, what was expected, and what to type next. A failed rollout is data (`Status`), not an
@@ -27,12 +29,14 @@ from collections.abc import Iterable
 __all__ = [
     "AmbiguousComponentError",
     "BrokenPluginError",
+    "CheckpointError",
     "ConfigError",
     "EnvironmentDefinitionError",
     "InferenceError",
     "ModelError",
     "OutputError",
     "PluginError",
+    "RankError",
     "RewardError",
     "RolloutsError",
     "RunError",
@@ -103,6 +107,14 @@ class RewardError(RunError):
 
 class TrainingError(RunError):
     """A training step cannot be taken."""
+
+
+class RankError(TrainingError):
+    """A rank of a distributed backend died, hangs, or failed."""
+
+
+class CheckpointError(RunError):
+    """A checkpoint cannot be written."""
 
 
 class InferenceError(RunError):

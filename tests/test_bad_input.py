@@ -265,7 +265,11 @@ def test_a_dry_run_meets_the_same_errors_and_writes_nothing(capsys, out):
 def test_a_reward_that_returns_nan(capsys, parts):
     arguments = [*RUN, *SMALL, "--steps", "5", "--reward", "./parts.py:nan_later"]
     error = refuse(capsys, 1, *arguments)
-    assert "reward 'nan_later' returned nan" in error and "2 of 5 steps" in error and "out keeps" in error
+    assert (
+        "reward 'nan_later' returned nan" in error
+        and "2 of 5 steps" in error
+        and error.endswith("; go on with: rollouts resume out\n")
+    )
     folder = parts / "out"
     assert {"config.toml", "manifest.json", "metrics.jsonl", "summary.json"} <= {p.name for p in folder.iterdir()}
     assert [line["step"] for line in lines_of(folder)] == [0, 1]
@@ -372,7 +376,7 @@ def test_control_c(parts):
     assert "Traceback" not in error
     summary = summary_of(parts / "out")
     assert summary["status"] == "interrupted" and summary["steps"] >= 2
-    assert error.strip() == f"interrupted after {summary['steps']} of 100000 steps; out keeps them"
+    assert error.strip() == f"interrupted after {summary['steps']} of 100000 steps; go on with: rollouts resume out"
     assert summary["steps"] - len(lines_of(parts / "out")) in (0, 1)
 
 

@@ -19,6 +19,7 @@ import torch
 from rollouts.chat import preflight
 from rollouts.cli import main
 from rollouts.config.resolving import resolve
+from rollouts.config.settings import SFT
 from rollouts.plugins import KINDS, VOCABULARY, hookspecs
 from rollouts.plugins.index import installed_components
 from rollouts.plugins.signature import check_signature
@@ -543,3 +544,7 @@ def test_core_components_are_documented():
     assert set(points["rollouts.losses"]) == set(rows_of(section_of("losses.md", "An algorithm")))
     assert set(points["rollouts.filters"]) == set(rows_of(section_of("filters.md", "The core's own")))
     assert set(points["rollouts.advantages"]) == set(rows_of(section_of("advantages.md", "The core's own")))
+
+
+def test_every_setting_of_the_supervised_phase_is_documented():
+    assert tuple(rows_of(section_of("sft-then-rl.md", "The settings of the supervised phase"))) == SFT

@@ -29,12 +29,15 @@ FLOORS = {
     "rollouts.training.samples": 1,
     "rollouts.training.filters": 1,
     "rollouts.training.batching": 1,
+    "rollouts.training.estimates": 1,
     "rollouts.training.algorithms": 1,
     "rollouts.training.backends.futures": 1,  # a handle on work under way, standard library: the Protocols name it
     # 2: state that deserves a class
     "rollouts.inference": 2,
+    "rollouts.training.adapters": 2,
     "rollouts.training.models": 2,
     "rollouts.training.backends": 2,
+    "rollouts.training.weight_sync": 2,
     "rollouts.training.datasets": 2,
     "rollouts.loggers": 2,
     "rollouts.run_folder": 2,

@@ -220,7 +220,15 @@ def test_the_sampler_is_the_model(folder):
 
 def test_the_folder_explains_itself(folder):
     names = {path.name for path in folder.iterdir()}
-    assert names == {"config.toml", "manifest.json", "metrics.jsonl", "trajectories", "checkpoints", "summary.json"}
+    assert names == {
+        ".lock",
+        "checkpoints",
+        "config.toml",
+        "manifest.json",
+        "metrics.jsonl",
+        "summary.json",
+        "trajectories",
+    }
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["seed"] == 0 and manifest["distributions"]["torch"]
     found = {(each["kind"], each["name"], each["distribution"]) for each in manifest["components"]}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 
 import pytest
 
-from rollouts.errors import OutputError
-from rollouts.run_folder import RunFolder, check_out, default_out, trajectory_record
+from rollouts.errors import ConfigError, OutputError
+from rollouts.run_folder import RunFolder, check_out, default_out, holds_run, trajectory_record
 from rollouts.types import Message, Segment, Status, Task, ToolCall, Trajectory
 
 
@@ -56,6 +58,7 @@ def test_files_are_whole(tmp_path):
     assert (folder.path / "config.toml").read_text() == "steps = 2\n"
     assert json.loads((folder.path / "summary.json").read_text()) == {"steps": 2, "loss": None, "path": str(tmp_path)}
     assert sorted(path.name for path in folder.path.iterdir()) == [
+        ".lock",
         "checkpoints",
         "config.toml",
         "summary.json",
@@ -81,6 +84,73 @@ def test_discard_leaves_nothing_but_what_was_there(tmp_path):
         folder.write_text("config.toml", "x")
         folder.discard()
         assert [path.name for path in tmp_path.rglob("*")] == ["kept"]
+
+
+def test_what_a_kill_at_the_very_beginning_left_is_no_run(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.close()
+    (folder.path / ".config.toml.partial").write_text("ste")
+    assert check_out(str(folder.path)) == folder.path and not holds_run(folder.path)
+    (folder.path / "trajectories" / "step_000000.jsonl").touch()
+    with pytest.raises(OutputError, match="exists already"):
+        check_out(str(folder.path))
+
+
+def test_a_folder_is_reopened_and_never_discarded(tmp_path):
+    with pytest.raises(ConfigError, match=r"holds no run: it has no config\.toml"):
+        RunFolder.reopen(tmp_path)
+    folder = RunFolder(tmp_path / "run")
+    folder.write_text("config.toml", "steps = 1\n")
+    folder.close()
+    folder.close()
+    again = RunFolder.reopen(tmp_path / "run")
+    again.discard()
+    assert holds_run(folder.path)
+    with pytest.raises(OutputError, match="exists already"):
+        RunFolder(tmp_path / "run")
+
+
+def test_what_tells_of_later_steps_is_taken_back(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    for step in range(4):
+        folder.write_trajectories(f"step_{step:06d}", [{"group": step}])
+    (folder.path / "trajectories" / ".step_000001.jsonl.partial").write_text("{")
+    folder.write_json("summary.json", {"status": "failed"})
+    assert folder.read_json("summary.json") == {"status": "failed"} and folder.read_json("manifest.json") == {}
+    folder.forget_steps(2)
+    left = sorted(path.name for path in (folder.path / "trajectories").iterdir())
+    assert left == ["step_000000.jsonl", "step_000001.jsonl"]
+    assert not (folder.path / "summary.json").exists()
+
+
+def test_one_process_at_a_time(tmp_path):
+    """Another process, and another folder object of this one, are refused with who holds the lock; a kill frees it."""
+    (tmp_path / "run").mkdir()
+    code = (
+        "import sys, time; from pathlib import Path; from rollouts.run_folder import RunFolder\n"
+        "folder = RunFolder(Path(sys.argv[1])); folder.write_text('config.toml', ''); print('locked', flush=True)\n"
+        "time.sleep(60)"
+    )
+    other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout.readline() == "locked\n"
+        with pytest.raises(OutputError, match=rf"written to by another process \(process {other.pid} on .*\); wait"):
+            RunFolder.reopen(tmp_path / "run")
+    finally:
+        other.kill()
+        other.communicate()
+    mine = RunFolder.reopen(tmp_path / "run")
+    with pytest.raises(OutputError, match="another process"):
+        RunFolder.reopen(tmp_path / "run")
+    mine.close()
+    RunFolder.reopen(tmp_path / "run").close()
+
+
+def test_without_locks_there_is_none(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    first = RunFolder(tmp_path / "run")
+    first.write_text("config.toml", "")
+    RunFolder.reopen(tmp_path / "run").close()
 
 
 def test_trajectory_lines(tmp_path):

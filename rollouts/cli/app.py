@@ -21,6 +21,8 @@ __all__ = ["COMMANDS", "NamedGroup", "RolloutsGroup", "app", "run_app"]
 COMMANDS = {
     "run": ("rollouts.cli.run:run", "Train a model by reinforcement in an environment."),
     "sft": ("rollouts.cli.sft:sft", "Train a model on demonstrations."),
+    "resume": ("rollouts.cli.resume:resume", "Go on with a run, or make it longer."),
+    "export": ("rollouts.cli.export:export", "Write a run's model as a folder that others load."),
     "config": ("rollouts.cli.config:config", "Print a whole settings file, with comments."),
     "plugins": ("rollouts.cli.plugins:plugins", "List, show and examine what is installed."),
 }

@@ -39,6 +39,7 @@ class Progress:
         self._bar: Bar | None = None
         self._task: TaskID | None = None
         self._steps = 0
+        self._first: int | None = None  # the step that this process began with
         self._started = time.perf_counter()
         self._before: dict[str, Any] | None = None
         self._told: set[str] = set()
@@ -48,6 +49,7 @@ class Progress:
         """Say what runs and where it is written."""
         settings = plan.settings
         self._steps, self._folder = settings.steps, folder
+        self._first, self._before, self._started = None, None, time.perf_counter()  # a run may have a second phase
         size = f"{settings.prompts_per_step} prompts"
         if settings.mode == "rl":
             size += f" × {settings.samples_per_prompt} rollouts"
@@ -71,10 +73,11 @@ class Progress:
     def step(self, step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
         """The step's numbers; now and then a conversation."""
         done = step + 1
+        self._first = step if self._first is None else self._first
         words = self._words(metrics)
         if self._console.is_terminal:
             self._advance(done, words)
-        elif done == 1 or done == self._steps or done % max(1, self._steps // LINES) == 0:
+        elif step == self._first or done == self._steps or done % max(1, self._steps // LINES) == 0:
             self._say(f"step {done}/{self._steps}  {words}  {self._left(done)}")
         if groups and step % max(1, self._steps // CONVERSATIONS) == 0:
             self._converse(done, groups)
@@ -96,9 +99,11 @@ class Progress:
         before, after = summary["evaluation"]["before"], summary["evaluation"]["after"]
         if before and after:
             self._table(before, after)
+        first = summary.get("resumed_from", 0)
+        more = "more " if first else ""
         self._say(
-            f"{summary['steps']} steps in {summary['wall_seconds']:.0f} s ({summary['cpu_seconds']:.0f} s of CPU) · "
-            f"{self._folder}"
+            f"{summary['steps'] - first} {more}steps in {summary['wall_seconds']:.0f} s "
+            f"({summary['cpu_seconds']:.0f} s of CPU) · {self._folder}"
         )
 
     def _words(self, metrics: dict[str, float]) -> str:
@@ -112,7 +117,8 @@ class Progress:
         return "  ".join(f"{word} {form.format(metrics[name])}" for word, name, form in shown if name in metrics)
 
     def _left(self, done: int) -> str:
-        seconds = (time.perf_counter() - self._started) / done * (self._steps - done)
+        here = done - (self._first or 0)
+        seconds = (time.perf_counter() - self._started) / here * (self._steps - done)
         return f"{int(seconds) // 60}:{int(seconds) % 60:02d} left"
 
     def _advance(self, done: int, words: str) -> None:

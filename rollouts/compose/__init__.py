@@ -4,22 +4,31 @@ plan.py        every component found, imported, checked and told its settings; n
 choosing.py    one component: found, and told its settings
 algorithms.py  the chosen ones as Algorithms, a stage each, and every check of them
 describe.py    a plan in words: what `--dry-run` prints
-parts.py       the stateful parts of a run: model, engine, folder, loggers
-launch.py      the loop runs, the folder is written
+memory.py      what a plan will take
+parts.py       the stateful parts of a run: model, engine, loggers
+launch.py      the parts are put together, the run begins and ends
+course.py      what happens in between: evaluate, train, save
+resume.py      which checkpoint a run goes on from, and what is taken back
+phases.py      one run after another: demonstrations, then reinforcement
 manifest.py    what the run was made of
 watch.py       what is told to whoever watches
+rank.py        a rank above 0 of a distributed backend
+export.py      a checkpoint becomes a model
 """
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rollouts.compose.plan import Plan
-    from rollouts.config import Resolved
+    from rollouts.compose.watch import Watcher
+    from rollouts.config import Resolved, Tree
 
-__all__ = ["make_plan", "run_command", "run_resolved"]
+__all__ = ["make_plan", "resume_command", "resume_resolved", "run_command", "run_resolved"]
 
 
 def make_plan(resolved: Resolved) -> Plan:
@@ -31,10 +40,26 @@ def make_plan(resolved: Resolved) -> Plan:
 
 def run_resolved(resolved: Resolved) -> dict[str, Any]:
     """Compose and run in silence; returns what summary.json holds. Raises UserError, RunError."""
-    from rollouts.compose.launch import launch
+    from rollouts.compose.resume import finished, run_to_resume
     from rollouts.compose.watch import Silence
 
-    return launch(make_plan(resolved), Silence(), time.perf_counter())
+    started = time.perf_counter()
+    folder = run_to_resume(resolved)
+    done = folder and finished(folder, resolved.settings.steps)
+    return done or _start(resolved, Silence(), started, folder)
+
+
+def resume_resolved(folder: str, given: Tree, checkpoint: str = "") -> dict[str, Any]:
+    """Go on with the run in `folder` in silence, with the `given` settings over its own; returns what summary.json
+    holds. Raises UserError, RunError.
+    """
+    from rollouts.compose.resume import finished, read_run
+    from rollouts.compose.watch import Silence
+
+    started = time.perf_counter()
+    resolved = read_run(Path(folder), given)
+    done = None if checkpoint else finished(Path(folder), resolved.settings.steps)
+    return done or _start(resolved, Silence(), started, Path(folder), checkpoint)
 
 
 def run_command(resolved: Resolved, dry_run: bool) -> int:
@@ -42,14 +67,54 @@ def run_command(resolved: Resolved, dry_run: bool) -> int:
     KeyboardInterrupt.
     """
     started = time.perf_counter()
-    plan = make_plan(resolved)
     if dry_run:
-        from rollouts.compose.describe import describe
-
-        print(describe(plan))
+        print(_described(resolved))
         return 0
+    from rollouts.compose.resume import run_to_resume
+
+    return _tell_or_start(resolved, started, run_to_resume(resolved), "")
+
+
+def resume_command(folder: str, given: Tree, checkpoint: str) -> int:
+    """What `rollouts resume` does; returns the exit code. Raises UserError, RunError, KeyboardInterrupt."""
+    started = time.perf_counter()
+    from rollouts.compose.resume import read_run
+
+    return _tell_or_start(read_run(Path(folder), given), started, Path(folder), checkpoint)
+
+
+def _described(resolved: Resolved) -> str:
+    """What `--dry-run` prints."""
+    if resolved.settings.mode == "sft+rl":
+        from rollouts.compose.phases import describe_phases
+
+        return describe_phases(resolved)
+    from rollouts.compose.describe import describe
+
+    return describe(make_plan(resolved))
+
+
+def _tell_or_start(resolved: Resolved, started: float, folder: Path | None, checkpoint: str) -> int:
+    """A run that is finished says so; every other one is run, or gone on with."""
     from rollouts.cli.progress import Progress
+    from rollouts.compose.resume import finished, finished_words
+
+    if folder is not None and not checkpoint and finished(folder, resolved.settings.steps) is not None:
+        if os.environ.get("RANK", "0") == "0":  # under a launcher one rank is enough to say it
+            print(finished_words(folder, resolved.settings.steps))
+        return 0
+    _start(resolved, Progress(), started, folder, checkpoint)
+    return 0
+
+
+def _start(
+    resolved: Resolved, watcher: Watcher, started: float, folder: Path | None, checkpoint: str = ""
+) -> dict[str, Any]:
+    """Compose, and run in a new folder (None), or go on in one."""
+    if resolved.settings.mode == "sft+rl":
+        from rollouts.compose.phases import launch_phases
+
+        return launch_phases(resolved, watcher, started, resume=folder, checkpoint=checkpoint)
     from rollouts.compose.launch import launch
 
-    launch(plan, Progress(), started)
-    return 0
+    return launch(make_plan(resolved), watcher, started, resume=folder, checkpoint=checkpoint)

@@ -4,33 +4,30 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollouts.compose.memory import memory_lines
+from rollouts.compose.resume import run_to_resume
 from rollouts.config import OWN, to_toml
 from rollouts.config.settings import COMPONENT_KINDS
 from rollouts.env.authoring import tools_of
-from rollouts.errors import ModelError
 from rollouts.run_folder import check_out
 from rollouts.training.algorithms.algorithm import KL, Algorithm, active_terms, function_label, unwrapped
 from rollouts.training.algorithms.needs import is_reward_placed
 from rollouts.training.datasets.buffer import DataBuffer
-from rollouts.training.models import resolve_model_name
 
 if TYPE_CHECKING:
     from rollouts.compose.plan import Chosen, Plan
 
-__all__ = ["describe", "memory_words", "objective_words"]
-
-DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+__all__ = ["describe", "objective_words"]
 
 
 def describe(plan: Plan) -> str:
-    """Settings, components with their distributions, what the loss needs, and the memory of weights and optimizer.
+    """Settings, components with their distributions, what the loss needs, and an estimate of memory.
 
     Draws the first tasks and reads the model's configuration; raises the first UserError that a run would meet there.
     """
-    if plan.settings.out:
+    if plan.settings.out and run_to_resume(plan.resolved) is None:
         check_out(plan.settings.out)
     held_out = plan.eval_tasks()
     if plan.settings.mode == "rl":
@@ -50,7 +47,7 @@ def describe(plan: Plan) -> str:
         f"the loss needs: {', '.join(plan.needs)}",
         *_companion_lines(plan),
         f"learning rate: {plan.lr:g}",
-        f"memory: {memory_words(plan)}",
+        *memory_lines(plan),
         *(f"note: {note}" for note in plan.notes),
         "nothing was loaded or written",
     ]
@@ -139,68 +136,3 @@ def _companion_lines(plan: Plan) -> Iterator[str]:
         yield f"critic: {beside.critic}, learning rate {beside.critic_lr:g}"
     if beside.teacher:
         yield f"teacher: {beside.teacher}, {beside.teacher_top_k} likeliest tokens where a loss asks for them"
-
-
-def memory_words(plan: Plan) -> str:
-    """Weights, gradients and AdamW's two moments, and the models beside the policy, from the models' configurations
-    alone; activations come on top.
-    """
-    settings = plan.settings
-    counts = _count_parameters(settings.model, settings.lora_rank)
-    if counts is None:
-        return _not_known(settings.model)
-    total, trained = counts
-    size = DTYPE_BYTES.get(str(plan.one("training").settings.get("dtype", "float32")), 4)
-    state = 4 if settings.lora_rank else size  # adapters are float32, whatever the model is
-    total_bytes = (total - trained) * size + trained * state * 4
-    holders = ["weights", "gradients", "AdamW"]
-    beside = plan.companions
-    if beside is not None and beside.reference is not None:
-        total_bytes += trained * state  # a second set of what is trained: with LoRA, of the adapters
-        holders.append("the reference policy")
-    models = [] if beside is None else [("the teacher", beside.teacher, 1), ("the critic", beside.critic, 4)]
-    for what, name, copies in models:
-        if not name or (what, name) == ("the critic", "head"):
-            continue
-        beside_counts = _count_parameters(name, 0)
-        if beside_counts is None:
-            return _not_known(name)
-        total_bytes += beside_counts[0] * size * copies
-        holders.append(f"{what} ({beside_counts[0] / 1e6:.1f} M)")
-    return (
-        f"{total / 1e6:.1f} M parameters, {trained / 1e6:.2f} M trained: about {total_bytes / 2**30:.2f} GiB for "
-        f"{', '.join(holders[:-1])} and {holders[-1]}; activations of {settings.tokens_per_microbatch} tokens a "
-        "microbatch come on top"
-    )
-
-
-def _not_known(model: str) -> str:
-    return f"not known: the configuration of {model} is not on this machine yet"
-
-
-def _count_parameters(model: str, lora_rank: int) -> tuple[int, int] | None:
-    """(all, trained) parameters, on the meta device: shapes without memory; None for a hub's model that is not here.
-
-    Raises ModelError for a folder that holds no model.
-    """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    resolved = resolve_model_name(model)
-    try:
-        # What the hub would have to be asked for is left to the run: a dry run answers at once.
-        config = AutoConfig.from_pretrained(resolved, local_files_only=True)
-    except (OSError, ValueError) as error:
-        if not Path(resolved).is_dir():
-            return None
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"the configuration in {resolved} could not be read: {first}") from error
-    with torch.device("meta"):
-        causal: Any = AutoModelForCausalLM.from_config(config)
-    total = sum(parameter.numel() for parameter in causal.parameters())
-    if not lora_rank:
-        return total, total
-    head = causal.get_output_embeddings()
-    linears = [m for m in causal.modules() if isinstance(m, torch.nn.Linear) and m is not head]
-    trained = sum(lora_rank * (linear.in_features + linear.out_features) for linear in linears)
-    return total + trained, trained

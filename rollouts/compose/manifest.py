@@ -7,13 +7,14 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from rollouts import __version__
 from rollouts.compose.plan import Plan
 from rollouts.plugins.index import ComponentRef
 
-__all__ = ["make_manifest"]
+__all__ = ["make_manifest", "resumed_manifest"]
 
 LIBRARIES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "trio", "msgspec", "pluggy", "numpy")
 
@@ -33,6 +34,17 @@ def make_manifest(plan: Plan) -> dict[str, Any]:
         "distributions": {name: version for name in LIBRARIES if (version := _version(name))},
         "hardware": _hardware(),
     }
+
+
+def resumed_manifest(manifest: Mapping[str, Any], plan: Plan, step: int, checkpoint: str | None) -> dict[str, Any]:
+    """The run's manifest with what it was resumed with: when, after which step, from which checkpoint (None: from the
+    beginning), the command and the versions.
+    """
+    now = make_manifest(plan)
+    again = {"when": now["started"], "step": step, "checkpoint": checkpoint} | {
+        name: now[name] for name in ("command", "rollouts", "python", "components", "distributions", "hardware")
+    }
+    return {**(manifest or now), "resumed": [*manifest.get("resumed", []), again]}
 
 
 def _references(plan: Plan) -> list[ComponentRef]:

@@ -5,12 +5,15 @@ Left out: what is done with them (`launch`).
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from typing import Any, NamedTuple
 
 from rollouts.agent import Episode, EpisodeLimits, run_episode
 from rollouts.chat.format import ChatFormat, load_chat_format
 from rollouts.compose.plan import Plan
 from rollouts.compose.watch import Watcher
+from rollouts.config import to_toml
 from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE
 from rollouts.env.authoring import tools_of
 from rollouts.errors import ConfigError, ModelError, RolloutsError, RunError
@@ -22,10 +25,19 @@ from rollouts.run_folder import RunFolder
 from rollouts.training.models import load_tokenizer
 from rollouts.training.rollout_gen.episodes import Job, Play
 from rollouts.training.rollout_gen.group_rewards import GroupScorer
-from rollouts.training.types import TrainingBackend
+from rollouts.training.types import RankServer, TrainingBackend
 from rollouts.types import Task
 
-__all__ = ["Loggers", "Parts", "load_chat", "make_inference", "make_loggers", "make_training", "plain_plan"]
+__all__ = [
+    "Loggers",
+    "Parts",
+    "load_chat",
+    "make_inference",
+    "make_loggers",
+    "make_training",
+    "plain_plan",
+    "repeatable",
+]
 
 
 class Parts(NamedTuple):
@@ -62,6 +74,10 @@ class Parts(NamedTuple):
 
         return play
 
+    def call_hooks(self, event: str, **values: Any) -> None:
+        """Hooks that fail are told, and stop nothing."""
+        self.watcher.faults(self.plan.manager.call_event(event, **values))
+
 
 def load_chat(plan: Plan) -> ChatFormat:
     """The model's chat format. Raises ModelError where its template cannot show what the environment needs."""
@@ -77,22 +93,48 @@ def load_chat(plan: Plan) -> ChatFormat:
     return chat
 
 
-def make_training(plan: Plan) -> TrainingBackend:
-    """The training backend with its model loaded. Raises UserError."""
+def make_training(plan: Plan) -> TrainingBackend | RankServer:
+    """The training backend with its model loaded; on a rank above 0 of a distributed one, what serves rank 0.
+
+    Raises UserError, also where a launcher started several processes of a backend that is in one.
+    """
     settings = plan.settings
     available = {
         "model": settings.model,
         "seed": settings.seed,
-        "steps": settings.steps * settings.minibatches,
+        "steps": settings.steps * (1 if settings.mode == "sft" else settings.minibatches),
         "lr": plan.lr,
         "lora_rank": settings.lora_rank,
         "tokens_per_microbatch": settings.tokens_per_microbatch,
         "algorithms": plan.algorithms,
         "companions": plan.companions,
+        "config": repeatable(plan),
     }
     chosen = plan.one("training")
-    backend: TrainingBackend = call_with(chosen.component, available, chosen.settings)
+    backend: TrainingBackend | RankServer = call_with(chosen.component, available, chosen.settings)
+    if isinstance(backend, RankServer):
+        return backend
+    launched = os.environ.get("WORLD_SIZE", "1")
+    if launched != "1" and getattr(backend, "world_size", 1) == 1:
+        backend.close()
+        raise ConfigError(
+            f"a launcher started {launched} processes (WORLD_SIZE), but --training {chosen.name} trains in one; type "
+            "--training fsdp, or start it without a launcher"
+        )
+    can = all(hasattr(backend, name) for name in ("start_profile", "stop_profile"))
+    if settings.profile and not can:
+        backend.close()
+        raise ConfigError(
+            f"--profile {settings.profile}: the training backend {chosen.name} cannot be profiled; leave --profile "
+            "out, or choose another one, such as --training torch"
+        )
     return backend
+
+
+def repeatable(plan: Plan) -> str:
+    """What config.toml holds: everything but the folder and `resume`, so that running it again writes to a new one."""
+    settings = dataclasses.replace(plan.resolved.settings, out="", resume="never")
+    return to_toml(plan.resolved._replace(settings=settings))
 
 
 def make_inference(plan: Plan, backend: TrainingBackend) -> InferenceBackend:
@@ -108,9 +150,9 @@ def make_inference(plan: Plan, backend: TrainingBackend) -> InferenceBackend:
     return inference
 
 
-def make_loggers(plan: Plan, folder: RunFolder) -> Loggers:
+def make_loggers(plan: Plan, folder: RunFolder, first_step: int) -> Loggers:
     """Every logger of the run. Raises UserError; those made before the one at fault are closed."""
-    available = {"folder": str(folder.path), "settings": plain_plan(plan)}
+    available = {"folder": str(folder.path), "settings": plain_plan(plan), "first_step": first_step}
     made = Loggers()
     try:
         for chosen in plan.chosen["logger"]:

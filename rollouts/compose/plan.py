@@ -156,6 +156,10 @@ class Plan(NamedTuple):
 def make_plan(resolved: Resolved) -> Plan:
     """Find, import and check every component. Raises UserError of one kind or another, with what to type."""
     settings = resolved.settings
+    if settings.mode == "sft+rl":
+        raise ConfigError(
+            "mode sft+rl is two runs, and each has a plan; rollouts.compose.phases.phases() gives their settings"
+        )
     if not resolved.components["env"]:
         raise ConfigError(
             "no environment was named; type --env calculator (`rollouts plugins list` shows what there is)"

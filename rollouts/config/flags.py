@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollouts.config.settings import SINGLE
 from rollouts.errors import ConfigError
 
 __all__ = ["Flag", "Tree", "flag_name", "read_flag", "take_dotted_flags"]
@@ -65,8 +66,9 @@ def flag_name(path: Sequence[str]) -> str:
 def take_dotted_flags(argv: Sequence[str]) -> tuple[list[str], Tree]:
     """Split the arguments: those without dotted flags, and what the dotted flags say, as a tree of `Flag`.
 
-    A bare `--` ends the flags. A flag given twice counts the last time. Raises ConfigError for a flag without a value
-    and for one that contradicts another (`--env.a 1 --env.a.b 2`).
+    What names a component of the table `sft` leaves room for its settings (`--sft.env a --sft.env.b 2`), as `--env a`
+    does. A bare `--` ends the flags. A flag given twice counts the last time. Raises ConfigError for a flag without a
+    value and for one that contradicts another (`--env.a 1 --env.a.b 2`).
     """
     rest: list[str] = []
     tree: Tree = {}
@@ -84,7 +86,9 @@ def take_dotted_flags(argv: Sequence[str]) -> tuple[list[str], Tree]:
             if text.startswith("--"):
                 raise _value_missing(f"--{match['path']}")
             next(arguments)
-        _insert(tree, tuple(match["path"].replace("-", "_").split(".")), read_flag(text))
+        path = tuple(match["path"].replace("-", "_").split("."))
+        is_named = path[0] == "sft" and len(path) == 2 and path[1] in SINGLE
+        _insert(tree, (*path, "name") if is_named else path, read_flag(text))
     return rest, tree
 
 

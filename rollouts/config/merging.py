@@ -6,6 +6,7 @@ The rules, which files and flags share:
 - `reward`, `shaping`, `filter` and `logger` are lists of names, or tables by alias (`[reward.short]`, whose `name` is
   the alias where it has none). What names them replaces what was there (a file the default, a flag the file's list);
   dotted flags change the settings of those that are chosen.
+- `sft` is a tree of such settings, merged by the same rules.
 - An alias that is not given is the last part of the name. Only the last colon separates a reward's weight.
 """
 
@@ -90,6 +91,8 @@ def merge(*trees: Tree) -> Tree:
 
 
 def _merge_key(key: str, before: Any, value: Any) -> Any:
+    if key == "sft" and isinstance(before, dict) and isinstance(value, dict):
+        return merge(before, value)  # a tree of its own
     if key in SINGLE:
         return _merge_table(_single_table(key, before), _single_table(key, value))
     if key in MULTIPLE:

@@ -55,6 +55,9 @@ def to_toml(resolved: Resolved, commented: bool = False, signatures: Settings_ |
     if resolved.settings.template:
         lines += ["", *(["# Arguments of the chat template."] if commented else []), "[template]"]
         lines += [_assignment(("template",), key, value) for key, value in resolved.settings.template.items()]
+    if resolved.settings.sft:
+        lines += ["", *(["# The supervised phase, where it differs."] if commented else [])]
+        lines += _tree_lines("sft", resolved.settings.sft)
     for key in COMPONENT_KINDS:
         if commented and key in _MULTIPLE_NOTE and resolved.components[key]:
             lines += ["", f"# {_MULTIPLE_NOTE[key]}"]
@@ -72,7 +75,7 @@ def _has_table(name: str, resolved: Resolved) -> bool:
     """Whether a setting is written as tables further down instead of a line at the top."""
     if name in COMPONENT_KINDS:
         return bool(resolved.components[name])
-    return name in ("schedule", "template") and bool(getattr(resolved.settings, name))
+    return name in ("schedule", "sft", "template") and bool(getattr(resolved.settings, name))
 
 
 def _core_lines(info: SettingInfo, settings: Settings, commented: bool) -> Iterator[str]:
@@ -93,14 +96,25 @@ def _assignment(path: tuple[str, ...], key: str, value: Any) -> str:
 
 
 def _schedule_lines(table: Mapping[str, Any]) -> Iterator[str]:
-    """One table of the schedule: plain values first, then a table for each component."""
+    """One table of the schedule."""
     yield "[[schedule]]"
+    yield from _inside_lines("schedule", table)
+
+
+def _tree_lines(name: str, table: Mapping[str, Any]) -> Iterator[str]:
+    """A table of settings that may name components."""
+    yield f"[{name}]"
+    yield from _inside_lines(name, table)
+
+
+def _inside_lines(name: str, table: Mapping[str, Any]) -> Iterator[str]:
+    """What is in such a table: plain values first, then a table for each component."""
     for key, value in table.items():
-        if not isinstance(value, Mapping):
-            yield _assignment(("schedule",), key, value)
+        if not isinstance(value, Mapping) or not value:
+            yield _assignment((name,), key, value)
     for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _table_lines(("schedule", key), value, nested=key in MULTIPLE)
+        if isinstance(value, Mapping) and value:
+            yield from _table_lines((name, key), value, nested=key in MULTIPLE)
 
 
 def _table_lines(path: tuple[str, ...], table: Mapping[str, Any], *, nested: bool) -> Iterator[str]:

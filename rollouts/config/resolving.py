@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from rollouts.config.convert import convert_value, plain
@@ -15,10 +15,10 @@ from rollouts.config.files import NOWHERE, Source, where
 from rollouts.config.flags import Flag, Tree, flag_name
 from rollouts.config.merging import Component, components_of, merge, written_component
 from rollouts.config.schedule import check_schedule, scheduled_parts
-from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE, SINGLE, SettingInfo, Settings, setting_infos
+from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE, SFT, SINGLE, SettingInfo, Settings, setting_infos
 from rollouts.errors import ConfigError, near_misses
 
-__all__ = ["Resolved", "resolve"]
+__all__ = ["Resolved", "component_names", "resolve"]
 
 
 class Resolved(NamedTuple):
@@ -48,11 +48,21 @@ def resolve(tree: Tree, source: Source = NOWHERE) -> Resolved:
         if name in tree and name not in COMPONENT_KINDS
     }
     components = components_of(chosen, COMPONENT_KINDS, source)
-    values |= {key: next((c.name for c in components[key]), "") for key in SINGLE}
-    values |= {key: tuple(written_component(key, component) for component in components[key]) for key in MULTIPLE}
-    settings = Settings(**values)
+    settings = Settings(**values, **component_names(components))
+    if settings.sft and settings.mode != "sft+rl":
+        first = next(iter(settings.sft))
+        raise ConfigError(
+            f"{where(('sft', first), tree['sft'][first], source)}: it is for the supervised phase of mode sft+rl, and "
+            f"this run is of mode {settings.mode}\ntype: rollouts run --mode sft+rl, or leave it out"
+        )
     scheduled_parts(components, settings.schedule, source)  # a table that chooses nothing is told here, not later
     return Resolved(settings, components, source)
+
+
+def component_names(components: Mapping[str, list[Component]]) -> dict[str, Any]:
+    """What the settings that name components say, as `Settings` holds it."""
+    single = {key: next((each.name for each in components[key]), "") for key in SINGLE}
+    return single | {key: tuple(written_component(key, each) for each in components[key]) for key in MULTIPLE}
 
 
 def _default_list(default: Any) -> Any:
@@ -77,12 +87,15 @@ def _refuse_unknown(tree: Tree, known: Iterable[str], source: Source) -> None:
         )
 
 
-def _core_value(value: Any, hint: Any, info: SettingInfo, source: Source) -> Any:
-    path = (info.name,)
+def _core_value(value: Any, hint: Any, info: SettingInfo, source: Source, place: tuple[str, ...] = ()) -> Any:
+    """The value of one core setting; `place` is the table in which it stands."""
+    path = (*place, info.name)
     if info.name == "template":
         return _template(value, source)
     if info.name == "schedule":
         return check_schedule(value, source)
+    if info.name == "sft":
+        return _sft(value, source)
     if isinstance(value, dict):
         raise ConfigError(f"{where(path, value, source)}: `{info.name}` is one value and has no settings of its own")
     if hint is str and (value is None or (isinstance(value, Flag) and value.value is None)):
@@ -101,3 +114,31 @@ def _template(value: Any, source: Source) -> dict[str, Any]:
         example = "--template.enable-thinking false"
         raise ConfigError(f"{where(('template',), value, source)}: expected a table, such as `{example}`")
     return {key: inner for key, inner in plain(value).items() if inner is not None}
+
+
+def _sft(value: Any, source: Source) -> Tree:
+    """The settings of the supervised phase: core ones converted, those that name components as they were given."""
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where(('sft',), value, source)}: expected a table, such as `--sft.steps 50`")
+    hints = typing.get_type_hints(Settings)
+    infos = {info.name: info for info in setting_infos()}
+    found: Tree = {}
+    for key, inner in value.items():
+        if key not in SFT:
+            raise _not_in_sft(key, inner, infos, source)
+        is_core = key not in COMPONENT_KINDS
+        found[key] = _core_value(inner, hints[key], infos[key], source, ("sft",)) if is_core else inner
+    tables = merge({key: inner for key, inner in found.items() if key in COMPONENT_KINDS})
+    return found | tables
+
+
+def _not_in_sft(key: str, value: Any, known: Iterable[str], source: Source) -> ConfigError:
+    near = near_misses(key, SFT)
+    place = where(("sft", key), value, source)
+    if near:
+        is_flag = place.startswith("--")
+        hint = f"did you mean: {', '.join(flag_name(('sft', name)) if is_flag else name for name in near)}?\n"
+    else:
+        hint = ""
+    what = "is the same in both phases, or is for rollouts" if key in known else "is no setting"
+    return ConfigError(f"{place}: {key!r} {what}\n{hint}the supervised phase has: {', '.join(SFT)}")

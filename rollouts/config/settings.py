@@ -20,6 +20,7 @@ __all__ = [
     "OWN",
     "OWN_KEYS",
     "SCHEDULED",
+    "SFT",
     "SINGLE",
     "SettingInfo",
     "Settings",
@@ -63,7 +64,33 @@ AUTO = "auto"
 SCHEDULED = ("loss", "advantage", "aggregation", "kl", "correction", "mix", "shaping", "select", "pairs")
 """What may change at a step: the keys of a `[[schedule]]` entry, besides its `step`."""
 
-FILE_ONLY = {"schedule": "[[schedule]] in FILE", "template": "--template.ARGUMENT VALUE"}
+SFT = (
+    "steps",
+    "lr",
+    "prompts_per_step",
+    "loss",
+    "aggregation",
+    "env",
+    "data",
+    "system",
+    "lora_rank",
+    "inference",
+    "training",
+    "tokens_per_microbatch",
+    "eval_every",
+    "eval_tasks",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "profile",
+    "logger",
+)
+"""What the supervised phase of mode sft+rl may have otherwise than the run: the keys of `[sft]`."""
+
+FILE_ONLY = {
+    "schedule": "[[schedule]] in FILE",
+    "sft": "--sft.SETTING VALUE",
+    "template": "--template.ARGUMENT VALUE",
+}
 """Settings without a flag of their own, and how they are given."""
 
 
@@ -86,7 +113,13 @@ class Settings:
     defaults; the parsed form is in `Resolved.components`. The tables of `schedule` are plain data.
     """
 
-    mode: Literal["rl", "sft"] = _setting("rl", "What to train by: reinforcement (rl) or demonstrations (sft).", "What")
+    mode: Literal["rl", "sft", "sft+rl"] = _setting(
+        "rl", "What to train by: reinforcement (rl), demonstrations (sft), or the one after the other (sft+rl).", "What"
+    )
+    sft: dict[str, Any] = field(
+        default_factory=dict,
+        metadata=_about("Mode sft+rl: settings of the supervised phase, where they differ: --sft.steps 50.", "What"),
+    )
     env: str = _setting("", "The environment: a name, dist/name or ./file.py:Name.", "What", shown="none")
     reward: tuple[str, ...] = _setting(
         ("env:1",),
@@ -180,6 +213,15 @@ class Settings:
     eval_every: int = _setting(0, "Steps between evaluations; 0: only before and after.", "Watching", minimum=0)
     eval_tasks: int = _setting(512, "Held-out tasks of an evaluation.", "Watching", minimum=0)
     checkpoint_every: int = _setting(0, "Steps between checkpoints; 0: only the last.", "Watching", minimum=0)
+    keep_checkpoints: int = _setting(
+        0, "How many checkpoints are kept, the last ones; the best one is kept too. 0: all.", "Watching", minimum=0
+    )
+    resume: Literal["never", "auto"] = _setting(
+        "never", "`auto`: go on with the run in the folder --out, if there is one.", "Watching"
+    )
+    profile: int = _setting(
+        0, "Steps to profile, after the first one, into the run's folder; 0: none.", "Watching", minimum=0
+    )
     logger: tuple[str, ...] = _setting(("jsonl",), "A logger, as [alias=]name. Repeat it for more.", "Watching")
     out: str = _setting("", "The folder of the run.", "Watching", shown="runs/<time>-<env>-<loss>")
 

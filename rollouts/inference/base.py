@@ -5,6 +5,7 @@ The caller need not know whether the engine is in this process or behind HTTP, n
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -63,20 +64,22 @@ class Health(msgspec.Struct, frozen=True):
 
 
 class WeightUpdate(msgspec.Struct, frozen=True):
-    """New weights for an engine: the policy version they are, their kind, and where they are (None: shared
-    parameters).
+    """New weights for an engine: the policy version they are, their kind, and where they are: in the folder `path`, or
+    CPU tensors by name (`weights`). Neither: the engine shares the trainer's parameters.
     """
 
     version: int
     kind: Literal["full", "adapter"] = "full"
     path: str | None = None
+    weights: Mapping[str, Any] | None = None
 
 
 class InferenceBackend(Protocol):
     """An engine. It is an async context manager: entering makes it ready, leaving frees what it holds."""
 
     trainable: bool  # False: it cannot return token ids with logprobs, so it is good for evaluation only
-    in_process: bool  # True: it samples with the trainer's own parameters, so its logprobs are the trainer's
+    in_process: bool  # True: it computes as the trainer does, in its process, so its logprobs are the trainer's
+    owns_weights: bool  # True: it has weights of its own, and each update must bring the new ones
     context_tokens_max: int  # prompt and reply together must fit
 
     async def __aenter__(self) -> InferenceBackend: ...

@@ -1,6 +1,7 @@
 """The embedded engine: generation in this process, by the trainer's own parameters.
 
-Its weights are always current, at no cost, and since generation and training run in one thread, an optimizer step never
+Its weights are always current, at no cost (of a sharded trainer rank 0 keeps a copy, which is brought up to date after
+every step), and since generation and training run in one thread, an optimizer step never
 overlaps a decode step. Requests are gathered in waves (`waves.py`) and decoded in batches that rows leave as they
 finish (`decode.py`, `lanes.py`). One seed gives one result: neither trio's task order nor a batch's size decides any
 random number. Left out: top-p and the like, stop strings, several devices.
@@ -46,7 +47,8 @@ class InferenceStatistics(NamedTuple):
 class HFInference:
     """Implements InferenceBackend over a transformers causal LM.
 
-    With a training backend it uses that one's `model`, `thread` and `version`; without, it is given a model and has a
+    With a training backend it uses that one's `thread`, and its `model` and `version` where these are whole; of a
+    sharded trainer it is given a copy, which every update brings up to date. Without one it is given a model and has a
     thread of its own, which leaving the context manager ends. A cancelled `generate` leaves nothing behind: its row
     leaves the batch at the next step.
     """
@@ -71,7 +73,9 @@ class HFInference:
         )
         self.model = model
         self.in_process = training is not None
+        self.owns_weights = training is not None and training.model is not model
         self._training = training
+        self._served = 0  # the version of weights of its own
         self._thread: TorchThread = TorchThread("rollouts-hf") if training is None else training.thread
         self._engine = HFEngine(
             model, rows_max=rows_max, cache_bytes=int(cache_gib * 2**30), prefill_tokens_max=prefill_tokens_max
@@ -85,7 +89,8 @@ class HFInference:
     @property
     def version(self) -> int:
         """The policy version that the parameters are; 0 without training."""
-        return 0 if self._training is None else int(self._training.version)
+        shared = self._training is not None and not self.owns_weights
+        return int(self._training.version) if shared else self._served
 
     def statistics(self) -> InferenceStatistics:
         """What was done so far."""
@@ -151,8 +156,14 @@ class HFInference:
             raise InferenceError(f"the model failed to score {len(tokens)} tokens: {error}") from error
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        """Nothing to move: the parameters are the trainer's. Raises InferenceError where the update says otherwise."""
+        """Take up weights; where the parameters are the trainer's there is nothing to move.
+
+        Raises InferenceError where the update does not bring what is needed, or says something else than is true.
+        """
         await trio.lowlevel.checkpoint()
+        if self.owns_weights:
+            await self._thread.submit(self._load, update)
+            return
         if update.path is not None:
             raise InferenceError(
                 f"the hf engine shares the trainer's parameters and loads none, but was given {update.path}. "
@@ -162,6 +173,21 @@ class HFInference:
             raise InferenceError(
                 f"the hf engine was told to serve weights {update.version}, but its own are version {self.version}"
             )
+
+    def _load(self, update: WeightUpdate) -> None:
+        """In the torch thread, so that no wave is under way."""
+        if update.weights is None:
+            raise InferenceError(f"the hf engine has weights of its own, but the update {update.version} brings none")
+        own, given = self.model.state_dict(), update.weights
+        wrong = sorted(set(own) ^ set(given))
+        wrong += sorted(name for name in set(own) & set(given) if own[name].shape != given[name].shape)
+        if wrong:
+            raise InferenceError(
+                f"weights {update.version} are not this engine's model: {len(wrong)} names or shapes differ, "
+                f"first {wrong[0]}"
+            )
+        self.model.load_state_dict(given)
+        self._served = update.version
 
     async def health(self) -> Health:
         """Whether a pass through the model works, and which way it is decoded."""
@@ -274,7 +300,7 @@ def create_hf_inference(
     dtype: str = "auto",
     device: str = "auto",
 ) -> HFInference:
-    """The embedded engine: the trainer's own model if there is a trainer, else `model`, loaded here.
+    """The embedded engine: the trainer's own model if there is a trainer with a whole one, else `model`, loaded here.
 
     `seed` decides nothing: every request carries its own. Raises ModelError where the model cannot be loaded, and
     ConfigError for a setting out of its bounds, or a dtype or device beside a trainer's.
@@ -298,9 +324,9 @@ def create_hf_inference(
     for flag, given, holds, expected in bounds:
         if not holds:
             raise ConfigError(f"--inference.{flag} {given}: expected {expected}")
-    if training is None:
-        from rollouts.training.models import load_hf_model
+    from rollouts.training.models import load_hf_model
 
+    if training is None:
         network = load_hf_model(model, dtype="float32" if dtype == "auto" else dtype, device=device)
     else:
         for name, value in (("dtype", dtype), ("device", device)):
@@ -310,6 +336,8 @@ def create_hf_inference(
                     f"type --training.{name} {value}"
                 )
         network = training.model
+        if network is None:  # sharded: rank 0 samples with a copy
+            network = load_hf_model(model, dtype=training.compute_dtype, device=training.device)
     return HFInference(
         network,
         training,

@@ -1,7 +1,8 @@
 """What a logger is, and two helpers for writing one: `plain_settings` and `import_library`.
 
-A logger is any class whose `__init__` names `folder` and `settings` as it needs them (its keyword-only parameters are
-its settings) and that has the two methods below. It is registered under the entry-point group `rollouts.loggers`.
+A logger is any class whose `__init__` names `folder`, `settings` and `first_step` as it needs them (its keyword-only
+parameters are its settings) and that has the two methods below. It is registered under the entry-point group
+`rollouts.loggers`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ class MetricsLogger(Protocol):
     """Where a run's numbers go. Several loggers may listen to one run; none of them may change what it is given."""
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Record the metrics of one step. Names are `room/name`; a value may be NaN. Called in order."""
+        """Record the metrics of one step. Names are `room/name`; a value may be NaN. Called in order.
+
+        A run that is resumed begins at `first_step`, in the same folder: later steps that were logged before are
+        logged again.
+        """
         ...
 
     def close(self) -> None:

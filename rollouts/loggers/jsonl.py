@@ -1,13 +1,15 @@
 """Metrics as JSON lines: `{"step": 3, "reward/mean": 0.5, ...}`, one object a step, in a file of the run folder.
 
 A line is handed to the operating system as soon as it is logged, so that a run that dies keeps what it wrote and can be
-followed with `tail -f`. An existing file is continued; a last line that a kill cut short is removed first.
+followed with `tail -f`. A run that is resumed goes on in its file: the lines of steps that it takes again, and a last
+line that a kill cut short, are removed first, in one rename.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ __all__ = ["JSONLLogger"]
 
 
 class JSONLLogger:
-    """Append every step's metrics to `folder/file`. NaN and infinities, which JSON does not have, are written as null.
+    """Append every step's metrics to `folder/file`, whose lines before `first_step` are kept. NaN and infinities, which
+    JSON does not have, are written as null.
 
     Args:
         file: the file's name in the run folder
@@ -27,18 +30,18 @@ class JSONLLogger:
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     logger = JSONLLogger(folder)
+    ...     logger = JSONLLogger(folder, 0)
     ...     logger.log({"reward/mean": 0.5, "policy/loss": float("nan")}, step=0)
     ...     logger.close()
     ...     print((Path(folder) / "metrics.jsonl").read_text(), end="")
     {"step": 0, "reward/mean": 0.5, "policy/loss": null}
     """
 
-    def __init__(self, folder: str | Path, *, file: str = "metrics.jsonl") -> None:
+    def __init__(self, folder: str | Path, first_step: int, *, file: str = "metrics.jsonl") -> None:
         self.path = Path(folder) / file
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _drop_cut_line(self.path)
+            _keep_before(self.path, first_step)
             self._stream = self.path.open("a", encoding="utf-8", newline="\n")
         except OSError as error:
             raise OutputError(
@@ -69,18 +72,23 @@ def _number(name: str, value: Any) -> float | int | None:
     return number if math.isfinite(number) else None
 
 
-def _drop_cut_line(path: Path) -> None:
-    """Cut the file after its last newline: the rest is what a kill left of a line, and no reader could parse it."""
+def _keep_before(path: Path, first_step: int) -> None:
+    """Keep the whole lines of steps before `first_step`. Where that changes the file, it is replaced in one rename."""
     if not path.exists():
         return
-    with path.open("r+b") as stream:
-        position = stream.seek(0, 2)
-        while position > 0:
-            block = min(position, 65536)
-            stream.seek(position - block)
-            found = stream.read(block).rfind(b"\n")
-            if found >= 0:
-                position += found + 1 - block
-                break
-            position -= block
-        stream.truncate(position)
+    data = path.read_bytes()
+    kept = b"".join(line for line in data.splitlines(keepends=True) if _is_before(line, first_step))
+    if kept != data:
+        temporary = path.with_name(f".{path.name}.partial")
+        temporary.write_bytes(kept)
+        os.replace(temporary, path)
+
+
+def _is_before(line: bytes, first_step: int) -> bool:
+    if not line.endswith(b"\n"):
+        return False  # what a kill left of a line
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return False  # nobody could read it
+    return isinstance(step, int) and step < first_step

@@ -122,6 +122,7 @@ VOCABULARY: dict[str, dict[str, str]] = {
         "tokens_per_microbatch": "at most this many tokens run forward at once",
         "algorithms": "dict: name -> Algorithm",
         "companions": "the models beside the policy (reference, critic, teacher), as a Companions; None: there is none",
+        "config": "the run's resolved settings as TOML: from them another rank composes the same run",
     },
     "inference": {
         "model": "the model's name or path",
@@ -131,6 +132,7 @@ VOCABULARY: dict[str, dict[str, str]] = {
     "loggers": {
         "folder": "the run's folder",
         "settings": "the run's resolved settings",
+        "first_step": "the step, from 0, that this process begins with: above 0 where a run is resumed",
     },
 }
 """Kind -> name -> what it is. `metrics` are the `@metric` methods of an environment."""

@@ -16,6 +16,13 @@ from rollouts.lazy import lazy_face
 
 if TYPE_CHECKING:
     from rollouts.training.backends.futures import ImmediateTrainFuture, TrainFuture
+    from rollouts.training.backends.pytorch_factory import (
+        PyTorchTrainingBackend,
+        create_adamw_optimizer,
+        create_cross_entropy_loss,
+        create_pytorch_backend,
+        create_warmup_cosine_scheduler,
+    )
     from rollouts.training.datasets.buffer import DataBuffer
     from rollouts.training.datasets.sft import collate_batch, prepare_sft_batch
     from rollouts.training.loops.rl_batch import RLTrainingConfig
@@ -29,6 +36,7 @@ __all__ = [
     "AsyncRolloutManager",
     "DataBuffer",
     "ImmediateTrainFuture",
+    "PyTorchTrainingBackend",
     "RLTrainingConfig",
     "RolloutConfig",
     "SFTTrainingConfig",
@@ -36,6 +44,10 @@ __all__ = [
     "TrainFuture",
     "TrainingBackend",
     "collate_batch",
+    "create_adamw_optimizer",
+    "create_cross_entropy_loss",
+    "create_pytorch_backend",
+    "create_warmup_cosine_scheduler",
     "load_hf_model",
     "prepare_sft_batch",
     "run_rl_training",
@@ -44,6 +56,13 @@ __all__ = [
 
 _HOMES = {
     "backends.futures": ("ImmediateTrainFuture", "TrainFuture"),
+    "backends.pytorch_factory": (
+        "PyTorchTrainingBackend",
+        "create_adamw_optimizer",
+        "create_cross_entropy_loss",
+        "create_pytorch_backend",
+        "create_warmup_cosine_scheduler",
+    ),
     "datasets.buffer": ("DataBuffer",),
     "datasets.sft": ("collate_batch", "prepare_sft_batch"),
     "loops.rl_batch": ("RLTrainingConfig",),

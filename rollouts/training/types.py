@@ -5,14 +5,24 @@ Plain data, no torch: a batch can travel to other ranks. Rows come from `rollout
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
 from rollouts.training.backends.futures import TrainFuture
 
-__all__ = ["Anchor", "Companions", "ForwardOutput", "Row", "StepResult", "TrainBatch", "TrainingBackend", "Unit"]
+__all__ = [
+    "Anchor",
+    "Companions",
+    "ForwardOutput",
+    "RankServer",
+    "Row",
+    "StepResult",
+    "TrainBatch",
+    "TrainingBackend",
+    "Unit",
+]
 
 Unit = Literal["token", "rollout", "pair"]
 """What a loss returns one value for."""
@@ -105,6 +115,15 @@ class StepResult(NamedTuple):
     version: int
 
 
+@runtime_checkable
+class RankServer(Protocol):
+    """What a distributed backend's factory gives on the ranks above 0, where rank 0 gets the TrainingBackend."""
+
+    def serve(self) -> None:
+        """Carry out rank 0's commands until the run is over. Raises where a command fails here."""
+        ...
+
+
 class TrainingBackend(Protocol):
     """Holds model and optimizer. Every call returns a future at once; submission order is execution order."""
 
@@ -134,12 +153,14 @@ class TrainingBackend(Protocol):
         """Replace weights by name."""
         ...
 
-    def save(self, path: str) -> TrainFuture[None]:
-        """Write weights (loadable by transformers), optimizer and counters into the folder."""
+    def save(self, path: str, state: Mapping[str, Any] | None = None) -> TrainFuture[None]:
+        """Write weights (loadable by transformers), optimizer, counters and the run's own `state` (plain data) into
+        the folder, which appears whole or not at all. Raises CheckpointError.
+        """
         ...
 
-    def load(self, path: str) -> TrainFuture[None]:
-        """Read back what `save` wrote."""
+    def load(self, path: str) -> TrainFuture[dict[str, Any]]:
+        """Read back what `save` wrote; gives the run's own `state`. Raises ConfigError, ModelError."""
         ...
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ def raising(monkeypatch, error):
 def test_help_lists_the_commands(capsys):
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
-    for name in ("run", "sft", "config", "plugins"):
+    for name in ("run", "sft", "resume", "export", "config", "plugins"):
         assert f"\n  {name} " in out
 
 
@@ -44,7 +44,8 @@ def test_version(capsys):
     [
         (
             ["rum"],
-            "error: `rollouts` has no command 'rum'\ndid you mean: rollouts run?\ncommands: run, sft, config, plugins",
+            "error: `rollouts` has no command 'rum'\ndid you mean: rollouts run, rollouts resume?\n"
+            "commands: run, sft, resume, export, config, plugins",
         ),
         (["configs/a.toml"], "type: rollouts run configs/a.toml"),
         (
@@ -59,7 +60,7 @@ def test_version(capsys):
         (["run", "a.toml", "b.toml"], "unexpected extra argument"),
         (["run", "calculator"], "type `--env calculator`"),
         (["run", "--steps", "many"], 'error: --steps: expected a whole number; got "many"\nfor example: --steps 3'),
-        (["run", "--mode", "lr"], 'error: --mode: expected one of: rl, sft; got "lr"'),
+        (["run", "--mode", "lr"], 'error: --mode: expected one of: rl, sft, sft+rl; got "lr"'),
         (["run", "--lr", "-1"], "error: --lr: must be more than 0; got -1"),
         (["plugins", "lst"], "error: `rollouts plugins` has no command 'lst'\ndid you mean: rollouts plugins list?\n"),
         (["plugins", "list", "--env.digits", "3"], "error: `rollouts plugins` takes no settings"),

@@ -34,13 +34,14 @@ def groups():
     return [Group(0, task, (Episode((0, 0), task, [trajectory], Score(1.0), {}),))]
 
 
-def watch(*, terminal=False, status="done", steps=4, **changed):
+def watch(*, terminal=False, status="done", steps=4, first=0, **changed):
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=terminal, width=100, highlight=False, soft_wrap=True)
     progress = Progress(console)
     progress.begin(plan(steps=steps, **changed), Path("runs/x"), ["the template drops thinking"])
-    progress.evaluation("before", EVALUATION)
-    for step in range(steps):
+    if not first:
+        progress.evaluation("before", EVALUATION)
+    for step in range(first, steps):
         progress.step(step, METRICS, groups())
     progress.evaluation("after", EVALUATION | {"reward_mean": 0.75})
     summary = {
@@ -50,8 +51,14 @@ def watch(*, terminal=False, status="done", steps=4, **changed):
         "cpu_seconds": 9.0,
         "evaluation": {"before": EVALUATION, "after": EVALUATION | {"reward_mean": 0.75, "parts": {"right": 0.75}}},
     }
-    progress.end(summary)
+    progress.end(summary | ({"resumed_from": first} if first else {}))
     return stream.getvalue()
+
+
+def test_a_resumed_run_counts_what_this_process_does():
+    text = watch(first=2, steps=100)
+    assert "step 3/100" in text and "step 2/100" not in text
+    assert "98 more steps in 12 s" in text and "│ reward, sampled │  0.250 │ 0.750 │" in text
 
 
 def test_plain_lines():

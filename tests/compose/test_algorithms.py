@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rollouts.compose import make_plan
-from rollouts.compose.describe import describe, memory_words, objective_words
+from rollouts.compose.describe import describe, objective_words
 from rollouts.compose.manifest import make_manifest
 from rollouts.config import load_file, merge, resolve, take_dotted_flags, to_toml
 from rollouts.errors import ConfigError, SignatureError
@@ -578,20 +578,6 @@ def test_every_part_has_its_words():
         "aggregation token_mean; mix minimum; select top(count=3); shaping overlong; correction truncated"
     )
     assert objective_words(plan(loss="dpo").algorithm) == "dpo; aggregation pair_mean; pairs best_worst"
-
-
-def test_the_memory_of_models_beside_the_policy():
-    def gib(**settings):
-        words = memory_words(plan(**settings))
-        return float(words.partition("about ")[2].split()[0]), words
-
-    alone, _ = gib(kl="none")
-    reference, words = gib(kl="rk3_loss")
-    assert "and the reference policy" in words and reference >= alone
-    assert "AdamW and the teacher (0.4 M)" in gib(loss="opd", teacher="tiny")[1]
-    assert "AdamW and the critic (0.4 M)" in gib(loss="ppo", critic="tiny")[1]
-    assert "gradients and AdamW;" in gib(loss="ppo", critic="head")[1]
-    assert "not known" in memory_words(plan(loss="opd", teacher="nobody/has-this"))
 
 
 def test_the_manifest_names_what_later_stages_bring():

@@ -93,3 +93,10 @@ def test_a_flag_name_is_read_back_to_its_path(path, text):
     for key in path:
         tree = tree[key]
     assert tree == read_flag(text)
+
+
+def test_a_component_of_the_supervised_phase_is_named_and_told_its_settings():
+    for argv in (["--sft.env", "a", "--sft.env.b", "2"], ["--sft.env.b", "2", "--sft.env", "a"]):
+        rest, tree = take_dotted_flags(argv)
+        assert rest == [] and tree == {"sft": {"env": {"name": read_flag("a"), "b": read_flag("2")}}}
+    assert take_dotted_flags(["--sft.steps", "3"])[1] == {"sft": {"steps": read_flag("3")}}

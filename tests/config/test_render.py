@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollouts.config.render import to_toml
 from rollouts.config.resolving import resolve
-from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE, SCHEDULED, SINGLE, setting_infos
+from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE, SCHEDULED, SFT, SINGLE, setting_infos
 from rollouts.config.values import toml_value
 from rollouts.errors import ConfigError
 from rollouts.plugins.signature import REQUIRED, Setting
@@ -32,6 +32,8 @@ def core_value(info):
         return st.sampled_from(info.choices)
     if info.name == "schedule":
         return SCHEDULES
+    if info.name == "sft":
+        return st.deferred(lambda: PHASES)
     if info.default is None:
         return st.none() | st.floats(1e-9, 1.0)
     if isinstance(info.default, float):
@@ -54,13 +56,31 @@ SCHEDULES = st.lists(st.integers(1, 2**20), unique=True, max_size=3).flatmap(
     lambda steps: st.tuples(*(st.builds(lambda table, at=at: {"step": at, **table}, STAGE) for at in steps)).map(list)
 )
 
+PHASES = st.fixed_dictionaries(
+    {},
+    optional={
+        **{
+            info.name: core_value(info)
+            for info in setting_infos()
+            if info.name in SFT and info.name not in COMPONENT_KINDS
+        },
+        **{key: component(key) for key in SFT if key in COMPONENT_KINDS},
+    },
+)
+
+
+def in_its_mode(tree):
+    """The supervised phase has settings of its own in one mode only."""
+    return tree | {"mode": "sft+rl"} if tree.get("sft") else tree
+
+
 TREES = st.fixed_dictionaries(
     {},
     optional={
         **{info.name: core_value(info) for info in setting_infos() if info.name not in COMPONENT_KINDS},
         **{key: component(key) for key in COMPONENT_KINDS},
     },
-)
+).map(in_its_mode)
 
 
 @settings(deadline=None, max_examples=60)

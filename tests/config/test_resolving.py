@@ -70,6 +70,16 @@ def test_sft_has_its_own_default_loss():
     assert resolved('mode = "sft"\nloss = "ppo"').settings.loss == "ppo"
 
 
+def test_the_supervised_phase_has_settings_of_its_own():
+    file = 'mode = "sft+rl"\nsteps = 9\n[sft]\nsteps = 5\nlr = 1e-3\n[sft.env]\ndigits = 1\n'
+    result = resolved(file, "--sft.steps", "7", "--sft.env.name", "e", "--sft.lora-rank", "0", env="e")
+    assert (result.settings.steps, result.settings.loss) == (9, "grpo")
+    found = result.settings.sft
+    assert list(found) == ["steps", "lr", "env", "lora_rank"]
+    assert (found["steps"], found["lr"], found["lora_rank"]) == (7, 1e-3, 0)
+    assert found["env"]["digits"] == 1 and found["env"]["name"].value == "e"
+
+
 @pytest.mark.parametrize(
     ("key", "text", "expected"),
     [
@@ -193,6 +203,21 @@ def test_merge_changes_no_argument():
         ("[reward.a]\nweight = inf", r"must be finite"),
         ("reward = [{weight = 1}]", r"needs a `name`"),
         ('loss = ""', r"--loss NAME"),
+        ("sft = 3", r"^a\.toml, line 1: sft: expected a table, such as `--sft.steps 50`"),
+        (
+            'mode = "sft+rl"\n[sft]\nstpes = 3',
+            r"line 3: sft\.stpes: 'stpes' is no setting\ndid you mean: steps\?\nthe supervised phase has: steps, lr",
+        ),
+        (
+            'mode = "sft+rl"\n[sft]\nseed = 3',
+            r"line 3: sft\.seed: 'seed' is the same in both phases, or is for rollouts",
+        ),
+        ('mode = "sft+rl"\n[sft]\nsteps = -3', r"line 3: sft\.steps: must be at least 0; got -3"),
+        ('mode = "sft+rl"\n[sft]\nsteps = 2.5', r"line 3: sft\.steps: expected a whole number; got 2.5"),
+        (
+            "[sft]\nsteps = 3",
+            r"line 2: sft\.steps: it is for .* this run is of mode rl\ntype: rollouts run --mode sft\+rl",
+        ),
     ],
 )
 def test_what_a_file_gets_wrong_is_said_with_its_line(file, words):
@@ -211,6 +236,9 @@ def test_what_a_file_gets_wrong_is_said_with_its_line(file, words):
             r"^--reward\.evn\.weight: no reward with the alias 'evn'.*\ndid you mean: --reward\.env\?",
         ),
         (["--reward.env", "3"], r"^--reward\.env: expected a table"),
+        (["--sft.stpes", "3"], r"^--sft\.stpes: 'stpes' is no setting\ndid you mean: --sft\.steps\?"),
+        (["--sft.kl.coef", "3"], r"^--sft\.kl\.coef: 'kl' is the same in both phases, or is for rollouts"),
+        (["--sft.steps", "3"], r"^--sft\.steps: it is for the supervised phase of mode sft\+rl"),
         (["--template", "3"], None),
     ],
 )

@@ -28,7 +28,9 @@ from rollouts.training.algorithms.recipes import (
 )
 from rollouts.training.algorithms.references import frozen
 from rollouts.training.algorithms.selectors import reward_at_least
+from rollouts.training.backends.crew import Alone
 from rollouts.training.backends.torch import TorchBackend, TorchSettings
+from rollouts.training.backends.trainer import Trainer
 from rollouts.training.batching import part_batch
 from rollouts.training.loops.rl_batch import RLTrainingConfig, complete_batch, prepare_rl_batch
 from rollouts.training.rollout_gen import Group
@@ -60,7 +62,11 @@ def pull(backend, generator):
 def train(model, algorithm, *, steps=40, companions=None, minibatches=1, reward=None):
     """The expected reward before and after."""
     backend = TorchBackend(
-        copy.deepcopy(model), {"main": algorithm}, TorchSettings(lr=3e-3, warmup_steps=0), companions=companions
+        Alone(
+            Trainer(
+                copy.deepcopy(model), {"main": algorithm}, TorchSettings(lr=3e-3, warmup_steps=0), companions=companions
+            )
+        )
     )
     generator = torch.Generator().manual_seed(0)
     config = RLTrainingConfig(steps, response_tokens_max=4, minibatches=minibatches)

@@ -1,6 +1,10 @@
-"""Names of models: what cannot be loaded is told in one message, with what to do."""
+"""Names of models: adapters are merged into theirs; what cannot be loaded is told in one message, with what to do."""
 
 from __future__ import annotations
+
+import json
+import shutil
+import warnings
 
 import pytest
 import torch
@@ -53,3 +57,221 @@ def test_a_hub_that_cannot_be_reached(monkeypatch):
         models.load_hf_model("someone/some-model")
     message = str(caught.value)
     assert "'someone/some-model'" in message and "--model tiny" in message and "long story" not in message
+
+
+# --- adapters -------------------------------------------------------------------------------------------------------
+
+PROBE = torch.arange(20)[None]
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(PROBE).logits
+
+
+def save_adapter(folder, base, *, seed=1, **settings):
+    """A LoRA adapter in peft's format, with deltas that are not 0; gives the logits of base and adapter."""
+    from peft import LoraConfig, get_peft_model
+
+    model = models.load_hf_model(str(base), device="cpu")
+    config = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted = get_peft_model(model, config)
+    torch.manual_seed(seed)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    adapted.save_pretrained(str(folder), save_embedding_layers=False)
+    return logits(adapted.eval())
+
+
+def edit(folder, **changes):
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.fixture
+def base(tiny, tmp_path):
+    tiny.qwen3(tied=True).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_rslora": True, "lora_alpha": 16}, {"use_dora": True}], ids=str)
+def test_an_adapter_is_merged_as_peft_does(base, tmp_path, settings):
+    from peft import PeftModel
+
+    live = save_adapter(tmp_path / "adapter", base, **settings)
+    model = models.load_hf_model(str(tmp_path / "adapter"), device="cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = PeftModel.from_pretrained(models.load_hf_model(str(base), device="cpu"), str(tmp_path / "adapter"))
+        theirs = theirs.merge_and_unload()
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.state_dict().values(), theirs.state_dict().values(), strict=True)
+    )
+    assert list(model.state_dict()) == list(models.load_hf_model(str(base), device="cpu").state_dict()), "plain again"
+    assert all(parameter.requires_grad for parameter in model.parameters()) and not model.training
+    assert (logits(model) - live).abs().max() < 1e-4
+    assert (logits(model) - logits(models.load_hf_model(str(base), device="cpu"))).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_rounds_the_sum_once(base, tmp_path, dtype):
+    save_adapter(tmp_path / "adapter", base)
+    exact = models.load_hf_model(str(tmp_path / "adapter"), device="cpu")
+    half = models.load_hf_model(str(tmp_path / "adapter"), dtype=dtype, device="cpu")
+    plain = models.load_hf_model(str(base), dtype=dtype, device="cpu")
+    assert half.dtype == getattr(torch, dtype)
+    for name, value in half.state_dict().items():
+        assert torch.equal(value, exact.state_dict()[name].to(value.dtype))
+    buffers = [(name, value.dtype) for name, value in plain.named_buffers()]
+    assert [(name, value.dtype) for name, value in half.named_buffers()] == buffers
+    assert torch.float32 in [dtype for _, dtype in buffers], "frequencies are never rounded"
+
+
+def test_adapters_of_adapters(base, tmp_path):
+    """An adapter that was trained on another one names its folder, and both are merged."""
+    first, second, sibling = (tmp_path / name for name in ("first", "second", "sibling"))
+    save_adapter(first, base)
+    live = save_adapter(second, first, seed=2)
+    save_adapter(sibling, base, seed=2)
+    assert json.loads((second / "adapter_config.json").read_text())["base_model_name_or_path"] == str(first)
+    assert models.adapters_beneath(str(second)) == (str(base), (str(first), str(second)))
+    assert models.adapters_beneath(str(sibling)) == (str(base), (str(sibling),))
+    model = models.load_hf_model(str(second), device="cpu")
+    assert (logits(model) - live).abs().max() < 1e-4
+    assert (logits(model) - logits(models.load_hf_model(str(sibling), device="cpu"))).abs().max() > 1e-2
+    edit(first, base_model_name_or_path=str(second))
+    with pytest.raises(ModelError, match="trained on itself"):
+        models.load_hf_model(str(second))
+
+
+def test_the_base_is_found_where_it_is_now(base, tmp_path, monkeypatch):
+    adapter = tmp_path / "adapter"
+    save_adapter(adapter, "tiny")
+    for name in ("tiny", "/opt/other/site-packages/rollouts/tiny", "C:\\lib\\rollouts\\tiny"):
+        edit(adapter, base_model_name_or_path=name)
+        assert models.adapters_beneath(str(adapter)) == (str(models.TINY_PATH), (str(adapter),))
+    monkeypatch.chdir(tmp_path)
+    save_adapter(tmp_path / "relative", "base")
+    stored = json.loads((tmp_path / "relative" / "adapter_config.json").read_text())
+    assert stored["base_model_name_or_path"] == str(base), "whole, so that it is found from elsewhere too"
+    edit(adapter, base_model_name_or_path="someone/some-model")
+    assert models.adapters_beneath("adapter") == ("someone/some-model", ("adapter",))
+
+
+def test_a_run_of_two_phases_can_be_moved(base, tmp_path):
+    one = tmp_path / "old" / "sft" / "checkpoints" / "step_000002"
+    two = tmp_path / "old" / "rl" / "checkpoints" / "step_000003"
+    save_adapter(one, base)
+    live = save_adapter(two, one, seed=2)
+    (tmp_path / "old").rename(tmp_path / "new")
+    moved = tmp_path / "new" / "rl" / "checkpoints" / "step_000003"
+    assert (logits(models.load_hf_model(str(moved), device="cpu")) - live).abs().max() < 1e-4
+    shutil.rmtree(tmp_path / "new" / "sft" / "checkpoints" / "step_000002")
+    with pytest.raises(ModelError, match=r"was trained on the model in .*old.*step_000002, and there is no such"):
+        models.load_hf_model(str(moved))
+
+
+def test_the_tokenizer_of_an_adapter(tmp_path):
+    save_adapter(tmp_path / "adapter", "tiny")
+    tokenizer = models.load_tokenizer(str(tmp_path / "adapter"))
+    assert tokenizer.chat_template == models.load_tokenizer("tiny").chat_template
+    tokenizer.chat_template = "{{ messages }}"
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    assert models.load_tokenizer(str(tmp_path / "adapter")).chat_template == "{{ messages }}"
+    save_adapter(tmp_path / "second", tmp_path / "adapter")
+    assert models.load_tokenizer(str(tmp_path / "second")).chat_template == "{{ messages }}"
+
+
+def damage_weights(folder, base, tiny):
+    path = folder / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:300])
+
+
+def lose_weights(folder, base, tiny):
+    (folder / "adapter_model.safetensors").unlink()
+
+
+def damage_config(folder, base, tiny):
+    (folder / "adapter_config.json").write_text("{")
+
+
+def list_config(folder, base, tiny):
+    (folder / "adapter_config.json").write_text("[]")
+
+
+def no_base(folder, base, tiny):
+    edit(folder, base_model_name_or_path=None)
+
+
+def lost_base(folder, base, tiny):
+    edit(folder, base_model_name_or_path="/models/lost")
+
+
+def empty_base(folder, base, tiny):
+    (base / "config.json").unlink()
+
+
+def other_architecture(folder, base, tiny):
+    save_model(base, tiny.gpt2())
+
+
+def deeper_base(folder, base, tiny):
+    save_model(base, tiny.qwen3(layers=3))
+    edit(folder, target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "gate_proj"])
+
+
+def shallower_base(folder, base, tiny):
+    save_model(base, tiny.qwen3(layers=1))
+    edit(folder, target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "gate_proj"])
+
+
+def other_rank(folder, base, tiny):
+    edit(folder, r=4)
+
+
+def other_kind(folder, base, tiny):
+    edit(folder, peft_type="NEVER_HEARD_OF")
+
+
+def save_model(folder, model):
+    shutil.rmtree(folder)
+    model.save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (damage_weights, "the adapter in .* cannot be read"),
+        (lose_weights, "has no adapter_model.safetensors"),
+        (damage_config, "adapter_config.json in .* cannot be read"),
+        (list_config, "must hold an object"),
+        (no_base, 'does not say on which model it was trained; write .* as "base_model_name_or_path"'),
+        (lost_base, "trained on the model in /models/lost, and there is no such folder here; .*write its folder"),
+        (empty_base, r"the adapter in .* needs its model: .* holds no config\.json"),
+        (other_architecture, "does not fit the model that it names, .*base: "),
+        (deeper_base, r"does not fit the model that it names, .*layers\.2\..*, and the other does not"),
+        (shallower_base, r"does not fit the model that it names, .*layers\.1\..*, and the other does not"),
+        (other_rank, "does not fit the model that it names, .*size mismatch"),
+        (other_kind, "NEVER_HEARD_OF"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_adapters_that_cannot_be_used(tiny, base, tmp_path, spoil, words):
+    folder = tmp_path / "adapter"
+    save_adapter(folder, base)
+    spoil(folder, base, tiny)
+    with pytest.raises(ModelError, match=words):
+        models.load_hf_model(str(folder), device="cpu")
+
+
+def test_an_adapter_of_the_hub_is_told_so(tiny, monkeypatch):
+    from transformers import AutoModelForCausalLM
+
+    model = tiny.qwen3()
+    model._hf_peft_config_loaded = True
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name, **settings: model)
+    with pytest.raises(ModelError, match="hf download someone/some-lora"):
+        models.load_hf_model("someone/some-lora")

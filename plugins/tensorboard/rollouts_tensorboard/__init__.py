@@ -12,7 +12,8 @@ __all__ = ["TensorBoardLogger"]
 
 
 class TensorBoardLogger:
-    """Write every metric as a scalar, and the run's settings as text, to `folder/subfolder`.
+    """Write every metric as a scalar, and the run's settings as text, to `folder/subfolder`. A run that is resumed at
+    `first_step` hides what it had logged from there on.
 
     Args:
         subfolder: where in the run folder the event files go
@@ -23,10 +24,21 @@ class TensorBoardLogger:
     """
 
     def __init__(
-        self, folder: str | Path, settings: Any, *, subfolder: str = "tensorboard", flush_seconds: int = 10
+        self,
+        folder: str | Path,
+        settings: Any,
+        first_step: int,
+        *,
+        subfolder: str = "tensorboard",
+        flush_seconds: int = 10,
     ) -> None:
         library = import_library("tensorboardX", logger="tensorboard", install="rollouts-tensorboard")
-        self._writer = library.SummaryWriter(str(Path(folder) / subfolder), flush_secs=flush_seconds)
+        self._writer = library.SummaryWriter(
+            str(Path(folder) / subfolder),
+            flush_secs=flush_seconds,
+            purge_step=first_step,
+            filename_suffix=f".{first_step:06d}",  # the rest of the name is a time in seconds
+        )
         text = json.dumps(plain_settings(settings), indent=2, ensure_ascii=False)
         self._writer.add_text("settings", "\n".join("    " + line for line in text.splitlines()))
 

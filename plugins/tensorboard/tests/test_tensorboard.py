@@ -29,7 +29,7 @@ def read_events(folder):
 
 @pytest.mark.filterwarnings("ignore")  # TensorBoard's own imports
 def test_scalars_and_settings_come_back(tmp_path):
-    logger = TensorBoardLogger(tmp_path, {"env": "calculator"})
+    logger = TensorBoardLogger(tmp_path, {"env": "calculator"}, 0)
     assert isinstance(logger, MetricsLogger)
     logger.log({"reward/mean": 0.5, "policy/loss": float("nan")}, step=3)
     logger.log({"reward/mean": 0.75}, step=4)
@@ -40,10 +40,28 @@ def test_scalars_and_settings_come_back(tmp_path):
     assert any(b"calculator" in value for _, tag, value in events if tag.startswith("settings"))
 
 
+@pytest.mark.filterwarnings("ignore")  # TensorBoard's own imports
+def test_a_resumed_run_hides_the_steps_that_it_takes_again(tmp_path):
+    """As TensorBoard itself reads the folder: one value a step."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for first_step, steps in ((0, range(4)), (2, range(2, 5))):
+        logger = TensorBoardLogger(tmp_path, {}, first_step)
+        for step in steps:
+            logger.log({"reward/mean": step / 8 + first_step}, step=step)
+        logger.close()
+    found = EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert [(event.step, event.value) for event in found.Scalars("reward/mean")] == [
+        *((step, step / 8) for step in range(2)),
+        *((step, step / 8 + 2) for step in range(2, 5)),
+    ]
+
+
 def test_a_missing_library_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(UserError, match=r"`pip install rollouts-tensorboard`"):
-        TensorBoardLogger(tmp_path, {})
+        TensorBoardLogger(tmp_path, {}, 0)
 
 
 def test_importing_the_plugin_imports_no_library():

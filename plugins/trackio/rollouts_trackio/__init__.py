@@ -11,7 +11,8 @@ __all__ = ["TrackioLogger"]
 
 
 class TrackioLogger:
-    """Log every step to one Trackio run, which is the same one again when the run folder is continued.
+    """Log every step to one Trackio run, which is the same one again when the run folder is continued. Trackio takes no
+    step back: those that it has already are not sent again.
 
     Args:
         project: the Trackio project
@@ -28,6 +29,7 @@ class TrackioLogger:
         self,
         folder: str | Path,
         settings: Any,
+        first_step: int,
         *,
         project: str = "rollouts",
         name: str = "",
@@ -47,10 +49,13 @@ class TrackioLogger:
             auto_log_gpu=system_metrics,
             auto_log_cpu=system_metrics,
         )
+        # What Trackio would number the next row as, if it were not told: one more than the last row that it has.
+        self._next_step = max(first_step, getattr(self._run, "_next_step", 0))
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """One row of the run's history."""
-        self._run.log(dict(metrics), step=step)
+        if step >= self._next_step:
+            self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
         """Send what is pending and finish the run."""

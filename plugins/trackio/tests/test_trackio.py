@@ -19,10 +19,11 @@ RUN = """
 import sys
 from rollouts.loggers import MetricsLogger
 from rollouts_trackio import TrackioLogger
-for step in (3, 4):  # the second time the same folder is continued
-    logger = TrackioLogger(sys.argv[1], {"env": {"digits": 2}}, project="p")
+for first, last in ((0, 2), (1, 4)):  # the second time the same folder is continued, a step of it again
+    logger = TrackioLogger(sys.argv[1], {"env": {"digits": 2}}, first, project="p")
     assert isinstance(logger, MetricsLogger)
-    logger.log({"reward/mean": step / 8, "policy/loss": float("nan")}, step=step)
+    for step in range(first, last):
+        logger.log({"reward/mean": step / 8, "policy/loss": float("nan")}, step=step)
     logger.close()
 import trackio
 (run,) = trackio.Api().runs("p")
@@ -44,7 +45,7 @@ def test_a_local_run_is_written_and_continued(tmp_path):
     assert "found run-7 {'digits': 2}" in python(RUN, str(tmp_path / "run-7"), **kept)
     asked = ["get", "metric", "--project", "p", "--run", "run-7", "--metric", "reward/mean", "--json"]
     values = json.loads(python(READ, *asked, **kept))["values"]
-    assert [(value["step"], value["value"]) for value in values] == [(3, 0.375), (4, 0.5)]
+    assert [(value["step"], value["value"]) for value in values] == [(step, step / 8) for step in range(4)]
 
 
 def test_settings_reach_the_library(tmp_path, monkeypatch):
@@ -54,7 +55,7 @@ def test_settings_reach_the_library(tmp_path, monkeypatch):
     )
     fake = types.SimpleNamespace(init=lambda **settings: calls.append(settings) or run)
     monkeypatch.setitem(sys.modules, "trackio", fake)
-    logger = TrackioLogger(tmp_path / "run-7", {"reward": ("env:1",)}, project="p", space_id="me/space")
+    logger = TrackioLogger(tmp_path / "run-7", {"reward": ("env:1",)}, 0, project="p", space_id="me/space")
     logger.log({"x": 1.0}, step=2)
     logger.close()
     settings, *rest = calls
@@ -66,7 +67,7 @@ def test_settings_reach_the_library(tmp_path, monkeypatch):
 def test_a_missing_library_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "trackio", None)
     with pytest.raises(UserError, match=r"`pip install rollouts-trackio`"):
-        TrackioLogger(tmp_path, {})
+        TrackioLogger(tmp_path, {}, 0)
 
 
 def test_importing_the_plugin_imports_no_library():

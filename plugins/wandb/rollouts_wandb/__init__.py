@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import uuid
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +13,8 @@ __all__ = ["WandbLogger"]
 
 
 class WandbLogger:
-    """Log every step to one W&B run, which is the same one again when the run folder is continued.
+    """Log every step to one W&B run, which is the same one again when the run folder is continued: its id stands in
+    `wandb_run_id.txt`. W&B takes no step back: those that it has already are not sent again.
 
     Args:
         project: the W&B project
@@ -30,6 +31,7 @@ class WandbLogger:
         self,
         folder: str | Path,
         settings: Any,
+        first_step: int,
         *,
         project: str = "rollouts",
         name: str = "",
@@ -47,7 +49,7 @@ class WandbLogger:
                 group=group or None,
                 mode=mode,
                 dir=str(folder),
-                id=hashlib.sha256(f"{folder}".encode()).hexdigest()[:16],
+                id=_run_id(folder),
                 resume="allow" if mode == "online" else None,  # offline, the same id is enough for `wandb sync`
                 config=plain_settings(settings),
                 settings=wandb.Settings(silent=True, console="off"),
@@ -57,11 +59,22 @@ class WandbLogger:
                 f"W&B did not start a run in project {project!r}: {error}; type `wandb login`, "
                 "or use `--logger.wandb.mode offline`"
             ) from error
+        self._next_step = max(first_step, int(self._run.step))
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """One row of W&B's history."""
-        self._run.log(dict(metrics), step=step)
+        if step >= self._next_step:
+            self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
         """Upload (or, offline, write) what is pending and finish the run."""
         self._run.finish()
+
+
+def _run_id(folder: Path) -> str:
+    """The id that W&B knows this run folder by; a new folder gets a new one, whatever stood at its place before."""
+    path = folder / "wandb_run_id.txt"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(uuid.uuid4().hex[:16] + "\n")
+    return path.read_text().strip()

@@ -18,7 +18,7 @@ RUN = """
 import sys
 from rollouts.loggers import MetricsLogger
 from rollouts_wandb import WandbLogger
-logger = WandbLogger(sys.argv[1], {"env": {"digits": 2}}, project="p", mode="offline")
+logger = WandbLogger(sys.argv[1], {"env": {"digits": 2}}, 0, project="p", mode="offline")
 assert isinstance(logger, MetricsLogger)
 logger.log({"reward/mean": 0.625, "policy/loss": float("nan")}, step=3)
 logger.close()
@@ -53,8 +53,11 @@ def fake(monkeypatch):
     module = types.ModuleType("wandb")
     module.Error, module.Settings, module.calls = FakeError, dict, []
     run = types.SimpleNamespace(
-        log=lambda metrics, step: module.calls.append((metrics, step)), finish=lambda: module.calls.append("finish")
+        log=lambda metrics, step: module.calls.append((metrics, step)),
+        finish=lambda: module.calls.append("finish"),
+        step=0,
     )
+    module.run = run
     module.init = lambda **settings: module.calls.append(settings) or run
     monkeypatch.setitem(sys.modules, "wandb", module)
     return module
@@ -62,7 +65,7 @@ def fake(monkeypatch):
 
 def test_the_same_folder_continues_the_same_run(fake, tmp_path):
     for folder in ("a", "a", "b"):
-        logger = WandbLogger(tmp_path / folder, {"seed": 0})
+        logger = WandbLogger(tmp_path / folder, {"seed": 0}, 0)
         logger.log({"x": 1.0}, step=0)
         logger.close()
     first, second, third = (call for call in fake.calls if isinstance(call, dict))
@@ -77,13 +80,28 @@ def test_nobody_logged_in_says_what_to_type(fake, tmp_path):
 
     fake.init = refuse
     with pytest.raises(ConfigError, match=r"no API key; type `wandb login`.*mode offline"):
-        WandbLogger(tmp_path, {})
+        WandbLogger(tmp_path, {}, 0)
+
+
+def test_steps_that_are_there_already_are_not_sent_again(fake, tmp_path):
+    fake.run.step = 3  # as W&B says of a run that it resumed
+    logger = WandbLogger(tmp_path / "run", {}, 2)
+    for step in range(2, 5):
+        logger.log({"x": 1.0}, step=step)
+    assert [call[1] for call in fake.calls if isinstance(call, tuple)] == [3, 4]
+
+
+def test_a_new_folder_at_the_same_place_is_a_new_run(fake, tmp_path):
+    for _ in range(2):
+        WandbLogger(tmp_path / "run", {}, 0)
+        (tmp_path / "run" / "wandb_run_id.txt").unlink()
+    assert len({call["id"] for call in fake.calls}) == 2
 
 
 def test_a_missing_library_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match=r"`pip install rollouts-wandb`"):
-        WandbLogger(tmp_path, {})
+        WandbLogger(tmp_path, {}, 0)
 
 
 def test_importing_the_plugin_imports_no_library():

@@ -1,17 +1,29 @@
-"""A checkpoint folder: weights that transformers (or peft) load, the trainer's state, and a manifest that is written
-last.
+"""What is in a checkpoint folder, format 2:
 
-The folder appears under its name in one rename, whole, or not at all. `trainer.pt` holds only tensors, numbers and
-text, and is read with `weights_only=True`.
+    config.json, model*.safetensors, tokenizer   as transformers loads them; with LoRA adapter_config.json and
+                                                 adapter_model.safetensors, as peft loads them
+    trainer/                                     torch.distributed.checkpoint: the optimizer's tensors, and a critic's
+                                                 and a reference's; sharded ones load into any number of ranks
+    state.json                                   plain data: counters, random states, the run's own state
+    manifest.json                                written last: format, kind, model, size and crc32 of every file
+
+The order of calls is `begin_checkpoint` (rank 0), `write_tensors` (every rank), `write_weights` and
+`finish_checkpoint` (rank 0); or `abandon_checkpoint`. To read: `check_folder`, `read_state`, `read_weights`, and
+`read_tensors` on every rank. What `checkpoint_files` and `checkpoint_writing` offer is here too; they need no torch.
+
+The index of trainer/ (`.metadata`) is a pickle, and unpickling can run code: go on with checkpoints of your own runs
+only, and give a stranger's as --model. Then nothing is read of it but safetensors and JSON.
 """
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import copy
 import hashlib
-import json
-import os
-import pickle
-import shutil
+import random
+import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,94 +31,141 @@ import torch
 from torch import Tensor
 
 from rollouts.errors import ConfigError, ModelError
+from rollouts.training.backends.checkpoint_files import (
+    FORMAT,
+    MANIFEST,
+    STATE,
+    TRAINER,
+    best_checkpoint,
+    check_folder,
+    complete_checkpoints,
+    earlier_checkpoint,
+    last_checkpoint,
+    prune_checkpoints,
+    read_state,
+    remove_leftovers,
+)
+from rollouts.training.backends.checkpoint_writing import (
+    abandon_checkpoint,
+    begin_checkpoint,
+    cannot_write,
+    finish_checkpoint,
+)
 from rollouts.training.models import load_hf_model, load_tokenizer, no_progress_bars
 
-__all__ = ["MANIFEST", "check_folder", "model_fingerprint", "read_trainer_state", "read_weights", "write_checkpoint"]
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "STATE",
+    "TRAINER",
+    "abandon_checkpoint",
+    "begin_checkpoint",
+    "best_checkpoint",
+    "check_folder",
+    "complete_checkpoints",
+    "finish_checkpoint",
+    "last_checkpoint",
+    "model_fingerprint",
+    "prune_checkpoints",
+    "random_state",
+    "read_state",
+    "read_tensors",
+    "read_weights",
+    "remove_leftovers",
+    "saved_keys",
+    "set_random_state",
+    "write_tensors",
+    "write_weights",
+]
 
-MANIFEST = "manifest.json"
-_TRAINER = "trainer.pt"
+_ADAPTER_FILE = "adapter_model.safetensors"
 
 
-def write_checkpoint(
-    path: str, *, model: Any, kind: str, trainer_state: dict[str, Any], fingerprint: str, source: str | None = None
-) -> None:
-    """Write the folder `path`. `model` has save_pretrained; `source` is where a tokenizer can be copied from, if
-    anywhere.
+def write_tensors(folder: Path, tensors: dict[str, Any], *, alone: bool = False) -> None:
+    """Every rank: write a nested dict of tensors below `folder`, and bring it to the disk. Nothing for an empty one.
+    `alone`: this process does it by itself, though it may be a rank of something else.
 
-    A checkpoint that is there already under this name is replaced. Raises ConfigError where nothing can be written.
+    A DTensor is written in its shards, each rank its own; a plain tensor must be the same on every rank, and is written
+    once. Raises CheckpointError, on every rank where one cannot write; rank 0 then calls `abandon_checkpoint`.
     """
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.writing-{os.getpid()}")
+    if not _flat(tensors):
+        return
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_saver import save
+
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-        with no_progress_bars():
-            model.save_pretrained(str(temporary))
-        _copy_tokenizer(source, temporary)
-        torch.save(trainer_state, temporary / _TRAINER)
-        manifest = {
-            "format": 1,
-            "kind": kind,
-            "model": fingerprint,
-            "version": trainer_state["version"],
-            "files": {file.name: _settled_size(file) for file in sorted(temporary.iterdir()) if file.is_file()},
-        }
-        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-        _settled_size(temporary / MANIFEST)
-        _sync_folder(temporary)
-        _replace(temporary, target)
+        with _without_warnings():
+            save(tensors, storage_writer=_make_writer(folder / TRAINER), no_dist=alone)
+    except CheckpointException as error:
+        rank, cause = _first_failure(error)
+        raise cannot_write(folder, cause, where=rank) from error
     except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise ConfigError(f"the checkpoint {path} cannot be written: {error}") from error
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        raise cannot_write(folder, error) from error
 
 
-def check_folder(path: str, *, kind: str, fingerprint: str) -> None:
-    """Refuse a folder that is missing, unfinished, truncated (ConfigError) or of another model (ModelError)."""
-    folder = Path(path)
-    if not folder.is_dir():
+def read_tensors(path: str | Path, template: dict[str, Any], *, alone: bool = False) -> None:
+    """Every rank: fill the tensors of `template` (names and shapes as in `write_tensors`; plain or DTensor, of any
+    number of ranks) in place. What is in the folder beyond them is left alone.
+
+    Raises ConfigError where one is missing, has another shape, or cannot be read.
+    """
+    wanted = _flat(template)
+    if not wanted:
+        return
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    saved = _saved_shapes(path)
+    missing = sorted(set(wanted) - set(saved))
+    if missing:
         raise ConfigError(
-            f"there is no checkpoint {path}; give a folder that a run wrote, such as checkpoints/step_000010"
+            f"the checkpoint {path} has no tensor {missing[0]} ({len(missing)} of {len(wanted)} are missing); "
+            "give the settings of the run that wrote it"
         )
-    if not (folder / MANIFEST).is_file():
-        raise ConfigError(f"the checkpoint {path} has no {MANIFEST}, so writing it did not finish; give an earlier one")
+    for name, tensor in wanted.items():
+        shape = tuple(tensor.shape)
+        if saved[name] != shape:
+            raise ConfigError(
+                f"the checkpoint {path} has {name} with the shape {saved[name]}, and here it has {shape}; "
+                "give the settings of the run that wrote it"
+            )
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        files, found_kind, found_model = dict(manifest["files"]), str(manifest["kind"]), str(manifest["model"])
-    except (ValueError, KeyError, TypeError) as error:
+        with _without_warnings():
+            load(template, storage_reader=FileSystemReader(Path(path) / TRAINER), no_dist=alone)
+    except CheckpointException as error:
+        rank, cause = _first_failure(error)
         raise ConfigError(
-            f"the {MANIFEST} of the checkpoint {path} cannot be read: {error}; give an earlier one"
+            f"{TRAINER}/ of the checkpoint {path} cannot be read{rank}: {cause}; {earlier_checkpoint(path)}"
         ) from error
-    for name, size in files.items():
-        found = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if found != size:
-            what = "is missing" if found is None else f"has {found} bytes and not the {size} that were written"
-            raise ConfigError(f"the checkpoint {path} is damaged: {name} {what}; give an earlier one")
-    if found_kind != kind:
-        words = {"full": "all weights", "adapter": "a LoRA adapter"}
-        raise ModelError(
-            f"the checkpoint {path} holds {words.get(found_kind, found_kind)}, but this run trains {words[kind]}; "
-            "give the same lora_rank as the run that wrote it"
-        )
-    if found_model != fingerprint:
-        raise ModelError(
-            f"the checkpoint {path} was written by another model (its names and shapes of weights differ); "
-            "give the model and lora_rank of the run that wrote it"
-        )
 
 
-def read_trainer_state(path: str) -> dict[str, Any]:
-    """The optimizer and the counters. Raises ConfigError for a file that is damaged."""
+def saved_keys(path: str | Path) -> set[str]:
+    """The names of the tensors of `write_tensors`, as "optimizer.causal.lm_head.weight.exp_avg". Raises ConfigError."""
+    return set(_saved_shapes(path))
+
+
+def write_weights(
+    folder: Path, weights: Mapping[str, Tensor], *, causal: Any, adapter: Any = None, source: str | None = None
+) -> None:
+    """Rank 0: write weights as transformers loads them, or with `adapter` (a PeftModel) as peft loads them.
+
+    `weights` is the full state on the CPU by the names of the causal LM, or of peft's files (`read_adapter_weights`).
+    It alone is written: of `causal` only the class, the config and which weights are tied are used, so its own
+    parameters may be sharded or on the meta device. `source` is where the tokenizer is copied from, if anywhere.
+    Raises CheckpointError.
+    """
+    from safetensors import SafetensorError
+
     try:
-        state: dict[str, Any] = torch.load(Path(path) / _TRAINER, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-        raise ConfigError(
-            f"{_TRAINER} of the checkpoint {path} cannot be read: {error}; give an earlier one"
-        ) from error
-    return state
+        if adapter is None:
+            with no_progress_bars():
+                causal.save_pretrained(str(folder), state_dict=_tied_once(weights, causal))
+        else:
+            _write_adapter(folder, weights, adapter)
+        _copy_tokenizer(source, folder)
+    except (OSError, SafetensorError) as error:
+        raise cannot_write(folder, error) from error
 
 
 def read_weights(path: str, *, kind: str, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -122,14 +181,155 @@ def read_weights(path: str, *, kind: str, dtype: torch.dtype) -> dict[str, Tenso
         return dict(load_hf_model(path, dtype=str(dtype).removeprefix("torch."), device="cpu").state_dict())
     except (OSError, SafetensorError) as error:
         raise ConfigError(
-            f"the weights of the checkpoint {path} cannot be read: {error}; give an earlier one"
+            f"the weights of the checkpoint {path} cannot be read: {error}; {earlier_checkpoint(path)}"
         ) from error
 
 
-def model_fingerprint(named: dict[str, Tensor]) -> str:
-    """A hash of the names and shapes of weights: tells one architecture from another, not one state from another."""
+def model_fingerprint(named: Mapping[str, Tensor]) -> str:
+    """A hash of the names and shapes of weights: tells one architecture from another, not one state from another, nor
+    on how many ranks they lie.
+    """
     lines = [f"{name} {tuple(value.shape)}" for name, value in sorted(named.items())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def random_state() -> dict[str, Any]:
+    """The random generators of this process, as plain data: python's, numpy's, torch's, and those of its GPUs where it
+    has used them.
+    """
+    import numpy as np
+
+    version, numbers, gauss = random.getstate()
+    state: dict[str, Any] = {"python": [version, list(numbers), gauss], "torch": _as_text(torch.get_rng_state())}
+    found: Any = np.random.get_state(legacy=False)
+    if found["bit_generator"] == "MT19937":  # the only kind that seeds can make
+        key = base64.b64encode(found["state"]["key"].astype("<u4").tobytes()).decode()
+        state["numpy"] = [key, int(found["state"]["pos"]), int(found["has_gauss"]), float(found["gauss"])]
+    cuda: Any = torch.cuda
+    if cuda.is_available() and cuda.is_initialized():
+        state["cuda"] = [_as_text(each) for each in cuda.get_rng_state_all()]
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Restore `random_state`. Where there are fewer GPUs now, the first ones' are set. Raises ConfigError."""
+    import numpy as np
+
+    try:
+        version, numbers, gauss = state["python"]
+        random.setstate((version, tuple(numbers), gauss))
+        torch.set_rng_state(_as_bytes(state["torch"]))
+        if "numpy" in state:
+            key, position, has_gauss, cached = state["numpy"]
+            words = np.frombuffer(base64.b64decode(key), dtype="<u4")
+            np.random.set_state(("MT19937", words.astype(np.uint32), position, has_gauss, cached))
+        if "cuda" in state and torch.cuda.is_available():
+            for index, each in enumerate(state["cuda"][: torch.cuda.device_count()]):
+                torch.cuda.set_rng_state(_as_bytes(each), index)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"the random states of the checkpoint cannot be set here: {error!r}; go on with the versions of python, "
+            "numpy and torch that wrote it (manifest.json of the run says which)"
+        ) from error
+
+
+def _as_text(state: Tensor) -> str:
+    return base64.b64encode(state.cpu().numpy().tobytes()).decode()
+
+
+def _as_bytes(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+def _flat(tensors: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
+    """By the names that torch.distributed.checkpoint gives them."""
+    found: dict[str, Tensor] = {}
+    for key, value in tensors.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{name}.")
+        else:
+            assert isinstance(value, Tensor), f"{name} is a {type(value).__name__}; numbers and text go in the state"
+            found[name] = value
+    return found
+
+
+def _saved_shapes(path: str | Path) -> dict[str, tuple[int, ...] | None]:
+    """Name -> shape; None for what is no tensor, which we never write. Raises ConfigError."""
+    folder = Path(path) / TRAINER
+    if not folder.is_dir():
+        return {}
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    try:
+        found = FileSystemReader(folder).read_metadata().state_dict_metadata
+        sizes = {name: getattr(each, "size", None) for name, each in found.items()}
+        return {name: None if size is None else tuple(size) for name, size in sizes.items()}
+    except Exception as error:  # a damaged pickle can raise anything
+        raise ConfigError(
+            f"the index of {TRAINER}/ of the checkpoint {path} cannot be read: {error}; {earlier_checkpoint(path)}"
+        ) from error
+
+
+def _make_writer(folder: Path) -> Any:
+    """Writes each rank's file and brings it to the disk."""
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+    class Writer(FileSystemWriter):
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            try:
+                return super().write_data(plan, planner)
+            except RuntimeError as error:
+                # torch.save ends a file that it could not write with an error that does not say why; what it came
+                # from would be lost on the way to rank 0.
+                cause: BaseException | None = error
+                while cause is not None and not isinstance(cause, OSError):
+                    cause = cause.__cause__ or cause.__context__
+                if cause is None:
+                    raise
+                raise type(cause)(*cause.args) from error
+
+    return Writer(folder, sync_files=True)
+
+
+def _first_failure(error: Any) -> tuple[str, Exception]:
+    """Of what torch.distributed.checkpoint gathered: which rank, in words, and why."""
+    rank, (cause, _) = min(error.failures.items())
+    if not isinstance(cause, Exception):
+        raise cause  # an interrupt is not a failure to write
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return (f" by rank {rank}" if several else ""), cause
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """torch.distributed.checkpoint warns where there is no process group; that is as it should be here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
+
+
+def _tied_once(weights: Mapping[str, Tensor], causal: Any) -> dict[str, Tensor]:
+    """The same weights; those that the model ties, and that are equal, are one tensor, which transformers then writes
+    once. A full state that was gathered from shards has two.
+    """
+    once = dict(weights)
+    for name, source in (getattr(causal, "all_tied_weights_keys", None) or {}).items():
+        if name in once and source in once and torch.equal(once[name], once[source]):
+            once[name] = once[source]
+    return once
+
+
+def _write_adapter(folder: Path, weights: Mapping[str, Tensor], adapter: Any) -> None:
+    from safetensors.torch import save_file
+
+    from rollouts.training.backends.lora import ADAPTER
+
+    config = copy.copy(adapter.peft_config[ADAPTER])
+    config.inference_mode = True  # as peft writes it: who loads it by default wants to use it
+    config.save_pretrained(str(folder))
+    contiguous = {name: value.detach().contiguous() for name, value in weights.items()}
+    save_file(contiguous, str(folder / _ADAPTER_FILE), metadata={"format": "pt"})
 
 
 def _copy_tokenizer(source: str | None, folder: Path) -> None:
@@ -140,31 +340,7 @@ def _copy_tokenizer(source: str | None, folder: Path) -> None:
         tokenizer = load_tokenizer(source)
     except ModelError:
         return  # a model without a tokenizer of its own; a run that needed one refused it when it was composed
-    tokenizer.save_pretrained(str(folder))
-
-
-def _settled_size(file: Path) -> int:
-    """The file's size in bytes, once it is on the disk."""
-    with file.open("rb+") as handle:
-        os.fsync(handle.fileno())
-    return file.stat().st_size
-
-
-def _sync_folder(folder: Path) -> None:
-    if os.name == "nt":
-        return  # folders cannot be opened there
-    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _replace(temporary: Path, target: Path) -> None:
-    """Give the finished folder its name; an old folder of that name goes away only once the new one is there."""
-    old = target.with_name(f".{target.name}.old-{os.getpid()}")
-    if target.exists():
-        os.replace(target, old)
-    os.replace(temporary, target)
-    _sync_folder(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
+        tokenizer.save_pretrained(str(folder))
+    except Exception as error:  # tokenizers has no error of its own for a disk that is full
+        raise cannot_write(folder, error) from error

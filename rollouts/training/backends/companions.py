@@ -6,6 +6,7 @@ when they are asked, and their optimizer (`torch`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,16 +20,21 @@ from rollouts.training.batching import plan_layout
 from rollouts.training.models import load_hf_model
 from rollouts.training.types import Row
 
-__all__ = ["Critic", "Teacher", "load_critic", "load_teacher"]
+__all__ = ["Critic", "Teacher", "check_critic", "load_critic", "load_teacher"]
 
 
 class _Scorer:
     """A model's features of the tokens that a selection names, in its order."""
 
-    def __init__(self, causal: Any, *, bucket_saving_min: int) -> None:
+    def __init__(self, causal: Any, *, bucket_saving_min: int, share_prefix: bool = True) -> None:
         self.causal = causal
-        self.paths: ModelPaths = inspect_model(causal)
         self._bucket_saving_min = bucket_saving_min
+        self._share_prefix = share_prefix
+
+    @functools.cached_property
+    def paths(self) -> ModelPaths:
+        """How this model is run; found out at the first use."""
+        return inspect_model(self.causal, share_prefix=self._share_prefix)
 
     def features(self, rows: Sequence[Row], wanted: Sequence[Sequence[int]], like: Selection) -> Tensor:
         """[T, F], row by row and position by position as in `like`."""
@@ -89,18 +95,20 @@ class Critic(nn.Module):
     The layer begins at 0, so that the first advantages are those of no critic. It is fp32.
     """
 
-    def __init__(self, feature_count: int, *, device: torch.device, scorer: _Scorer | None = None) -> None:
+    def __init__(self, causal: Any, *, scorer: _Scorer | None = None) -> None:
         super().__init__()
-        self.linear = nn.Linear(feature_count, 1, device=device)
+        own = causal if scorer is None else scorer.causal
+        place = causal.get_input_embeddings().weight.device
+        self.linear = nn.Linear(int(own.get_output_embeddings().in_features), 1, device=place)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
         self.trunk = None if scorer is None else scorer.causal
-        self._scorer = scorer
+        self.scorer = scorer
 
     def values(self, rows: Sequence[Row], wanted: Sequence[Sequence[int]], like: Selection, features: Tensor) -> Tensor:
         """Values [T] fp32 of the states in which the tokens were chosen; `features` [T, F] are the policy's."""
-        if self._scorer is not None:
-            features = self._scorer.features(rows, wanted, like)
+        if self.scorer is not None:
+            features = self.scorer.features(rows, wanted, like)
         values: Tensor = self.linear(features.float()).squeeze(-1)
         return values
 
@@ -118,29 +126,30 @@ def load_teacher(name: str, policy: ModelPaths, *, dtype: str, device: str, top_
     return teacher
 
 
-def load_critic(name: str, policy: ModelPaths, *, dtype: str, device: str, saving: int) -> Critic:
-    """`head`: on the policy's trunk; else the model of this name, trained whole. Raises ModelError, ConfigError."""
-    place = policy.causal.get_input_embeddings().weight.device
+def load_critic(name: str, policy: Any, *, dtype: str, device: str, saving: int, share_prefix: bool = True) -> Critic:
+    """`head`: on the trunk of the causal LM `policy`; else the model of this name, trained whole.
+
+    Raises ModelError, ConfigError. Whether it can work is checked by `check_critic`, once it can be run.
+    """
     if name == "head":
-        _check_hidden(policy, "--critic head: the model")
-        return Critic(_width(policy), device=place)
-    scorer = _Scorer(load_hf_model(name, dtype=dtype, device=device), bucket_saving_min=saving)
-    _check_hidden(scorer.paths, f"--critic {name}: it")
+        return Critic(policy)
+    scorer = _Scorer(
+        load_hf_model(name, dtype=dtype, device=device), bucket_saving_min=saving, share_prefix=share_prefix
+    )
     head = scorer.causal.get_output_embeddings()
     tied = head.weight is scorer.causal.get_input_embeddings().weight
     if not tied:
         for parameter in head.parameters():  # the logits of a critic are never asked for
             parameter.requires_grad_(False)
-    return Critic(_width(scorer.paths), device=place, scorer=scorer)
+    return Critic(policy, scorer=scorer)
 
 
-def _width(paths: ModelPaths) -> int:
-    return int(paths.causal.get_output_embeddings().in_features)
-
-
-def _check_hidden(paths: ModelPaths, what: str) -> None:
+def check_critic(critic: Critic, name: str, policy: ModelPaths) -> None:
+    """Raises ConfigError where the model does not show hidden states."""
+    paths = policy if critic.scorer is None else critic.scorer.paths
     with torch.no_grad():
         ids = torch.zeros(1, 2, dtype=torch.long, device=paths.causal.get_input_embeddings().weight.device)
         features, _ = paths.body(input_ids=ids, use_cache=False)
-    if features.shape[-1] != _width(paths):
+    if features.shape[-1] != critic.linear.in_features:
+        what = "--critic head: the model" if critic.scorer is None else f"--critic {name}: it"
         raise ConfigError(f"{what} does not show the hidden states that a value head needs; type --critic with another")

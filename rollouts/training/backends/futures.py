@@ -8,6 +8,7 @@ one, so that they never overlap. Cancelling a wait leaves the job running; its r
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Generator
@@ -29,12 +30,14 @@ class TrainFuture(Generic[T]):
         self._future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def set_result(self, value: T) -> None:
-        """Resolve the future; called once, from any thread."""
-        self._future.set_result(value)
+        """Resolve the future; called once, from any thread. What was abandoned stays failed."""
+        with contextlib.suppress(concurrent.futures.InvalidStateError):
+            self._future.set_result(value)
 
     def set_exception(self, error: BaseException) -> None:
-        """Fail the future; whoever awaits it gets the error."""
-        self._future.set_exception(error)
+        """Fail the future; whoever awaits it gets the error. The first outcome stays."""
+        with contextlib.suppress(concurrent.futures.InvalidStateError):
+            self._future.set_exception(error)
 
     def done(self) -> bool:
         """True once there is a result or an error."""
@@ -72,24 +75,58 @@ class ImmediateTrainFuture(TrainFuture[T]):
         self.set_result(value)
 
 
+_Job = tuple[TrainFuture[Any], Callable[..., Any], tuple[Any, ...]]
+
+
 class TorchThread:
     """One daemon thread that runs submitted functions in order. Errors go to the future, never to the thread."""
 
     def __init__(self, name: str = "rollouts-torch", pending_max: int = 1024) -> None:
-        self._jobs: queue.Queue[tuple[TrainFuture[Any], Callable[..., Any], tuple[Any, ...]] | None] = queue.Queue(
-            pending_max
-        )
+        self._jobs: queue.Queue[_Job | None] = queue.Queue(pending_max)
+        self._current: TrainFuture[Any] | None = None
+        self._abandoned: BaseException | None = None
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, function: Callable[..., T], *args: Any) -> TrainFuture[T]:
         """Queue `function(*args)`; returns at once. Raises queue.Full when `pending_max` jobs wait."""
         future: TrainFuture[T] = TrainFuture()
-        self._jobs.put_nowait((future, function, args))
+        if self._abandoned is not None:
+            future.set_exception(self._abandoned)
+        else:
+            self._jobs.put_nowait((future, function, args))
         return future
 
-    def close(self, timeout_seconds: float = 30.0) -> None:
-        """Finish what was submitted, then end the thread."""
+    def abandon(self, error: BaseException) -> None:
+        """Fail the job under way, those that wait and all to come, from any thread: the thread itself may be stuck."""
+        self._abandoned = error
+        current = self._current
+        if current is not None:
+            current.set_exception(error)
+        with contextlib.suppress(queue.Empty):
+            while (job := self._jobs.get_nowait()) is not None:
+                job[0].set_exception(error)
+        self._jobs.put_nowait(None)
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether its jobs were failed from outside."""
+        return self._abandoned is not None
+
+    def close(self, timeout_seconds: float = 30.0, *, last: Callable[[], None] | None = None) -> None:
+        """Finish what was submitted, call `last` in the thread, and end it. A second call does nothing. One that was
+        abandoned is not waited for, and `last` is then called here.
+        """
+        if self._abandoned is not None:
+            if last is not None:
+                last()
+            return
+        if self._closed:
+            return
+        self._closed = True
+        if last is not None:
+            self.submit(last)
         self._jobs.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_seconds)
@@ -97,10 +134,12 @@ class TorchThread:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             future, function, args = job
+            self._current = future
             try:
                 value = function(*args)
             except BaseException as error:  # handed to the waiter, whatever it is
                 future.set_exception(error)
             else:
                 future.set_result(value)
+            self._current = None
             del job, future, function, args

@@ -7,6 +7,7 @@ Only the adapters are trained. Left out: adapters with dropout (ratios would not
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +15,17 @@ from torch import Tensor, nn
 
 from rollouts.errors import ConfigError, TrainingError
 
-__all__ = ["ADAPTER", "AdapterFolder", "add_lora", "load_adapter_weights", "merged_weights", "read_adapter_weights"]
+__all__ = [
+    "ADAPTER",
+    "adapter_parameters",
+    "add_lora",
+    "check_adapter_weights",
+    "merged_weights",
+    "read_adapter_weights",
+]
+
+Whole = Callable[[Iterable[tuple[str, Tensor]]], dict[str, Tensor]]
+"""CPU copies by name, a sharded tensor put together; ranks above 0 get an empty dict."""
 
 ADAPTER = "default"
 
@@ -51,54 +62,66 @@ def add_lora(causal: Any, *, rank: int, alpha: float | None, targets: str, seed:
             ) from error
 
 
-class AdapterFolder:
-    """Writes an adapter in peft's format. It asks no hub whether the vocabulary grew, as peft does by itself."""
-
-    def __init__(self, peft_model: Any) -> None:
-        self._peft_model = peft_model
-
-    def save_pretrained(self, path: str) -> None:
-        """Write adapter_config.json and adapter_model.safetensors into the folder."""
-        self._peft_model.save_pretrained(path, save_embedding_layers=False)
-
-
-def read_adapter_weights(peft_model: Any) -> dict[str, Tensor]:
+def read_adapter_weights(peft_model: Any, whole: Whole) -> dict[str, Tensor]:
     """A CPU copy of the adapter's weights, under the names of peft's files."""
     from peft import get_peft_model_state_dict
 
-    state = get_peft_model_state_dict(peft_model, adapter_name=ADAPTER)
-    return {name: value.detach().cpu().clone() for name, value in state.items()}
+    state = get_peft_model_state_dict(peft_model, adapter_name=ADAPTER, save_embedding_layers=False)
+    return whole(state.items())
 
 
-def load_adapter_weights(peft_model: Any, weights: dict[str, Tensor]) -> None:
-    """Replace the adapter's weights. Raises TrainingError for names or shapes that are not this adapter's."""
-    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+def check_adapter_weights(peft_model: Any, weights: Mapping[str, Tensor]) -> None:
+    """Raises TrainingError for names or shapes that are not this adapter's."""
+    from peft import get_peft_model_state_dict
 
-    own = get_peft_model_state_dict(peft_model, adapter_name=ADAPTER)
+    own = get_peft_model_state_dict(peft_model, adapter_name=ADAPTER, save_embedding_layers=False)
     wrong = sorted(set(own) ^ set(weights))
     wrong += sorted(name for name in set(own) & set(weights) if own[name].shape != weights[name].shape)
     if wrong:
         raise TrainingError(f"these are not this adapter's weights: {len(wrong)} of them differ, first {wrong[0]}")
-    set_peft_model_state_dict(peft_model, weights, adapter_name=ADAPTER)
 
 
-def merged_weights(causal: Any) -> dict[str, Tensor]:
-    """A CPU copy of the model's weights with the adapters added in, under the names of the model without adapters."""
-    deltas: dict[str, Tensor] = {}
-    with torch.no_grad():
-        for name, module in causal.named_modules():
-            if hasattr(module, "get_delta_weight") and ADAPTER in getattr(module, "lora_A", {}):
-                deltas[f"{name}.weight"] = module.get_delta_weight(ADAPTER)
+def adapter_parameters(peft_model: Any) -> dict[str, Tensor]:
+    """The adapter's own parameters, under the names of peft's files."""
+    from peft import get_peft_model_state_dict
+
+    named = dict(peft_model.named_parameters())
+    # peft leaves the adapter's name out of the names in its files.
+    return {
+        name: named[next(each for each in (name, _inner_name(name)) if each in named)]
+        for name in get_peft_model_state_dict(peft_model, adapter_name=ADAPTER, save_embedding_layers=False)
+    }
+
+
+def merged_weights(causal: Any, whole: Whole) -> dict[str, Tensor]:
+    """A CPU copy of the model's weights with the adapters added in, under the names of the model without adapters.
+
+    W + scaling * B A, computed in float32 (Hu et al. 2021). Empty where `whole` gives nothing, as on ranks above 0.
+    """
+    modules = dict(causal.named_modules())
     merged: dict[str, Tensor] = {}
     for name, value in causal.state_dict().items():
         if ".lora_" in name:
             continue
-        plain = name.replace(".base_layer.", ".")
-        copied = value.detach().clone()
-        if plain in deltas:
-            copied += deltas[plain].to(copied.dtype)
-        merged[plain] = copied.cpu()
+        layer = modules[name.removesuffix(".base_layer.weight")] if name.endswith(".base_layer.weight") else None
+        tensors = {"base": value}
+        if layer is not None and ADAPTER in layer.lora_A:
+            tensors |= {"a": layer.lora_A[ADAPTER].weight, "b": layer.lora_B[ADAPTER].weight}
+        found = whole(tensors.items())
+        if not found:
+            continue
+        base = found["base"]
+        if "a" in found:
+            assert layer is not None, "it has the adapter"
+            delta = (found["b"].float() @ found["a"].float()) * layer.scaling[ADAPTER]
+            base = (base.float() + (delta.T if layer.fan_in_fan_out else delta)).to(base.dtype)
+        merged[name.replace(".base_layer.", ".")] = base
     return merged
+
+
+def _inner_name(name: str) -> str:
+    stem, _, last = name.rpartition(".")
+    return f"{stem}.{ADAPTER}.{last}"
 
 
 def _layer_names(causal: Any) -> list[str]:

@@ -2,17 +2,18 @@
 
 Only what is trained is kept twice: all weights, or with LoRA the adapters. A rule (algorithms/references.py) says how
 the copy follows the policy. The exchange is of storage, not of values, so it costs nothing; all torch work of a backend
-runs on one thread, so nobody else sees the policy meanwhile.
+runs on one thread, so nobody else sees the policy meanwhile. Of a sharded model each rank exchanges its shards' values.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from rollouts.errors import ConfigError, RolloutsError, TrainingError, words_of
 from rollouts.plugins.signature import call_with
@@ -65,22 +66,27 @@ class ReferencePolicy:
         finally:
             self._exchange()
 
-    def state_dict(self) -> list[Tensor]:
-        """The copy, for a checkpoint."""
-        return [tensor.cpu() for tensor in self._tensors]
+    @property
+    def follows(self) -> bool:
+        """Whether the rule may move the copy. One whose rule names nothing is made again from the model that the run
+        began with, so no checkpoint has to keep it.
+        """
+        return bool(_positional(self._rule))
 
-    def load_state_dict(self, tensors: Sequence[Tensor]) -> None:
-        """Take up the copy of a checkpoint. Raises ConfigError where it does not fit."""
-        shapes = [tuple(tensor.shape) for tensor in self._tensors]
-        if [tuple(tensor.shape) for tensor in tensors] != shapes:
-            raise ConfigError("the checkpoint's reference policy is of another model; give the run's own settings")
-        with torch.no_grad():
-            for own, given in zip(self._tensors, tensors, strict=True):
-                own.copy_(given)
+    def tensors(self) -> list[Tensor]:
+        """The copy itself, in the order of the parameters: a checkpoint is written from it, and read into it."""
+        return self._tensors
 
     def _exchange(self) -> None:
         for number, parameter in enumerate(self._parameters):
-            parameter.data, self._tensors[number] = self._tensors[number], parameter.data
+            other = self._tensors[number]
+            if isinstance(other, DTensor):  # a shard's storage is the sharded model's own, so the values change
+                mine, other = cast(DTensor, parameter.detach()).to_local(), other.to_local()
+                kept = mine.clone()
+                mine.copy_(other)
+                other.copy_(kept)
+            else:
+                parameter.data, self._tensors[number] = self._tensors[number], parameter.data
 
 
 def _positional(rule: Callable[..., Any]) -> tuple[str, ...]:

@@ -1,13 +1,15 @@
-"""Metrics of one `forward_backward`: added up on the device over microbatches, read once at the end.
+"""Metrics of one `forward_backward`: added up on the device over microbatches, read once at the end, joined over ranks.
 
-Every `.item()` waits for the device; here there is one `.tolist()` a batch.
+Every `.item()` waits for the device; here there is one `.tolist()` a batch and rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from rollouts.errors import TrainingError
 from rollouts.training.algorithms.evaluate import Evaluation, Metric
 from rollouts.training.algorithms.losses import log_ratio
 
-__all__ = ["Microbatch", "Sums"]
+__all__ = ["Microbatch", "Reading", "Sums", "metrics_of"]
 
 _BAD_MODEL = "the model's logprobs"
 _SAMPLER_MAX = "sampler/abs_max"
@@ -33,6 +35,21 @@ class Microbatch(NamedTuple):
     evaluation: Evaluation
     clip: tuple[float, float] | None
     tokens: tuple[int, int]
+
+
+class Reading(msgspec.Struct):
+    """What one rank added up: `sums` by name as (value, number, kind), which of the losses gave NaN, live tokens, and
+    (tokens, tokens with padding) that were run.
+
+    `learned` is False where there were microbatches and no loss in them carried a gradient; None where there were
+    none.
+    """
+
+    sums: dict[str, tuple[float, float, str]]
+    nan: dict[str, bool]
+    count: int
+    tokens: tuple[int, int]
+    learned: bool | None = None
 
 
 class Sums:
@@ -60,29 +77,17 @@ class Sums:
         for label, broken in {**part.evaluation.nan, _BAD_MODEL: logprobs.isnan().any()}.items():
             self._nan[label] = self._nan[label] | broken if label in self._nan else broken
 
-    def metrics(self, denominator: float) -> dict[str, float]:
-        """Means over live tokens, and what terms report by its kind; `policy/loss` is divided by the batch's D.
-
-        Raises TrainingError, naming a loss that gave NaN.
-        """
+    def read(self) -> Reading:
+        """What was added up, as plain numbers: the device is waited for once."""
         if not self._count:
-            return {"policy/loss": 0.0}
+            return Reading({}, {}, 0, (0, 0))
         values = [tensor for metric in self._metrics.values() for tensor in (metric.value, metric.number)]
         read = iter(torch.stack([v.float() for v in (*values, *self._nan.values())]).tolist())
-        pairs = {name: (next(read), next(read)) for name in self._metrics}
-        self._check_nan(dict(zip(self._nan, read, strict=True)))
-        found = {
-            name: value / count if self._metrics[name].kind == "mean" and count else value
-            for name, (value, count) in pairs.items()
+        sums: dict[str, tuple[float, float, str]] = {
+            name: (next(read), next(read), metric.kind) for name, metric in self._metrics.items()
         }
-        found["policy/loss"] = found["policy/loss"] / denominator if denominator > 0 else 0.0
-        if found.pop(_SAMPLER_MAX) == 0.0:  # supervised rows: nobody sampled them
-            unsampled = ("mismatch/", "policy/ratio", "policy/kl_old")
-            found = {name: value for name, value in found.items() if not name.startswith(unsampled)}
-        _finish(found)
-        real, padded = self._tokens
-        found["perf/pad_frac"] = 1 - real / padded if padded else 0.0
-        return found
+        broken = {label: bool(flag) for label, flag in zip(self._nan, read, strict=True)}
+        return Reading(sums, broken, self._count, (self._tokens[0], self._tokens[1]))
 
     def _add(self, name: str, new: Metric) -> None:
         have = self._metrics.get(name)
@@ -94,15 +99,55 @@ class Sums:
         else:
             self._metrics[name] = Metric(have.value + new.value, have.number + new.number, new.kind)
 
-    def _check_nan(self, broken: dict[str, float]) -> None:
-        if broken.pop(_BAD_MODEL):  # a broken model makes every loss NaN; the optimizer skips that step
-            return
-        for label, flag in broken.items():
-            if flag:
-                raise TrainingError(
-                    f"the loss {label} returned NaN at a trained token although the model's logprobs are numbers; "
-                    "look for 0 / 0, inf - inf, or the logarithm of a negative number"
-                )
+
+def metrics_of(readings: Sequence[Reading], denominator: float) -> dict[str, float]:
+    """Metrics of a batch from what its ranks read: means over live tokens, and what terms report by its kind;
+    `policy/loss` is divided by the batch's D.
+
+    Raises TrainingError, naming a loss that gave NaN.
+    """
+    total = functools.reduce(_joined, readings)
+    if not total.count:
+        return {"policy/loss": 0.0}
+    _check_nan(dict(total.nan))
+    found = {
+        name: value / number if kind == "mean" and number else value
+        for name, (value, number, kind) in total.sums.items()
+    }
+    found["policy/loss"] = found["policy/loss"] / denominator if denominator > 0 else 0.0
+    if found.pop(_SAMPLER_MAX) == 0.0:  # supervised rows: nobody sampled them
+        unsampled = ("mismatch/", "policy/ratio", "policy/kl_old")
+        found = {name: value for name, value in found.items() if not name.startswith(unsampled)}
+    _finish(found)
+    real, padded = total.tokens
+    found["perf/pad_frac"] = 1 - real / padded if padded else 0.0
+    return found
+
+
+def _joined(one: Reading, other: Reading) -> Reading:
+    sums = dict(one.sums)
+    for name, (value, number, kind) in other.sums.items():
+        if name not in sums:
+            sums[name] = (value, number, kind)
+        elif kind in ("max", "min"):
+            pick = max if kind == "max" else min
+            sums[name] = (pick(sums[name][0], value), number, kind)
+        else:
+            sums[name] = (sums[name][0] + value, sums[name][1] + number, kind)
+    nan = {label: one.nan.get(label, False) or other.nan.get(label, False) for label in {**one.nan, **other.nan}}
+    tokens = (one.tokens[0] + other.tokens[0], one.tokens[1] + other.tokens[1])
+    return Reading(sums, nan, one.count + other.count, tokens)
+
+
+def _check_nan(broken: dict[str, bool]) -> None:
+    if broken.pop(_BAD_MODEL):  # a broken model makes every loss NaN; the optimizer skips that step
+        return
+    for label, flag in broken.items():
+        if flag:
+            raise TrainingError(
+                f"the loss {label} returned NaN at a trained token although the model's logprobs are numbers; "
+                "look for 0 / 0, inf - inf, or the logarithm of a negative number"
+            )
 
 
 def _policy(tensors: Mapping[str, Tensor], clip: tuple[float, float] | None) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from rollouts.errors import EnvironmentDefinitionError
+from rollouts.errors import ConfigError, EnvironmentDefinitionError
 from rollouts.types import Message, Task
 
 __all__ = ["DataBuffer", "as_task", "draw_tasks"]
@@ -118,8 +118,14 @@ class DataBuffer:
         return {"epoch_id": self.epoch_id, "sample_offset": self.sample_offset, "seed": self._seed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go where `state` says; the source must be the same as when it was taken."""
-        assert state["seed"] == self._seed, f"saved with seed {state['seed']}, this buffer has {self._seed}"
+        """Go where `state` says; the source must be the same as when it was taken. Raises ConfigError for another
+        seed: the order of the tasks would be another one, so that some came twice and others never.
+        """
+        if state["seed"] != self._seed:
+            raise ConfigError(
+                f"the seed was {state['seed']} and is {self._seed} now, which would order the tasks anew; give seed "
+                f"{state['seed']} again, or begin a new run"
+            )
         self.epoch_id = state["epoch_id"]
         self.sample_offset = state["sample_offset"]
         self._iterator = None

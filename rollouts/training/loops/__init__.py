@@ -9,10 +9,12 @@ from rollouts.training.loops.rl_batch import (
     estimate_advantages,
     prepare_rl_batch,
 )
-from rollouts.training.loops.rl_loop import StepReport, run_rl_training, sync_weights
+from rollouts.training.loops.rl_loop import LoopState, StepReport, run_rl_training
 from rollouts.training.loops.sft_loop import SFTTrainingConfig, run_sft_training
+from rollouts.training.weight_sync import sync_weights
 
 __all__ = [
+    "LoopState",
     "PreparedBatch",
     "RLTrainingConfig",
     "SFTTrainingConfig",

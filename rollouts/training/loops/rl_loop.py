@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from rollouts.inference.base import InferenceBackend, WeightUpdate
+from rollouts.inference.base import InferenceBackend
 from rollouts.loggers.base import MetricsLogger
 from rollouts.training.algorithms.algorithm import KL, Algorithm
 from rollouts.training.algorithms.kl import steer_coefficient
@@ -29,24 +29,40 @@ from rollouts.training.loops.rl_batch import (
 from rollouts.training.rollout_gen.groups import Group, rollout_metrics
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager
 from rollouts.training.types import StepResult, TrainBatch, TrainingBackend
+from rollouts.training.weight_sync import sync_weights
 from rollouts.types import Sample
 
-__all__ = ["PreparedBatch", "RLTrainingConfig", "StepReport", "prepare_rl_batch", "run_rl_training", "sync_weights"]
+__all__ = ["LoopState", "PreparedBatch", "RLTrainingConfig", "StepReport", "prepare_rl_batch", "run_rl_training"]
+
+
+class LoopState(NamedTuple):
+    """Where the loop stands: `step` steps are done. `kl_coefficients` are those of steered KL terms, by the names of
+    the stages that have one.
+    """
+
+    step: int = 0
+    kl_coefficients: Mapping[str, float] = {}
 
 
 class StepReport(NamedTuple):
-    """What whoever watches is told after each step (0-based). `advantages` [N] are those of the kept groups'
-    rollouts.
+    """What whoever watches is told after each step (0-based). `advantages` [N] are those of the kept groups' rollouts;
+    with `state` the loop can be started again after this step.
     """
 
     step: int
     metrics: dict[str, float]
     groups: list[Group]
     advantages: list[float]
+    state: LoopState
 
+
+BEGINNING = LoopState()
 
 OnStep = Callable[[StepReport], Awaitable[dict[str, float]]]
 """Called after each step's training; the metrics that it returns (an evaluation, say) are logged with the step's."""
+
+OnLogged = Callable[[StepReport], Awaitable[None]]
+"""Called once the step is logged, with all of its metrics. What is saved here tells of nothing that a logger lacks."""
 
 
 async def run_rl_training(
@@ -61,8 +77,13 @@ async def run_rl_training(
     schedule: Sequence[Stage] = (),
     on_samples: Callable[[list[Sample], int], None] | None = None,
     on_step: OnStep | None = None,
+    on_logged: OnLogged | None = None,
+    start: LoopState = BEGINNING,
 ) -> list[dict[str, float]]:
-    """Train for `config.num_steps` steps; returns one dict of metrics a step.
+    """Train until `config.num_steps` steps are done; returns one dict of metrics a step that this call took.
+
+    A `start` other than the beginning goes on after the step whose report had that state; the backend, the buffer and
+    the manager must stand where they stood then, and the engines must serve the backend's weights.
 
     `algorithm` is the one that `backend` was composed with under the name "main"; a `schedule` says which one holds
     from which step on, the first included. Cancellation between two awaits leaves whole steps: the weights are those of
@@ -74,10 +95,10 @@ async def run_rl_training(
         InferenceError: an engine does not serve the weights it was given.
     """
     stages = tuple(schedule) or (Stage(0, "main", algorithm),)
-    coefficients: dict[KL, float] = {}  # of the KL terms that are steered
+    coefficients = _coefficients(stages, start)
     history: list[dict[str, float]] = []
-    for step in range(config.num_steps):
-        start = time.perf_counter()
+    for step in range(start.step, config.num_steps):
+        began = time.perf_counter()
         stage = stage_at(stages, step)
         rollouts = await rollout_manager.generate_batch()
         prepared = prepare_rl_batch(rollouts.kept, stage.algorithm, config, step, name=stage.name)
@@ -88,7 +109,7 @@ async def run_rl_training(
         trained = await _train(backend, prepared.batch, stage.algorithm, config)
         coefficients |= _steered(kl, coefficients, trained)
         if (step + 1) % config.sync_every == 0:
-            trained |= await sync_weights(inference_engines, backend.version)
+            trained |= await sync_weights(backend, inference_engines)
         sampled = sum(t.sampled_count for g in rollouts.groups for e in g.episodes for t in e.trajectories)
         metrics = {
             **rollout_metrics(rollouts.groups),
@@ -96,23 +117,19 @@ async def run_rl_training(
             "data/epoch": float(data_buffer.epoch_id),
             "perf/gen_tok_s": sampled / max(rollouts.seconds, 1e-9),
             "time/generate": rollouts.seconds,
-            "time/step": time.perf_counter() - start,
+            "time/step": time.perf_counter() - began,
         }
         advantages = rollout_advantages(prepared.batch, len(prepared.advantages))
+        state = LoopState(step + 1, _by_stage(stages, coefficients))
+        report = StepReport(step, metrics, rollouts.groups, advantages, state)
         if on_step is not None:
-            metrics |= await on_step(StepReport(step, metrics, rollouts.groups, advantages))
+            metrics |= await on_step(report)
         if metrics_logger is not None:
             metrics_logger.log(metrics, step)
+        if on_logged is not None:
+            await on_logged(report)
         history.append(metrics)
     return history
-
-
-async def sync_weights(engines: Sequence[InferenceBackend], version: int) -> dict[str, float]:
-    """Make every engine serve `version`, one after another. Raises InferenceError where one cannot."""
-    start = time.perf_counter()
-    for engine in engines:
-        await engine.update_weights(WeightUpdate(version))
-    return {"sync/version": float(version), "sync/seconds": time.perf_counter() - start}
 
 
 async def _train(
@@ -158,6 +175,18 @@ def _joined(reports: Sequence[dict[str, float]]) -> dict[str, float]:
             joined[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
     joined["optim/skipped"] = sum(report.get("optim/skipped", 0.0) for report in reports) / len(reports)
     return joined
+
+
+def _coefficients(stages: Sequence[Stage], start: LoopState) -> dict[KL, float]:
+    """The coefficients that were steered so far, by their KL terms, which stages may share."""
+    kept = start.kl_coefficients
+    return {s.algorithm.kl: kept[s.name] for s in stages if s.algorithm.kl is not None and s.name in kept}
+
+
+def _by_stage(stages: Sequence[Stage], coefficients: Mapping[KL, float]) -> dict[str, float]:
+    """The same by the stages' names: a function cannot be written down."""
+    named = [(stage.name, stage.algorithm.kl) for stage in stages]
+    return {name: coefficients[kl] for name, kl in named if kl is not None and kl in coefficients}
 
 
 def _steered(kl: KL | None, coefficients: dict[KL, float], metrics: dict[str, float]) -> dict[KL, float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollouts.loggers.base import MetricsLogger
 from rollouts.training.algorithms.schedule import Stage, stage_at
@@ -16,6 +16,9 @@ from rollouts.training.batching import make_batch
 from rollouts.training.datasets.sft import take_batch
 from rollouts.training.types import TrainingBackend
 from rollouts.types import Sample
+
+if TYPE_CHECKING:
+    from rollouts.training.backends.pytorch_factory import PyTorchTrainingBackend
 
 __all__ = ["SFTTrainingConfig", "run_sft_training"]
 
@@ -34,22 +37,27 @@ class SFTTrainingConfig:
 
 
 async def run_sft_training(
-    backend: TrainingBackend,
+    backend: TrainingBackend | PyTorchTrainingBackend,
     samples: Sequence[Sample],
     config: SFTTrainingConfig,
     metrics_logger: MetricsLogger | None = None,
     *,
     schedule: Sequence[Stage] = (),
     on_step: Callable[[int, dict[str, float]], Awaitable[dict[str, float]]] | None = None,
+    on_logged: Callable[[int, dict[str, float]], Awaitable[None]] | None = None,
+    first_step: int = 0,
 ) -> list[dict[str, float]]:
-    """Train on `samples`, `batch_size` at a time, around and around; returns one dict of metrics a step.
+    """Train on `samples`, `batch_size` at a time, around and around, until `config.num_steps` steps are done; returns
+    one dict of metrics a step that this call took, from `first_step` on.
+
+    The metrics that `on_step` returns are logged with the step's; `on_logged` is called once they are.
 
     The backend's algorithm "main" has to be one that needs no rewards (`sft`); a `schedule` says which one holds from
-    which step on, the first included. Raises TrainingError.
+    which step on, the first included. A PyTorchTrainingBackend trains with its own loss function. Raises TrainingError.
     """
     assert samples, "there are no samples to train on"
     history: list[dict[str, float]] = []
-    for step in range(config.num_steps):
+    for step in range(first_step, config.num_steps):
         start = time.perf_counter()
         batch_samples = _renumbered(take_batch(samples, config.batch_size, step))
         stage = stage_at(schedule, step) if schedule else None
@@ -63,7 +71,8 @@ async def run_sft_training(
         forward_backward = backend.forward_backward(batch)
         optim_step = backend.optim_step()
         metrics = dict(await forward_backward)
-        metrics |= (await optim_step).metrics
+        stepped = await optim_step
+        metrics |= stepped if isinstance(stepped, dict) else stepped.metrics  # torch objects of one's own say a dict
         seconds = time.perf_counter() - start
         metrics["time/step"] = seconds
         metrics["perf/train_tok_s"] = sum(len(sample.tokens) for sample in batch_samples) / seconds
@@ -71,6 +80,8 @@ async def run_sft_training(
             metrics |= await on_step(step, metrics)
         if metrics_logger is not None:
             metrics_logger.log(metrics, step)
+        if on_logged is not None:
+            await on_logged(step, metrics)
         history.append(metrics)
     return history
 

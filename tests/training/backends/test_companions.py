@@ -15,9 +15,11 @@ from rollouts.training.algorithms.kl import rk3_loss
 from rollouts.training.algorithms.losses import distill_topk
 from rollouts.training.algorithms.recipes import DPO, GRPO, OPD, PPO, REINFORCE, SFT
 from rollouts.training.algorithms.references import adapter_off, ema, every_n, frozen
+from rollouts.training.backends.crew import Alone
 from rollouts.training.backends.lora import add_lora
 from rollouts.training.backends.optimizer import TorchSettings
 from rollouts.training.backends.torch import TorchBackend
+from rollouts.training.backends.trainer import Trainer
 from rollouts.training.batching import make_batch
 from rollouts.training.loops.rl_batch import estimate_advantages
 from rollouts.training.types import Companions
@@ -33,7 +35,11 @@ def backend_of():
         adapter = add_lora(model, rank=rank, alpha=None, targets="all-linear", seed=0) if rank else None
         settings = TorchSettings(**{"lr": 1e-2, "warmup_steps": 0, **settings})
         made.append(
-            TorchBackend(model, {"main": algorithm}, settings, adapter=adapter, companions=companions, device="cpu")
+            TorchBackend(
+                Alone(
+                    Trainer(model, {"main": algorithm}, settings, adapter=adapter, companions=companions, device="cpu")
+                )
+            )
         )
         return made[-1]
 
@@ -115,7 +121,7 @@ def test_references_that_follow(tiny, backend_of):
         for _ in range(2):
             step(backend, batch)
             kept.append(backend.model.lm_head.weight.detach().clone())
-        with backend._reference.in_place():
+        with backend._trainer._reference.in_place():
             found = backend.model.lm_head.weight.detach().clone()
         assert torch.allclose(found, expected(kept), atol=1e-6)
         assert torch.equal(backend.model.lm_head.weight, kept[2])

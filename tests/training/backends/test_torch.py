@@ -14,7 +14,9 @@ from rollouts.training.algorithms.advantages import group_norm
 from rollouts.training.algorithms.algorithm import Algorithm, Term, as_algorithm, bind_algorithm
 from rollouts.training.algorithms.losses import entropy_bonus, ppo_clip
 from rollouts.training.algorithms.recipes import GRPO, IS, REINFORCE, SFT
+from rollouts.training.backends.crew import Alone
 from rollouts.training.backends.torch import TorchBackend, TorchSettings, create_torch_backend
+from rollouts.training.backends.trainer import Trainer
 from rollouts.training.batching import make_batch, split_batch
 
 AGGREGATIONS = ("token_mean", "rollout_mean", "dr_grpo", "group_mean", "sum")
@@ -28,7 +30,14 @@ def backend_of():
     def make(model, algorithm=GRPO, *, adapter=None, **settings):
         made.append(
             TorchBackend(
-                copy.deepcopy(model), {"main": algorithm}, TorchSettings(**{"lr": 1e-3, **settings}), adapter=adapter
+                Alone(
+                    Trainer(
+                        copy.deepcopy(model),
+                        {"main": algorithm},
+                        TorchSettings(**{"lr": 1e-3, **settings}),
+                        adapter=adapter,
+                    )
+                )
             )
         )
         return made[-1]
@@ -46,8 +55,10 @@ def batch_of(samples, aggregation="token_mean", **settings):
 def gradient_of(backend, batches):
     """The gradient that the optimizer would see: accumulated over the calls and divided by D."""
     metrics = [backend.forward_backward(batch).wait() for batch in batches]
+    for each in metrics:  # what a clock and the system say
+        assert each.pop("perf/tflops") > 0 and each.pop("perf/peak_gib") > 0
     total = torch.cat([p.grad.reshape(-1) for p in backend.model.parameters() if p.grad is not None])
-    return total / backend._denominator, metrics
+    return total / backend._trainer._denominator, metrics
 
 
 def with_current_logprobs(backend, batch):
@@ -213,7 +224,8 @@ def test_nothing_live_skips_the_step(tiny, backend_of):
         sample.reward = None
     backend = backend_of(tiny.qwen3())
     before = backend.get_weights().wait()
-    assert backend.forward_backward(batch_of(samples)).wait() == {"policy/loss": 0.0}
+    metrics = backend.forward_backward(batch_of(samples)).wait()
+    assert {name: value for name, value in metrics.items() if name != "perf/peak_gib"} == {"policy/loss": 0.0}
     metrics, version = backend.optim_step().wait()
     assert metrics["optim/skipped"] == 1.0 and version == 0
     assert all(torch.equal(value, before[name]) for name, value in backend.get_weights().wait().items())
@@ -329,7 +341,7 @@ def test_an_error_leaves_nothing_accumulated(tiny, backend_of):
     backend = backend_of(tiny.qwen3(), as_algorithm(reduced))
     with pytest.raises(TrainingError, match="reduced returned a scalar"):
         backend.forward_backward(batch_of(tiny.make_samples())).wait()
-    assert all(p.grad is None for p in backend.model.parameters()) and backend._denominator == 0
+    assert all(p.grad is None for p in backend.model.parameters()) and backend._trainer._denominator == 0
     other = batch_of(tiny.make_samples(), algorithm="other")
     with pytest.raises(TrainingError, match="names the algorithm 'other'; this backend was given: main"):
         backend.forward_backward(other).wait()
@@ -351,7 +363,7 @@ def test_supervised_batches_report_no_sampler(tiny, backend_of):
 
 def test_wrong_settings_are_refused(tiny, tmp_path):
     with pytest.raises(ConfigError, match=r"--lr 0.0: expected a number above 0"):
-        TorchBackend(tiny.qwen3(), {"main": GRPO}, TorchSettings(lr=0.0))
+        TorchBackend(Alone(Trainer(tiny.qwen3(), {"main": GRPO}, TorchSettings(lr=0.0))))
     with pytest.raises(SignatureError, match="no critic; type --critic head"):
         create_torch_backend("nowhere", 0, 1, 1e-3, 0, 100, {"main": as_algorithm(lambda values: values)}, None)
 
@@ -370,7 +382,7 @@ def test_wrong_settings_are_refused(tiny, tmp_path):
         ("lora_rank", -1, "--lora-rank -1: expected 1 or more, or 0"),
         ("tokens_per_microbatch", 0, "--tokens-per-microbatch 0: expected 1 or more"),
         ("dtype", "bfloat16", "--training.dtype bfloat16: all weights would be trained in bfloat16"),
-        ("dtype", "float16", "type --lora-rank 16, whose adapters are float32, or --training.dtype float32"),
+        ("dtype", "float16", "--lora-rank 16, whose adapters are float32, or --training.dtype float32"),
     ],
 )
 def test_settings_out_of_bounds_are_refused_before_weights_are_read(name, value, words):

@@ -9,12 +9,15 @@ import trio
 
 from rollouts.agent import Episode
 from rollouts.errors import InferenceError, RunError, TrainingError
+from rollouts.training.algorithms.algorithm import KL
+from rollouts.training.algorithms.kl import rk3_loss
 from rollouts.training.algorithms.recipes import GRPO
+from rollouts.training.algorithms.schedule import Stage
 from rollouts.training.backends.futures import ImmediateTrainFuture
 from rollouts.training.datasets import DataBuffer
-from rollouts.training.loops import RLTrainingConfig, prepare_rl_batch, run_rl_training, sync_weights
+from rollouts.training.loops import LoopState, RLTrainingConfig, prepare_rl_batch, run_rl_training, sync_weights
 from rollouts.training.rollout_gen import AsyncRolloutManager, Filter, Group, RolloutConfig
-from rollouts.training.types import StepResult
+from rollouts.training.types import ForwardOutput, StepResult
 from rollouts.types import Message, Score, Segment, Status, Task, Trajectory
 
 TASK = Task("question")
@@ -66,8 +69,8 @@ class Engine:
 
 
 class Logger:
-    def __init__(self, log):
-        self.log_, self.lines = log, []
+    def __init__(self, log, lines=None):
+        self.log_, self.lines = log, [] if lines is None else lines
 
     def log(self, metrics, step):
         self.log_.append("log")
@@ -84,9 +87,19 @@ def episode(order, value, *, status=Status.COMPLETED, sampled=2):
     return Episode(order, TASK, [trajectory], Score(value), {})
 
 
-def train(steps=3, *, reward=lambda order: float(order[1]), filters=(), on_step=None, engines=1, **config):
+def train(
+    steps=3,
+    *,
+    reward=lambda order: float(order[1]),
+    filters=(),
+    engines=1,
+    loop=None,
+    backend=None,
+    logged=None,
+    **config,
+):
     log = []
-    backend, logger = Backend(log), Logger(log)
+    backend, logger = (backend or Backend)(log), Logger(log, logged)
     fakes = [Engine(log) for _ in range(engines)]
     seen = []
 
@@ -109,7 +122,7 @@ def train(steps=3, *, reward=lambda order: float(order[1]), filters=(), on_step=
             logger,
             algorithm=GRPO,
             on_samples=lambda samples, step: seen.append((step, len(samples))),
-            on_step=on_step,
+            **loop or {},
         )
 
     return trio.run(main), log, backend, fakes, logger, seen
@@ -163,14 +176,71 @@ def test_on_step_sees_the_step_and_adds_to_its_metrics():
         reports.append(report)
         return {"eval/reward_mean": 0.25}
 
-    history, _log, *_ = train(2, on_step=on_step)
+    history, _log, *_ = train(2, loop={"on_step": on_step})
     assert [report.step for report in reports] == [0, 1]
     assert [len(report.advantages) for report in reports] == [4, 4]
     assert [line["eval/reward_mean"] for line in history] == [0.25, 0.25]
 
 
+def test_what_is_saved_is_logged_before():
+    reports = []
+
+    async def on_step(report):
+        return {"extra": float(report.step)}
+
+    async def on_logged(report):
+        reports.append((report.state.step, report.metrics["extra"], report.metrics["sync/version"]))
+
+    train(3, loop={"on_logged": on_logged, "on_step": on_step})
+    assert reports == [(1, 0.0, 1.0), (2, 1.0, 2.0), (3, 2.0, 3.0)]
+
+    async def stop(report):
+        raise RunError(f"{len(logged)} lines")
+
+    logged = []
+    with pytest.raises(RunError, match="1 lines"):
+        train(3, loop={"on_logged": stop}, logged=logged)
+
+
 def test_no_steps():
     assert train(0)[0] == []
+
+
+def test_the_loop_goes_on_where_it_stood():
+    history, _, backend, _, logger, seen = train(5, loop={"start": LoopState(3)})
+    assert len(history) == 2 and [step for step, _ in logger.lines] == [3, 4] and [step for step, _ in seen] == [3, 4]
+    assert [batch.step for batch in backend.batches] == [3, 4]
+    assert train(3, loop={"start": LoopState(3)})[0] == []
+
+
+def test_steered_coefficients_go_on_where_they_stood():
+    """By stage; stages that share a KL term share its coefficient."""
+    shared = KL(rk3_loss, 0.5, target=0.1)
+    stages = [Stage(0, "main", GRPO._replace(kl=shared)), Stage(2, "from_step_2", GRPO._replace(kl=shared)),
+              Stage(9, "from_step_9", GRPO._replace(kl=KL(rk3_loss, 0.25, target=0.2)))]  # fmt: skip
+    states = []
+
+    class Steered(Backend):
+        def forward_backward(self, batch):
+            super().forward_backward(batch)
+            return ImmediateTrainFuture({"policy/kl_ref": 1.0})
+
+        def forward(self, batch, needs, *, only_live=False):
+            streams = [[0.0] * len(row.tokens) for row in batch.rows]
+            return ImmediateTrainFuture(ForwardOutput(**dict.fromkeys(needs, streams)))
+
+    async def on_step(report):
+        states.append(report.state)
+        return {}
+
+    def steer(**loop):
+        return train(4, backend=Steered, loop={"schedule": stages, "on_step": on_step, **loop})
+
+    whole = [metrics["policy/kl_coef"] for metrics in steer()[0]]
+    assert whole == sorted(whole) and len(set(whole)) == 4
+    kept = states[1]
+    assert kept.step == 2 and kept.kl_coefficients == dict.fromkeys(("main", "from_step_2"), whole[2])
+    assert [metrics["policy/kl_coef"] for metrics in steer(start=kept)[0]] == whole[2:]
 
 
 def test_an_engine_that_refuses_the_weights_ends_the_run():
@@ -179,7 +249,7 @@ def test_an_engine_that_refuses_the_weights_ends_the_run():
             raise InferenceError("serves version 0")
 
     async def main():
-        await sync_weights([Stubborn([])], 1)
+        await sync_weights(Backend([]), [Stubborn([])])
 
     with pytest.raises(InferenceError, match="version 0"):
         trio.run(main)

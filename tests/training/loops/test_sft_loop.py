@@ -48,6 +48,39 @@ def test_it_lowers_the_loss(backend):
     assert [metrics["sync/version"] for metrics in history] == list(range(1, 9))
 
 
+def test_it_goes_on_where_it_stood():
+    """The same batches as those of the whole run, from that step on; a step is logged before it is saved."""
+
+    class Backend:
+        def __init__(self):
+            self.batches = []
+
+        def forward_backward(self, batch):
+            self.batches.append((batch.step, [row.tokens[0] for row in batch.rows]))
+            return ImmediateTrainFuture({"policy/loss": 0.5})
+
+        def optim_step(self):
+            return ImmediateTrainFuture(StepResult({}, 1))
+
+    class Logger:
+        def log(self, metrics, step):
+            events.append(("log", step))
+
+    async def on_logged(step, metrics):
+        events.append(("save", step, metrics["policy/loss"]))
+
+    samples = [Sample(tokens=[number, 1], loss_mask=[0.0, 1.0]) for number in range(5)]
+    batches = {}
+    for first_step in (0, 2):
+        backend, events = Backend(), []
+        arguments = (backend, samples, SFTTrainingConfig(4, 2), Logger())
+        history = trio.run(lambda a=arguments, f=first_step: run_sft_training(*a, on_logged=on_logged, first_step=f))
+        assert len(history) == 4 - first_step
+        batches[first_step] = backend.batches
+    assert batches[2] == batches[0][2:] and batches[2][0][0] == 2
+    assert events == [("log", 2), ("save", 2, 0.5), ("log", 3), ("save", 3, 0.5)]
+
+
 def test_masked_tokens_are_not_learned(backend):
     """The control: with nothing live there is no step."""
     samples = [Sample(tokens=[1, 2, 3], loss_mask=[0.0, 0.0, 0.0])]

@@ -1,0 +1,31 @@
+"""`rollouts export SOURCE OUT`: the model of a run or checkpoint as a folder that others load."""
+
+from __future__ import annotations
+
+import click
+
+__all__ = ["export"]
+
+
+@click.command(
+    help="Write a run's model as a folder that others load.\n\n"
+    "OUT, a new folder, holds it as transformers, vLLM and SGLang load it: adapters merged, safetensors, tokenizer, "
+    "chat template. SOURCE is the folder of a run (its last checkpoint is taken), a checkpoint, or a LoRA adapter.\n\n"
+    "\b\nExamples:\n  rollouts export runs/first models/first\n"
+    "  rollouts export runs/first/checkpoints/step_000050 models/early --dtype bfloat16",
+)
+@click.argument("source", metavar="SOURCE")
+@click.argument("out", metavar="OUT")
+@click.option(
+    "--dtype",
+    type=click.Choice(["bfloat16", "float16", "float32", "float64"]),
+    default=None,
+    help="The type of the written weights.  [default: that of the stored ones]",
+)
+@click.option("--adapter", is_flag=True, help="Write the LoRA adapter alone, in peft's format.")
+def export(source: str, out: str, dtype: str | None, adapter: bool) -> int:
+    """Export and say what was written; returns the exit code."""
+    from rollouts.compose.export import export as write
+
+    click.echo(write(source, out, dtype=dtype or "", adapter=adapter).words())
+    return 0

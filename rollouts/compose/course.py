@@ -1,0 +1,290 @@
+"""The course of a run under trio: evaluate, train, evaluate, save; between the steps what the settings ask for.
+
+What is saved after a step tells of nothing that is not written yet: trajectories and metrics come first, then the
+checkpoint. A kill between the two is met by taking them back on resume. Left out: how the parts came about (`parts`),
+and what a run that ended leaves behind (`launch`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import trio
+
+from rollouts.compose.parts import Parts
+from rollouts.compose.resume import Resumed, RunState, flat_settings
+from rollouts.errors import CheckpointError
+from rollouts.evaluate import Evaluation, evaluate
+from rollouts.run_folder import trajectory_record
+from rollouts.training.backends.checkpoint_files import prune_checkpoints
+from rollouts.training.datasets.buffer import DataBuffer
+from rollouts.training.loops.rl_loop import LoopState, RLTrainingConfig, StepReport, run_rl_training
+from rollouts.training.loops.sft_loop import SFTTrainingConfig, run_sft_training
+from rollouts.training.rollout_gen.groups import Group
+from rollouts.training.rollout_gen.manager import AsyncRolloutManager, RolloutConfig
+from rollouts.training.weight_sync import sync_weights
+from rollouts.types import Sample
+
+__all__ = ["Course", "Data", "step_records"]
+
+SAVE_SECONDS = 1800.0
+EVALUATION_TEMPERATURES = (1.0, 0.0)  # sampled, greedy
+
+
+class Data(NamedTuple):
+    """What the run trains on: tasks (mode rl) or rows of demonstrations (mode sft)."""
+
+    buffer: DataBuffer
+    samples: list[Sample]
+
+
+class Course:
+    """One run from its beginning, or from where it is resumed, to its end; `summary` is filled as it goes. The backend
+    and the buffer stand there already.
+
+    Its state is what the next checkpoint needs: what was evaluated, the last step's metrics, and how long the last
+    save took.
+    """
+
+    def __init__(self, parts: Parts, data: Data, resumed: Resumed | None) -> None:
+        self._parts = parts
+        self._data = data
+        self._resumed = resumed
+        self._start = resumed.state if resumed is not None else RunState(0, parts.plan.settings.mode, {})
+        self._evaluations: dict[str, dict[str, Any] | None] = {"before": None, "after": None}
+        self._metrics: dict[str, float] = {}
+        self._loop: dict[str, Any] = {}  # the states of buffer, manager and loop, where there are any
+        self._save_seconds: float | None = None
+        self._profiled = _profiled_steps(self._start.step, parts.plan.settings.steps, parts.plan.settings.profile)
+        self.summary: dict[str, Any] = {"status": "done", "steps": self._start.step, "evaluation": self._evaluations}
+        if resumed is not None:
+            self.summary["resumed_from"] = self._start.step
+
+    async def run(self) -> None:
+        """Evaluate, train, evaluate, save."""
+        parts, settings = self._parts, self._parts.plan.settings
+        async with parts.inference:
+            await sync_weights(parts.backend, [parts.inference])
+            if self._resumed is not None and self._resumed.checkpoint is not None:
+                self._evaluations["before"] = self._start.evaluation.get("before")
+            else:
+                self._evaluations["before"] = _as_dict(await self._evaluate("before"))
+            await self._profile_before(self._start.step)
+            if settings.mode == "sft":
+                await self._train_sft()
+            else:
+                await self._train_rl()
+            await self._finish()
+
+    async def _finish(self) -> None:
+        """The last evaluation and checkpoint, where the run that is resumed has not come to them."""
+        parts, steps = self._parts, self._parts.plan.settings.steps
+        saved = None if self._resumed is None else self._resumed.checkpoint
+        if saved is not None and self._start.step == steps and "after" in self._start.evaluation:
+            self._evaluations["after"] = self._start.evaluation["after"]
+            path = parts.folder.checkpoint_path(steps)
+        else:
+            evaluation = await self._evaluate("after")
+            self._evaluations["after"] = _as_dict(evaluation)
+            self._metrics |= evaluation.as_metrics() if evaluation else {}
+            path = await self._save(steps, self._evaluations)
+        self.summary["checkpoint"] = str(path.relative_to(parts.folder.path))
+
+    async def _train_rl(self) -> None:
+        parts, plan, settings = self._parts, self._parts.plan, self._parts.plan.settings
+        buffer = self._data.buffer
+        manager = AsyncRolloutManager(
+            buffer,
+            RolloutConfig(settings.prompts_per_step, settings.samples_per_prompt),
+            play=parts.play(settings.temperature, settings.seed),
+            inference=parts.inference,
+            filters=plan.filters,
+            score_group=parts.score_group,
+        )
+        if self._start.rollouts:
+            manager.load_state_dict(self._start.rollouts)
+        loop = LoopState(self._start.step, self._start.loop.get("kl_coefficients", {}))
+
+        def state(loop: LoopState) -> dict[str, Any]:
+            steered = {"kl_coefficients": dict(loop.kl_coefficients)}
+            return {"data": buffer.state_dict(), "rollouts": manager.state_dict(), "loop": steered}
+
+        async def on_step(report: StepReport) -> dict[str, float]:
+            parts.folder.write_trajectories(f"step_{report.step:06d}", step_records(report))
+            return await self._between(report.step, report.metrics, report.groups)
+
+        async def on_logged(report: StepReport) -> None:
+            self._loop = state(report.state)
+            await self._after(report.step, report.metrics)
+
+        self._loop = state(loop)
+        is_inside = getattr(parts.inference, "in_process", False)
+        await run_rl_training(
+            parts.backend,
+            buffer,
+            manager,
+            [parts.inference],
+            RLTrainingConfig(
+                settings.steps,
+                temperature=settings.temperature,
+                response_tokens_max=settings.max_tokens,
+                minibatches=settings.minibatches,
+            ),
+            parts.logger,
+            algorithm=plan.algorithm,
+            schedule=[stage.inside() for stage in plan.schedule] if is_inside else plan.schedule,
+            on_samples=lambda samples, step: parts.call_hooks("rollouts_samples", samples=samples, step=step),
+            on_step=on_step,
+            on_logged=on_logged,
+            start=loop,
+        )
+
+    async def _train_sft(self) -> None:
+        parts, plan, settings = self._parts, self._parts.plan, self._parts.plan.settings
+
+        async def on_step(step: int, metrics: dict[str, float]) -> dict[str, float]:
+            synced = await sync_weights(parts.backend, [parts.inference])
+            return synced | await self._between(step, metrics | synced, [])
+
+        config = SFTTrainingConfig(settings.steps, settings.prompts_per_step, plan.algorithm.aggregation)
+        await run_sft_training(
+            parts.backend,
+            self._data.samples,
+            config,
+            parts.logger,
+            schedule=plan.schedule,
+            on_step=on_step,
+            on_logged=self._after,
+            first_step=self._start.step,
+        )
+
+    async def _between(self, step: int, metrics: dict[str, float], groups: Sequence[Group]) -> dict[str, float]:
+        """What is done after a step (0-based) and logged with it: an evaluation; and whoever watches is told."""
+        parts, settings, done = self._parts, self._parts.plan.settings, step + 1
+        self.summary["steps"] = done
+        await self._profile_after(step)
+        extra: dict[str, float] = {}
+        if self._save_seconds is not None:
+            extra["time/save"], self._save_seconds = self._save_seconds, None
+        # The run's end evaluates anyway.
+        if settings.eval_every and done % settings.eval_every == 0 and done < settings.steps:
+            evaluation = await self._evaluate(f"step {done}")
+            extra |= evaluation.as_metrics() if evaluation else {}
+        parts.watcher.step(step, metrics | extra, groups)
+        parts.call_hooks("rollouts_step_end", metrics=metrics | extra, step=step)
+        return extra
+
+    async def _after(self, step: int, metrics: dict[str, float]) -> None:
+        """What is done once a step (0-based) is logged: a checkpoint."""
+        settings, done = self._parts.plan.settings, step + 1
+        self._metrics = dict(metrics)
+        # The run's end saves anyway.
+        if settings.checkpoint_every and done % settings.checkpoint_every == 0 and done < settings.steps:
+            began = time.perf_counter()
+            await self._save(done, {"before": self._evaluations["before"]})
+            self._save_seconds = time.perf_counter() - began
+        await self._profile_before(done)
+
+    async def _evaluate(self, when: str) -> Evaluation | None:
+        """Both passes over the held-out tasks; None where there are none."""
+        parts = self._parts
+        if not parts.held_out or not parts.plan.rewards:
+            return None
+        reports = []
+        for temperature in EVALUATION_TEMPERATURES:
+            play = parts.play(temperature, parts.plan.settings.seed + 1)
+            reports.append(
+                await evaluate(parts.held_out, play=play, inference=parts.inference, score_group=parts.score_group)
+            )
+        evaluation = Evaluation(*reports)
+        parts.watcher.evaluation(when, evaluation.as_dict())
+        return evaluation
+
+    async def _save(self, done: int, evaluations: Mapping[str, Any]) -> Path:
+        """A checkpoint that transformers loads, tokenizer and template included, with all that is needed to go on; then
+        older ones go, as the settings say.
+        """
+        parts, plan = self._parts, self._parts.plan
+        path = parts.folder.checkpoint_path(done)
+        state = RunState(
+            done,
+            plan.settings.mode,
+            flat_settings(plan),
+            **self._loop,
+            evaluation=dict(evaluations),
+            metric=_metric(parts, self._metrics),
+        )
+        try:
+            with trio.fail_after(SAVE_SECONDS):
+                await parts.backend.save(str(path), msgspec.to_builtins(state))
+        except trio.TooSlowError as error:
+            raise CheckpointError(
+                f"the checkpoint {path} was not written in {SAVE_SECONDS:g} s; see whether the disk answers"
+            ) from error
+        await trio.to_thread.run_sync(prune_checkpoints, parts.folder.checkpoints, plan.settings.keep_checkpoints)
+        return path
+
+    async def _profile_before(self, step: int) -> None:
+        """Start the profiler where the first profiled step comes next."""
+        if step in self._profiled[:1]:
+            await self._parts.backend.start_profile()  # type: ignore[attr-defined]  # `make_training` saw to it
+
+    async def _profile_after(self, step: int) -> None:
+        if step in self._profiled[-1:]:
+            folder = str(self._parts.folder.path / "profile")
+            await self._parts.backend.stop_profile(folder)  # type: ignore[attr-defined]
+
+
+def _profiled_steps(first: int, steps: int, count: int) -> range:
+    """The steps (0-based) to profile of those that this process takes: the first one warms up, unless it is the only
+    one.
+
+    >>> _profiled_steps(0, 10, 2), _profiled_steps(4, 5, 2), _profiled_steps(5, 5, 2)
+    (range(1, 3), range(4, 5), range(5, 5))
+    """
+    begin = first + 1 if steps - first > 1 else first
+    return range(begin, min(begin + count, steps))
+
+
+def _as_dict(evaluation: Evaluation | None) -> dict[str, Any] | None:
+    return evaluation and evaluation.as_dict()
+
+
+def _metric(parts: Parts, metrics: Mapping[str, float]) -> dict[str, Any] | None:
+    """By what the best checkpoint of the run is known; None where this step has it not."""
+    settings = parts.plan.settings
+    if settings.mode == "sft":
+        name = "policy/loss"
+    else:
+        name = "eval/reward_mean" if settings.eval_every and parts.held_out else "reward/mean"
+    value = metrics.get(name)
+    if value is None or not math.isfinite(value):
+        return None
+    return {"name": name, "value": value, "higher_is_better": settings.mode != "sft"}
+
+
+def step_records(report: StepReport) -> list[dict[str, Any]]:
+    """The lines of `trajectories/step_*.jsonl`."""
+    records = []
+    advantages = iter(report.advantages)
+    for group in report.groups:
+        for episode in group.episodes:
+            advantage = next(advantages) if group.dropped is None else None
+            for trajectory in episode.trajectories:
+                records.append(
+                    trajectory_record(
+                        trajectory,
+                        order=episode.order,
+                        reward=episode.score.value,
+                        parts=episode.score.parts,
+                        why=episode.score.why,
+                        advantage=advantage,
+                        dropped=group.dropped,
+                    )
+                )
+    return records

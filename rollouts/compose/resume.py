@@ -1,0 +1,277 @@
+"""Going on with a run: which checkpoint, what is in it, what has changed since, and what is taken back.
+
+The parts of it are used by `launch` (the backend and the folder exist there); `read_run` and `finished` come before.
+Left out: what a checkpoint's files hold (training.backends).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import shutil
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from rollouts.compose.plan import Plan
+from rollouts.config import Resolved, Tree, load_file, merge, resolve
+from rollouts.config.merging import component_tables
+from rollouts.errors import CheckpointError, ConfigError
+from rollouts.loggers.base import plain_settings
+from rollouts.run_folder import CONFIG, RunFolder, holds_run
+from rollouts.training.backends.checkpoint_files import complete_checkpoints, remove_leftovers, step_of
+from rollouts.training.types import TrainingBackend
+
+__all__ = [
+    "Resumed",
+    "RunState",
+    "changed_settings",
+    "find_checkpoint",
+    "finished",
+    "finished_words",
+    "flat_settings",
+    "read_run",
+    "restore",
+    "resume_command",
+    "run_to_resume",
+    "set_aside_after",
+    "write_config",
+]
+
+ASIDE = ".aside"
+
+
+class RunState(msgspec.Struct):
+    """What a checkpoint keeps of a run, besides the backend's own: all that is needed to go on as if nothing had been.
+
+    `step` steps are done. `data`, `rollouts` and `loop` are the states of the buffer, the manager and the loop (mode
+    rl); `evaluation` holds those that were played: `before`, and at the end `after`; `metric` is what the best
+    checkpoint is known by: name, value, higher_is_better.
+    """
+
+    step: int
+    mode: str
+    settings: dict[str, Any]
+    data: dict[str, Any] = {}
+    rollouts: dict[str, Any] = {}
+    loop: dict[str, Any] = {}
+    evaluation: dict[str, Any] = {}
+    metric: dict[str, Any] | None = None
+
+
+class Resumed(NamedTuple):
+    """Where a run goes on: the checkpoint (None: there was none, it begins again), its state, and what to tell."""
+
+    checkpoint: Path | None
+    state: RunState
+    notes: tuple[str, ...] = ()
+
+
+def resume_command(folder: Path, checkpoint: Path | None = None, *, more: str = "") -> str:
+    """What to type to go on with the run in this folder."""
+    words = ["rollouts", "resume", shlex.quote(str(folder))]
+    if checkpoint is not None:
+        is_inside = checkpoint.parent == folder / "checkpoints"
+        words += ["--checkpoint", shlex.quote(checkpoint.name if is_inside else str(checkpoint))]
+    return " ".join([*words, *filter(None, [more])])
+
+
+def read_run(folder: Path, given: Tree) -> Resolved:
+    """The settings of the run in this folder, with the `given` ones over them. Raises ConfigError."""
+    if not holds_run(folder):
+        raise ConfigError(f"{folder} holds no run: it has no {CONFIG}{_hint(folder)}")
+    for name in ("out", "resume"):
+        if name in given:
+            raise ConfigError(f"{name}: a run that is resumed stays in its folder, {folder}; leave {name} out")
+    tree, source = load_file(folder / CONFIG)
+    resolved = resolve(merge(tree, given), source)
+    return resolved._replace(settings=dataclasses.replace(resolved.settings, out=str(folder)))
+
+
+def _hint(folder: Path) -> str:
+    """What may have been meant by a folder that holds no run."""
+    path = Path(os.path.abspath(folder))
+    if path.parent.name == "checkpoints" and holds_run(path.parents[1]):
+        return f", it is a checkpoint of one\ntype: {resume_command(folder.parent.parent, folder)}"
+    inside = sorted(each for each in path.iterdir() if holds_run(each)) if path.is_dir() else []
+    if inside:
+        return f"\ndid you mean: {', '.join(str(folder / each.name) for each in inside[-3:])}?"
+    return "\nto begin one, type: rollouts run --env NAME --out " + shlex.quote(str(folder))
+
+
+def finished(folder: Path, steps: int) -> dict[str, Any] | None:
+    """The summary of a run that has done all of its steps; None where there is something left to do."""
+    try:
+        summary = msgspec.json.decode((folder / "summary.json").read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError):
+        return None
+    done = summary.get("status") == "done" and isinstance(summary.get("steps"), int) and summary["steps"] >= steps
+    return summary if done else None
+
+
+def finished_words(folder: Path, steps: int) -> str:
+    """That the run has done all of its steps, and how to make it longer."""
+    longer = resume_command(folder, more=f"--steps {max(1, 2 * steps)}")
+    return f"{folder} is finished: all of its {steps} steps are done\nto make it longer, type: {longer}"
+
+
+def run_to_resume(resolved: Resolved) -> Path | None:
+    """The folder with whose run these settings go on by themselves (`resume = "auto"`); None: they begin a run.
+
+    Raises ConfigError where no folder is named.
+    """
+    settings = resolved.settings
+    if settings.resume != "auto":
+        return None
+    if not settings.out:
+        raise ConfigError(
+            "--resume auto goes on with the run in the folder --out, and no folder is named\n"
+            f"type: rollouts run --env {settings.env or 'NAME'} --out runs/NAME --resume auto"
+        )
+    return Path(settings.out) if holds_run(Path(settings.out)) else None
+
+
+def find_checkpoint(folder: Path, name: str) -> Path:
+    """The checkpoint of this name under the run's checkpoints/, or at this path. Raises ConfigError."""
+    inside = folder / "checkpoints" / name
+    if inside.is_dir():
+        return inside
+    if Path(name).is_dir():
+        path = Path(name)
+        is_inside = path.resolve().parent == (folder / "checkpoints").resolve()
+        return folder / "checkpoints" / path.name if is_inside else path
+    known = [each.name for each in complete_checkpoints(folder / "checkpoints")]
+    raise ConfigError(
+        f"--checkpoint {name}: there is no such folder, neither here nor under {folder / 'checkpoints'}\n"
+        f"the run's checkpoints: {', '.join(known) or 'none'}"
+    )
+
+
+def restore(backend: TrainingBackend, folder: RunFolder, plan: Plan, chosen: Path | None, *, auto: bool) -> Resumed:
+    """Load the `chosen` checkpoint into the backend, or the last one; `auto` takes an earlier one where that one is
+    damaged.
+
+    The folder is this process's alone. Raises ConfigError and ModelError, naming the earlier one and what to type.
+    """
+    remove_leftovers(folder.checkpoints)
+    there = complete_checkpoints(folder.checkpoints)
+    candidates = [chosen] if chosen is not None else there[::-1]
+    notes: list[str] = []
+    for path in candidates:
+        earlier = _before(path, there)
+        try:
+            found = backend.load(str(path)).wait()
+        except ConfigError as error:
+            if auto and earlier is not None:
+                notes.append(f"{error}; going on from {earlier.name} instead")
+                continue
+            words = f"go on from {earlier.name} with: {resume_command(folder.path, earlier)}" if earlier else (
+                f"begin again with: rollouts run {shlex.quote(str(folder.path / CONFIG))} --out FOLDER"
+            )  # fmt: skip
+            error.args = (f"{error}\n{words}",)
+            raise
+        state = _checked(found, path, plan, folder.path)
+        notes.append(f"going on after step {state.step} of {plan.settings.steps}, from {path.name}")
+        notes += changed_settings(state.settings, flat_settings(plan))
+        return Resumed(path, state, tuple(notes))
+    notes.append("the run has no checkpoint yet: it begins again")
+    return Resumed(None, RunState(0, plan.settings.mode, {}), tuple(notes))
+
+
+def _before(path: Path, there: Sequence[Path]) -> Path | None:
+    """The last of the run's checkpoints before this one."""
+    own = step_of(path)
+    earlier = [each for each in there if own is not None and (step_of(each) or 0) < own]
+    return earlier[-1] if earlier else None
+
+
+def _checked(found: Mapping[str, Any], path: Path, plan: Plan, folder: Path) -> RunState:
+    """The run's state, where this plan can go on from it. Raises ConfigError."""
+    try:
+        state = msgspec.convert(dict(found), RunState)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"the checkpoint {path} does not say how far its run was ({error}); to begin a new run from its weights, "
+            f"type --model {shlex.quote(str(path))}"
+        ) from error
+    settings = plan.settings
+    if state.mode != settings.mode:
+        raise ConfigError(
+            f"the checkpoint {path} was written in mode {state.mode}, and {folder / CONFIG} says {settings.mode}; to "
+            f"begin a new run from its weights, type: rollouts run --mode {settings.mode} --model "
+            f"{shlex.quote(str(path))} ..."
+        )
+    if state.step > settings.steps:
+        more = f"--steps {max(state.step, settings.steps)}"
+        raise ConfigError(
+            f"{state.step} steps are done in the checkpoint {path}, and the run is to have {settings.steps}; go back "
+            f"with --checkpoint NAME, or make it longer: {resume_command(folder, more=more)}"
+        )
+    return state
+
+
+def set_aside_after(folder: RunFolder, done: int) -> list[Path]:
+    """Rename the checkpoints after step `done`, which will be taken again, to `<name>.aside`, so that no later resume
+    finds them; gives their new names. Raises CheckpointError.
+    """
+    moved = []
+    for path in sorted(folder.checkpoints.iterdir()):
+        step = step_of(path)
+        if step is None or step <= done:
+            continue
+        target = path.with_name(path.name + ASIDE)
+        try:
+            if target.exists():
+                shutil.rmtree(target)
+            path.rename(target)
+        except OSError as error:
+            raise CheckpointError(f"the checkpoint {path} cannot be renamed: {error.strerror or error}") from error
+        moved.append(target)
+    return moved
+
+
+def write_config(folder: RunFolder, text: str) -> None:
+    """Write config.toml, unless it says the same already: whoever edited it keeps their comments."""
+    path = folder.path / CONFIG
+    if path.exists() and tomllib.loads(path.read_text(encoding="utf-8")) == tomllib.loads(text):
+        return
+    folder.write_text(CONFIG, text)
+
+
+def flat_settings(plan: Plan) -> dict[str, Any]:
+    """Every setting of the run, components' ones too, by its dotted name: plain data, as JSON has it."""
+    tree: dict[str, Any] = plain_settings(plan.settings)
+    for name in ("out", "resume"):
+        del tree[name]
+    tree |= plain_settings(component_tables(plan.resolved.components))
+    flat: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(dict(_flattened("", tree))))
+    return flat
+
+
+def _flattened(path: str, tree: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for name, value in tree.items():
+        inner = f"{path}{name}"
+        found += _flattened(f"{inner}.", value) if isinstance(value, Mapping) else [(inner, value)]
+    return found
+
+
+def changed_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """One note for each setting that is another one now: `lr: 0.001 -> 0.0003`."""
+    names = [*old, *(name for name in new if name not in old)]
+    return [
+        f"{name}: {_shown(old, name)} -> {_shown(new, name)}"
+        for name in names
+        if old.get(name, _NOTHING) != new.get(name, _NOTHING)
+    ]
+
+
+_NOTHING = object()
+
+
+def _shown(settings: Mapping[str, Any], name: str) -> str:
+    return msgspec.json.encode(settings[name]).decode() if name in settings else "not there"

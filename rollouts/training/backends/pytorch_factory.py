@@ -1,0 +1,296 @@
+"""torch objects of one's own behind futures, and the functions that make them: for a loop that is written by hand.
+
+    model = load_hf_model("tiny", device="cpu")
+    optimizer = create_adamw_optimizer(model, lr=1e-3)
+    backend = PyTorchTrainingBackend(model, optimizer, create_cross_entropy_loss(), "checkpoints")
+    metrics = await backend.forward_backward(collate_batch(samples, 4, step)).result()
+
+`create_pytorch_backend` is the other tier: one line for the backend of `rollouts run`, which `run_sft_training` and
+`run_rl_training` train. Left out of `PyTorchTrainingBackend`: what that one does beyond (microbatches, shared prompts,
+losses by name, LoRA, several ranks).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from rollouts.errors import ConfigError, TrainingError, near_misses
+from rollouts.plugins.signature import call_with
+from rollouts.training.algorithms import recipes
+from rollouts.training.algorithms.algorithm import Algorithm, as_algorithm
+from rollouts.training.backends.checkpoint import (
+    abandon_checkpoint,
+    begin_checkpoint,
+    check_folder,
+    finish_checkpoint,
+    model_fingerprint,
+    read_state,
+)
+from rollouts.training.backends.checkpoint_writing import cannot_write
+from rollouts.training.backends.futures import TorchThread, TrainFuture
+from rollouts.training.backends.optimizer import TorchSettings, check_settings, lr_factor, make_optimizer
+from rollouts.training.datasets.sft import prepare_sft_batch
+from rollouts.training.models import no_progress_bars
+from rollouts.training.types import Companions, TrainBatch
+from rollouts.types import Sample
+
+if TYPE_CHECKING:
+    from rollouts.training.backends.torch import TorchBackend
+
+__all__ = [
+    "PyTorchTrainingBackend",
+    "create_adamw_optimizer",
+    "create_cross_entropy_loss",
+    "create_pytorch_backend",
+    "create_warmup_cosine_scheduler",
+]
+
+_STATE = "trainer.pt"
+_WEIGHTS = "model.pt"
+
+
+def create_adamw_optimizer(
+    model: nn.Module,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+) -> torch.optim.AdamW:
+    """AdamW over what of the model requires a gradient, as the backends make it. Raises ConfigError."""
+    settings = TorchSettings(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    check_settings(settings)
+    optimizer = make_optimizer([([p for p in model.parameters() if p.requires_grad], lr)], settings)
+    assert isinstance(optimizer, torch.optim.AdamW), type(optimizer)
+    return optimizer
+
+
+def create_warmup_cosine_scheduler(
+    optimizer: torch.optim.Optimizer, warmup_steps: int, num_steps: int, min_ratio: float = 0.0
+) -> LambdaLR:
+    """`lr_factor` as a scheduler of torch: up to the optimizer's learning rate in `warmup_steps`, then half a cosine
+    down to `min_ratio` of it at step `num_steps`. Call its `step()` after each of the optimizer's. Raises ConfigError.
+    """
+    settings = TorchSettings(
+        lr=1.0, warmup_steps=warmup_steps, lr_schedule="cosine", lr_final=min_ratio, steps=num_steps
+    )
+    check_settings(settings)
+    return LambdaLR(optimizer, lambda done: lr_factor(settings, done))
+
+
+def create_cross_entropy_loss() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """A function of `logits` [B, L, V], `labels` [B, L] and `loss_mask` [B, L]: the mean cross-entropy of the next
+    token, weighed by the mask; a scalar, 0 where nothing is live.
+
+    Labels are the ids themselves, as `prepare_sft_batch` gives them: the shift is made here. Logits at t predict the
+    label at t + 1, which counts by its own mask, and the first label is predicted by nothing.
+
+    >>> logits = torch.zeros(1, 3, 8)
+    >>> round(create_cross_entropy_loss()(logits, torch.tensor([[1, 2, 3]]), torch.tensor([[0, 0, 1]])).exp().item())
+    8
+    """
+    return _cross_entropy
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor, loss_mask: Tensor) -> Tensor:
+    weights = loss_mask[:, 1:].to(torch.float32)
+    live = weights > 0  # chosen, not multiplied by 0: what is not finite elsewhere stays there
+    values = nn.functional.cross_entropy(logits[:, :-1][live].float(), labels[:, 1:][live], reduction="none")
+    total = weights.sum()
+    return values @ weights[live] / torch.where(total > 0, total, torch.ones_like(total))
+
+
+def create_pytorch_backend(
+    model: str,
+    lr: float,
+    num_steps: int,
+    algorithm: str | Algorithm | Callable[..., Any] = "sft",
+    *,
+    seed: int = 0,
+    lora_rank: int = 0,
+    tokens_per_microbatch: int = 16384,
+    companions: Companions | None = None,
+    **settings: Any,
+) -> TorchBackend:
+    """The backend of `rollouts run` in one line: `create_torch_backend`, which also takes the other `settings`.
+
+    `algorithm` is one of the core's by name (`sft`, `grpo`, ...), an Algorithm, or a loss function; the batches find it
+    as "main". Raises ModelError, ConfigError, SignatureError.
+    """
+    from rollouts.training.backends.torch import create_torch_backend
+
+    chosen = _recipe(algorithm) if isinstance(algorithm, str) else as_algorithm(algorithm)
+    return create_torch_backend(
+        model, seed, num_steps, lr, lora_rank, tokens_per_microbatch, {"main": chosen}, companions, **settings
+    )
+
+
+def _recipe(name: str) -> Algorithm:
+    known = {each.lower(): each for each in recipes.__all__}
+    if name not in known:
+        near = near_misses(name, known)
+        hint = f"; did you mean {', '.join(near)}?" if near else ""
+        raise ConfigError(
+            f"there is no algorithm {name!r} in the core{hint}\nit has: {', '.join(sorted(known))}; give any other one "
+            "as a loss function or an Algorithm"
+        )
+    found: Algorithm = getattr(recipes, known[name])
+    return found
+
+
+class PyTorchTrainingBackend:
+    """A model, an optimizer and a loss function behind futures: one thread does the work in the order of the calls.
+
+    `weight_version` counts optimizer steps. `loss_fn` returns a scalar and receives what its parameters name: `logits`
+    [B, L, V] and the tensors of the batch (`labels`, `loss_mask`, `advantages`, whatever it holds). Gradients of
+    several batches add up until `optim_step`, which clips them where `max_grad_norm` is given and steps the `scheduler`
+    too.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: Callable[..., Tensor],
+        checkpoint_dir: str | Path = "checkpoints",
+        *,
+        scheduler: LambdaLR | None = None,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        self.model: Any = model
+        self.optimizer = optimizer
+        self.weight_version = 0
+        self.thread = TorchThread("rollouts-pytorch")
+        # A module's own call takes anything; what it names stands in its forward.
+        self._loss_fn = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
+        self._folder = Path(checkpoint_dir)
+        self._scheduler = scheduler
+        self._max_grad_norm = math.inf if max_grad_norm is None else max_grad_norm
+
+    def forward_backward(self, batch: Mapping[str, Any] | TrainBatch) -> TrainFuture[dict[str, float]]:
+        """Add up the gradients of a batch: `input_ids` [B, L] (with `attention_mask` and `position_ids`, if there are
+        such) go to the model. Gives `loss`, and `grad_norm` of what was added up. Raises TrainingError, SignatureError.
+
+        Of a TrainBatch, as `run_sft_training` makes it, the tokens and masks are taken (see `prepare_sft_batch`).
+        """
+        if isinstance(batch, TrainBatch):
+            samples = [Sample(tokens=row.tokens, loss_mask=row.loss_mask) for row in batch.rows]
+            batch = prepare_sft_batch(samples)
+        return self.thread.submit(self._forward_backward, batch)
+
+    def optim_step(self) -> TrainFuture[dict[str, float]]:
+        """Step with the gradients added up and forget them; gives `lr`, with which it stepped."""
+        return self.thread.submit(self._optim_step)
+
+    def get_weights(self) -> TrainFuture[dict[str, Any]]:
+        """A CPU copy of the weights by name."""
+        return self.thread.submit(self._get_weights)
+
+    def load_weights(self, weights: dict[str, Any]) -> TrainFuture[None]:
+        """Replace all weights by name. Raises TrainingError for names or shapes that differ."""
+        return self.thread.submit(self._load_weights, weights)
+
+    async def save_checkpoint(self, step: int, metrics: Mapping[str, float] | None = None) -> Path:
+        """Write `checkpoint_dir`/step_000010, whole or not at all, and give its path: weights (as transformers loads
+        them, if the model is one of its), the optimizer, the scheduler and `metrics`. Raises CheckpointError.
+        """
+        return await self.thread.submit(self._save, step, dict(metrics or {}))
+
+    async def load_checkpoint(self, path: str | Path) -> dict[str, float]:
+        """Read back what `save_checkpoint` wrote; gives its metrics. Raises ConfigError, ModelError."""
+        return await self.thread.submit(self._load, Path(path))
+
+    def close(self) -> None:
+        """Finish what was submitted, then end the thread."""
+        self.thread.close()
+
+    def _forward_backward(self, batch: Mapping[str, Any]) -> dict[str, float]:
+        if "input_ids" not in batch:
+            raise TrainingError(f"the batch has {', '.join(sorted(batch)) or 'nothing'}; it needs input_ids [B, L]")
+        device = next(self.model.parameters()).device
+        tensors = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+        beside = {name: tensors[name] for name in ("attention_mask", "position_ids") if name in tensors}
+        output = self.model(tensors["input_ids"], **beside)
+        loss = call_with(self._loss_fn, {**tensors, "logits": getattr(output, "logits", output)})
+        value = loss.item()
+        if not math.isfinite(value):
+            raise TrainingError(f"the loss of the batch is {value}; no gradient was added")
+        loss.backward()
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        return {"loss": value, "grad_norm": float(nn.utils.get_total_norm(gradients))}
+
+    def _optim_step(self) -> dict[str, float]:
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        if self._max_grad_norm < math.inf:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self._scheduler is not None:
+            self._scheduler.step()
+        self.weight_version += 1
+        return {"lr": lr}
+
+    def _get_weights(self) -> dict[str, Any]:
+        return {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
+
+    def _load_weights(self, weights: dict[str, Any]) -> None:
+        try:
+            self.model.load_state_dict(weights)
+        except RuntimeError as error:  # torch has no error of its own for names and shapes that differ
+            raise TrainingError(f"these are not this model's weights: {error}") from error
+
+    def _save(self, step: int, metrics: dict[str, float]) -> Path:
+        path = self._folder / f"step_{step:06d}"
+        temporary = begin_checkpoint(str(path))
+        try:
+            self._write(temporary)
+        except BaseException as error:
+            abandon_checkpoint(temporary)
+            if isinstance(error, OSError):
+                raise cannot_write(path, error) from error
+            raise
+        finish_checkpoint(
+            temporary,
+            str(path),
+            kind="full",
+            fingerprint=model_fingerprint(self.model.state_dict()),
+            version=self.weight_version,
+            world_size=1,
+            state={"step": step, "weight_version": self.weight_version, "metrics": metrics},
+        )
+        return path
+
+    def _write(self, folder: Path) -> None:
+        if hasattr(self.model, "save_pretrained"):
+            with no_progress_bars():
+                self.model.save_pretrained(str(folder))
+        else:
+            torch.save(self.model.state_dict(), folder / _WEIGHTS)
+        scheduler = None if self._scheduler is None else self._scheduler.state_dict()
+        torch.save({"optimizer": self.optimizer.state_dict(), "scheduler": scheduler}, folder / _STATE)
+
+    def _load(self, path: Path) -> dict[str, float]:
+        check_folder(str(path), kind="full", fingerprint=model_fingerprint(self.model.state_dict()))
+        if not (path / _STATE).is_file():
+            raise ConfigError(f"the checkpoint {path} was written by another backend; load it with that one")
+        run = read_state(path)
+        if hasattr(self.model, "from_pretrained"):
+            with no_progress_bars():
+                weights = type(self.model).from_pretrained(str(path)).state_dict()
+        else:
+            weights = torch.load(path / _WEIGHTS, map_location="cpu", weights_only=True)
+        self._load_weights(weights)
+        state = torch.load(path / _STATE, map_location="cpu", weights_only=True)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.zero_grad(set_to_none=True)
+        if self._scheduler is not None and state["scheduler"] is not None:
+            self._scheduler.load_state_dict(state["scheduler"])
+        self.weight_version = int(run["weight_version"])
+        metrics: dict[str, float] = run["metrics"]
+        return metrics

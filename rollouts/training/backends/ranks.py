@@ -1,0 +1,399 @@
+"""Several ranks as one crew. Rank 0 runs the program and gives commands; the others carry them out and answer.
+
+The others wait for a command on a store, not inside a collective, so that rank 0 may sample, evaluate or talk to
+engines for as long as it likes. A rank that dies, hangs or fails ends the run with one error that names it
+(heartbeats.py). Ranks are the processes of a launcher (torchrun, or what sets its variables) where there is one; else
+rank 0 starts them on its own machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+from torch import Tensor
+
+from rollouts.errors import ConfigError, RankError, RolloutsError, words_of
+from rollouts.training.backends.crew import Command, execute
+from rollouts.training.backends.heartbeats import Beating, Watch
+from rollouts.training.backends.messages import Channel, is_timeout
+from rollouts.training.backends.shares import Share
+from rollouts.training.backends.sums import Reading
+from rollouts.training.backends.trainer import Trainer
+from rollouts.training.types import StepResult
+
+__all__ = [
+    "CONFIG_KEY",
+    "Gathering",
+    "Place",
+    "Team",
+    "Worker",
+    "gather_ranks",
+    "ignore_interrupts",
+    "place_of_this_process",
+    "tell_failure",
+]
+
+CONFIG_KEY = "config"
+_WAIT_SECONDS = 30.0  # how long one wait for a command lasts before it begins again
+_CLOSE_SECONDS = 15.0
+_VERDICT_SECONDS = 2.0
+_LEAVE_SECONDS = 5.0
+
+
+class Place(NamedTuple):
+    """Which of how many ranks this process is; `launched` by torchrun or the like, or by rank 0 itself."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    launched: bool
+
+
+def place_of_this_process() -> Place | None:
+    """The place that a launcher gave this process by RANK and WORLD_SIZE; None where nobody launched it.
+
+    Raises ConfigError where only some of the variables are set, or they are no numbers.
+    """
+    given = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    if not given["RANK"] and not given["WORLD_SIZE"]:
+        return None
+    try:
+        rank, world_size = int(given["RANK"]), int(given["WORLD_SIZE"])
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        int(given["MASTER_PORT"])
+    except ValueError as error:
+        shown = ", ".join(f"{name}={value or '(not set)'}" for name, value in given.items())
+        raise ConfigError(
+            f"this process was launched as a rank, but its variables are {shown}; start it with "
+            "`torchrun --nproc-per-node N -m rollouts run …`, or type --training.processes N without a launcher"
+        ) from error
+    return Place(rank, world_size, local_rank, "ROLLOUTS_STARTED_BY_RANK_0" not in os.environ)
+
+
+class _Meeting(NamedTuple):
+    """The store, and this rank's way to it."""
+
+    place: Place
+    store: Any
+    channel: Channel
+    processes: dict[int, subprocess.Popen[bytes]]
+
+
+class Gathering:
+    """Ranks that have met, before their trainers are made. `place` is this process's."""
+
+    def __init__(self, meeting: _Meeting, stall_seconds: float) -> None:
+        self.place = meeting.place
+        self.stall_seconds = stall_seconds
+        self._meeting = meeting
+        self.channel = meeting.channel
+        self._on_verdict: Callable[[RankError], None] = lambda error: None
+        is_first = meeting.place.rank == 0
+        self.beating = Beating(
+            meeting.channel.clone(), meeting.place.rank, on_silence=None if is_first else _end_this_rank
+        )
+        self.watch: Watch | None = None
+        if is_first:
+            self.watch = Watch(
+                meeting.channel.clone(),
+                meeting.place.world_size,
+                meeting.processes,
+                self.beating.doing,
+                lambda error: self._on_verdict(error),
+            )
+
+    def call_on_verdict(self, function: Callable[[RankError], None]) -> None:
+        """Whom to tell of a rank's fault, from the judge's thread."""
+        self._on_verdict = function
+
+    def join(self, backend: str, agreement: str, start_seconds: float) -> None:
+        """Wait for all ranks to be composed, then make the process group. `agreement` says in words what was composed.
+
+        Raises RankError where a rank does not come, ConfigError where one composed something else than rank 0.
+        """
+        from torch import distributed
+
+        place, store = self.place, self._meeting.store
+        self.channel.post(f"composed/{place.rank}", agreement.encode())
+        with self.failures():
+            deadline = time.monotonic() + start_seconds
+            for rank in range(place.world_size):
+                while not self.channel.is_there(f"composed/{rank}"):
+                    self.check()
+                    if time.monotonic() > deadline:
+                        raise RankError(
+                            f"rank {rank} did not join within {start_seconds:g} s; look at what it wrote, or give it "
+                            "more time with --training.start-seconds"
+                        )
+                    time.sleep(0.05)
+            first = (self.channel.read("composed/0") or b"").decode()
+            if first != agreement:
+                raise ConfigError(
+                    f"rank {place.rank} composed another run than rank 0; start all ranks with the same command\n"
+                    f"  rank 0: {first}\n  rank {place.rank}: {agreement}"
+                )
+            distributed.init_process_group(
+                backend,
+                store=distributed.PrefixStore("group", store),  # type: ignore[attr-defined]
+                rank=place.rank,
+                world_size=place.world_size,
+                timeout=datetime.timedelta(seconds=self.stall_seconds),
+            )
+
+    def check(self) -> None:
+        """Raises the verdict, if there is one."""
+        if self.watch is not None and self.watch.verdict is not None:
+            raise self.watch.verdict
+
+    @contextlib.contextmanager
+    def failures(self) -> Iterator[None]:
+        """What fails inside on rank 0 may be another rank's fault: then a RankError says whose."""
+        try:
+            yield
+        except RankError:
+            raise
+        except (RolloutsError, RuntimeError) as error:
+            if self.watch is None:
+                raise
+            if isinstance(error, RolloutsError) or not _is_collective(error):
+                self.watch.wait(_VERDICT_SECONDS)  # a disk's error, say, may hide the end of a rank that was writing
+                self.check()
+                raise
+            raise self.watch.judge(error) from error
+
+    def end(self) -> None:
+        """Rank 0: no more judging; what it started is waited for, and the ranks of a launcher told that it is over."""
+        if self.watch is not None:
+            self.watch.end()
+        with contextlib.suppress(Exception):  # the store may be gone with its launcher
+            self.channel.post("over", b"1")
+        self.beating.end()
+        for process in self._meeting.processes.values():
+            try:
+                process.wait(_CLOSE_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def kill(self) -> None:
+        """Rank 0: end the others at once, and give up the process group, so that this process may begin another."""
+        for process in self._meeting.processes.values():
+            process.kill()
+        self.end()
+        # Nobody is left to wait for; but where a launcher's ranks still run, this must not wait either.
+        thread = threading.Thread(target=_leave_group, name="rollouts-leave", daemon=True)
+        thread.start()
+        thread.join(_LEAVE_SECONDS)
+
+
+def gather_ranks(processes: int, config: str, stall_seconds: float) -> Gathering:
+    """Meet the ranks of a launcher, or start `processes` - 1 others here, which compose the run from `config`."""
+    place = place_of_this_process()
+    if place is None:
+        return Gathering(_start_others(processes, config), stall_seconds)
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        place.world_size,
+        is_master=place.rank == 0 and not agent,
+        wait_for_workers=False,
+        timeout=datetime.timedelta(seconds=300),
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a launcher's store outlives what it restarts
+    mine = PrefixStore(f"rollouts/{attempt}", store)
+    return Gathering(_Meeting(place, mine, Channel(mine), {}), stall_seconds)
+
+
+def _start_others(processes: int, config: str) -> _Meeting:
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    host = "127.0.0.1"
+    store = TCPStore(
+        host, 0, processes, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=300)
+    )
+    mine = PrefixStore("rollouts/0", store)
+    channel = Channel(mine)
+    channel.post(CONFIG_KEY, config.encode())
+    started: dict[int, subprocess.Popen[bytes]] = {}
+    shared = {
+        "WORLD_SIZE": str(processes),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(store.port),
+        "ROLLOUTS_STARTED_BY_RANK_0": str(os.getpid()),
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # rank 0 tells what goes wrong
+    }
+    if "OMP_NUM_THREADS" not in os.environ:
+        shared["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // processes))
+    for rank in range(1, processes):
+        environment = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        started[rank] = subprocess.Popen(
+            [sys.executable, "-m", "rollouts.compose.rank"],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=sys.__stderr__.fileno() if sys.__stderr__ is not None else subprocess.DEVNULL,
+        )
+    return _Meeting(Place(0, processes, 0, False), mine, channel, started)
+
+
+class Team:
+    """Implements `Crew` on rank 0."""
+
+    def __init__(self, trainer: Trainer, gathering: Gathering) -> None:
+        self.trainer = trainer
+        self.size = gathering.place.world_size
+        self._gathering = gathering
+        self._number = 0
+        self._is_broken = False
+
+    def call(
+        self,
+        command: Command,
+        shares: Sequence[Share] | None = None,
+        weights: Mapping[str, Tensor] | None = None,
+    ) -> list[Any]:
+        """Send it, do it here, and collect the answers. After an error the ranks are out of step, and the crew is
+        over.
+        """
+        self._gathering.check()
+        assert not self._is_broken, f"{command.name} after a command that failed"
+        self._is_broken = True
+        self._number += 1
+        doing = self._gathering.beating.doing
+        doing.command, doing.number, doing.done = command.name, self._number, False
+        self._gathering.beating.works_in_this_thread()
+        with self._gathering.failures():
+            for rank in range(1, self.size):
+                message = msgspec.structs.replace(command, share=shares[rank]) if shares is not None else command
+                self._gathering.channel.send(f"command/{self._number}/{rank}", msgspec.msgpack.encode(message))
+            own = msgspec.structs.replace(command, share=shares[0]) if shares is not None else command
+            results = [execute(self.trainer, own, weights)]
+            results += [self._answer(rank, command) for rank in range(1, self.size)]
+        doing.done = True
+        self._is_broken = False
+        return results
+
+    def close(self) -> None:
+        """Tell the others to end; those that cannot hear it are ended."""
+        if self._is_broken:
+            self._gathering.kill()
+            return
+        try:
+            self.call(Command(name="close"))
+        except RankError:
+            self._gathering.kill()
+            return
+        self._gathering.end()
+        _leave_group()
+
+    def _answer(self, rank: int, command: Command) -> Any:
+        key = f"answer/{self._number}/{rank}"
+        seconds = self._gathering.stall_seconds
+        deadline, pause = time.monotonic() + seconds, 0.0002
+        while not self._gathering.channel.is_there(key):
+            self._gathering.check()
+            if time.monotonic() > deadline:
+                assert self._gathering.watch is not None, "this is rank 0"
+                raise self._gathering.watch.late(rank, seconds)
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.01)
+        return _decoded(self._gathering.channel.receive(key, seconds), command)
+
+
+class Worker:
+    """A rank above 0: its trainer, and the commands that it serves until it is told to end."""
+
+    def __init__(self, trainer: Trainer, gathering: Gathering) -> None:
+        self._trainer = trainer
+        self._gathering = gathering
+
+    def serve(self) -> None:
+        """Carry out commands. Returns when the run is over; a command that fails ends this process."""
+        channel, beating = self._gathering.channel, self._gathering.beating
+        rank = self._gathering.place.rank
+        beating.works_in_this_thread()
+        number = 0
+        while True:
+            number += 1
+            command = _next_command(channel, f"command/{number}/{rank}")
+            doing = beating.doing
+            doing.command, doing.number, doing.done = command.name, number, False
+            try:
+                value = execute(self._trainer, command)
+            except BaseException as error:
+                tell_failure(self._gathering, error)
+                raise
+            encoded = msgspec.msgpack.encode(value if command.name in _ANSWERED else None)
+            if command.name == "close":
+                beating.end()
+            channel.send(f"answer/{number}/{rank}", encoded)
+            if command.name == "close":
+                return
+            doing.done = True
+
+
+_ANSWERED: dict[str, Any] = {
+    "forward": dict[str, list[list[float]]],
+    "forward_backward": Reading,
+    "save": dict[str, Any],
+    "optim_step": StepResult,
+}
+
+
+def tell_failure(gathering: Gathering, error: BaseException) -> None:
+    """Let rank 0 know why this rank ends."""
+    doing = gathering.beating.doing
+    told = str(error) if isinstance(error, RolloutsError) else words_of(error)
+    with contextlib.suppress(Exception):  # rank 0 may be gone, which is then the reason
+        gathering.channel.post(f"failed/{gathering.place.rank}", f"{doing.words()}: {told}".encode())
+
+
+def ignore_interrupts() -> None:
+    """Ctrl-C goes to all processes of a terminal; rank 0 decides what becomes of it."""
+    with contextlib.suppress(ValueError):  # not the main thread: it is not ours to decide
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _leave_group() -> None:
+    from torch import distributed
+
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def _decoded(data: bytes, command: Command) -> Any:
+    kind = _ANSWERED.get(command.name)
+    return msgspec.msgpack.decode(data, type=kind) if kind is not None else None
+
+
+def _next_command(channel: Channel, key: str) -> Command:
+    while True:
+        try:
+            return msgspec.msgpack.decode(channel.receive(key, _WAIT_SECONDS), type=Command)
+        except Exception as error:
+            if not is_timeout(error):
+                raise
+
+
+def _is_collective(error: RuntimeError) -> bool:
+    """Whether torch's communication raised it."""
+    words = str(error).lower()
+    named = ("gloo", "nccl", "connection", "timed out", "timeout", "peer", "socket", "store", "broken pipe")
+    return type(error).__name__.startswith("Dist") or any(word in words for word in named)
+
+
+def _end_this_rank() -> None:
+    """Rank 0 is gone: nothing here can be of use to anybody, and the main thread may be stuck in a collective."""
+    os._exit(1)

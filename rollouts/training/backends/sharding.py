@@ -1,0 +1,123 @@
+"""FSDP2: the networks of every rank hold a share of each weight, and put a layer together while it runs.
+
+The layers that a model repeats are sharded one by one, what is left (embedding, norm, head) together with the module
+that holds all; a critic's value layer by itself, since it stays float32. Gradients are summed over ranks, in float32;
+the engine divides once by D. Left out: how ranks find each other (ranks.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rollouts.errors import ModelError
+from rollouts.training.backends.networks import Networks
+
+__all__ = ["Sharding", "load_whole", "make_mesh", "reshard", "shard_networks", "whole_tensor", "whole_tensors"]
+
+
+class Sharding(NamedTuple):
+    """Over which ranks, and what layers compute in: None is the dtype of the weights, which stay what they are."""
+
+    mesh: Any
+    compute_dtype: torch.dtype | None = None
+    fp32_head: bool = False
+
+
+def make_mesh(device: str, world_size: int, replicas: int) -> Any:
+    """Ranks in a row that shard; or `replicas` such rows, which hold the same (HSDP)."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    kind = torch.device(device).type
+    assert world_size % replicas == 0, f"{world_size} ranks in {replicas} replicas"
+    if replicas == 1:
+        return init_device_mesh(kind, (world_size,), mesh_dim_names=("shard",))
+    return init_device_mesh(kind, (replicas, world_size // replicas), mesh_dim_names=("replicate", "shard"))
+
+
+def shard_networks(networks: Networks, sharding: Sharding) -> None:
+    """Shard in place. Raises ModelError for a model whose repeated layers cannot be found."""
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    layers = MixedPrecisionPolicy(param_dtype=sharding.compute_dtype, reduce_dtype=torch.float32)
+    outside = MixedPrecisionPolicy(reduce_dtype=torch.float32) if sharding.fp32_head else layers
+    for block in _repeated_layers(networks):
+        fully_shard(block, mesh=sharding.mesh, mp_policy=layers)
+    if networks.critic is not None:
+        fully_shard(networks.critic.get_submodule("linear"), mesh=sharding.mesh, mp_policy=MixedPrecisionPolicy())
+    fully_shard(networks, mesh=sharding.mesh, mp_policy=outside)
+    for module in networks.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # Gloo can neither average nor scale while it sums.
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def reshard(networks: Networks) -> None:
+    """Give up the whole weights that a forward without backward leaves, so that the next one sees what has changed."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in networks.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """The tensor put together from all ranks' shares (each rank has to ask); a plain one as it is."""
+    full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full
+
+
+def whole_tensors(named: Iterable[tuple[str, Tensor]], *, keep: bool) -> dict[str, Tensor]:
+    """CPU copies by name, put together one by one; every rank has to call it, those without `keep` get nothing."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in named:
+        with torch.no_grad():
+            full = whole_tensor(tensor.detach())
+        if keep:
+            found[name] = full.clone() if full.device.type == "cpu" else full.cpu()
+    return found
+
+
+def load_whole(own: dict[str, Tensor], given: dict[str, Tensor], *, alone: bool) -> None:
+    """Write the whole tensors `given` on rank 0 (nothing on the others) into each rank's `own`; all ranks call it.
+    `alone`: there is this process only.
+    """
+    from torch import distributed
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    for name, tensor in own.items():
+        with torch.no_grad():
+            if not isinstance(tensor, DTensor):
+                if given:
+                    tensor.copy_(given[name])
+                if not alone:
+                    distributed.broadcast(tensor, 0)
+                continue
+            full = given[name] if given else torch.empty(tensor.shape, dtype=tensor.dtype)
+            full = full.to(device=tensor.device, dtype=tensor.dtype).contiguous()
+            shares = distribute_tensor(full, tensor.device_mesh, tensor.placements)
+            tensor.to_local().copy_(shares.to_local())
+
+
+def _repeated_layers(networks: Networks) -> list[nn.Module]:
+    """The transformer blocks, by the classes that transformers must not split; else what the longest list holds."""
+    trunk = getattr(networks.critic, "trunk", None)
+    found: list[nn.Module] = []
+    for causal in (networks.causal, trunk):
+        if not isinstance(causal, nn.Module):
+            continue
+        names = set(getattr(causal, "_no_split_modules", None) or ())
+        blocks = [module for module in causal.modules() if type(module).__name__ in names]
+        if not blocks:
+            lists = [list(module) for module in causal.modules() if isinstance(module, nn.ModuleList)]
+            blocks = max(lists, key=len, default=[])
+        if not blocks:
+            raise ModelError(
+                f"{type(causal).__name__} has no repeated layers that could be sharded; type --training torch"
+            )
+        found += blocks
+    return found

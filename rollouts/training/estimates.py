@@ -1,0 +1,293 @@
+"""How large a model is, how many operations a step takes, how much memory: arithmetic on shapes, before any weights.
+
+Everything is counted per rank and in bytes, parameters and operations of one token. The formulas, with what they leave
+out, are in docs/memory-and-speed.md. Left out here too: names of models and settings of runs (compose/memory.py).
+
+    >>> round(train_flops(ModelSize(110, 110, 100, 2, 8, 8, 4, 10, False), tokens=1, sequence_length=5, lora=False))
+    1560
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+from rollouts.errors import ConfigError
+
+__all__ = ["ModelSize", "estimate_memory", "model_size", "model_size_of", "peak_flops", "train_flops"]
+
+_DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+# How many numbers an optimizer keeps for each trained one. Adafactor keeps a row and a column of each matrix: next to
+# nothing.
+_MOMENTS = {"adamw": 2, "sgd": 1, "adafactor": 0}
+
+# Dense peaks in teraflops by the vendors' data sheets: (bfloat16, float16, float32 without TF32); None where tensor
+# cores do not do it. Data sheets print the double, "with sparsity", for most of them. What stands first, matches first.
+_PEAKS: tuple[tuple[str, tuple[float | None, float | None, float]], ...] = (
+    (r"A100", (312, 312, 19.5)),
+    (r"H100\b.*\bPCIe", (756, 756, 51)),
+    (r"H100\b.*\bNVL", (835, 835, 60)),
+    (r"H100", (989, 989, 67)),
+    (r"H200\b.*\bNVL", (835, 835, 60)),
+    (r"G?H200", (989, 989, 67)),
+    (r"GB200", (2500, 2500, 80)),
+    (r"B200", (2250, 2250, 75)),
+    (r"L4", (121, 121, 30.3)),
+    (r"L40S", (362, 362, 91.6)),
+    (r"A10", (125, 125, 31.2)),
+    (r"RTX 4090(?! (?:D|Laptop)\b)", (165.2, 165.2, 82.6)),
+    (r"V100S", (None, 130, 16.4)),
+    (r"V100\b.*\bPCIe", (None, 112, 14)),
+    (r"V100", (None, 125, 15.7)),
+    (r"T4", (None, 65, 8.1)),
+    (r"MI300X", (1307.4, 1307.4, 163.4)),
+)
+_PEAK_DTYPES = ("bfloat16", "float16", "float32")
+_PART = r"\bMIG\b|-\d+[ABCQ]\b"  # a slice of a GPU, or a virtual one: `A100-SXM4-40GB MIG 1g.5gb`, `A10-8Q`
+
+
+class ModelSize(NamedTuple):
+    """The numbers of a causal language model that memory and operations follow from.
+
+    `parameters` are all of them, adapters too, and a tied one once; `trained` those that learn. `matmul` are those that
+    a token is multiplied by: linear layers and the output head, not an embedding that is only looked up (a tied head
+    counts here), and of a layer's experts as many as a token visits. `attention_width` is heads x head size, `kv_width`
+    the same of keys; `hidden` and `vocabulary` are those of the embedding.
+    """
+
+    parameters: int
+    trained: int
+    matmul: int
+    layers: int
+    hidden: int
+    attention_width: int
+    kv_width: int
+    vocabulary: int
+    tied: bool
+
+    @property
+    def head(self) -> int:
+        """The output head's parameters."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def block(self) -> int:
+        """The parameters of one layer: what is in neither embedding nor head, shared out."""
+        return (self.parameters - self.head * (1 if self.tied else 2)) // max(1, self.layers)
+
+    @property
+    def lora(self) -> bool:
+        """Whether only a part is trained."""
+        return self.trained < self.parameters
+
+
+def model_size(config: Any, *, lora_rank: int = 0, lora_targets: str = "all-linear") -> ModelSize:
+    """The size of the model that a transformers config describes, made without memory for weights; with adapters of
+    `lora_rank`, if above 0.
+
+    Raises ConfigError where `lora_targets` match no layer; whatever transformers raises for a config of no causal LM.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        causal: Any = AutoModelForCausalLM.from_config(config)
+    size = model_size_of(causal)
+    if not lora_rank:
+        return size
+    adapters = _adapter_parameters(causal, lora_rank, lora_targets)
+    return size._replace(parameters=size.parameters + adapters, trained=adapters, matmul=size.matmul + adapters)
+
+
+def model_size_of(causal: Any) -> ModelSize:
+    """The size of a causal LM as it is: with the adapters that are in it, trained where gradients are asked for; of a
+    sharded model the whole.
+    """
+    from torch import nn
+
+    config = causal.config.get_text_config(decoder=True)
+    looked_up = {id(m.weight) for m in causal.modules() if isinstance(m, nn.Embedding)}
+    named = {id(p): p for p in causal.parameters()}
+    multiplied = [p for key, p in named.items() if p.ndim >= 2 and key not in looked_up]
+    embedding, head = (_base_layer(m) for m in (causal.get_input_embeddings(), causal.get_output_embeddings()))
+    tied = head is not None and head.weight is embedding.weight
+    vocabulary, hidden = embedding.weight.shape
+    heads = int(config.num_attention_heads)
+    head_size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return ModelSize(
+        parameters=sum(p.numel() for p in named.values()),
+        trained=sum(p.numel() for p in named.values() if p.requires_grad),
+        matmul=round(sum(p.numel() * _visited(p, config) for p in multiplied)) + (head.weight.numel() if tied else 0),
+        layers=int(config.num_hidden_layers),
+        hidden=int(hidden),
+        attention_width=heads * head_size,
+        kv_width=int(getattr(config, "num_key_value_heads", None) or heads) * head_size,
+        vocabulary=int(vocabulary),
+        tied=tied,
+    )
+
+
+def train_flops(
+    size: ModelSize, tokens: float, sequence_length: float, *, lora: bool, scored: float | None = None
+) -> float:
+    """Floating-point operations of forward and backward over `tokens` in sequences of `sequence_length`, without any
+    that checkpointing repeats: what a model-flops utilisation divides by the peak.
+
+    A token takes 6 N + 12 L W T: a multiplication and an addition for each of N matmul parameters, once forward and
+    twice backward (for the inputs' gradient and for the weights'), and the same for queries with keys and weights with
+    values, of L layers of width W, over T positions (Chowdhery et al. 2022, PaLM, appendix B; the whole T x T, no
+    half for the causal mask). With LoRA no gradient of the base weights is computed: 4 N + 2 R + 12 L W T, where R of
+    the N are adapters. Only `scored` tokens (all, if None) run through the output head. Sequences of several lengths l
+    count as one of sum(l * l) / sum(l).
+    """
+    scored = tokens if scored is None else scored
+    passes = 4 if lora else 6
+    weights = passes * ((size.matmul - size.head) * tokens + size.head * scored)
+    adapters = 2 * size.trained * tokens if lora else 0
+    return float(weights + adapters + 12 * size.layers * size.attention_width * sequence_length * tokens)
+
+
+def peak_flops(device_name: str, dtype: str) -> float | None:
+    """The most operations a second that a device (as torch.cuda.get_device_name says it) does on dense matrices of
+    bfloat16, float16 or float32 (without TF32); None where that is not known: a CPU, a part of a GPU, another dtype.
+
+    >>> peak_flops("NVIDIA H100 80GB HBM3", "bfloat16")
+    989000000000000.0
+    """
+    if dtype not in _PEAK_DTYPES or re.search(_PART, device_name):
+        return None
+    for pattern, peaks in _PEAKS:
+        if re.search(rf"\b{pattern}\b", device_name, re.IGNORECASE):
+            teraflops = peaks[_PEAK_DTYPES.index(dtype)]
+            return None if teraflops is None else teraflops * 1e12
+    return None
+
+
+def estimate_memory(
+    size: ModelSize,
+    *,
+    tokens: int,
+    dtype: str = "float32",
+    compute_dtype: str = "",
+    optimizer: str = "adamw",
+    shards: int = 1,
+    sharded: bool = False,
+    gradient_checkpointing: bool = False,
+    reference: bool = False,
+    critic: ModelSize | None = None,
+    teacher: ModelSize | None = None,
+    engine_copy: bool = False,
+    whole_logits: bool = False,
+    cache_bytes: float = 0.0,
+) -> dict[str, float]:
+    """Bytes of the fullest rank by part; parts that there are none of are 0.
+
+    Weights are of `dtype`; what is trained, its gradients and moments are float32 at least. `tokens` is what one
+    microbatch has at most. `sharded` over `shards` ranks (FSDP), weights are put together in `compute_dtype` (empty:
+    that of the weights), and gradients are added up in float32; `engine_copy` is a whole copy beside it. `critic` and
+    `teacher` are models of their own. `cache_bytes` is what an engine in the process may keep.
+    """
+    weight = _DTYPE_BYTES[dtype]
+    compute = _DTYPE_BYTES[compute_dtype or dtype]
+    trained = max(4, weight)
+    moments = _MOMENTS[optimizer]
+    share = shards if sharded else 1
+    running = _activations(size, tokens, compute, gradient_checkpointing, whole_inputs=size.lora and not sharded)
+    if critic is not None:
+        running += _activations(critic, tokens, compute, gradient_checkpointing)
+    return {
+        "weights": ((size.parameters - size.trained) * weight + size.trained * trained) / share,
+        "gradients": size.trained * trained / share,
+        "optimizer": size.trained * trained * moments / share,
+        "reference": size.trained * trained / share if reference else 0.0,
+        "critic": _critic(critic, trained, moments) / share if critic is not None else 0.0,
+        "teacher": float(teacher.parameters * weight) if teacher is not None else 0.0,
+        "activations": running,
+        "logits": _logits(size, tokens, compute, whole_logits),
+        "unsharded": _unsharded(size, compute) if sharded else 0.0,
+        "engine copy": float(_without_adapters(size) * compute) if engine_copy else 0.0,
+        "kv cache": float(cache_bytes),
+    }
+
+
+def _activations(
+    size: ModelSize, tokens: int, compute: int, gradient_checkpointing: bool, *, whole_inputs: bool = False
+) -> float:
+    """What the backward needs: a layer keeps about 4 (H + W + K + F) numbers a token; checkpointed, its input (H), and
+    one layer at a time the rest. Adapters in float32 keep their layers' inputs a second time (`whole_inputs`).
+    """
+    hidden, width, kv = size.hidden, size.attention_width, size.kv_width
+    linear = max(0, size.matmul - size.head) / max(1, size.layers) - 2 * hidden * (width + kv)
+    feed_forward = max(0.0, linear) / (3 * hidden)
+    layer = 4 * (hidden + width + kv + feed_forward) * compute
+    if whole_inputs and compute < 4:
+        layer += (5 * hidden + width + feed_forward) * 4
+    ends = 4 * hidden * compute
+    if gradient_checkpointing:
+        return tokens * (size.layers * hidden * compute + layer + ends)
+    return tokens * (size.layers * layer + ends)
+
+
+def _logits(size: ModelSize, tokens: int, compute: int, whole: bool) -> float:
+    """One chunk of logits and as much to work in, in float32; a third in the head's dtype where that is another."""
+    from rollouts.training.algorithms.logprobs import CHUNK_ELEMENTS_MAX
+
+    numbers = float(tokens * size.vocabulary)
+    if whole:  # the head's own, those divided in float32, their log-probabilities, the gradient of either
+        return numbers * (2 * compute + 3 * 4)
+    return min(numbers, CHUNK_ELEMENTS_MAX) * (8 + (compute if compute < 4 else 0))
+
+
+def _unsharded(size: ModelSize, compute: int) -> float:
+    """Put together at once: the layer that runs, the next one, and embedding and head, which stay; and of the larger
+    of these the gradient, once as it was computed and once as float32 for the sum over ranks.
+    """
+    outside = size.head * (1 if size.tied else 2)
+    largest = max(size.block, outside) if not size.lora else size.trained / max(1, size.layers)
+    return float((2 * size.block + outside) * compute + largest * (compute + 4))
+
+
+def _critic(critic: ModelSize, number: int, moments: int) -> float:
+    """All of it is trained but a head of its own, which nobody asks for logits."""
+    trained = critic.parameters - (0 if critic.tied else critic.head)
+    return float(critic.parameters * number + trained * number * (1 + moments))
+
+
+def _without_adapters(size: ModelSize) -> int:
+    return size.parameters - (size.trained if size.lora else 0)
+
+
+def _base_layer(module: Any) -> Any:
+    """The model's own layer beneath an adapter."""
+    return module.get_base_layer() if hasattr(module, "get_base_layer") else module
+
+
+def _visited(parameter: Any, config: Any) -> float:
+    """The share of a weight that a token is multiplied by: 1, but of stacked experts those that it is sent to."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((int(found) for name in names if (found := getattr(config, name, None))), 0)
+    if parameter.ndim == 3 and experts and parameter.shape[0] == experts:
+        return min(experts, int(getattr(config, "num_experts_per_tok", None) or experts)) / experts
+    return 1.0
+
+
+def _adapter_parameters(causal: Any, rank: int, targets: str) -> int:
+    """An adapter of a weight [n, m] has rank * (n + m) numbers. Which layers get one: as peft chooses them."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    layers = {name: m for name, m in causal.named_modules() if isinstance(m, nn.Linear | Conv1D | nn.Embedding)}
+    if targets == "all-linear":
+        head = causal.get_output_embeddings()
+        chosen = [m for m in layers.values() if m is not head and not isinstance(m, nn.Embedding)]
+    else:
+        wanted = tuple(target.strip() for target in targets.split(",") if target.strip())
+        chosen = [m for name, m in layers.items() if name in wanted or name.endswith(tuple(f".{w}" for w in wanted))]
+    if not chosen:
+        names = sorted({name.rpartition(".")[2] for name in layers})
+        raise ConfigError(
+            f'lora_targets {targets!r} match no layer of {type(causal).__name__}; give "all-linear" or some of: '
+            f"{', '.join(names)}"
+        )
+    return sum(rank * sum(layer.weight.shape) for layer in chosen)

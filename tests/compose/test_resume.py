@@ -1,0 +1,459 @@
+"""Resume: what is gone on with is the run that was never interrupted, to the bit; and what is refused, and how."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import rollouts
+from rollouts.cli import main
+from rollouts.errors import ConfigError, OutputError
+from rollouts.run_folder import RunFolder
+
+PARTS = '''\
+from pathlib import Path
+
+
+class Stop:
+    """Fails when it is told of the step in the file `stop`, if there is one."""
+
+    def __init__(self, folder, *, error: str = "OSError"):
+        self.error = error
+
+    def log(self, metrics, step):
+        if Path("stop").exists() and int(Path("stop").read_text()) == step:
+            raise KeyboardInterrupt if self.error == "KeyboardInterrupt" else OSError("disk full")
+
+    def close(self):
+        pass
+
+
+class Unprofiled:
+    """Everything of a training backend but profiling."""
+
+    def __init__(self, model, seed, steps, lr, lora_rank, tokens_per_microbatch, algorithms, companions):
+        pass
+
+    def close(self):
+        Path("closed").touch()
+'''
+
+TIMED = ("time/", "perf/", "sync/seconds", "rollout/latency")
+SMALL = ["--env", "calculator", "--steps", "4", "--prompts-per-step", "2", "--samples-per-prompt", "2",
+         "--eval-tasks", "4", "--max-tokens", "32", "--checkpoint-every", "1",
+         "--logger", "jsonl", "--logger", "./parts.py:Stop"]  # fmt: skip
+SCHEDULE = """\
+[[schedule]]
+step = 1
+loss = "cispo"
+[[schedule]]
+step = 3
+loss = "reinforce"
+"""
+KINDS = {
+    "rl": [],
+    "sft": ["--mode", "sft"],
+    "lora": ["--lora-rank", "2", "--eval-every", "1"],
+    "steered KL": ["--kl", "rk3_loss", "--kl.target", "0.0001", "--reference", "ema", "--minibatches", "2"],
+    "schedule": ["schedule.toml", "--training.lr-schedule", "cosine", "--kl", "k2_loss", "--kl.target", "0.01"],
+    "critic": ["--loss", "ppo", "--critic", "head"],
+}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """The parts lie beside the run."""
+    (tmp_path / "parts.py").write_text(PARTS)
+    (tmp_path / "schedule.toml").write_text(SCHEDULE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(out, *arguments, code=0, stop=None, resume=False):
+    """A run, or the resume of one, that ends with this exit code; it stops as the step `stop` is logged."""
+    if stop is not None:
+        Path("stop").write_text(str(stop))
+    words = ["resume", out, *arguments] if resume else ["run", *SMALL, "--out", out, *arguments]
+    assert main(words) == code
+    Path("stop").unlink(missing_ok=True)
+
+
+def lines_of(folder):
+    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if not name.startswith(TIMED)} for line in lines]
+
+
+def files_of(folder, pattern):
+    found = Path(folder).glob(pattern)
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found if path.is_file()}
+
+
+def summary_of(folder):
+    return json.loads((Path(folder) / "summary.json").read_text())
+
+
+def state_of(folder, checkpoint):
+    return json.loads((Path(folder) / "checkpoints" / checkpoint / "state.json").read_text())
+
+
+def steps_of(folder):
+    return sorted(path.name for path in (Path(folder) / "checkpoints").iterdir())
+
+
+def assert_same(folder, whole):
+    """What both runs have left is the same, but for times."""
+    assert lines_of(folder) == lines_of(whole)
+    assert files_of(folder, "trajectories/*") == files_of(whole, "trajectories/*")
+    last = max(steps_of(whole))
+    for name in ("*.safetensors", "trainer/*.distcp"):
+        weights = files_of(whole, f"checkpoints/{last}/{name}")
+        assert weights and files_of(folder, f"checkpoints/{last}/{name}") == weights
+    for key in ("status", "steps", "evaluation", "checkpoint"):
+        assert summary_of(folder)[key] == summary_of(whole)[key]
+    states = [state_of(each, last) for each in (folder, whole)]
+    assert states[0]["run"] == states[1]["run"]
+    assert states[0]["backend"]["version"] == states[1]["backend"]["version"]
+
+
+# --- the same run ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_is_the_unbroken_one(kind, capsys):
+    run("whole", *KINDS[kind])
+    run("broken", *KINDS[kind], code=1, stop=2)
+    assert steps_of("broken") == ["step_000001", "step_000002"], "the third step is not saved, and logged by one logger"
+    assert len(lines_of("broken")) == 3 and (Path("broken") / "trajectories").exists()
+    assert "go on with: rollouts resume broken" in capsys.readouterr().err
+    before = summary_of("broken")["evaluation"]["before"]
+    run("broken", resume=True)
+    said = capsys.readouterr().out
+    assert "note: going on after step 2 of 4, from step_000002\n" in said and "held-out, before" not in said
+    assert_same("broken", "whole")
+    summary = summary_of("broken")
+    assert summary["resumed_from"] == 2 and summary["evaluation"]["before"] == before
+    (resumed,) = json.loads(Path("broken/manifest.json").read_text())["resumed"]
+    assert resumed["step"] == 2 and resumed["checkpoint"].endswith("step_000002") and resumed["distributions"]["torch"]
+
+
+def test_the_steered_coefficient_moves():
+    """The control: what goes on is something."""
+    run("out", *KINDS["steered KL"])
+    assert len({line["policy/kl_coef"] for line in lines_of("out")}) == 4
+    assert len({line["policy/loss"] for line in lines_of("out")} - {0.0}) >= 3
+
+
+def test_control_c_and_again(capsys):
+    run("whole")
+    for resume, stop in ((False, 1), (True, 1), (True, 3)):
+        arguments = [] if resume else ["--logger.Stop.error", "KeyboardInterrupt"]
+        run("out", *arguments, code=130, stop=stop, resume=resume)
+        assert capsys.readouterr().err.endswith("of 4 steps; go on with: rollouts resume out\n")
+    run("out", resume=True)
+    assert lines_of("out") == lines_of("whole") and summary_of("out")["resumed_from"] == 3
+    steps = [each["step"] for each in json.loads(Path("out/manifest.json").read_text())["resumed"]]
+    assert steps == [1, 1, 3]
+
+
+def test_without_a_checkpoint_it_begins_again(capsys):
+    run("whole", "--checkpoint-every", "0")
+    run("out", "--checkpoint-every", "0", code=1, stop=2)
+    run("out", resume=True)
+    assert "the run has no checkpoint yet: it begins again" in capsys.readouterr().out
+    assert_same("out", "whole")
+
+
+def test_a_finished_run_says_so_and_can_be_made_longer(capsys):
+    warm = ["--training.warmup-steps", "2"]  # the default is never more than the run has
+    run("whole", "--steps", "6", *warm)
+    run("out", *warm)
+    stamps = files_of("out", "**/*")
+    capsys.readouterr()
+    run("out", resume=True)
+    assert capsys.readouterr().out == (
+        "out is finished: all of its 4 steps are done\nto make it longer, type: rollouts resume out --steps 8\n"
+    )
+    run("out", "--resume", "auto", *warm)
+    assert capsys.readouterr().out.startswith("out is finished")
+    assert rollouts.resume("out") == summary_of("out")
+    assert files_of("out", "**/*") == stamps, "nothing was written"
+    run("out", "--steps", "6", resume=True)
+    assert "note: steps: 4 -> 6\n" in capsys.readouterr().out
+    assert lines_of("out") == lines_of("whole") and "steps = 6" in Path("out/config.toml").read_text()
+    run("out", resume=True)
+    assert "all of its 6 steps" in capsys.readouterr().out
+
+
+def test_a_run_that_died_between_its_last_checkpoint_and_its_summary(capsys):
+    run("out")
+    before = summary_of("out")
+    Path("out/summary.json").unlink()
+    capsys.readouterr()
+    run("out", resume=True)
+    assert "held-out" not in capsys.readouterr().out.replace("held-out tasks", ""), "nothing is played again"
+    after = summary_of("out")
+    assert {**after, "wall_seconds": 0, "cpu_seconds": 0} == {
+        **before, "wall_seconds": 0, "cpu_seconds": 0, "resumed_from": 4}  # fmt: skip
+
+
+def test_back_to_an_earlier_checkpoint(capsys):
+    run("whole")
+    shutil.copytree("whole", "out")
+    for name in ("step_000002", "out/checkpoints/step_000001"):
+        run("out", "--checkpoint", name, resume=True)
+        assert f"from {Path(name).name}" in capsys.readouterr().out
+        assert_same("out", "whole")
+    assert {"step_000002.aside", "step_000004.aside", "step_000004"} <= set(steps_of("out")), "nothing is thrown away"
+
+
+def test_another_runs_checkpoint_is_the_runs_own_from_then_on():
+    run("whole")
+    run("out", code=1, stop=0)
+    shutil.rmtree("out/checkpoints")
+    run("out", "--checkpoint", "whole/checkpoints/step_000002", resume=True, code=1, stop=2)
+    assert steps_of("out") == ["step_000002"]
+    run("out", resume=True)
+    assert lines_of("out") == [line for line in lines_of("whole") if line["step"] != 1], "it had taken the first itself"
+
+
+def test_from_python(here):
+    run("whole")
+    run("out", code=1, stop=1)
+    assert rollouts.resume("out")["resumed_from"] == 1
+    assert lines_of("out") == lines_of("whole")
+    assert rollouts.resume("out", checkpoint="step_000003", steps=5)["steps"] == 5
+    with pytest.raises(ConfigError, match="out: a run that is resumed stays in its folder"):
+        rollouts.resume("out", out="other")
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_the_last_and_the_best_checkpoints_are_kept(keep):
+    run("out", "--keep-checkpoints", str(keep), "--mode", "sft")
+    states = {name: state_of("out", name)["run"] for name in steps_of("out")}
+    losses = [line["policy/loss"] for line in lines_of("out")]
+    best = losses.index(min(losses)) + 1
+    assert {state["step"] for state in states.values()} == {*range(5 - keep, 5), best}
+    for state in states.values():
+        value = losses[state["step"] - 1]
+        assert state["metric"] == {"name": "policy/loss", "value": value, "higher_is_better": False}
+
+
+def test_what_the_best_checkpoint_is_known_by():
+    run("out", "--eval-every", "2")
+    metrics = [state_of("out", name)["run"]["metric"] for name in steps_of("out")]
+    assert metrics[0] is metrics[2] is None, "no evaluation came before them"
+    assert metrics[1]["value"] == lines_of("out")[1]["eval/reward_mean"] and metrics[1]["higher_is_better"]
+    assert metrics[3]["value"] == summary_of("out")["evaluation"]["after"]["reward_mean"]
+
+
+# --- automatically --------------------------------------------------------------------------------------------------
+
+
+def test_resume_auto_begins_goes_on_and_says_what_changed(capsys):
+    run("whole")
+    run("out", "--resume", "auto", code=1, stop=2)
+    assert 'resume = "never"' in Path("out/config.toml").read_text()
+    with Path("out/config.toml").open("a") as config:
+        config.write("# mine\n")
+    run("out", "--resume", "auto", "--max-turns", "9")
+    said = capsys.readouterr().out
+    assert "note: max_turns: 8 -> 9\n" in said and said.count(" -> ") == 1
+    assert lines_of("out") == lines_of("whole")
+    assert "max_turns = 9" in Path("out/config.toml").read_text()
+
+
+def test_resume_auto_needs_a_folder(capsys):
+    assert main(["run", "--env", "calculator", "--resume", "auto"]) == 2
+    error = capsys.readouterr().err
+    assert "type: rollouts run --env calculator --out runs/NAME --resume auto" in error
+
+
+def test_a_dry_run_of_it_writes_nothing(capsys):
+    for code in (1, 0):
+        kept = files_of("out", "**/*")
+        assert main(["run", *SMALL, "--out", "out", "--resume", "auto", "--dry-run"]) == 0
+        assert "nothing was loaded or written" in capsys.readouterr().out
+        assert files_of("out", "**/*") == kept
+        if code:
+            run("out", code=1, stop=0)
+
+
+def damage(name):
+    (weights,) = (Path("out/checkpoints") / name).glob("model*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def test_a_damaged_checkpoint_is_named_with_the_one_before(capsys):
+    run("whole")
+    run("out", code=1, stop=3)
+    damage("step_000003")
+    kept = files_of("out", "**/*")
+    run("out", resume=True, code=2)
+    error = capsys.readouterr().err
+    assert "step_000003 is damaged" in error
+    assert "go on from step_000002 with: rollouts resume out --checkpoint step_000002" in error
+    assert files_of("out", "**/*") == kept, "the run is as it was"
+    run("out", "--checkpoint", "step_000002", resume=True)
+    assert lines_of("out") == lines_of("whole") and "step_000003.aside" in steps_of("out")
+
+
+def test_resume_auto_falls_back_by_itself(capsys):
+    run("whole")
+    run("out", code=1, stop=3)
+    damage("step_000003")
+    run("out", "--resume", "auto")
+    said = capsys.readouterr().out
+    assert "note: the checkpoint out/checkpoints/step_000003 is damaged" in said
+    assert "going on from step_000002 instead" in said
+    assert lines_of("out") == lines_of("whole")
+
+
+def test_when_every_checkpoint_is_damaged_nothing_is_thrown_away(capsys):
+    run("out", code=1, stop=1)
+    damage("step_000001")
+    for arguments, resume in (((), True), (("--resume", "auto"), False)):
+        run("out", *arguments, resume=resume, code=2)
+        assert "begin again with: rollouts run out/config.toml --out FOLDER" in capsys.readouterr().err
+    assert len(lines_of("out")) == 2
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------
+
+
+def refuse(capsys, *arguments):
+    assert main(["resume", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and "Traceback" not in error
+    return error
+
+
+def test_a_folder_that_holds_no_run(capsys, here):
+    assert "nowhere holds no run" in refuse(capsys, "nowhere")
+    Path("runs/a").mkdir(parents=True)
+    Path("runs/a/config.toml").touch()
+    assert "did you mean: runs/a?" in refuse(capsys, "runs")
+    Path("runs/a/checkpoints/step_000002").mkdir(parents=True)
+    said = refuse(capsys, "runs/a/checkpoints/step_000002")
+    assert "type: rollouts resume runs/a --checkpoint step_000002" in said
+    assert sorted(path.name for path in here.iterdir()) == ["parts.py", "runs", "schedule.toml"]
+
+
+def test_what_cannot_be_gone_on_with(capsys):
+    run("out", "--steps", "2")
+    kept = files_of("out", "**/*")
+    assert "checkpoints: step_000001, step_000002" in refuse(capsys, "out", "--checkpoint", "step_7")
+    Path("out/summary.json").rename("summary.json")
+    error = refuse(capsys, "out", "--steps", "1")
+    assert "2 steps are done" in error and "rollouts resume out --steps 2" in error
+    assert "--steps: " in refuse(capsys, "out", "--steps", "many")
+    for old, new, words in (
+        ("seed = 0", "seed = 1", "the seed was 0 and is 1 now"),
+        ("lora_rank = 0", "lora_rank = 2", "lora_rank"),
+        ('mode = "rl"', 'mode = "sft"\nloss = "sft"', "was written in mode rl"),
+        ("steps = 2", "stepz = 2", "line "),
+    ):
+        text = kept["config.toml"].decode()
+        assert old in text
+        if "loss" in new:
+            text = text.replace('name = "grpo"', 'name = "sft"')
+            text, new = text[: text.index("clip_low")] + text[text.index("[correction]") :], 'mode = "sft"'
+        Path("out/config.toml").write_text(text.replace(old, new))
+        assert words in refuse(capsys, "out")
+    Path("out/config.toml").write_bytes(kept["config.toml"])
+    Path("summary.json").rename("out/summary.json")
+    assert files_of("out", "**/*") == kept, "the run is as it was"
+
+
+def test_an_edited_config_is_told(capsys):
+    run("out", code=1, stop=2)
+    path = Path("out/config.toml")
+    path.write_text("# mine\n" + path.read_text().replace("temperature = 1.0", "temperature = 0.9"))
+    run("out", resume=True)
+    assert "note: temperature: 1.0 -> 0.9\n" in capsys.readouterr().out
+    assert path.read_text().startswith("# mine\n"), "whoever edited it keeps their comments"
+
+
+def test_weights_that_somebody_saved_are_no_run(capsys):
+    from rollouts.training.algorithms.recipes import GRPO
+    from rollouts.training.backends.torch import create_torch_backend
+
+    run("out", code=1, stop=0)
+    backend = create_torch_backend("tiny", 0, 4, 1e-3, 0, 4096, {"main": GRPO}, None)
+    backend.save("step_000003").wait()
+    backend.close()
+    error = refuse(capsys, "out", "--checkpoint", "step_000003")
+    assert "does not say how far its run was" in error and "--model step_000003" in error
+
+
+def test_two_processes_on_one_folder(capsys):
+    run("out", code=1, stop=1)
+    other = RunFolder.reopen(Path("out"))
+    try:
+        assert "out is being written to by another process" in refuse(capsys, "out")
+        with pytest.raises(OutputError, match="another process"):
+            rollouts.resume("out")
+    finally:
+        other.close()
+    run("out", resume=True)
+
+
+def test_a_backend_that_cannot_be_profiled(capsys):
+    assert main(["run", *SMALL, "--out", "out", "--profile", "2", "--training", "./parts.py:Unprofiled"]) == 2
+    assert "--profile 2: the training backend ./parts.py:Unprofiled cannot be profiled" in capsys.readouterr().err
+    assert Path("closed").exists() and not Path("out").exists()
+
+
+def test_the_steps_that_are_profiled(monkeypatch):
+    from rollouts.training.backends.torch import TorchBackend
+
+    seen = []
+    for name in ("start_profile", "stop_profile", "optim_step"):
+        method = getattr(TorchBackend, name)
+
+        def told(self, *arguments, _name=name, _method=method):
+            seen.append(_name)
+            return _method(self, *arguments)
+
+        monkeypatch.setattr(TorchBackend, name, told)
+    run("out", "--profile", "2")
+    step = "optim_step"
+    assert seen == [step, "start_profile", step, step, "stop_profile", step]
+    assert files_of("out/profile", "*")
+
+
+# --- killed ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_kills_at_random_moments(here):
+    """As Slurm does it: the same command again and again, until it is done."""
+    run("whole")
+    words = [sys.executable, "-m", "rollouts", "run", *SMALL, "--out", "out", "--resume", "auto"]
+    chance = random.Random(0)
+    for attempt in range(20):
+        process = subprocess.Popen(
+            words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        )
+        if attempt < 4:
+            wait_for_a_sign(process)
+            time.sleep(chance.random())
+            process.kill()
+        said, _ = process.communicate(timeout=120)
+        if process.returncode == 0:
+            break
+        assert process.returncode == -9, said.decode()
+    assert attempt >= 1 and process.returncode == 0
+    assert_same("out", "whole")
+
+
+def wait_for_a_sign(process):
+    """Until the run has said something: its model is loaded."""
+    assert process.stdout.readline() or process.wait() == 0

@@ -1,0 +1,87 @@
+"""Backends of several ranks for tests: composed as a run composes them, so that the other ranks compose the same."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+
+from rollouts.compose.plan import make_plan
+from rollouts.config import to_toml
+from rollouts.config.resolving import resolve
+from rollouts.plugins.signature import call_with
+from rollouts.training.batching import make_batch
+
+
+class Crew:
+    """A backend, the plan that it was composed from, and what a test does with both."""
+
+    def __init__(self, model: str, settings: dict) -> None:
+        tree = {
+            "env": "calculator",
+            "loss": "grpo",
+            "lr": 1e-2,
+            "tokens_per_microbatch": 120,
+            "eval_tasks": 0,
+            **settings,
+        }
+        plan = make_plan(resolve({**tree, "model": model}))
+        self.plan = plan
+        chosen = plan.one("training")
+        available = {
+            "model": model,
+            "seed": plan.settings.seed,
+            "steps": plan.settings.steps,
+            "lr": plan.lr,
+            "lora_rank": plan.settings.lora_rank,
+            "tokens_per_microbatch": plan.settings.tokens_per_microbatch,
+            "algorithms": plan.algorithms,
+            "companions": plan.companions,
+            "config": to_toml(plan.resolved),
+        }
+        self.backend = call_with(chosen.component, available, chosen.settings)
+
+    def batch(self, samples, stage: int = 0, **settings):
+        """The samples as a batch of a stage's algorithm, advantages of both signs."""
+        count = 1 + max(sample.rollout_index for sample in samples)
+        chosen = self.plan.schedule[stage]
+        return make_batch(
+            samples,
+            [math.sin(3.0 * n + 1) for n in range(count)],
+            aggregation=chosen.algorithm.aggregation,
+            step=0,
+            max_tokens=16,
+            algorithm=chosen.name,
+            **settings,
+        )
+
+    def train(self, batch, steps: int = 3):
+        """So many steps; what each said of loss and gradient."""
+        said = []
+        for _ in range(steps):
+            metrics = self.backend.forward_backward(batch)
+            result = self.backend.optim_step().wait(60)
+            kept = {name: value for name, value in metrics.wait(60).items() if not name.startswith("perf/")}
+            said.append(kept | result.metrics)
+        return said
+
+
+@pytest.fixture
+def crew_of(monkeypatch):
+    """Makes crews; ends their ranks, whatever became of the test."""
+    monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
+    made = []
+
+    def make(model, processes: int = 1, *, training=(), **settings):
+        # A large eps: Adam would blow the rounding of gradients near 0 up to whole steps.
+        backend = {"name": "fsdp", "processes": processes, "warmup_steps": 0, "eps": 1e-4, **dict(training)}
+        if processes == 0:
+            del backend["processes"]
+            backend["name"] = "torch"
+        made.append(Crew(str(model), {"training": backend, **settings}))
+        return made[-1]
+
+    yield make
+    for crew in made:
+        crew.backend.close()

@@ -1,0 +1,138 @@
+"""A rank that dies, hangs or fails ends the work with one error that names it; nothing is left running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from rollouts.errors import RankError
+
+pytestmark = pytest.mark.slow
+
+LOSS = """
+import os, time
+
+def loss(logprobs, advantages):
+    if os.path.exists({trigger!r}) and os.environ.get("RANK", "0") == {rank!r}:
+        {fault}
+    return -(logprobs * advantages)
+"""
+
+
+@pytest.fixture
+def model(tiny, tmp_path):
+    tiny.qwen3().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def faulty(tmp_path):
+    """A loss that does something bad on one rank once a file is there; gives its name, and the trigger."""
+
+    def make(rank: str, fault: str):
+        trigger = tmp_path / "now"
+        source = LOSS.format(trigger=str(trigger), rank=rank, fault=fault)
+        (tmp_path / "faulty.py").write_text(textwrap.dedent(source))
+        return f"{tmp_path}/faulty.py:loss", trigger
+
+    return make
+
+
+def pid_of(crew) -> int:
+    (process,) = crew.backend._crew._gathering._meeting.processes.values()
+    return process.pid
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def fails(crew, batch, words: str, seconds: float):
+    start = time.monotonic()
+    with pytest.raises(RankError, match=words):
+        for _ in range(1000):
+            crew.backend.forward_backward(batch).wait(60)
+            crew.backend.optim_step().wait(60)
+    assert time.monotonic() - start < seconds
+    pid = pid_of(crew)
+    with pytest.raises(RankError, match=words):
+        crew.backend.optim_step().wait(5)
+    crew.backend.close()
+    assert not is_running(pid), "it is ended too"
+
+
+def test_a_rank_that_dies(tiny, model, crew_of):
+    crew = crew_of(model, 2)
+    batch = crew.batch(tiny.make_samples(1, 2))
+    crew.train(batch, 1)
+    os.kill(pid_of(crew), signal.SIGKILL)
+    fails(crew, batch, r"rank 1 died \(killed by SIGKILL\); its last command: \w+, command \d+", 20)
+
+
+def test_a_rank_that_is_stopped(tiny, model, crew_of):
+    """It beats no more; nobody asks the collective, whose own time is longer here."""
+    crew = crew_of(model, 2, training={"stall_seconds": 300})
+    batch = crew.batch(tiny.make_samples(1, 2))
+    crew.train(batch, 1)
+    os.kill(pid_of(crew), signal.SIGSTOP)
+    fails(crew, batch, r"rank 1 was not heard of for 2\d s; its last command: \w+, command \d+", 50)
+
+
+@pytest.mark.parametrize(
+    ("rank", "fault", "words"),
+    [
+        ("1", "raise ValueError('no such luck')", r"rank 1 failed in forward_backward, command \d+: .*no such luck"),
+        ("1", "os._exit(7)", r"rank 1 died \(exit code 7\); its last command: forward_backward, command \d+"),
+        ("1", "time.sleep(600)", r"rank 1 at forward_backward, command \d+ \(rank 1: .*faulty.py, line \d+, in loss\)"),
+        ("0", "time.sleep(30)", r"rank 1 failed in forward_backward, command \d+: .*"),
+    ],
+    ids=["raises", "exits", "hangs", "rank 0 hangs"],
+)
+def test_a_loss_that_goes_wrong_on_one_rank(rank, fault, words, tiny, model, crew_of, faulty):
+    loss, trigger = faulty(rank, fault)
+    crew = crew_of(model, 2, loss=loss, training={"stall_seconds": 5})
+    batch = crew.batch(tiny.make_samples(2, 2))
+    crew.train(batch, 1)
+    trigger.write_text("")
+    fails(crew, batch, words, 45)
+
+
+def test_ranks_end_with_rank_0(tiny, model, tmp_path):
+    """A program that is killed leaves no rank behind."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        textwrap.dedent(
+            f"""
+            import sys, time
+            sys.path.insert(0, {os.path.dirname(__file__)!r})
+            from conftest import Crew
+            crew = Crew({str(model)!r}, {{"training": {{"name": "fsdp", "processes": 2}}}})
+            (process,) = crew.backend._crew._gathering._meeting.processes.values()
+            print(process.pid, flush=True)
+            time.sleep(600)
+            """
+        )
+    )
+    started = subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert started.stdout is not None
+        pid = int(started.stdout.readline())
+        assert is_running(pid)
+    finally:
+        started.kill()
+        started.wait()
+        started.stdout.close()
+    deadline = time.monotonic() + 30
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not is_running(pid)
