@@ -28,7 +28,7 @@ COMMANDS = {
 }
 """The core's commands: where each is, and its line in the help (which imports none of them)."""
 
-TAKES_SETTINGS = ("run", "sft", "config")
+TAKES_SETTINGS = ("run", "sft", "config", "resume")
 """The commands that take dotted flags. A plugin's command gets them in `ctx.obj` and judges for itself."""
 
 

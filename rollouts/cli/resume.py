@@ -11,7 +11,9 @@ def _resume(folder: str, steps: str | None, checkpoint: str | None) -> int:
     from rollouts.compose import resume_command
     from rollouts.config.flags import read_flag
 
-    given = {} if steps is None else {"steps": read_flag(steps)}
+    given = dict(click.get_current_context().obj or {})
+    if steps is not None:
+        given["steps"] = read_flag(steps)
     return resume_command(folder, given, checkpoint or "")
 
 
@@ -29,7 +31,8 @@ resume = click.Command(
     ],
     help="Go on with a run, or make it longer.\n\n"
     "It goes on from its last complete checkpoint, or from the beginning where there is none. "
-    "DIR is the folder that the run has written; its config.toml says what the run is.\n\n"
+    "DIR is the folder that the run has written; its config.toml says what the run is. Settings of components can be "
+    "given anew: --training.processes 4.\n\n"
     "\b\nExamples:\n  rollouts resume runs/mine\n  rollouts resume runs/mine --steps 200\n"
     "  rollouts resume runs/mine --checkpoint step_000008",
 )

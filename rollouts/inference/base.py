@@ -80,6 +80,7 @@ class InferenceBackend(Protocol):
     trainable: bool  # False: it cannot return token ids with logprobs, so it is good for evaluation only
     in_process: bool  # True: it computes as the trainer does, in its process, so its logprobs are the trainer's
     owns_weights: bool  # True: it has weights of its own, and each update must bring the new ones
+    weights_kind: Literal["full", "adapter"]  # what an update must bring then: all of them, or a LoRA adapter's
     context_tokens_max: int  # prompt and reply together must fit
 
     async def __aenter__(self) -> InferenceBackend: ...

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import queue
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import trio
 
@@ -65,7 +65,9 @@ class HFInference:
         prefill_tokens_max: int = 16384,
         context_tokens: int = 0,
         wait_seconds: float = 1800.0,
+        adapter: Any = None,
     ) -> None:
+        """`adapter` is the PeftModel around a model of its own whose adapter alone is brought up to date."""
         from rollouts.inference.engine import HFEngine
 
         assert rows_max >= 1 and cache_gib > 0 and prefill_tokens_max >= 1 and wait_seconds > 0, (
@@ -74,6 +76,8 @@ class HFInference:
         self.model = model
         self.in_process = training is not None
         self.owns_weights = training is not None and training.model is not model
+        self.weights_kind: Literal["full", "adapter"] = "full" if adapter is None else "adapter"
+        self._adapter = adapter
         self._training = training
         self._served = 0  # the version of weights of its own
         self._thread: TorchThread = TorchThread("rollouts-hf") if training is None else training.thread
@@ -176,9 +180,16 @@ class HFInference:
 
     def _load(self, update: WeightUpdate) -> None:
         """In the torch thread, so that no wave is under way."""
+        import torch
+
+        from rollouts.training.backends.lora import adapter_parameters
+
         if update.weights is None:
             raise InferenceError(f"the hf engine has weights of its own, but the update {update.version} brings none")
-        own, given = self.model.state_dict(), update.weights
+        if update.kind != self.weights_kind:
+            raise InferenceError(f"the hf engine takes {self.weights_kind} weights, and the update is {update.kind}")
+        own = self.model.state_dict() if self._adapter is None else adapter_parameters(self._adapter)
+        given = update.weights
         wrong = sorted(set(own) ^ set(given))
         wrong += sorted(name for name in set(own) & set(given) if own[name].shape != given[name].shape)
         if wrong:
@@ -186,7 +197,9 @@ class HFInference:
                 f"weights {update.version} are not this engine's model: {len(wrong)} names or shapes differ, "
                 f"first {wrong[0]}"
             )
-        self.model.load_state_dict(given)
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(given[name])
         self._served = update.version
 
     async def health(self) -> Health:
@@ -324,8 +337,10 @@ def create_hf_inference(
     for flag, given, holds, expected in bounds:
         if not holds:
             raise ConfigError(f"--inference.{flag} {given}: expected {expected}")
+    from rollouts.training.backends.lora import wrap_in_adapter
     from rollouts.training.models import load_hf_model
 
+    adapter = None
     if training is None:
         network = load_hf_model(model, dtype="float32" if dtype == "auto" else dtype, device=device)
     else:
@@ -338,6 +353,8 @@ def create_hf_inference(
         network = training.model
         if network is None:  # sharded: rank 0 samples with a copy
             network = load_hf_model(model, dtype=training.compute_dtype, device=training.device)
+            if training.adapter_config is not None:
+                adapter = wrap_in_adapter(network, training.adapter_config)
     return HFInference(
         network,
         training,
@@ -346,6 +363,7 @@ def create_hf_inference(
         prefill_tokens_max=prefill_tokens_max,
         context_tokens=context_tokens,
         wait_seconds=wait_seconds,
+        adapter=adapter,
     )
 
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from rollouts.errors import InferenceError
 from rollouts.inference.base import InferenceBackend, WeightUpdate
 from rollouts.training.types import Row, TrainBatch, TrainingBackend
 
 __all__ = ["parity_tolerance", "probe_parity", "sync_weights"]
+
+_Kind = Literal["full", "adapter"]
 
 PROBE_TOKENS = 32
 TOLERANCE = 1e-3  # nats a token, of float32 and wider
@@ -34,16 +36,27 @@ async def sync_weights(
     start = time.perf_counter()
     version = backend.version
     owners = [engine for engine in engines if getattr(engine, "owns_weights", False)]
-    weights: dict[str, Any] | None = await backend.get_weights("full") if owners else None
+    weights: dict[_Kind, dict[str, Any]] = {}
+    for kind in {_kind_of(engine) for engine in owners}:
+        weights[kind] = await backend.get_weights(kind)
     for engine in engines:
-        update = WeightUpdate(version, weights=weights) if engine in owners else WeightUpdate(version)
-        await engine.update_weights(update)
+        if engine not in owners:
+            await engine.update_weights(WeightUpdate(version))
+            continue
+        kind = _kind_of(engine)
+        await engine.update_weights(WeightUpdate(version, kind, weights=weights[kind]))
     metrics = {"sync/version": float(version)}
-    if weights is not None:
-        metrics["sync/bytes"] = float(sum(each.nbytes for each in weights.values()))
-        allowed = parity_tolerance(weights, getattr(backend, "compute_dtype", "")) if tolerance is None else tolerance
+    tensors = {f"{kind}/{name}": each for kind, named in weights.items() for name, each in named.items()}
+    if tensors:
+        metrics["sync/bytes"] = float(sum(each.nbytes for each in tensors.values()))
+        allowed = parity_tolerance(tensors, getattr(backend, "compute_dtype", "")) if tolerance is None else tolerance
         metrics["sync/probe"] = max([await probe_parity(backend, engine, allowed) for engine in owners])
     return metrics | {"sync/seconds": time.perf_counter() - start}
+
+
+def _kind_of(engine: InferenceBackend) -> _Kind:
+    kind: _Kind = getattr(engine, "weights_kind", "full")
+    return kind
 
 
 async def probe_parity(backend: TrainingBackend, engine: InferenceBackend, tolerance: float = TOLERANCE) -> float:

@@ -6,12 +6,15 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import trio
 
 import rollouts
 from rollouts.cli import main
@@ -19,6 +22,7 @@ from rollouts.errors import ConfigError, OutputError
 from rollouts.run_folder import RunFolder
 
 PARTS = '''\
+from collections import Counter
 from pathlib import Path
 
 
@@ -50,6 +54,7 @@ TIMED = ("time/", "perf/", "sync/seconds", "rollout/latency")
 SMALL = ["--env", "calculator", "--steps", "4", "--prompts-per-step", "2", "--samples-per-prompt", "2",
          "--eval-tasks", "4", "--max-tokens", "32", "--checkpoint-every", "1",
          "--logger", "jsonl", "--logger", "./parts.py:Stop"]  # fmt: skip
+TWO_RANKS = ["--training", "fsdp", "--training.processes", "2"]
 SCHEDULE = """\
 [[schedule]]
 step = 1
@@ -433,10 +438,11 @@ def test_the_steps_that_are_profiled(monkeypatch):
 
 
 @pytest.mark.slow
-def test_kills_at_random_moments(here):
-    """As Slurm does it: the same command again and again, until it is done."""
-    run("whole")
-    words = [sys.executable, "-m", "rollouts", "run", *SMALL, "--out", "out", "--resume", "auto"]
+@pytest.mark.parametrize("ranks", [[], TWO_RANKS], ids=["single", "two ranks"])
+def test_kills_at_random_moments(ranks, here):
+    """As Slurm does it: the same command again and again, until it is done. benchmarks/kill_and_resume.py does more."""
+    run("whole", *ranks)
+    words = [sys.executable, "-m", "rollouts", "run", *SMALL, *ranks, "--out", "out", "--resume", "auto"]
     chance = random.Random(0)
     for attempt in range(20):
         process = subprocess.Popen(
@@ -457,3 +463,103 @@ def test_kills_at_random_moments(here):
 def wait_for_a_sign(process):
     """Until the run has said something: its model is loaded."""
     assert process.stdout.readline() or process.wait() == 0
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_in_a_run(capfd, here):
+    """One error that names it, exit code 1; and the run goes on, on one rank more, to the end."""
+    (here / "dying.py").write_text(
+        "import os, signal\n"
+        "def loss(logprobs, advantages, step):\n"
+        "    if step == 2 and os.environ.get('RANK') == '1' and os.path.exists('die'):\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return -(logprobs * advantages)\n"
+    )
+    (here / "die").touch()
+    chosen = ["--loss", "./dying.py:loss"]
+    run("out", *TWO_RANKS, *chosen, code=1)
+    said = capfd.readouterr().err
+    assert said.count("error: ") == 1 and "Traceback" not in said
+    assert "error: rank 1 died (killed by SIGKILL); its last command: forward_backward, command " in said
+    assert "the run failed after 2 of 4 steps; out keeps what was done; go on with: rollouts resume out" in said
+    (here / "die").unlink()
+    run("out", "--training.processes", "3", resume=True)
+    assert summary_of("out")["resumed_from"] == 2 and len(lines_of("out")) == 4
+    run("whole", *chosen)
+    for one, other in zip(lines_of("out"), lines_of("whole"), strict=True):
+        assert one["policy/loss"] == pytest.approx(other["policy/loss"], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_under_a_launcher(here):
+    """torchrun's ranks: the same run as processes of our own; a backend of one process says what to type."""
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "rollouts",
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    words = [*launcher, "run", *SMALL, "--training", "fsdp", "--out", "launched"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    run("own", *TWO_RANKS)
+    assert lines_of("launched") == lines_of("own")
+    words = [*launcher, "run", *SMALL, "--out", "wrong"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and not Path("wrong").exists()
+    assert "a launcher started 2 processes (WORLD_SIZE), but --training torch trains in one; type" in done.stderr
+
+
+class Interrupt(trio.abc.Instrument):
+    """Ctrl-C at the n-th time that a task is about to run."""
+
+    def __init__(self, number):
+        self.number = number
+        self.seen = 0
+
+    def before_task_step(self, task):
+        self.seen += 1
+        if self.seen == self.number:
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.slow
+def test_an_end_at_any_await_point(monkeypatch, here):
+    """Numerics 20: interrupted between any two steps of trio's tasks, a run goes on to the same end: the same prompts,
+    once each, and losses equal to the bit. Every seventeenth of these moments is tried.
+    """
+    small = ["--steps", "2", "--eval-tasks", "2"]
+    plain = trio.run
+
+    def with_instrument(instrument):
+        monkeypatch.setattr(trio, "run", lambda *args: plain(*args, instruments=[instrument]))
+
+    counter = Interrupt(-1)
+    with_instrument(counter)
+    run("whole", *small)
+    expected = lines_of("whole"), prompts_of("whole")
+    tried = 0
+    for number in range(3, counter.seen, 17):
+        out = f"out-{number}"
+        with_instrument(Interrupt(number))
+        code = main(["run", *SMALL, *small, "--out", out])
+        monkeypatch.setattr(trio, "run", plain)
+        assert code in (0, 130)  # the last moments are those of a run that is over
+        if code:
+            tried += 1
+            run(out, resume=True)
+        assert (lines_of(out), prompts_of(out)) == expected
+        shutil.rmtree(out)
+    assert tried >= 10, f"{tried} of {counter.seen} moments"
+
+
+def prompts_of(folder):
+    """Every prompt that was trained on, as often as it was."""
+    files = sorted(Path(folder, "trajectories").iterdir())
+    lines = [json.loads(line) for path in files for line in path.read_text().splitlines()]
+    return Counter(line["task"]["prompt"] for line in lines)

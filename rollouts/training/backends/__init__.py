@@ -11,7 +11,7 @@
     optimizer     optimizers and learning rates
     reference, companions    the models beside the policy
     lora          adapters through peft
-    checkpoint    what is in a checkpoint's folder; `checkpoint_writing` makes it appear whole, `checkpoint_files` finds it
+    checkpoint    what is in a checkpoint's folder; `checkpoint_writing` makes it, whole; `checkpoint_files` finds it
     profiling     traces, and peak memory
     pytorch_factory    torch objects of one's own behind futures
 

@@ -22,6 +22,7 @@ __all__ = [
     "check_adapter_weights",
     "merged_weights",
     "read_adapter_weights",
+    "wrap_in_adapter",
 ]
 
 Whole = Callable[[Iterable[tuple[str, Tensor]]], dict[str, Tensor]]
@@ -35,7 +36,7 @@ def add_lora(causal: Any, *, rank: int, alpha: float | None, targets: str, seed:
 
     `targets` is "all-linear" or names of layers with commas between them. Raises ConfigError where they match nothing.
     """
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig
 
     if rank < 1:
         raise ConfigError(f"lora_rank is {rank}; give 1 or more, or 0 to train all weights")
@@ -47,19 +48,27 @@ def add_lora(causal: Any, *, rank: int, alpha: float | None, targets: str, seed:
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
     )
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        # GPT-2 keeps its linear layers transposed; peft sets fan_in_fan_out itself and warns that it did.
-        warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")
-        # peft reads a property of the model that newer transformers have renamed.
-        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
         try:
-            return get_peft_model(causal, config)
+            return wrap_in_adapter(causal, config)
         except ValueError as error:
             raise ConfigError(
                 f"lora_targets {targets!r} match no layer of {type(causal).__name__}; "
                 f'give "all-linear" or some of: {", ".join(_layer_names(causal))}'
             ) from error
+
+
+def wrap_in_adapter(causal: Any, config: Any) -> Any:
+    """A PeftModel around the causal LM (which is changed in place), by peft's configuration. Raises ValueError."""
+    from peft import get_peft_model
+
+    with warnings.catch_warnings():
+        # GPT-2 keeps its linear layers transposed; peft sets fan_in_fan_out itself and warns that it did.
+        warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")
+        # peft reads a property of the model that newer transformers have renamed.
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+        return get_peft_model(causal, config)
 
 
 def read_adapter_weights(peft_model: Any, whole: Whole) -> dict[str, Tensor]:

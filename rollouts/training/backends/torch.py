@@ -149,6 +149,11 @@ class TorchBackend:
         return self._trainer.compute_dtype
 
     @property
+    def adapter_config(self) -> Any:
+        """peft's configuration of the adapter that is trained; None where all weights are."""
+        return None if self._trainer.adapter is None else self._trainer.adapter.peft_config[lora.ADAPTER]
+
+    @property
     def device(self) -> str:
         """Where rank 0 computes."""
         return str(self._trainer.device)
