@@ -17,6 +17,7 @@ from rollouts.training.adapters import base_of, has_tokenizer, is_adapter, merge
 __all__ = [
     "TINY_PATH",
     "adapters_beneath",
+    "build_hf_model",
     "load_hf_model",
     "load_tokenizer",
     "no_progress_bars",
@@ -102,6 +103,23 @@ def load_hf_model(name: str, *, dtype: str = "float32", device: str = "auto", at
         raise (_of_adapter(adapters[0], error) if adapters else error) from error
     model.eval()
     return model.to(place)
+
+
+def build_hf_model(name: str, *, dtype: str = "float32", attention: str = "auto") -> Any:
+    """What `load_hf_model` gives on the CPU, with weights that nobody has written, and so without memory of its own:
+    for a rank that gets its share of them from another. Raises ModelError.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    whole, _ = adapters_beneath(name)
+    config = _load(AutoConfig, whole, "model")
+    chosen = {} if attention == "auto" else {"attn_implementation": attention}
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), **chosen)
+    model.tie_weights()
+    return model.eval()
 
 
 def load_tokenizer(name: str) -> Any:

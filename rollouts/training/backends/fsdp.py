@@ -2,8 +2,8 @@
 
 Each rank holds a share of every weight, gradient and moment (Zhao et al. 2023; torch's `fully_shard`). Weights stay
 float32 and are computed with in `dtype`. One process is a crew too: that is how all weights of a model are trained in
-bfloat16 on one GPU. Left out: tensor, context and pipeline parallelism; loading weights that do not fit one machine's
-memory once a rank.
+bfloat16 on one GPU. Left out: tensor, context and pipeline parallelism; weights that do not fit the memory of rank 0's
+machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rollouts.training.backends.ranks import (
 from rollouts.training.backends.sharding import Sharding
 from rollouts.training.backends.torch import TorchBackend, check_algorithms
 from rollouts.training.backends.trainer import Trainer
-from rollouts.training.models import load_hf_model, resolve_device, resolve_model_name
+from rollouts.training.models import build_hf_model, load_hf_model, resolve_device, resolve_model_name
 from rollouts.training.types import Companions
 
 __all__ = ["create_fsdp_backend"]
@@ -125,8 +125,11 @@ def create_fsdp_backend(
     def make_trainer(rank: int, place: str) -> Trainer:
         # Adapters are float32 always; the base that they are added to is only read.
         stored = dtype if lora_rank else "float32"
-        # A model on its way to a GPU is cut into shares layer by layer, so that it never is there whole.
-        causal = load_hf_model(model, dtype=stored, device="cpu", attention=attention)
+        # Rank 0 reads the weights and gives every rank its shares; on a GPU the model never is whole.
+        if rank == 0:
+            causal = load_hf_model(model, dtype=stored, device="cpu", attention=attention)
+        else:
+            causal = build_hf_model(model, dtype=stored, attention=attention)
         fp32 = fp32_head and dtype == "bfloat16"
         if fp32 and lora_rank:
             use_float32_head(causal)

@@ -80,6 +80,7 @@ class Trainer:
         shards: Sharding | None = None,
         rank: int = 0,
     ) -> None:
+        """With `shards`, rank 0's weights are those of all ranks."""
         check_settings(settings)
         wanted = companions or Companions()
         self.version = 0
@@ -100,7 +101,10 @@ class Trainer:
         self._size = model_size_of(causal)
         self._profile = Profile()
         if shards is not None:
+            whole = dict(causal.state_dict()) if rank == 0 else {}
             sharding.shard_networks(self.networks, shards)
+            sharding.load_whole(causal.state_dict(), whole, alone=False)
+            del whole
         self.device: torch.device = causal.get_input_embeddings().weight.device
         self._parameters = [parameter for parameter in causal.parameters() if parameter.requires_grad]
         self._names = {p: name for name, p in self.networks.named_parameters() if p.requires_grad}

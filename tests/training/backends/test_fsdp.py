@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from rollouts.errors import ConfigError
 from rollouts.training.backends.torch import TorchBackend
@@ -128,6 +129,23 @@ def test_two_ranks_with(settings, tiny, folder, crew_of, tmp_path):
         crew.backend.load(str(tmp_path / other)).wait(60)
     close(*map(weights_of, crews))
     same_words(*(crew.train(crew.batch(samples), 0) for crew in crews))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_two_ranks_of_other_families(family, tiny, crew_of, tmp_path):
+    """An untied head, transposed linear layers, a capped head; ranks above 0 get all weights from rank 0."""
+    model = getattr(tiny, family)()
+    model.save_pretrained(tmp_path / "model")
+    samples = tiny.make_samples(2, 3)
+    attention = {"attention": "eager"} if family == "gemma2" else {}
+    alone = crew_of(tmp_path / "model", 0, training=attention)
+    crew = crew_of(tmp_path / "model", 2, training=attention)
+    close(weights_of(crew), weights_of(alone), 0.0)
+    same_words(crew.train(crew.batch(samples)), alone.train(alone.batch(samples)))
+    close(weights_of(crew), weights_of(alone))
+    crew.backend.save(str(tmp_path / "saved")).wait(60)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    close(loaded.state_dict(), weights_of(crew), 0.0)
 
 
 def test_bfloat16_layers_keep_float32_weights(tiny, folder, crew_of, tmp_path):
