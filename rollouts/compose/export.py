@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from rollouts.errors import ConfigError, ModelError, OutputError
 from rollouts.training.adapters import ADAPTER_CONFIG, has_tokenizer, is_adapter, read_adapter_config
 from rollouts.training.backends.checkpoint_files import STATE, check_folder, last_checkpoint
+from rollouts.training.backends.checkpoint_writing import open_as_its_folder
 from rollouts.training.models import adapters_beneath, load_hf_model, load_tokenizer, no_progress_bars
 
 __all__ = ["Exported", "export", "find_checkpoint"]
@@ -162,6 +163,7 @@ def _new_folder(target: Path) -> Iterator[Path]:
         yield temporary
         for file in temporary.rglob("*"):
             if file.is_file():
+                open_as_its_folder(file)
                 with file.open("rb+") as handle:
                     os.fsync(handle.fileno())
         if target.exists():

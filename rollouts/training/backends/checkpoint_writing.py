@@ -14,6 +14,7 @@ import errno
 import json
 import os
 import shutil
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from rollouts.training.backends.checkpoint_files import (
     visible_name,
 )
 
-__all__ = ["abandon_checkpoint", "begin_checkpoint", "cannot_write", "finish_checkpoint"]
+__all__ = ["abandon_checkpoint", "begin_checkpoint", "cannot_write", "finish_checkpoint", "open_as_its_folder"]
 
 _FULL_DISK = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
@@ -123,11 +124,17 @@ def _settle(folder: Path) -> dict[str, dict[str, Any]]:
     entries = sorted(folder.rglob("*"))
     files = {}
     for file in (entry for entry in entries if entry.is_file()):
+        open_as_its_folder(file)
         size, crc = _settle_file(file)
         files[file.relative_to(folder).as_posix()] = {"bytes": size, "crc32": crc}
     for inner in (entry for entry in entries if entry.is_dir()):
         _sync_folder(inner)
     return files
+
+
+def open_as_its_folder(file: Path) -> None:
+    """Let those read and write the file who may the folder: safetensors writes for the owner only."""
+    file.chmod(stat.S_IMODE(file.parent.stat().st_mode) & 0o666)
 
 
 def _settle_file(file: Path) -> tuple[int, str]:

@@ -24,7 +24,7 @@ from rollouts.training.backends.messages import Channel
 __all__ = ["Beating", "Doing", "Watch"]
 
 BEAT_SECONDS = 1.0
-SILENCE_SECONDS = 20.0  # a rank that was not heard of for so long is gone: beats need no collective and no model
+SILENCE_SECONDS = 30.0  # a rank that was not heard of for so long is gone: beats need no collective and no model
 
 
 class Doing(msgspec.Struct):

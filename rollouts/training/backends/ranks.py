@@ -12,6 +12,7 @@ import contextlib
 import datetime
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -235,6 +236,9 @@ def _start_others(processes: int, config: str) -> _Meeting:
         "ROLLOUTS_STARTED_BY_RANK_0": str(os.getpid()),
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # rank 0 tells what goes wrong
     }
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if loopback is not None:  # all ranks are here, whatever the machine's name resolves to
+        shared["GLOO_SOCKET_IFNAME"] = os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     if "OMP_NUM_THREADS" not in os.environ:
         shared["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // processes))
     for rank in range(1, processes):

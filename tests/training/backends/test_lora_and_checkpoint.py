@@ -189,6 +189,8 @@ def test_transformers_and_peft_load_it(tiny, backend_of, batch, tmp_path):
     loaded = PeftModel.from_pretrained(tiny.qwen3(), str(tmp_path / "adapter")).eval()
     assert torch.equal(logits(loaded), logits(adapted.model))
     assert not list((tmp_path / "adapter").glob("model*"))
+    for file in (tmp_path / "full" / "model.safetensors", tmp_path / "adapter" / "adapter_model.safetensors"):
+        assert file.stat().st_mode & 0o777 == file.parent.stat().st_mode & 0o666, "who may list the folder may read it"
 
 
 def test_saving_again_replaces_and_leaves_nothing_beside(backend_of, batch, tmp_path):

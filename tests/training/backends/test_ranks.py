@@ -85,7 +85,7 @@ def test_a_rank_that_is_stopped(tiny, model, crew_of):
     batch = crew.batch(tiny.make_samples(1, 2))
     crew.train(batch, 1)
     os.kill(pid_of(crew), signal.SIGSTOP)
-    fails(crew, batch, r"rank 1 was not heard of for 2\d s; its last command: \w+, command \d+", 50)
+    fails(crew, batch, r"rank 1 was not heard of for 3\d s; its last command: \w+, command \d+", 50)
 
 
 @pytest.mark.parametrize(
