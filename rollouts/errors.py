@@ -3,6 +3,7 @@
     RolloutsError
     ├── UserError                 the user's mistake: exit code 2, one message, no traceback
     │   ├── ConfigError           a setting: unknown, mistyped, contradictory, or in an unreadable file
+    │   │   └── DamagedCheckpointError    a checkpoint that is unfinished, damaged or unreadable
     │   ├── PluginError           a component or plugin
     │   │   ├── UnknownComponentError
     │   │   ├── AmbiguousComponentError
@@ -31,6 +32,7 @@ __all__ = [
     "BrokenPluginError",
     "CheckpointError",
     "ConfigError",
+    "DamagedCheckpointError",
     "EnvironmentDefinitionError",
     "InferenceError",
     "ModelError",
@@ -63,6 +65,10 @@ class UserError(RolloutsError):
 
 class ConfigError(UserError):
     """A setting is unknown, mistyped or contradicts another one."""
+
+
+class DamagedCheckpointError(ConfigError):
+    """A checkpoint that was named is unfinished, damaged or unreadable: another one may do."""
 
 
 class PluginError(UserError):

@@ -111,12 +111,19 @@ class RunFolder:
                     made.rmdir()
         self.close()
 
+    def forget_end(self) -> None:
+        """Remove what says that the run has ended."""
+        try:
+            (self.path / "summary.json").unlink(missing_ok=True)
+        except OSError as error:
+            raise OutputError(f"{self.path} cannot be written: {error.strerror or error}") from error
+
     def forget_steps(self, first: int) -> None:
         """Remove what tells of steps from `first` on (0-based), of the end, and what a kill has left half written: a
         run that goes on from there writes them again.
         """
+        self.forget_end()
         try:
-            (self.path / "summary.json").unlink(missing_ok=True)
             for path in (self.path / "trajectories").iterdir():
                 step = re.fullmatch(r"step_(\d+)\.jsonl", path.name)
                 if path.suffix == ".partial" or (step is not None and int(step[1]) >= first):

@@ -99,9 +99,10 @@ def _tell_or_start(resolved: Resolved, started: float, folder: Path | None, chec
     from rollouts.cli.progress import Progress
     from rollouts.compose.resume import finished, finished_words
 
-    if folder is not None and not checkpoint and finished(folder, resolved.settings.steps) is not None:
+    done = finished(folder, resolved.settings.steps) if folder is not None and not checkpoint else None
+    if folder is not None and done is not None:
         if os.environ.get("RANK", "0") == "0":  # under a launcher one rank is enough to say it
-            print(finished_words(folder, resolved.settings.steps))
+            print(finished_words(folder, done))
         return 0
     _start(resolved, Progress(), started, folder, checkpoint)
     return 0

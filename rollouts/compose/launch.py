@@ -7,7 +7,10 @@ that, the folder says how far the run came. Left out: how the parts are built (`
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,7 +40,7 @@ from rollouts.compose.resume import (
     find_checkpoint,
     restore,
     resume_command,
-    set_aside_after,
+    set_aside,
     write_config,
 )
 from rollouts.compose.watch import Watcher
@@ -50,7 +53,7 @@ from rollouts.training.rollout_gen.group_rewards import group_scorer
 from rollouts.training.types import RankServer, TrainingBackend
 from rollouts.types import Sample, Task
 
-__all__ = ["demonstration_samples", "launch"]
+__all__ = ["demonstration_samples", "launch", "without_interrupts"]
 
 
 def launch(
@@ -79,6 +82,7 @@ def launch(
     if isinstance(backend, RankServer):
         backend.serve()
         return {}
+    ending = contextlib.ExitStack()  # left last
     try:
         inference = make_inference(plan, backend)
         folder = RunFolder(out) if resume is None else RunFolder.reopen(out)
@@ -88,16 +92,39 @@ def launch(
                 resumed = restore(backend, folder, plan, chosen, auto=settings.resume == "auto")
                 if resumed.state.data:
                     buffer.load_state_dict(resumed.state.data)
-            logger = _begin(plan, folder, backend, resumed)
+                resumed = _take_back(plan, folder, backend, resumed)
+            logger = _begin(plan, folder, resumed)
             parts = Parts(plan, chat, backend, inference, folder, logger, watcher, held_out, scorer)
-            return _run_and_summarise(parts, data, resumed, started)
+            return _run_and_summarise(parts, data, resumed, started, ending)
         finally:
             folder.close()
     finally:
-        backend.close()
+        with ending:
+            backend.close()
 
 
-def _begin(plan: Plan, folder: RunFolder, backend: TrainingBackend, resumed: Resumed | None) -> Loggers:
+def _take_back(plan: Plan, folder: RunFolder, backend: TrainingBackend, resumed: Resumed) -> Resumed:
+    """Make the checkpoint that the run goes on from its last one. Gives what to tell besides.
+
+    This comes before anything that the steps after it have left goes away, and after the summary: whoever goes on after
+    a kill in between finds a run that has not ended, and a checkpoint no later than what it tells of.
+    """
+    step, path = resumed.state.step, resumed.checkpoint
+    folder.forget_end()
+    moved = set_aside(folder, step + 1 if resumed.is_own else step)
+    if path is not None and not resumed.is_own:  # from here on the run has it too
+        backend.save(str(folder.checkpoint_path(step)), msgspec.to_builtins(resumed.state)).wait()
+    manifest = resumed_manifest(folder.read_json("manifest.json"), plan, step, None if path is None else str(path))
+    if path is not None and not resumed.is_own:
+        manifest["resumed"][-1]["from"] = str(path.absolute())
+    folder.write_json("manifest.json", manifest)
+    if not moved:
+        return resumed
+    names = ", ".join(sorted(each.name for each in moved))
+    return resumed._replace(notes=(*resumed.notes, f"set aside in {folder.checkpoints}: {names}"))
+
+
+def _begin(plan: Plan, folder: RunFolder, resumed: Resumed | None) -> Loggers:
     """Write what says what the run is, and make its loggers; what a resumed run does again is taken back. A new folder
     goes away again where that fails.
     """
@@ -106,17 +133,9 @@ def _begin(plan: Plan, folder: RunFolder, backend: TrainingBackend, resumed: Res
         if resumed is None:
             folder.write_json("manifest.json", make_manifest(plan))
             return make_loggers(plan, folder, 0)
-        step, path = resumed.state.step, resumed.checkpoint
-        if path is not None and path.parent != folder.checkpoints:  # from here on the run has it too
-            backend.save(str(folder.checkpoint_path(step)), msgspec.to_builtins(resumed.state)).wait()
-        logger = make_loggers(plan, folder, step)
+        logger = make_loggers(plan, folder, resumed.state.step)
         try:
-            set_aside_after(folder, step)
-            folder.forget_steps(step)
-            manifest = resumed_manifest(
-                folder.read_json("manifest.json"), plan, step, None if path is None else str(path)
-            )
-            folder.write_json("manifest.json", manifest)
+            folder.forget_steps(resumed.state.step)
         except BaseException:
             logger.close()
             raise
@@ -147,8 +166,12 @@ def demonstration_samples(plan: Plan, chat: ChatFormat) -> list[Sample]:
     return samples
 
 
-def _run_and_summarise(parts: Parts, data: Data, resumed: Resumed | None, started: float) -> dict[str, Any]:
-    """Run under trio; whatever happens, close the loggers, write the summary, and only then raise."""
+def _run_and_summarise(
+    parts: Parts, data: Data, resumed: Resumed | None, started: float, ending: contextlib.ExitStack
+) -> dict[str, Any]:
+    """Run under trio; whatever happens, close the loggers, write the summary, and only then raise. Once it is
+    interrupted it is not interrupted again, until `ending` is left.
+    """
     course = Course(parts, data, resumed)
     summary = course.summary
     failure: BaseException | None = None
@@ -157,6 +180,8 @@ def _run_and_summarise(parts: Parts, data: Data, resumed: Resumed | None, starte
         parts.call_hooks("rollouts_run_start", settings=plain_plan(parts.plan), folder=str(parts.folder.path))
         trio.run(course.run)
     except BaseException as error:  # raised again below
+        if isinstance(_cause(error), KeyboardInterrupt):
+            ending.enter_context(without_interrupts())
         failure = _told(error, parts, summary)
     summary["wall_seconds"] = time.perf_counter() - started
     summary["cpu_seconds"] = time.process_time()
@@ -173,6 +198,19 @@ def _run_and_summarise(parts: Parts, data: Data, resumed: Resumed | None, starte
     if failure is not None:
         raise failure
     return summary
+
+
+@contextlib.contextmanager
+def without_interrupts() -> Iterator[None]:
+    """Ctrl-C does nothing in here: what was interrupted already ends in order. Only the main thread can see to it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
 
 
 def _notes(parts: Parts) -> list[str]:

@@ -99,17 +99,7 @@ def make_training(plan: Plan) -> TrainingBackend | RankServer:
     Raises UserError, also where a launcher started several processes of a backend that is in one.
     """
     settings = plan.settings
-    available = {
-        "model": settings.model,
-        "seed": settings.seed,
-        "steps": settings.steps * (1 if settings.mode == "sft" else settings.minibatches),
-        "lr": plan.lr,
-        "lora_rank": settings.lora_rank,
-        "tokens_per_microbatch": settings.tokens_per_microbatch,
-        "algorithms": plan.algorithms,
-        "companions": plan.companions,
-        "config": repeatable(plan),
-    }
+    available = plan.training_arguments() | {"config": repeatable(plan)}
     chosen = plan.one("training")
     backend: TrainingBackend | RankServer = call_with(chosen.component, available, chosen.settings)
     if isinstance(backend, RankServer):

@@ -19,17 +19,17 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rollouts.compose.describe import describe
-from rollouts.compose.launch import launch
+from rollouts.compose.launch import launch, without_interrupts
 from rollouts.compose.plan import Plan, make_plan
 from rollouts.compose.resume import changed_settings, finished, read_run, resume_command
 from rollouts.compose.watch import Watcher
 from rollouts.config import COMPONENT_KINDS, Resolved, Settings, Tree, merge, resolve, to_toml
 from rollouts.config.merging import component_tables, components_of
 from rollouts.config.resolving import component_names
-from rollouts.errors import ConfigError, OutputError, RolloutsError, UserError
+from rollouts.errors import ConfigError, DamagedCheckpointError, OutputError, RolloutsError, UserError
 from rollouts.loggers.base import plain_settings
 from rollouts.run_folder import CONFIG, check_out, default_out, holds_run
-from rollouts.training.backends.checkpoint_files import last_checkpoint
+from rollouts.training.backends.checkpoint_files import check_folder, last_checkpoint
 from rollouts.training.datasets.buffer import DataBuffer
 
 __all__ = ["describe_phases", "launch_phases", "phases"]
@@ -153,36 +153,56 @@ def _check_resumed(out: Path, plans: _Plans) -> None:
 def _run(out: Path, plans: _Plans, watcher: Watcher, started: float, checkpoint: str) -> dict[str, Any]:
     """What is left of both phases; the summary is written whatever happens."""
     failure: BaseException | None = None
-    try:
-        if not holds_run(out / RL):
-            _run_phase(plans.sft, watcher, started, checkpoint)
-            started_again, checkpoint = time.perf_counter(), ""
-        else:
-            started_again = started
-        _run_phase(_begun_with(plans.rl, _checkpoint(out / SFT)), watcher, started_again, checkpoint)
-    except BaseException as error:  # raised again below
-        failure = _retold(error, out)
-    if failure is not None and not holds_run(out / SFT):
-        raise failure  # nothing has begun
-    summary = _summary(out, failure) | {
-        "wall_seconds": time.perf_counter() - started,
-        "cpu_seconds": time.process_time(),
-    }
-    try:
-        text = msgspec.json.format(msgspec.json.encode(summary, enc_hook=str), indent=2).decode()
-        _write(out / SUMMARY, text + "\n")
-    except OutputError as error:
-        failure = failure or error  # the first error is the one to tell
-    if failure is not None:
-        raise failure
-    return summary
+    with contextlib.ExitStack() as ending:
+        try:
+            _forget_end(out)
+            if not holds_run(out / RL):
+                _run_phase(plans.sft, watcher, started, checkpoint)
+                started_again, checkpoint = time.perf_counter(), ""
+            else:
+                started_again = started
+            _run_phase(_begun_with(plans.rl, _checkpoint(out / SFT)), watcher, started_again, checkpoint)
+        except BaseException as error:  # raised again below
+            if isinstance(error, KeyboardInterrupt):
+                ending.enter_context(without_interrupts())
+            failure = _retold(error, out)
+        if failure is not None and not holds_run(out / SFT):
+            raise failure  # nothing has begun
+        summary = _summary(out, failure) | {
+            "wall_seconds": time.perf_counter() - started,
+            "cpu_seconds": time.process_time(),
+        }
+        try:
+            text = msgspec.json.format(msgspec.json.encode(summary, enc_hook=str), indent=2).decode()
+            _write(out / SUMMARY, text + "\n")
+        except OutputError as error:
+            failure = failure or error  # the first error is the one to tell
+        if failure is not None:
+            raise failure
+        return summary
 
 
 def _run_phase(plan: Plan, watcher: Watcher, started: float, checkpoint: str) -> None:
     """Begin the phase or go on with it; one that is done is left as it is, unless it is to go back."""
     folder = Path(plan.settings.out)
-    if checkpoint or finished(folder, plan.settings.steps) is None:
+    if checkpoint or not _is_over(plan):
         launch(plan, watcher, started, resume=folder if holds_run(folder) else None, checkpoint=checkpoint)
+
+
+def _is_over(plan: Plan) -> bool:
+    """Whether nothing of the phase is left to do. The supervised one is not over where what the reinforcement is to
+    begin with is damaged: going on with it falls back, or says what to type.
+    """
+    folder = Path(plan.settings.out)
+    if finished(folder, plan.settings.steps) is None:
+        return False
+    last = last_checkpoint(folder / "checkpoints")
+    if plan.settings.mode == "sft" and last is not None:
+        try:
+            check_folder(str(last))
+        except DamagedCheckpointError:
+            return False
+    return True
 
 
 def _retold(error: BaseException, out: Path) -> BaseException:
@@ -261,6 +281,14 @@ def _new_folder(out: Path) -> Iterator[None]:
                 with contextlib.suppress(OSError):  # another run has written beside it meanwhile
                     each.rmdir()
         raise
+
+
+def _forget_end(out: Path) -> None:
+    """Remove what says that both phases have ended, before one of them goes back or on."""
+    try:
+        (out / SUMMARY).unlink(missing_ok=True)
+    except OSError as error:
+        raise OutputError(f"{out} cannot be written: {error.strerror or error}") from error
 
 
 def _inside(out: str, phase: str) -> str:

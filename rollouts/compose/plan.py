@@ -22,6 +22,7 @@ from rollouts.config.settings import Settings
 from rollouts.env.checks import check_environment, reward_term
 from rollouts.env.mixing import RewardTerm, env_term
 from rollouts.errors import ConfigError, EnvironmentDefinitionError, RolloutsError, words_of
+from rollouts.plugins.checks import run_check
 from rollouts.plugins.manager import PluginManager
 from rollouts.plugins.signature import check_signature
 from rollouts.training.algorithms.algorithm import Algorithm, function_label
@@ -84,6 +85,20 @@ class Plan(NamedTuple):
     def needs(self) -> list[str]:
         """What the losses of all stages ask for; without the names of a correction that may not be used."""
         return sorted({name for stage in self.schedule for name in needs(stage.inside().algorithm)})
+
+    def training_arguments(self) -> dict[str, Any]:
+        """What a training backend may ask for, but for the run's own text."""
+        settings = self.settings
+        return {
+            "model": settings.model,
+            "seed": settings.seed,
+            "steps": settings.steps * (1 if settings.mode == "sft" else settings.minibatches),
+            "lr": self.lr,
+            "lora_rank": settings.lora_rank,
+            "tokens_per_microbatch": settings.tokens_per_microbatch,
+            "algorithms": self.algorithms,
+            "companions": self.companions,
+        }
 
     def one(self, key: str) -> Chosen:
         """The component of a kind of which there is exactly one."""
@@ -188,7 +203,7 @@ def make_plan(resolved: Resolved) -> Plan:
     with _authors_code(f"building the environment {env.name}"):
         first_env = make_env()
     check_environment(first_env, rewards if settings.mode == "rl" or settings.eval_tasks else None)
-    return Plan(
+    plan = Plan(
         resolved._replace(settings=settings, components=components),
         settings,
         lr,
@@ -203,6 +218,9 @@ def make_plan(resolved: Resolved) -> Plan:
         composed.notes,
         manager,
     )
+    (training,) = chosen["training"]
+    run_check(training.component, plan.training_arguments(), training.settings)
+    return plan
 
 
 def _rewards(components: Sequence[Component], chosen: Sequence[Chosen]) -> tuple[RewardTerm, ...]:

@@ -14,6 +14,8 @@ import sys
 import tomllib
 import traceback
 
+import msgspec
+
 from rollouts.compose.parts import make_training
 from rollouts.compose.plan import Plan, make_plan
 from rollouts.config.resolving import resolve
@@ -34,6 +36,7 @@ def main() -> int:
     """Compose from what rank 0 left in the store, and serve; returns the exit code."""
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+    from rollouts.training.backends.heartbeats import Failure
     from rollouts.training.backends.messages import Channel
     from rollouts.training.backends.ranks import CONFIG_KEY, ignore_interrupts
 
@@ -57,7 +60,8 @@ def main() -> int:
             traceback.print_exception(error)
         with contextlib.suppress(Exception):  # rank 0 may be gone already
             if channel.read(f"failed/{rank}") is None:
-                channel.post(f"failed/{rank}", f"starting: {told}".encode())
+                known = isinstance(error, RolloutsError)
+                channel.post(f"failed/{rank}", msgspec.msgpack.encode(Failure(f"starting: {told}", known=known)))
         return 1
     return 0
 

@@ -7,9 +7,9 @@ Left out: what a checkpoint's files hold (training.backends).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import shlex
-import shutil
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,12 +18,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rollouts.compose.plan import Plan
-from rollouts.config import Resolved, Tree, load_file, merge, resolve
+from rollouts.config import Resolved, Settings, Tree, load_file, merge, resolve
 from rollouts.config.merging import component_tables
-from rollouts.errors import CheckpointError, ConfigError
+from rollouts.errors import CheckpointError, ConfigError, DamagedCheckpointError, ModelError
 from rollouts.loggers.base import plain_settings
 from rollouts.run_folder import CONFIG, RunFolder, holds_run
 from rollouts.training.backends.checkpoint_files import complete_checkpoints, remove_leftovers, step_of
+from rollouts.training.models import resolve_model_name
 from rollouts.training.types import TrainingBackend
 
 __all__ = [
@@ -38,7 +39,7 @@ __all__ = [
     "restore",
     "resume_command",
     "run_to_resume",
-    "set_aside_after",
+    "set_aside",
     "write_config",
 ]
 
@@ -64,11 +65,16 @@ class RunState(msgspec.Struct):
 
 
 class Resumed(NamedTuple):
-    """Where a run goes on: the checkpoint (None: there was none, it begins again), its state, and what to tell."""
+    """Where a run goes on: the checkpoint (None: there was none, it begins again), its state, and what to tell.
+
+    `is_own`: the run itself has come there. Else these are the weights of another run, or of this one before it went
+    back.
+    """
 
     checkpoint: Path | None
     state: RunState
     notes: tuple[str, ...] = ()
+    is_own: bool = True
 
 
 def resume_command(folder: Path, checkpoint: Path | None = None, *, more: str = "") -> str:
@@ -113,8 +119,9 @@ def finished(folder: Path, steps: int) -> dict[str, Any] | None:
     return summary if done else None
 
 
-def finished_words(folder: Path, steps: int) -> str:
-    """That the run has done all of its steps, and how to make it longer."""
+def finished_words(folder: Path, summary: Mapping[str, Any]) -> str:
+    """That the run with this summary has done all of its steps, and how to make it longer."""
+    steps: int = summary["steps"]
     longer = resume_command(folder, more=f"--steps {max(1, 2 * steps)}")
     return f"{folder} is finished: all of its {steps} steps are done\nto make it longer, type: {longer}"
 
@@ -152,10 +159,11 @@ def find_checkpoint(folder: Path, name: str) -> Path:
 
 
 def restore(backend: TrainingBackend, folder: RunFolder, plan: Plan, chosen: Path | None, *, auto: bool) -> Resumed:
-    """Load the `chosen` checkpoint into the backend, or the last one; `auto` takes an earlier one where that one is
+    """Load the `chosen` checkpoint into the backend, or the last one; `auto` takes an earlier one where the last one is
     damaged.
 
-    The folder is this process's alone. Raises ConfigError and ModelError, naming the earlier one and what to type.
+    The folder is this process's alone. Raises ConfigError and ModelError: where the checkpoint is damaged, naming the
+    earlier one and what to type.
     """
     remove_leftovers(folder.checkpoints)
     there = complete_checkpoints(folder.checkpoints)
@@ -165,26 +173,39 @@ def restore(backend: TrainingBackend, folder: RunFolder, plan: Plan, chosen: Pat
         earlier = _before(path, there)
         try:
             found = backend.load(str(path)).wait()
-        except ConfigError as error:
-            if auto and earlier is not None:
+        except DamagedCheckpointError as error:  # whatever else is refused, an earlier one would be refused for too
+            if auto and chosen is None and earlier is not None:
                 notes.append(f"{error}; going on from {earlier.name} instead")
                 continue
-            words = f"go on from {earlier.name} with: {resume_command(folder.path, earlier)}" if earlier else (
-                f"begin again with: rollouts run {shlex.quote(str(folder.path / CONFIG))} --out FOLDER"
-            )  # fmt: skip
-            error.args = (f"{error}\n{words}",)
+            error.args = (f"{error}\n{_instead(folder.path, earlier, is_other=path not in there and bool(there))}",)
             raise
         state = _checked(found, path, plan, folder.path)
-        notes.append(f"going on after step {state.step} of {plan.settings.steps}, from {path.name}")
+        is_own = path == folder.checkpoint_path(state.step)
+        shown = path.name if path.parent == folder.checkpoints else path
+        notes.append(f"going on after step {state.step} of {plan.settings.steps}, from {shown}")
+        if not is_own and state.step:
+            notes.append(
+                f"metrics.jsonl and trajectories/ tell of the steps before as this run took them; {shown} has not come "
+                "from them"
+            )
         notes += changed_settings(state.settings, flat_settings(plan))
-        return Resumed(path, state, tuple(notes))
+        return Resumed(path, state, tuple(notes), is_own)
     notes.append("the run has no checkpoint yet: it begins again")
     return Resumed(None, RunState(0, plan.settings.mode, {}), tuple(notes))
 
 
+def _instead(folder: Path, earlier: Path | None, *, is_other: bool) -> str:
+    """What to type instead of a damaged checkpoint; `is_other`: it is none of the run's, which has some."""
+    if earlier is not None:
+        return f"go on from {earlier.name} with: {resume_command(folder, earlier)}"
+    if is_other:
+        return f"go on with the run as it is with: {resume_command(folder)}"
+    return f"begin again with: rollouts run {shlex.quote(str(folder / CONFIG))} --out FOLDER"
+
+
 def _before(path: Path, there: Sequence[Path]) -> Path | None:
     """The last of the run's checkpoints before this one."""
-    own = step_of(path)
+    own = step_of(path.with_name(path.name.partition(ASIDE)[0]))
     earlier = [each for each in there if own is not None and (step_of(each) or 0) < own]
     return earlier[-1] if earlier else None
 
@@ -211,22 +232,79 @@ def _checked(found: Mapping[str, Any], path: Path, plan: Plan, folder: Path) -> 
             f"{state.step} steps are done in the checkpoint {path}, and the run is to have {settings.steps}; go back "
             f"with --checkpoint NAME, or make it longer: {resume_command(folder, more=more)}"
         )
+    _check_same(state.settings, settings, path, folder)
     return state
 
 
-def set_aside_after(folder: RunFolder, done: int) -> list[Path]:
-    """Rename the checkpoints after step `done`, which will be taken again, to `<name>.aside`, so that no later resume
-    finds them; gives their new names. Raises CheckpointError.
+def _check_same(before: Mapping[str, Any], settings: Settings, path: Path, folder: Path) -> None:
+    """Refuse settings without which the run that goes on would be another one: its model, and what comes next of the
+    tasks or demonstrations. Raises ConfigError.
     """
+    weights = f"--model {shlex.quote(str(path))}"
+    begin = f"or begin a new run from its weights: rollouts run --mode {settings.mode} {weights} ..."
+    if not _is_same_model(before.get("model", settings.model), settings.model, path, folder):
+        raise ConfigError(
+            f"the checkpoint {path} was written by a run of the model {before['model']}, and this one has the model "
+            f"{settings.model}; give --model {before['model']} (in a run's folder: model in {CONFIG}), {begin}"
+        )
+    seed = before.get("seed", settings.seed)
+    if seed != settings.seed:
+        raise ConfigError(
+            f"the seed was {seed} and is {settings.seed} now, which would order the tasks or demonstrations anew; give "
+            f"seed {seed} again, {begin}"
+        )
+    prompts = before.get("prompts_per_step", settings.prompts_per_step)
+    if settings.mode == "sft" and prompts != settings.prompts_per_step:
+        raise ConfigError(
+            f"prompts_per_step was {prompts} and is {settings.prompts_per_step} now; it says which demonstrations were "
+            f"seen already, so that some would come twice and others never; give {prompts} again, {begin}"
+        )
+
+
+def _is_same_model(old: str, new: str, checkpoint: Path, folder: Path) -> bool:
+    """Whether two names mean one model, so far as names tell: a folder that was moved has its name still."""
+    then, now = _place_of(old), _place_of(new)
+    if old == new or then == now:
+        return True
+    if not now.is_dir():
+        return False  # two names of the hub
+    if checkpoint.parent == folder / "checkpoints" and _is_phase_before(then, now, folder):
+        return True
+    return not then.exists() and _tail(then) == _tail(now)
+
+
+def _place_of(model: str) -> Path:
+    """Its folder; of a name of the hub, and of a folder that is not there any more, some path that does not exist."""
+    try:
+        return Path(resolve_model_name(model)).resolve()
+    except ModelError:
+        return Path(model).expanduser().resolve()
+
+
+def _is_phase_before(old: Path, new: Path, folder: Path) -> bool:
+    """Whether both are the checkpoint of the supervised phase before this run (mode sft+rl), whose folder was copied or
+    moved as a whole.
+    """
+    return new.parent == folder.resolve().parent / "sft" / "checkpoints" and old.parts[-3:] == new.parts[-3:]
+
+
+def _tail(path: Path) -> tuple[str, ...]:
+    """The end of a path by which a model is known: of a checkpoint also the run it is of."""
+    return path.parts[-3:] if path.parent.name == "checkpoints" else path.parts[-1:]
+
+
+def set_aside(folder: RunFolder, first: int) -> list[Path]:
+    """Rename the checkpoints after `first` steps or more, which will be taken again, to `<name>.aside` (then `.aside-2`
+    and so on), so that no later resume finds them; gives their new names.
+
+    The newest goes first: a kill in between leaves those up to some step. Raises CheckpointError.
+    """
+    later = [(step, path) for path in folder.checkpoints.iterdir() if (step := step_of(path)) is not None]
     moved = []
-    for path in sorted(folder.checkpoints.iterdir()):
-        step = step_of(path)
-        if step is None or step <= done:
-            continue
-        target = path.with_name(path.name + ASIDE)
+    for _, path in sorted((each for each in later if each[0] >= first), reverse=True):
+        names = itertools.chain([ASIDE], (f"{ASIDE}-{number}" for number in itertools.count(2)))
+        target = next(each for name in names if not (each := path.with_name(path.name + name)).exists())
         try:
-            if target.exists():
-                shutil.rmtree(target)
             path.rename(target)
         except OSError as error:
             raise CheckpointError(f"the checkpoint {path} cannot be renamed: {error.strerror or error}") from error
@@ -243,8 +321,12 @@ def write_config(folder: RunFolder, text: str) -> None:
 
 
 def flat_settings(plan: Plan) -> dict[str, Any]:
-    """Every setting of the run, components' ones too, by its dotted name: plain data, as JSON has it."""
-    tree: dict[str, Any] = plain_settings(plan.settings)
+    """Every setting of the run, components' ones too, by its dotted name: plain data, as JSON has it. The learning
+    rates are those that hold, also where none is given.
+    """
+    tree: dict[str, Any] = plain_settings(plan.settings) | {"lr": plan.lr}
+    if plan.settings.critic:
+        tree["critic_lr"] = plan.critic_lr
     for name in ("out", "resume"):
         del tree[name]
     tree |= plain_settings(component_tables(plan.resolved.components))

@@ -314,6 +314,77 @@ def test_a_run_that_was_moved_goes_on(here):
     assert lines_of("elsewhere/rl") == lines_of("whole/rl")
 
 
+def test_a_copy_of_a_run_goes_on(here):
+    """Its model is the checkpoint of its own first phase, though that of the first run is there still."""
+    stopped("rl 1", lora_rank=2)
+    shutil.copytree("out", "copy")
+    assert main(["resume", "copy"]) == 0
+    assert main(["resume", "out"]) == 0
+    assert lines_of("copy/rl") == lines_of("out/rl")
+
+
+def test_another_first_phase_is_another_model(here, capsys):
+    stopped("rl 1")
+    assert main(["resume", "out/sft", "--steps", "4"]) == 0
+    capsys.readouterr()
+    assert main(["resume", "out/rl"]) == 0, "its config says which"
+    shutil.copytree("out", "copy")
+    Path("copy/rl/summary.json").unlink()
+    text = Path("copy/config.toml").read_text()
+    Path("copy/config.toml").write_text(text.replace("steps = 3", "steps = 4"))
+    assert main(["resume", "copy"]) == 2
+    error = capsys.readouterr().err
+    assert "was written by a run of the model" in error and "copy/sft/checkpoints/step_000004" in error
+
+
+def test_a_second_phase_that_is_killed_as_it_goes_back(here, monkeypatch, capsys):
+    """Then the whole is not finished either."""
+    run(checkpoint_every=1, sft={"steps": 1})
+    before = lines_of("out/rl")
+
+    class Killed(BaseException):
+        pass
+
+    def dies(*arguments, **settings):
+        raise Killed
+
+    monkeypatch.setattr(room, "_run_phase", dies)
+    monkeypatch.setattr(room, "_write", dies)
+    with pytest.raises(Killed):
+        rollouts.resume("out", checkpoint="step_000001")
+    assert not Path("out/summary.json").exists()
+    monkeypatch.undo()
+    monkeypatch.chdir(here)
+    assert main(["resume", "out"]) == 0 and summary_of("out")["status"] == "done" and lines_of("out/rl") == before
+    capsys.readouterr()
+    assert main(["resume", "out", "--steps", "1"]) == 0
+    assert "all of its 2 steps are done\nto make it longer, type: rollouts resume out --steps 4" in (
+        capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize("phase", ["sft", "rl", "between"])
+def test_resume_auto_falls_back_in_either_phase(phase, capsys):
+    """Also where the first is over, with a checkpoint that is damaged, and the second has not begun with it."""
+    steps = "3"
+    if phase == "between":
+        steps = "2"
+        run(steps=0, checkpoint_every=1, sft={"steps": 2})
+        shutil.rmtree("out/rl")
+        Path("out/summary.json").unlink()
+        phase = "sft"
+    else:
+        stopped(f"{phase} 2", steps=3)
+    weights = Path(f"out/{phase}/checkpoints/step_000002/model.safetensors")
+    data = weights.read_bytes()
+    weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert main(["resume", "out"]) == 2
+    assert "go on from step_000001 with: rollouts resume out --checkpoint step_000001\n" in capsys.readouterr().err
+    command("--resume", "auto", "--checkpoint-every", "1", "--sft.steps", steps, "--steps", "3")
+    assert "going on from step_000001 instead" in capsys.readouterr().out
+    assert summary_of("out")["status"] == "done"
+
+
 def test_it_is_made_longer(here):
     run(sft={"steps": 1})
     assert main(["resume", "out", "--steps", "3"]) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -496,3 +497,29 @@ def test_an_algorithm_in_which_nothing_counts_is_refused(tmp_path, monkeypatch):
     )
     with pytest.raises(ConfigError, match=r"every term of the loss counts 0.*--loss\.main-coef"):
         plan(loss="./zero.py:ZERO")
+
+
+@pytest.mark.parametrize(
+    ("training", "words"),
+    [
+        ({"name": "torch", "eps": -1}, "--training.eps -1"),
+        ({"name": "torch", "lr_schedule": "cosin"}, "did you mean"),
+        ({"name": "torch", "dtype": "bfloat16"}, "--lora-rank 16, whose adapters are float32"),
+        ({"name": "fsdp", "processes": 2, "replicas": 3}, "2 ranks cannot be parted in 3 equal groups"),
+        ({"name": "fsdp", "optimizer": "adafactor"}, "adafactor"),
+        ({"name": "fsdp", "dtype": "float16"}, "expected float32 or bfloat16"),
+        ({"name": "fsdp", "stall_seconds": 0}, "--training.stall-seconds 0: expected 1 or more"),
+    ],
+)
+def test_what_a_training_backend_would_refuse_is_told_before_it_is_made(training, words):
+    """So also in a dry run, and of the second phase of sft+rl before the first."""
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        plan(env="calculator", training=training)
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        phases_described(env="calculator", mode="sft+rl", training=training, sft={"training": "torch"})
+
+
+def phases_described(**settings):
+    from rollouts.compose.phases import describe_phases
+
+    return describe_phases(resolve(settings))

@@ -18,8 +18,15 @@ import trio
 
 import rollouts
 from rollouts.cli import main
+from rollouts.compose import launch as launching
+from rollouts.compose import make_plan
+from rollouts.compose.course import Course
+from rollouts.compose.resume import finished, flat_settings
+from rollouts.config import resolve
 from rollouts.errors import ConfigError, OutputError
 from rollouts.run_folder import RunFolder
+from rollouts.training.backends.torch import TorchBackend
+from rollouts.training.models import TINY_PATH
 
 PARTS = '''\
 from collections import Counter
@@ -168,6 +175,21 @@ def test_control_c_and_again(capsys):
     assert steps == [1, 1, 3]
 
 
+@pytest.mark.parametrize(("place", "name"), [(launching.Loggers, "close"), (TorchBackend, "close")])
+def test_control_c_twice(place, name, monkeypatch, capsys):
+    """The second one, as the run ends, changes nothing."""
+    plain, handler = getattr(place, name), signal.getsignal(signal.SIGINT)
+
+    def interrupted(self):
+        signal.raise_signal(signal.SIGINT)
+        plain(self)
+
+    monkeypatch.setattr(place, name, interrupted)
+    run("out", *SUPERVISED, "--logger.Stop.error", "KeyboardInterrupt", code=130, stop=1)
+    assert capsys.readouterr().err.endswith("interrupted after 2 of 4 steps; go on with: rollouts resume out\n")
+    assert summary_of("out")["status"] == "interrupted" and signal.getsignal(signal.SIGINT) is handler
+
+
 def test_without_a_checkpoint_it_begins_again(capsys):
     run("whole", "--checkpoint-every", "0")
     run("out", "--checkpoint-every", "0", code=1, stop=2)
@@ -190,6 +212,10 @@ def test_a_finished_run_says_so_and_can_be_made_longer(capsys):
     assert capsys.readouterr().out.startswith("out is finished")
     assert rollouts.resume("out") == summary_of("out")
     assert files_of("out", "**/*") == stamps, "nothing was written"
+    run("out", "--steps", "2", resume=True)
+    assert "all of its 4 steps are done\nto make it longer, type: rollouts resume out --steps 8\n" in (
+        capsys.readouterr().out
+    )
     run("out", "--steps", "6", resume=True)
     assert "note: steps: 4 -> 6\n" in capsys.readouterr().out
     assert lines_of("out") == lines_of("whole") and "steps = 6" in Path("out/config.toml").read_text()
@@ -212,11 +238,18 @@ def test_a_run_that_died_between_its_last_checkpoint_and_its_summary(capsys):
 def test_back_to_an_earlier_checkpoint(capsys):
     run("whole")
     shutil.copytree("whole", "out")
-    for name in ("step_000002", "out/checkpoints/step_000001"):
+    capsys.readouterr()
+    for name, moved in (
+        ("step_000002", "step_000003.aside, step_000004.aside"),
+        ("out/checkpoints/step_000001", "step_000002.aside, step_000003.aside-2, step_000004.aside-2"),
+    ):
         run("out", "--checkpoint", name, resume=True)
-        assert f"from {Path(name).name}" in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert f"from {Path(name).name}\n" in said and f"note: set aside in out/checkpoints: {moved}\n" in said
         assert_same("out", "whole")
-    assert {"step_000002.aside", "step_000004.aside", "step_000004"} <= set(steps_of("out")), "nothing is thrown away"
+        assert set(moved.split(", ")) <= set(steps_of("out"))
+    assert len(steps_of("out")) == 9, "nothing is thrown away"
+    assert "from" not in json.loads(Path("out/manifest.json").read_text())["resumed"][-1]
 
 
 def test_another_runs_checkpoint_is_the_runs_own_from_then_on():
@@ -227,6 +260,115 @@ def test_another_runs_checkpoint_is_the_runs_own_from_then_on():
     assert steps_of("out") == ["step_000002"]
     run("out", resume=True)
     assert lines_of("out") == [line for line in lines_of("whole") if line["step"] != 1], "it had taken the first itself"
+
+
+SUPERVISED = ["--mode", "sft", "--eval-tasks", "0"]  # the fastest run there is
+
+
+def test_another_runs_checkpoint_replaces_none_of_the_runs_own(capsys, here):
+    run("out", *SUPERVISED)
+    run("other", *SUPERVISED, "--lr", "0.01")
+    kept = files_of("out/checkpoints/step_000002", "**/*")
+    capsys.readouterr()
+    run("out", "--checkpoint", "other/checkpoints/step_000002", resume=True)
+    said = capsys.readouterr().out
+    assert "note: going on after step 2 of 4, from other/checkpoints/step_000002\n" in said
+    assert "note: metrics.jsonl and trajectories/ tell of the steps before as this run took them" in said
+    assert "set aside in out/checkpoints: step_000002.aside, step_000003.aside, step_000004.aside\n" in said
+    assert files_of("out/checkpoints/step_000002.aside", "**/*") == kept
+    assert state_of("out", "step_000002")["run"] == state_of("other", "step_000002")["run"]
+    (resumed,) = json.loads(Path("out/manifest.json").read_text())["resumed"]
+    assert resumed["from"] == str(here / "other/checkpoints/step_000002") and resumed["step"] == 2
+
+
+def test_a_checkpoint_that_was_set_aside_is_gone_on_with(capsys):
+    """What has happened since is another history, and that is told."""
+    run("out", *SUPERVISED)
+    before = lines_of("out")
+    run("out", "--checkpoint", "step_000001", resume=True)
+    kept = files_of("out/checkpoints/step_000003.aside", "**/*")
+    capsys.readouterr()
+    run("out", "--checkpoint", "step_000003.aside", resume=True)
+    said = capsys.readouterr().out
+    assert "note: going on after step 3 of 4, from step_000003.aside\n" in said
+    assert "as this run took them; step_000003.aside has not come from them\n" in said
+    assert lines_of("out") == before and files_of("out/checkpoints/step_000003.aside", "**/*") == kept
+    assert {"step_000003", "step_000003.aside-2", "step_000004.aside-2"} <= set(steps_of("out"))
+    assert json.loads(Path("out/manifest.json").read_text())["resumed"][-1]["from"].endswith("step_000003.aside")
+    damage("step_000003.aside")
+    assert "go on from step_000002 with: " in refuse(capsys, "out", "--checkpoint", "step_000003.aside")
+
+
+class Killed(BaseException):
+    """Nothing in the program knows it."""
+
+
+GOING_BACK = [
+    (RunFolder, "forget_end"),
+    (Path, "rename"),
+    (TorchBackend, "save"),
+    (launching, "resumed_manifest"),
+    (launching, "write_config"),
+    (launching, "make_loggers"),
+    (RunFolder, "forget_steps"),
+    (Course, "run"),
+]
+
+
+def killed_at(monkeypatch, place, name, number, *arguments):
+    """A resume that dies as it calls this for the n-th time; whether it came to that."""
+    plain, seen = getattr(place, name), []
+
+    def dies(*given, **named):
+        seen.append(name)
+        if len(seen) == number:
+            raise Killed
+        return plain(*given, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(place, name, dies)
+        try:
+            rollouts.resume("out", **dict(arguments))
+        except Killed:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("kind", [[], SUPERVISED], ids=["rl", "sft"])
+def test_a_kill_as_it_goes_back(kind, monkeypatch):
+    """At each step of it: what is gone on with then is a whole run, and the same one."""
+    run("whole", *kind)
+    came = set()
+    for place, name in GOING_BACK:
+        for number in (1, 2) if name == "rename" else (1,):
+            shutil.copytree("whole", "out")
+            if killed_at(monkeypatch, place, name, number, ("checkpoint", "step_000002")):
+                came.add(name)
+                assert finished(Path("out"), 4) is None or name == "forget_end"
+            run("out", resume=True)
+            assert_same("out", "whole")
+            shutil.rmtree("out")
+    assert len(came) == len(GOING_BACK), "the save is that of the next step"
+
+
+def test_a_kill_as_it_takes_another_runs_checkpoint(monkeypatch):
+    """What is gone on with is the run as it was, or with the other's weights; nothing in between."""
+    run("own", *SUPERVISED)
+    run("other", *SUPERVISED, "--lr", "0.01")
+    shutil.copytree("own", "out")
+    wanted = "other/checkpoints/step_000002"
+    run("out", "--checkpoint", wanted, resume=True)
+    ends = [lines_of("own"), lines_of("out")]
+    assert ends[0] != ends[1]
+    found = []
+    for place, name in GOING_BACK:
+        shutil.rmtree("out")
+        shutil.copytree("own", "out")
+        assert killed_at(monkeypatch, place, name, 2 if name == "rename" else 1, ("checkpoint", wanted))
+        run("out", resume=True)
+        found.append(ends.index(lines_of("out")))
+        assert summary_of("out")["status"] == "done" and state_of("out", "step_000004")["run"]["step"] == 4
+    assert found == sorted(found) and set(found) == {0, 1}, "no later than at the save"
 
 
 def test_from_python(here):
@@ -321,6 +463,33 @@ def test_resume_auto_falls_back_by_itself(capsys):
     assert lines_of("out") == lines_of("whole")
 
 
+def test_an_earlier_checkpoint_is_no_help_against_another_optimizer(capsys, monkeypatch):
+    """What is refused for its settings is not called damage, nor are all the others tried."""
+    run("out", *SUPERVISED, code=1, stop=3)
+    kept = files_of("out", "**/*")
+    loaded, load = [], TorchBackend.load
+    monkeypatch.setattr(TorchBackend, "load", lambda self, path: loaded.append(path) or load(self, path))
+    sgd = ["--training.optimizer", "sgd"]
+    for arguments, resume in ((sgd, True), ([*SUPERVISED, "--resume", "auto", *sgd], False)):
+        capsys.readouterr()
+        run("out", *arguments, resume=resume, code=2)
+        error = capsys.readouterr().err
+        assert "the checkpoint out/checkpoints/step_000003 has no tensor optimizer." in error
+        assert "give the settings of the run that wrote it" in error
+        assert "go on from" not in error and "begin again" not in error and "instead" not in error
+    assert len(loaded) == 2 and files_of("out", "**/*") == kept
+
+
+def test_a_damaged_checkpoint_that_was_named_is_not_replaced_by_another(capsys):
+    """Also where the config says `resume = "auto"`."""
+    run("out", *SUPERVISED, code=1, stop=3)
+    damage("step_000002")
+    path = Path("out/config.toml")
+    path.write_text(path.read_text().replace('resume = "never"', 'resume = "auto"'))
+    assert "go on from step_000001 with: " in refuse(capsys, "out", "--checkpoint", "step_000002")
+    assert steps_of("out") == ["step_000001", "step_000002", "step_000003"]
+
+
 def test_when_every_checkpoint_is_damaged_nothing_is_thrown_away(capsys):
     run("out", code=1, stop=1)
     damage("step_000001")
@@ -375,6 +544,62 @@ def test_what_cannot_be_gone_on_with(capsys):
     Path("out/config.toml").write_bytes(kept["config.toml"])
     Path("summary.json").rename("out/summary.json")
     assert files_of("out", "**/*") == kept, "the run is as it was"
+
+
+def edit(old, new):
+    path = Path("out/config.toml")
+    text = path.read_text()
+    assert text.count(f"\n{old}\n") == 1
+    path.write_text(text.replace(f"\n{old}\n", f"\n{new}\n"))
+
+
+@pytest.mark.parametrize("setting", ["seed", "prompts_per_step"])
+def test_demonstrations_in_another_order(setting, capsys):
+    run("out", *SUPERVISED, code=1, stop=1)
+    old = {"seed": 0, "prompts_per_step": 2}[setting]
+    edit(f"{setting} = {old}", f"{setting} = 3")
+    error = refuse(capsys, "out")
+    assert f"{setting} was {old} and is 3 now" in error and f"{old} again, or begin a new run" in error
+    edit(f"{setting} = 3", f"{setting} = {old}")
+    run("out", resume=True)
+
+
+@pytest.mark.parametrize("adapter", [[], ["--lora-rank", "2"]], ids=["full", "lora"])
+def test_another_model_of_the_same_shape(adapter, capsys, here):
+    """It is told by its name, which goes with a folder that is moved."""
+    for name in ("base", "rival", "a/checkpoints/step_000001", "b/checkpoints/step_000001"):
+        shutil.copytree(TINY_PATH, name)
+    run("out", *SUPERVISED, *adapter, "--model", "base", code=1, stop=1)
+    kept = files_of("out/checkpoints", "**/*")
+    edit('model = "base"', 'model = "rival"')
+    error = refuse(capsys, "out")
+    assert "was written by a run of the model base, and this one has the model rival; give --model base" in error
+    assert f"--mode sft --model {Path('out/checkpoints/step_000001')}" in error
+    shutil.rmtree("base")
+    assert "was written by a run of the model base" in refuse(capsys, "out"), "its name is another one still"
+    assert files_of("out/checkpoints", "**/*") == kept
+    shutil.copytree("rival", "moved/base")
+    edit('model = "rival"', f'model = "{here / "moved/base"}"')
+    run("out", resume=True)
+    assert 'note: model: "base" -> ' in capsys.readouterr().out
+    shutil.rmtree("out")
+    run("out", *SUPERVISED, *adapter, "--model", "a/checkpoints/step_000001", code=1, stop=1)
+    shutil.rmtree("a")
+    edit('model = "a/checkpoints/step_000001"', 'model = "b/checkpoints/step_000001"')
+    assert "was written by a run of the model a/checkpoints/step_000001" in refuse(capsys, "out")
+
+
+def test_the_learning_rate_that_holds_is_compared(capsys):
+    """It need not have been given."""
+    run("out", *SUPERVISED, "--resume", "auto", code=1, stop=1)
+    assert state_of("out", "step_000001")["run"]["settings"]["lr"] == 3e-4
+    run("out", *SUPERVISED, "--resume", "auto", "--lr", "0.0003", code=1, stop=1)
+    assert "note: lr" not in capsys.readouterr().out
+    run("out", *SUPERVISED, "--resume", "auto", "--lr", "0.001")
+    assert "note: lr: 0.0003 -> 0.001\n" in capsys.readouterr().out
+    critic = {"env": "calculator", "loss": "ppo", "critic": "head"}
+    assert flat_settings(make_plan(resolve(critic)))["critic_lr"] == pytest.approx(3e-3)
+    assert flat_settings(make_plan(resolve({"env": "calculator"})))["critic_lr"] is None
 
 
 def test_an_edited_config_is_told(capsys):

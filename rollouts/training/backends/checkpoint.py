@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollouts.errors import ConfigError, ModelError
+from rollouts.errors import ConfigError, DamagedCheckpointError, ModelError
 from rollouts.training.backends.checkpoint_files import (
     FORMAT,
     MANIFEST,
@@ -62,6 +62,7 @@ __all__ = [
     "begin_checkpoint",
     "best_checkpoint",
     "check_folder",
+    "check_tensors",
     "complete_checkpoints",
     "finish_checkpoint",
     "last_checkpoint",
@@ -81,9 +82,10 @@ __all__ = [
 _ADAPTER_FILE = "adapter_model.safetensors"
 
 
-def write_tensors(folder: Path, tensors: dict[str, Any], *, alone: bool = False) -> None:
+def write_tensors(folder: Path, tensors: dict[str, Any], *, group: Any = None, alone: bool = False) -> None:
     """Every rank: write a nested dict of tensors below `folder`, and bring it to the disk. Nothing for an empty one.
-    `alone`: this process does it by itself, though it may be a rank of something else.
+    `group` is the process group whose ranks they are (None: all). `alone`: this process does it by itself, though it
+    may be a rank of something else.
 
     A DTensor is written in its shards, each rank its own; a plain tensor must be the same on every rank, and is written
     once. Raises CheckpointError, on every rank where one cannot write; rank 0 then calls `abandon_checkpoint`.
@@ -95,7 +97,7 @@ def write_tensors(folder: Path, tensors: dict[str, Any], *, alone: bool = False)
 
     try:
         with _without_warnings():
-            save(tensors, storage_writer=_make_writer(folder / TRAINER), no_dist=alone)
+            save(tensors, storage_writer=_make_writer(folder / TRAINER), process_group=group, no_dist=alone)
     except CheckpointException as error:
         rank, cause = _first_failure(error)
         raise cannot_write(folder, cause, where=rank) from error
@@ -103,25 +105,15 @@ def write_tensors(folder: Path, tensors: dict[str, Any], *, alone: bool = False)
         raise cannot_write(folder, error) from error
 
 
-def read_tensors(path: str | Path, template: dict[str, Any], *, alone: bool = False) -> None:
-    """Every rank: fill the tensors of `template` (names and shapes as in `write_tensors`; plain or DTensor, of any
-    number of ranks) in place. What is in the folder beyond them is left alone.
-
-    Raises ConfigError where one is missing, has another shape, or cannot be read.
-    """
+def check_tensors(path: str | Path, template: dict[str, Any]) -> None:
+    """Raises ConfigError where a tensor of `template` is not in the checkpoint, or has another shape there."""
     wanted = _flat(template)
-    if not wanted:
-        return
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    saved = _saved_shapes(path)
+    saved = _saved_shapes(path) if wanted else {}
     missing = sorted(set(wanted) - set(saved))
     if missing:
         raise ConfigError(
-            f"the checkpoint {path} has no tensor {missing[0]} ({len(missing)} of {len(wanted)} are missing); "
-            "give the settings of the run that wrote it"
+            f"the checkpoint {path} has no tensor {missing[0]} ({len(missing)} of {len(wanted)} are missing); give the "
+            "settings of the run that wrote it: --training.optimizer, --lora-rank, --critic, --reference"
         )
     for name, tensor in wanted.items():
         shape = tuple(tensor.shape)
@@ -130,12 +122,27 @@ def read_tensors(path: str | Path, template: dict[str, Any], *, alone: bool = Fa
                 f"the checkpoint {path} has {name} with the shape {saved[name]}, and here it has {shape}; "
                 "give the settings of the run that wrote it"
             )
+
+
+def read_tensors(path: str | Path, template: dict[str, Any], *, group: Any = None, alone: bool = False) -> None:
+    """Every rank: fill the tensors of `template` (names and shapes as in `write_tensors`; plain or DTensor, of any
+    number of ranks) in place. What is in the folder beyond them is left alone.
+
+    Raises ConfigError where one is missing, has another shape, or cannot be read.
+    """
+    check_tensors(path, template)
+    if not _flat(template):
+        return
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
     try:
         with _without_warnings():
-            load(template, storage_reader=FileSystemReader(Path(path) / TRAINER), no_dist=alone)
+            load(template, storage_reader=FileSystemReader(Path(path) / TRAINER), process_group=group, no_dist=alone)
     except CheckpointException as error:
         rank, cause = _first_failure(error)
-        raise ConfigError(
+        raise DamagedCheckpointError(
             f"{TRAINER}/ of the checkpoint {path} cannot be read{rank}: {cause}; {earlier_checkpoint(path)}"
         ) from error
 
@@ -180,7 +187,7 @@ def read_weights(path: str, *, kind: str, dtype: torch.dtype) -> dict[str, Tenso
             return weights
         return dict(load_hf_model(path, dtype=str(dtype).removeprefix("torch."), device="cpu").state_dict())
     except (OSError, SafetensorError) as error:
-        raise ConfigError(
+        raise DamagedCheckpointError(
             f"the weights of the checkpoint {path} cannot be read: {error}; {earlier_checkpoint(path)}"
         ) from error
 
@@ -266,7 +273,7 @@ def _saved_shapes(path: str | Path) -> dict[str, tuple[int, ...] | None]:
         sizes = {name: getattr(each, "size", None) for name, each in found.items()}
         return {name: None if size is None else tuple(size) for name, size in sizes.items()}
     except Exception as error:  # a damaged pickle can raise anything
-        raise ConfigError(
+        raise DamagedCheckpointError(
             f"the index of {TRAINER}/ of the checkpoint {path} cannot be read: {error}; {earlier_checkpoint(path)}"
         ) from error
 

@@ -17,7 +17,7 @@ import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rollouts.errors import CheckpointError, ConfigError, ModelError
+from rollouts.errors import CheckpointError, ConfigError, DamagedCheckpointError, ModelError
 
 __all__ = [
     "FORMAT",
@@ -58,8 +58,8 @@ class _Manifest(NamedTuple):
 
 
 def check_folder(path: str, *, kind: str | None = None, fingerprint: str | None = None) -> None:
-    """Refuse a folder that is not there, no checkpoint, unfinished, of another format or damaged (ConfigError), or of
-    another kind or model than the given one (ModelError). Every byte is read.
+    """Refuse a folder that is not there, no checkpoint or of another format (ConfigError), unfinished or damaged
+    (DamagedCheckpointError), or of another kind or model than the given one (ModelError). Every byte is read.
     """
     manifest = _read_manifest(Path(path))
     if kind is not None and manifest.kind != kind:
@@ -75,17 +75,19 @@ def check_folder(path: str, *, kind: str | None = None, fingerprint: str | None 
     for name, (size, crc) in manifest.files.items():
         damage = _damage(Path(path) / name, size, crc)
         if damage:
-            raise ConfigError(f"the checkpoint {path} is damaged: {name} {damage}; {earlier_checkpoint(path)}")
+            raise DamagedCheckpointError(
+                f"the checkpoint {path} is damaged: {name} {damage}; {earlier_checkpoint(path)}"
+            )
 
 
 def read_state(path: str | Path) -> dict[str, Any]:
-    """What `finish_checkpoint` was given as `state`. Raises ConfigError."""
+    """What `finish_checkpoint` was given as `state`. Raises DamagedCheckpointError."""
     try:
         state = json.loads((Path(path) / STATE).read_text(encoding="utf-8"))
         if not isinstance(state, dict):
             raise ValueError(f"it holds a {type(state).__name__}")
     except (OSError, ValueError) as error:
-        raise ConfigError(
+        raise DamagedCheckpointError(
             f"the {STATE} of the checkpoint {path} cannot be read: {error}; {earlier_checkpoint(path)}"
         ) from error
     return state
@@ -250,24 +252,24 @@ def _read_manifest(folder: Path) -> _Manifest:
     try:
         found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{unreadable}: {error}; {earlier_checkpoint(folder)}") from error
+        raise DamagedCheckpointError(f"{unreadable}: {error}; {earlier_checkpoint(folder)}") from error
     if not isinstance(found, dict) or not {"format", "files"} & set(found):
         raise _no_checkpoint(folder)  # a run's folder has a manifest.json too, another one
     if found.get("format") != FORMAT:
         raise _other_format(folder, found)
     if found.get("crc32") != manifest_crc(found):
-        raise ConfigError(f"{unreadable}: its checksum differs; {earlier_checkpoint(folder)}")
+        raise DamagedCheckpointError(f"{unreadable}: its checksum differs; {earlier_checkpoint(folder)}")
     try:
         files = {str(name): (int(entry["bytes"]), str(entry["crc32"])) for name, entry in found["files"].items()}
         return _Manifest(str(found["kind"]), str(found["model"]), files)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{unreadable}: {error!r}; {earlier_checkpoint(folder)}") from error
+        raise DamagedCheckpointError(f"{unreadable}: {error!r}; {earlier_checkpoint(folder)}") from error
 
 
 def _without_manifest(folder: Path) -> ConfigError:
     began = step_of(folder) is not None or visible_name(folder) is not None
     if began or (folder / STATE).exists() or (folder / TRAINER).exists():
-        return ConfigError(
+        return DamagedCheckpointError(
             f"the checkpoint {folder} has no {MANIFEST}, so writing it did not finish; {earlier_checkpoint(folder)}"
         )
     return _no_checkpoint(folder)
@@ -287,7 +289,7 @@ def _no_checkpoint(folder: Path) -> ConfigError:
 def _other_format(folder: Path, found: dict[str, Any]) -> ConfigError:
     number = found.get("format")
     if not isinstance(number, int):
-        return ConfigError(
+        return DamagedCheckpointError(
             f"the {MANIFEST} of the checkpoint {folder} cannot be read: its format is {number!r}; "
             f"{earlier_checkpoint(folder)}"
         )

@@ -55,7 +55,7 @@ class Crew(Protocol):
     ) -> list[Any]:
         """Have every rank carry it out, each with its share; gives what each returned, rank 0 first.
 
-        `weights` are for load_weights, and given to rank 0 only. Raises what rank 0 raises, or RankError.
+        `weights` are for load_weights and load, and given to rank 0 only. Raises what rank 0 raises, or RankError.
         """
         ...
 
@@ -107,7 +107,7 @@ def execute(trainer: Trainer, command: Command, weights: Mapping[str, Tensor] | 
         case "save":
             return trainer.save(command.path)
         case "load":
-            return trainer.load(command.path)
+            return trainer.load(command.path, weights or {})
         case "start_profile":
             return trainer.start_profile()
         case "stop_profile":

@@ -9,13 +9,15 @@ machine.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from rollouts.errors import ConfigError
+from rollouts.plugins.checks import checked_by
 from rollouts.training.algorithms.algorithm import Algorithm
 from rollouts.training.backends import lora, sharding
 from rollouts.training.backends.float32_head import use_float32_head
-from rollouts.training.backends.optimizer import TorchSettings, check_settings, check_sharded, check_trained_weights
+from rollouts.training.backends.optimizer import check_sharded, make_settings
 from rollouts.training.backends.ranks import (
     Gathering,
     Team,
@@ -26,7 +28,7 @@ from rollouts.training.backends.ranks import (
     tell_failure,
 )
 from rollouts.training.backends.sharding import Sharding
-from rollouts.training.backends.torch import TorchBackend, check_algorithms
+from rollouts.training.backends.torch import TorchBackend, check_torch
 from rollouts.training.backends.trainer import Trainer
 from rollouts.training.models import build_hf_model, load_hf_model, resolve_device, resolve_model_name
 from rollouts.training.types import Companions
@@ -34,6 +36,26 @@ from rollouts.training.types import Companions
 __all__ = ["create_fsdp_backend"]
 
 
+def check_fsdp(values: Mapping[str, Any]) -> None:
+    """What can be refused of an fsdp backend without starting a rank. Raises ConfigError, SignatureError."""
+    check_torch({**values, "dtype": "float32", "share_prefix": False})  # trained weights are float32 whatever it is
+    check_sharded(make_settings({**values, "share_prefix": False}))
+    for flag in ("stall_seconds", "start_seconds"):
+        if not values[flag] >= 1:
+            raise ConfigError(f"--training.{flag.replace('_', '-')} {values[flag]:g}: expected 1 or more")
+    if values["dtype"] not in ("float32", "bfloat16"):
+        raise ConfigError(
+            f"--training.dtype {values['dtype']}: expected float32 or bfloat16; float16 needs a scaled loss"
+        )
+    processes = values["processes"]
+    if processes < 0:
+        raise ConfigError(f"--training.processes {processes}: expected 1 or more, or 0 for one a GPU")
+    place = place_of_this_process()
+    if place is not None or processes:
+        _check_replicas(values["replicas"], place.world_size if place is not None else processes)
+
+
+@checked_by(check_fsdp)
 def create_fsdp_backend(
     model: str,
     seed: int,
@@ -91,38 +113,15 @@ def create_fsdp_backend(
         stall_seconds: how long a rank may keep the others waiting before the run ends
         start_seconds: how long ranks may take to start
     """
-    check_algorithms(algorithms, companions)
-    settings = TorchSettings(
-        lr=lr,
-        betas=betas,
-        eps=eps,
-        weight_decay=weight_decay,
-        max_grad_norm=max_grad_norm,
-        warmup_steps=min(warmup_steps, max(1, steps)),
-        tokens_per_microbatch=tokens_per_microbatch,
-        share_prefix=False,
-        gradient_checkpointing=gradient_checkpointing,
-        layout=layout,
-        optimizer=optimizer,
-        lr_schedule=lr_schedule,
-        lr_final=lr_final,
-        steps=steps,
-    )
-    check_settings(settings)
-    check_sharded(settings)
-    check_trained_weights(lora_rank, lora_alpha, "float32", companions.critic if companions else "")
-    _check_seconds(stall_seconds, start_seconds)
-    if dtype not in ("float32", "bfloat16"):
-        raise ConfigError(f"--training.dtype {dtype}: expected float32 or bfloat16; float16 needs a scaled loss")
+    values = dict(locals())  # all of the above by name
+    check_fsdp(values)
+    settings = make_settings(values)
     kind = resolve_device(device).partition(":")[0]
     world_size = _world_size(processes, kind)
-    if replicas < 1 or world_size % replicas:
-        raise ConfigError(
-            f"--training.replicas {replicas}: {world_size} ranks cannot be parted in {replicas} equal groups; give a "
-            f"number that divides {world_size}"
-        )
+    _check_replicas(replicas, world_size)
 
-    def make_trainer(rank: int, place: str) -> Trainer:
+    def make_trainer(gathering: Gathering, place: str) -> Trainer:
+        rank = gathering.place.rank
         # Adapters are float32 always; the base that they are added to is only read.
         stored = dtype if lora_rank else "float32"
         # Rank 0 reads the weights and gives every rank its shares; on a GPU the model never is whole.
@@ -146,7 +145,7 @@ def create_fsdp_backend(
             companions=companions,
             dtype=dtype,
             device=place,
-            shards=Sharding(mesh, _compute_dtype(dtype), fp32),
+            shards=Sharding(mesh, _compute_dtype(dtype), fp32, gathering),
             rank=rank,
         )
 
@@ -161,15 +160,18 @@ def _gather_and_make(
     make_trainer: Any, *, processes: int, kind: str, config: str, agreement: str, times: tuple[float, float]
 ) -> TorchBackend | Worker:
     """Meet the other ranks, and make this one's trainer. Whatever fails ends the other ranks too."""
-    gathering = gather_ranks(processes, config, times[0])
+    stall, start = times
+    on_gpus = kind != "cpu"
+    gathering = gather_ranks(processes, config, stall_seconds=stall, start_seconds=start, on_gpus=on_gpus)
     rank = gathering.place.rank
     if rank > 0:
         ignore_interrupts()
     try:
-        gathering.join("gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl", _without_addresses(agreement), times[1])
+        gathering.join("cpu:gloo,cuda:nccl" if on_gpus else "gloo", _without_addresses(agreement))
         gathering.beating.doing.command = "loading the model"
         with gathering.failures():
-            trainer: Trainer = make_trainer(rank, _place(kind, gathering))
+            trainer: Trainer = make_trainer(gathering, _place(kind, gathering))
+        gathering.meet("ready")
     except BaseException as error:
         if rank > 0:
             tell_failure(gathering, error)
@@ -187,8 +189,6 @@ def _world_size(processes: int, kind: str) -> int:
     """How many ranks there will be. Raises ConfigError where that cannot be."""
     import torch
 
-    if processes < 0:
-        raise ConfigError(f"--training.processes {processes}: expected 1 or more, or 0 for one a GPU")
     place = place_of_this_process()
     if place is not None:
         if processes and place.launched and processes != place.world_size:
@@ -227,7 +227,9 @@ def _compute_dtype(dtype: str) -> Any:
     return torch.bfloat16 if dtype == "bfloat16" else None
 
 
-def _check_seconds(stall_seconds: float, start_seconds: float) -> None:
-    for flag, value in (("stall-seconds", stall_seconds), ("start-seconds", start_seconds)):
-        if not value >= 1:
-            raise ConfigError(f"--training.{flag} {value:g}: expected 1 or more")
+def _check_replicas(replicas: int, world_size: int) -> None:
+    if replicas < 1 or world_size % replicas:
+        raise ConfigError(
+            f"--training.replicas {replicas}: {world_size} ranks cannot be parted in {replicas} equal groups; give a "
+            f"number that divides {world_size}"
+        )

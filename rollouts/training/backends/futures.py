@@ -86,21 +86,24 @@ class TorchThread:
         self._current: TrainFuture[Any] | None = None
         self._abandoned: BaseException | None = None
         self._closed = False
+        self._lock = threading.Lock()  # a job is either seen by `abandon` or refused
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, function: Callable[..., T], *args: Any) -> TrainFuture[T]:
         """Queue `function(*args)`; returns at once. Raises queue.Full when `pending_max` jobs wait."""
         future: TrainFuture[T] = TrainFuture()
-        if self._abandoned is not None:
-            future.set_exception(self._abandoned)
-        else:
-            self._jobs.put_nowait((future, function, args))
+        with self._lock:
+            if self._abandoned is None:
+                self._jobs.put_nowait((future, function, args))
+                return future
+        future.set_exception(self._abandoned)
         return future
 
     def abandon(self, error: BaseException) -> None:
         """Fail the job under way, those that wait and all to come, from any thread: the thread itself may be stuck."""
-        self._abandoned = error
+        with self._lock:
+            self._abandoned = error
         current = self._current
         if current is not None:
             current.set_exception(error)
@@ -108,11 +111,6 @@ class TorchThread:
             while (job := self._jobs.get_nowait()) is not None:
                 job[0].set_exception(error)
         self._jobs.put_nowait(None)
-
-    @property
-    def is_abandoned(self) -> bool:
-        """Whether its jobs were failed from outside."""
-        return self._abandoned is not None
 
     def close(self, timeout_seconds: float = 30.0, *, last: Callable[[], None] | None = None) -> None:
         """Finish what was submitted, call `last` in the thread, and end it. A second call does nothing. One that was

@@ -7,19 +7,18 @@ Only the adapters are trained. Left out: adapters with dropout (ratios would not
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rollouts.errors import ConfigError, TrainingError
+from rollouts.errors import ConfigError
 
 __all__ = [
     "ADAPTER",
     "adapter_parameters",
     "add_lora",
-    "check_adapter_weights",
     "merged_weights",
     "read_adapter_weights",
     "wrap_in_adapter",
@@ -77,17 +76,6 @@ def read_adapter_weights(peft_model: Any, whole: Whole) -> dict[str, Tensor]:
 
     state = get_peft_model_state_dict(peft_model, adapter_name=ADAPTER, save_embedding_layers=False)
     return whole(state.items())
-
-
-def check_adapter_weights(peft_model: Any, weights: Mapping[str, Tensor]) -> None:
-    """Raises TrainingError for names or shapes that are not this adapter's."""
-    from peft import get_peft_model_state_dict
-
-    own = get_peft_model_state_dict(peft_model, adapter_name=ADAPTER, save_embedding_layers=False)
-    wrong = sorted(set(own) ^ set(weights))
-    wrong += sorted(name for name in set(own) & set(weights) if own[name].shape != weights[name].shape)
-    if wrong:
-        raise TrainingError(f"these are not this adapter's weights: {len(wrong)} of them differ, first {wrong[0]}")
 
 
 def adapter_parameters(peft_model: Any) -> dict[str, Tensor]:

@@ -18,10 +18,9 @@ __all__ = [
     "check_settings",
     "check_sharded",
     "check_trained_weights",
-    "load_optimizer_tensors",
     "lr_factor",
     "make_optimizer",
-    "optimizer_template",
+    "make_settings",
     "optimizer_tensors",
 ]
 
@@ -52,6 +51,12 @@ class TorchSettings(NamedTuple):
     lr_schedule: ScheduleName = "constant"
     lr_final: float = 0.0
     steps: int = 0
+
+
+def make_settings(values: Mapping[str, Any]) -> TorchSettings:
+    """The settings out of a backend's own, by name. The warm-up is never longer than the run."""
+    chosen = {name: values[name] for name in TorchSettings._fields if name in values}
+    return TorchSettings(**chosen | {"warmup_steps": min(values["warmup_steps"], max(1, values["steps"]))})
 
 
 def check_settings(settings: TorchSettings) -> None:
@@ -205,38 +210,6 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parame
                 state.update(_fresh_state(optimizer, group, parameter))
             found |= {f"{names[parameter]}.{key}": value for key, value in state.items()}
     return found
-
-
-def optimizer_template(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Tensor]:
-    """What `optimizer_tensors` gives, as new tensors of zeros, to read a checkpoint into: as much memory again."""
-    return {
-        f"{names[parameter]}.{key}": value
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        for key, value in _fresh_state(optimizer, group, parameter).items()
-    }
-
-
-def load_optimizer_tensors(
-    optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], tensors: Mapping[str, Tensor]
-) -> None:
-    """Copy into the optimizer what `optimizer_tensors` gave, or a template that was filled; from any device.
-
-    Learning rates and other settings are not in it: they are those of this optimizer. Raises ConfigError where tensors
-    are missing, too many or of other shapes; then nothing was changed.
-    """
-    own = optimizer_tensors(optimizer, names)
-    wrong = sorted(set(own) ^ set(tensors))
-    wrong += sorted(name for name in set(own) & set(tensors) if own[name].shape != tensors[name].shape)
-    if wrong:
-        raise ConfigError(
-            f"the optimizer's state in the checkpoint is not that of this run's {type(optimizer).__name__}: "
-            f"{len(wrong)} tensors are missing or differ, first {wrong[0]}; give the --training.optimizer, --lora-rank "
-            "and --critic of the run that wrote it"
-        )
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(tensors[name])
 
 
 def _fresh_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> dict[str, Tensor]:

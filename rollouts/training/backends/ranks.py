@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import os
 import signal
 import socket
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from rollouts.errors import ConfigError, RankError, RolloutsError, words_of
 from rollouts.training.backends.crew import Command, execute
-from rollouts.training.backends.heartbeats import Beating, Watch
+from rollouts.training.backends.heartbeats import Beating, Failure, Watch
 from rollouts.training.backends.messages import Channel, is_timeout
 from rollouts.training.backends.shares import Share
 from rollouts.training.backends.sums import Reading
@@ -47,7 +48,7 @@ __all__ = [
 CONFIG_KEY = "config"
 _WAIT_SECONDS = 30.0  # how long one wait for a command lasts before it begins again
 _CLOSE_SECONDS = 15.0
-_VERDICT_SECONDS = 2.0
+FILES_SECONDS = 1800.0
 _LEAVE_SECONDS = 5.0
 
 
@@ -93,16 +94,21 @@ class _Meeting(NamedTuple):
 class Gathering:
     """Ranks that have met, before their trainers are made. `place` is this process's."""
 
-    def __init__(self, meeting: _Meeting, stall_seconds: float) -> None:
+    def __init__(self, meeting: _Meeting, *, stall_seconds: float, start_seconds: float, on_gpus: bool) -> None:
         self.place = meeting.place
         self.stall_seconds = stall_seconds
+        self.start_seconds = start_seconds
         self._meeting = meeting
         self.channel = meeting.channel
         self._on_verdict: Callable[[RankError], None] = lambda error: None
         is_first = meeting.place.rank == 0
         self.beating = Beating(
-            meeting.channel.clone(), meeting.place.rank, on_silence=None if is_first else _end_this_rank
+            meeting.channel.clone(),
+            meeting.place.rank,
+            start_seconds=start_seconds,
+            on_silence=None if is_first else _end_this_rank,
         )
+        self.files_group: Any = None
         self.watch: Watch | None = None
         if is_first:
             self.watch = Watch(
@@ -111,13 +117,14 @@ class Gathering:
                 meeting.processes,
                 self.beating.doing,
                 lambda error: self._on_verdict(error),
+                stall_seconds=stall_seconds if on_gpus else None,
             )
 
     def call_on_verdict(self, function: Callable[[RankError], None]) -> None:
         """Whom to tell of a rank's fault, from the judge's thread."""
         self._on_verdict = function
 
-    def join(self, backend: str, agreement: str, start_seconds: float) -> None:
+    def join(self, backend: str, agreement: str) -> None:
         """Wait for all ranks to be composed, then make the process group. `agreement` says in words what was composed.
 
         Raises RankError where a rank does not come, ConfigError where one composed something else than rank 0.
@@ -125,31 +132,41 @@ class Gathering:
         from torch import distributed
 
         place, store = self.place, self._meeting.store
-        self.channel.post(f"composed/{place.rank}", agreement.encode())
+        self.meet("composed", agreement)
+        first = (self.channel.read("composed/0") or b"").decode()
+        if first != agreement:
+            raise ConfigError(
+                f"rank {place.rank} composed another run than rank 0; start all ranks with the same command\n"
+                f"  rank 0: {first}\n  rank {place.rank}: {agreement}"
+            )
         with self.failures():
-            deadline = time.monotonic() + start_seconds
-            for rank in range(place.world_size):
-                while not self.channel.is_there(f"composed/{rank}"):
-                    self.check()
-                    if time.monotonic() > deadline:
-                        raise RankError(
-                            f"rank {rank} did not join within {start_seconds:g} s; look at what it wrote, or give it "
-                            "more time with --training.start-seconds"
-                        )
-                    time.sleep(0.05)
-            first = (self.channel.read("composed/0") or b"").decode()
-            if first != agreement:
-                raise ConfigError(
-                    f"rank {place.rank} composed another run than rank 0; start all ranks with the same command\n"
-                    f"  rank 0: {first}\n  rank {place.rank}: {agreement}"
-                )
             distributed.init_process_group(
                 backend,
                 store=distributed.PrefixStore("group", store),  # type: ignore[attr-defined]
                 rank=place.rank,
                 world_size=place.world_size,
-                timeout=datetime.timedelta(seconds=self.stall_seconds),
+                # On GPUs the judge comes first: there torch ends the process without a word.
+                timeout=datetime.timedelta(seconds=self.stall_seconds * (1 if backend == "gloo" else 4)),
             )
+            # Where ranks read and write files, one may be much slower than the others.
+            self.files_group = distributed.new_group(backend="gloo", timeout=datetime.timedelta(seconds=FILES_SECONDS))
+
+    def meet(self, name: str, word: str = "") -> None:
+        """Wait on the store, not in a collective, until all ranks are here: what they did alone may take long.
+
+        Raises RankError where one does not come.
+        """
+        self.channel.post(f"{name}/{self.place.rank}", word.encode() or b"1")
+        deadline = time.monotonic() + self.start_seconds
+        for rank in range(self.place.world_size):
+            while not self.channel.is_there(f"{name}/{rank}"):
+                self.check()
+                if time.monotonic() > deadline:
+                    raise RankError(
+                        f"rank {rank} was not {name} within {self.start_seconds:g} s; look at what it wrote, or give "
+                        "it more time with --training.start-seconds"
+                    )
+                time.sleep(0.05)
 
     def check(self) -> None:
         """Raises the verdict, if there is one."""
@@ -163,12 +180,8 @@ class Gathering:
             yield
         except RankError:
             raise
-        except (RolloutsError, RuntimeError) as error:
-            if self.watch is None:
-                raise
-            if isinstance(error, RolloutsError) or not _is_collective(error):
-                self.watch.wait(_VERDICT_SECONDS)  # a disk's error, say, may hide the end of a rank that was writing
-                self.check()
+        except RuntimeError as error:
+            if self.watch is None or not _is_collective(error):
                 raise
             raise self.watch.judge(error) from error
 
@@ -197,11 +210,14 @@ class Gathering:
         thread.join(_LEAVE_SECONDS)
 
 
-def gather_ranks(processes: int, config: str, stall_seconds: float) -> Gathering:
+def gather_ranks(
+    processes: int, config: str, *, stall_seconds: float, start_seconds: float, on_gpus: bool
+) -> Gathering:
     """Meet the ranks of a launcher, or start `processes` - 1 others here, which compose the run from `config`."""
     place = place_of_this_process()
+    gather = functools.partial(Gathering, stall_seconds=stall_seconds, start_seconds=start_seconds, on_gpus=on_gpus)
     if place is None:
-        return Gathering(_start_others(processes, config), stall_seconds)
+        return gather(_start_others(processes, config))
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -215,7 +231,7 @@ def gather_ranks(processes: int, config: str, stall_seconds: float) -> Gathering
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a launcher's store outlives what it restarts
     mine = PrefixStore(f"rollouts/{attempt}", store)
-    return Gathering(_Meeting(place, mine, Channel(mine), {}), stall_seconds)
+    return gather(_Meeting(place, mine, Channel(mine), {}))
 
 
 def _start_others(processes: int, config: str) -> _Meeting:
@@ -358,10 +374,12 @@ _ANSWERED: dict[str, Any] = {
 
 def tell_failure(gathering: Gathering, error: BaseException) -> None:
     """Let rank 0 know why this rank ends."""
-    doing = gathering.beating.doing
-    told = str(error) if isinstance(error, RolloutsError) else words_of(error)
+    known = isinstance(error, RolloutsError)
+    symptom = isinstance(error, RuntimeError) and not known and _is_collective(error)
+    told = str(error) if known else words_of(error)
+    failure = Failure(f"{gathering.beating.doing.words()}: {told}", symptom=symptom, known=known)
     with contextlib.suppress(Exception):  # rank 0 may be gone, which is then the reason
-        gathering.channel.post(f"failed/{gathering.place.rank}", f"{doing.words()}: {told}".encode())
+        gathering.channel.post(f"failed/{gathering.place.rank}", msgspec.msgpack.encode(failure))
 
 
 def ignore_interrupts() -> None:
@@ -400,4 +418,6 @@ def _is_collective(error: RuntimeError) -> bool:
 
 def _end_this_rank() -> None:
     """Rank 0 is gone: nothing here can be of use to anybody, and the main thread may be stuck in a collective."""
+    sys.stderr.write(f"rank {os.environ.get('RANK')}: rank 0 is gone, so this rank ends\n")
+    sys.stderr.flush()
     os._exit(1)

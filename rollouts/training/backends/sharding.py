@@ -8,23 +8,40 @@ the engine divides once by D. Left out: how ranks find each other (ranks.py).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from rollouts.errors import ModelError
+from rollouts.training.backends.heartbeats import Beating
 from rollouts.training.backends.networks import Networks
 
-__all__ = ["Sharding", "load_whole", "make_mesh", "reshard", "shard_networks", "whole_tensor", "whole_tensors"]
+__all__ = ["Ranks", "Sharding", "load_whole", "make_mesh", "reshard", "shard_networks", "whole_tensor", "whole_tensors"]
+
+
+class Ranks(Protocol):
+    """What a trainer needs of the ranks that it is one of."""
+
+    files_group: Any  # a process group whose collectives may wait for a slow disk
+
+    @property
+    def beating(self) -> Beating:
+        """To say that it gets on."""
+        ...
+
+    def meet(self, name: str) -> None:
+        """Wait until all ranks are here, however long they were busy alone."""
+        ...
 
 
 class Sharding(NamedTuple):
     """Over which ranks, and what layers compute in: None is the dtype of the weights, which stay what they are."""
 
     mesh: Any
-    compute_dtype: torch.dtype | None = None
-    fp32_head: bool = False
+    compute_dtype: torch.dtype | None
+    fp32_head: bool
+    ranks: Ranks
 
 
 def make_mesh(device: str, world_size: int, replicas: int) -> Any:

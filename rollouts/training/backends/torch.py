@@ -11,13 +11,19 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from rollouts.errors import TrainingError
+from rollouts.plugins.checks import checked_by
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, function_label
 from rollouts.training.algorithms.needs import available_names, check_needs, needs
 from rollouts.training.backends import checkpoint, lora
 from rollouts.training.backends.crew import Alone, Command, Crew
 from rollouts.training.backends.float32_head import use_float32_head
 from rollouts.training.backends.futures import TorchThread, TrainFuture
-from rollouts.training.backends.optimizer import TorchSettings, check_settings, check_trained_weights
+from rollouts.training.backends.optimizer import (
+    TorchSettings,
+    check_settings,
+    check_trained_weights,
+    make_settings,
+)
 from rollouts.training.backends.shares import Share, gather_outputs, share_batch
 from rollouts.training.backends.sums import Reading, metrics_of
 from rollouts.training.backends.trainer import Trainer, keep_of
@@ -28,6 +34,16 @@ from rollouts.training.types import Companions, ForwardOutput, Row, StepResult, 
 __all__ = ["TorchBackend", "TorchSettings", "check_algorithms", "create_torch_backend"]
 
 
+def check_torch(values: Mapping[str, Any]) -> None:
+    """What can be refused of a torch backend without loading its model. Raises ConfigError, SignatureError."""
+    companions: Companions | None = values["companions"]
+    check_algorithms(values["algorithms"], companions)
+    check_settings(make_settings(values))
+    critic = companions.critic if companions else ""
+    check_trained_weights(values["lora_rank"], values["lora_alpha"], values["dtype"], critic)
+
+
+@checked_by(check_torch)
 def create_torch_backend(
     model: str,
     seed: int,
@@ -78,25 +94,9 @@ def create_torch_backend(
         attention: auto, sdpa, eager, flash_attention_2 or flex_attention, as transformers has them
         fp32_head: compute the logits of a half-precision model in float32
     """
-    check_algorithms(algorithms, companions)
-    settings = TorchSettings(
-        lr=lr,
-        betas=betas,
-        eps=eps,
-        weight_decay=weight_decay,
-        max_grad_norm=max_grad_norm,
-        warmup_steps=min(warmup_steps, max(1, steps)),
-        tokens_per_microbatch=tokens_per_microbatch,
-        share_prefix=share_prefix,
-        gradient_checkpointing=gradient_checkpointing,
-        layout=layout,
-        optimizer=optimizer,
-        lr_schedule=lr_schedule,
-        lr_final=lr_final,
-        steps=steps,
-    )
-    check_settings(settings)  # before any weights are read
-    check_trained_weights(lora_rank, lora_alpha, dtype, companions.critic if companions else "")
+    values = dict(locals())  # all of the above by name
+    check_torch(values)
+    settings = make_settings(values)
     causal = load_hf_model(model, dtype=dtype, device=device, attention=attention)
     if fp32_head:
         use_float32_head(causal)
@@ -270,6 +270,8 @@ class TorchBackend:
         return result
 
     def _get_weights(self, kind: Literal["full", "adapter"]) -> dict[str, Any]:
+        if kind == "adapter" and self._trainer.adapter is None:
+            raise TrainingError('this run trains all weights, so there is no adapter; ask for kind "full"')
         weights: dict[str, Any] = self._crew.call(Command(name="get_weights", kind=kind))[0]
         return weights
 
@@ -295,8 +297,10 @@ class TorchBackend:
             raise
 
     def _load(self, path: str) -> dict[str, Any]:
+        # Whatever can be refused is refused, and read, before the other ranks are asked: they would wait for it.
         self._trainer.check_checkpoint(path)
-        self._crew.call(Command(name="load", path=path))
+        weights = self._trainer.read_weights(path)
+        self._crew.call(Command(name="load", path=path), weights=weights)
         state: dict[str, Any] = checkpoint.read_state(path)["run"]
         return state
 

@@ -102,6 +102,7 @@ class Trainer:
         self._profile = Profile()
         if shards is not None:
             whole = dict(causal.state_dict()) if rank == 0 else {}
+            shards.ranks.meet("loaded")
             sharding.shard_networks(self.networks, shards)
             sharding.load_whole(causal.state_dict(), whole, alone=False)
             del whole
@@ -197,6 +198,7 @@ class Trainer:
                 ]
             if not any(wanted):
                 continue
+            self._get_on()
             results = []
             temperature = share.batch.temperature
             if own:
@@ -286,8 +288,7 @@ class Trainer:
         whole = functools.partial(sharding.whole_tensors, keep=self.rank == 0)
         if kind == "full":
             return lora.merged_weights(self.causal, whole)
-        if self.adapter is None:
-            raise TrainingError('this run trains all weights, so there is no adapter; ask for kind "full"')
+        assert self.adapter is not None, "whoever asked for it has looked"
         return lora.read_adapter_weights(self.adapter, whole)
 
     def check_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -311,7 +312,7 @@ class Trainer:
         """Write this rank's share of the trainer's tensors into `folder`, rank 0 also the weights; gives its random
         state.
         """
-        checkpoint.write_tensors(Path(folder), self._tensors(), alone=self._shards is None)
+        checkpoint.write_tensors(Path(folder), self._tensors(), group=self._files_group, alone=self._shards is None)
         weights = self.get_weights("full" if self.adapter is None else "adapter")
         if self.rank == 0:
             checkpoint.write_weights(
@@ -331,19 +332,26 @@ class Trainer:
         if (self._critic is not None) != has_critic:
             has = "has no critic" if self._critic is not None else "has a critic"
             raise ConfigError(f"the checkpoint {path} {has}; give the --critic of the run that wrote it")
+        checkpoint.check_tensors(path, self._loadable_tensors(saved))
 
-    def load(self, path: str) -> None:
-        """Restore what `save` wrote, whatever number of ranks wrote it."""
-        weights: dict[str, Tensor] = {}
-        if self.rank == 0:
-            weights = checkpoint.read_weights(path, kind=self.kind, dtype=self._weights_dtype)
-            self.check_weights(weights)
-        self.load_weights(weights)
-        tensors = self._tensors()  # the trainer's own, which are read into
-        saved = checkpoint.saved_keys(path)
+    def _loadable_tensors(self, saved: set[str]) -> dict[str, Any]:
+        """The trainer's own tensors that a checkpoint with these is read into."""
+        tensors = self._tensors()
         if not any(key.startswith("reference") for key in saved):
             tensors.pop("reference", None)  # the run that wrote it had another rule, or none
-        checkpoint.read_tensors(path, tensors, alone=self._shards is None)
+        return tensors
+
+    def read_weights(self, path: str) -> dict[str, Tensor]:
+        """The weights of a checkpoint, as rank 0 loads them. Raises ConfigError, ModelError, TrainingError."""
+        weights = checkpoint.read_weights(path, kind=self.kind, dtype=self._weights_dtype)
+        self.check_weights(weights)
+        return weights
+
+    def load(self, path: str, weights: Mapping[str, Tensor]) -> None:
+        """Restore what `save` wrote, whatever number of ranks wrote it; `weights` are those of `read_weights`."""
+        self.load_weights(weights)
+        tensors = self._loadable_tensors(checkpoint.saved_keys(path))
+        checkpoint.read_tensors(path, tensors, group=self._files_group, alone=self._shards is None)
         self.forget_gradients()
         state = checkpoint.read_state(path)["backend"]
         self.version = int(state["version"])
@@ -436,6 +444,14 @@ class Trainer:
             tensors["reference"] = dict(zip(names, self._reference.tensors(), strict=True))
         return tensors
 
+    @property
+    def _files_group(self) -> Any:
+        return None if self._shards is None else self._shards.ranks.files_group
+
+    def _get_on(self) -> None:
+        if self._shards is not None:
+            self._shards.ranks.beating.progressed()
+
     def _settle(self) -> None:
         if self._shards is not None:
             sharding.reshard(self.networks)
@@ -453,6 +469,7 @@ class Trainer:
         self, part: list[Row], batch: TrainBatch, algorithm: Algorithm, requested: frozenset[str], sums: Sums
     ) -> bool | None:
         """Add up one microbatch; False where no term's values carried a gradient, None where it was empty."""
+        self._get_on()
         if not part:
             self.networks(self._touch, requested).backward()
             return None

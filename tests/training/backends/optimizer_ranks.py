@@ -15,13 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import distributed, nn
 
-from rollouts.training.backends.optimizer import (
-    TorchSettings,
-    load_optimizer_tensors,
-    make_optimizer,
-    optimizer_template,
-    optimizer_tensors,
-)
+from rollouts.training.backends.optimizer import TorchSettings, make_optimizer, optimizer_tensors
 
 STEPS = 3
 OPTIMIZERS = ("adamw", "sgd")
@@ -69,14 +63,18 @@ def state_of(trained: Trained) -> dict[str, torch.Tensor]:
 
 
 def load(trained: Trained, path: str) -> None:
-    """Read a checkpoint by a template, then hand it to the optimizer."""
-    state = {
-        "weights": trained.network.state_dict(),
-        "optimizer": optimizer_template(trained.optimizer, trained.names),
-    }
+    """Read a checkpoint into the tensors themselves, as the trainer does."""
+    state = state_of(trained)
     dcp.load(state, checkpoint_id=path)
     trained.network.load_state_dict(state["weights"])
-    load_optimizer_tensors(trained.optimizer, trained.names, state["optimizer"])
+
+
+def copy_state(trained: Trained, tensors: dict[str, torch.Tensor]) -> None:
+    """Into the optimizer's own tensors, which have to be the same ones."""
+    own = optimizer_tensors(trained.optimizer, trained.names)
+    assert set(own) == set(tensors)
+    for name, tensor in own.items():
+        tensor.copy_(tensors[name])
 
 
 def whole(named) -> dict[str, torch.Tensor]:

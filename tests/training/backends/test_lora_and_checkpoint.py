@@ -244,3 +244,15 @@ def test_damaged_and_foreign_checkpoints_are_told(tiny, backend_of, tmp_path):
     with pytest.raises(ModelError, match="written by another model"):
         backend_of(tiny.qwen3(layers=1)).load(str(good)).wait()
     backend.load(str(good)).wait()
+
+
+def test_another_optimizer_is_refused_and_nothing_is_changed(backend_of, batch, tmp_path):
+    one, other = backend_of(), backend_of(optimizer="sgd")
+    train(one, batch)
+    one.save(str(tmp_path / "adamw")).wait()
+    before = other.get_weights().wait()
+    with pytest.raises(
+        ConfigError, match=r"has no tensor .*momentum_buffer .*: --training.optimizer"
+    ):
+        other.load(str(tmp_path / "adamw")).wait()
+    assert same(before, other.get_weights().wait()) and other.version == 0

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from rollouts.errors import RankError
+from rollouts.errors import ConfigError, RankError, TrainingError
 
 pytestmark = pytest.mark.slow
 
@@ -44,9 +44,8 @@ def faulty(tmp_path):
     return make
 
 
-def pid_of(crew) -> int:
-    (process,) = crew.backend._crew._gathering._meeting.processes.values()
-    return process.pid
+def pid_of(crew, rank: int = 1) -> int:
+    return crew.backend._crew._gathering._meeting.processes[rank].pid
 
 
 def is_running(pid: int) -> bool:
@@ -94,7 +93,7 @@ def test_a_rank_that_is_stopped(tiny, model, crew_of):
         ("1", "raise ValueError('no such luck')", r"rank 1 failed in forward_backward, command \d+: .*no such luck"),
         ("1", "os._exit(7)", r"rank 1 died \(exit code 7\); its last command: forward_backward, command \d+"),
         ("1", "time.sleep(600)", r"rank 1 at forward_backward, command \d+ \(rank 1: .*faulty.py, line \d+, in loss\)"),
-        ("0", "time.sleep(30)", r"rank 1 failed in forward_backward, command \d+: .*"),
+        ("0", "time.sleep(40)", r"rank 0 at forward_backward, command \d+ \(rank 0: .*faulty.py, line \d+, in loss\)"),
     ],
     ids=["raises", "exits", "hangs", "rank 0 hangs"],
 )
@@ -105,6 +104,57 @@ def test_a_loss_that_goes_wrong_on_one_rank(rank, fault, words, tiny, model, cre
     crew.train(batch, 1)
     trigger.write_text("")
     fails(crew, batch, words, 45)
+
+
+@pytest.mark.parametrize("fault", ["hangs", "dies"])
+def test_of_three_ranks_the_guilty_one_is_named(fault, tiny, model, crew_of, faulty):
+    """Rank 1 is the first that complains: it waits for rank 2, or has lost it."""
+    loss, trigger = faulty("2", "time.sleep(600)" if fault == "hangs" else "os.kill(os.getpid(), 9)")
+    crew = crew_of(model, 3, loss=loss, training={"stall_seconds": 5})
+    batch = crew.batch(tiny.make_samples(3, 2))
+    crew.train(batch, 1)
+    trigger.write_text("")
+    words = (
+        r"rank 2 died \(killed by SIGKILL\)"
+        if fault == "dies"
+        else r"in vain for rank 2 at .*faulty.py, line \d+, in loss"
+    )
+    fails(crew, batch, words, 45)
+
+
+def test_what_rank_0_does_alone_may_take_longer_than_a_stall(tiny, model, crew_of, tmp_path, monkeypatch):
+    """Reading a model or a checkpoint: the others do not wait for it in a collective."""
+    from rollouts.training.backends import checkpoint, fsdp
+
+    def slow(function):
+        def call(*args, **kwargs):
+            time.sleep(5)
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(fsdp, "load_hf_model", slow(fsdp.load_hf_model))
+    crew = crew_of(model, 2, training={"stall_seconds": 3})
+    batch = crew.batch(tiny.make_samples(1, 2))
+    crew.train(batch, 1)
+    monkeypatch.setattr(checkpoint, "read_weights", slow(checkpoint.read_weights))
+    monkeypatch.setattr(checkpoint, "write_tensors", slow(checkpoint.write_tensors))
+    crew.backend.save(str(tmp_path / "c")).wait(60)
+    crew.backend.load(str(tmp_path / "c")).wait(60)
+    crew.train(batch, 1)
+
+
+def test_an_error_of_all_ranks_is_rank_0s(tiny, model, crew_of, tmp_path):
+    """What the user has to mend is told as in a single process; a crew that refused something goes on."""
+    crew = crew_of(model, 2)
+    with pytest.raises(TrainingError, match="so there is no adapter"):
+        crew.backend.get_weights("adapter").wait(60)
+    crew.train(crew.batch(tiny.make_samples(1, 2)), 1)
+    crew.backend.save(str(tmp_path / "c")).wait(60)
+    other = crew_of(model, 0, training={"optimizer": "sgd"})
+    with pytest.raises(ConfigError, match="momentum_buffer"):
+        other.backend.load(str(tmp_path / "c")).wait(60)
+    crew.backend.load(str(tmp_path / "c")).wait(60)
 
 
 def test_ranks_end_with_rank_0(tiny, model, tmp_path):
