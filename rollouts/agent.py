@@ -14,18 +14,21 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import trio
 
-from rollouts.agent_model import ChatModel, EpisodeLimits, EpisodeOver, leaves_of, turn_seed
+from rollouts.agent_clock import EpisodeClock
+from rollouts.agent_model import ChatModel, EpisodeLimits, EpisodeOver, leaves_of, plain_state, turn_seed
 from rollouts.env import calls
 from rollouts.env.authoring import metrics_of, rewards_of, tools_of
 from rollouts.env.checks import requests_of
 from rollouts.env.mixing import InvalidPolicy, RewardTerm, Verdict, mix, read_verdict
+from rollouts.env.processes import ProcessError
 from rollouts.env.schema import tool_schema
 from rollouts.errors import EnvironmentDefinitionError, InferenceError, ModelError, RewardError
 from rollouts.inference.base import InferenceBackend
+from rollouts.inference.carried import HeldEpisode, attend, held_episode, remember
 from rollouts.types import Message, Score, Status, Task, Trajectory
 
 if TYPE_CHECKING:
@@ -38,7 +41,8 @@ class Episode(NamedTuple):
     """What came of one task: `order` is (group, rollout); `judged` the position of the trajectory that rewards saw.
 
     There is always at least one trajectory. `metrics` are the sums of the trajectories' counts, `latency_seconds`,
-    `reward_failures` and `metric_failures` where there were any, and the environment's own @metric values.
+    `reward_failures` and `metric_failures` where there were any, and the environment's own @metric values. `may_retry`:
+    it failed of something that may well go right when the episode is played again.
     """
 
     order: tuple[int, int]
@@ -47,6 +51,7 @@ class Episode(NamedTuple):
     score: Score
     metrics: dict[str, float]
     judged: int = -1
+    may_retry: bool = False
 
     @property
     def trajectory(self) -> Trajectory:
@@ -78,20 +83,32 @@ async def run_episode(
     `close` runs in every case, also on cancellation, shielded, for at most `limits.cleanup_seconds`; where it fails, so
     does the episode. Rewards and metrics see the environment before it is closed, and only where the policy played the
     episode out (COMPLETED, TRUNCATED). Of several trajectories the one that `rollout` returned is judged, else the
-    last.
+    last. While the episode waits between two steps (a `Seat` at its gate), its deadlines stand still.
 
     Raises:
         RewardError: a reward returned NaN or no number, or could not judge under the policy `raise`.
         EnvironmentDefinitionError: the environment cannot be used as it is written.
         Exception: a mistake of the core's own, also where the environment's `rollout` caught it.
     """
-    started = trio.current_time()
-    play = _Play(task, make_env, limits)
+    clock = EpisodeClock()
+    clock.begin()
+    attend(inference, clock)
+    play = _Play(task, make_env, limits, clock)
     score, counts = Score(None), dict[str, float]()
     try:
         speak = functools.partial(
-            ChatModel, task=task, chat=chat, inference=inference, limits=limits, session=session, order=order, seed=seed
+            ChatModel,
+            task=task,
+            chat=chat,
+            inference=inference,
+            limits=limits,
+            session=session,
+            order=order,
+            seed=seed,
+            clock=clock,
         )
+        play.held = held_episode(inference)
+        remember(inference, functools.partial(_snapshot, play))
         status, error = await _play_out(play, speak)
         inference.close_session(session)
         play.finish(status, error)
@@ -107,23 +124,28 @@ async def run_episode(
     for trajectory in play.trajectories:
         for name, value in trajectory.metrics.items():
             counts[name] = counts.get(name, 0.0) + value
-    counts["latency_seconds"] = trio.current_time() - started
-    return Episode(order, task, play.trajectories, score, counts, play.judged_index)
+    counts["latency_seconds"] = clock.elapsed
+    return Episode(order, task, play.trajectories, score, counts, play.judged_index, play.may_retry)
 
 
 # --- playing --------------------------------------------------------------------------------------------------------
+
+BUILDING, SETUP = "building the environment", "running setup"
 
 
 class _Play:
     """What there is of an episode so far, so that a failure at any point knows what to close and what to report."""
 
-    def __init__(self, task: Task, make_env: Callable[[], Any], limits: EpisodeLimits) -> None:
+    def __init__(self, task: Task, make_env: Callable[[], Any], limits: EpisodeLimits, clock: EpisodeClock) -> None:
         self.task = task
         self.make_env = make_env
         self.limits = limits
-        self.stage = "building the environment"
+        self.clock = clock
+        self.stage = BUILDING
+        self.may_retry = False
         self.env: Any = None
         self.model: ChatModel | None = None
+        self.held: HeldEpisode | None = None
         self.chosen: Trajectory | None = None
         self.trajectories: list[Trajectory] = []
 
@@ -150,11 +172,12 @@ async def _play_out(play: _Play, speak: Callable[..., ChatModel]) -> tuple[Statu
     seconds = play.limits.episode_seconds
     outcome: tuple[Status, str | None] = Status.COMPLETED, None
     try:
-        with trio.move_on_after(seconds) as deadline:
+        with play.clock.move_on_after(seconds) as deadline:
             await _set_up(play, speak)
             await _converse(play)
     except Exception as error:  # also a group of errors
         outcome = _status_of(error, play.stage)
+        play.may_retry = _may_retry(error, outcome[0], play.stage)
     else:
         if deadline.cancelled_caught:
             outcome = Status.TIMEOUT, f"the episode's deadline of {seconds:g} seconds passed while {play.stage}"
@@ -171,21 +194,57 @@ class _EnvironmentFault(Exception):
         self.error = error
 
 
-async def _ask_env(function: Callable[..., Any], *args: Any, under_trio: bool = False) -> Any:
+async def _ask_env(
+    function: Callable[..., Any], *args: Any, under_trio: bool = False, seconds: float = math.inf
+) -> Any:
+    library: Literal["trio"] | None = "trio" if under_trio else None
     try:
-        return await calls.call(function, *args, async_library="trio" if under_trio else None)
+        return await calls.call(function, *args, timeout_seconds=seconds, async_library=library)
+    except calls.CallTimeoutError:
+        raise
     except Exception as error:  # an author's code may raise anything
         raise _EnvironmentFault(error) from error
 
 
 async def _set_up(play: _Play, speak: Callable[..., ChatModel]) -> None:
-    play.env = await _ask_env(play.make_env)
-    tools = {tool.name: tool for tool in tools_of(play.env)}
-    schemas = [tool_schema(tool.function, tool.name) for tool in tools.values()]
-    play.model = speak(tools=tools, schemas=schemas)
-    if hasattr(play.env, "setup"):
-        play.stage = "running setup"
-        await _ask_env(play.env.setup, play.task)
+    seconds = play.limits.setup_seconds
+    try:
+        play.env = await _ask_env(play.make_env, seconds=seconds)
+        tools = {tool.name: tool for tool in tools_of(play.env)}
+        schemas = [tool_schema(tool.function, tool.name) for tool in tools.values()]
+        play.model = speak(tools=tools, schemas=schemas)
+        if hasattr(play.env, "setup"):
+            play.stage = SETUP
+            await _ask_env(play.env.setup, play.task, seconds=seconds)
+        if play.held is not None and _can_restore(play):
+            play.stage = "running restore"
+            await _ask_env(play.env.restore, play.held.env, seconds=seconds)
+            play.model.load_state_dict(play.held.model)
+    except calls.CallTimeoutError as error:
+        raise EpisodeOver(Status.TIMEOUT, f"{play.stage} took longer than {seconds:g} seconds") from error
+
+
+def _can_restore(play: _Play) -> bool:
+    """Whether the episode can go on in another process: a loop of the environment's own cannot be entered midway."""
+    return hasattr(play.env, "state") and hasattr(play.env, "restore") and not hasattr(play.env, "rollout")
+
+
+async def _snapshot(play: _Play) -> tuple[Any, dict[str, Any]] | None:
+    """What a checkpoint keeps of environment and conversation; None where the episode has to begin again.
+
+    Raises EnvironmentDefinitionError where `state()` gives what cannot be written down.
+    """
+    if play.model is None or not _can_restore(play):
+        return None
+    try:
+        state = await calls.call(play.env.state, timeout_seconds=play.limits.setup_seconds)
+    except calls.CallTimeoutError:
+        return None
+    except EnvironmentDefinitionError:
+        raise
+    except Exception:  # an author's code may raise anything; the episode itself is as well as before
+        return None
+    return plain_state(type(play.env).__name__, state), play.model.state_dict()
 
 
 async def _converse(play: _Play) -> None:
@@ -197,7 +256,7 @@ async def _converse(play: _Play) -> None:
         returned = await _ask_env(play.env.rollout, play.task, model, under_trio=True)
         play.chosen = returned if isinstance(returned, Trajectory) else None
         return
-    messages = play.task.messages
+    messages = model.asked or play.task.messages
     while True:
         play.stage = "waiting for the model"
         reply = await model.chat(messages)
@@ -235,9 +294,7 @@ def _status_of(error: Exception, stage: str) -> tuple[Status, str]:
     """What an exception makes of the episode. Raises what ends the run: two errors of the environment, and all that the
     core itself should never have raised.
     """
-    ours = list(leaves_of(error))
-    raised = (leaf.error if isinstance(leaf, _EnvironmentFault) else leaf for leaf in ours)
-    leaves = [inner for each in raised for inner in leaves_of(each)]
+    ours, leaves = list(leaves_of(error)), _raised(error)
     for leaf in leaves:
         if isinstance(leaf, RewardError | EnvironmentDefinitionError):
             raise leaf
@@ -247,9 +304,24 @@ def _status_of(error: Exception, stage: str) -> tuple[Status, str]:
     for leaf in leaves:
         if isinstance(leaf, InferenceError):
             return Status.INFERENCE_ERROR, str(leaf)
-    if not all(isinstance(leaf, _EnvironmentFault | ModelError | calls.AbandonedCallsError) for leaf in ours):
+    if not all(
+        isinstance(leaf, _EnvironmentFault | ModelError | calls.AbandonedCallsError | ProcessError) for leaf in ours
+    ):
         raise error
     return Status.ENVIRONMENT_ERROR, f"{stage}: {_words(leaves[0])}"
+
+
+def _may_retry(error: Exception, status: Status, stage: str) -> bool:
+    """Whether the same episode may go right another time: nothing of the policy has failed it, nor a deadline."""
+    if status is Status.INFERENCE_ERROR:
+        return all(leaf.is_transient for leaf in _raised(error) if isinstance(leaf, InferenceError))
+    return status is Status.ENVIRONMENT_ERROR and stage in (BUILDING, SETUP)
+
+
+def _raised(error: BaseException) -> list[BaseException]:
+    """What was raised, out of groups and of what the environment's own errors are wrapped in."""
+    leaves = (leaf.error if isinstance(leaf, _EnvironmentFault) else leaf for leaf in leaves_of(error))
+    return [inner for each in leaves for inner in leaves_of(each)]
 
 
 def _words(error: BaseException) -> str:
@@ -265,7 +337,7 @@ async def _close(env: Any, seconds: float) -> str | None:
         try:
             # A limiter of its own: cleaning up must not wait for other episodes' tools.
             await calls.call(env.close, timeout_seconds=seconds, limiter=trio.CapacityLimiter(1))
-        except trio.TooSlowError:
+        except calls.CallTimeoutError:
             return f"close took longer than {seconds:g} seconds"
         except EnvironmentDefinitionError:
             raise
@@ -325,7 +397,7 @@ async def _ask(
     arguments = [available[request] for request in requests]
     try:
         returned = await calls.call(functools.partial(function, **settings), *arguments, timeout_seconds=seconds)
-    except trio.TooSlowError:
+    except calls.CallTimeoutError:
         return Verdict(name, weight, None, {}, f"it took longer than {seconds:g} seconds", name)
     except (RewardError, EnvironmentDefinitionError):
         raise

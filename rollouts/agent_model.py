@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import trio
 
+from rollouts.agent_clock import EpisodeClock
 from rollouts.agent_tools import run_tool
 from rollouts.env.authoring import ToolMethod
 from rollouts.errors import EnvironmentDefinitionError, InferenceError, ModelError
@@ -24,13 +25,17 @@ from rollouts.types import Message, Segment, Status, Task, Trajectory
 if TYPE_CHECKING:
     from rollouts.chat.format import ChatFormat
 
-__all__ = ["ChatModel", "EpisodeLimits", "EpisodeOver", "leaves_of", "turn_seed"]
+__all__ = ["ChatModel", "EpisodeLimits", "EpisodeOver", "leaves_of", "plain_state", "turn_seed"]
 
 LOGPROB_SLACK = 1e-3  # rounding may leave a probability a hair above 1; more than this is an engine's mistake
 
 
 class EpisodeLimits(NamedTuple):
-    """Bounds of one episode: tokens are sampled ones, over all turns; the rest is seconds, turns and characters."""
+    """Bounds of one episode: tokens are sampled ones, over all turns; the rest is seconds, turns and characters.
+
+    `turn_seconds` bounds one reply of the model, `tool_seconds` the deadline of every tool; infinite: nothing besides
+    the episode's, or the tool's own.
+    """
 
     max_tokens: int = 256
     max_turns: int = 8
@@ -38,6 +43,9 @@ class EpisodeLimits(NamedTuple):
     episode_seconds: float = 600.0
     cleanup_seconds: float = 10.0
     reward_seconds: float = 30.0
+    setup_seconds: float = 300.0
+    turn_seconds: float = math.inf
+    tool_seconds: float = math.inf
     tool_output_characters_max: int = 16_000
 
 
@@ -75,6 +83,20 @@ class _Turn(NamedTuple):
     is_new_segment: bool
 
 
+class _ConversationState(msgspec.Struct):
+    trajectory: Trajectory
+    sampled: list[int] | None
+    turns: int
+
+
+class _ModelState(msgspec.Struct):
+    conversations: list[_ConversationState]
+    current: int | None
+    asked: list[Message]
+    sampled_count: int
+    turns: int
+
+
 class ChatModel:
     """The policy, as an episode speaks to it.
 
@@ -82,6 +104,7 @@ class ChatModel:
     returned as they were, by equality) continue it; others open a new one. One turn is asked for at a time: of several
     trio tasks that ask at once trio decides the order by chance, and a seed would not be one result.
 
+    `asked` are the messages of the last turn, where it goes on when the conversation is restored.
     `failure` is the first error of the core itself, which ends the run whatever an environment's loop makes of it.
     """
 
@@ -97,8 +120,10 @@ class ChatModel:
         seed: int,
         tools: Mapping[str, ToolMethod],
         schemas: Sequence[dict[str, Any]],
+        clock: EpisodeClock | None = None,
     ) -> None:
         self._task = task
+        self._clock = clock or EpisodeClock()
         self._chat = chat
         self._inference = inference
         self._limits = limits
@@ -111,6 +136,7 @@ class ChatModel:
         self._current: _Conversation | None = None
         self.failure: Exception | None = None
         self._is_speaking = False
+        self.asked: list[Message] = []  # what the model was asked last
         self._sampled_count = 0
         self._turns = 0
 
@@ -145,7 +171,7 @@ class ChatModel:
         TRUNCATED and cannot go on. Cancellation records nothing of the turn.
 
         Raises:
-            EpisodeOver: no turns, tokens or context left, or the engine was told to stop. Let it pass.
+            EpisodeOver: no turns, tokens or context left, the engine was told to stop, or took too long. Let it pass.
             InferenceError: the engine failed.
             ModelError: the chat template refuses this conversation.
             EnvironmentDefinitionError: another trio task still waits for its reply.
@@ -159,6 +185,7 @@ class ChatModel:
             )
             raise self.failure
         self._is_speaking = True
+        self.asked = said
         try:
             await trio.lowlevel.checkpoint()  # tasks that ask at once meet here, however fast the engine is
             return await self._speak(said, schemas)
@@ -175,7 +202,11 @@ class ChatModel:
         turn = self._prepare(conversation, messages, schemas)
         tokens = turn.context if turn.is_new_segment else trajectory.segments[-1].tokens + turn.context
         room = self._room(conversation, turn.messages, len(tokens))
-        generation = await self._generate(conversation, tokens, room)
+        with self._clock.move_on_after(self._limits.turn_seconds) as deadline:
+            generation = await self._generate(conversation, tokens, room)
+        if deadline.cancelled_caught:
+            reason = f"the model took longer than {self._limits.turn_seconds:g} seconds for one turn"
+            raise self._stop(conversation, turn.messages, Status.TIMEOUT, reason)
         reply = self._record(conversation, turn, generation)
         if generation.finish == "abort":
             raise self._stop(conversation, turn.messages, Status.ABORTED, "the engine was told to stop")
@@ -192,7 +223,12 @@ class ChatModel:
         """
         outcomes = []
         for tool_call in reply.tool_calls:
-            outcome = await run_tool(self._tools, tool_call, characters_max=self._limits.tool_output_characters_max)
+            outcome = await run_tool(
+                self._tools,
+                tool_call,
+                characters_max=self._limits.tool_output_characters_max,
+                seconds_max=self._limits.tool_seconds,
+            )
             outcomes.append(outcome)
             self._count("tool_calls")
             if outcome.failure is not None:
@@ -293,6 +329,30 @@ class ChatModel:
         conversation.sampled = None
         return EpisodeOver(status, reason)
 
+    def state_dict(self) -> dict[str, Any]:
+        """All conversations as plain data, as they are between two turns."""
+        state = _ModelState(
+            [_ConversationState(c.trajectory, c.sampled, c.turns) for c in self._conversations],
+            None if self._current is None else self._conversations.index(self._current),
+            self.asked,
+            self._sampled_count,
+            self._turns,
+        )
+        plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(_with_tasks(state, Task(""))))
+        return plain
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken; before the first turn."""
+        assert not self._conversations, "the model has spoken already"
+        restored = _with_tasks(msgspec.convert(dict(state), _ModelState), self._task)
+        for each in restored.conversations:
+            conversation = _Conversation(each.trajectory)
+            conversation.sampled, conversation.turns = each.sampled, each.turns
+            self._conversations.append(conversation)
+        self._current = None if restored.current is None else self._conversations[restored.current]
+        self.asked = restored.asked
+        self._sampled_count, self._turns = restored.sampled_count, restored.turns
+
     def close(self, status: Status, error: str | None = None) -> None:
         """The episode is over: conversations without a status get this one, and every segment is checked."""
         for trajectory in self.trajectories:
@@ -305,6 +365,26 @@ class ChatModel:
         if self._current is not None:
             metrics = self._current.trajectory.metrics
             metrics[name] = metrics.get(name, 0.0) + 1.0
+
+
+def plain_state(name: str, state: Any) -> Any:
+    """What an environment's `state()` gave, as JSON has it. Raises EnvironmentDefinitionError where JSON cannot."""
+    try:
+        return msgspec.json.decode(msgspec.json.encode(state))
+    except TypeError as error:
+        raise EnvironmentDefinitionError(
+            f"{name}.state() returned what cannot be written to a checkpoint ({error}); it returns plain data: "
+            "numbers, text, lists, dicts"
+        ) from error
+
+
+def _with_tasks(state: _ModelState, task: Task) -> _ModelState:
+    """The same with this task in every trajectory: a checkpoint knows the task from elsewhere."""
+    conversations = [
+        msgspec.structs.replace(each, trajectory=msgspec.structs.replace(each.trajectory, task=task))
+        for each in state.conversations
+    ]
+    return msgspec.structs.replace(state, conversations=conversations)
 
 
 def turn_seed(seed: int, group: int, rollout: int, trajectory: int, turn: int) -> int:

@@ -7,21 +7,28 @@ Calls run one after another, in the order in which the model wrote them. What is
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-import msgspec
-import trio
-
 from rollouts.env import calls
 from rollouts.env.authoring import ToolMethod
+from rollouts.env.processes import Answer, ProcessError, call_isolated
+from rollouts.env.results import error_words, result_text, shortened
 from rollouts.env.schema import validate_arguments
 from rollouts.errors import EnvironmentDefinitionError, near_misses
 from rollouts.types import ToolCall
 
 __all__ = ["Failure", "ToolOutcome", "run_tool"]
 
-Failure = Literal["malformed", "unknown_tool", "bad_arguments", "timeout", "exception"]
+Failure = Literal["malformed", "unknown_tool", "bad_arguments", "timeout", "exception", "crashed"]
+
+FAILURE_OF: Mapping[str, Failure | None] = {
+    "text": None,
+    "raised": "exception",
+    "refused": "bad_arguments",
+    "crashed": "crashed",
+}
 
 
 class ToolOutcome(NamedTuple):
@@ -32,38 +39,50 @@ class ToolOutcome(NamedTuple):
 
 
 async def run_tool(
-    tools: Mapping[str, ToolMethod], tool_call: ToolCall, *, characters_max: int = 16_000
+    tools: Mapping[str, ToolMethod],
+    tool_call: ToolCall,
+    *,
+    characters_max: int = 16_000,
+    seconds_max: float = math.inf,
 ) -> ToolOutcome:
     """One call. Text comes back as it is, None as nothing, anything else as JSON; more than `characters_max` is cut.
+    Its deadline is the tool's own, `seconds_max` at most.
 
-    Raises AbandonedCallsError (too many tools hang), EnvironmentDefinitionError (a tool that cannot be run as it is
-    written); cancellation passes through.
+    Raises AbandonedCallsError (too many tools hang), ProcessError (none could be started), EnvironmentDefinitionError
+    (a tool that cannot be run as it is written); cancellation passes through.
     """
-    outcome = await _attempt(tools, tool_call)
-    if len(outcome.text) <= characters_max:
-        return outcome
-    note = f"\n[cut: the first {characters_max} of {len(outcome.text)} characters]"
-    return outcome._replace(text=outcome.text[:characters_max] + note)
-
-
-async def _attempt(tools: Mapping[str, ToolMethod], tool_call: ToolCall) -> ToolOutcome:
     if tool_call.error is not None:
-        return ToolOutcome(f"Error: {tool_call.error}", "malformed")
+        return ToolOutcome(shortened(f"Error: {tool_call.error}", characters_max), "malformed")
     tool = tools.get(tool_call.name)
     if tool is None:
         return ToolOutcome(_unknown(tool_call.name, tools), "unknown_tool")
     arguments = validate_arguments(tool.function, tool_call.arguments, tool.name)
     if isinstance(arguments, str):
-        return ToolOutcome(f"Error: {arguments}", "bad_arguments")
+        return ToolOutcome(shortened(f"Error: {arguments}", characters_max), "bad_arguments")
+    seconds = min(tool.timeout_seconds, seconds_max)
     try:
-        returned = await calls.call(functools.partial(tool.function, **arguments), timeout_seconds=tool.timeout_seconds)
-        return ToolOutcome(_as_text(returned))
-    except trio.TooSlowError:
-        return ToolOutcome(f"Error: {tool.name} took longer than {tool.timeout_seconds:g} seconds", "timeout")
-    except (calls.AbandonedCallsError, EnvironmentDefinitionError):
+        if tool.isolate is not None:
+            answer = await call_isolated(
+                tool.function,
+                tool_call.arguments,  # as JSON: they are converted once more where they are used
+                label=tool.name,
+                timeout_seconds=seconds,
+                characters_max=characters_max,
+            )
+            return _outcome(answer)
+        returned = await calls.call(functools.partial(tool.function, **arguments), timeout_seconds=seconds)
+        return ToolOutcome(shortened(result_text(returned), characters_max))
+    except calls.CallTimeoutError:
+        return ToolOutcome(f"Error: {tool.name} took longer than {seconds:g} seconds", "timeout")
+    except (calls.AbandonedCallsError, EnvironmentDefinitionError, ProcessError):
         raise
     except Exception as error:  # whatever a stranger's tool raises is the model's to read
-        return ToolOutcome(f"Error: {_words(error)}", "exception")
+        return ToolOutcome(shortened(f"Error: {error_words(error)}", characters_max), "exception")
+
+
+def _outcome(answer: Answer) -> ToolOutcome:
+    failure = FAILURE_OF[answer.kind]
+    return ToolOutcome(answer.words if failure is None else f"Error: {answer.words}", failure)
 
 
 def _unknown(name: str, tools: Mapping[str, Any]) -> str:
@@ -72,22 +91,3 @@ def _unknown(name: str, tools: Mapping[str, Any]) -> str:
     near = near_misses(name, tools)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     return f"Error: there is no tool {name!r}{hint} The tools are: {', '.join(tools)}"
-
-
-def _words(error: BaseException) -> str:
-    """Type and message, without a traceback; of a group, its first member."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    message = str(error)
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__
-
-
-def _as_text(returned: Any) -> str:
-    if isinstance(returned, str):
-        return returned
-    if returned is None:
-        return ""
-    try:
-        return msgspec.json.encode(returned).decode()
-    except TypeError:
-        return str(returned)  # no JSON for it, such as an array's number; what it prints is all there is

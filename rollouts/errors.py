@@ -124,7 +124,11 @@ class CheckpointError(RunError):
 
 
 class InferenceError(RunError):
-    """An inference engine failed."""
+    """An inference engine failed. `is_transient` False: asking the same again would fail again."""
+
+    def __init__(self, message: str = "", *, is_transient: bool = True) -> None:
+        super().__init__(message)
+        self.is_transient = is_transient
 
 
 def words_of(error: BaseException) -> str:

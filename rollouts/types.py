@@ -66,12 +66,16 @@ class Message(msgspec.Struct, omit_defaults=True):
 
 
 class Task(msgspec.Struct, omit_defaults=True):
-    """One thing to do: a prompt (text, or messages), the answer if there is one, and anything else in `info`."""
+    """One thing to do: a prompt (text, or messages), the answer if there is one, and anything else in `info`.
+
+    `env` is the alias of the environment that it is played in, where a run has several; the run writes it.
+    """
 
     prompt: str | list[Message]
     answer: Any = None
     info: dict[str, Any] = {}
     id: str | None = None
+    env: str = ""
 
     @property
     def messages(self) -> list[Message]:

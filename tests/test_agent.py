@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import sys
@@ -481,3 +482,85 @@ def test_a_nan_ends_the_run_and_the_environment_is_closed() -> None:
     with pytest.raises(RewardError, match="'nan' returned nan"):
         play(closing(closed), rewards=[reward_term("nan", lambda task: math.nan)])
     assert closed == ["closed"]
+
+
+# --- deadlines, and what may be played again ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slow", ["build", "setup", "async setup"])
+def test_building_and_setup_have_a_deadline(slow: str) -> None:
+    class Slow(Quiz):
+        def __init__(self) -> None:
+            if slow == "build":
+                time.sleep(0.3)
+
+        def setup(self, task: Task) -> None:
+            if slow == "setup":
+                time.sleep(0.3)
+
+    class SlowAsync(Quiz):
+        async def setup(self, task: Task) -> None:
+            await trio.sleep_forever()
+
+    episode = play(SlowAsync if slow == "async setup" else Slow, setup_seconds=0.05)
+    stage = "building the environment" if slow == "build" else "running setup"
+    assert episode.status is Status.TIMEOUT and not episode.may_retry
+    assert episode.trajectory.error == f"{stage} took longer than 0.05 seconds"
+
+
+def test_a_deadline_of_the_environments_own_is_its_error() -> None:
+    class Own(Quiz):
+        async def setup(self, task: Task) -> None:
+            with trio.fail_after(0.01):
+                await trio.sleep_forever()
+
+    assert play(Own).status is Status.ENVIRONMENT_ERROR
+
+
+def test_a_turn_has_a_deadline() -> None:
+    engine, closed = FakeEngine(), []
+    engine.blocks = True
+    episode = play(closing(closed), engine, turn_seconds=2.0, clock=trio.testing.MockClock(autojump_threshold=0.05))
+    assert episode.status is Status.TIMEOUT and closed == ["closed"] and not episode.may_retry
+    assert episode.trajectory.error == "the model took longer than 2 seconds for one turn"
+
+
+def test_a_loop_of_ones_own_that_catches_a_late_turn_is_not_judged() -> None:
+    class Loop(Quiz):
+        async def rollout(self, task: Task, model: ChatModel) -> None:
+            with contextlib.suppress(Exception):
+                await model.chat("hello")
+
+    engine = FakeEngine()
+    engine.blocks = True
+    episode = play(Loop, engine, turn_seconds=0.05)
+    assert episode.status is Status.TIMEOUT and episode.score.value is None
+
+
+def test_a_cap_on_the_deadlines_of_tools() -> None:
+    class Slow(Quiz):
+        @tool(timeout_seconds=60)
+        async def wait(self) -> None:
+            await trio.sleep_forever()
+
+    episode = play(Slow, FakeEngine("[wait {}]"), tool_seconds=0.05)
+    assert episode.trajectory.metrics["tool_failure/timeout"] == 1.0
+    assert "wait took longer than 0.05 seconds" in episode.trajectory.messages[-2].text
+
+
+def test_what_may_be_played_again() -> None:
+    class Setup(Quiz):
+        def setup(self, task: Task) -> None:
+            raise OSError("no container")
+
+    class Reply(Quiz):
+        def reply(self, trajectory: Any) -> str:
+            raise OSError("no container")
+
+    def again(env: Any, *script: Any) -> bool:
+        return play(env, FakeEngine(*script)).may_retry
+
+    assert again(lambda: Lost(1)) and again(Setup)
+    assert again(Quiz, InferenceError("the connection was reset"))
+    assert not again(Quiz, InferenceError("the prompt is too long", is_transient=False))
+    assert not again(Reply) and not again(Quiz) and not again(Quiz, Generation([], [], "abort", []))

@@ -43,6 +43,7 @@ FLOORS = {
     "rollouts.run_folder": 2,
     # 3: loops
     "rollouts.agent": 3,
+    "rollouts.agent_clock": 3,
     "rollouts.agent_model": 3,
     "rollouts.agent_tools": 3,
     "rollouts.training.rollout_gen": 3,
@@ -61,7 +62,12 @@ FLOORS = {
 HEAVY = {"torch", "transformers", "numpy", "peft", "datasets"}
 ASYNC = {"trio", "httpx"}
 MAY_IMPORT_TORCH = {"rollouts.training.algorithms.logprobs"}  # it defines a torch.autograd.Function
-MAY_IMPORT_TRIO = {"rollouts.env.calls", "rollouts.env.checks", "rollouts.training.backends.futures"}
+MAY_IMPORT_TRIO = {
+    "rollouts.env.calls",
+    "rollouts.env.checks",
+    "rollouts.env.processes",
+    "rollouts.training.backends.futures",
+}
 GROUND = {"rollouts", "msgspec", "pluggy", "tomli_w", *sys.stdlib_module_names}
 
 

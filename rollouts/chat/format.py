@@ -76,6 +76,11 @@ class ChatFormat:
         self._texts_size = 0
         self._heads: OrderedDict[str, list[int]] = OrderedDict()
         self._cut = _safe_cut(tokenizer, self.closers)
+        self._backend = _plain_backend(tokenizer, self.closers)
+        family = FAMILIES[self.family]
+        self._own_template = _compiled(tokenizer, getattr(tokenizer, "response_template", None), family.example)
+        compiled = _compiled(tokenizer, family.response_template, family.example)
+        self._reader = family._replace(response_template=compiled)
         if self.report.tools and not self._reads_own_calls():
             unread = (
                 f"it shows tool calls in a format that cannot be read back (the nearest known one is {self.family}); "
@@ -140,7 +145,13 @@ class ChatFormat:
 
     def encode(self, text: str) -> list[int]:
         """The ids of rendered text, nothing added. Half a surrogate pair becomes `?`: no id stands for it."""
-        ids: list[int] = self.tokenizer.encode(text.encode("utf-8", "replace").decode(), add_special_tokens=False)
+        text = text.encode("utf-8", "replace").decode()
+        backend = self._backend
+        # What somebody else asked of this tokenizer may have left these on; its own `encode` turns them off again.
+        if backend is not None and not (backend.truncation or backend.padding or backend.encode_special_tokens):
+            ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+        else:
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -235,10 +246,10 @@ class ChatFormat:
     def _read(self, text: str, tools: Sequence[dict[str, Any]]) -> Parsed:
         return parse_reply(
             text,
-            FAMILIES[self.family],
+            self._reader,
             tools,
             parse_response=getattr(self.tokenizer, "parse_response", None),
-            response_template=getattr(self.tokenizer, "response_template", None),
+            response_template=self._own_template,
             prefix=self._prefix,
             thinking_prefix=self._thinking,
         )
@@ -333,6 +344,32 @@ def _safe_cut(tokenizer: Any, closers: Mapping[str, int]) -> str:
         if encode(probe) == encode(head) + encode(text + rest):
             return text
     return ""
+
+
+def _plain_backend(tokenizer: Any, closers: Mapping[str, int]) -> Any:
+    """The Rust tokenizer beneath, which encodes alike without transformers' preparations (they cost as much as the
+    encoding); None where there is none, or where it does not.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None) if getattr(tokenizer, "is_fast", False) else None
+    if backend is None:
+        return None
+    probe = f" one  two \n three\té{''.join(closers)} four\n"
+    same = tokenizer.encode(probe, add_special_tokens=False) == backend.encode(probe, add_special_tokens=False).ids
+    return backend if same else None
+
+
+def _compiled(tokenizer: Any, template: Any, example: str) -> Any:
+    """A response template compiled once, which transformers else does for each reply; itself where that is not known
+    to read alike (another version of transformers, or a template that it refuses).
+    """
+    try:
+        from transformers.utils.chat_parsing.response_templates import load_response_template
+
+        compiled = load_response_template(template)
+        read = functools.partial(tokenizer.parse_response, f"one {example}", prefix="")
+        return compiled if read(compiled) == read(template) else template
+    except Exception:  # it raises what it likes; what is wrong with the template is found where it is used
+        return template
 
 
 def _said(message: Message) -> tuple[str, str, str]:

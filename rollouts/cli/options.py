@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rollouts.config.settings import COMPONENT_KINDS, FILE_ONLY, MULTIPLE, SettingInfo, setting_infos
+from rollouts.config.settings import COMPONENT_KINDS, FILE_ONLY, REPEATED, SettingInfo, setting_infos
 from rollouts.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def setting_options(leave_out: Iterable[str] = ()) -> list[click.Parameter]:
         options.append(
             click.Option(
                 [info.flag, info.name],
-                multiple=info.name in MULTIPLE,
+                multiple=info.name in REPEATED,
                 metavar=_metavar(info),
                 hidden=info.name in FILE_ONLY,
                 help=f"{info.doc}  [default: {info.default_text}]",

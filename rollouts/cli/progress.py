@@ -55,7 +55,7 @@ class Progress:
             size += f" × {settings.samples_per_prompt} rollouts"
         lora = f", LoRA rank {settings.lora_rank}" if settings.lora_rank else ""
         self._say(
-            f"{plan.one('env').name} · {plan.one('loss').name} · {settings.model}{lora} · "
+            f"{plan.env_name} · {plan.one('loss').name} · {settings.model}{lora} · "
             f"{settings.steps} steps of {size} · lr {plan.lr:g} · seed {settings.seed}"
         )
         self._say(f"writing to {folder}")
@@ -158,6 +158,10 @@ class Progress:
             table.add_row(label, _number(before[name]), _number(after[name]))
         for part in after["parts"]:
             table.add_row(f"  {part}", _number(before["parts"].get(part)), _number(after["parts"][part]))
+        for alias, own in after.get("environments", {}).items():
+            earlier = before.get("environments", {}).get(alias, {})
+            for label, name in rows:
+                table.add_row(f"{alias}: {label}", _number(earlier.get(name)), _number(own[name]))
         self._console.print(table)
 
     def _say(self, text: str) -> None:

@@ -20,9 +20,11 @@ from rollouts.training.algorithms.algorithm import KL, Algorithm, algorithm_sett
 from rollouts.training.algorithms.corrections import truncated
 from rollouts.training.algorithms.kl import KL_SETTINGS, check_kl
 
-__all__ = ["Chosen", "bind_each", "choose_all", "completed", "own_functions", "signed"]
+__all__ = ["Chosen", "bind_each", "choose_all", "completed", "curriculum", "own_functions", "signed"]
 
 Path = tuple[str, ...]
+
+_SAID = ("alias", "weight")
 
 _EXAMPLES = {
     "kl": "rk3_loss",
@@ -142,7 +144,26 @@ def _choose_named(manager: PluginManager, key: str, component: Component, source
     ref = manager.find(kind, component.name)
     label = f"{KIND_WORDS[kind]} {component.name}"
     found, signature = signed(manager.load(ref), kind, label)
-    return _told(label, found, signature, component, source, path)._replace(name=component.name, ref=ref)
+    told = _told(label, found, signature, component, source, path)._replace(name=component.name, ref=ref)
+    if key == "env" and component.alias:  # the table of one of several says these itself
+        told = told._replace(settings={name: told.settings[name] for name in told.settings if name not in _SAID})
+    return told
+
+
+def curriculum(manager: PluginManager, component: Component, source: Source) -> Chosen:
+    """The curriculum that an environment's weight names, told its settings. Raises UserError."""
+    assert isinstance(component.weight, dict), f"the weight of {component.alias} is {component.weight}"
+    path = ("env", component.alias, "weight")
+    settings = {name: value for name, value in component.weight.items() if name != "name"}
+    named = Component(component.weight["name"], settings, 1.0, component.alias)
+    ref = manager.find("curricula", named.name)
+    label = f"the curriculum {named.name}"
+    found, signature = signed(manager.load(ref), "curricula", label)
+    if not callable(found) or signature.requests != ("step",):
+        raise SignatureError(
+            f"{label}: write `def {ref.name}(step) -> float`; it takes {signature.requests or 'nothing'}"
+        )
+    return _told(label, found, signature, named, source, path)._replace(ref=ref)
 
 
 def _choose_own(key: str, component: Component, loss: Chosen, source: Source, path: Path) -> Chosen:
@@ -183,4 +204,4 @@ def _told(label: str, found: Any, signature: Signature, component: Component, so
 
 def _place(key: str, component: Component, places: Mapping[str, Path] | None) -> Path:
     place = (places or {}).get(key, (key,))
-    return (*place, component.alias) if key in MULTIPLE else place
+    return (*place, component.alias) if component.alias else place

@@ -25,6 +25,8 @@ from rollouts.training.backends.checkpoint_files import prune_checkpoints
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.loops.rl_loop import LoopState, RLTrainingConfig, StepReport, run_rl_training
 from rollouts.training.loops.sft_loop import SFTTrainingConfig, run_sft_training
+from rollouts.training.rollout_gen.by_environment import environment_metrics
+from rollouts.training.rollout_gen.failures import FailurePolicy, Failures
 from rollouts.training.rollout_gen.groups import Group
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager, RolloutConfig
 from rollouts.training.weight_sync import sync_weights
@@ -60,6 +62,7 @@ class Course:
         self._metrics: dict[str, float] = {}
         self._loop: dict[str, Any] = {}  # the states of buffer, manager and loop, where there are any
         self._save_seconds: float | None = None
+        self._failures = Failures(FailurePolicy(parts.plan.settings.retries, parts.plan.settings.max_failures))
         self._profiled = _profiled_steps(self._start.step, parts.plan.settings.steps, parts.plan.settings.profile)
         self.summary: dict[str, Any] = {"status": "done", "steps": self._start.step, "evaluation": self._evaluations}
         if resumed is not None:
@@ -100,11 +103,19 @@ class Course:
         buffer = self._data.buffer
         manager = AsyncRolloutManager(
             buffer,
-            RolloutConfig(settings.prompts_per_step, settings.samples_per_prompt),
+            RolloutConfig(
+                settings.prompts_per_step,
+                settings.samples_per_prompt,
+                settings.over_sampling,
+                concurrency=settings.concurrency,
+                refill=settings.refill > 0,
+                refills_max=max(1, settings.refill),
+            ),
             play=parts.play(settings.temperature, settings.seed),
             inference=parts.inference,
             filters=plan.filters,
             score_group=parts.score_group,
+            failures=self._failures,
         )
         if self._start.rollouts:
             manager.load_state_dict(self._start.rollouts)
@@ -116,7 +127,8 @@ class Course:
 
         async def on_step(report: StepReport) -> dict[str, float]:
             parts.folder.write_trajectories(f"step_{report.step:06d}", step_records(report))
-            return await self._between(report.step, report.metrics, report.groups)
+            own = environment_metrics(report.groups, buffer.epochs)
+            return own | await self._between(report.step, report.metrics | own, report.groups)
 
         async def on_logged(report: StepReport) -> None:
             self._loop = state(report.state)
@@ -124,25 +136,27 @@ class Course:
 
         self._loop = state(loop)
         is_inside = getattr(parts.inference, "in_process", False)
-        await run_rl_training(
-            parts.backend,
-            buffer,
-            manager,
-            [parts.inference],
-            RLTrainingConfig(
-                settings.steps,
-                temperature=settings.temperature,
-                response_tokens_max=settings.max_tokens,
-                minibatches=settings.minibatches,
-            ),
-            parts.logger,
-            algorithm=plan.algorithm,
-            schedule=[stage.inside() for stage in plan.schedule] if is_inside else plan.schedule,
-            on_samples=lambda samples, step: parts.call_hooks("rollouts_samples", samples=samples, step=step),
-            on_step=on_step,
-            on_logged=on_logged,
-            start=loop,
+        config = RLTrainingConfig(
+            settings.steps,
+            temperature=settings.temperature,
+            response_tokens_max=settings.max_tokens,
+            minibatches=settings.minibatches,
         )
+        async with manager:
+            await run_rl_training(
+                parts.backend,
+                buffer,
+                manager,
+                [parts.inference],
+                config,
+                parts.logger,
+                algorithm=plan.algorithm,
+                schedule=[stage.inside() for stage in plan.schedule] if is_inside else plan.schedule,
+                on_samples=lambda samples, step: parts.call_hooks("rollouts_samples", samples=samples, step=step),
+                on_step=on_step,
+                on_logged=on_logged,
+                start=loop,
+            )
 
     async def _train_sft(self) -> None:
         parts, plan, settings = self._parts, self._parts.plan, self._parts.plan.settings
@@ -192,15 +206,20 @@ class Course:
 
     async def _evaluate(self, when: str) -> Evaluation | None:
         """Both passes over the held-out tasks; None where there are none."""
-        parts = self._parts
+        parts, settings = self._parts, self._parts.plan.settings
         if not parts.held_out or not parts.plan.rewards:
             return None
         reports = []
         for temperature in EVALUATION_TEMPERATURES:
-            play = parts.play(temperature, parts.plan.settings.seed + 1)
-            reports.append(
-                await evaluate(parts.held_out, play=play, inference=parts.inference, score_group=parts.score_group)
+            report = await evaluate(
+                parts.held_out,
+                play=parts.play(temperature, settings.seed + 1),
+                inference=parts.inference,
+                score_group=parts.score_group,
+                concurrency=settings.concurrency,
+                failures=self._failures.beside(),
             )
+            reports.append(report)
         evaluation = Evaluation(*reports)
         parts.watcher.evaluation(when, evaluation.as_dict())
         return evaluation

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollouts.compose.memory import memory_lines
@@ -14,7 +15,8 @@ from rollouts.env.authoring import tools_of
 from rollouts.run_folder import check_out
 from rollouts.training.algorithms.algorithm import KL, Algorithm, active_terms, function_label, unwrapped
 from rollouts.training.algorithms.needs import is_reward_placed
-from rollouts.training.datasets.buffer import DataBuffer
+from rollouts.training.datasets.mixing import shares_at
+from rollouts.types import Task
 
 if TYPE_CHECKING:
     from rollouts.compose.plan import Chosen, Plan
@@ -31,18 +33,23 @@ def describe(plan: Plan) -> str:
         check_out(plan.settings.out)
     held_out = plan.eval_tasks()
     if plan.settings.mode == "rl":
-        exclude = frozenset(task.key for task in held_out)
-        DataBuffer(plan.training_source(), seed=plan.settings.seed, exclude=exclude).get_prompts(1)
+        plan.task_buffer(held_out)
     else:
         next(iter(plan.demonstrations()), None)
     lines = [
         to_toml(plan.resolved).rstrip(),
         "",
         "# Composed",
-        *(_component_line(key, each) for key in COMPONENT_KINDS for each in plan.chosen[key] if each.component != ()),
+        *_environment_lines(plan),
+        *(
+            _component_line(key, each)
+            for key in COMPONENT_KINDS
+            for each in plan.chosen[key]
+            if key != "env" and each.component != ()
+        ),
         *_scheduled_lines(plan),
-        f"tools: {', '.join(tool.name for tool in tools_of(plan.make_env())) or 'none'}",
-        f"held-out tasks: {len(held_out)}",
+        *_tool_lines(plan),
+        f"held-out tasks: {len(held_out)}{_counted_words(plan, held_out)}",
         *(_stage_line(plan, number) for number in range(len(plan.schedule))),
         f"the loss needs: {', '.join(plan.needs)}",
         *_companion_lines(plan),
@@ -52,6 +59,34 @@ def describe(plan: Plan) -> str:
         "nothing was loaded or written",
     ]
     return "\n".join(lines)
+
+
+def _tool_lines(plan: Plan) -> Iterator[str]:
+    """The tools that the model has, in each environment."""
+    for env in plan.environments:
+        names = ", ".join(tool.name for tool in tools_of(env.make())) or "none"
+        yield f"tools{env.alias and f' of {env.alias}'}: {names}"
+
+
+def _environment_lines(plan: Plan) -> Iterator[str]:
+    """The environment; of several how they are mixed, at the first step and at the last where that changes."""
+    weights = {env.alias: env.weight for env in plan.environments}
+    ends = (shares_at(weights, step) for step in (0, max(0, plan.settings.steps - 1)))
+    for env, chosen, first, last in zip(plan.environments, plan.chosen["env"], *ends, strict=True):
+        line = _component_line("env", chosen)
+        if env.alias:
+            line = f"env {env.alias}{line.removeprefix('env')}, share {first:.3g}"
+            line += "" if first == last else f" to {last:.3g}, of the whole run {env.share:.3g}"
+            line += "" if env.curriculum is None else f" ({_component_line('curriculum', env.curriculum)})"
+        yield line
+
+
+def _counted_words(plan: Plan, tasks: Sequence[Task]) -> str:
+    """How many of the tasks each of several environments has."""
+    if not plan.environments[0].alias:
+        return ""
+    counts = Counter(task.env for task in tasks)
+    return f" ({', '.join(f'{env.alias} {counts[env.alias]}' for env in plan.environments)})"
 
 
 def _component_line(key: str, chosen: Chosen) -> str:

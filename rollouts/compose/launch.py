@@ -19,7 +19,6 @@ from typing import Any
 import msgspec
 import trio
 
-from rollouts.agent import EpisodeLimits
 from rollouts.chat.format import ChatFormat
 from rollouts.chat.masks import tokenize_supervised
 from rollouts.compose.course import Course, Data
@@ -51,7 +50,7 @@ from rollouts.run_folder import RunFolder, check_out, default_out
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.rollout_gen.group_rewards import group_scorer
 from rollouts.training.types import RankServer, TrainingBackend
-from rollouts.types import Sample, Task
+from rollouts.types import Sample
 
 __all__ = ["demonstration_samples", "launch", "without_interrupts"]
 
@@ -71,13 +70,13 @@ def launch(
         KeyboardInterrupt: likewise.
     """
     settings = plan.settings
-    out = resume or check_out(settings.out or default_out(plan.one("env").name, plan.one("loss").name))
+    out = resume or check_out(settings.out or default_out(plan.env_name, plan.one("loss").name))
     chosen = find_checkpoint(out, checkpoint) if checkpoint else None
     held_out = plan.eval_tasks()
-    buffer = _buffer(plan, held_out)
+    buffer = plan.task_buffer(held_out) if settings.mode == "rl" else DataBuffer([])
     chat = load_chat(plan)
     data = Data(buffer, demonstration_samples(plan, chat) if settings.mode == "sft" else [])
-    scorer = group_scorer(plan.rewards, settings.on_invalid_reward, timeout_seconds=EpisodeLimits().reward_seconds)
+    scorer = group_scorer(plan.rewards, settings.on_invalid_reward, timeout_seconds=settings.reward_seconds)
     backend = make_training(plan)
     if isinstance(backend, RankServer):
         backend.serve()
@@ -145,22 +144,15 @@ def _begin(plan: Plan, folder: RunFolder, resumed: Resumed | None) -> Loggers:
         raise
 
 
-def _buffer(plan: Plan, held_out: list[Task]) -> DataBuffer:
-    """The training tasks. Raises EnvironmentDefinitionError where there is none, before a model loads."""
-    source = plan.training_source() if plan.settings.mode == "rl" else []
-    exclude = frozenset(task.key for task in held_out)
-    if plan.settings.mode == "rl":
-        DataBuffer(source, seed=plan.settings.seed, exclude=exclude).get_prompts(1)
-    return DataBuffer(source, seed=plan.settings.seed, exclude=exclude)
-
-
 def demonstration_samples(plan: Plan, chat: ChatFormat) -> list[Sample]:
-    """Rows of the environment's expert conversations, as many as the run can use, the assistant's tokens live."""
+    """Rows of the environments' expert conversations, as many as the run can use, the assistant's tokens live."""
     count = max(1, plan.settings.steps * plan.settings.prompts_per_step)
-    tools = [tool_schema(tool.function, tool.name) for tool in tools_of(plan.make_env())]
+    tools = {
+        env.alias: [tool_schema(tool.function, tool.name) for tool in tools_of(env.make())] for env in plan.environments
+    }
     samples = []
-    for number, messages in enumerate(itertools.islice(plan.demonstrations(), count)):
-        for row in tokenize_supervised(messages, tools, chat):
+    for number, (env, messages) in enumerate(itertools.islice(plan.demonstrations(), count)):
+        for row in tokenize_supervised(messages, tools[env.alias], chat):
             prompt = list(messages)
             samples.append(Sample(prompt, tokens=row.tokens, loss_mask=row.loss_mask, rollout_index=number))
     return samples
@@ -221,7 +213,8 @@ def _notes(parts: Parts) -> list[str]:
     notes += getattr(parts.backend, "notes", [])
     asked, drawn = parts.plan.settings.eval_tasks, len(parts.held_out)
     if drawn < asked:
-        notes.append(f"the environment gave {drawn} different held-out tasks, --eval-tasks asked for {asked}")
+        gave = "environment gave" if len(parts.plan.environments) == 1 else "environments gave"
+        notes.append(f"the {gave} {drawn} different held-out tasks, --eval-tasks asked for {asked}")
     return notes
 
 

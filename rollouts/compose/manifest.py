@@ -51,6 +51,7 @@ def _references(plan: Plan) -> list[ComponentRef]:
     """Every component of the run, those of later stages too; each once, in the order of the settings."""
     parts = [plan.chosen, *plan.stages_chosen[1:]]
     found = [each.ref for chosen in parts for several in chosen.values() for each in several]
+    found += [env.curriculum.ref for env in plan.environments if env.curriculum is not None]
     return list(dict.fromkeys(ref for ref in found if ref is not None))
 
 

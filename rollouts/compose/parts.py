@@ -6,6 +6,7 @@ Left out: what is done with them (`launch`).
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from rollouts.chat.format import ChatFormat, load_chat_format
 from rollouts.compose.plan import Plan
 from rollouts.compose.watch import Watcher
 from rollouts.config import to_toml
-from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE
+from rollouts.config.settings import COMPONENT_KINDS
 from rollouts.env.authoring import tools_of
 from rollouts.errors import ConfigError, ModelError, RolloutsError, RunError
 from rollouts.inference.base import InferenceBackend
@@ -56,12 +57,22 @@ class Parts(NamedTuple):
     def play(self, temperature: float, seed: int) -> Play:
         """How one episode is played at this temperature; `seed` and the episode's order decide its random numbers."""
         settings = self.plan.settings
-        limits = EpisodeLimits(settings.max_tokens, settings.max_turns, temperature)
+        limits = EpisodeLimits(
+            settings.max_tokens,
+            settings.max_turns,
+            temperature,
+            episode_seconds=settings.episode_seconds,
+            cleanup_seconds=settings.cleanup_seconds,
+            reward_seconds=settings.reward_seconds,
+            setup_seconds=settings.setup_seconds,
+            turn_seconds=settings.turn_seconds or math.inf,
+            tool_seconds=settings.tool_seconds or math.inf,
+        )
 
         async def play(job: Job, session: str, inference: InferenceBackend) -> Episode:
             return await run_episode(
                 job.task,
-                make_env=self.plan.make_env,
+                make_env=self.plan.environment_of(job.task).make,
                 chat=self.chat,
                 inference=inference,
                 limits=limits,
@@ -82,9 +93,10 @@ class Parts(NamedTuple):
 def load_chat(plan: Plan) -> ChatFormat:
     """The model's chat format. Raises ModelError where its template cannot show what the environment needs."""
     chat = load_chat_format(load_tokenizer(plan.settings.model), plan.settings.template)
-    if tools_of(plan.make_env()) and not chat.report.tools:
+    with_tools = [env.name for env in plan.environments if tools_of(env.make())]
+    if with_tools and not chat.report.tools:
         raise ModelError(
-            f"the environment {plan.one('env').name} has tools, but the chat template of {plan.settings.model} cannot "
+            f"the environment {with_tools[0]} has tools, but the chat template of {plan.settings.model} cannot "
             f"show them ({'; '.join(chat.report.refusals) or 'it ignores them'}); choose a model whose template takes "
             "tools, such as --model tiny or a Qwen"
         )
@@ -190,7 +202,7 @@ def plain_plan(plan: Plan) -> dict[str, Any]:
     for key in COMPONENT_KINDS:
         for each in plan.chosen[key]:
             if each.settings:
-                name = f"{key}.{each.alias}" if key in MULTIPLE else key
+                name = f"{key}.{each.alias}" if each.alias else key
                 settings[f"{name}.settings"] = plain_settings(each.settings)
     settings["lr"] = plan.lr
     return settings

@@ -12,7 +12,7 @@ import dataclasses
 import os
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,14 +23,13 @@ from rollouts.compose.launch import launch, without_interrupts
 from rollouts.compose.plan import Plan, make_plan
 from rollouts.compose.resume import changed_settings, finished, read_run, resume_command
 from rollouts.compose.watch import Watcher
-from rollouts.config import COMPONENT_KINDS, Resolved, Settings, Tree, merge, resolve, to_toml
+from rollouts.config import COMPONENT_KINDS, Component, Resolved, Settings, Tree, merge, resolve, to_toml
 from rollouts.config.merging import component_tables, components_of
 from rollouts.config.resolving import component_names
 from rollouts.errors import ConfigError, DamagedCheckpointError, OutputError, RolloutsError, UserError
 from rollouts.loggers.base import plain_settings
 from rollouts.run_folder import CONFIG, check_out, default_out, holds_run
 from rollouts.training.backends.checkpoint_files import check_folder, last_checkpoint
-from rollouts.training.datasets.buffer import DataBuffer
 
 __all__ = ["describe_phases", "launch_phases", "phases"]
 
@@ -66,7 +65,8 @@ def phases(resolved: Resolved) -> tuple[Resolved, Resolved]:
     components = components_of(merge(tables, given), COMPONENT_KINDS, resolved.source, ("sft",))
     defaults = Settings()
     values = {key: getattr(defaults, key) for key in _FOR_ROLLOUTS} | component_names(components)
-    if values["env"] != settings.env:  # another environment's demonstrations: data and rewards are not for it
+    if _env_names(components) != _env_names(resolved.components):
+        # Another environment's demonstrations: data and rewards are not for it.
         values |= {"data": "", "eval_tasks": 0}
     values |= core | {"mode": "sft", "sft": {}, "out": _inside(settings.out, SFT)}
     sft = dataclasses.replace(settings, **values)
@@ -84,7 +84,7 @@ def launch_phases(
     told before anything is written.
     """
     settings = resolved.settings
-    out = resume or check_out(settings.out or default_out(settings.env, settings.loss))
+    out = resume or check_out(settings.out or default_out(_env_names(resolved.components, "alias"), settings.loss))
     plans = _compose(resolved._replace(settings=dataclasses.replace(settings, out=str(out))))
     if resume is None:
         _check_data(plans)
@@ -131,8 +131,7 @@ def _check_data(plans: _Plans) -> None:
     """There are demonstrations, and there are tasks. Raises EnvironmentDefinitionError."""
     with _supervised():
         next(iter(plans.sft.demonstrations()), None)
-    held_out = frozenset(task.key for task in plans.rl.eval_tasks())
-    DataBuffer(plans.rl.training_source(), seed=plans.rl.settings.seed, exclude=held_out).get_prompts(1)
+    plans.rl.task_buffer(plans.rl.eval_tasks())
 
 
 def _check_resumed(out: Path, plans: _Plans) -> None:
@@ -289,6 +288,11 @@ def _forget_end(out: Path) -> None:
         (out / SUMMARY).unlink(missing_ok=True)
     except OSError as error:
         raise OutputError(f"{out} cannot be written: {error.strerror or error}") from error
+
+
+def _env_names(components: Mapping[str, list[Component]], prefer: str = "name") -> str:
+    """The environments in words: their names, or where they have them their aliases."""
+    return " + ".join(getattr(each, prefer) or each.name for each in components["env"])
 
 
 def _inside(out: str, phase: str) -> str:

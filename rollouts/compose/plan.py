@@ -1,39 +1,45 @@
 """A resolved configuration becomes a plan: every component of a run found, checked and put in its place.
 
-How components are chosen stands in choosing.py, what is made of those of the algorithm in algorithms.py. Nothing heavy
-is loaded: a `Plan` needs no model. Every mistake that can be seen before a model loads is raised here.
+How components are chosen stands in choosing.py, what is made of those of the algorithm in algorithms.py, and of
+environments in environments.py. Nothing heavy is loaded: a `Plan` needs no model. Every mistake that can be seen before
+a model loads is raised here.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
-import functools
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from random import Random
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from rollouts.compose.algorithms import compose_stages
 from rollouts.compose.choosing import Chosen, bind_each, choose_all, completed
+from rollouts.compose.environments import (
+    Demonstration,
+    Environment,
+    demonstrations,
+    held_out_tasks,
+    plan_environments,
+    task_buffer,
+)
 from rollouts.config import OWN, Component, Resolved, scheduled_parts, scheduled_table
 from rollouts.config.settings import Settings
 from rollouts.env.checks import check_environment, reward_term
 from rollouts.env.mixing import RewardTerm, env_term
-from rollouts.errors import ConfigError, EnvironmentDefinitionError, RolloutsError, words_of
+from rollouts.errors import ConfigError
 from rollouts.plugins.checks import run_check
 from rollouts.plugins.manager import PluginManager
 from rollouts.plugins.signature import check_signature
 from rollouts.training.algorithms.algorithm import Algorithm, function_label
 from rollouts.training.algorithms.needs import needs
 from rollouts.training.algorithms.schedule import Stage
-from rollouts.training.datasets.buffer import as_task, draw_tasks
+from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.rollout_gen.groups import Filter
 from rollouts.training.types import Companions
-from rollouts.types import Message, Task
+from rollouts.types import Task
 
 __all__ = ["Chosen", "Plan", "make_plan"]
+
+Components = dict[str, list[Component]]
 
 # Learning rates where none is given: the embedded model is small and learns fast; trained models are easily broken.
 LR_TINY = 3e-4
@@ -57,7 +63,7 @@ class Plan(NamedTuple):
     lr: float
     critic_lr: float
     chosen: dict[str, list[Chosen]]
-    make_env: Callable[[], Any]
+    environments: tuple[Environment, ...]
     rewards: tuple[RewardTerm, ...]
     filters: tuple[Filter, ...]
     schedule: tuple[Stage, ...]
@@ -105,67 +111,29 @@ class Plan(NamedTuple):
         (chosen,) = self.chosen[key]
         return chosen
 
-    def eval_tasks(self) -> list[Task]:
-        """The held-out tasks, drawn before any training task; the system prompt is in them."""
-        count = self.settings.eval_tasks
-        if count == 0:
-            return []
-        return [self._instructed(task) for task in draw_tasks(self._tasks("eval", Random(f"{self._seed}/eval")), count)]
-
-    def training_source(self) -> Sequence[Task] | Callable[[int], Iterator[Task]]:
-        """The training tasks: a sequence to shuffle, or a function of the epoch that reads them in their order."""
-        first = self._tasks("train", Random(f"{self._seed}/train/0"))
-        if isinstance(first, Sequence):
-            return [self._instructed(as_task(task)) for task in first]
-        return lambda epoch: (
-            self._instructed(as_task(task)) for task in self._tasks("train", Random(f"{self._seed}/train/{epoch}"))
-        )
-
-    def demonstrations(self) -> Iterator[list[Message]]:
-        """Expert conversations for supervised training. Raises EnvironmentDefinitionError where there are none."""
-        env = self.make_env()
-        label = f"{self.one('env').name}.demonstrations('train', rng)"
-        if not hasattr(env, "demonstrations"):
-            raise EnvironmentDefinitionError(
-                f"the environment {self.one('env').name} has no demonstrations; write `def demonstrations(self, split, "
-                "rng)` that yields lists of Message, or train it with `rollouts run`"
-            )
-        conversation = None
-        with _authors_code(label):
-            given = env.demonstrations("train", Random(f"{self._seed}/demonstrations"))
-        for conversation in _guarded(given, label):
-            yield [*self._system_messages(), *conversation]
-        if conversation is None:
-            raise EnvironmentDefinitionError(
-                f"the environment {self.one('env').name} has no demonstration: demonstrations('train', rng) gave "
-                "nothing; it has to yield lists of Message"
-            )
-
     @property
-    def _seed(self) -> int:
-        return self.settings.seed
+    def env_name(self) -> str:
+        """What the run is played in, for a title: the environment's name, or the aliases of several."""
+        return " + ".join(env.alias or env.name for env in self.environments)
 
-    def _tasks(self, split: str, rng: Random) -> Iterable[Any]:
-        label = f"{self.one('env').name}.tasks({split!r}, rng)"
-        with _authors_code(label):
-            tasks = self.make_env().tasks(split, rng)
-        if inspect.isawaitable(tasks) or not isinstance(tasks, Iterable):
-            if inspect.iscoroutine(tasks):
-                tasks.close()
-            raise EnvironmentDefinitionError(
-                f"{label} gave {type(tasks).__name__}, which cannot be iterated; "
-                "it must be a plain generator or return a list of Task"
-            )
-        return tasks if isinstance(tasks, Sequence) else _guarded(tasks, label)
+    def environment_of(self, task: Task) -> Environment:
+        """The environment that this task of the run is played in."""
+        (found,) = (env for env in self.environments if env.alias == task.env)
+        return found
 
-    def _system_messages(self) -> list[Message]:
-        return [Message("system", self.settings.system)] if self.settings.system else []
+    def eval_tasks(self) -> list[Task]:
+        """The held-out tasks, drawn before any training task; the system prompt is in them. Several environments have
+        their shares of them.
+        """
+        return held_out_tasks(self.environments, self.settings.eval_tasks)
 
-    def _instructed(self, task: Task) -> Task:
-        """The task with the run's system prompt before it; its key stays that of the task as it was written."""
-        if not self.settings.system:
-            return task
-        return Task([*self._system_messages(), *task.messages], task.answer, task.info, task.id or task.key)
+    def task_buffer(self, held_out: Sequence[Task]) -> DataBuffer:
+        """The training tasks, without these. Raises EnvironmentDefinitionError where an environment has none."""
+        return task_buffer(self.environments, held_out, self.settings.prompts_per_step)
+
+    def demonstrations(self) -> Iterator[Demonstration]:
+        """Expert conversations for supervised training. Raises EnvironmentDefinitionError where there are none."""
+        return demonstrations(self.environments, self.settings.prompts_per_step)
 
 
 def make_plan(resolved: Resolved) -> Plan:
@@ -197,19 +165,18 @@ def make_plan(resolved: Resolved) -> Plan:
     critic_lr = settings.critic_lr if settings.critic_lr is not None else lr * LR_CRITIC_FACTOR
     stages = [(0, chosen), *((each.step, parts) for each, parts in zip(planned[1:], stages_chosen[1:], strict=True))]
     composed = compose_stages(stages, chosen, settings, critic_lr)
-    (env,) = chosen["env"]
-    make_env = functools.partial(_build_env, env.component, env.settings)
+    environments = plan_environments(manager, components["env"], chosen["env"], settings, resolved.source)
+    components = _with_curricula(components, environments)
     rewards = _rewards(components["reward"], chosen["reward"])
-    with _authors_code(f"building the environment {env.name}"):
-        first_env = make_env()
-    check_environment(first_env, rewards if settings.mode == "rl" or settings.eval_tasks else None)
+    for env in environments:
+        check_environment(env.make_checked(), rewards if settings.mode == "rl" or settings.eval_tasks else None)
     plan = Plan(
         resolved._replace(settings=settings, components=components),
         settings,
         lr,
         critic_lr,
         chosen,
-        make_env,
+        environments,
         rewards,
         _filters(chosen["filter"]) if settings.mode == "rl" else (),
         composed.stages,
@@ -224,12 +191,14 @@ def make_plan(resolved: Resolved) -> Plan:
 
 
 def _rewards(components: Sequence[Component], chosen: Sequence[Chosen]) -> tuple[RewardTerm, ...]:
-    return tuple(
-        env_term(component.weight, component.alias)
-        if each.component is None
-        else reward_term(component.alias, each.component, component.weight, each.settings)
-        for component, each in zip(components, chosen, strict=True)
-    )
+    terms = []
+    for component, each in zip(components, chosen, strict=True):
+        assert isinstance(component.weight, float), f"the weight of the reward {component.alias}: {component.weight}"
+        if each.component is None:
+            terms.append(env_term(component.weight, component.alias))
+        else:
+            terms.append(reward_term(component.alias, each.component, component.weight, each.settings))
+    return tuple(terms)
 
 
 def _filters(chosen: Sequence[Chosen]) -> tuple[Filter, ...]:
@@ -249,43 +218,30 @@ def _default_lr(settings: Settings) -> float:
 
 
 def _with_data(resolved: Resolved, manager: PluginManager) -> Resolved:
-    """`--data FILE` is the environment's setting `data`."""
+    """`--data FILE` is the setting `data` of the environment, or of those of several that have one."""
     data = resolved.settings.data
     if not data:
         return resolved
-    (env,) = resolved.components["env"]
-    label = f"environment {env.name}"
-    known = check_signature(manager.load(manager.find("environments", env.name)), "environments", label).settings
-    if not any(setting.name == "data" for setting in known):
-        raise ConfigError(f"--data {data}: the {label} has no setting `data`; `--env prompts` reads files of rows")
-    given = {"data": data} | env.settings
-    return resolved._replace(components=resolved.components | {"env": [env._replace(settings=given)]})
+    given = []
+    for env in resolved.components["env"]:
+        label = f"environment {env.name}"
+        known = check_signature(manager.load(manager.find("environments", env.name)), "environments", label).settings
+        takes = any(setting.name == "data" for setting in known)
+        given.append(env._replace(settings={"data": data} | env.settings) if takes else env)
+    if given == resolved.components["env"]:
+        names = " and ".join(env.name for env in given)
+        raise ConfigError(
+            f"--data {data}: the environment {names} has no setting `data`; `--env prompts` reads files of rows"
+        )
+    return resolved._replace(components=resolved.components | {"env": given})
 
 
-def _build_env(component: Any, settings: dict[str, Any]) -> Any:
-    """A new environment; two of them share no list."""
-    return component(**copy.deepcopy(settings))
-
-
-@contextlib.contextmanager
-def _authors_code(label: str) -> Iterator[None]:
-    """What an environment's own code raises becomes one EnvironmentDefinitionError that names it."""
-    try:
-        yield
-    except RolloutsError:
-        raise
-    except Exception as error:  # the author's code may raise anything
-        raise EnvironmentDefinitionError(f"{label} raised {words_of(error)}") from error
-
-
-def _guarded(values: Iterable[Any], label: str) -> Iterator[Any]:
-    """The same values, one at a time; the author's code runs at each step."""
-    with _authors_code(label):
-        iterator = iter(values)
-    end = object()
-    while True:
-        with _authors_code(label):
-            value = next(iterator, end)
-        if value is end:
-            return
-        yield value
+def _with_curricula(components: Components, environments: Sequence[Environment]) -> Components:
+    """The components with every setting of the weights filled in."""
+    written = [
+        component._replace(weight={"name": env.curriculum.name, **env.curriculum.settings})
+        if env.curriculum is not None
+        else component
+        for component, env in zip(components["env"], environments, strict=True)
+    ]
+    return components | {"env": written}

@@ -135,9 +135,11 @@ def run_to_resume(resolved: Resolved) -> Path | None:
     if settings.resume != "auto":
         return None
     if not settings.out:
+        names = (settings.env or "NAME",) if isinstance(settings.env, str) else settings.env
+        envs = " ".join(f"--env {name}" for name in names)
         raise ConfigError(
             "--resume auto goes on with the run in the folder --out, and no folder is named\n"
-            f"type: rollouts run --env {settings.env or 'NAME'} --out runs/NAME --resume auto"
+            f"type: rollouts run {envs} --out runs/NAME --resume auto"
         )
     return Path(settings.out) if holds_run(Path(settings.out)) else None
 

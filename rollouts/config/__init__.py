@@ -5,6 +5,7 @@
     files.py      .toml, .json and .py files; the line on which a setting stands
     values.py     values and types in words
     convert.py    values into types; a component's settings by its signature
+    environments.py  one environment or several, and their weights
     merging.py    what names components: flags over a file over defaults
     schedule.py   what changes at a step
     resolving.py  checking: a tree into `Resolved`

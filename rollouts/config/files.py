@@ -177,6 +177,11 @@ def _same(key: str, wanted: str) -> bool:
     return wanted in (key, key.replace("-", "_")) or (_index(wanted) is not None and key == wanted.rpartition("[")[0])
 
 
+def _has_alias(table: dict[str, Any], wanted: str) -> bool:
+    """Whether this entry of a list has the alias: its own, or the last part of its name."""
+    return _same(str(table.get("alias") or re.split(r"[/:]", str(table.get("name")))[-1]), wanted)
+
+
 def _index(wanted: str) -> int | None:
     """The position in an array that a part of a path names: 0 for `schedule[0]`; None for a plain key."""
     found = re.fullmatch(r".*\[(\d+)\]", wanted, re.DOTALL)
@@ -202,6 +207,11 @@ def _toml_line(text: str, path: tuple[str, ...]) -> int | None:
 
 def _holds(tree: Any, path: tuple[str, ...]) -> bool:
     for wanted in path:
+        if isinstance(tree, list):  # tables with aliases, such as [[env]]
+            tree = next((each for each in tree if isinstance(each, dict) and _has_alias(each, wanted)), None)
+            if tree is None:
+                return False
+            continue
         key = next((key for key in tree if _same(key, wanted)), None) if isinstance(tree, dict) else None
         if key is None:
             return False

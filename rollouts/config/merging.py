@@ -6,8 +6,10 @@ The rules, which files and flags share:
 - `reward`, `shaping`, `filter` and `logger` are lists of names, or tables by alias (`[reward.short]`, whose `name` is
   the alias where it has none). What names them replaces what was there (a file the default, a flag the file's list);
   dotted flags change the settings of those that are chosen.
+- `env` is one component, or a list of several, each with an alias and a weight; a list of one without either is that
+  one. Naming several replaces what was there.
 - `sft` is a tree of such settings, merged by the same rules.
-- An alias that is not given is the last part of the name. Only the last colon separates a reward's weight.
+- An alias that is not given is the last part of the name. Only the last colon separates a weight.
 """
 
 from __future__ import annotations
@@ -18,9 +20,17 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from rollouts.config.convert import convert_value, plain
+from rollouts.config.environments import (
+    EnvWeight,
+    check_weights,
+    env_weight,
+    holds_several,
+    of_which,
+    written_weight,
+)
 from rollouts.config.files import NOWHERE, Source, where
 from rollouts.config.flags import Flag, Tree, flag_name
-from rollouts.config.settings import MULTIPLE, OWN_KEYS, SINGLE
+from rollouts.config.settings import MULTIPLE, OWN_KEYS, SINGLE, WEIGHTED
 from rollouts.errors import ConfigError, near_misses
 
 __all__ = [
@@ -35,7 +45,8 @@ __all__ = [
 
 
 class Component(NamedTuple):
-    """One chosen component. `weight` counts for rewards; `alias` is empty where only one can be chosen.
+    """One chosen component. `weight` counts for rewards, and for several environments, whose weights may be curricula;
+    `alias` is empty where only one can be chosen, and for an environment that is alone.
 
     `settings` are as they were given until `convert_settings` has seen the component's signature.
     Those of OWN_KEYS may have an empty name: the settings are then for the algorithm's own.
@@ -43,17 +54,17 @@ class Component(NamedTuple):
 
     name: str
     settings: dict[str, Any]
-    weight: float = 1.0
+    weight: EnvWeight = 1.0
     alias: str = ""
 
 
 def settings_path(key: str, component: Component) -> tuple[str, ...]:
     """Where a component's settings stand: ("env",), or ("reward", alias)."""
-    return (key, component.alias) if key in MULTIPLE else (key,)
+    return (key, component.alias) if component.alias else (key,)
 
 
 def parse_component(key: str, text: str, path: str = "") -> Component:
-    """Read `[alias=]name[:weight]` (the weight for rewards only; a file is `./f.py:name[:weight]`).
+    """Read `[alias=]name[:weight]` (the weight for rewards and environments; a file is `./f.py:name[:weight]`).
 
     >>> parse_component("reward", "short=pkg/brevity:-0.1")
     Component(name='pkg/brevity', settings={}, weight=-0.1, alias='short')
@@ -66,10 +77,10 @@ def parse_component(key: str, text: str, path: str = "") -> Component:
         raise ConfigError(f"{path}: expected a name; got {text!r}")
     name, weight = match["rest"], 1.0
     head, colon, tail = name.rpartition(":")
-    if key == "reward" and colon:
+    if key in WEIGHTED and colon:
         if re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", tail):
             name, weight = head, float(tail)
-        elif not head.endswith(".py"):
+        elif key == "reward" and not head.endswith(".py"):
             raise ConfigError(
                 f"{path}: what follows the last colon is the weight, and {tail!r} is no number\n"
                 f"type: {flag_name((key,))} {head}:1.0"
@@ -93,6 +104,8 @@ def merge(*trees: Tree) -> Tree:
 def _merge_key(key: str, before: Any, value: Any) -> Any:
     if key == "sft" and isinstance(before, dict) and isinstance(value, dict):
         return merge(before, value)  # a tree of its own
+    if key == "env":
+        return _merge_env(before, value)
     if key in SINGLE:
         return _merge_table(_single_table(key, before), _single_table(key, value))
     if key in MULTIPLE:
@@ -114,6 +127,55 @@ def _merge_table(before: Tree, table: Tree) -> Tree:
     merged = _merge_key("", before, table)
     assert isinstance(merged, dict)
     return merged
+
+
+def _merge_env(before: Any, value: Any) -> Tree:
+    """One environment over one merges as any component does; naming several, or one in place of several, replaces what
+    was there; dotted flags, and tables that name nothing, change the settings of those that are chosen.
+    """
+    base = _env_tables(before)
+    names_none = isinstance(value, dict) and "name" not in value and (_is_adjustment(value) or not holds_several(value))
+    if holds_several(base) and names_none:
+        for alias, inner in value.items():
+            if not isinstance(inner, dict):
+                raise of_which(alias, inner, list(base))
+            base[alias] = _merge_table(base.get(alias, {}), _table(inner, ("env", alias)))
+        return base
+    is_flagged = bool(base.get("name")) and _is_adjustment(value) and isinstance(value, dict)
+    table = _table(value, ("env",)) if is_flagged else _env_tables(value)
+    if is_flagged or not (holds_several(base) or holds_several(table)):
+        return _merge_table(base, table)
+    unnamed = [name for name in base if name != "name"]
+    if unnamed and not holds_several(base) and not base.get("name"):
+        raise of_which(unnamed[0], base[unnamed[0]], list(table))
+    return table
+
+
+def _env_tables(value: Any) -> Tree:
+    """The environment's table, or the tables of several by alias."""
+    if isinstance(value, dict):
+        if not holds_several(value):
+            return _table(value, ("env",))
+        for alias, inner in value.items():
+            if not isinstance(inner, dict):
+                raise of_which(alias, inner, [each for each in value if isinstance(value[each], dict)])
+        return {alias.replace("-", "_"): _table(inner, ("env", alias)) for alias, inner in value.items()}
+    entries = list(value) if isinstance(value, list | tuple) else [value]
+    for place, entry in enumerate(entries, start=1):
+        if not isinstance(entry, dict) and not _name(entry, ("env",)):  # `none`: nothing of what came before it
+            return _env_tables(entries[place:])
+    if not entries:
+        return {"name": ""}
+    if len(entries) == 1 and isinstance(entries[0], dict) and not {"alias", "weight"} & entries[0].keys():
+        return _table(entries[0], ("env",))
+    if len(entries) == 1 and not isinstance(entries[0], dict):
+        name = _name(entries[0], ("env",))
+        if parse_component("env", name).name == name:
+            return {"name": name}
+    tables = _multiple_tables("env", entries)
+    if "name" in tables:
+        raise ConfigError("env: an environment cannot have the alias `name`\ntype: --env OTHER=name")
+    return tables
 
 
 def _is_adjustment(value: Any) -> bool:
@@ -189,7 +251,7 @@ def _entry(key: str, entry: Any) -> tuple[str, Tree, bool]:
     if not name:
         return "", {}, False
     component = parse_component(key, name, where((key,), entry, NOWHERE))
-    weight = {"weight": component.weight} if key == "reward" else {}
+    weight = {"weight": component.weight} if key in WEIGHTED else {}
     is_given = bool(re.match(r"[A-Za-z_][\w-]*=", name))
     return component.alias, {"name": component.name, **weight}, is_given
 
@@ -201,15 +263,20 @@ def components_of(
 
     Raises ConfigError: a key that needs a component and has none, settings for a component that is not chosen.
     """
-    return {key: (_single if key in SINGLE else _multiple)(key, chosen.get(key, {}), source, place) for key in keys}
+    return {
+        key: (_multiple if key in MULTIPLE or (key == "env" and holds_several(chosen.get(key, {}))) else _single)(
+            key, chosen.get(key, {}), source, place
+        )
+        for key in keys
+    }
 
 
 def component_tables(components: Mapping[str, list[Component]]) -> Tree:
     """The tree that chooses these components: the inverse of `components_of`."""
     trees: Tree = {}
     for key, chosen in components.items():
-        if key in MULTIPLE:
-            weights = [{"weight": each.weight} if key == "reward" else {} for each in chosen]
+        if key in MULTIPLE or any(each.alias for each in chosen):
+            weights = [{"weight": written_weight(each.weight)} if key in WEIGHTED else {} for each in chosen]
             trees[key] = {
                 each.alias: {"name": each.name, **weight, **each.settings}
                 for each, weight in zip(chosen, weights, strict=True)
@@ -246,23 +313,26 @@ def _multiple(key: str, tables: dict[str, Tree], source: Source, place: tuple[st
                 + f"\nchosen: {', '.join(chosen) or 'none'}; to add one, type {flag_name((key, alias, 'name'))} NAME"
             )
         settings = {name: value for name, value in table.items() if name not in ("name", "weight")}
-        weight = 1.0
-        if "weight" in table and key == "reward":
-            path = (*place, key, alias, "weight")
-            weight = convert_value(table["weight"], float, path, source)
-            if not math.isfinite(weight):
-                raise ConfigError(f"{where(path, table['weight'], source)}: a weight must be finite; got {weight}")
+        weight: EnvWeight = 1.0
+        path = (*place, key, alias, "weight")
+        if "weight" in table and key == "env":
+            weight = env_weight(table["weight"], path, source)
+        elif "weight" in table and key == "reward":
+            weight = number = convert_value(table["weight"], float, path, source)
+            if not math.isfinite(number):
+                raise ConfigError(f"{where(path, table['weight'], source)}: a weight must be finite; got {number}")
         elif "weight" in table:
             settings["weight"] = table["weight"]
         components.append(Component(names[alias], settings, weight, alias))
+    if key == "env":
+        check_weights({each.alias: each.weight for each in components}, source, place)
     return components
 
 
 def written_component(key: str, component: Component) -> str:
     """The component as one entry of a list, as short as it can be."""
-    text = component.name
-    if key == "reward":
-        weight = component.weight
+    text, weight = component.name, component.weight
+    if key in WEIGHTED and component.alias and isinstance(weight, float):
         text += f":{int(weight)}" if weight == int(weight) and abs(weight) < 1e6 else f":{weight!r}"
     if parse_component(key, text).alias != component.alias:
         text = f"{component.alias}={text}"

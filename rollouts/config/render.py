@@ -10,10 +10,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollouts.config.convert import default_text
+from rollouts.config.environments import holds_several, written_weight
 from rollouts.config.flags import flag_name
 from rollouts.config.merging import Component, settings_path
 from rollouts.config.resolving import Resolved
-from rollouts.config.settings import AUTO, COMPONENT_KINDS, MULTIPLE, OWN, SettingInfo, Settings, setting_infos
+from rollouts.config.settings import (
+    AUTO,
+    COMPONENT_KINDS,
+    MULTIPLE,
+    OWN,
+    WEIGHTED,
+    SettingInfo,
+    Settings,
+    setting_infos,
+)
 from rollouts.config.values import describe_type, toml_key, toml_value
 from rollouts.errors import ConfigError
 
@@ -28,6 +38,7 @@ _HEADER = """\
 """
 
 _MULTIPLE_NOTE = {
+    "env": "Environments, mixed by weight: a [[env]] table each, with name, alias, weight and settings.",
     "reward": "Rewards, mixed by weight. Each has a table of its own: [reward.ALIAS], with name, weight and settings.",
     "shaping": "Shapings of rewards, in their order. Each has a table: [shaping.ALIAS], with name and settings.",
     "filter": "Filters of groups. Each has a table of its own: [filter.ALIAS], with name and settings.",
@@ -59,7 +70,7 @@ def to_toml(resolved: Resolved, commented: bool = False, signatures: Settings_ |
         lines += ["", *(["# The supervised phase, where it differs."] if commented else [])]
         lines += _tree_lines("sft", resolved.settings.sft)
     for key in COMPONENT_KINDS:
-        if commented and key in _MULTIPLE_NOTE and resolved.components[key]:
+        if commented and key in _MULTIPLE_NOTE and any(each.alias for each in resolved.components[key]):
             lines += ["", f"# {_MULTIPLE_NOTE[key]}"]
         for component in resolved.components[key]:
             known = signatures.get(settings_path(key, component))
@@ -114,7 +125,8 @@ def _inside_lines(name: str, table: Mapping[str, Any]) -> Iterator[str]:
             yield _assignment((name,), key, value)
     for key, value in table.items():
         if isinstance(value, Mapping) and value:
-            yield from _table_lines((name, key), value, nested=key in MULTIPLE)
+            nested = key in MULTIPLE or (key == "env" and holds_several(dict(value)))
+            yield from _table_lines((name, key), value, nested=nested)
 
 
 def _table_lines(path: tuple[str, ...], table: Mapping[str, Any], *, nested: bool) -> Iterator[str]:
@@ -133,11 +145,13 @@ def _component_lines(key: str, component: Component, commented: bool, known: Seq
     infos = {info.name: info for info in setting_infos()}
     if commented and not component.alias:
         yield f"# {infos[key].doc} Default: {infos[key].default_text}."
-    yield "[" + ".".join(toml_key(part) for part in path) + "]"
+    yield "[[env]]" if key == "env" and component.alias else "[" + ".".join(toml_key(part) for part in path) + "]"
     if component.name:
         yield f"name = {toml_value(component.name)}"
-    if key == "reward":
-        yield f"weight = {toml_value(component.weight)}"
+    if key == "env" and component.alias:
+        yield f"alias = {toml_value(component.alias)}"
+    if key in WEIGHTED and component.alias:
+        yield f"weight = {toml_value(written_weight(component.weight))}"
     docs = {setting.name: setting for setting in known or ()}
     names = [*docs, *(name for name in component.settings if name not in docs)]
     for name in names:

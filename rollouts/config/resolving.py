@@ -15,7 +15,16 @@ from rollouts.config.files import NOWHERE, Source, where
 from rollouts.config.flags import Flag, Tree, flag_name
 from rollouts.config.merging import Component, components_of, merge, written_component
 from rollouts.config.schedule import check_schedule, scheduled_parts
-from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE, SFT, SINGLE, SettingInfo, Settings, setting_infos
+from rollouts.config.settings import (
+    COMPONENT_KINDS,
+    MULTIPLE,
+    REPEATED,
+    SFT,
+    SINGLE,
+    SettingInfo,
+    Settings,
+    setting_infos,
+)
 from rollouts.errors import ConfigError, near_misses
 
 __all__ = ["Resolved", "component_names", "resolve"]
@@ -61,8 +70,11 @@ def resolve(tree: Tree, source: Source = NOWHERE) -> Resolved:
 
 def component_names(components: Mapping[str, list[Component]]) -> dict[str, Any]:
     """What the settings that name components say, as `Settings` holds it."""
-    single = {key: next((each.name for each in components[key]), "") for key in SINGLE}
-    return single | {key: tuple(written_component(key, each) for each in components[key]) for key in MULTIPLE}
+    named: dict[str, Any] = {key: next((each.name for each in components[key]), "") for key in SINGLE}
+    for key in REPEATED:
+        if key in MULTIPLE or any(each.alias for each in components[key]):
+            named[key] = tuple(written_component(key, each) for each in components[key])
+    return named
 
 
 def _default_list(default: Any) -> Any:
@@ -105,6 +117,11 @@ def _core_value(value: Any, hint: Any, info: SettingInfo, source: Source, place:
         if not math.isfinite(converted) or converted < info.minimum or converted <= info.above:
             bound = f"more than {info.above:g}" if math.isfinite(info.above) else f"at least {info.minimum:g}"
             raise ConfigError(f"{where(path, value, source)}: must be {bound}; got {plain(value)}")
+    if info.name == "max_failures" and isinstance(converted, float) and converted >= 1:
+        raise ConfigError(
+            f"{where(path, value, source)}: must be a whole number of failed rollouts, such as 20, or a share between "
+            f"0 and 1, such as 0.5; got {plain(value)}"
+        )
     return converted
 
 

@@ -19,9 +19,11 @@ __all__ = [
     "MULTIPLE",
     "OWN",
     "OWN_KEYS",
+    "REPEATED",
     "SCHEDULED",
     "SFT",
     "SINGLE",
+    "WEIGHTED",
     "SettingInfo",
     "Settings",
     "setting_infos",
@@ -51,6 +53,13 @@ MULTIPLE = ("reward", "shaping", "filter", "logger")
 """Those that may name several, each with an alias."""
 
 SINGLE = tuple(key for key in COMPONENT_KINDS if key not in MULTIPLE)
+"""Those of which there is one. Of `env` there may be several too; each has an alias then, one alone has none."""
+
+REPEATED = ("env", *MULTIPLE)
+"""Those whose flag may be given more than once."""
+
+WEIGHTED = ("env", "reward")
+"""Those whose entries have a weight: `[alias=]name[:weight]`."""
 
 OWN_KEYS = ("advantage", "aggregation", "kl", "mix", "select", "pairs")
 """Those for which naming none means the algorithm's own; settings that are given then are for that one."""
@@ -120,7 +129,12 @@ class Settings:
         default_factory=dict,
         metadata=_about("Mode sft+rl: settings of the supervised phase, where they differ: --sft.steps 50.", "What"),
     )
-    env: str = _setting("", "The environment: a name, dist/name or ./file.py:Name.", "What", shown="none")
+    env: str | tuple[str, ...] = _setting(
+        "",
+        "The environment: a name, dist/name or ./file.py:Name. Repeat it, as [alias=]name[:weight], to mix several.",
+        "What",
+        shown="none",
+    )
     reward: tuple[str, ...] = _setting(
         ("env:1",),
         "A reward, as [alias=]name[:weight]; `env` is the environment's own. Repeat it to mix; "
@@ -189,11 +203,47 @@ class Settings:
     teacher_top_k: int = _setting(32, "How many of the teacher's likeliest tokens a loss is given.", "Model", minimum=1)
     prompts_per_step: int = _setting(8, "Prompts a step.", "Sampling", minimum=1)
     samples_per_prompt: int = _setting(8, "Rollouts of each prompt: the size of a group.", "Sampling", minimum=1)
+    over_sampling: float = _setting(
+        1.0,
+        "Groups under way for each one that a step needs. Above 1 no step waits for the slowest: they are carried over "
+        "to the next.",
+        "Sampling",
+        minimum=1,
+    )
+    refill: int = _setting(
+        0, "Rounds of new groups in place of those that filters dropped (dynamic sampling).", "Sampling", minimum=0
+    )
     max_tokens: int = _setting(256, "Tokens that the model may sample in one episode.", "Sampling", minimum=1)
     max_turns: int = _setting(8, "Times that the model may speak in one episode.", "Sampling", minimum=1)
     temperature: float = _setting(1.0, "The temperature of sampling.", "Sampling", above=0)
     on_invalid_reward: Literal["drop", "zero", "raise"] = _setting(
         "drop", "What to do with a rollout that a reward could not judge.", "Sampling"
+    )
+    concurrency: int = _setting(256, "Episodes that may be alive at once.", "Time and failure", minimum=1)
+    episode_seconds: float = _setting(600.0, "How long an episode may take.", "Time and failure", above=0)
+    setup_seconds: float = _setting(
+        300.0, "How long building an environment and its `setup` may take.", "Time and failure", above=0
+    )
+    turn_seconds: float | None = _setting(
+        None, "How long the model may take for one turn.", "Time and failure", above=0, shown="the episode's"
+    )
+    tool_seconds: float | None = _setting(
+        None, "A bound on the deadlines of all tools.", "Time and failure", above=0, shown="each tool's own"
+    )
+    reward_seconds: float = _setting(30.0, "How long a reward or metric may take.", "Time and failure", above=0)
+    cleanup_seconds: float = _setting(10.0, "How long an environment's `close` may take.", "Time and failure", above=0)
+    retries: int = _setting(
+        1,
+        "How often a rollout that failed of the engine, or before its first turn, is played again.",
+        "Time and failure",
+        minimum=0,
+    )
+    max_failures: int | float | None = _setting(
+        None,
+        "The run stops at so many failed rollouts; a share such as 0.5: of the last 200.",
+        "Time and failure",
+        above=0,
+        shown="only a step in which all failed stops it",
     )
     steps: int = _setting(120, "Training steps: a batch of rollouts (or demonstrations) each.", "Training", minimum=0)
     lr: float | None = _setting(

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
+from rollouts.env.isolated import check_isolated, check_reference
 from rollouts.errors import EnvironmentDefinitionError
 
 __all__ = [
@@ -39,17 +40,22 @@ __all__ = [
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+Isolation = Literal["process"]
+
 TOOL_MARK = "__rollouts_tool__"
 REWARD_MARK = "__rollouts_reward__"
 METRIC_MARK = "__rollouts_metric__"
 
 
 class ToolMethod(NamedTuple):
-    """A tool of an environment; `function` is bound where the environment is an object."""
+    """A tool of an environment; `function` is bound where the environment is an object, unless it runs in a process of
+    its own (`isolate`).
+    """
 
     name: str
     function: Callable[..., Any]
     timeout_seconds: float
+    isolate: Isolation | None = None
 
 
 class RewardMethod(NamedTuple):
@@ -72,21 +78,36 @@ def tool(fn: F) -> F: ...
 
 
 @overload
-def tool(*, timeout_seconds: float = ..., name: str | None = ...) -> Callable[[F], F]: ...
+def tool(
+    *, timeout_seconds: float = ..., name: str | None = ..., isolate: Isolation | None = ...
+) -> Callable[[F], F]: ...
 
 
-def tool(fn: F | None = None, *, timeout_seconds: float = 30.0, name: str | None = None) -> F | Callable[[F], F]:
+def tool(
+    fn: F | None = None,
+    *,
+    timeout_seconds: float = 30.0,
+    name: str | None = None,
+    isolate: Isolation | None = None,
+) -> F | Callable[[F], F]:
     """Offer a method to the model. Its type hints and docstring become the schema; `name` replaces the method's own.
 
-    Raises EnvironmentDefinitionError where the deadline is not a positive number.
+    `isolate="process"` runs it in a process of its own, which is killed at the deadline whatever it does: for a plain
+    function of its arguments, without `self`.
+
+    Raises EnvironmentDefinitionError where the deadline is not a positive number, or an isolated one cannot be.
     """
+    if isolate not in (None, "process"):
+        raise EnvironmentDefinitionError(f"@tool(isolate={isolate!r}): it may be 'process', or be left out")
     if not timeout_seconds > 0:
         raise EnvironmentDefinitionError(
             f"@tool(timeout_seconds={timeout_seconds!r}): a deadline is a positive number of seconds, such as 30.0"
         )
 
     def mark(function: F) -> F:
-        setattr(function, TOOL_MARK, (name, float(timeout_seconds)))
+        if isolate is not None:
+            check_isolated(function)
+        setattr(function, TOOL_MARK, (name, float(timeout_seconds), isolate))
         return function
 
     return mark if fn is None else mark(fn)
@@ -125,16 +146,18 @@ def tools_of(env: Any) -> list[ToolMethod]:
     """The tools of an environment (object or class), in definition order, inherited ones first.
 
     The most derived definition of a method decides: one that overrides a tool without `@tool` takes it away.
-    Raises EnvironmentDefinitionError where two tools have one name.
+    Raises EnvironmentDefinitionError where two tools have one name, or an isolated one cannot be found by its name.
     """
     tools: dict[str, ToolMethod] = {}
-    for attribute, function, (name, timeout_seconds) in _marked(env, TOOL_MARK):
+    for attribute, function, (name, timeout_seconds, isolate) in _marked(env, TOOL_MARK):
         chosen = name or attribute
         if chosen in tools:
             raise EnvironmentDefinitionError(
                 f"{environment_name(env)} has two tools named {chosen!r}; give one of them another: @tool(name=...)"
             )
-        tools[chosen] = ToolMethod(chosen, function, timeout_seconds)
+        if isolate is not None:
+            function = check_reference(inspect.getattr_static(env, attribute))
+        tools[chosen] = ToolMethod(chosen, function, timeout_seconds, isolate)
     return list(tools.values())
 
 
@@ -155,6 +178,15 @@ def _marked(env: Any, mark: str) -> Iterator[tuple[str, Callable[..., Any], Any]
     for cls in reversed(owner.__mro__):
         members.update(vars(cls))
     for name, raw in members.items():
-        value = getattr(raw, "__dict__", {}).get(mark)  # not getattr: an attribute of any type may answer to every name
+        value = _mark_of(raw, mark)
         if value is not None and not inspect.isclass(raw):
             yield name, getattr(env, name), value
+
+
+def _mark_of(raw: Any, mark: str) -> Any:
+    """The mark on what stands in a class, or on the function inside a staticmethod; None where there is none."""
+    while True:
+        value = getattr(raw, "__dict__", {}).get(mark)  # not getattr: an attribute of any type may answer to every name
+        if value is not None or not isinstance(raw, staticmethod | classmethod):
+            return value
+        raw = raw.__func__

@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import functools
 import inspect
 import math
 import threading
 import types
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import trio
@@ -38,6 +39,7 @@ __all__ = [
     "UNDER_TRIO",
     "AbandonedCallsError",
     "CallStatistics",
+    "CallTimeoutError",
     "async_library_of",
     "call",
     "statistics",
@@ -58,6 +60,10 @@ ASYNCIO_ONLY = frozenset(
 
 class AbandonedCallsError(RolloutsError):
     """Too many calls ran past their deadline and never came back. Inside an episode: Status.ENVIRONMENT_ERROR."""
+
+
+class CallTimeoutError(trio.TooSlowError):
+    """The deadline of a call passed: ours, not one that the function set itself."""
 
 
 class CallStatistics(NamedTuple):
@@ -82,7 +88,7 @@ async def call(
     Cancellation leaves a plain function running in its thread, abandoned, and an asyncio task cancelled.
 
     Raises:
-        trio.TooSlowError: the deadline passed.
+        CallTimeoutError: the deadline passed (a trio.TooSlowError).
         AbandonedCallsError: too many earlier calls still run past their deadlines.
         EnvironmentDefinitionError: it is asyncio code and does not say so.
         Exception: whatever the function raises; SystemExit becomes RuntimeError.
@@ -116,6 +122,14 @@ def async_library_of(function: Callable[..., Any]) -> AsyncLibrary:
     underlying = inspect.unwrap(_plain(function))
     code = getattr(underlying, "__code__", None)
     return "trio" if code is None else _library_of_code(code, underlying.__globals__)
+
+
+@contextlib.contextmanager
+def _deadline(seconds: float) -> Iterator[None]:
+    with trio.move_on_after(seconds) as scope:
+        yield
+    if scope.cancelled_caught:
+        raise CallTimeoutError
 
 
 # --- telling them apart ---------------------------------------------------------------------------------------------
@@ -171,7 +185,7 @@ def _roots_of(code: types.CodeType | None, namespace: dict[str, Any]) -> set[str
 async def _await(
     make: Callable[[], Awaitable[Any]], library: AsyncLibrary, timeout_seconds: float, is_fixed: bool
 ) -> Any:
-    with trio.fail_after(timeout_seconds):
+    with _deadline(timeout_seconds):
         if library == "asyncio":
             return await _run_on_asyncio(make)
         try:
@@ -390,7 +404,7 @@ async def _call_in_thread(
     job = _Job(function, args)
     await slots.acquire_on_behalf_of(job)
     try:
-        with trio.fail_after(timeout_seconds):
+        with _deadline(timeout_seconds):
             # A limiter of its own: trio would keep an abandoned thread's slot taken, and ours is given back below.
             own = trio.CapacityLimiter(1)
             return (await trio.to_thread.run_sync(job.run, abandon_on_cancel=True, limiter=own))[0]

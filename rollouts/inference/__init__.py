@@ -1,6 +1,7 @@
 """Inference engines: token ids in, token ids and logprobs out.
 
     base.py        the seam: GenerateRequest, Generation, the Protocol of an engine (no torch)
+    carried.py     the engine as one episode sees it, where that can be stopped in mid-reply and go on later
     hf.py          the embedded engine: shares the trainer's parameters, reproducible by seed
       engine.py    the torch side: one wave, in batches that fit; scores of given tokens
       waves.py     when a batch forms (trio side)

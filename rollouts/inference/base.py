@@ -6,11 +6,11 @@ The caller need not know whether the engine is in this process or behind HTTP, n
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 
-__all__ = ["GenerateRequest", "Generation", "Health", "InferenceBackend", "VersionSpan", "WeightUpdate"]
+__all__ = ["CanAbort", "GenerateRequest", "Generation", "Health", "InferenceBackend", "VersionSpan", "WeightUpdate"]
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
@@ -20,6 +20,9 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     batches in this order. `session` names the episode, so that a turn continues the cache of the turn before.
     `temperature` 0 is greedy (its logprobs are those of temperature 1). Sampling stops after an id of `stop_ids`
     (kept in the output) or after `max_tokens` ids. `seed` alone decides the random numbers of this request.
+
+    `offset` is above 0 where a reply goes on that was aborted: so many tokens of it were sampled already (they are the
+    last ones of `tokens`), and so many of the seed's random numbers are spent.
     """
 
     tokens: list[int]
@@ -29,6 +32,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     temperature: float = 1.0
     order: tuple[int, ...] = ()
     session: str | None = None
+    offset: int = 0
 
 
 class VersionSpan(msgspec.Struct, frozen=True):
@@ -111,4 +115,17 @@ class InferenceBackend(Protocol):
 
     async def health(self) -> Health:
         """Whether it can serve, and at which version."""
+        ...
+
+
+@runtime_checkable
+class CanAbort(Protocol):
+    """An engine that gives unfinished replies back. One that cannot is left to finish them."""
+
+    async def abort(self, session: str) -> None:
+        """Give back what the session waits for: its `generate` returns what there is, with the finish `abort`.
+
+        Nothing of it is sampled any more soon after; a request that has not begun comes back with no tokens. Harmless
+        where the session waits for nothing. The session stays open.
+        """
         ...

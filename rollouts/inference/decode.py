@@ -156,6 +156,10 @@ def decode(lanes: Lanes, queue: list[Row], deliver: Callable[[list[Row]], None],
     """
     active: list[Row] = []
     while queue or active:
+        if any(row.abandoned for row in queue):
+            deliver([row for row in queue if row.abandoned])
+            queue[:] = [row for row in queue if not row.abandoned]
+            continue
         joining = lanes.take(len(active), queue)
         if joining:
             drawing, logits = lanes.admit(joining, len(active))

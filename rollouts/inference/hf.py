@@ -146,6 +146,12 @@ class HFInference:
         except BaseException:
             self._book.remove(ticket)
             raise
+        finally:
+            self._book.done(ticket)
+
+    async def abort(self, session: str) -> None:
+        """Give back what the session waits for, as far as it came (see `CanAbort`)."""
+        self._book.abort(session)
 
     async def score(self, tokens: list[int], temperature: float = 1.0) -> list[float]:
         """Logprob of each token [L] given those before it; the first is 0.0. Raises InferenceError."""
@@ -239,7 +245,7 @@ class HFInference:
                     request.max_tokens,
                     frozenset(request.stop_ids),
                     request.temperature,
-                    UniformStream(request.seed),
+                    UniformStream(request.seed, request.offset),
                     request.session,
                     ticket,
                 )
@@ -266,8 +272,11 @@ class HFInference:
             results = [(row.label, _generation(row, version)) for row in done]
             _post(token, lambda: [ticket.resolve(result) for ticket, result in results])
 
+        gone = [row for row in rows if row.abandoned]
+        if gone:
+            deliver(gone)
         try:
-            self._engine.run([row for row in rows if not row.abandoned], version, deliver)
+            self._engine.run([row for row in rows if row not in gone], version, deliver)
         except InferenceError as error:
             failure: InferenceError | None = error
         except Exception as error:
@@ -368,7 +377,7 @@ def create_hf_inference(
 
 
 def _generation(row: Row, version: int) -> Generation:
-    spans = [VersionSpan(version, 0, len(row.sampled))]
+    spans = [VersionSpan(version, 0, len(row.sampled))] if row.sampled else []
     return Generation(row.sampled, row.logprobs, row.finish or "abort", spans)
 
 

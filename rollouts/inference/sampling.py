@@ -21,11 +21,22 @@ class UniformStream:
 
     >>> UniformStream(7).draw() == UniformStream(7).draw()
     True
+
+    With an `offset` the first so many numbers are spent already:
+
+    >>> first, second = UniformStream(7), UniformStream(7, offset=1)
+    >>> [first.draw(), first.draw()][1] == second.draw()
+    True
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, offset: int = 0) -> None:
+        assert offset >= 0, offset
         self._generator = np.random.Generator(np.random.Philox(key=seed % 2**128))
         self._block: list[float] = []
+        for _ in range(offset // BLOCK):
+            self._generator.random(BLOCK, dtype=np.float32)
+        for _ in range(offset % BLOCK):
+            self.draw()
 
     def draw(self) -> float:
         """The next number; the generator is asked for a block at a time."""

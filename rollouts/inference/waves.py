@@ -74,6 +74,7 @@ class WaveBook:
         self._open: dict[str, tuple[int, ...]] = {}
         self._waiting: dict[str, list[Ticket]] = {}
         self._loose: list[Ticket] = []
+        self._launched: dict[str, list[Ticket]] = {}  # of sessions, until their waiters are done with them
         self._opened_count = 0
 
     @property
@@ -109,10 +110,21 @@ class WaveBook:
         session = ticket.request.session
         if ticket in self._loose:
             self._loose.remove(ticket)
-        if session is not None and ticket in self._waiting.get(session, []):
-            self._waiting[session].remove(ticket)
-            if not self._waiting[session]:
-                del self._waiting[session]
+        if session is not None:
+            _drop(self._waiting, session, ticket)
+
+    def done(self, ticket: Ticket) -> None:
+        """Its waiter goes on, whatever came of it: nobody will abort it any more."""
+        session = ticket.request.session
+        if session is not None:
+            _drop(self._launched, session, ticket)
+
+    def abort(self, session: str) -> None:
+        """Give back what the session waits for: rows that decode leave at the next step, others have no tokens."""
+        for ticket in self._waiting.pop(session, []):
+            ticket.resolve(Generation([], [], "abort", []))
+        for ticket in self._launched.get(session, []):
+            ticket.abandon()
 
     def take_wave(self) -> list[Ticket]:
         """Everyone who waits, in order, if every open session does; else nobody."""
@@ -131,8 +143,17 @@ class WaveBook:
         """The open sessions that do not wait: those that hold up the wave."""
         return sorted(session for session in self._open if session not in self._waiting)
 
-    @staticmethod
-    def _launch(tickets: list[Ticket]) -> list[Ticket]:
+    def _launch(self, tickets: list[Ticket]) -> list[Ticket]:
         for ticket in tickets:
             ticket.launched = True
+            if ticket.request.session is not None:
+                self._launched.setdefault(ticket.request.session, []).append(ticket)
         return sorted(tickets, key=lambda ticket: ticket.sort_key)
+
+
+def _drop(tickets: dict[str, list[Ticket]], session: str, ticket: Ticket) -> None:
+    """Take a ticket out of its session's, if it is there."""
+    if ticket in tickets.get(session, []):
+        tickets[session].remove(ticket)
+        if not tickets[session]:
+            del tickets[session]

@@ -36,6 +36,7 @@ __all__ = [
     "cause_of",
     "check_kind",
     "find_component",
+    "install_hint",
     "installed_components",
     "installed_hooks",
     "load_component",
@@ -65,6 +66,7 @@ KIND_WORDS = {
     "training": "training backend",
     "loggers": "logger",
     "datasets": "dataset",
+    "curricula": "curriculum",
     "tools": "tool",
     "commands": "command",
 }
@@ -148,20 +150,32 @@ def load_component(ref: ComponentRef) -> Any:
     """Import what the reference names.
 
     Raises BrokenPluginError, which names the distribution, its version and the cause in one line; for a file also
-    UnknownComponentError where the file has no such attribute.
+    UnknownComponentError where the file has no such attribute. An entry point may name extras of its distribution
+    (`module:attr [extra]`): where a package that they ask for is not installed, that is told before anything is
+    imported.
     """
     if not ref.distribution:
         from rollouts.plugins.files import load_from_file
 
         return load_from_file(ref)
     assert ref.value, f"{ref.qualified} is made by a pack's hook: load it with PluginManager.load"
+    absent = _absent_of_extras(ref)
+    if absent:
+        raise BrokenPluginError(
+            f"{ref.distribution} {ref.version}: {_a_part(ref)} needs {' and '.join(absent)}, which "
+            f"{'is' if len(absent) == 1 else 'are'} not installed\ntype: pip install "
+            f"'{ref.distribution}[{','.join(_extras_of(ref))}]'"
+        )
     try:
         return _import(ref)
     except (Exception, SystemExit) as exc:
-        what = "its hook plugin" if ref.kind == HOOKS else f"its {KIND_WORDS[ref.kind]}"
         raise BrokenPluginError(
-            f"{ref.distribution} {ref.version}: {what} {ref.name!r} ({ref.value}) does not import\n{cause_of(exc, ref)}"
+            f"{ref.distribution} {ref.version}: {_a_part(ref)} ({ref.value}) does not import\n{cause_of(exc, ref)}"
         ) from exc
+
+
+def _a_part(ref: ComponentRef) -> str:
+    return f"its {'hook plugin' if ref.kind == HOOKS else KIND_WORDS[ref.kind]} {ref.name!r}"
 
 
 def names_file(name: str) -> bool:
@@ -194,8 +208,13 @@ def one_line(exc: BaseException) -> str:
 
 def cause_of(exc: BaseException, ref: ComponentRef) -> str:
     """`type: message` in one line; a second line says what to install where a module is missing."""
-    hint = _install_hint(exc, ref) if isinstance(exc, ModuleNotFoundError) and exc.name else ""
+    hint = install_hint(exc, ref)
     return one_line(exc) + (f"\n{hint}" if hint else "")
+
+
+def install_hint(exc: BaseException, ref: ComponentRef) -> str:
+    """What to type where an error of this component is that a module is missing; empty for any other error."""
+    return _install_hint(exc, ref) if isinstance(exc, ModuleNotFoundError) and exc.name else ""
 
 
 def unknown_component(
@@ -318,6 +337,8 @@ def _install_hint(exc: ModuleNotFoundError, ref: ComponentRef) -> str:
     extra = _extra_with(ref.distribution, missing) if ref.distribution else None
     if extra is not None:
         return f"it comes with an extra: pip install '{ref.distribution}[{extra}]'"
+    if _extras_of(ref):
+        return f"it may come with an extra: pip install '{ref.distribution}[{','.join(_extras_of(ref))}]'"
     return f"perhaps: pip install {missing}"
 
 
@@ -335,6 +356,34 @@ def _extra_with(distribution: str, package: str) -> str | None:
         if required and extra and normalise(required[0]) == normalise(package):
             return extra[1]
     return None
+
+
+def _extras_of(ref: ComponentRef) -> list[str]:
+    """The extras that the entry point names: `module:attr [extra, other]`."""
+    found = re.search(r"\[(.*)\]\s*$", ref.value) if ref.distribution else None
+    return [extra.strip() for extra in found[1].split(",") if extra.strip()] if found else []
+
+
+def _absent_of_extras(ref: ComponentRef) -> list[str]:
+    """The distributions that the entry point's extras ask for and that are not installed. What depends on more than the
+    extra (a platform, a version of Python) is left to the import.
+    """
+    from importlib.metadata import PackageNotFoundError, requires
+
+    extras = {normalise(extra) for extra in _extras_of(ref)}
+    if not extras:
+        return []
+    try:
+        lines = requires(ref.distribution) or []
+    except PackageNotFoundError:
+        return []
+    absent = []
+    for line in lines:
+        required = re.match(r"[A-Za-z0-9._-]+", line.strip())
+        marker = re.fullmatch(r"\s*extra\s*==\s*['\"]([^'\"]+)['\"]\s*", line.partition(";")[2])
+        if required and marker and normalise(marker[1]) in extras and not _is_installed(required[0]):
+            absent.append(required[0])
+    return absent
 
 
 def _installed_without(kind: str, distribution: str, has: Sequence[str]) -> str:

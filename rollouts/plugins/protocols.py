@@ -28,6 +28,7 @@ __all__ = [
     "Advantage",
     "Aggregation",
     "Correction",
+    "Curriculum",
     "Environment",
     "Filter",
     "GroupReward",
@@ -77,6 +78,12 @@ class Filter(Protocol):
     """Whether a group is kept; a text drops it and says why. May name `rewards` `samples` `trajectories` `step`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> bool | str: ...
+
+
+class Curriculum(Protocol):
+    """The weight of an environment among several, 0 or more. May name `step`; it is asked for every step of a run."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> float: ...
 
 
 class Advantage(Protocol):

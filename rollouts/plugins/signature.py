@@ -55,6 +55,7 @@ _CALLED_DIRECTLY = frozenset(  # the trainer awaits nothing
         "advantages",
         "aggregations",
         "corrections",
+        "curricula",
         "filters",
         "kl",
         "losses",

@@ -50,6 +50,9 @@ VOCABULARY: dict[str, dict[str, str]] = {
         "trajectory": "what the agent did: messages, status, metrics",
         "env": "the environment object of the episode",
     },
+    "curricula": {
+        "step": "the training step, from 0",
+    },
     "filters": {
         "rewards": "the group's rewards [G], floats or None",
         "samples": "the group's Samples",

@@ -2,17 +2,34 @@
 
 A filter names what it needs (`rewards` with None for what was not judged, `samples`, `trajectories`, `step`) and
 returns True to keep the group, False to drop it, or a string: dropped, and why (it becomes `group/drop/<reason>`).
+
+The `check_*` functions are the same for `RolloutConfig(filter_fn=...)`: they see the samples of one prompt and say
+whether they may be trained on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from rollouts.types import Sample
 
-__all__ = ["any_success", "min_reward", "nonzero_std", "reasonable_length", "response_diversity"]
+Value = TypeVar("Value")
+
+__all__ = [
+    "any_success",
+    "check_any_success",
+    "check_min_reward",
+    "check_quality_and_diversity",
+    "check_reasonable_length",
+    "check_response_diversity",
+    "check_reward_nonzero_std",
+    "min_reward",
+    "nonzero_std",
+    "reasonable_length",
+    "response_diversity",
+]
 
 
 def nonzero_std(rewards: Sequence[float | None], *, spread_min: float = 1e-6) -> bool | str:
@@ -52,11 +69,7 @@ def response_diversity(samples: Sequence[Sample], *, unique_frac_min: float = 0.
     Args:
         unique_frac_min: the smallest kept share of different replies
     """
-    replies: dict[object, list[tuple[int, ...]]] = {}
-    for number, sample in enumerate(samples):
-        live = tuple(token for token, weight in zip(sample.tokens, sample.loss_mask, strict=True) if weight > 0)
-        key = number if sample.rollout_index is None else ("rollout", sample.rollout_index)
-        replies.setdefault(key, []).append(live)
+    replies = _by_rollout(samples, _live)
     if not replies:
         return "no_samples"
     unique = {tuple(parts) for parts in replies.values()}
@@ -75,3 +88,69 @@ def reasonable_length(samples: Sequence[Sample], *, shortest: int = 1, longest: 
     if mean < shortest:
         return "too_short"
     return True if mean <= longest else "too_long"
+
+
+# --- the same on samples --------------------------------------------------------------------------------------------
+
+
+def check_reward_nonzero_std(samples: Sequence[Sample]) -> bool:
+    """Whether the rewards differ: a group in which they do not has no gradient.
+
+    >>> from rollouts.types import Sample
+    >>> check_reward_nonzero_std([Sample(reward=0.0), Sample(reward=1.0)])
+    True
+    """
+    return nonzero_std(_rewards(samples)) is True
+
+
+def check_any_success(samples: Sequence[Sample], threshold: float = 0.0) -> bool:
+    """Whether any reward is above the threshold."""
+    return any_success(_rewards(samples), threshold=threshold) is True
+
+
+def check_min_reward(samples: Sequence[Sample], min_reward: float = 0.0) -> bool:
+    """Whether the mean reward is at least the minimum."""
+    judged = [reward for reward in _rewards(samples) if reward is not None]
+    return bool(judged) and sum(judged) / len(judged) >= min_reward
+
+
+def check_response_diversity(samples: Sequence[Sample], min_unique_ratio: float = 0.5) -> bool:
+    """Whether at least this share of the replies are different ones: by their text, else by their trained tokens."""
+    replies = _by_rollout(samples, lambda sample: sample.response or _live(sample))
+    unique = {tuple(parts) for parts in replies.values()}
+    return bool(replies) and len(unique) / len(replies) >= min_unique_ratio
+
+
+def check_reasonable_length(samples: Sequence[Sample], min_length: int = 1, max_length: int = 1_000_000) -> bool:
+    """Whether the mean number of trained tokens lies within these bounds, inclusive."""
+    return reasonable_length(samples, shortest=min_length, longest=max_length) is True
+
+
+def check_quality_and_diversity(
+    samples: Sequence[Sample], min_reward: float = 0.0, min_unique_ratio: float = 0.5
+) -> bool:
+    """Whether the rewards differ and are high enough on average, and the replies differ."""
+    return (
+        check_reward_nonzero_std(samples)
+        and check_min_reward(samples, min_reward)
+        and check_response_diversity(samples, min_unique_ratio)
+    )
+
+
+def _live(sample: Sample) -> tuple[int, ...]:
+    """The trained tokens."""
+    return tuple(token for token, weight in zip(sample.tokens, sample.loss_mask, strict=True) if weight > 0)
+
+
+def _rewards(samples: Sequence[Sample]) -> list[float | None]:
+    """One reward a rollout."""
+    return [rewards[0] for rewards in _by_rollout(samples, lambda sample: sample.reward).values()]
+
+
+def _by_rollout(samples: Sequence[Sample], read: Callable[[Sample], Value]) -> dict[object, list[Value]]:
+    """What is read of each row, by rollout; a row that names none is one by itself."""
+    found: dict[object, list[Value]] = {}
+    for number, sample in enumerate(samples):
+        key = number if sample.rollout_index is None else ("rollout", sample.rollout_index)
+        found.setdefault(key, []).append(read(sample))
+    return found

@@ -298,13 +298,13 @@ def test_mode_sft():
 
 def test_demonstrations(parts):
     sft = {"mode": "sft", "loss": "sft"}
-    assert list(plan(env=f"{parts}Good", system="Be brief.", **sft).demonstrations()) == [
+    assert list(plan(env=f"{parts}Good", system="Be brief.", **sft).environments[0].demonstrations()) == [
         [Message("system", "Be brief."), Message("user", "a"), Message("assistant", "b")]
     ]
     with pytest.raises(EnvironmentDefinitionError, match="no demonstration"):
-        list(plan(env=f"{parts}NoDemonstration", **sft).demonstrations())
+        list(plan(env=f"{parts}NoDemonstration", **sft).environments[0].demonstrations())
     with pytest.raises(EnvironmentDefinitionError, match="write `def demonstrations"):
-        list(plan(env=f"{parts}NoReward", eval_tasks=0, **sft).demonstrations())
+        list(plan(env=f"{parts}NoReward", eval_tasks=0, **sft).environments[0].demonstrations())
 
 
 # --- a plan that is right -------------------------------------------------------------------------------------------
@@ -323,9 +323,10 @@ def test_a_plan_loads_no_model():
 
 def test_two_environments_share_no_list(parts):
     given = plan(env={"name": f"{parts}Good", "names": ["a"]})
-    first, second = given.make_env(), given.make_env()
+    make = given.environments[0].make
+    first, second = make(), make()
     first.names.append("b")
-    assert second.names == ["a"] and given.make_env().names == ["a"]
+    assert second.names == ["a"] and given.environments[0].make().names == ["a"]
 
 
 def test_every_setting_is_completed():
@@ -364,31 +365,32 @@ def test_evaluation_tasks_are_drawn_by_the_seed():
 
 
 def test_an_endless_source_is_a_function_of_the_epoch():
-    source = plan().training_source()
+    source = plan().environments[0].training_source()
     assert next(source(0)) == next(source(0)) != next(source(1))
 
 
 def test_a_sequence_stays_one(parts):
-    assert [task.id for task in plan(env=f"{parts}Good").training_source()] == ["train-0", "train-1"]
+    assert [task.id for task in plan(env=f"{parts}Good").environments[0].training_source()] == ["train-0", "train-1"]
 
 
 def test_the_system_prompt_is_in_every_task_and_leaves_its_key(parts):
     with_system = plan(env=f"{parts}Good", system="Be brief.")
-    for task, bare in zip(with_system.training_source(), plan(env=f"{parts}Good").training_source(), strict=True):
+    bare_source = plan(env=f"{parts}Good").environments[0].training_source()
+    for task, bare in zip(with_system.environments[0].training_source(), bare_source, strict=True):
         assert task.messages == [Message("system", "Be brief."), *bare.messages]
         assert task.key == bare.key
     calculator = plan(system="Be brief.")
-    (task,) = [next(calculator.training_source()(0))]
-    bare = next(plan().training_source()(0))
+    (task,) = [next(calculator.environments[0].training_source()(0))]
+    bare = next(plan().environments[0].training_source()(0))
     assert task.prompt != bare.prompt and bare.key in task.key
 
 
 def test_held_out_and_training_tasks_are_different_draws():
     def of(split):
-        return next(iter(plan()._tasks(split, Random("x"))))
+        return next(iter(plan().environments[0]._tasks(split, Random("x"))))
 
     assert of("eval") == of("train"), "both splits are drawn alike: the seed's text tells them apart"
-    assert plan().eval_tasks()[0] != next(plan().training_source()(0))
+    assert plan().eval_tasks()[0] != next(plan().environments[0].training_source()(0))
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,7 @@ KINDS = {
     "steered KL": ["--kl", "rk3_loss", "--kl.target", "0.0001", "--reference", "ema", "--minibatches", "2"],
     "schedule": ["schedule.toml", "--training.lr-schedule", "cosine", "--kl", "k2_loss", "--kl.target", "0.01"],
     "critic": ["--loss", "ppo", "--critic", "head"],
+    "refill": ["--loss", "dapo", "--refill", "3"],
 }
 
 
@@ -788,3 +789,20 @@ def prompts_of(folder):
     files = sorted(Path(folder, "trajectories").iterdir())
     lines = [json.loads(line) for path in files for line in path.read_text().splitlines()]
     return Counter(line["task"]["prompt"] for line in lines)
+
+
+def test_groups_that_are_carried_over_are_in_the_checkpoint(here, capsys):
+    """Which groups are first is a race, so no two runs are the same; but every group is played to its end once."""
+    over = ["--over-sampling", "1.5", "--samples-per-prompt", "4"]
+    run("out", *over, stop=1, code=1)
+    carried = state_of("out", "step_000001")["run"]["rollouts"]["live"]
+    assert len(carried) == 1, "three groups are under way for two"
+    run("out", resume=True)
+    assert [line["step"] for line in lines_of("out")] == [0, 1, 2, 3]
+    assert all("rollout/carried_frac" in line for line in lines_of("out"))
+    lines = [line for path in sorted(Path("out/trajectories").iterdir()) for line in path.read_text().splitlines()]
+    records = [json.loads(line) for line in lines]
+    groups = Counter(record["group"] for record in records)
+    assert set(groups.values()) == {4} and len(groups) == 8, "four rollouts of each of eight groups, none twice"
+    run("never", "--over-sampling", "0.5", code=2)
+    assert "--over-sampling: must be at least 1; got 0.5" in capsys.readouterr().err

@@ -35,7 +35,7 @@ def core_value(info):
     if info.name == "sft":
         return st.deferred(lambda: PHASES)
     if info.default is None:
-        return st.none() | st.floats(1e-9, 1.0)
+        return st.none() | st.floats(1e-9, 1.0, exclude_max=True)
     if isinstance(info.default, float):
         return st.floats(1e-3, 1e3)
     if isinstance(info.default, int):

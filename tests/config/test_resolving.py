@@ -252,3 +252,32 @@ def test_what_a_flag_gets_wrong_is_said_with_its_name(argv, words):
 
 def test_the_source_does_not_count_in_comparisons():
     assert resolve({}, Source("a", "b")) == resolve({})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("episode_seconds", "0", "must be more than 0; got 0"),
+        ("turn_seconds", "-1", "must be more than 0; got -1"),
+        ("tool_seconds", "soon", "expected a number"),
+        ("reward_seconds", "inf", "must be more than 0; got inf"),
+        ("setup_seconds", "nan", "must be more than 0; got nan"),
+        ("cleanup_seconds", "none", "expected a number"),
+        ("concurrency", "0", "must be at least 1; got 0"),
+        ("retries", "-1", "must be at least 0; got -1"),
+        ("max_failures", "1.5", "a whole number of failed rollouts, such as 20, or a share between 0 and 1"),
+        ("max_failures", "1.0", "or a share between 0 and 1, such as 0.5; got 1.0"),
+        ("max_failures", "0", "must be more than 0; got 0"),
+        ("max_failures", "many", "expected a whole number or a number or none"),
+    ],
+)
+def test_deadlines_and_budgets_that_make_no_sense(name, text, words):
+    with pytest.raises(ConfigError) as caught:
+        resolved(**{name: text})
+    assert words in str(caught.value) and name.replace("_", "-") in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "value"), [("20", 20), ("0.5", 0.5), ("none", None)])
+def test_a_budget_of_failures_is_a_number_or_a_share(text, value):
+    given = resolved(max_failures=text).settings.max_failures
+    assert given == value and type(given) is type(value)

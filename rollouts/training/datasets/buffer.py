@@ -2,7 +2,7 @@
 
 The only state is where it stands: `epoch_id` and `sample_offset` (tasks taken in this epoch, skipped ones included). A
 sequence is shuffled anew each epoch from the seed and can be sought in; an endless or one-way source is a function of
-the epoch, read forward, and fast-forwarded on resume. Left out: mixing several data sets and curricula.
+the epoch, read forward, and fast-forwarded on resume. Left out: several sources, and curricula (`mixing`).
 """
 
 from __future__ import annotations
@@ -104,8 +104,13 @@ class DataBuffer:
         self._exclude = exclude
         self._iterator: Iterator[Any] | None = None
 
-    def get_prompts(self, count: int) -> list[Task]:
-        """The next `count` tasks.
+    @property
+    def epochs(self) -> dict[str, int]:
+        """How often each of several sources was read to its end; empty where there is one."""
+        return {}
+
+    def get_prompts(self, count: int, *, step: int | None = None) -> list[Task]:
+        """The next `count` tasks. `step` is for buffers whose tasks depend on the training step; these do not.
 
         Raises:
             EnvironmentDefinitionError: a whole epoch has no task that is not excluded.
@@ -113,22 +118,31 @@ class DataBuffer:
         assert count > 0, count
         return [self._next_task() for _ in range(count)]
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Where the buffer stands."""
         return {"epoch_id": self.epoch_id, "sample_offset": self.sample_offset, "seed": self._seed}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go where `state` says; the source must be the same as when it was taken. Raises ConfigError for another
-        seed: the order of the tasks would be another one, so that some came twice and others never.
+        seed: the order of the tasks would be another one, so that some came twice and others never. The same for the
+        state of several sources.
         """
+        self._check_seed(state)
+        if "epoch_id" not in state:
+            raise ConfigError(
+                f"the tasks came from {' and '.join(state['sources'])}, and now they come from one source; name the "
+                "same ones again, or begin a new run"
+            )
+        self.epoch_id = state["epoch_id"]
+        self.sample_offset = state["sample_offset"]
+        self._iterator = None
+
+    def _check_seed(self, state: dict[str, Any]) -> None:
         if state["seed"] != self._seed:
             raise ConfigError(
                 f"the seed was {state['seed']} and is {self._seed} now, which would order the tasks anew; give seed "
                 f"{state['seed']} again, or begin a new run"
             )
-        self.epoch_id = state["epoch_id"]
-        self.sample_offset = state["sample_offset"]
-        self._iterator = None
 
     def _open(self) -> Iterator[Any]:
         """The present epoch's tasks, from `sample_offset` on."""

@@ -113,6 +113,7 @@ async def run_rl_training(
         sampled = sum(t.sampled_count for g in rollouts.groups for e in g.episodes for t in e.trajectories)
         metrics = {
             **rollout_metrics(rollouts.groups),
+            **rollouts.metrics,
             **trained,
             "data/epoch": float(data_buffer.epoch_id),
             "perf/gen_tok_s": sampled / max(rollouts.seconds, 1e-9),

@@ -6,6 +6,7 @@ samples numbered for the batch; and here a batch of groups becomes the metrics t
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections import Counter
@@ -15,21 +16,25 @@ from typing import NamedTuple
 from rollouts.agent import Episode
 from rollouts.errors import RolloutsError, RunError, words_of
 from rollouts.plugins.signature import call_with
+from rollouts.training.rollout_gen.failures import failure_metrics
 from rollouts.training.samples import episode_samples
 from rollouts.types import Sample, Status, Task
 
 __all__ = ["Filter", "Group", "check_judged", "filter_group", "group_samples", "reward_metrics", "rollout_metrics"]
 
+JUDGING = ("reward_failures", "metric_failures")  # counted in the episode: they are not the trajectory's
+
 
 class Group(NamedTuple):
     """All rollouts of one prompt. `number` is unique in the run; `dropped` says why a filter took the group out of
-    training.
+    training; `samples` are its rows [G] where a `generate_fn` made them, and empty where they are the episodes'.
     """
 
     number: int
     task: Task
     episodes: tuple[Episode, ...]
     dropped: str | None = None
+    samples: tuple[Sample, ...] = ()
 
     @property
     def rewards(self) -> list[float | None]:
@@ -76,10 +81,28 @@ def group_samples(groups: Sequence[Group]) -> list[Sample]:
     samples: list[Sample] = []
     rollout_index = 0
     for group_index, group in enumerate(groups):
-        for episode in group.episodes:
-            samples.extend(episode_samples(episode, group_index, rollout_index))
+        for index, episode in enumerate(group.episodes):
+            if group.samples:
+                samples.append(_numbered(group.samples[index], episode, group_index, rollout_index))
+            else:
+                samples.extend(episode_samples(episode, group_index, rollout_index))
             rollout_index += 1
     return samples
+
+
+def _numbered(sample: Sample, episode: Episode, group_index: int, rollout_index: int) -> Sample:
+    """A sample that was made by a function, with its score and its place; not trained where it may not be."""
+    reward = None if episode.status.is_infrastructure else episode.score.value
+    is_live = episode.status is Status.COMPLETED and reward is not None
+    return dataclasses.replace(
+        sample,
+        loss_mask=sample.loss_mask if is_live else [0.0] * len(sample.tokens),
+        reward=reward,
+        status=episode.status,
+        parts=dict(episode.score.parts),
+        group_index=group_index,
+        rollout_index=rollout_index,
+    )
 
 
 def check_judged(episodes: Sequence[Episode], what: str) -> None:
@@ -136,6 +159,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "group/zero_std_frac": _fraction(_is_flat(group.rewards) for group in groups),
         "group/kept_frac": _fraction(group.dropped is None for group in groups),
     }
+    metrics |= failure_metrics(episodes)
     judged = [reward for group in groups for reward in group.rewards if reward is not None]
     if all(reward in (0.0, 1.0) for reward in judged):  # of graded rewards nobody could say which ones pass
         metrics["reward/pass@k"] = _fraction(1.0 in group.rewards for group in groups)
@@ -147,8 +171,9 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _counters(episodes: Sequence[Episode]) -> set[str]:
-    """The names that the agent loop counts in trajectories; an episode without one has 0 of it."""
-    return {name for episode in episodes for trajectory in episode.trajectories for name in trajectory.metrics}
+    """The names that the agent loop counts, in trajectories or while judging; an episode without one has 0 of it."""
+    counted = {name for episode in episodes for trajectory in episode.trajectories for name in trajectory.metrics}
+    return counted | {name for episode in episodes for name in JUDGING if name in episode.metrics}
 
 
 def _is_flat(rewards: Sequence[float | None]) -> bool:

@@ -78,7 +78,7 @@ def test_numbering_continues_from_a_checkpoint():
     assert new.statistics == old.statistics
 
 
-@pytest.mark.parametrize("sizes", [(0, 1), (1, 0), (1, 1, 0)])
+@pytest.mark.parametrize("sizes", [(0, 1), (1, 0), (1, 1, 1.0, None, None, None, 0)])
 def test_sizes_are_positive(sizes):
     with pytest.raises(AssertionError, match="must be > 0"):
         RolloutConfig(*sizes)

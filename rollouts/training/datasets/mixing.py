@@ -1,0 +1,225 @@
+"""MixedBuffer: several sources of tasks in one stream, each with its share; the shares may change with the step.
+
+Which source gives the next task depends on the seed and on how many tasks were drawn before, and on nothing else. It is
+no throw of dice: draw number n is the point `start + n * golden ratio` of the circle [0, 1), where every source owns a
+stretch as long as its share, and the seed decides the start. Such points are spread as evenly as points can be, so that
+not only a long run but every single step has its shares, up to a task or two; throws of dice would give two equal
+sources 8 prompts as 4 and 4 in one step of four. And there is nothing to save but the number n.
+
+Left out: what a source is (`buffer`), and which environment plays a task (`rollouts.compose.environments`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rollouts.errors import ConfigError, EnvironmentDefinitionError, words_of
+from rollouts.training.datasets.buffer import DataBuffer
+from rollouts.types import Task
+
+__all__ = ["MixedBuffer", "Source", "Weight", "mean_shares", "pick", "piecewise", "share_out", "shares_at"]
+
+Weight = float | Callable[[int], float]
+"""How much of a mixture: a number, or a function of the training step (0-based). Only ratios count."""
+
+_GOLDEN = 0x9E3779B97F4A7C15  # the golden ratio's fraction, in units of 2**-64
+_CIRCLE = 2**64
+
+
+class Source(NamedTuple):
+    """One part of a mixture. `prompts` are as DataBuffer takes them; `exclude` are keys that are never handed out."""
+
+    name: str
+    prompts: Sequence[Any] | Callable[[int], Iterable[Any]]
+    weight: Weight = 1.0
+    exclude: frozenset[str] = frozenset()
+
+
+class MixedBuffer(DataBuffer):
+    """A DataBuffer over several sources. Each has epochs of its own, and is shuffled by itself.
+
+    `sample_offset` counts all tasks drawn so far; `epoch_id` is the smallest epoch of the sources that were drawn from.
+
+    Args:
+        sources: each with another name; their weights must be >= 0 and not all 0, at every step.
+        seed: decides which source comes when, and in which order a sequence is visited.
+        shuffle: False visits sequences in their own order.
+        tasks_per_step: how many tasks make a step, where `get_prompts` is not told the step.
+
+    >>> buffer = MixedBuffer([Source("easy", ["a", "b"], 3), Source("hard", ["z"], 1)], shuffle=False)
+    >>> [task.prompt for task in buffer.get_prompts(8)].count("z"), buffer.epochs
+    (2, {'easy': 2, 'hard': 1})
+    """
+
+    def __init__(
+        self, sources: Sequence[Source], *, seed: int = 0, shuffle: bool = True, tasks_per_step: int = 1
+    ) -> None:
+        super().__init__((), seed=seed)
+        assert tasks_per_step > 0, tasks_per_step
+        names = [source.name for source in sources]
+        if not names or len(set(names)) < len(names):
+            raise ConfigError(f"a mixture needs sources with different names; got {', '.join(names) or 'none'}")
+        self._weights = {source.name: source.weight for source in sources}
+        self._tasks_per_step = tasks_per_step
+        self._drawn = dict.fromkeys(names, 0)
+        self._parts = {
+            source.name: DataBuffer(
+                source.prompts, seed=_number(f"{seed}/{source.name}"), shuffle=shuffle, exclude=source.exclude
+            )
+            for source in sources
+        }
+        shares_at(self._weights, 0)
+
+    @property
+    def epochs(self) -> dict[str, int]:
+        """How often each source was read to its end."""
+        return {name: part.epoch_id for name, part in self._parts.items()}
+
+    @property
+    def drawn(self) -> dict[str, int]:
+        """How many tasks came from each source."""
+        return dict(self._drawn)
+
+    def get_prompts(self, count: int, *, step: int | None = None) -> list[Task]:
+        """The next `count` tasks, by the weights of training step `step` (None: as many tasks as were drawn tell it).
+
+        Raises:
+            ConfigError: a weight is negative or not finite, or all of them are 0.
+            EnvironmentDefinitionError: a whole epoch of a source has no task that is not excluded.
+        """
+        assert count > 0, count
+        return [self._next(step) for _ in range(count)]
+
+    def _next(self, step: int | None) -> Task:
+        at = self.sample_offset // self._tasks_per_step if step is None else step
+        shares = shares_at(self._weights, at)
+        name = list(self._parts)[pick(shares, self._seed, self.sample_offset)]
+        try:
+            (task,) = self._parts[name].get_prompts(1)
+        except EnvironmentDefinitionError as error:
+            raise EnvironmentDefinitionError(f"{name}: {error}") from error
+        self._drawn[name] += 1
+        self.sample_offset += 1
+        self.epoch_id = min(part.epoch_id for each, part in self._parts.items() if self._drawn[each])
+        return task
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the mixture and each of its sources stand."""
+        parts = {name: part.state_dict() | {"drawn": self._drawn[name]} for name, part in self._parts.items()}
+        return {"seed": self._seed, "drawn": self.sample_offset, "sources": parts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go where `state` says; weights may be other ones than when it was taken. Raises ConfigError for another seed,
+        and for other sources: nobody could say what of them was used up.
+        """
+        self._check_seed(state)
+        there = state.get("sources") or {}
+        if set(there) != set(self._parts):
+            raise ConfigError(
+                f"the tasks came from {_listed(there)}, and now they come from {_listed(self._parts)}; name the same "
+                "ones again (one that is no longer wanted can have the weight 0), or begin a new run"
+            )
+        for name, part in self._parts.items():
+            part.load_state_dict(there[name])
+            self._drawn[name] = there[name]["drawn"]
+        self.sample_offset = state["drawn"]
+        self.epoch_id = min((part.epoch_id for name, part in self._parts.items() if self._drawn[name]), default=0)
+
+
+def shares_at(weights: Mapping[str, Weight], step: int) -> list[float]:
+    """The share of each source at a step: not negative, summing to 1. Raises ConfigError, naming the source.
+
+    >>> shares_at({"easy": 3, "hard": lambda step: step / 100}, 100)
+    [0.75, 0.25]
+    """
+    values = {name: _value(name, weight, step) for name, weight in weights.items()}
+    total = math.fsum(values.values())
+    if not total > 0:
+        raise ConfigError(
+            f"the weights of {_listed(values)} are all 0 at step {step}, so no task can be drawn; give one of them "
+            "more than 0"
+        )
+    return [value / total for value in values.values()]
+
+
+def _value(name: str, weight: Weight, step: int) -> float:
+    value: Any = weight
+    if callable(weight):
+        try:
+            value = weight(step)
+        except Exception as error:  # a user's curriculum may raise anything
+            raise ConfigError(
+                f"the weight of {name} at step {step}: its curriculum raised {words_of(error)}"
+            ) from error
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or value < 0:
+        raise ConfigError(f"the weight of {name} at step {step} is {value!r}; it must be a number that is 0 or more")
+    return float(value)
+
+
+def mean_shares(weights: Mapping[str, Weight], steps: int) -> list[float]:
+    """The mean share of each source over the steps of a run. Raises ConfigError as `shares_at` does, for any step."""
+    count = max(1, steps) if any(callable(weight) for weight in weights.values()) else 1
+    rows = [shares_at(weights, step) for step in range(count)]
+    return [math.fsum(column) / count for column in zip(*rows, strict=True)]
+
+
+def pick(shares: Sequence[float], seed: int, number: int) -> int:
+    """Which source draw `number` (0-based) comes from: a function of its arguments alone.
+
+    >>> [pick([0.5, 0.25, 0.25], 0, number) for number in range(8)]
+    [1, 0, 2, 0, 0, 1, 0, 2]
+    """
+    # Whole numbers: the place is exact however long the run is. 53 bits of it make a float below 1.
+    place = ((_number(f"{seed}/mixture") + number * _GOLDEN) % _CIRCLE >> 11) / 2**53
+    end, chosen = 0.0, 0
+    for index, share in enumerate(shares):
+        if share > 0:
+            chosen, end = index, end + share
+            if place < end:
+                break
+    return chosen
+
+
+def share_out(count: int, shares: Sequence[float]) -> list[int]:
+    """`count` things by shares: whole numbers that sum to it, nearest to the shares, and none of 0 for a share above 0
+    where there are enough.
+
+    >>> share_out(10, [0.5, 0.33, 0.17]), share_out(3, [0.98, 0.01, 0.01]), share_out(4, [1.0, 0.0])
+    ([5, 3, 2], [1, 1, 1], [4, 0])
+    """
+    wanted = [index for index, share in enumerate(shares) if share > 0]
+    given = [1 if index in wanted and count >= len(wanted) else 0 for index in range(len(shares))]
+    while sum(given) < count:
+        most = max(wanted, key=lambda index: (count * shares[index] - given[index], -index))
+        given[most] += 1
+    return given
+
+
+def piecewise(points: Sequence[Sequence[float]]) -> Callable[[int], float]:
+    """A curriculum through points (step, weight): straight between them, level before the first and after the last.
+
+    >>> [piecewise([(0, 0.0), (100, 1.0)])(step) for step in (0, 25, 100, 500)]
+    [0.0, 0.25, 1.0, 1.0]
+    """
+
+    def weight(step: int) -> float:
+        for (begin, low), (end, high) in itertools.pairwise(points):
+            if begin <= step < end:
+                return low + (high - low) * (step - begin) / (end - begin)
+        return float(points[0][1] if step < points[0][0] else points[-1][1])
+
+    return weight
+
+
+def _listed(names: Iterable[str]) -> str:
+    return " and ".join(names) or "one source"
+
+
+def _number(text: str) -> int:
+    """64 bits that depend on the text, the same ones on every machine."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

@@ -1,0 +1,59 @@
+"""What a component needs and what is not installed: the command that installs it, before anything else happens."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollouts.errors import BrokenPluginError
+from rollouts.plugins.index import find_component, install_hint, load_component
+
+SOURCE = "class Env:\n    def tasks(self, split, rng):\n        return ['x']\n"
+REQUIRES = ['absent-solver>=2; extra == "solver"', 'pytest; extra == "solver"', 'absent-too; extra == "plots"']
+NEVER = """absent-there; python_version < "3" and extra == 'solver'"""
+
+
+def refused(make_distribution, value, source=SOURCE, requires=REQUIRES):
+    make_distribution("acme-envs", {"rollouts.environments": {"acme": value}}, {"acme_env": source}, requires=requires)
+    with pytest.raises(BrokenPluginError) as caught:
+        load_component(find_component("environments", "acme"))
+    return str(caught.value)
+
+
+def test_an_entry_point_says_which_extra_it_needs(make_distribution):
+    message = refused(make_distribution, "acme_env:Env [solver]", source="raise SystemError('imported')\n")
+    assert "its environment 'acme' needs absent-solver, which is not installed" in message
+    assert message.endswith("type: pip install 'acme-envs[solver]'")
+    assert "imported" not in message, "nothing is imported in vain"
+
+
+def test_several_extras(make_distribution):
+    message = refused(make_distribution, "acme_env:Env [solver, plots]")
+    assert "needs absent-solver and absent-too, which are not installed" in message
+    assert message.endswith("pip install 'acme-envs[solver,plots]'")
+
+
+@pytest.mark.parametrize("requires", [['pytest; extra == "solver"'], [NEVER], []])
+def test_what_is_there_loads(make_distribution, requires):
+    points = {"rollouts.environments": {"acme": "acme_env:Env [solver]"}}
+    make_distribution("acme-envs", points, {"acme_env": SOURCE}, requires=requires)
+    assert load_component(find_component("environments", "acme")).__name__ == "Env"
+
+
+@pytest.mark.parametrize(
+    ("value", "source", "hint"),
+    [
+        ("acme_env:Env", "import absent_solver\n", "it comes with an extra: pip install 'acme-envs[solver]'"),
+        ("acme_env:Env", "import absent_other\n", "perhaps: pip install absent_other"),
+        ("acme_env:Env [plain]", "import absent_other\n", "it may come with an extra: pip install 'acme-envs[plain]'"),
+    ],
+)
+def test_a_module_that_is_missing(make_distribution, value, source, hint):
+    message = refused(make_distribution, value, source)
+    assert message.endswith(hint) and "ModuleNotFoundError" in message
+
+
+def test_a_hint_is_for_missing_modules_only(make_distribution):
+    make_distribution("acme-envs", {"rollouts.environments": {"acme": "acme_env:Env"}}, {"acme_env": SOURCE})
+    ref = find_component("environments", "acme")
+    assert install_hint(ValueError("x"), ref) == "" == install_hint(ModuleNotFoundError("x"), ref)
+    assert install_hint(ModuleNotFoundError("x", name="absent.part"), ref) == "perhaps: pip install absent"
