@@ -135,7 +135,8 @@ class Course:
             await self._after(report.step, report.metrics)
 
         self._loop = state(loop)
-        is_inside = getattr(parts.inference, "in_process", False)
+        # What is carried over was begun by earlier weights: then also the trainer's own tokens need the correction.
+        is_current = getattr(parts.inference, "in_process", False) and settings.over_sampling == 1
         config = RLTrainingConfig(
             settings.steps,
             temperature=settings.temperature,
@@ -151,7 +152,7 @@ class Course:
                 config,
                 parts.logger,
                 algorithm=plan.algorithm,
-                schedule=[stage.inside() for stage in plan.schedule] if is_inside else plan.schedule,
+                schedule=[stage.inside() for stage in plan.schedule] if is_current else plan.schedule,
                 on_samples=lambda samples, step: parts.call_hooks("rollouts_samples", samples=samples, step=step),
                 on_step=on_step,
                 on_logged=on_logged,

@@ -163,7 +163,7 @@ class Settings:
     )
     correction: str = _setting(
         AUTO,
-        "The weight of what another engine sampled; `auto` is truncated where one samples; `none`.",
+        "The weight of what another engine, or earlier weights, sampled; `auto` is truncated where one does; `none`.",
         "Algorithm",
     )
     mix: str = _setting(

@@ -800,9 +800,12 @@ def test_groups_that_are_carried_over_are_in_the_checkpoint(here, capsys):
     run("out", resume=True)
     assert [line["step"] for line in lines_of("out")] == [0, 1, 2, 3]
     assert all("rollout/carried_frac" in line for line in lines_of("out"))
+    assert all("mismatch/weight_mean" in line for line in lines_of("out")), "earlier weights sampled some of it"
     lines = [line for path in sorted(Path("out/trajectories").iterdir()) for line in path.read_text().splitlines()]
     records = [json.loads(line) for line in lines]
     groups = Counter(record["group"] for record in records)
     assert set(groups.values()) == {4} and len(groups) == 8, "four rollouts of each of eight groups, none twice"
+    run("plain")
+    assert not any("mismatch/weight_mean" in line for line in lines_of("plain")), "nothing to correct"
     run("never", "--over-sampling", "0.5", code=2)
     assert "--over-sampling: must be at least 1; got 0.5" in capsys.readouterr().err

@@ -6,7 +6,7 @@
 At most `connections_max` requests are in flight, each on a connection of its own, kept for the next one (the one used
 last first, so that those no longer needed grow old together); who comes later waits in its own task, in the order of
 coming. Bodies and replies are msgspec's: a typed reply is checked while it is decoded. Left out: what is said to which
-engine (`wire.py`), several servers (`rollouts.inference.pool`).
+engine (`wire.py`), several servers.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ FIRST = "main"
 class Stage(NamedTuple):
     """The `algorithm` that is in force from `step` on (0-based), and its name with the backend.
 
-    `correction_auto`: nobody asked for its off-policy correction, so it is for engines that are not the trainer.
+    `correction_auto`: nobody asked for its off-policy correction, so it is for tokens of other engines or weights.
     """
 
     step: int
@@ -29,7 +29,7 @@ class Stage(NamedTuple):
     correction_auto: bool = False
 
     def inside(self) -> Stage:
-        """The stage for a sampler that is the trainer itself: there is nothing to correct unless somebody asked."""
+        """The stage for a sampler that is the trainer as it is: there is nothing to correct unless somebody asked."""
         return self._replace(algorithm=self.algorithm._replace(correction=None)) if self.correction_auto else self
 
 
