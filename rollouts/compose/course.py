@@ -110,6 +110,7 @@ class Course:
                 concurrency=settings.concurrency,
                 refill=settings.refill > 0,
                 refills_max=max(1, settings.refill),
+                staleness=settings.staleness,
             ),
             play=parts.play(settings.temperature, settings.seed),
             inference=parts.inference,
@@ -119,11 +120,12 @@ class Course:
         )
         if self._start.rollouts:
             manager.load_state_dict(self._start.rollouts)
-        loop = LoopState(self._start.step, self._start.loop.get("kl_coefficients", {}))
+        kept = self._start.loop
+        loop = LoopState(self._start.step, kept.get("kl_coefficients", {}), kept.get("begun_with", ()))
 
         def state(loop: LoopState) -> dict[str, Any]:
-            steered = {"kl_coefficients": dict(loop.kl_coefficients)}
-            return {"data": buffer.state_dict(), "rollouts": manager.state_dict(), "loop": steered}
+            own = {"kl_coefficients": dict(loop.kl_coefficients), "begun_with": list(loop.begun_with)}
+            return {"data": buffer.state_dict(), "rollouts": manager.state_dict(), "loop": own}
 
         async def on_step(report: StepReport) -> dict[str, float]:
             parts.folder.write_trajectories(f"step_{report.step:06d}", step_records(report))
@@ -135,13 +137,16 @@ class Course:
             await self._after(report.step, report.metrics)
 
         self._loop = state(loop)
-        # What is carried over was begun by earlier weights: then also the trainer's own tokens need the correction.
-        is_current = getattr(parts.inference, "in_process", False) and settings.over_sampling == 1
+        # What is carried over or sampled ahead is of earlier weights: then the trainer's own tokens are weighed too.
+        is_synchronous = settings.over_sampling == settings.sync_every == 1 and settings.staleness == 0
+        is_current = getattr(parts.inference, "in_process", False) and is_synchronous
         config = RLTrainingConfig(
             settings.steps,
+            settings.sync_every,
             temperature=settings.temperature,
             response_tokens_max=settings.max_tokens,
             minibatches=settings.minibatches,
+            staleness=settings.staleness,
         )
         async with manager:
             await run_rl_training(

@@ -213,6 +213,13 @@ class Settings:
     refill: int = _setting(
         0, "Rounds of new groups in place of those that filters dropped (dynamic sampling).", "Sampling", minimum=0
     )
+    staleness: int = _setting(
+        0,
+        "Steps sampled ahead of the one that is trained on, side by side with it; older tokens are not trained on. "
+        "0: sample, train, sync.",
+        "Sampling",
+        minimum=0,
+    )
     max_tokens: int = _setting(256, "Tokens that the model may sample in one episode.", "Sampling", minimum=1)
     max_turns: int = _setting(8, "Times that the model may speak in one episode.", "Sampling", minimum=1)
     temperature: float = _setting(1.0, "The temperature of sampling.", "Sampling", above=0)
@@ -260,6 +267,9 @@ class Settings:
         16384, "Tokens at most in one forward pass of training.", "Training", minimum=1
     )
     seed: int = _setting(0, "One seed, one result.", "Training", minimum=0)
+    sync_every: int = _setting(
+        1, "Steps between updates of the engine's weights, where it has its own.", "Training", minimum=1
+    )
     eval_every: int = _setting(0, "Steps between evaluations; 0: only before and after.", "Watching", minimum=0)
     eval_tasks: int = _setting(512, "Held-out tasks of an evaluation.", "Watching", minimum=0)
     checkpoint_every: int = _setting(0, "Steps between checkpoints; 0: only the last.", "Watching", minimum=0)

@@ -791,6 +791,23 @@ def prompts_of(folder):
     return Counter(line["task"]["prompt"] for line in lines)
 
 
+def test_what_was_sampled_ahead_is_in_the_checkpoint(here):
+    """The run stops after a step while the next ones are under way or wait; resumed, it plays none twice."""
+    ahead = ["--staleness", "2", "--samples-per-prompt", "4"]
+    run("out", *ahead, stop=1, code=1)
+    state = state_of("out", "step_000001")["run"]
+    assert 0 < len(state["rollouts"]["live"]) <= 4 and state["rollouts"]["steps"] == 1
+    assert state["loop"]["begun_with"] == [0]
+    run("out", resume=True)
+    lines = lines_of("out")
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert all(line["staleness/max"] <= 2 and line["staleness/dropped"] == 0 for line in lines)
+    assert all("mismatch/weight_mean" in line for line in lines), "earlier weights may have sampled some of it"
+    written = [line for path in sorted(Path("out/trajectories").iterdir()) for line in path.read_text().splitlines()]
+    groups = Counter(json.loads(line)["group"] for line in written)
+    assert groups == {number: 4 for number in range(8)}, "four rollouts of each of eight groups, none twice"
+
+
 def test_groups_that_are_carried_over_are_in_the_checkpoint(here, capsys):
     """Which groups are first is a race, so no two runs are the same; but every group is played to its end once."""
     over = ["--over-sampling", "1.5", "--samples-per-prompt", "4"]
@@ -807,5 +824,6 @@ def test_groups_that_are_carried_over_are_in_the_checkpoint(here, capsys):
     assert set(groups.values()) == {4} and len(groups) == 8, "four rollouts of each of eight groups, none twice"
     run("plain")
     assert not any("mismatch/weight_mean" in line for line in lines_of("plain")), "nothing to correct"
+    assert {line["staleness/max"] for line in lines_of("plain")} == {0.0}
     run("never", "--over-sampling", "0.5", code=2)
     assert "--over-sampling: must be at least 1; got 0.5" in capsys.readouterr().err

@@ -26,6 +26,7 @@ from rollouts.training.algorithms.group_calls import (
 )
 from rollouts.training.algorithms.needs import forward_needs, is_batch_advantage, is_reward_placed, requests
 from rollouts.training.batching import make_batch
+from rollouts.training.loops.staleness import drop_stale
 from rollouts.training.rollout_gen.groups import Group, group_samples
 from rollouts.training.types import ForwardOutput, Row, TrainBatch, TrainingBackend
 from rollouts.types import Sample, Status
@@ -48,7 +49,8 @@ class RLTrainingConfig:
     """How many steps, how often the engines get the weights, and the temperature that the rollouts were sampled at.
 
     `minibatches` optimizer steps are made of each batch. `response_tokens_max` is L_max of the aggregation dr_grpo
-    and of overlong shaping.
+    and of overlong shaping. With a `staleness` above 0 that many steps are sampled ahead of the one that is trained on,
+    and tokens that are older still are not trained on.
     """
 
     num_steps: int
@@ -56,32 +58,49 @@ class RLTrainingConfig:
     temperature: float = 1.0
     response_tokens_max: int | None = None
     minibatches: int = 1
+    staleness: int = 0
 
     def __post_init__(self) -> None:
         assert self.num_steps >= 0, f"num_steps must be >= 0, got {self.num_steps}"
         assert self.sync_every > 0, f"sync_every must be > 0, got {self.sync_every}"
         assert self.temperature > 0, f"temperature must be > 0, got {self.temperature}"
         assert self.minibatches > 0, f"minibatches must be > 0, got {self.minibatches}"
+        assert self.staleness >= 0, f"staleness must be >= 0, got {self.staleness}"
+
+    @property
+    def lag_max(self) -> int | None:
+        """How many steps old the weights may be that sampled a token which is trained on. None: no matter how old, for
+        then nothing is sampled ahead, and what is carried over is meant to be trained on.
+        """
+        return self.staleness + self.sync_every - 1 if self.staleness else None
 
 
 class PreparedBatch(NamedTuple):
     """What a step trains on: the samples of the kept groups, their advantages [N] by `rollout_index` (those of the
-    whole batch are estimated later), and the batch.
+    whole batch are estimated later), the batch, and metrics of how old its tokens are.
     """
 
     samples: list[Sample]
     advantages: list[float]
     batch: TrainBatch
+    metrics: dict[str, float]
 
 
 def prepare_rl_batch(
-    groups: Sequence[Group], algorithm: Algorithm, config: RLTrainingConfig, step: int, *, name: str = "main"
+    groups: Sequence[Group],
+    algorithm: Algorithm,
+    config: RLTrainingConfig,
+    step: int,
+    *,
+    name: str = "main",
+    begun_with: Sequence[int] = (),
 ) -> PreparedBatch:
-    """Samples, advantages and the batch of these groups; `name` is the algorithm's with the backend.
+    """Samples, advantages and the batch of these groups; `name` is the algorithm's with the backend. `begun_with` are
+    the versions of the policy with which the last steps began, this one last.
 
     Raises TrainingError, naming the function, where a part of the algorithm is at fault.
     """
-    samples = group_samples(groups)
+    samples, metrics = drop_stale(group_samples(groups), begun_with, config.lag_max)
     rewards: list[float | None] = []
     advantages: list[float] = []
     trained: list[bool] = []
@@ -120,7 +139,7 @@ def prepare_rl_batch(
     # a weight a token; a loss of one value a rollout keeps the sampler as its anchor, and its ratio corrects.
     corrected = algorithm.correction is not None and batch.unit == "token"
     batch.anchor = "current" if corrected else "sampler"
-    return PreparedBatch(samples, advantages, batch)
+    return PreparedBatch(samples, advantages, batch, metrics)
 
 
 async def complete_batch(

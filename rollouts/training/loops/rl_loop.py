@@ -1,8 +1,9 @@
 """The reinforcement loop: generate, train, sync; read from top to bottom in one sitting.
 
 `run_rl_training` is a pure function over stateful parts: it keeps nothing, mutates none of its arguments, and returns
-the metrics. What becomes of a batch before it is trained on stands in rl_batch.py. Left out: sampling ahead of the
-weights.
+the metrics. What becomes of a batch before it is trained on stands in rl_batch.py. Where the manager plays steps ahead,
+generating goes on beside training, and stands still only while the weights change and what is done between two steps is
+done. Left out: how that comes about (`rollout_gen.manager`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from rollouts.training.loops.rl_batch import (
     rollout_advantages,
 )
 from rollouts.training.rollout_gen.groups import Group, rollout_metrics
-from rollouts.training.rollout_gen.manager import AsyncRolloutManager
+from rollouts.training.rollout_gen.manager import AsyncRolloutManager, RolloutStep
 from rollouts.training.types import StepResult, TrainBatch, TrainingBackend
 from rollouts.training.weight_sync import sync_weights
 from rollouts.types import Sample
@@ -37,11 +38,13 @@ __all__ = ["LoopState", "PreparedBatch", "RLTrainingConfig", "StepReport", "prep
 
 class LoopState(NamedTuple):
     """Where the loop stands: `step` steps are done. `kl_coefficients` are those of steered KL terms, by the names of
-    the stages that have one.
+    the stages that have one. `begun_with` are the versions of the policy with which the last steps began, as many as
+    tell how old a token is that may be trained on.
     """
 
     step: int = 0
     kl_coefficients: Mapping[str, float] = {}
+    begun_with: Sequence[int] = ()
 
 
 class StepReport(NamedTuple):
@@ -57,6 +60,8 @@ class StepReport(NamedTuple):
 
 
 BEGINNING = LoopState()
+
+_VERSIONS_KEPT = 64  # beyond what is trained on: how old tokens are that are dropped, or carried over without a bound
 
 OnStep = Callable[[StepReport], Awaitable[dict[str, float]]]
 """Called after each step's training; the metrics that it returns (an evaluation, say) are logged with the step's."""
@@ -89,6 +94,9 @@ async def run_rl_training(
     from which step on, the first included. Cancellation between two awaits leaves whole steps: the weights are those of
     the last finished one.
 
+    With a `config.staleness` the manager's must be the same. Sampling goes on while a step is trained on; in between,
+    weights are changed, logged, evaluated and saved while the manager holds.
+
     Raises:
         RewardError: a reward returned something that is not a reward.
         TrainingError: a loss or advantage did.
@@ -96,41 +104,52 @@ async def run_rl_training(
     """
     stages = tuple(schedule) or (Stage(0, "main", algorithm),)
     coefficients = _coefficients(stages, start)
+    begun_with = tuple(start.begun_with)
     history: list[dict[str, float]] = []
     for step in range(start.step, config.num_steps):
         began = time.perf_counter()
         stage = stage_at(stages, step)
-        rollouts = await rollout_manager.generate_batch()
-        prepared = prepare_rl_batch(rollouts.kept, stage.algorithm, config, step, name=stage.name)
+        rollouts = await rollout_manager.generate_batch(wanted=config.num_steps - step)
+        waited = time.perf_counter() - began
+        begun_with = (*begun_with, backend.version)[-_VERSIONS_KEPT - (config.lag_max or 0) :]
+        prepared = prepare_rl_batch(
+            rollouts.kept, stage.algorithm, config, step, name=stage.name, begun_with=begun_with
+        )
         kl = stage.algorithm.kl
         prepared.batch.kl_coefficient = None if kl is None else coefficients.get(kl)
         if on_samples is not None:
             on_samples(prepared.samples, step)
         trained = await _train(backend, prepared.batch, stage.algorithm, config)
         coefficients |= _steered(kl, coefficients, trained)
-        if (step + 1) % config.sync_every == 0:
-            trained |= await sync_weights(backend, inference_engines)
-        sampled = sum(t.sampled_count for g in rollouts.groups for e in g.episodes for t in e.trajectories)
-        metrics = {
-            **rollout_metrics(rollouts.groups),
-            **rollouts.metrics,
-            **trained,
-            "data/epoch": float(data_buffer.epoch_id),
-            "perf/gen_tok_s": sampled / max(rollouts.seconds, 1e-9),
-            "time/generate": rollouts.seconds,
-            "time/step": time.perf_counter() - began,
-        }
-        advantages = rollout_advantages(prepared.batch, len(prepared.advantages))
-        state = LoopState(step + 1, _by_stage(stages, coefficients))
-        report = StepReport(step, metrics, rollouts.groups, advantages, state)
-        if on_step is not None:
-            metrics |= await on_step(report)
-        if metrics_logger is not None:
-            metrics_logger.log(metrics, step)
-        if on_logged is not None:
-            await on_logged(report)
+        async with rollout_manager.hold():
+            if (step + 1) % config.sync_every == 0:
+                trained |= await sync_weights(backend, inference_engines)
+            metrics = _step_metrics(rollouts, prepared.metrics | trained, data_buffer)
+            metrics |= {"time/wait": waited, "time/step": time.perf_counter() - began}
+            advantages = rollout_advantages(prepared.batch, len(prepared.advantages))
+            state = LoopState(step + 1, _by_stage(stages, coefficients), begun_with)
+            report = StepReport(step, metrics, rollouts.groups, advantages, state)
+            if on_step is not None:
+                metrics |= await on_step(report)
+            if metrics_logger is not None:
+                metrics_logger.log(metrics, step)
+            if on_logged is not None:
+                await on_logged(report)
         history.append(metrics)
     return history
+
+
+def _step_metrics(rollouts: RolloutStep, trained: dict[str, float], data_buffer: DataBuffer) -> dict[str, float]:
+    """What is told of a step: its rollouts, its training, and how fast it was sampled."""
+    sampled = sum(t.sampled_count for group in rollouts.groups for e in group.episodes for t in e.trajectories)
+    return {
+        **rollout_metrics(rollouts.groups),
+        **rollouts.metrics,
+        **trained,
+        "data/epoch": float(data_buffer.epoch_id),
+        "perf/gen_tok_s": sampled / max(rollouts.seconds, 1e-9),
+        "time/generate": rollouts.seconds,
+    }
 
 
 async def _train(

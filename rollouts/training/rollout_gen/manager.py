@@ -8,18 +8,20 @@ with its environment, conversation and deadlines, and goes on in the next step, 
 that was begun is at every moment exactly one of kept, dropped, carried or in flight (`statistics`).
 
 With an `over_sampling_factor` of 1 a step waits for everything that it began, nothing is carried over, and one seed is
-one result. Above 1 it is a race: which groups are complete first depends on the clock. Left out: the playing itself
-(`pool`, `rollouts.agent`).
+one result. Above 1 it is a race: which groups are complete first depends on the clock. With a `staleness` above 0 so
+many steps are played while earlier ones are trained on (`ahead`); whoever changes the weights then does it in `hold`.
+Left out: the playing itself (`pool`, `rollouts.agent`).
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import trio
 
@@ -28,6 +30,7 @@ from rollouts.env import calls
 from rollouts.errors import ConfigError, RolloutsError, RunError, words_of
 from rollouts.inference.base import InferenceBackend
 from rollouts.training.datasets.buffer import DataBuffer
+from rollouts.training.rollout_gen.ahead import Ahead
 from rollouts.training.rollout_gen.failures import Failures
 from rollouts.training.rollout_gen.group_rewards import GroupScorer
 from rollouts.training.rollout_gen.groups import Filter, Group, check_judged, filter_group, group_samples
@@ -49,6 +52,13 @@ from rollouts.types import Sample, Score, Status
 __all__ = ["AsyncRolloutManager", "RolloutConfig", "RolloutStatistics", "RolloutStep"]
 
 RewardFn = Callable[[Sample], Any]
+
+
+class _Played(NamedTuple):
+    """A step that was played, and its groups as a checkpoint keeps them."""
+
+    step: RolloutStep
+    groups: list[LiveGroup]
 
 
 class AsyncRolloutManager:
@@ -90,7 +100,9 @@ class AsyncRolloutManager:
         self._live: dict[int, LiveGroup] = {}
         self._to_restore: list[dict[str, Any]] = []
         self._pool: EpisodePool | None = None
-        self._is_playing = False
+        self._ahead: Ahead[_Played] | None = None
+        self._reward_fn: RewardFn | None = None  # of the steps that are played ahead
+        self._is_playing = self._is_held = False
         self._changed = trio.Event()
 
     async def __aenter__(self) -> AsyncRolloutManager:
@@ -105,6 +117,9 @@ class AsyncRolloutManager:
         await pool.__aenter__()
         pool.add(job for group in self._live.values() for job in group.jobs)
         self._pool = pool
+        if self.config.staleness:
+            self._ahead = Ahead(lambda: self._play_step(pool, self._reward_fn), self.config.staleness)
+            pool.beside(self._ahead.run)
         return self
 
     async def __aexit__(
@@ -114,11 +129,15 @@ class AsyncRolloutManager:
         assert pool is not None, "the manager was entered"
         for (number, index), held in pool.held.items():
             self._live[number].held[index] = held
+        if self._ahead is not None:
+            self._take_back(self._ahead)
+            self._ahead = None
         return await pool.__aexit__(kind, error, traceback)
 
-    async def generate_batch(self, reward_fn: RewardFn | None = None) -> RolloutStep:
+    async def generate_batch(self, reward_fn: RewardFn | None = None, *, wanted: int | None = None) -> RolloutStep:
         """The next step's groups: `batch_size` that no filter dropped, and the dropped ones; fewer where none are left
-        in flight and no more may be begun. `reward_fn` stands in for the configuration's.
+        in flight and no more may be begun. `reward_fn` stands in for the configuration's (with a `staleness`: in steps
+        that are not begun yet). `wanted` steps are still to come, this one included; nothing is played ahead of them.
 
         A cancelled call loses nothing: its groups are in the next one's.
 
@@ -126,14 +145,34 @@ class AsyncRolloutManager:
             RunError: not one of the step's rollouts could be judged, or a filter or generate_fn cannot be used.
             RewardError: a reward is none.
         """
+        self._reward_fn = reward_fn
+        if self._ahead is not None:
+            return (await self._ahead.take(wanted)).step
         if self._pool is not None:
-            return await self._play_step(self._pool, reward_fn)
+            return (await self._play_step(self._pool, reward_fn)).step
         step: RolloutStep | None = None
         async with self:
-            assert self._pool is not None, "it is entered"
-            step = await self._play_step(self._pool, reward_fn)
+            step = await self.generate_batch(reward_fn, wanted=1)
         assert step is not None, "what is raised in the block goes through it"
         return step
+
+    @asynccontextmanager
+    async def hold(self) -> AsyncIterator[None]:
+        """In here nobody speaks: replies that are under way have come back as far as they were, and go on afterwards.
+        It is where weights change, and where `state_dict` tells all. Without a `staleness` nothing is under way anyway.
+        """
+        if self._pool is None or self._ahead is None:
+            yield
+            return
+        assert not self._is_held, "it is held already"
+        self._is_held = True
+        try:
+            await self._pool.pause()
+            yield
+        finally:
+            self._is_held = False
+            if self._is_playing:
+                self._pool.open()
 
     @property
     def statistics(self) -> RolloutStatistics:
@@ -150,17 +189,19 @@ class AsyncRolloutManager:
         return [sample for some in samples for sample in some]
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must keep of the manager: plain data. Between two steps."""
+        """What a checkpoint must keep of the manager: plain data. Between two steps; with a `staleness` in `hold`."""
         held: dict[int, dict[int, Any]] = {}
         for (number, index), each in (self._pool.held if self._pool is not None else {}).items():
             held.setdefault(number, {})[index] = each
-        live = [group_state(group, held.get(number, {})) for number, group in sorted(self._live.items())]
+        ready = list(self._ahead.ready) if self._ahead is not None else []
+        waiting = [group for played in ready for group in played.groups]
+        live = sorted([*waiting, *self._live.values()], key=lambda group: group.number)
         return {
             "begun": self._begun,
-            "kept": self._kept,
-            "dropped": self._dropped,
-            "steps": self._steps,
-            "live": self._to_restore + live,
+            "kept": self._kept - sum(_is_kept(group) for group in waiting),
+            "dropped": self._dropped - sum(not _is_kept(group) for group in waiting),
+            "steps": self._steps - len(ready),
+            "live": self._to_restore + [group_state(group, held.get(group.number, {})) for group in live],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -173,14 +214,15 @@ class AsyncRolloutManager:
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
-    async def _play_step(self, pool: EpisodePool, reward_fn: RewardFn | None) -> RolloutStep:
+    async def _play_step(self, pool: EpisodePool, reward_fn: RewardFn | None) -> _Played:
         start = time.perf_counter()
         size = self.config.batch_size
         self._restore(pool)
         self._begin(pool, self.config.ahead(size) - len(self._live))
         refills = refilled = 0
         self._is_playing = True
-        pool.open()
+        if not self._is_held:
+            pool.open()
         try:
             while True:
                 self._changed = trio.Event()
@@ -259,7 +301,18 @@ class AsyncRolloutManager:
         episodes = tuple(sample_episode(s, live.task, (live.number, index)) for index, s in enumerate(samples))
         return Group(live.number, live.task, episodes, samples=tuple(samples))
 
-    def _hand_out(self, start: float, refilled: int) -> RolloutStep:
+    def _take_back(self, ahead: Ahead[_Played]) -> None:
+        """What was played and not asked for belongs to the next steps again."""
+        for _, groups in ahead.ready:
+            self._steps -= 1
+            for group in groups:
+                self._kept -= _is_kept(group)
+                self._dropped -= not _is_kept(group)
+                group.judged = None
+                self._live[group.number] = group
+        ahead.ready.clear()
+
+    def _hand_out(self, start: float, refilled: int) -> _Played:
         judged = sorted((live for live in self._live.values() if live.judged is not None), key=lambda live: live.number)
         groups = [live.judged for live in judged if live.judged is not None]
         for live in judged:
@@ -275,7 +328,8 @@ class AsyncRolloutManager:
         if self.config.refill:
             metrics["group/refilled"] = float(refilled)
         seconds = time.perf_counter() - start
-        return RolloutStep(groups, seconds, metrics=metrics, epoch_id=self.data_buffer.epoch_id, step_id=step)
+        played = RolloutStep(groups, seconds, metrics=metrics, epoch_id=self.data_buffer.epoch_id, step_id=step)
+        return _Played(played, judged)
 
     async def _generate(self, job: Job, session: str, inference: InferenceBackend) -> list[Sample]:
         """One group by the user's function. Where that raises or takes too long, its samples have failed."""

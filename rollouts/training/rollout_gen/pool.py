@@ -114,6 +114,11 @@ class EpisodePool:
         """What a checkpoint can keep of those that wait at the gate, by (group, rollout)."""
         return {order: seat.held for order, seat in self._seats.items() if seat.held is not None}
 
+    def beside(self, task: Callable[[], Awaitable[None]]) -> None:
+        """Run this too while the pool is entered; what it raises ends the pool."""
+        assert self._nursery is not None, "enter the pool first"
+        self._nursery.start_soon(task)
+
     def add(self, jobs: Iterable[Job]) -> None:
         """More to play, after what waits already."""
         self._queue.extend(jobs)

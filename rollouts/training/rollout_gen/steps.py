@@ -21,7 +21,8 @@ class RolloutConfig:
 
     `over_sampling_factor` f: ceil(batch_size * f) groups are in flight, the step ends when `batch_size` of them are
     complete, and the others go on in the next one. `refill`: groups that a filter drops are replaced, in at most
-    `refills_max` rounds (dynamic sampling as DAPO does it). `concurrency` episodes play at once.
+    `refills_max` rounds (dynamic sampling as DAPO does it). `concurrency` episodes play at once. `staleness` steps are
+    played ahead of the one that is trained on.
 
     `generate_fn(prompts)` makes the samples itself, for one group at a time, in at most `generate_seconds`;
     `reward_fn(sample)` gives them their reward; `filter_fn(samples)` sees a group. See `rollout_generation`.
@@ -37,10 +38,12 @@ class RolloutConfig:
     refill: bool = False
     refills_max: int = 8
     generate_seconds: float = 3600.0
+    staleness: int = 0
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "n_samples_per_prompt", "concurrency", "refills_max", "generate_seconds"):
             assert getattr(self, name) > 0, f"{name} must be > 0, got {getattr(self, name)}"
+        assert self.staleness >= 0, f"staleness must be >= 0, got {self.staleness}"
         factor = self.over_sampling_factor
         if not 1 <= factor < math.inf:
             raise ConfigError(

@@ -272,7 +272,7 @@ def groups_of(*rewards, **changed):
 
 def test_prepare_batch():
     config = RLTrainingConfig(1, temperature=0.7)
-    samples, advantages, batch = prepare_rl_batch(groups_of([1.0, 0.0], [0.5, 0.5]), GRPO, config, 4)
+    samples, advantages, batch, _ = prepare_rl_batch(groups_of([1.0, 0.0], [0.5, 0.5]), GRPO, config, 4)
     assert [sample.rollout_index for sample in samples] == [0, 1, 2, 3]
     assert advantages[0] == pytest.approx(0.7071, abs=1e-3) and advantages[1] == -advantages[0]
     assert advantages[2:] == [0.0, 0.0]
@@ -284,7 +284,7 @@ def test_prepare_batch_leaves_out_what_was_not_judged_but_keeps_the_truncated_in
     (group,) = groups_of([1.0, 0.0, None])
     truncated = episode((0, 1), 0.0, status=Status.TRUNCATED)
     group = group._replace(episodes=(group.episodes[0], truncated, group.episodes[2]))
-    _, advantages, batch = prepare_rl_batch([group], GRPO, RLTrainingConfig(1), 0)
+    _, advantages, batch, _ = prepare_rl_batch([group], GRPO, RLTrainingConfig(1), 0)
     assert advantages[0] > 0 > advantages[1] and advantages[2] == 0.0
     assert [sum(row.loss_mask) for row in batch.rows] == [2.0, 0.0, 0.0]
     assert batch.denominator == 2.0
@@ -300,6 +300,6 @@ def test_prepare_batch_names_an_advantage_that_is_wrong():
 
 def test_the_bound_on_replies_reaches_dr_grpo():
     config = RLTrainingConfig(1, response_tokens_max=10)
-    _, _, batch = prepare_rl_batch(groups_of([1.0, 0.0]), GRPO._replace(aggregation="dr_grpo"), config, 0)
+    _, _, batch, _ = prepare_rl_batch(groups_of([1.0, 0.0]), GRPO._replace(aggregation="dr_grpo"), config, 0)
     assert batch.rows[0].weights[2:] == [0.1, 0.1]
     assert batch.denominator == 2.0

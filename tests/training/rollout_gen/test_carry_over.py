@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,8 @@ import trio.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollouts.agent import Episode, EpisodeLimits, run_episode
+from rollouts.agent import Episode
 from rollouts.env import reward, tool
-from rollouts.env.mixing import env_term
 from rollouts.errors import ConfigError, RewardError
 from rollouts.inference.base import GenerateRequest, Generation, VersionSpan
 from rollouts.training.datasets import DataBuffer
@@ -25,102 +23,8 @@ from rollouts.training.rollout_gen import AsyncRolloutManager, Filter, RolloutCo
 from rollouts.types import Score, Status, Trajectory
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from agent_fakes import END, FakeChat
-
-LONG = EpisodeLimits(max_tokens=400, max_turns=5, episode_seconds=1000.0)
-
-
-def token(seed: int, number: int) -> int:
-    """What is sampled as token `number` of a reply: a function of its seed alone, as with frozen weights."""
-    return 97 + random.Random(f"{seed}/{number}").randrange(26)
-
-
-class TokenEngine:
-    """A second a token; says `length(order)` tokens, then ends. It can give back what it has."""
-
-    trainable = in_process = True
-    owns_weights = False
-    weights_kind = "full"
-    context_tokens_max = 100_000
-
-    def __init__(self, length: Callable[[tuple[int, ...]], int]) -> None:
-        self.length, self.version = length, 0
-        self.sessions: dict[str, tuple[int, ...]] = {}
-        self.stops: dict[str, trio.Event] = {}
-        self.requests: list[GenerateRequest] = []
-        self.opened = self.most = 0
-
-    def open_session(self, order):
-        self.opened += 1
-        name = f"{order}#{self.opened}"
-        self.sessions[name] = order
-        self.most = max(self.most, len(self.sessions))
-        return name
-
-    def close_session(self, session):
-        self.sessions.pop(session, None)
-
-    async def abort(self, session):
-        if session in self.stops:
-            self.stops[session].set()
-
-    async def generate(self, request):
-        assert request.session in self.sessions, "nobody speaks without an open session"
-        assert request.session not in self.stops
-        self.requests.append(request)
-        stop = self.stops[request.session] = trio.Event()
-        whole = self.length(request.order)
-        tokens: list[int] = []
-        finish = "abort"
-        version = self.version
-        try:
-            with trio.CancelScope() as scope:
-                while finish == "abort":
-                    with trio.move_on_after(1):
-                        await stop.wait()
-                        scope.cancel()
-                    if stop.is_set():
-                        break
-                    number = request.offset + len(tokens)
-                    tokens.append(END if number == whole - 1 else token(request.seed, number))
-                    finish = "stop" if tokens[-1] == END else "length" if len(tokens) == request.max_tokens else finish
-        finally:
-            del self.stops[request.session]
-        return Generation(
-            tokens, [-0.5] * len(tokens), finish, [VersionSpan(version, 0, len(tokens))] if tokens else []
-        )
-
-
-class Plain:
-    """No tools; the reward is the length of what was said. `open` counts environments that are not closed.
-
-    Nothing here runs in a thread: the clock of the tests jumps ahead wherever all tasks wait.
-    """
-
-    open = 0
-
-    async def setup(self, task):
-        Plain.open += 1
-
-    async def close(self):
-        Plain.open -= 1
-
-    @reward
-    async def said(self, trajectory: Any) -> float:
-        return float(len(trajectory.last_text))
-
-
-def player(env: Any = Plain, limits: EpisodeLimits = LONG, seed: int = 7) -> Any:
-    async def make():
-        return env()
-
-    async def play(job, session, inference):
-        return await run_episode(
-            job.task, make_env=make, chat=FakeChat(), inference=inference, limits=limits, rewards=[env_term()],
-            session=session, order=job.order, seed=seed,
-        )  # fmt: skip
-
-    return play
+from agent_fakes import END
+from pipelines import LONG, Plain, TokenEngine, player, under_trio
 
 
 def lengths(order: tuple[int, ...]) -> int:
@@ -133,10 +37,6 @@ def manager(engine: Any, factor: float = 1.5, *, size: int = 2, members: int = 2
     config = RolloutConfig(size, members, factor, **more)
     buffer = DataBuffer([f"task {n}" for n in range(50)], seed=3)
     return AsyncRolloutManager(buffer, config, play=play or player(), inference=engine, **keywords)
-
-
-def under_trio(body: Callable[[], Any]) -> Any:
-    return trio.run(body, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
 def episodes_of(steps: Any) -> dict[tuple[int, int], Episode]:

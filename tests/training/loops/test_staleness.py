@@ -1,0 +1,117 @@
+"""How old tokens are, and what becomes of those that are too old; staleness 0 is the loop written out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import trio
+
+from rollouts.agent import Episode, EpisodeLimits, run_episode
+from rollouts.chat.format import load_chat_format
+from rollouts.env import reward
+from rollouts.env.mixing import env_term
+from rollouts.inference.base import WeightUpdate
+from rollouts.inference.hf import HFInference
+from rollouts.training.algorithms.recipes import GRPO
+from rollouts.training.backends.torch import create_torch_backend
+from rollouts.training.datasets import DataBuffer
+from rollouts.training.loops import RLTrainingConfig, prepare_rl_batch, run_rl_training
+from rollouts.training.loops.staleness import drop_stale
+from rollouts.training.models import load_tokenizer
+from rollouts.training.rollout_gen import AsyncRolloutManager, RolloutConfig
+from rollouts.types import Sample
+
+
+def sample(versions: list[int], mask: list[float] | None = None) -> Sample:
+    live = mask or [float(version >= 0) for version in versions]
+    length = len(versions)
+    return Sample(tokens=[1] * length, loss_mask=live, rollout_log_probs=[-1.0] * length, policy_versions=versions)
+
+
+def test_lags_are_counted_in_steps_not_in_optimizer_steps():
+    """Two minibatches a step: versions go up by two."""
+    fresh = drop_stale([sample([-1, 8, 6, 4, 2])], [2, 4, 6, 8], 2)
+    assert [s.loss_mask for s in fresh.samples] == [[0.0, 1.0, 1.0, 1.0, 0.0]]
+    assert fresh.metrics == {"staleness/mean": 1.0, "staleness/max": 2.0, "staleness/dropped": 1.0}
+
+
+def test_without_a_bound_all_are_trained_on():
+    given = [sample([-1, 8, 6, 4, 2])]
+    fresh = drop_stale(given, [4, 6, 8], None)
+    assert fresh.samples == given
+    assert fresh.metrics == {"staleness/mean": 1.5, "staleness/max": 3.0, "staleness/dropped": 0.0}
+
+
+def test_what_is_not_live_or_of_an_unknown_version_has_no_lag():
+    masked, unknown = sample([0, 0], mask=[0.0, 0.0]), Sample(tokens=[1, 2], loss_mask=[0.0, 1.0])
+    fresh = drop_stale([masked, unknown, sample([5, 5])], [1, 5], 0)
+    assert [s.loss_mask for s in fresh.samples] == [[0.0, 0.0], [0.0, 1.0], [1.0, 1.0]]
+    assert fresh.metrics == {"staleness/mean": 0.0, "staleness/max": 0.0, "staleness/dropped": 0.0}
+
+
+def test_arguments_are_not_changed():
+    given = sample([0, 5])
+    drop_stale([given], [1, 5], 0)
+    assert given.loss_mask == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(("staleness", "every", "lag"), [(0, 1, None), (0, 4, None), (1, 1, 1), (2, 3, 4)])
+def test_the_bound(staleness, every, lag):
+    assert RLTrainingConfig(1, every, staleness=staleness).lag_max == lag
+
+
+class Talk:
+    """A reward that every reply gets another of."""
+
+    @reward
+    def said(self, trajectory: Any) -> float:
+        return sum(map(ord, trajectory.last_text)) % 97 / 97
+
+
+def run(body: Any) -> Any:
+    """`body(backend, manager, engine, buffer)` over a fresh tiny model."""
+    chat = load_chat_format(load_tokenizer("tiny"))
+    limits = EpisodeLimits(max_tokens=12, max_turns=1, temperature=1.0)
+    backend = create_torch_backend("tiny", 0, 3, 1e-3, 0, 4096, {"main": GRPO}, None)
+
+    async def main() -> Any:
+        async with HFInference(backend.model, backend) as engine:
+
+            async def play(job: Any, session: str, inference: Any) -> Episode:
+                return await run_episode(
+                    job.task, make_env=Talk, chat=chat, inference=inference, limits=limits, rewards=[env_term()],
+                    session=session, order=job.order, seed=1,
+                )  # fmt: skip
+
+            buffer = DataBuffer([f"What is {n} * {n + 3}?" for n in range(40)], seed=0)
+            own = AsyncRolloutManager(buffer, RolloutConfig(2, 4), play=play, inference=engine)
+            async with own:
+                return await body(backend, own, engine, buffer)
+
+    try:
+        return trio.run(main), {name: weight.clone() for name, weight in backend.get_weights().wait().items()}
+    finally:
+        backend.close()
+
+
+def test_staleness_0_is_generate_then_train_then_sync_bit_for_bit():
+    async def library(backend: Any, own: Any, engine: Any, buffer: Any) -> Any:
+        config = RLTrainingConfig(3, staleness=0)
+        history = await run_rl_training(backend, buffer, own, [engine], config, algorithm=GRPO)
+        return [(line["policy/loss"], line["optim/grad_norm"]) for line in history]
+
+    async def by_hand(backend: Any, own: Any, engine: Any, buffer: Any) -> Any:
+        found = []
+        for step in range(3):
+            rollouts = await own.generate_batch()
+            batch = prepare_rl_batch(rollouts.kept, GRPO, RLTrainingConfig(3), step).batch
+            metrics = await backend.forward_backward(batch)
+            result = await backend.optim_step()
+            await engine.update_weights(WeightUpdate(backend.version))
+            found.append((metrics["policy/loss"], result.metrics["optim/grad_norm"]))
+        return found
+
+    (history, weights), (expected, others) = run(library), run(by_hand)
+    assert history == expected and len(set(history)) == 3
+    assert weights.keys() == others.keys() and all((weights[name] == others[name]).all() for name in weights)
