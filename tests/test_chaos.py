@@ -178,7 +178,8 @@ def nothing_left() -> Iterator[None]:
 
 
 def left() -> tuple[int, int, int]:
-    threads = [thread for thread in threading.enumerate() if not thread.name.startswith("Trio")]  # trio's wait for work
+    waiting = ("Trio", "rollouts-worker")  # threads that wait for work, and end where none comes
+    threads = [thread for thread in threading.enumerate() if not thread.name.startswith(waiting)]
     return len(psutil.Process().children(recursive=True)), psutil.Process().num_fds(), len(threads)
 
 

@@ -31,6 +31,7 @@ from typing import Any, Literal, NamedTuple
 
 import trio
 
+from rollouts.env.threads import run_in_thread
 from rollouts.errors import EnvironmentDefinitionError, RolloutsError
 
 __all__ = [
@@ -405,9 +406,7 @@ async def _call_in_thread(
     await slots.acquire_on_behalf_of(job)
     try:
         with _deadline(timeout_seconds):
-            # A limiter of its own: trio would keep an abandoned thread's slot taken, and ours is given back below.
-            own = trio.CapacityLimiter(1)
-            return (await trio.to_thread.run_sync(job.run, abandon_on_cancel=True, limiter=own))[0]
+            return (await run_in_thread(job.run))[0]
     finally:
         job.abandon()
         slots.release_on_behalf_of(job)
