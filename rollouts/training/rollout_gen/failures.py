@@ -2,7 +2,7 @@
 
     failures = Failures(FailurePolicy(retries=1, max_failures=0.5))
     outcome = await failures.patient(play)(job, session, inference)
-    kept = failures.settle(outcome)        # None: play the same job again; raises RunError where the budget is spent
+    kept = failures.settle(outcome, job.order)  # None: play the same job again; raises RunError where the budget is spent
 
 A failure here is one of the infrastructure (`Status`): it says nothing about the policy. What was stopped on purpose
 (ABORTED) is none. Played again is what may well go right another time: an engine that failed for the moment, an
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -21,9 +22,9 @@ import trio
 
 from rollouts.agent import Episode
 from rollouts.errors import RunError
-from rollouts.types import Status
+from rollouts.types import Sample, Status
 
-__all__ = ["WINDOW", "FailureBudget", "FailurePolicy", "FailureStatistics", "Failures", "failure_metrics", "has_failed"]
+__all__ = ["WINDOW", "FailureBudget", "FailurePolicy", "FailureStatistics", "Failures", "failure_metrics", "is_failure"]
 
 WINDOW = 200  # the episodes that a share is of: the last ones
 REASONS_MAX = 1000  # reasons that are told apart; words may hold addresses and numbers
@@ -50,9 +51,9 @@ class FailureStatistics(NamedTuple):
     retried: int
 
 
-def has_failed(episode: Episode) -> bool:
+def is_failure(status: Status) -> bool:
     """Whether the infrastructure failed it, and not on purpose."""
-    return episode.status.is_infrastructure and episode.status is not Status.ABORTED
+    return status.is_infrastructure and status is not Status.ABORTED
 
 
 def failure_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
@@ -71,16 +72,16 @@ class FailureBudget:
         self._reasons: Counter[str] = Counter()
         self._last: deque[bool] = deque(maxlen=WINDOW)
 
-    def add(self, episode: Episode) -> None:
-        """Count an episode as it is in the end. Raises RunError where the budget is spent."""
-        failed = has_failed(episode)
+    def add(self, status: Status, error: str | None) -> None:
+        """Count a rollout as it is in the end, and why it failed. Raises RunError where the budget is spent."""
+        failed = is_failure(status)
         self.settled += 1
         self._last.append(failed)
         if not failed:
             return
-        self.by_status[episode.status.value] += 1
-        lines = (episode.trajectory.error or "").splitlines() or ["no reason given"]
-        reason = f"{episode.status.value}: {lines[0][:REASON_CHARACTERS]}"
+        self.by_status[status.value] += 1
+        lines = (error or "").splitlines() or ["no reason given"]
+        reason = f"{status.value}: {lines[0][:REASON_CHARACTERS]}"
         self._reasons[reason if reason in self._reasons or len(self._reasons) < REASONS_MAX else "other reasons"] += 1
         if self._is_spent():
             raise RunError(self._words())
@@ -129,23 +130,29 @@ class Failures:
         """A frozen count of what happened so far; the budget's numbers are of all that share it."""
         return FailureStatistics(self.budget.settled, dict(self.budget.by_status), self._retried)
 
-    def settle(self, episode: Any) -> Any:
-        """The episode to keep; None where it is to be played again, with the same order and seed.
+    def settle(self, outcome: Episode | Sequence[Sample], order: tuple[int, ...]) -> Any:
+        """What to keep: the episode, or the samples of a `generate_fn`; None where the job of this `order` is to be
+        played again, with the same order and seed: an episode that may be, or samples of which all have failed.
 
-        One that was played again says so in its trajectory's metrics: `retried`, and `retried/<status>` for each time.
-        What is no Episode (samples of a `generate_fn`) is kept as it is. Raises RunError where too many have failed.
+        An episode that was played again says so in its trajectory's metrics: `retried`, and `retried/<status>` for each
+        time; a sample in its metadata. Raises RunError where too many have failed.
         """
-        if not isinstance(episode, Episode):
-            return episode
-        earlier = self._attempts.setdefault(episode.order, [])
-        if episode.may_retry and has_failed(episode) and len(earlier) < self.policy.retries:
-            earlier.append(episode.status)
+        statuses = [outcome.status] if isinstance(outcome, Episode) else [sample.status for sample in outcome]
+        may_retry = outcome.may_retry if isinstance(outcome, Episode) else Status.TIMEOUT not in statuses
+        earlier = self._attempts.setdefault(order, [])
+        if may_retry and all(map(is_failure, statuses)) and len(earlier) < self.policy.retries:
+            earlier.append(statuses[0])
             self._retried += 1
             return None
-        del self._attempts[episode.order]
-        kept = _stamped(episode, earlier) if earlier else episode
-        self.budget.add(kept)
-        return kept
+        del self._attempts[order]
+        if isinstance(outcome, Episode):
+            kept = _stamped(outcome, earlier) if earlier else outcome
+            self.budget.add(kept.status, kept.trajectory.error)
+            return kept
+        for sample in outcome:
+            self.budget.add(sample.status, sample.metadata.get("error"))
+        counts = _counts(earlier) if earlier else {}
+        return [replace(sample, metadata=sample.metadata | counts) for sample in outcome] if counts else outcome
 
     def pause_before(self, order: tuple[int, ...]) -> float:
         """Seconds to wait before this episode is played: an engine that is away needs time to come back."""
@@ -168,8 +175,12 @@ class Failures:
         return play_later
 
 
+def _counts(earlier: Sequence[Status]) -> dict[str, float]:
+    return {"retried": float(len(earlier))} | {f"retried/{s.value}": float(n) for s, n in Counter(earlier).items()}
+
+
 def _stamped(episode: Episode, earlier: Sequence[Status]) -> Episode:
-    counts = {"retried": float(len(earlier))} | {f"retried/{s.value}": float(n) for s, n in Counter(earlier).items()}
+    counts = _counts(earlier)
     trajectory = msgspec.structs.replace(episode.trajectory, metrics=episode.trajectory.metrics | counts)
     trajectories = [trajectory if each is episode.trajectory else each for each in episode.trajectories]
     return episode._replace(trajectories=trajectories, metrics=episode.metrics | counts)

@@ -227,7 +227,7 @@ class EpisodePool:
         try:
             outcome = await self._play(job, session, cast(InferenceBackend, seat))
             seat.close_session(session)
-            kept = self._failures.settle(outcome)
+            kept = self._failures.settle(outcome, job.order)
         except BaseException:
             self._inference.close_session(seat.session)
             successor = self._successors.pop(seat, None)

@@ -16,9 +16,9 @@ from rollouts.training.rollout_gen.failures import (
     FailurePolicy,
     Failures,
     failure_metrics,
-    has_failed,
+    is_failure,
 )
-from rollouts.types import Score, Status, Task, Trajectory
+from rollouts.types import Sample, Score, Status, Task, Trajectory
 
 TASK = Task("2 + 2?")
 
@@ -34,15 +34,15 @@ LATE = episode(Status.TIMEOUT, "too late")
 
 
 def test_what_counts_as_failed():
-    failed = {status for status in Status if has_failed(episode(status))}
+    failed = {status for status in Status if is_failure(status)}
     assert failed == {Status.ENVIRONMENT_ERROR, Status.INFERENCE_ERROR, Status.TIMEOUT}
 
 
 def test_one_is_played_again_as_often_as_the_policy_says():
     failures = Failures(FailurePolicy(retries=2))
-    assert failures.settle(LOST) is None
-    assert failures.settle(episode(Status.ENVIRONMENT_ERROR, "no disk", may_retry=True)) is None
-    kept = failures.settle(LOST)
+    assert failures.settle(LOST, (0, 0)) is None
+    assert failures.settle(episode(Status.ENVIRONMENT_ERROR, "no disk", may_retry=True), (0, 0)) is None
+    kept = failures.settle(LOST, (0, 0))
     assert kept.status is Status.INFERENCE_ERROR
     assert (
         kept.trajectory.metrics
@@ -56,25 +56,41 @@ def test_one_is_played_again_as_often_as_the_policy_says():
     )
     assert LOST.trajectory.metrics == {"turns": 1.0}, "the argument stays as it was"
     assert failures.statistics == (1, {"inference_error": 1}, 2)
-    assert failures.settle(LOST) is None, "what comes later under this order begins anew"
+    assert failures.settle(LOST, (0, 0)) is None, "what comes later under this order begins anew"
 
 
 def test_what_is_not_played_again():
     failures = Failures(FailurePolicy(retries=5))
     for each in (LATE, LOST._replace(may_retry=False), episode(), episode(Status.TRUNCATED, may_retry=True)):
-        assert failures.settle(each) is each
+        assert failures.settle(each, (0, 0)) is each
     aborted = episode(Status.ABORTED, may_retry=True)
-    assert failures.settle(aborted) is aborted and Failures(FailurePolicy(retries=0)).settle(LOST) is LOST
-    samples = [object()]
-    assert failures.settle(samples) is samples
+    assert (
+        failures.settle(aborted, (0, 0)) is aborted and Failures(FailurePolicy(retries=0)).settle(LOST, (0, 0)) is LOST
+    )
+    samples = [Sample("x", status=Status.COMPLETED), Sample("x", status=Status.ENVIRONMENT_ERROR)]
+    assert failures.settle(samples, (0, 0)) is samples, "one of them is there"
+    late = [Sample("x", status=Status.TIMEOUT)]
+    assert failures.settle(late, (0, 0)) is late
+
+
+def test_samples_that_have_all_failed_are_made_again_and_counted():
+    failures = Failures(FailurePolicy(retries=1, max_failures=3))
+    lost = [Sample("x", status=Status.ENVIRONMENT_ERROR, metadata={"error": "no disk"})] * 2
+    assert failures.settle(lost, (4, 0)) is None
+    kept = failures.settle(lost, (4, 0))
+    assert [sample.metadata["retried/environment_error"] for sample in kept] == [1.0, 1.0]
+    assert failures.statistics == (2, {"environment_error": 2}, 1) and lost[0].metadata == {"error": "no disk"}
+    failures.settle(lost, (5, 0))
+    with pytest.raises(RunError, match=r"3 of 3 rollouts failed(.|\n)*no disk"):
+        failures.settle(lost, (5, 0))
 
 
 def test_a_number_of_failures_ends_the_run():
     failures = Failures(FailurePolicy(0, 3))
     for each in (LOST, episode(), episode(Status.ABORTED), LATE, episode()):
-        failures.settle(each)
+        failures.settle(each, (0, 0))
     with pytest.raises(RunError) as caught:
-        failures.settle(episode(Status.INFERENCE_ERROR, "the engine is gone\nwith a traceback"))
+        failures.settle(episode(Status.INFERENCE_ERROR, "the engine is gone\nwith a traceback"), (0, 0))
     assert str(caught.value) == (
         "3 of 6 rollouts failed, and --max-failures is 3\n"
         "by status: inference_error 2, timeout 1\n"
@@ -86,40 +102,40 @@ def test_a_number_of_failures_ends_the_run():
 def test_a_share_of_the_last_ones_ends_the_run():
     failures = Failures(FailurePolicy(0, 0.5))
     for _ in range(WINDOW):
-        failures.settle(episode())
+        failures.settle(episode(), (0, 0))
     for _ in range(WINDOW // 2):
-        failures.settle(LATE)
+        failures.settle(LATE, (0, 0))
     for _ in range(WINDOW):
-        failures.settle(episode())
+        failures.settle(episode(), (0, 0))
     for _ in range(WINDOW // 2):
-        failures.settle(LATE)
+        failures.settle(LATE, (0, 0))
     with pytest.raises(RunError, match=r"101 of the last 200 rollouts failed, and --max-failures is 0\.5 of the last"):
-        failures.settle(LATE)
+        failures.settle(LATE, (0, 0))
 
 
 def test_a_share_needs_no_full_window():
     failures = Failures(FailurePolicy(0, 0.1))
     with pytest.raises(RunError, match="21 of the last 21"):
         for _ in range(WINDOW):
-            failures.settle(LATE)
+            failures.settle(LATE, (0, 0))
 
 
 def test_reasons_are_bounded_and_the_rest_is_counted():
     failures = Failures(FailurePolicy(0, 3000))
     with pytest.raises(RunError) as caught:
         for number in range(3000):
-            failures.settle(episode(Status.TIMEOUT, f"at {number} " + "x" * 10_000))
+            failures.settle(episode(Status.TIMEOUT, f"at {number} " + "x" * 10_000), (0, 0))
     words = str(caught.value)
     assert len(words) < 2000 and "2000 x other reasons" in words and words.endswith("998 x other reasons")
 
 
 def test_an_evaluation_shares_the_budget_but_not_the_orders():
     failures = Failures(FailurePolicy(1, 2))
-    assert failures.settle(LOST) is None
+    assert failures.settle(LOST, (0, 0)) is None
     other = failures.beside()
-    assert other.settle(LOST) is None and other.settle(LOST).metrics["retried"] == 1.0
+    assert other.settle(LOST, (0, 0)) is None and other.settle(LOST, (0, 0)).metrics["retried"] == 1.0
     with pytest.raises(RunError, match="2 of 2 rollouts"):
-        failures.settle(LOST)
+        failures.settle(LOST, (0, 0))
 
 
 def test_metrics_name_each_cause():
@@ -131,8 +147,8 @@ def test_metrics_name_each_cause():
     }
     assert failure_metrics(episodes) == expected and failure_metrics([]) == {}
     failures = Failures()
-    failures.settle(LOST)
-    metrics = rollout_metrics([Group(0, TASK, (*episodes, failures.settle(episode())))])
+    failures.settle(LOST, (0, 0))
+    metrics = rollout_metrics([Group(0, TASK, (*episodes, failures.settle(episode(), (0, 0))))])
     assert expected.keys() <= metrics.keys()
     assert metrics["rollout/retried"] == metrics["rollout/retried/inference_error"] == 1 / 7
 
@@ -187,7 +203,7 @@ def test_every_job_ends_once_whatever_fails(concurrency, retries):
     assert [each.order for each in episodes] == [job.order for job in jobs]
     for each in episodes:
         assert each.metrics.get("retried", 0.0) == attempts[each.order] - 1 <= retries
-        assert not has_failed(each) or attempts[each.order] == retries + 1
+        assert not is_failure(each.status) or attempts[each.order] == retries + 1
     assert failures.statistics.retried == sum(attempts.values()) - len(jobs)
     assert not engine.open
 
@@ -210,7 +226,7 @@ def test_an_engine_that_is_away_is_waited_for():
 
     began = 0.0
     episodes, seconds = run(main)
-    assert not any(map(has_failed, episodes)) and seconds == pytest.approx(7)
+    assert not any(is_failure(each.status) for each in episodes) and seconds == pytest.approx(7)
 
 
 def test_an_engine_in_this_process_is_not_waited_for():
