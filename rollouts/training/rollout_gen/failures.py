@@ -2,7 +2,7 @@
 
     failures = Failures(FailurePolicy(retries=1, max_failures=0.5))
     outcome = await failures.patient(play)(job, session, inference)
-    kept = failures.settle(outcome, job.order)  # None: play the same job again; raises RunError where the budget is spent
+    kept = failures.settle(outcome, job.order)  # None: play the same job again; RunError: the budget is spent
 
 A failure here is one of the infrastructure (`Status`): it says nothing about the policy. What was stopped on purpose
 (ABORTED) is none. Played again is what may well go right another time: an engine that failed for the moment, an
