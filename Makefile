@@ -1,10 +1,13 @@
-.PHONY: run test lint docs
+.PHONY: run test test-engines lint docs
 
 run:  ## the main job: an agent learns to use a tool
 	rollouts run --env calculator --loss grpo
 
 test:
 	pytest
+
+test-engines:  ## against real vLLM and SGLang servers, each installed once into $$ROLLOUTS_ENGINES (about 3 GB each)
+	pytest -n 0 -m engines tests/engines
 
 lint:
 	ruff check

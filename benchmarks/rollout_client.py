@@ -11,7 +11,7 @@ process on a core of its own (the server has the others), after a warm-up on oth
 CPU is that of the client's process, all its threads; memory its peak, with what it imports.
 
 What a side does: `rollouts` the whole path of a run (run_episodes, run_episode, ChatModel, the tiny model's chat
-format, an environment with one plain tool and one reward, TokenEngine); `rollouts async` the same with an environment
+format, an environment with one plain tool and one reward, RemoteEngine); `rollouts async` the same with an environment
 of trio-async methods, which need no worker threads. The others are bare loops that hold ids, send them, and decode ids
 and logprobs with msgspec; there is no chat, no tool and no reward in them: `client` with our HTTPClient, `httpx shared`
 one httpx client under trio, `httpx each` one for each worker, `aiohttp` under asyncio. Left out: generation itself,
@@ -221,7 +221,8 @@ def _rollouts(
     from rollouts.chat.format import load_chat_format
     from rollouts.env.mixing import env_term
     from rollouts.inference.base import InferenceBackend
-    from rollouts.inference.http import TokenEngine
+    from rollouts.inference.remote import RemoteEngine
+    from rollouts.inference.vllm import VLLM
     from rollouts.training.models import load_tokenizer
     from rollouts.training.rollout_gen.episodes import Job, run_episodes
 
@@ -236,7 +237,7 @@ def _rollouts(
             session=session, order=job.order, seed=0,
         )  # fmt: skip
 
-    async def step(engine: TokenEngine, first: int, size: int) -> None:
+    async def step(engine: RemoteEngine, first: int, size: int) -> None:
         tasks = [_task(numbers) for _ in range(-(-size // 8))]
         jobs = [Job(tasks[i // 8], (first + i // 8, i % 8)) for i in range(size)]
         for episode in await run_episodes(jobs, play, engine, concurrency=concurrency):
@@ -245,7 +246,8 @@ def _rollouts(
             assert len(episode.trajectory.segments) == 1 and segment.sampled_count > TURNS, segment
 
     async def run() -> None:
-        async with TokenEngine(url, connections_max=concurrency) as engine:
+        engine = RemoteEngine(VLLM(), url, vocabulary_size=469, takes_weights=False, connections_max=concurrency)
+        async with engine:
             await step(engine, 1_000_000, concurrency)
             mark()
             for number in range(steps):

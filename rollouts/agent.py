@@ -68,7 +68,7 @@ async def run_episode(
     task: Task,
     *,
     make_env: Callable[[], Any],
-    chat: ChatFormat,
+    chat: ChatFormat | None,
     inference: InferenceBackend,
     limits: EpisodeLimits,
     rewards: Sequence[RewardTerm],
@@ -79,11 +79,12 @@ async def run_episode(
 ) -> Episode:
     """Play one episode in an environment of its own, and judge it.
 
-    `session` was opened by the caller and is closed here as soon as the model will not speak again. The environment's
-    `close` runs in every case, also on cancellation, shielded, for at most `limits.cleanup_seconds`; where it fails, so
-    does the episode. Rewards and metrics see the environment before it is closed, and only where the policy played the
-    episode out (COMPLETED, TRUNCATED). Of several trajectories the one that `rollout` returned is judged, else the
-    last. While the episode waits between two steps (a `Seat` at its gate), its deadlines stand still.
+    `chat` is None for an engine that is spoken to in messages (`CanChat`). `session` was opened by the caller and is
+    closed here as soon as the model will not speak again. The environment's `close` runs in every case, also on
+    cancellation, shielded, for at most `limits.cleanup_seconds`; where it fails, so does the episode. Rewards and
+    metrics see the environment before it is closed, and only where the policy played the episode out (COMPLETED,
+    TRUNCATED). Of several trajectories the one that `rollout` returned is judged, else the last. While the episode
+    waits between two steps (a `Seat` at its gate), its deadlines stand still.
 
     Raises:
         RewardError: a reward returned NaN or no number, or could not judge under the policy `raise`.

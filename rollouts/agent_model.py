@@ -3,6 +3,10 @@
 The standard loop of `rollouts.agent` and an environment's own `rollout(task, model)` both speak through it, so that
 both are recorded alike: messages for people, segments (tokens, masks, logprobs, versions) for training. What is left
 out: environments, rewards, deadlines (`rollouts.agent`) and templates (`rollouts.chat`).
+
+Without a chat format the engine is one that is spoken to in messages (`CanChat`): the conversation is played and
+recorded alike, but for its tokens, which nobody knows. Such trajectories have no segments, and the engine's own counts
+(`prompt_tokens`, `completion_tokens`) among their metrics.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 import trio
@@ -20,6 +24,7 @@ from rollouts.agent_tools import run_tool
 from rollouts.env.authoring import ToolMethod
 from rollouts.errors import EnvironmentDefinitionError, InferenceError, ModelError
 from rollouts.inference.base import GenerateRequest, Generation, InferenceBackend
+from rollouts.inference.chatting import CanChat, ChatReply, ChatRequest
 from rollouts.types import Message, Segment, Status, Task, Trajectory
 
 if TYPE_CHECKING:
@@ -112,7 +117,7 @@ class ChatModel:
         self,
         *,
         task: Task,
-        chat: ChatFormat,
+        chat: ChatFormat | None,
         inference: InferenceBackend,
         limits: EpisodeLimits,
         session: str,
@@ -198,16 +203,18 @@ class ChatModel:
 
     async def _speak(self, messages: list[Message], schemas: list[dict[str, Any]]) -> Message:
         conversation = self._find(messages)
+        self._refuse_more(conversation, messages)
+        if self._chat is None:
+            return await self._speak_in_messages(conversation, messages, schemas)
         trajectory = conversation.trajectory
-        turn = self._prepare(conversation, messages, schemas)
+        turn = self._prepare(self._chat, conversation, messages, schemas)
         tokens = turn.context if turn.is_new_segment else trajectory.segments[-1].tokens + turn.context
         room = self._room(conversation, turn.messages, len(tokens))
         with self._clock.move_on_after(self._limits.turn_seconds) as deadline:
-            generation = await self._generate(conversation, tokens, room)
+            generation = await self._generate(self._chat, conversation, tokens, room)
         if deadline.cancelled_caught:
-            reason = f"the model took longer than {self._limits.turn_seconds:g} seconds for one turn"
-            raise self._stop(conversation, turn.messages, Status.TIMEOUT, reason)
-        reply = self._record(conversation, turn, generation)
+            raise self._late(conversation, turn.messages)
+        reply = self._record(self._chat, conversation, turn, generation)
         if generation.finish == "abort":
             raise self._stop(conversation, turn.messages, Status.ABORTED, "the engine was told to stop")
         if generation.finish == "length":
@@ -215,6 +222,33 @@ class ChatModel:
                 conversation, [], Status.TRUNCATED, f"the reply was cut off after {len(generation.tokens)} tokens"
             )
         return msgspec.structs.replace(reply, tool_calls=list(reply.tool_calls))
+
+    async def _speak_in_messages(
+        self, conversation: _Conversation, messages: list[Message], schemas: list[dict[str, Any]]
+    ) -> Message:
+        """One turn of an engine that takes messages."""
+        seed = self._turn_seed(conversation)
+        request = ChatRequest(messages, schemas, self.tokens_left, seed, self._limits.temperature)
+        with self._clock.move_on_after(self._limits.turn_seconds) as deadline:
+            answer = await cast(CanChat, self._inference).chat(request)
+        if deadline.cancelled_caught:
+            raise self._late(conversation, messages)
+        if answer.finish == "context":
+            raise self._stop(conversation, messages, Status.TRUNCATED, answer.detail)
+        self._keep(conversation)
+        self._record_message(conversation, messages, schemas, answer.message)
+        self._count_tokens(answer)
+        if answer.finish == "length":
+            self._stop(conversation, [], Status.TRUNCATED, "the reply was cut off")
+        return msgspec.structs.replace(answer.message, tool_calls=list(answer.message.tool_calls))
+
+    def _count_tokens(self, answer: ChatReply) -> None:
+        """The engine's own counts; where it does not say what was sampled, only the turns bound the episode."""
+        self._sampled_count += answer.completion_tokens or 0
+        for name in ("prompt_tokens", "completion_tokens"):
+            count = getattr(answer, name)
+            if count is not None:
+                self._count(name, float(count))
 
     async def call_tools(self, reply: Message) -> list[Message]:
         """Carry out the calls of a reply, one after another, and count them; the messages that answer it.
@@ -234,7 +268,8 @@ class ChatModel:
             if outcome.failure is not None:
                 self._count("tool_failures")
                 self._count(f"tool_failure/{outcome.failure}")
-        if reply.tool_calls and not self._chat.report.tool_after_text and all(c.error for c in reply.tool_calls):
+        shows_calls = self._chat is None or self._chat.report.tool_after_text
+        if reply.tool_calls and not shows_calls and all(c.error for c in reply.tool_calls):
             # In the conversation as the template shows it there is no call that a tool message could answer.
             return [Message("user", "\n".join(outcome.text for outcome in outcomes))]
         return [
@@ -251,8 +286,8 @@ class ChatModel:
             return max(found, key=lambda c: len(c.trajectory.messages))
         return _Conversation(Trajectory(self._task, messages))
 
-    def _prepare(self, conversation: _Conversation, messages: list[Message], schemas: list[dict[str, Any]]) -> _Turn:
-        """The ids to show. Raises EpisodeOver where this conversation, or the episode, may not go on."""
+    def _refuse_more(self, conversation: _Conversation, messages: list[Message]) -> None:
+        """Raise EpisodeOver where this conversation, or the episode, may not go on."""
         trajectory = conversation.trajectory
         if conversation.sampled is None:
             raise EpisodeOver(trajectory.status, trajectory.error or "this conversation is over")
@@ -260,14 +295,21 @@ class ChatModel:
             raise self._stop(conversation, messages, Status.TRUNCATED, f"all {self._limits.max_turns} turns are used")
         if self.tokens_left == 0:
             raise self._stop(conversation, messages, Status.TRUNCATED, f"all {self._limits.max_tokens} tokens are used")
+
+    def _prepare(
+        self, chat: ChatFormat, conversation: _Conversation, messages: list[Message], schemas: list[dict[str, Any]]
+    ) -> _Turn:
+        """The ids to show."""
+        trajectory, sampled = conversation.trajectory, conversation.sampled
+        assert sampled is not None, "a conversation that is over was refused"
         if trajectory.segments and schemas == trajectory.tools:
             recorded = trajectory.messages
             new = messages[len(recorded) :]
-            suffix = self._chat.extend(recorded[:-1], recorded[-1], new, schemas, conversation.sampled)
+            suffix = chat.extend(recorded[:-1], recorded[-1], new, schemas, sampled)
             if suffix is not None:
                 return _Turn(messages, schemas, suffix, False)
         # A first turn, or history reads differently now: what was sampled before is context of a new segment.
-        return _Turn(messages, schemas, self._chat.encode_prompt(messages, schemas), True)
+        return _Turn(messages, schemas, chat.encode_prompt(messages, schemas), True)
 
     def _room(self, conversation: _Conversation, messages: list[Message], length: int) -> int:
         """How many tokens this turn may have, after `length` of context. Raises EpisodeOver where there are none."""
@@ -277,14 +319,19 @@ class ChatModel:
             raise self._stop(conversation, messages, Status.TRUNCATED, reason)
         return min(self.tokens_left, context - length)
 
-    async def _generate(self, conversation: _Conversation, tokens: list[int], room: int) -> Generation:
+    def _turn_seed(self, conversation: _Conversation) -> int:
         known = conversation in self._conversations
         index = self._conversations.index(conversation) if known else len(self._conversations)
+        return turn_seed(self._seed, *self._order, index, conversation.turns)
+
+    async def _generate(
+        self, chat: ChatFormat, conversation: _Conversation, tokens: list[int], room: int
+    ) -> Generation:
         request = GenerateRequest(
             tokens=tokens,
             max_tokens=room,
-            stop_ids=self._chat.stop_ids,
-            seed=turn_seed(self._seed, *self._order, index, conversation.turns),
+            stop_ids=chat.stop_ids,
+            seed=self._turn_seed(conversation),
             temperature=self._limits.temperature,
             order=(*self._order, self._turns),
             session=self._session,
@@ -293,7 +340,7 @@ class ChatModel:
         _check_generation(generation, room)
         return generation
 
-    def _record(self, conversation: _Conversation, turn: _Turn, generation: Generation) -> Message:
+    def _record(self, chat: ChatFormat, conversation: _Conversation, turn: _Turn, generation: Generation) -> Message:
         self._keep(conversation)
         trajectory = conversation.trajectory
         if turn.is_new_segment:
@@ -304,15 +351,22 @@ class ChatModel:
         _append(segment, turn.context, 0.0, [0.0] * len(turn.context), [-1] * len(turn.context))
         logprobs = [min(logprob, 0.0) for logprob in generation.logprobs]
         _append(segment, generation.tokens, 1.0, logprobs, generation.versions)
-        reply = self._chat.parse(generation.tokens, turn.schemas)
-        trajectory.messages = [*turn.messages, reply]
-        trajectory.tools = turn.schemas
+        reply = chat.parse(generation.tokens, turn.schemas)
         conversation.sampled = list(generation.tokens)
+        self._sampled_count += len(generation.tokens)
+        self._record_message(conversation, turn.messages, turn.schemas, reply)
+        return reply
+
+    def _record_message(
+        self, conversation: _Conversation, messages: list[Message], schemas: list[dict[str, Any]], reply: Message
+    ) -> None:
+        """What people read, and the counts."""
+        trajectory = conversation.trajectory
+        trajectory.messages = [*messages, reply]
+        trajectory.tools = schemas
         conversation.turns += 1
         self._turns += 1
-        self._sampled_count += len(generation.tokens)
         self._count("turns")
-        return reply
 
     def _keep(self, conversation: _Conversation) -> None:
         self._current = conversation
@@ -328,6 +382,10 @@ class ChatModel:
             trajectory.messages = messages
         conversation.sampled = None
         return EpisodeOver(status, reason)
+
+    def _late(self, conversation: _Conversation, messages: list[Message]) -> EpisodeOver:
+        reason = f"the model took longer than {self._limits.turn_seconds:g} seconds for one turn"
+        return self._stop(conversation, messages, Status.TIMEOUT, reason)
 
     def state_dict(self) -> dict[str, Any]:
         """All conversations as plain data, as they are between two turns."""
@@ -361,10 +419,10 @@ class ChatModel:
             for segment in trajectory.segments:
                 _check_closed(segment)
 
-    def _count(self, name: str) -> None:
+    def _count(self, name: str, amount: float = 1.0) -> None:
         if self._current is not None:
             metrics = self._current.trajectory.metrics
-            metrics[name] = metrics.get(name, 0.0) + 1.0
+            metrics[name] = metrics.get(name, 0.0) + amount
 
 
 def plain_state(name: str, state: Any) -> Any:

@@ -1,12 +1,16 @@
 """Evaluation: every held-out task played once, and what came of it in numbers.
 
+`evaluate` is what a training run does between its steps; `numbers_of` is what `rollouts eval` tells of a model.
 Pure over its parts: it plays episodes and aggregates; what is trained or written is not its business.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from rollouts.agent import Episode
 from rollouts.inference.base import InferenceBackend
@@ -14,9 +18,9 @@ from rollouts.training.rollout_gen.episodes import Job, Play, run_episodes
 from rollouts.training.rollout_gen.failures import Failures
 from rollouts.training.rollout_gen.group_rewards import GroupScorer
 from rollouts.training.rollout_gen.groups import check_judged, reward_metrics
-from rollouts.types import Task
+from rollouts.types import Status, Task
 
-__all__ = ["Evaluation", "Report", "evaluate", "summarise"]
+__all__ = ["Evaluation", "Report", "evaluate", "numbers_of", "pass_at_k", "summarise"]
 
 
 class Report(NamedTuple):
@@ -105,3 +109,76 @@ def _summarise(episodes: Sequence[Episode]) -> Report:
     }
     judged = sum(episode.score.value is not None for episode in episodes)
     return Report(metrics.get("reward/mean"), parts, judged, len(episodes))
+
+
+# --- what `rollouts eval` tells ---------------------------------------------------------------------------------------
+
+
+def numbers_of(groups: Sequence[Sequence[Episode]]) -> dict[str, Any]:
+    """The numbers of an evaluation; each group holds the episodes of one task (all equally many, or fewer where it was
+    interrupted). Of several environments also those of each.
+
+    `reward_stderr` is that of the mean over tasks, each with the mean of its own episodes: episodes of one task are
+    not independent. `pass@k` is there where every reward is 0 or 1. What failed of the infrastructure is in no mean.
+    """
+    aliases = sorted({episode.task.env for group in groups for episode in group} - {""})
+    found = _numbers(groups)
+    if aliases:
+        found["environments"] = {
+            alias: _numbers([group for group in groups if group and group[0].task.env == alias]) for alias in aliases
+        }
+    return found
+
+
+def pass_at_k(samples: int, passed: int, k: int) -> float:
+    """The chance that one of `k` samples passes, without bias from `samples` of which `passed` did (Chen et al. 2021,
+    https://arxiv.org/abs/2107.03374, equation 1).
+
+    >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 4), pass_at_k(4, 1, 2)
+    (0.25, 1.0, 0.5)
+    """
+    assert 0 <= passed <= samples and 1 <= k <= samples, (samples, passed, k)
+    return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
+
+
+def _numbers(groups: Sequence[Sequence[Episode]]) -> dict[str, Any]:
+    episodes = [episode for group in groups for episode in group]
+    judged = [[e.score.value for e in group if e.score.value is not None] for group in groups]
+    means = [statistics.fmean(rewards) for rewards in judged if rewards]
+    metrics = reward_metrics(episodes)
+    parts = {name for episode in episodes for name in episode.score.parts}
+    calls, failed_calls = (_total(episodes, name) for name in ("tool_calls", "tool_failures"))
+    counted = ("prompt_tokens", "completion_tokens")
+    statuses = Counter(episode.status for episode in episodes)
+    return {
+        "reward_mean": metrics.get("reward/mean"),
+        "reward_stderr": statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None,
+        "pass@k": _passes(judged),
+        "parts": {name: metrics[f"reward/{name}"] for name in sorted(parts) if f"reward/{name}" in metrics},
+        "metrics": {name[4:]: value for name, value in metrics.items() if name.startswith("env/")},
+        "tasks": len(groups),
+        "episodes": len(episodes),
+        "judged": sum(map(len, judged)),
+        "truncated": statuses[Status.TRUNCATED],
+        "failed": {status.value: n for status, n in sorted(statuses.items()) if status.is_infrastructure},
+        "turns_mean": statistics.fmean(e.trajectory.turns for e in episodes) if episodes else None,
+        "tool_calls": int(calls),
+        "tool_failures": int(failed_calls),
+        "tokens": {name: int(_total(episodes, name)) for name in counted if any(name in e.metrics for e in episodes)}
+        or {"completion_tokens": sum(t.sampled_count for e in episodes for t in e.trajectories)},
+        "latency_p50": statistics.median(e.metrics.get("latency_seconds", 0.0) for e in episodes) if episodes else None,
+    }
+
+
+def _passes(judged: Iterable[Sequence[float]]) -> dict[str, float]:
+    """pass@1, pass@2, pass@4 … up to as many samples as every task has; none where a reward is neither 0 nor 1."""
+    groups = [rewards for rewards in judged if rewards]
+    if not groups or any(reward not in (0.0, 1.0) for rewards in groups for reward in rewards):
+        return {}
+    fewest = min(map(len, groups))
+    ks = sorted({2**power for power in range(fewest.bit_length()) if 2**power <= fewest} | {fewest})
+    return {str(k): statistics.fmean(pass_at_k(len(rewards), int(sum(rewards)), k) for rewards in groups) for k in ks}
+
+
+def _total(episodes: Iterable[Episode], name: str) -> float:
+    return sum(episode.metrics.get(name, 0.0) for episode in episodes)

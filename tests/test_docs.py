@@ -128,14 +128,14 @@ def test_toml_parses(block):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_parse(command, tmp_path, monkeypatch, capsys):
-    """`run` and `sft` are read to the end, and what they would run is not; of the others the command must exist."""
+    """`run`, `sft` and `eval` are read to the end, and what they would run is not; other commands must exist."""
     seen = []
     composed = types.ModuleType("rollouts.compose")
     composed.run_command = lambda resolved, dry_run: seen.append(resolved) or 0  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "rollouts.compose", composed)
     monkeypatch.chdir(tmp_path)
     argv = shlex.split(command.partition(" #")[0].partition(" > ")[0])[1:]
-    if argv[0] in ("run", "sft"):
+    if argv[0] in ("run", "sft", "eval"):
         for file in (argument for argument in argv[1:] if argument.endswith(".toml")):
             Path(file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / "configs" / "calculator_tiny.toml", file)

@@ -37,6 +37,10 @@ FLOORS = {
     "rollouts.training.adapters": 2,
     "rollouts.training.models": 2,
     "rollouts.training.backends": 2,
+    "rollouts.training.weight_engines": 2,
+    "rollouts.training.weight_files": 2,
+    "rollouts.training.weight_groups": 2,
+    "rollouts.training.weight_probe": 2,
     "rollouts.training.weight_sync": 2,
     "rollouts.training.datasets": 2,
     "rollouts.loggers": 2,
@@ -66,6 +70,7 @@ MAY_IMPORT_TRIO = {
     "rollouts.env.calls",
     "rollouts.env.checks",
     "rollouts.env.processes",
+    "rollouts.env.threads",
     "rollouts.training.backends.futures",
 }
 GROUND = {"rollouts", "msgspec", "pluggy", "tomli_w", *sys.stdlib_module_names}

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from rollouts.types import Message, ToolCall
 
-__all__ = ["FAMILIES", "Family", "Parsed", "detect_family", "parse_reply"]
+__all__ = ["FAMILIES", "Family", "Parsed", "detect_family", "parse_reply", "read_call"]
 
 
 class Family(NamedTuple):
@@ -97,6 +97,27 @@ def _strict_call(raw: Any) -> ToolCall:
         raise _Unreadable("a number that JSON does not have (NaN or Infinity), or too deep a nesting") from None
     identifier = raw.get("id")
     return ToolCall(name, arguments, identifier if isinstance(identifier, str) else "")
+
+
+def read_call(raw: Any) -> ToolCall:
+    """A call as a chat API gives it, its arguments JSON in a string; a malformed one carries its error.
+
+    >>> read_call({"id": "c1", "function": {"name": "add", "arguments": '{"a": 1}'}})
+    ToolCall(name='add', arguments={'a': 1}, id='c1')
+    >>> read_call({"id": "c1", "function": {"name": "add", "arguments": "a=1"}}).id
+    'c1'
+    """
+    try:
+        return _strict_call(raw)
+    except _Unreadable as error:
+        raw = raw if isinstance(raw, dict) else {}
+        function = raw.get("function")
+        name, identifier = function.get("name") if isinstance(function, dict) else None, raw.get("id")
+        return ToolCall(
+            name if isinstance(name, str) else "",
+            id=identifier if isinstance(identifier, str) else "",
+            error=str(error),
+        )
 
 
 def _plainly_spelt(raw: Any) -> bool:

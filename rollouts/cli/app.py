@@ -21,6 +21,7 @@ __all__ = ["COMMANDS", "NamedGroup", "RolloutsGroup", "app", "run_app"]
 COMMANDS = {
     "run": ("rollouts.cli.run:run", "Train a model by reinforcement in an environment."),
     "sft": ("rollouts.cli.sft:sft", "Train a model on demonstrations."),
+    "eval": ("rollouts.cli.eval:evaluate", "Evaluate a model in an environment."),
     "resume": ("rollouts.cli.resume:resume", "Go on with a run, or make it longer."),
     "export": ("rollouts.cli.export:export", "Write a run's model as a folder that others load."),
     "config": ("rollouts.cli.config:config", "Print a whole settings file, with comments."),
@@ -28,7 +29,7 @@ COMMANDS = {
 }
 """The core's commands: where each is, and its line in the help (which imports none of them)."""
 
-TAKES_SETTINGS = ("run", "sft", "config", "resume")
+TAKES_SETTINGS = ("run", "sft", "eval", "config", "resume")
 """The commands that take dotted flags. A plugin's command gets them in `ctx.obj` and judges for itself."""
 
 
@@ -195,6 +196,9 @@ def _usage_message(error: click.ClickException) -> str:
         known = [name for p in context.command.params for name in (*p.opts, *p.secondary_opts)] if context else []
         near = near_misses(error.option_name.replace("_", "-"), [name for name in known if name.startswith("--")])
         message = f"`{command}` has no option {error.option_name}"
+        if context and context.info_name == "eval" and _is_of_training(error.option_name):
+            near = []
+            message += ": an evaluation trains nothing, and this is a setting of training; leave it out"
         if near:
             message += f"\ndid you mean: {', '.join(near)}?"
         if context and context.info_name in TAKES_SETTINGS:
@@ -203,3 +207,10 @@ def _usage_message(error: click.ClickException) -> str:
         message = error.format_message().rstrip(".")
         message = message[:1].lower() + message[1:]
     return f"{message}\ntype: {command} --help"
+
+
+def _is_of_training(option: str) -> bool:
+    """Whether an option is a setting that no evaluation has."""
+    from rollouts.config.settings import EVAL, setting_infos
+
+    return option.lstrip("-").replace("-", "_") in {info.name for info in setting_infos()} - set(EVAL)

@@ -6,7 +6,7 @@ mistake reads the same whether it was typed or written in a file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -30,7 +30,13 @@ _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
 class SettingsCommand(click.Command):
-    """A command that takes settings: its help shows them by group, each with its default."""
+    """A command that takes settings: its help shows them by group, each with its default. `infos` are those that it
+    takes, where they are not all.
+    """
+
+    def __init__(self, name: str, *, infos: Sequence[SettingInfo] | None = None, **given: Any) -> None:
+        super().__init__(name, **given)
+        self.infos = tuple(infos) if infos is not None else setting_infos()
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """As click's; a missing value is told with this command's name."""
@@ -44,7 +50,7 @@ class SettingsCommand(click.Command):
         """The options that are settings by their groups, then the command's own."""
         options = [parameter for parameter in self.get_params(ctx) if isinstance(parameter, click.Option)]
         records = {option.name: option.get_help_record(ctx) for option in options}
-        infos = [info for info in setting_infos() if records.get(info.name) or info.name in FILE_ONLY]
+        infos = [info for info in self.infos if records.get(info.name) or info.name in FILE_ONLY]
         for group in dict.fromkeys(info.group for info in infos):
             rows = []
             for info in infos:
@@ -58,13 +64,13 @@ class SettingsCommand(click.Command):
             formatter.write_dl(own)
 
 
-def setting_options(leave_out: Iterable[str] = ()) -> list[click.Parameter]:
-    """An argument for the file and an option for every core setting but those of FILE_ONLY.
+def setting_options(leave_out: Iterable[str] = (), infos: Iterable[SettingInfo] | None = None) -> list[click.Parameter]:
+    """An argument for the file and an option for every core setting (or those of `infos`) but those of FILE_ONLY.
 
     `--schedule` is hidden: whoever types it is told what to write in the file.
     """
     options: list[click.Parameter] = [click.Argument(["file"], required=False, metavar="[FILE]")]
-    for info in setting_infos():
+    for info in setting_infos() if infos is None else infos:
         if info.name == "template" or info.name in leave_out:
             continue
         options.append(

@@ -7,6 +7,7 @@ algorithms.py  the chosen ones as Algorithms, a stage each, and every check of t
 describe.py    a plan in words: what `--dry-run` prints
 memory.py      what a plan will take
 parts.py       the stateful parts of a run: model, engine, loggers
+evaluation_plan.py, evaluation.py  the same for a run that only evaluates: its plan, its course
 launch.py      the parts are put together, the run begins and ends
 course.py      what happens in between: evaluate, train, save
 resume.py      which checkpoint a run goes on from, and what is taken back
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rollouts.compose.evaluation import EvaluationWatcher
     from rollouts.compose.plan import Plan
     from rollouts.compose.watch import Watcher
     from rollouts.config import Resolved, Tree
@@ -45,6 +47,8 @@ def run_resolved(resolved: Resolved) -> dict[str, Any]:
     from rollouts.compose.watch import Silence
 
     started = time.perf_counter()
+    if resolved.settings.mode == "eval":
+        return _evaluate(resolved, None, started)
     folder = run_to_resume(resolved)
     done = folder and finished(folder, resolved.settings.steps)
     return done or _start(resolved, Silence(), started, folder)
@@ -71,6 +75,11 @@ def run_command(resolved: Resolved, dry_run: bool) -> int:
     if dry_run:
         print(_described(resolved))
         return 0
+    if resolved.settings.mode == "eval":
+        from rollouts.cli.evaluation_progress import EvaluationProgress
+
+        _evaluate(resolved, EvaluationProgress(), started)
+        return 0
     from rollouts.compose.resume import run_to_resume
 
     return _tell_or_start(resolved, started, run_to_resume(resolved), "")
@@ -90,6 +99,11 @@ def _described(resolved: Resolved) -> str:
         from rollouts.compose.phases import describe_phases
 
         return describe_phases(resolved)
+    if resolved.settings.mode == "eval":
+        from rollouts.compose.describe import describe_evaluation
+        from rollouts.compose.evaluation_plan import make_evaluation_plan
+
+        return describe_evaluation(make_evaluation_plan(resolved))
     from rollouts.compose.describe import describe
 
     return describe(make_plan(resolved))
@@ -107,6 +121,13 @@ def _tell_or_start(resolved: Resolved, started: float, folder: Path | None, chec
         return 0
     _start(resolved, Progress(), started, folder, checkpoint)
     return 0
+
+
+def _evaluate(resolved: Resolved, watcher: EvaluationWatcher | None, started: float) -> dict[str, Any]:
+    from rollouts.compose.evaluation import EvaluationSilence, launch_evaluation
+    from rollouts.compose.evaluation_plan import make_evaluation_plan
+
+    return launch_evaluation(make_evaluation_plan(resolved), watcher or EvaluationSilence(), started)
 
 
 def _start(

@@ -20,7 +20,7 @@ from rollouts.training.algorithms.algorithm import KL, Algorithm, algorithm_sett
 from rollouts.training.algorithms.corrections import truncated
 from rollouts.training.algorithms.kl import KL_SETTINGS, check_kl
 
-__all__ = ["Chosen", "bind_each", "choose_all", "completed", "curriculum", "own_functions", "signed"]
+__all__ = ["Chosen", "bind_each", "choose_all", "choose_each", "completed", "curriculum", "own_functions", "signed"]
 
 Path = tuple[str, ...]
 
@@ -67,6 +67,16 @@ def choose_all(
                 _choose(manager, key, each, loss, source, _place(key, each, places)) for each in components[key]
             ]
     return {key: chosen[key] for key in components}
+
+
+def choose_each(
+    manager: PluginManager, components: Mapping[str, list[Component]], source: Source
+) -> dict[str, list[Chosen]]:
+    """Every component of keys that no algorithm has a part in: env, reward, inference, logger. Raises UserError."""
+    return {
+        key: [_choose_plain(manager, key, each, source, _place(key, each, None)) for each in components[key]]
+        for key in components
+    }
 
 
 def completed(
@@ -123,9 +133,6 @@ def bind_each(functions: Iterable[Any], settings: Mapping[str, Any]) -> tuple[An
 
 def _choose(manager: PluginManager, key: str, component: Component, loss: Chosen, source: Source, path: Path) -> Chosen:
     """One component with its settings converted and completed."""
-    if key == "reward" and component.name == "env":
-        convert_settings(Signature((), ()), component.settings, "the environment's own rewards", source, path)
-        return Chosen("env", None, {}, None, component.alias)
     if key == "correction" and component.name == AUTO:
         # An algorithm that brings a correction wants it; else it is the usual one, where another engine samples.
         own = loss.component.correction or truncated
@@ -134,6 +141,14 @@ def _choose(manager: PluginManager, key: str, component: Component, loss: Chosen
         return _choose_own(key, component, loss, source, path)
     if key in ("shaping", "filter") and component.name == OWN:
         return _choose_own(key, component, loss, source, path)
+    return _choose_plain(manager, key, component, source, path)
+
+
+def _choose_plain(manager: PluginManager, key: str, component: Component, source: Source, path: Path) -> Chosen:
+    """A component that has to do with nothing but its name."""
+    if key == "reward" and component.name == "env":
+        convert_settings(Signature((), ()), component.settings, "the environment's own rewards", source, path)
+        return Chosen("env", None, {}, None, component.alias)
     return _choose_named(manager, key, component, source, path)
 
 

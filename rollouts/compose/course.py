@@ -29,7 +29,7 @@ from rollouts.training.rollout_gen.by_environment import environment_metrics
 from rollouts.training.rollout_gen.failures import FailurePolicy, Failures
 from rollouts.training.rollout_gen.groups import Group
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager, RolloutConfig
-from rollouts.training.weight_sync import sync_weights
+from rollouts.training.weight_sync import WeightSyncManager
 from rollouts.types import Sample
 
 __all__ = ["Course", "Data", "step_records"]
@@ -62,6 +62,7 @@ class Course:
         self._metrics: dict[str, float] = {}
         self._loop: dict[str, Any] = {}  # the states of buffer, manager and loop, where there are any
         self._save_seconds: float | None = None
+        self._syncing = WeightSyncManager([parts.inference], temperature=parts.plan.settings.temperature)
         self._failures = Failures(FailurePolicy(parts.plan.settings.retries, parts.plan.settings.max_failures))
         self._profiled = _profiled_steps(self._start.step, parts.plan.settings.steps, parts.plan.settings.profile)
         self.summary: dict[str, Any] = {"status": "done", "steps": self._start.step, "evaluation": self._evaluations}
@@ -72,7 +73,7 @@ class Course:
         """Evaluate, train, evaluate, save."""
         parts, settings = self._parts, self._parts.plan.settings
         async with parts.inference:
-            await sync_weights(parts.backend, [parts.inference])
+            await self._syncing.sync(parts.backend)
             if self._resumed is not None and self._resumed.checkpoint is not None:
                 self._evaluations["before"] = self._start.evaluation.get("before")
             else:
@@ -161,6 +162,7 @@ class Course:
                 on_samples=lambda samples, step: parts.call_hooks("rollouts_samples", samples=samples, step=step),
                 on_step=on_step,
                 on_logged=on_logged,
+                syncing=self._syncing,
                 start=loop,
             )
 
@@ -168,7 +170,9 @@ class Course:
         parts, plan, settings = self._parts, self._parts.plan, self._parts.plan.settings
 
         async def on_step(step: int, metrics: dict[str, float]) -> dict[str, float]:
-            synced = await sync_weights(parts.backend, [parts.inference])
+            # Weights are sent where they are used: in evaluations.
+            owns = getattr(parts.inference, "owns_weights", False)
+            synced = {} if owns else await self._syncing.sync(parts.backend)
             return synced | await self._between(step, metrics | synced, [])
 
         config = SFTTrainingConfig(settings.steps, settings.prompts_per_step, plan.algorithm.aggregation)
@@ -215,6 +219,8 @@ class Course:
         parts, settings = self._parts, self._parts.plan.settings
         if not parts.held_out or not parts.plan.rewards:
             return None
+        if self._syncing.version != parts.backend.version:
+            await self._syncing.sync(parts.backend)
         reports = []
         for temperature in EVALUATION_TEMPERATURES:
             report = await evaluate(

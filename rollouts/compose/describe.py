@@ -19,9 +19,10 @@ from rollouts.training.datasets.mixing import shares_at
 from rollouts.types import Task
 
 if TYPE_CHECKING:
+    from rollouts.compose.evaluation_plan import EvaluationPlan
     from rollouts.compose.plan import Chosen, Plan
 
-__all__ = ["describe", "objective_words"]
+__all__ = ["describe", "describe_evaluation", "objective_words"]
 
 
 def describe(plan: Plan) -> str:
@@ -61,7 +62,28 @@ def describe(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _tool_lines(plan: Plan) -> Iterator[str]:
+def describe_evaluation(plan: EvaluationPlan) -> str:
+    """The same of an evaluation: settings, components, tasks. Raises the first UserError that it would meet there."""
+    if plan.settings.out:
+        check_out(plan.settings.out)
+    tasks = plan.eval_tasks()
+    samples = plan.settings.samples_per_prompt
+    lines = [
+        to_toml(plan.resolved).rstrip(),
+        "",
+        "# Composed",
+        *(_component_line(key, each) for key, chosen in plan.chosen.items() for each in chosen),
+        *_tool_lines(plan),
+        f"held-out tasks: {len(tasks)}{_counted_words(plan, tasks)}, each played "
+        f"{'once' if samples == 1 else f'{samples} times'}",
+        "the engine takes messages: no tokenizer, no chat template" if plan.is_chat else "the engine takes token ids",
+        *(f"note: {note}" for note in plan.notes),
+        "nothing was loaded, asked or written",
+    ]
+    return "\n".join(lines)
+
+
+def _tool_lines(plan: Plan | EvaluationPlan) -> Iterator[str]:
     """The tools that the model has, in each environment."""
     for env in plan.environments:
         names = ", ".join(tool.name for tool in tools_of(env.make())) or "none"
@@ -81,7 +103,7 @@ def _environment_lines(plan: Plan) -> Iterator[str]:
         yield line
 
 
-def _counted_words(plan: Plan, tasks: Sequence[Task]) -> str:
+def _counted_words(plan: Plan | EvaluationPlan, tasks: Sequence[Task]) -> str:
     """How many of the tasks each of several environments has."""
     if not plan.environments[0].alias:
         return ""

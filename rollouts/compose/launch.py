@@ -84,7 +84,7 @@ def launch(
         return {}
     ending = contextlib.ExitStack()  # left last
     try:
-        inference = make_inference(plan, backend)
+        inference = make_inference(plan, backend, str(out))
         folder = RunFolder(out) if resume is None else RunFolder.reopen(out)
         try:
             resumed = None

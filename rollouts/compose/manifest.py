@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollouts import __version__
+from rollouts.compose.evaluation_plan import EvaluationPlan
 from rollouts.compose.plan import Plan
 from rollouts.plugins.index import ComponentRef
 
@@ -19,7 +20,7 @@ __all__ = ["make_manifest", "resumed_manifest"]
 LIBRARIES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "trio", "msgspec", "pluggy", "numpy")
 
 
-def make_manifest(plan: Plan) -> dict[str, Any]:
+def make_manifest(plan: Plan | EvaluationPlan) -> dict[str, Any]:
     """Versions of every distribution that takes part, the seed, the hardware, and the command that was typed."""
     return {
         "rollouts": __version__,
@@ -47,7 +48,7 @@ def resumed_manifest(manifest: Mapping[str, Any], plan: Plan, step: int, checkpo
     return {**(manifest or now), "resumed": [*manifest.get("resumed", []), again]}
 
 
-def _references(plan: Plan) -> list[ComponentRef]:
+def _references(plan: Plan | EvaluationPlan) -> list[ComponentRef]:
     """Every component of the run, those of later stages too; each once, in the order of the settings."""
     parts = [plan.chosen, *plan.stages_chosen[1:]]
     found = [each.ref for chosen in parts for several in chosen.values() for each in several]
@@ -63,14 +64,10 @@ def _version(distribution: str) -> str | None:
 
 
 def _hardware() -> dict[str, Any]:
-    """What the run computes on."""
-    import torch
-
+    """What the run computes on. An evaluation that has a server compute needs no torch, and has none loaded."""
+    here = {"system": platform.platform(), "machine": platform.machine(), "cpus": os.cpu_count()}
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return here
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {
-        "system": platform.platform(),
-        "machine": platform.machine(),
-        "cpus": os.cpu_count(),
-        "torch_threads": torch.get_num_threads(),
-        "gpus": gpus,
-    }
+    return here | {"torch_threads": torch.get_num_threads(), "gpus": gpus}

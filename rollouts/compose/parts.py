@@ -10,15 +10,18 @@ import math
 import os
 from typing import Any, NamedTuple
 
+import trio
+
 from rollouts.agent import Episode, EpisodeLimits, run_episode
 from rollouts.chat.format import ChatFormat, load_chat_format
+from rollouts.compose.evaluation_plan import EvaluationPlan
 from rollouts.compose.plan import Plan
 from rollouts.compose.watch import Watcher
 from rollouts.config import to_toml
-from rollouts.config.settings import COMPONENT_KINDS
+from rollouts.config.settings import COMPONENT_KINDS, EVAL
 from rollouts.env.authoring import tools_of
 from rollouts.errors import ConfigError, ModelError, RolloutsError, RunError
-from rollouts.inference.base import InferenceBackend
+from rollouts.inference.base import CanCheck, InferenceBackend
 from rollouts.loggers.base import MetricsLogger, plain_settings
 from rollouts.plugins.manager import PluginFault
 from rollouts.plugins.signature import call_with
@@ -32,6 +35,7 @@ from rollouts.types import Task
 __all__ = [
     "Loggers",
     "Parts",
+    "how_to_play",
     "load_chat",
     "make_inference",
     "make_loggers",
@@ -56,41 +60,46 @@ class Parts(NamedTuple):
 
     def play(self, temperature: float, seed: int) -> Play:
         """How one episode is played at this temperature; `seed` and the episode's order decide its random numbers."""
-        settings = self.plan.settings
-        limits = EpisodeLimits(
-            settings.max_tokens,
-            settings.max_turns,
-            temperature,
-            episode_seconds=settings.episode_seconds,
-            cleanup_seconds=settings.cleanup_seconds,
-            reward_seconds=settings.reward_seconds,
-            setup_seconds=settings.setup_seconds,
-            turn_seconds=settings.turn_seconds or math.inf,
-            tool_seconds=settings.tool_seconds or math.inf,
-        )
-
-        async def play(job: Job, session: str, inference: InferenceBackend) -> Episode:
-            return await run_episode(
-                job.task,
-                make_env=self.plan.environment_of(job.task).make,
-                chat=self.chat,
-                inference=inference,
-                limits=limits,
-                rewards=self.plan.rewards,
-                session=session,
-                order=job.order,
-                seed=seed,
-                on_invalid_reward=settings.on_invalid_reward,
-            )
-
-        return play
+        return how_to_play(self.plan, self.chat, temperature, seed)
 
     def call_hooks(self, event: str, **values: Any) -> None:
         """Hooks that fail are told, and stop nothing."""
         self.watcher.faults(self.plan.manager.call_event(event, **values))
 
 
-def load_chat(plan: Plan) -> ChatFormat:
+def how_to_play(plan: Plan | EvaluationPlan, chat: ChatFormat | None, temperature: float, seed: int) -> Play:
+    """How one episode of this plan is played (see `Parts.play`); `chat` is None for an engine that takes messages."""
+    settings = plan.settings
+    limits = EpisodeLimits(
+        settings.max_tokens,
+        settings.max_turns,
+        temperature,
+        episode_seconds=settings.episode_seconds,
+        cleanup_seconds=settings.cleanup_seconds,
+        reward_seconds=settings.reward_seconds,
+        setup_seconds=settings.setup_seconds,
+        turn_seconds=settings.turn_seconds or math.inf,
+        tool_seconds=settings.tool_seconds or math.inf,
+    )
+
+    async def play(job: Job, session: str, inference: InferenceBackend) -> Episode:
+        return await run_episode(
+            job.task,
+            make_env=plan.environment_of(job.task).make,
+            chat=chat,
+            inference=inference,
+            limits=limits,
+            rewards=plan.rewards,
+            session=session,
+            order=job.order,
+            seed=seed,
+            on_invalid_reward=settings.on_invalid_reward,
+        )
+
+    return play
+
+
+def load_chat(plan: Plan | EvaluationPlan) -> ChatFormat:
     """The model's chat format. Raises ModelError where its template cannot show what the environment needs."""
     chat = load_chat_format(load_tokenizer(plan.settings.model), plan.settings.template)
     with_tools = [env.name for env in plan.environments if tools_of(env.make())]
@@ -133,26 +142,30 @@ def make_training(plan: Plan) -> TrainingBackend | RankServer:
     return backend
 
 
-def repeatable(plan: Plan) -> str:
+def repeatable(plan: Plan | EvaluationPlan) -> str:
     """What config.toml holds: everything but the folder and `resume`, so that running it again writes to a new one."""
     settings = dataclasses.replace(plan.resolved.settings, out="", resume="never")
     return to_toml(plan.resolved._replace(settings=settings))
 
 
-def make_inference(plan: Plan, backend: TrainingBackend) -> InferenceBackend:
-    """The engine. Raises UserError, also where what it returns cannot be trained on."""
+def make_inference(plan: Plan, backend: TrainingBackend, folder: str) -> InferenceBackend:
+    """The engine, not entered; `folder` is the run's, which need not be there yet. Raises UserError, also where what it
+    returns cannot be trained on, or a server that it needs cannot be used.
+    """
     chosen = plan.one("inference")
-    available = {"model": plan.settings.model, "training": backend, "seed": plan.settings.seed}
+    available = plan.inference_arguments(backend, folder)
     inference: InferenceBackend = call_with(chosen.component, available, chosen.settings)
     if not inference.trainable and plan.settings.mode == "rl":
         raise ConfigError(
             f"--inference {chosen.name}: it returns no token ids with logprobs, so it is good for evaluation only; "
             "type --inference hf to train"
         )
+    if isinstance(inference, CanCheck):
+        trio.run(inference.check)
     return inference
 
 
-def make_loggers(plan: Plan, folder: RunFolder, first_step: int) -> Loggers:
+def make_loggers(plan: Plan | EvaluationPlan, folder: RunFolder, first_step: int) -> Loggers:
     """Every logger of the run. Raises UserError; those made before the one at fault are closed."""
     available = {"folder": str(folder.path), "settings": plain_plan(plan), "first_step": first_step}
     made = Loggers()
@@ -196,13 +209,16 @@ class Loggers:
                 self.faults.append(PluginFault(f"logger {name}", "", f"close failed: {type(error).__name__}: {error}"))
 
 
-def plain_plan(plan: Plan) -> dict[str, Any]:
+def plain_plan(plan: Plan | EvaluationPlan) -> dict[str, Any]:
     """The resolved settings as plain data: for loggers and hooks."""
     settings = plain_settings(plan.settings)
+    if isinstance(plan, EvaluationPlan):
+        settings = {name: value for name, value in settings.items() if name in EVAL}
     for key in COMPONENT_KINDS:
-        for each in plan.chosen[key]:
+        for each in plan.chosen.get(key, ()):
             if each.settings:
                 name = f"{key}.{each.alias}" if each.alias else key
                 settings[f"{name}.settings"] = plain_settings(each.settings)
-    settings["lr"] = plan.lr
+    if isinstance(plan, Plan):
+        settings["lr"] = plan.lr
     return settings

@@ -26,6 +26,7 @@ from rollouts.config.settings import Settings
 from rollouts.env.checks import check_environment, reward_term
 from rollouts.env.mixing import RewardTerm, env_term
 from rollouts.errors import ConfigError
+from rollouts.inference.chatting import is_evaluation_only
 from rollouts.plugins.checks import run_check
 from rollouts.plugins.manager import PluginManager
 from rollouts.plugins.signature import check_signature
@@ -34,10 +35,10 @@ from rollouts.training.algorithms.needs import needs
 from rollouts.training.algorithms.schedule import Stage
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.rollout_gen.groups import Filter
-from rollouts.training.types import Companions
+from rollouts.training.types import Companions, TrainingBackend
 from rollouts.types import Task
 
-__all__ = ["Chosen", "Plan", "make_plan"]
+__all__ = ["Chosen", "Plan", "make_plan", "reward_terms", "with_data"]
 
 Components = dict[str, list[Component]]
 
@@ -106,6 +107,19 @@ class Plan(NamedTuple):
             "companions": self.companions,
         }
 
+    def inference_arguments(self, training: TrainingBackend | None, folder: str) -> dict[str, Any]:
+        """What an engine may ask for; `training` is None as long as there is no model."""
+        settings = self.settings
+        return {
+            "model": settings.model,
+            "training": training,
+            "seed": settings.seed,
+            "temperature": settings.temperature,
+            "folder": folder,
+            "concurrency": settings.concurrency,
+            "lora_rank": settings.lora_rank,
+        }
+
     def one(self, key: str) -> Chosen:
         """The component of a kind of which there is exactly one."""
         (chosen,) = self.chosen[key]
@@ -143,13 +157,16 @@ def make_plan(resolved: Resolved) -> Plan:
         raise ConfigError(
             "mode sft+rl is two runs, and each has a plan; rollouts.compose.phases.phases() gives their settings"
         )
+    if settings.mode == "eval":
+        raise ConfigError("mode eval trains nothing and has a plan of its own: compose.evaluation_plan makes it")
     if not resolved.components["env"]:
         raise ConfigError(
             "no environment was named; type --env calculator (`rollouts plugins list` shows what there is)"
         )
     manager = PluginManager()
-    resolved = _with_data(resolved, manager)
+    resolved = with_data(resolved, manager)
     chosen = choose_all(manager, resolved.components, resolved.source)
+    _check_trainable(chosen["inference"])
     planned = scheduled_parts(resolved.components, settings.schedule, resolved.source)
     stages_chosen = (
         {key: chosen[key] for key in planned[0].components},
@@ -167,7 +184,7 @@ def make_plan(resolved: Resolved) -> Plan:
     composed = compose_stages(stages, chosen, settings, critic_lr)
     environments = plan_environments(manager, components["env"], chosen["env"], settings, resolved.source)
     components = _with_curricula(components, environments)
-    rewards = _rewards(components["reward"], chosen["reward"])
+    rewards = reward_terms(components["reward"], chosen["reward"])
     for env in environments:
         check_environment(env.make_checked(), rewards if settings.mode == "rl" or settings.eval_tasks else None)
     plan = Plan(
@@ -187,10 +204,13 @@ def make_plan(resolved: Resolved) -> Plan:
     )
     (training,) = chosen["training"]
     run_check(training.component, plan.training_arguments(), training.settings)
+    inference = plan.one("inference")
+    run_check(inference.component, plan.inference_arguments(None, ""), inference.settings)
     return plan
 
 
-def _rewards(components: Sequence[Component], chosen: Sequence[Chosen]) -> tuple[RewardTerm, ...]:
+def reward_terms(components: Sequence[Component], chosen: Sequence[Chosen]) -> tuple[RewardTerm, ...]:
+    """The rewards of a run, each with its weight. Raises SignatureError."""
     terms = []
     for component, each in zip(components, chosen, strict=True):
         assert isinstance(component.weight, float), f"the weight of the reward {component.alias}: {component.weight}"
@@ -212,13 +232,25 @@ def _filters(chosen: Sequence[Chosen]) -> tuple[Filter, ...]:
     return tuple(filters)
 
 
+def _check_trainable(chosen: Sequence[Chosen]) -> None:
+    """Refuse engines that are good for evaluation only, where that can be seen already. Raises ConfigError."""
+    for each in chosen:
+        if is_evaluation_only(each.component):
+            raise ConfigError(
+                f"--inference {each.name}: it takes messages and returns no token ids with logprobs, so nothing can be "
+                "trained on what it says\ntype: --inference hf to train, or `rollouts eval` to evaluate with it"
+            )
+
+
 def _default_lr(settings: Settings) -> float:
     full = LR_TINY if settings.model == "tiny" else LR_SFT if settings.mode == "sft" else LR_RL
     return full * LR_LORA_FACTOR if settings.lora_rank else full
 
 
-def _with_data(resolved: Resolved, manager: PluginManager) -> Resolved:
-    """`--data FILE` is the setting `data` of the environment, or of those of several that have one."""
+def with_data(resolved: Resolved, manager: PluginManager) -> Resolved:
+    """The same with `data` where it belongs: `--data FILE` is the setting `data` of the environment, or of those of
+    several that have one. Raises ConfigError.
+    """
     data = resolved.settings.data
     if not data:
         return resolved

@@ -95,6 +95,9 @@ def read_run(folder: Path, given: Tree) -> Resolved:
             raise ConfigError(f"{name}: a run that is resumed stays in its folder, {folder}; leave {name} out")
     tree, source = load_file(folder / CONFIG)
     resolved = resolve(merge(tree, given), source)
+    if resolved.settings.mode == "eval":
+        again = shlex.quote(str(folder / CONFIG))
+        raise ConfigError(f"{folder} holds an evaluation, which is not gone on with; type: rollouts eval {again}")
     return resolved._replace(settings=dataclasses.replace(resolved.settings, out=str(folder)))
 
 

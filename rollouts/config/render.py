@@ -17,6 +17,7 @@ from rollouts.config.resolving import Resolved
 from rollouts.config.settings import (
     AUTO,
     COMPONENT_KINDS,
+    EVAL,
     MULTIPLE,
     OWN,
     WEIGHTED,
@@ -56,8 +57,9 @@ def to_toml(resolved: Resolved, commented: bool = False, signatures: Settings_ |
     signatures = signatures or {}
     lines: list[str] = _HEADER.splitlines() if commented else []
     group = ""
+    is_evaluation = resolved.settings.mode == "eval"  # it has no settings of training
     for info in setting_infos():
-        if _has_table(info.name, resolved):
+        if _has_table(info.name, resolved) or (is_evaluation and info.name not in EVAL):
             continue
         if commented and info.group != group:
             group = info.group
@@ -70,6 +72,8 @@ def to_toml(resolved: Resolved, commented: bool = False, signatures: Settings_ |
         lines += ["", *(["# The supervised phase, where it differs."] if commented else [])]
         lines += _tree_lines("sft", resolved.settings.sft)
     for key in COMPONENT_KINDS:
+        if is_evaluation and key not in EVAL:
+            continue
         if commented and key in _MULTIPLE_NOTE and any(each.alias for each in resolved.components[key]):
             lines += ["", f"# {_MULTIPLE_NOTE[key]}"]
         for component in resolved.components[key]:

@@ -17,6 +17,8 @@ from rollouts.config.merging import Component, components_of, merge, written_com
 from rollouts.config.schedule import check_schedule, scheduled_parts
 from rollouts.config.settings import (
     COMPONENT_KINDS,
+    EVAL,
+    EVAL_DEFAULTS,
     MULTIPLE,
     REPEATED,
     SFT,
@@ -46,8 +48,12 @@ def resolve(tree: Tree, source: Source = NOWHERE) -> Resolved:
     """
     infos = {info.name: info for info in setting_infos()}
     _refuse_unknown(tree, infos, source)
+    mode = plain(tree["mode"]) if tree.get("mode") is not None else "rl"
+    if mode == "eval":
+        tree = _of_evaluation(tree, source)
+        infos["temperature"] = infos["temperature"]._replace(minimum=0.0, above=-math.inf)  # 0: greedy
     defaults: Tree = {key: _default_list(infos[key].default) for key in COMPONENT_KINDS}
-    if tree.get("mode") is not None and plain(tree["mode"]) == "sft":
+    if mode == "sft":
         defaults["loss"] = "sft"
     chosen = merge(defaults, {key: value for key, value in tree.items() if key in COMPONENT_KINDS})
     hints = typing.get_type_hints(Settings)
@@ -56,6 +62,8 @@ def resolve(tree: Tree, source: Source = NOWHERE) -> Resolved:
         for name, info in infos.items()
         if name in tree and name not in COMPONENT_KINDS
     }
+    if mode == "eval":
+        values = EVAL_DEFAULTS | values
     components = components_of(chosen, COMPONENT_KINDS, source)
     settings = Settings(**values, **component_names(components))
     if settings.sft and settings.mode != "sft+rl":
@@ -66,6 +74,20 @@ def resolve(tree: Tree, source: Source = NOWHERE) -> Resolved:
         )
     scheduled_parts(components, settings.schedule, source)  # a table that chooses nothing is told here, not later
     return Resolved(settings, components, source)
+
+
+def _of_evaluation(tree: Tree, source: Source) -> Tree:
+    """What matters to an evaluation: so that the file of a training run can be given as it is. What was typed is
+    refused where it is of training.
+    """
+    for key, value in tree.items():
+        place = where((key,), value, source)
+        if key not in EVAL and place.startswith("--"):
+            raise ConfigError(
+                f"{place.removesuffix('.name')}: an evaluation trains nothing, and this is a setting of training; "
+                "leave it out\n`rollouts eval --help` lists the settings of an evaluation"
+            )
+    return {key: value for key, value in tree.items() if key in EVAL}
 
 
 def component_names(components: Mapping[str, list[Component]]) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from typing import Any, Literal, NamedTuple
 __all__ = [
     "AUTO",
     "COMPONENT_KINDS",
+    "EVAL",
+    "EVAL_DEFAULTS",
     "FILE_ONLY",
     "MULTIPLE",
     "OWN",
@@ -95,6 +97,39 @@ SFT = (
 )
 """What the supervised phase of mode sft+rl may have otherwise than the run: the keys of `[sft]`."""
 
+EVAL = (
+    "mode",
+    "env",
+    "reward",
+    "data",
+    "system",
+    "template",
+    "model",
+    "inference",
+    "samples_per_prompt",
+    "max_tokens",
+    "max_turns",
+    "temperature",
+    "on_invalid_reward",
+    "concurrency",
+    "episode_seconds",
+    "setup_seconds",
+    "turn_seconds",
+    "tool_seconds",
+    "reward_seconds",
+    "cleanup_seconds",
+    "retries",
+    "max_failures",
+    "seed",
+    "eval_tasks",
+    "logger",
+    "out",
+)
+"""What matters to an evaluation (mode eval). The rest is of training: left out of a file, refused as a flag."""
+
+EVAL_DEFAULTS = {"samples_per_prompt": 1}
+"""Defaults that are others in mode eval."""
+
 FILE_ONLY = {
     "schedule": "[[schedule]] in FILE",
     "sft": "--sft.SETTING VALUE",
@@ -122,8 +157,11 @@ class Settings:
     defaults; the parsed form is in `Resolved.components`. The tables of `schedule` are plain data.
     """
 
-    mode: Literal["rl", "sft", "sft+rl"] = _setting(
-        "rl", "What to train by: reinforcement (rl), demonstrations (sft), or the one after the other (sft+rl).", "What"
+    mode: Literal["rl", "sft", "sft+rl", "eval"] = _setting(
+        "rl",
+        "What to train by: reinforcement (rl), demonstrations (sft), or the one after the other (sft+rl); eval only "
+        "evaluates.",
+        "What",
     )
     sft: dict[str, Any] = field(
         default_factory=dict,

@@ -10,6 +10,11 @@
       plain.py     the slower way, for models whose cache is not plain full attention
       probe.py     which of the two ways a model takes, found by trying it
       sampling.py  a random stream for each request; logits to ids and logprobs
+    remote.py      one server behind HTTP; `vllm.py` and `sglang.py` say what each kind is told
+    pool.py        several servers as one engine: who is asked, what becomes of requests whose server dies
+      members.py   one of them over its whole life: watched, brought back, given the last weights
+    serving.py     where they come from: URLs, or started here
+      launching.py a server's process, its port and log; `guardian.py` ends it with us
 
 Names are imported when they are first used, so that this package costs nothing to import.
 """

@@ -10,7 +10,20 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 
-__all__ = ["CanAbort", "GenerateRequest", "Generation", "Health", "InferenceBackend", "VersionSpan", "WeightUpdate"]
+__all__ = [
+    "CanAbort",
+    "CanCheck",
+    "GenerateRequest",
+    "Generation",
+    "Health",
+    "InferenceBackend",
+    "ManyEngines",
+    "Probe",
+    "TensorInfo",
+    "VersionSpan",
+    "WeightUpdate",
+    "members_of",
+]
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
@@ -67,15 +80,40 @@ class Health(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
+class TensorInfo(msgspec.Struct, frozen=True):
+    """One tensor of an update, so that both ends can say whether it arrived: `crc32` is of its bytes, in C order."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    crc32: int
+
+
+class Probe(msgspec.Struct, frozen=True):
+    """One fixed sequence [L] and what the trainer's weights of this version give it: logprobs [L] (the first is 0.0) at
+    temperature 1. An engine that serves those weights gives the same, `tolerance` nats a token apart at most.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    tolerance: float
+
+
 class WeightUpdate(msgspec.Struct, frozen=True):
-    """New weights for an engine: the policy version they are, their kind, and where they are: in the folder `path`, or
-    CPU tensors by name (`weights`). Neither: the engine shares the trainer's parameters.
+    """New weights for an engine: the policy version they are, their kind, and where they are: in the folder `path` (as
+    transformers or peft load them), or CPU tensors by name (`weights`). Neither: the engine shares the trainer's
+    parameters.
+
+    `manifest` says what the tensors are, and `probe` how to see that they are served; an engine that has lost its
+    weights and takes them up again by itself asks it.
     """
 
     version: int
     kind: Literal["full", "adapter"] = "full"
     path: str | None = None
     weights: Mapping[str, Any] | None = None
+    manifest: tuple[TensorInfo, ...] = ()
+    probe: Probe | None = None
 
 
 class InferenceBackend(Protocol):
@@ -85,6 +123,9 @@ class InferenceBackend(Protocol):
     in_process: bool  # True: it computes as the trainer does, in its process, so its logprobs are the trainer's
     owns_weights: bool  # True: it has weights of its own, and each update must bring the new ones
     weights_kind: Literal["full", "adapter"]  # what an update must bring then: all of them, or a LoRA adapter's
+    # Engines that take a folder have `weights_as = "folder"` and `weights_folder`, where it is to be written; with
+    # `weights_as = "group"` they receive full weights over torch.distributed (`groups`). Without it an update brings
+    # tensors.
     context_tokens_max: int  # prompt and reply together must fit
 
     async def __aenter__(self) -> InferenceBackend: ...
@@ -129,3 +170,27 @@ class CanAbort(Protocol):
         where the session waits for nothing. The session stays open.
         """
         ...
+
+
+@runtime_checkable
+class CanCheck(Protocol):
+    """An engine that can be refused before a run has a folder: a server that is not there, or is another one."""
+
+    async def check(self) -> None:
+        """Raise UserError where it cannot be used as it is set up. Nothing stays open, nothing is started."""
+        ...
+
+
+@runtime_checkable
+class ManyEngines(Protocol):
+    """An engine that is several: weights are sent to each of its `members`, and each is probed."""
+
+    @property
+    def members(self) -> tuple[InferenceBackend, ...]:
+        """Those that serve now."""
+        ...
+
+
+def members_of(engine: InferenceBackend) -> tuple[InferenceBackend, ...]:
+    """The engines that an engine is: its members, or itself."""
+    return engine.members if isinstance(engine, ManyEngines) else (engine,)

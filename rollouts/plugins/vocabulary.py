@@ -129,8 +129,12 @@ VOCABULARY: dict[str, dict[str, str]] = {
     },
     "inference": {
         "model": "the model's name or path",
-        "training": "the training backend, or None",
+        "training": "the training backend; None: nothing is trained",
         "seed": "the run's seed",
+        "temperature": "what the run samples at",
+        "folder": "the run's folder, for logs; it may not be there yet",
+        "concurrency": "how many episodes play at once",
+        "lora_rank": "0: full weights",
     },
     "loggers": {
         "folder": "the run's folder",

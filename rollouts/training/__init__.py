@@ -4,6 +4,7 @@ types samples batching filters   plain data: samples, rows, batches; which group
 algorithms/                      losses, advantages, aggregation, KL: pure functions on tensors
 models backends/                 loading a model; holding it with its optimizer; futures, LoRA, checkpoints
 datasets/ rollout_gen/ loops/    which task is next; many rollouts at once; generate, train, sync
+weight_*                         new weights for the engines, as files or sent, and the proof that they arrived
 
 Nothing is imported until it is used.
 """
@@ -51,11 +52,14 @@ if TYPE_CHECKING:
     )
     from rollouts.training.rollout_gen.steps import RolloutConfig
     from rollouts.training.types import TrainBatch, TrainingBackend
+    from rollouts.training.weight_engines import InferenceEngine, SGLangEngine, VLLMEngine, sync_weights_to_engines
+    from rollouts.training.weight_sync import WeightSyncManager
 
 __all__ = [
     "AsyncRolloutManager",
     "DataBuffer",
     "ImmediateTrainFuture",
+    "InferenceEngine",
     "MixedBuffer",
     "PyTorchTrainingBackend",
     "RLTrainingConfig",
@@ -63,10 +67,13 @@ __all__ = [
     "RolloutConfig",
     "RolloutManager",
     "SFTTrainingConfig",
+    "SGLangEngine",
     "Source",
     "TrainBatch",
     "TrainFuture",
     "TrainingBackend",
+    "VLLMEngine",
+    "WeightSyncManager",
     "apply_sample_transforms",
     "build_batch_metadata",
     "check_any_success",
@@ -88,6 +95,7 @@ __all__ = [
     "prepare_sft_batch",
     "run_rl_training",
     "run_sft_training",
+    "sync_weights_to_engines",
 ]
 
 _HOMES = {
@@ -127,6 +135,8 @@ _HOMES = {
     ),
     "rollout_gen.steps": ("RolloutConfig",),
     "types": ("TrainBatch", "TrainingBackend"),
+    "weight_engines": ("InferenceEngine", "SGLangEngine", "VLLMEngine", "sync_weights_to_engines"),
+    "weight_sync": ("WeightSyncManager",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -45,7 +45,7 @@ def test_version(capsys):
         (
             ["rum"],
             "error: `rollouts` has no command 'rum'\ndid you mean: rollouts run, rollouts resume?\n"
-            "commands: run, sft, resume, export, config, plugins",
+            "commands: run, sft, eval, resume, export, config, plugins",
         ),
         (["configs/a.toml"], "type: rollouts run configs/a.toml"),
         (
@@ -60,7 +60,7 @@ def test_version(capsys):
         (["run", "a.toml", "b.toml"], "unexpected extra argument"),
         (["run", "calculator"], "type `--env calculator`"),
         (["run", "--steps", "many"], 'error: --steps: expected a whole number; got "many"\nfor example: --steps 3'),
-        (["run", "--mode", "lr"], 'error: --mode: expected one of: rl, sft, sft+rl; got "lr"'),
+        (["run", "--mode", "lr"], 'error: --mode: expected one of: rl, sft, sft+rl, eval; got "lr"'),
         (["run", "--lr", "-1"], "error: --lr: must be more than 0; got -1"),
         (["plugins", "lst"], "error: `rollouts plugins` has no command 'lst'\ndid you mean: rollouts plugins list?\n"),
         (["plugins", "list", "--env.digits", "3"], "error: `rollouts plugins` takes no settings"),

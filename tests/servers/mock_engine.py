@@ -8,8 +8,9 @@
 `POST /inference/v1/generate` answers with the ids of `call` while fewer than `calls` of those stand in the prompt,
 then with the ids of `answer`: stateless, so a request that is sent again, or that carries on a partial one elsewhere,
 gets what the first would have got. `POST /v1/chat/completions` does the same in OpenAI's shape, with `call_name`
-called. The prompt is never decoded (its bytes are searched), and answers are made beforehand: the server must cost
-little beside the client that is measured. `GET /health` and `GET /statistics` are never harmed.
+called; `GET /chats` gives every body that was asked there. The prompt is never decoded (its bytes are searched), and
+answers are made beforehand: the server must cost little beside the client that is measured. `GET /health`, `/version`,
+`/v1/models` and `/statistics` are never harmed.
 
 Faults, each at its own rate of the generate requests, drawn from a seed: `hang` (no answer, ever), `stall` (half of
 one), `garbage` (no JSON, with status 200), `close` (the connection closes without a word), `cut` (it closes in the
@@ -37,9 +38,22 @@ from urllib.parse import urlsplit
 
 FAULTS = ("hang", "stall", "garbage", "close", "cut", "429", "500", "400")
 GENERATE, CHAT, HEALTH, STATISTICS = "/inference/v1/generate", "/v1/chat/completions", "/health", "/statistics"
+# What a client asks before anything else; the rest of what vLLM has is not found.
+GREETINGS = {
+    "/version": b'{"version":"0.32.0"}',
+    "/v1/models": b'{"object":"list","data":[{"id":"policy","object":"model","parent":null,"max_model_len":32768}]}',
+}
+CHATS = "/chats"
 LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 REQUEST_ID = re.compile(rb'"request_id": ?"([^"]*)"')
-REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 429: "Too Many Requests", 500: "Internal Server Error"}
+REASONS = {
+    200: "OK",
+    400: "Bad Request",
+    401: "Unauthorized",
+    404: "Not Found",
+    429: "Too Many Requests",
+    500: "Internal Server Error",
+}
 DEFAULT_CALL, DEFAULT_ANSWER = tuple(range(20, 36)), tuple(range(40, 46))
 
 
@@ -59,6 +73,9 @@ class Options(NamedTuple):
     call_name: str = "add"
     call_arguments: str = '{"a": 12, "b": 34}'
     answer_text: str = "The sum is 46."
+    chat_body: str = ""  # what `/v1/chat/completions` answers, whatever it is asked
+    chat_status: int = 200
+    api_key: str = ""  # without it, 401
 
 
 # --- the client's end: start it, ask it, end it ----------------------------------------------------------------------
@@ -72,12 +89,20 @@ class MockServer(NamedTuple):
 
     def statistics(self) -> dict[str, Any]:
         """Its counts: requests, answered, abandoned, faults, connections (now, most, ever), cpu_seconds."""
+        found: dict[str, Any] = self._get(STATISTICS)
+        return found
+
+    def chats(self) -> list[dict[str, Any]]:
+        """The bodies of all requests for a chat completion."""
+        found: list[dict[str, Any]] = self._get(CHATS)
+        return found
+
+    def _get(self, path: str) -> Any:
         address = urlsplit(self.url)
         connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=10)
         with contextlib.closing(connection):
-            connection.request("GET", STATISTICS)
-            found: dict[str, Any] = json.loads(connection.getresponse().read())
-            return found
+            connection.request("GET", path)
+            return json.loads(connection.getresponse().read())
 
 
 @contextlib.contextmanager
@@ -110,6 +135,7 @@ class _Server:
         assert sum(options.faults.values()) <= 1, options.faults
         self.options = options
         self.counts: Counter[str] = Counter()
+        self.chats: list[Any] = []
         self.open = self.open_max = 0
         self.in_flight = self.in_flight_max = 0
         self.loop = asyncio.get_running_loop()
@@ -131,6 +157,9 @@ class _Server:
     def answer_to(self, path: str, body: bytes) -> bytes:
         """The whole answer: the next of the script after what stands in the prompt."""
         if path == CHAT:
+            self.chats.append(json.loads(body))
+            if self.options.chat_body:
+                return self.options.chat_body.encode()
             return self._chat_reply(body.replace(b" ", b"").count(b'"role":"tool"'))
         start = body.find(b'"token_ids":') + len(b'"token_ids":')
         prompt = body[start : body.find(b"]", start) + 1].replace(b" ", b"")
@@ -215,13 +244,20 @@ class _Connection(asyncio.Protocol):
         if len(self.buffer) < total:
             return
         path = self.buffer[: self.buffer.find(b"\r\n")].split(b" ")[1].decode()
-        body, self.buffer = self.buffer[end + 4 : total], self.buffer[total:]
-        if path in (GENERATE, CHAT):
+        head, body, self.buffer = self.buffer[:end], self.buffer[end + 4 : total], self.buffer[total:]
+        key = f"authorization: bearer {self.server.options.api_key}".encode().lower()
+        if self.server.options.api_key and key not in head.lower():
+            self._send(401, b'{"error":{"message":"Incorrect API key provided"}}')
+        elif path == CHATS:
+            self._send(200, json.dumps(self.server.chats).encode())
+        elif path in (GENERATE, CHAT):
             self._generate(path, body)
         elif path == STATISTICS:
             self._send(200, self.server.statistics())
         elif path == HEALTH:
             self._send(200, b"")
+        elif path in GREETINGS:
+            self._send(200, GREETINGS[path])
         else:
             self._send(404, b'{"error":{"message":"Not Found","type":"NotFoundError","param":null,"code":404}}')
 
@@ -259,7 +295,7 @@ class _Connection(asyncio.Protocol):
         elif fault == "400":
             self._send(400, b'{"error":{"message":"the prompt is too long","type":"BadRequestError","code":400}}')
         else:
-            self._send(200, answer)
+            self._send(self.server.options.chat_status if path == CHAT else 200, answer)
         self._done(None)
 
     def _done(self, count: str | None) -> None:

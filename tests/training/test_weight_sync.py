@@ -1,17 +1,28 @@
-"""sync_weights: who is given weights, what is measured, and that weights which did not arrive are seen."""
+"""sync_weights: who is given weights, what is measured, and that weights which did not arrive are seen and named."""
 
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 import trio
 
 from rollouts.errors import InferenceError
+from rollouts.inference.base import WeightUpdate
+from rollouts.inference.http.failures import HTTPFailure
+from rollouts.training import weight_sync
 from rollouts.training.backends.futures import ImmediateTrainFuture
+from rollouts.training.backends.pytorch_factory import create_pytorch_backend
 from rollouts.training.types import ForwardOutput
-from rollouts.training.weight_sync import parity_tolerance, probe_parity, sync_weights
+from rollouts.training.weight_probe import has_not_moved
+from rollouts.training.weight_sync import WeightSyncManager, parity_tolerance, probe_parity, sync_weights
+
+sys.path.insert(0, str(Path(__file__).parent))
+from conftest import qwen3
+from weight_fakes import FolderEngine
 
 
 class Backend:
@@ -96,3 +107,259 @@ def test_the_probe_stays_within_a_small_vocabulary_and_context():
     engine.vocabulary_size, engine.context_tokens_max = 5, 7
     assert trio.run(probe_parity, Backend(), engine) == 0.0
     assert engine.tokens == [0, 1, 2, 3, 4, 0, 1]
+
+
+# --- servers: folders, and the proof ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    qwen3(3).save_pretrained(str(folder))
+    return folder
+
+
+@pytest.fixture
+def full(base):
+    made = create_pytorch_backend(str(base), 1e-3, 1, device="cpu")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def adapted(base):
+    made = create_pytorch_backend(str(base), 1e-3, 1, lora_rank=2, device="cpu")
+    yield made
+    made.close()
+
+
+def step(backend, size=0.05, seed=0):
+    """The next version of the weights."""
+    generator = torch.Generator().manual_seed(seed)
+    kind = "full" if backend.adapter_config is None else "adapter"
+    weights = backend.get_weights(kind).wait()
+    moved = {n: v + size * torch.randn(v.shape, generator=generator) for n, v in weights.items() if "lm_head" not in n}
+    if "lm_head.weight" in weights:
+        moved["lm_head.weight"] = moved["model.embed_tokens.weight"]
+    backend.load_weights(moved).wait()
+    backend._trainer.version += 1
+
+
+def go(syncing, backend):
+    return trio.run(syncing.sync, backend)
+
+
+def test_a_server_is_given_a_folder_and_proved(full, base, tmp_path):
+    engines = [FolderEngine(base, tmp_path / "w", name=f"http://{n}") for n in (1, 2)]
+    syncing = WeightSyncManager(engines, temperature=0.7)
+    for version in range(3):
+        metrics = go(syncing, full)
+        assert metrics.keys() == {"sync/version", "sync/bytes", "sync/probe", "sync/seconds"}
+        assert metrics["sync/version"] == version == syncing.version and metrics["sync/probe"] < 2e-5
+        weights = full.get_weights().wait()
+        assert metrics["sync/bytes"] == sum(v.nbytes for n, v in weights.items() if n != "lm_head.weight")
+        assert [each.name for each in (tmp_path / "w").iterdir()] == [f"v{version:06d}"]  # those before are gone
+        one, other = (engine.updates[-1] for engine in engines)
+        assert one is other and one.path == str(tmp_path / "w" / f"v{version:06d}")  # written once for both
+        assert len(one.manifest) == len(weights) - 1 and one.probe.tolerance == 1e-4
+        assert all(torch.equal(v, engines[0].model.state_dict()[n]) for n, v in weights.items())
+        step(full, seed=version)
+
+
+def test_adapters_are_sent_as_peft_has_them(adapted, base, tmp_path):
+    engine = FolderEngine(base, tmp_path, kind="adapter")
+    syncing = WeightSyncManager([engine])
+    for seed in range(4):
+        metrics = go(syncing, adapted)
+        assert sorted(each.name for each in tmp_path.iterdir()) == [f"v{v:06d}" for v in (seed - 1, seed) if v >= 0]
+        assert metrics["sync/probe"] < 2e-5 and (Path(engine.updates[-1].path) / "adapter_config.json").is_file()
+        assert metrics["sync/bytes"] < 30_000 and engine.updates[-1].kind == "adapter"
+        step(adapted, seed=seed)
+
+
+FAULTS = [
+    ({"old": True}, "its numbers are those of before: it still serves version 1"),
+    ({"drop": "model.layers.1.mlp.up_proj.weight"}, r"with model\.layers\.1\.mlp\.up_proj\.weight of version 1: that"),
+    (
+        {"drop": "model.embed_tokens.weight"},
+        r"with model\.embed_tokens\.weight of version 1: that tensor did not arrive",
+    ),
+    ({"flip": "model.layers.0.self_attn.k_proj.weight"}, "some tensor did not arrive whole"),
+    ({"nan": "model.norm.weight"}, "some of its numbers are NaN"),
+    (
+        {"stale": True},
+        "though it scores right; .* its prefix cache still holds what is of version 1: the cache was not",
+    ),
+    ({"raw": True}, "temperature 0.7 .* they are those of temperature 1: start the server"),
+    (
+        {"refuse": True},
+        r"did not take the weights of version 2 after version 1: status 500: .* \(1 of 2 engines failed\)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fault", "words"), FAULTS, ids=[next(iter(fault)) for fault, _ in FAULTS])
+def test_faults_of_full_weights_are_seen_and_named(full, base, tmp_path, fault, words, monkeypatch):
+    engines = [FolderEngine(base, tmp_path, name=name) for name in ("http://good", "http://bad")]
+    syncing = WeightSyncManager(engines, temperature=0.7)
+    for seed in range(2):
+        go(syncing, full)
+        step(full, seed=seed)
+    kept = full.get_weights().wait()
+    engines[1].faults = fault
+    with pytest.raises(InferenceError, match=words) as caught:
+        go(syncing, full)
+    assert "http://bad" in str(caught.value) and "http://good" not in str(caught.value)
+    assert "version 2" in str(caught.value) and not caught.value.is_transient
+    assert (tmp_path / "v000001").is_dir()  # the last one that was proved
+    after = full.get_weights().wait()
+    assert all(torch.equal(kept[name], after[name]) for name in kept)  # whatever was tried to find the tensor
+    if "refuse" not in fault:  # the control: without the proof nobody would know
+        monkeypatch.setattr(weight_sync, "_prove", nothing_proved)
+        go(syncing, full)
+
+
+async def nothing_proved(around, engine):
+    return [0.0]
+
+
+def test_an_adapter_that_is_not_used_is_seen(adapted, base, tmp_path):
+    engine = FolderEngine(base, tmp_path, kind="adapter")
+    syncing = WeightSyncManager([engine])
+    go(syncing, adapted)  # an adapter that changes nothing yet
+    step(adapted, seed=1)
+    engine.faults = {"base": True}
+    with pytest.raises(InferenceError, match=r"still serves version 0, so the adapter was not loaded, or requests do"):
+        go(syncing, adapted)
+    engine.faults = {}
+    go(syncing, adapted)
+    step(adapted, seed=2)
+    engine.faults = {"base": True}
+    with pytest.raises(InferenceError, match=r"those of version 0 \(the model without an adapter"):
+        go(syncing, adapted)
+
+
+def test_without_memory_what_was_served_before_is_known(full, base, tmp_path):
+    engine = FolderEngine(base, tmp_path)
+    step(full)
+    engine.faults = {"old": True}
+    with pytest.raises(InferenceError, match="it still serves what it served before"):
+        trio.run(sync_weights, full, [engine])
+    engine.faults = {"stale": True}
+    with pytest.raises(InferenceError, match="cache still holds what is of the weights before"):
+        trio.run(sync_weights, full, [engine])
+    engine.cached.clear()
+    engine.faults = {}
+    assert trio.run(sync_weights, full, [engine])["sync/probe"] < 2e-5
+
+
+def test_a_step_smaller_than_the_tolerance_is_seen_not_to_arrive(full, base, tmp_path):
+    engine = FolderEngine(base, tmp_path)
+    syncing = WeightSyncManager([engine])
+    go(syncing, full)
+    step(full, 1e-6)
+    engine.faults = {"old": True}
+    with pytest.raises(InferenceError, match="have moved since version 0, and the server's have not; it still serves"):
+        go(syncing, full)
+    engine.faults = {}
+    assert go(syncing, full)["sync/probe"] < 2e-5
+    full._trainer.version += 1  # a step that changed nothing: nothing has to move
+    engine.faults = {"old": True}
+    go(syncing, full)
+
+
+def test_what_counts_as_not_having_moved():
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(size):
+        return (torch.randn(128, generator=generator) * size).tolist()
+
+    def plus(one, other):
+        return [a + b for a, b in zip(one, other, strict=True)]
+
+    start = noise(3.0)
+    for tolerance, rounding in ((1e-4, 1e-5), (1e-2, 1e-3)):
+        for _ in range(50):
+            step = noise(tolerance / 2)
+            ours = (start, plus(start, step))
+            before, stale, fresh = (plus(at, noise(rounding)) for at in (start, start, ours[1]))
+            assert has_not_moved(ours, (before, stale), tolerance)
+            assert not has_not_moved(ours, (before, fresh), tolerance)
+            assert not has_not_moved((start, plus(start, noise(tolerance / 50))), (before, stale), tolerance)  # noise
+    half = (start, plus(start, noise(0.1)))
+    assert has_not_moved(half, (start, list(start)), 5e-2)
+    assert not has_not_moved(half, (start, plus(start, noise(0.01))), 5e-2)  # cannot be told from noise
+
+
+def test_what_is_wrong_on_the_disk_stops_before_a_server_is_asked(full, base, tmp_path, monkeypatch):
+    engine = FolderEngine(base, tmp_path)
+    written = weight_sync.write_folder
+
+    def spoiled(*args, **settings):
+        path = written(*args, **settings)
+        data = bytearray((path / "model.safetensors").read_bytes())
+        data[-3] ^= 1
+        (path / "model.safetensors").write_bytes(data)
+        return path
+
+    monkeypatch.setattr(weight_sync, "write_folder", spoiled)
+    with pytest.raises(InferenceError, match=r"model\.norm\.weight has other bytes|has other bytes \(crc32"):
+        trio.run(sync_weights, full, [engine])
+    assert engine.updates == []
+    monkeypatch.setattr(weight_sync, "check_folder", lambda *_: None)  # the control: a low bit is below any tolerance
+    trio.run(sync_weights, full, [engine])
+    assert len(engine.updates) == 1
+
+
+class Pool:
+    """Several servers; one that is asked after its death is given up."""
+
+    trainable = owns_weights = True
+    weights_as, weights_kind = "folder", "full"
+
+    def __init__(self, *engines):
+        self.engines, self.updates = engines, 0
+        self.weights_folder = engines[0].weights_folder
+
+    @property
+    def members(self):
+        return tuple(engine for engine in self.engines if not getattr(engine, "given_up", False))
+
+    async def update_weights(self, update: WeightUpdate):
+        self.updates += 1
+        for engine in self.members:
+            await engine.update_weights(update)
+
+    async def health(self):
+        for engine in self.engines:
+            engine.given_up = getattr(engine, "dead", False)
+
+
+async def refused(*_):
+    raise HTTPFailure("refused", "no connection", retryable=True)
+
+
+def test_each_server_of_a_pool_is_proved_and_the_pool_updated_once(full, base, tmp_path):
+    pool = Pool(*(FolderEngine(base, tmp_path, name=f"http://{n}") for n in (1, 2)))
+    syncing = WeightSyncManager([pool])
+    go(syncing, full)
+    assert pool.updates == 1
+    step(full)
+    pool.engines[1].faults = {"drop": "model.norm.weight"}
+    with pytest.raises(InferenceError, match=r"http://2 does not serve .* with model\.norm\.weight of version 0"):
+        go(syncing, full)
+    pool.engines[1].faults = {}
+    pool.engines[1].score = refused
+    with pytest.raises(InferenceError, match=r"http://2 was given the weights .* cannot be asked whether it serves"):
+        go(syncing, full)  # it lives, says the pool
+    pool.engines[1].dead = True
+    assert go(syncing, full)["sync/version"] == 1  # dead: the pool's to start again
+    pool.engines[0].dead = True
+    pool.engines[0].score = refused
+    with pytest.raises(InferenceError, match=r"no server of .* is left"):
+        go(syncing, full)
+
+
+def test_a_backend_that_cannot_be_written_is_refused(base, tmp_path):
+    with pytest.raises(InferenceError, match="Backend does not say how its weights are written"):
+        sync(FolderEngine(base, tmp_path))

@@ -3,9 +3,8 @@
     client.py      HTTPClient: requests in flight under a limit, connections kept, retries within a deadline
     connection.py  one HTTP/1.1 connection: h11 (the grammar) on a trio stream (the bytes)
     failures.py    HTTPFailure: what went wrong, and whether asking again is right
-    engine.py      TokenEngine: token ids in, token ids and logprobs out, in vLLM's shape
-    wire.py        that shape, as msgspec structs: what an engine says apart from how it travels
 
+What is said to which kind of server: `rollouts.inference.vllm`, `sglang`, `openai`.
 Names are imported when they are first used, so that this package costs nothing to import.
 """
 
@@ -19,9 +18,8 @@ _HOMES = {
     "HTTPClient": "client",
     "HTTPFailure": "failures",
     "Retries": "client",
-    "TokenEngine": "engine",
 }
 
-__all__ = ["ClientStatistics", "FailureKind", "HTTPClient", "HTTPFailure", "Retries", "TokenEngine"]
+__all__ = ["ClientStatistics", "FailureKind", "HTTPClient", "HTTPFailure", "Retries"]
 
 __getattr__, __dir__ = lazy_face(__name__, _HOMES)

@@ -6,7 +6,7 @@
 At most `connections_max` requests are in flight, each on a connection of its own, kept for the next one (the one used
 last first, so that those no longer needed grow old together); who comes later waits in its own task, in the order of
 coming. Bodies and replies are msgspec's: a typed reply is checked while it is decoded. Left out: what is said to which
-engine (`wire.py`), several servers.
+kind of server (`rollouts.inference.vllm` and its like), several servers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rollouts.inference.http.connection import (
 )
 from rollouts.inference.http.failures import HTTPFailure, failure_of_status
 
-__all__ = ["ClientStatistics", "HTTPClient", "Retries"]
+__all__ = ["ClientStatistics", "HTTPClient", "Retries", "take_turn"]
 
 T = TypeVar("T")
 
@@ -157,7 +157,8 @@ class HTTPClient:
     ) -> T:
         target = (self._prefix + path).encode("ascii")
         last, attempt = None, 0
-        async with self._limiter:
+        await take_turn(self._limiter)
+        try:
             self._requests += 1
             with trio.move_on_after(timeout_seconds) as scope:
                 while True:
@@ -179,6 +180,8 @@ class HTTPClient:
             assert last is not None, "a request that was not answered has failed"
             # Not from the failure itself, in which a server may have repeated the key.
             raise self._told(last, method, target, attempt) from last.__cause__
+        finally:
+            self._limiter.release()
 
     async def _exchange(self, method: bytes, target: bytes, body: bytes) -> Reply:
         """One attempt, on a connection that is kept if it can be."""
@@ -270,6 +273,14 @@ class HTTPClient:
             retry_after_seconds=failure.retry_after_seconds,
             attempts=attempts,
         )
+
+
+async def take_turn(limiter: trio.CapacityLimiter) -> None:
+    """As `limiter.acquire()`, which lets every other task run first; what is sent next waits anyway."""
+    try:
+        limiter.acquire_nowait()
+    except trio.WouldBlock:
+        await limiter.acquire()
 
 
 def _read_url(base_url: str) -> tuple[str, Address, str]:

@@ -64,6 +64,7 @@ __all__ = [
     "check_folder",
     "check_tensors",
     "complete_checkpoints",
+    "copy_tokenizer",
     "finish_checkpoint",
     "last_checkpoint",
     "model_fingerprint",
@@ -170,7 +171,7 @@ def write_weights(
                 causal.save_pretrained(str(folder), state_dict=_tied_once(weights, causal))
         else:
             _write_adapter(folder, weights, adapter)
-        _copy_tokenizer(source, folder)
+        copy_tokenizer(source, folder)
     except (OSError, SafetensorError) as error:
         raise cannot_write(folder, error) from error
 
@@ -339,8 +340,11 @@ def _write_adapter(folder: Path, weights: Mapping[str, Tensor], adapter: Any) ->
     save_file(contiguous, str(folder / _ADAPTER_FILE), metadata={"format": "pt"})
 
 
-def _copy_tokenizer(source: str | None, folder: Path) -> None:
-    """Put the tokenizer and its chat template beside the weights, so that the folder can be given as a model."""
+def copy_tokenizer(source: str | None, folder: Path) -> None:
+    """Put the tokenizer and its chat template beside the weights, so that the folder can be given as a model.
+
+    Nothing where `source` is None or has none. Raises CheckpointError.
+    """
     if source is None:
         return
     try:

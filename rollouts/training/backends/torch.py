@@ -30,6 +30,7 @@ from rollouts.training.backends.trainer import Trainer, keep_of
 from rollouts.training.batching import Keep
 from rollouts.training.models import load_hf_model, resolve_model_name
 from rollouts.training.types import Companions, ForwardOutput, Row, StepResult, TrainBatch
+from rollouts.training.weight_files import ModelFiles
 
 __all__ = ["TorchBackend", "TorchSettings", "check_algorithms", "create_torch_backend"]
 
@@ -152,6 +153,11 @@ class TorchBackend:
     def adapter_config(self) -> Any:
         """peft's configuration of the adapter that is trained; None where all weights are."""
         return None if self._trainer.adapter is None else self._trainer.adapter.peft_config[lora.ADAPTER]
+
+    @property
+    def model_files(self) -> ModelFiles:
+        """What stands beside the weights in a folder that servers load (see `WritesFiles`)."""
+        return ModelFiles(self._trainer.causal, self.adapter_config, self._trainer.source)
 
     @property
     def device(self) -> str:

@@ -63,7 +63,7 @@ _EMPTY_PASS = ([Row([0, 0], [0.0] * 2, [0.0] * 2, [0.0] * 2, [0.0] * 2, 0, 0)], 
 
 class Trainer:
     """`networks` hold everything that is trained; `version` counts optimizer steps that changed the weights. `notes`
-    say in words which fast paths this model cannot take.
+    say in words which fast paths this model cannot take. `source` is where the tokenizer is found, if anywhere.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Trainer:
         self.algorithms = dict(algorithms)
         self.adapter = adapter
         self._settings = settings
-        self._source = source
+        self.source = source
         self._shards = shards
         self._denominator = 0.0
         self._skipped = 0
@@ -316,7 +316,7 @@ class Trainer:
         weights = self.get_weights("full" if self.adapter is None else "adapter")
         if self.rank == 0:
             checkpoint.write_weights(
-                Path(folder), weights, causal=self.causal, adapter=self.adapter, source=self._source
+                Path(folder), weights, causal=self.causal, adapter=self.adapter, source=self.source
             )
         return checkpoint.random_state()
 

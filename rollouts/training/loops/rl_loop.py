@@ -30,7 +30,7 @@ from rollouts.training.loops.rl_batch import (
 from rollouts.training.rollout_gen.groups import Group, rollout_metrics
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager, RolloutStep
 from rollouts.training.types import StepResult, TrainBatch, TrainingBackend
-from rollouts.training.weight_sync import sync_weights
+from rollouts.training.weight_sync import WeightSyncManager
 from rollouts.types import Sample
 
 __all__ = ["LoopState", "PreparedBatch", "RLTrainingConfig", "StepReport", "prepare_rl_batch", "run_rl_training"]
@@ -83,6 +83,7 @@ async def run_rl_training(
     on_samples: Callable[[list[Sample], int], None] | None = None,
     on_step: OnStep | None = None,
     on_logged: OnLogged | None = None,
+    syncing: WeightSyncManager | None = None,
     start: LoopState = BEGINNING,
 ) -> list[dict[str, float]]:
     """Train until `config.num_steps` steps are done; returns one dict of metrics a step that this call took.
@@ -93,6 +94,8 @@ async def run_rl_training(
     `algorithm` is the one that `backend` was composed with under the name "main"; a `schedule` says which one holds
     from which step on, the first included. Cancellation between two awaits leaves whole steps: the weights are those of
     the last finished one.
+
+    `syncing` is over these engines, and remembers what they were sent before this call.
 
     With a `config.staleness` the manager's must be the same. Sampling goes on while a step is trained on; in between,
     weights are changed, logged, evaluated and saved while the manager holds.
@@ -105,6 +108,7 @@ async def run_rl_training(
     stages = tuple(schedule) or (Stage(0, "main", algorithm),)
     coefficients = _coefficients(stages, start)
     begun_with = tuple(start.begun_with)
+    syncing = syncing or WeightSyncManager(inference_engines, temperature=config.temperature)
     history: list[dict[str, float]] = []
     for step in range(start.step, config.num_steps):
         began = time.perf_counter()
@@ -123,7 +127,7 @@ async def run_rl_training(
         coefficients |= _steered(kl, coefficients, trained)
         async with rollout_manager.hold():
             if (step + 1) % config.sync_every == 0:
-                trained |= await sync_weights(backend, inference_engines)
+                trained |= await syncing.sync(backend)
             metrics = _step_metrics(rollouts, prepared.metrics | trained, data_buffer)
             metrics |= {"time/wait": waited, "time/step": time.perf_counter() - began}
             advantages = rollout_advantages(prepared.batch, len(prepared.advantages))

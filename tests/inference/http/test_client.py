@@ -21,7 +21,7 @@ import trio.testing
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.http import HTTPClient, HTTPFailure, Retries
 from rollouts.inference.http.failures import message_of_body
-from rollouts.inference.http.wire import GenerateReply
+from rollouts.inference.vllm import GenerateReply
 
 
 def load_mock() -> Any:

@@ -131,7 +131,7 @@ def full_disk(folder):
         "tensors": lambda into: checkpoint.write_tensors(into, {"optimizer": state}),
         "weights": lambda into: checkpoint.write_weights(into, state, causal=causal),
         "adapter": lambda into: checkpoint.write_weights(into, lora_weights, causal=causal, adapter=adapter),
-        "tokenizer": lambda into: checkpoint._copy_tokenizer("tiny", into),
+        "tokenizer": lambda into: checkpoint.copy_tokenizer("tiny", into),
         "state": lambda into: None,
     }
     limits = {"tensors": 100_000, "weights": 100_000, "adapter": 20_000, "tokenizer": 5_000, "state": 2_000}

@@ -1,0 +1,133 @@
+"""A resolved configuration of mode eval becomes a plan: what an evaluation has of a run, found and checked.
+
+Nothing heavy is loaded, and nothing of training is composed. Left out: playing it (`evaluation`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rollouts.compose.choosing import Chosen, choose_each, completed
+from rollouts.compose.environments import Environment, held_out_tasks, plan_environments
+from rollouts.compose.plan import reward_terms, with_data
+from rollouts.config import Component, Resolved
+from rollouts.config.settings import EVAL, Settings
+from rollouts.env.checks import check_environment
+from rollouts.env.mixing import RewardTerm
+from rollouts.errors import ConfigError, EnvironmentDefinitionError
+from rollouts.inference.chatting import is_evaluation_only
+from rollouts.plugins.checks import run_check
+from rollouts.plugins.manager import PluginManager
+from rollouts.types import Task
+
+__all__ = ["EvaluationPlan", "make_evaluation_plan"]
+
+
+class EvaluationPlan(NamedTuple):
+    """A composed evaluation. `resolved` is complete, so that writing it repeats it; its `model` is a checkpoint where
+    the folder of a run was given. `is_chat`: the engine takes messages, so that no tokenizer is needed. `notes` are for
+    whoever starts it.
+    """
+
+    resolved: Resolved
+    settings: Settings
+    chosen: dict[str, list[Chosen]]
+    environments: tuple[Environment, ...]
+    rewards: tuple[RewardTerm, ...]
+    is_chat: bool
+    notes: tuple[str, ...]
+    manager: PluginManager
+
+    @property
+    def stages_chosen(self) -> tuple[dict[str, list[Chosen]], ...]:
+        """An evaluation has no stages."""
+        return ()
+
+    def one(self, key: str) -> Chosen:
+        """The component of a kind of which there is exactly one."""
+        (chosen,) = self.chosen[key]
+        return chosen
+
+    @property
+    def env_name(self) -> str:
+        """What is played, for a title: the environment's name, or the aliases of several."""
+        return " + ".join(env.alias or env.name for env in self.environments)
+
+    def environment_of(self, task: Task) -> Environment:
+        """The environment that this task is played in."""
+        (found,) = (env for env in self.environments if env.alias == task.env)
+        return found
+
+    def eval_tasks(self) -> list[Task]:
+        """The held-out tasks, as a training run draws them. Raises EnvironmentDefinitionError where there is none."""
+        tasks = held_out_tasks(self.environments, self.settings.eval_tasks)
+        if not tasks:
+            raise EnvironmentDefinitionError(
+                f"{self.env_name} gave no held-out task: tasks('eval', rng) has to yield at least one Task"
+            )
+        return tasks
+
+    def inference_arguments(self, folder: str) -> dict[str, Any]:
+        """What an inference backend may ask for."""
+        settings = self.settings
+        return {
+            "model": settings.model,
+            "training": None,
+            "seed": settings.seed,
+            "temperature": settings.temperature,
+            "folder": folder,
+            "concurrency": settings.concurrency,
+            "lora_rank": 0,
+        }
+
+
+def make_evaluation_plan(resolved: Resolved) -> EvaluationPlan:
+    """Find, import and check every component. Raises UserError of one kind or another, with what to type."""
+    if not resolved.components["env"]:
+        raise ConfigError(
+            "no environment was named; type --env calculator (`rollouts plugins list` shows what there is)"
+        )
+    if resolved.settings.eval_tasks == 0:
+        raise ConfigError("--eval-tasks 0: an evaluation needs tasks; leave it out, or give a number")
+    manager = PluginManager()
+    resolved = with_data(resolved, manager)
+    own = {key: resolved.components[key] for key in resolved.components if key in EVAL}
+    chosen = choose_each(manager, own, resolved.source)
+    (inference,) = chosen["inference"]
+    is_chat = is_evaluation_only(inference.component)
+    settings, notes = _with_model(resolved.settings, is_chat)
+    components: dict[str, list[Component]] = {**resolved.components, **completed(own, chosen)}
+    environments = plan_environments(manager, components["env"], chosen["env"], settings, resolved.source)
+    rewards = reward_terms(components["reward"], chosen["reward"])
+    for env in environments:
+        check_environment(env.make_checked(), rewards)
+    if is_chat and settings.template:
+        name = next(iter(settings.template))
+        raise ConfigError(
+            f"--template.{name.replace('_', '-')}: with --inference {inference.name} the server shows the conversation "
+            "to the model, not we; vLLM and SGLang take such arguments in the request: "
+            f"--inference.body '{{chat_template_kwargs = {{{name} = ...}}}}'"
+        )
+    resolved = resolved._replace(settings=settings, components=components)
+    plan = EvaluationPlan(resolved, settings, chosen, environments, rewards, is_chat, notes, manager)
+    run_check(inference.component, plan.inference_arguments(""), inference.settings)
+    return plan
+
+
+def _with_model(settings: Settings, is_chat: bool) -> tuple[Settings, tuple[str, ...]]:
+    """The settings with the checkpoint that is meant, where the folder of a run was given; and what to tell of it."""
+    path = Path(settings.model).expanduser()
+    if is_chat or not path.is_dir():
+        return settings, ()  # a name, whose meaning is the engine's business
+    from rollouts.compose.export import find_checkpoint
+    from rollouts.training.backends.checkpoint_files import STATE, check_folder
+
+    found = find_checkpoint(settings.model)
+    if (found / STATE).exists():
+        check_folder(str(found))
+    if found == path:
+        return settings, ()
+    note = f"the model of {settings.model} is that of its last checkpoint, {found.name}"
+    return dataclasses.replace(settings, model=str(found)), (note,)

@@ -1,0 +1,264 @@
+"""`rollouts eval`: a model is played on held-out tasks, on the base install where a server computes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from rollouts.cli import main
+from rollouts.config.resolving import resolve
+from rollouts.config.settings import EVAL, setting_infos
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "servers"))
+from mock_engine import started
+
+ROOT = Path(__file__).parents[2]
+OPENAI = f"{ROOT / 'rollouts' / 'inference' / 'openai.py'}:create_openai_inference"
+
+ENVIRONMENT = '''\
+from dataclasses import dataclass
+from rollouts import Task, metric, reward, tool
+
+@dataclass
+class Add:
+    count: int = 5
+    def tasks(self, split, rng):
+        return [Task(f"{split} {i}: what is 12 + 34?", answer=46) for i in range(self.count)]
+    @tool
+    def add(self, a: int, b: int) -> str:
+        """Add."""
+        return str(a + b)
+    @reward
+    def correct(self, task, trajectory):
+        return float(str(task.answer) in trajectory.last_text)
+    @metric
+    def characters(self, trajectory):
+        return len(trajectory.last_text)
+'''
+
+# What a machine with the base install has: none of these can be imported.
+BASE_INSTALL = """\
+import sys
+for name in ("torch", "transformers", "numpy", "peft", "datasets", "safetensors", "jinja2", "tokenizers"):
+    sys.modules[name] = None
+from rollouts.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    (tmp_path / "add.py").write_text(ENVIRONMENT)
+    return tmp_path
+
+
+def on_base_install(*argv: str) -> subprocess.CompletedProcess[str]:
+    environment = dict(os.environ, PYTHONPATH=str(ROOT))
+    command = [sys.executable, "-c", BASE_INSTALL, "eval", "--env", "./add.py:Add", "--inference", OPENAI, *argv]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=60)
+
+
+def summary_of(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())
+
+
+# --- flags and files --------------------------------------------------------------------------------------------------
+
+
+def test_the_command_is_mode_eval(composed):
+    assert main(["eval", "--env", "calculator", "--temperature", "0", "--dry-run"]) == 0
+    ((resolved, dry_run),) = composed
+    assert dry_run and resolved == resolve({"mode": "eval", "env": "calculator", "temperature": 0})
+    assert (resolved.settings.temperature, resolved.settings.samples_per_prompt) == (0.0, 1)
+
+
+def test_help_shows_what_matters_and_no_more(capsys):
+    assert main(["eval", "--help"]) == 0
+    out = capsys.readouterr().out
+    for info in setting_infos():
+        shown = f"{info.flag} " in out or (info.name == "template" and "--template.ARGUMENT" in out)
+        assert shown == (info.name in EVAL and info.name != "mode"), info.name
+    assert "runs/<time>-<env>-eval" in out and "0 is greedy" in out
+
+
+def test_the_file_of_a_training_run_is_read_for_what_matters(here, composed):
+    (here / "run.toml").write_text('steps = 3\nlr = 0.1\nseed = 4\nenv = "e"\nloss = "dapo"\n[advantage]\neps = 1\n')
+    assert main(["eval", "run.toml", "--max-tokens", "9"]) == 0
+    ((resolved, _),) = composed
+    assert (resolved.settings.seed, resolved.settings.max_tokens, resolved.settings.lr) == (4, 9, None)
+    assert resolved.settings.loss == "grpo"  # nothing of it is looked at
+
+
+@pytest.mark.parametrize(
+    "argv", [["--lr", "1"], ["--lora_rank=4"], ["--loss", "grpo"], ["--loss.clip-high", "1"], ["--training.dtype", "x"]]
+)
+def test_settings_of_training_are_refused(argv, composed, capsys):
+    assert main(["eval", "--env", "calculator", *argv]) == 2
+    error = capsys.readouterr().err
+    assert argv[0].partition("=")[0].replace("_", "-") in error and "an evaluation trains nothing" in error
+    assert composed == []
+
+
+def test_other_mistakes_are_told_as_ever(composed, capsys):
+    assert main(["eval", "--env", "calculator", "--temprature", "1"]) == 2
+    assert "did you mean: --temperature" in capsys.readouterr().err
+    assert main(["eval", "--env", "calculator", "--temperature", "-1"]) == 2
+    assert "must be at least 0" in capsys.readouterr().err
+    assert main(["run", "--env", "calculator", "--temperature", "0"]) == 2
+    assert "must be more than 0" in capsys.readouterr().err
+    assert main(["run", "--mode", "eval", "--env", "calculator", "--steps", "3"]) == 2
+    assert "error: --steps: an evaluation trains nothing" in capsys.readouterr().err
+
+
+# --- against a server, on the base install ----------------------------------------------------------------------------
+
+
+def test_it_needs_no_torch(here):
+    with started(delay_seconds=0.0) as server:
+        url = f"{server.url}/v1"
+        done = on_base_install("--inference.url", url, "--model", "m1", "--samples-per-prompt", "2", "--out", "out")
+        assert done.returncode == 0, done.stderr
+        asked = len(server.chats())
+    assert asked == 1 + 5 * 2 * 4  # one first request, that sees whether all is well
+    summary = summary_of(here / "out")
+    numbers = {"status": "done", "model": "m1", "episodes": 10, "tasks": 5, "judged": 10, "reward_mean": 1.0}
+    assert summary | numbers | {"pass@k": {"1": 1.0, "2": 1.0}, "reward_stderr": 0.0, "tool_calls": 30} == summary
+    assert summary["parts"] == {"correct": 1.0} and summary["metrics"] == {"characters": 14.0}
+    assert summary["tokens"] == {"prompt_tokens": 4000, "completion_tokens": 540} and summary["failed"] == {}
+    rows = [json.loads(line) for line in (here / "out" / "trajectories" / "eval.jsonl").read_text().splitlines()]
+    assert [(row["group"], row["rollout"]) for row in rows] == [(g, r) for g in range(5) for r in range(2)]
+    assert all(row["segments"] == [] and row["reward"] == 1.0 for row in rows)
+    assert json.loads((here / "out" / "metrics.jsonl").read_text())["eval/pass@2"] == 1.0
+    assert "reward     │ 1.000 ± 0.000" in done.stdout and "10/10" in done.stdout
+    assert not (here / "out" / "checkpoints").exists()
+    # Its own file repeats it, and says nothing of training.
+    config = (here / "out" / "config.toml").read_text()
+    assert 'mode = "eval"' in config and "steps" not in config and "[loss]" not in config
+    with started(delay_seconds=0.0) as server:
+        flags = ["--inference.url", f"{server.url}/v1", "--out", "again"]
+        environment = dict(os.environ, PYTHONPATH=str(ROOT))
+        command = [sys.executable, "-c", BASE_INSTALL, "run", "out/config.toml", *flags]
+        subprocess.run(command, check=True, env=environment, capture_output=True, timeout=60)
+    assert (here / "again" / "trajectories" / "eval.jsonl").read_text() == (
+        here / "out" / "trajectories" / "eval.jsonl"
+    ).read_text()
+
+
+def test_a_dry_run_asks_nobody(here):
+    with started(delay_seconds=0.0) as server:
+        url = f"{server.url}/v1"
+        done = on_base_install("--inference.url", url, "--model", "m1", "--eval-tasks", "3", "--dry-run")
+        assert done.returncode == 0 and server.chats() == [], done.stderr
+    assert "held-out tasks: 3, each played once" in done.stdout and "tools: add" in done.stdout
+    assert [path.name for path in here.iterdir()] == ["add.py"]
+
+
+def test_mistakes_are_told_before_anything_is_written(here):
+    with started(delay_seconds=0.0, api_key="sk-right") as server:
+        for flags, words in (
+            (["--model", "m1"], "OPENAI_API_KEY holds no API key"),
+            (["--inference.url", f"{server.url}/v1"], "--inference.served-model tiny"),
+            (["--inference.url", server.url, "--model", "m1"], "--inference.api-key-env"),
+            (["--inference.url", "http://127.0.0.1:9/v1", "--model", "m1"], "--inference.url"),
+            (["--inference.url", f"{server.url}/v1", "--model", "m", "--eval-tasks", "0"], "--eval-tasks 0"),
+            (["--inference.url", server.url, "--model", "m", "--template.x", "1"], "chat_template_kwargs"),
+        ):
+            done = on_base_install(*flags)
+            assert (done.returncode, words in done.stderr) == (2, True), done.stderr
+            assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
+    assert [path.name for path in here.iterdir()] == ["add.py"]
+
+
+def test_too_many_failures_end_it_and_keep_what_was_done(here):
+    with started(delay_seconds=0.0, calls=0) as good:
+        ok = on_base_install("--inference.url", f"{good.url}/v1", "--model", "m1", "--out", "good")
+        assert ok.returncode == 0
+    with started(delay_seconds=0.0, faults={"400": 0.5}, seed=5) as server:
+        flags = ["--inference.url", f"{server.url}/v1", "--model", "m1", "--max-failures", "2", "--concurrency", "1"]
+        done = on_base_install(*flags, "--out", "out")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "--max-failures is 2" in done.stderr and "rollouts eval out/config.toml" in done.stderr
+    summary = summary_of(here / "out")
+    assert summary["status"] == "failed" and 1 <= summary["episodes"] < 5
+    assert (here / "out" / "trajectories" / "eval.jsonl").read_text().count("\n") == summary["episodes"]
+
+
+def test_nothing_judged_is_a_failure(here):
+    with started(delay_seconds=0.0, calls=0) as server:
+        (here / "add.py").write_text(ENVIRONMENT.replace("return float(str(task", "return None and float(str(task"))
+        done = on_base_install("--inference.url", f"{server.url}/v1", "--model", "m1", "--out", "out")
+    assert done.returncode == 1 and "not one of the 5 rollouts of the evaluation could be judged" in done.stderr
+    assert summary_of(here / "out")["reward_mean"] is None
+
+
+def test_ctrl_c_keeps_what_was_done(here):
+    with started(delay_seconds=0.25, calls=0) as server:
+        environment = dict(os.environ, PYTHONPATH=str(ROOT))
+        flags = ["--inference.url", f"{server.url}/v1", "--model", "m1", "--concurrency", "1", "--out", "out"]
+        command = [sys.executable, "-c", BASE_INSTALL, "eval", "--env", "./add.py:Add", "--env.count", "200"]
+        command += ["--inference", OPENAI, *flags]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        deadline = time.monotonic() + 30
+        while server.statistics()["answered"] < 4 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and "of 200 episodes are done, out keeps them" in err, err
+    summary = summary_of(here / "out")
+    assert summary["status"] == "interrupted" and 2 <= summary["episodes"] < 100 and summary["reward_mean"] == 1.0
+
+
+def test_training_with_it_is_refused_before_a_model_loads(here, capsys):
+    for command in (["run"], ["sft"], ["run", "--mode", "sft+rl"]):
+        flags = ["--env", "./add.py:Add", "--inference", OPENAI, "--inference.url", "http://127.0.0.1:9/v1"]
+        assert main([*command, *flags, "--model", "no/such/model/anywhere"]) == 2
+        assert "type: --inference hf to train, or `rollouts eval`" in capsys.readouterr().err
+    assert [path.name for path in here.iterdir()] == ["add.py"]
+
+
+# --- with a model that is here ----------------------------------------------------------------------------------------
+
+CALCULATOR = ["--env", "calculator", "--env.digits", "1", "--eval-tasks", "6", "--max-tokens", "24"]
+SHORT = ["--steps", "1", "--prompts-per-step", "2", "--samples-per-prompt", "2", "--lora-rank", "2", "--lr", "0.01"]
+
+
+@pytest.mark.slow
+def test_a_run_s_last_evaluation_is_repeated_with_its_checkpoint(here):
+    assert main(["run", *CALCULATOR, *SHORT, "--out", "trained"]) == 0
+    after = summary_of(here / "trained")["evaluation"]["after"]
+    assert main(["eval", "trained/config.toml", "--model", "trained", "--samples-per-prompt", "1", "--out", "a"]) == 0
+    first = summary_of(here / "a")
+    assert first["reward_mean"] == after["reward_mean"] and first["parts"] == after["parts"]
+    assert first["model"] == "trained/checkpoints/step_000001" and first["tokens"]["completion_tokens"] > 0
+    assert main(["eval", *CALCULATOR, "--model", first["model"], "--temperature", "0", "--out", "b"]) == 0
+    greedy = summary_of(here / "b")
+    assert greedy["reward_mean"] == after["greedy_mean"]
+    assert main(["resume", "a"]) == 2
+    # It is the adapter that speaks: another one says something else.
+    weights = here / first["model"] / "adapter_model.safetensors"
+    moved = {name: tensor + 0.1 for name, tensor in load_file(weights).items()}
+    save_file(moved, weights)
+    trainer_s = shutil.ignore_patterns("trainer*", "state*", "manifest*")
+    shutil.copytree(here / first["model"], here / "moved", ignore=trainer_s)
+    assert main(["eval", *CALCULATOR, "--model", "moved", "--temperature", "0", "--out", "c"]) == 0
+    assert (here / "c" / "trajectories" / "eval.jsonl").read_text() != (
+        here / "b" / "trajectories" / "eval.jsonl"
+    ).read_text()
+
+
+def test_a_folder_that_holds_no_model(here, capsys):
+    (here / "empty").mkdir()
+    assert main(["eval", *CALCULATOR, "--model", "empty"]) == 2
+    assert "holds no run, no checkpoint, no model" in capsys.readouterr().err
+    assert not (here / "runs").exists()

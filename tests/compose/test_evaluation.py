@@ -1,0 +1,125 @@
+"""Mode eval is composed without anything of training, and its numbers are those of the episodes."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import rollouts
+from rollouts.compose import make_plan
+from rollouts.compose.evaluation_plan import make_evaluation_plan
+from rollouts.config import resolve, to_toml
+from rollouts.config.settings import EVAL, setting_infos
+from rollouts.errors import ConfigError, EnvironmentDefinitionError
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "servers"))
+from mock_engine import started
+
+ROOT = Path(__file__).parents[2]
+OPENAI = f"{ROOT / 'rollouts' / 'inference' / 'openai.py'}:create_openai_inference"
+
+PARTS = '''\
+from dataclasses import dataclass
+from pathlib import Path
+from rollouts import Task, reward
+
+@dataclass
+class Sums:
+    answer: int = 46
+    tasks_given: int = 3
+    def tasks(self, split, rng):
+        return [Task(f"{split} {i} of {self.answer}", answer=self.answer) for i in range(self.tasks_given)]
+    @reward
+    def correct(self, task, trajectory):
+        return float(str(task.answer) in trajectory.last_text)
+
+def share(tasks, trajectories):
+    """A reward of the whole group: how many rollouts it has."""
+    return [float(len(tasks))] * len(tasks)
+
+class Memory:
+    def __init__(self, folder, settings, first_step):
+        self.path = Path(folder) / "memory.txt"
+        self.settings = settings
+    def log(self, metrics, step):
+        self.path.write_text(f"{step} {metrics['eval/reward_mean']} {sorted(self.settings)}")
+    def close(self):
+        pass
+'''
+
+
+@pytest.fixture
+def parts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "parts.py").write_text(PARTS)
+    return tmp_path
+
+
+def evaluation(**settings):
+    return resolve({"mode": "eval", "env": "./parts.py:Sums"} | settings)
+
+
+def served(url, **settings):
+    inference = {"name": OPENAI, "url": f"{url}/v1"}
+    return rollouts.run(mode="eval", model="m1", inference=inference, out="out", **settings)
+
+
+def test_the_keys_are_settings_and_the_file_holds_no_other():
+    known = {info.name for info in setting_infos()}
+    assert set(EVAL) <= known
+    written = {
+        line.split(" =")[0] for line in to_toml(resolve({"mode": "eval", "env": "e"})).splitlines() if " = " in line
+    }
+    assert written & known <= {*EVAL}
+    again = resolve({"mode": "eval", "env": "e", "samples_per_prompt": 3, "temperature": 0.0})
+    assert resolve(tomllib.loads(to_toml(again))) == again
+
+
+def test_a_plan_of_training_is_not_made_of_it(parts):
+    with pytest.raises(ConfigError, match="trains nothing"):
+        make_plan(evaluation())
+    plan = make_evaluation_plan(evaluation())
+    assert set(plan.chosen) == {"env", "reward", "inference", "logger"} and not plan.is_chat
+    assert len(plan.eval_tasks()) == 3
+
+
+def test_an_environment_without_held_out_tasks(parts):
+    plan = make_evaluation_plan(evaluation(env={"name": "./parts.py:Sums", "tasks_given": 0}))
+    with pytest.raises(EnvironmentDefinitionError, match=r"tasks\('eval', rng\)"):
+        plan.eval_tasks()
+
+
+def test_several_environments_have_their_own_numbers(parts):
+    env = [
+        {"name": "./parts.py:Sums", "alias": "right", "weight": 2.0},
+        {"name": "./parts.py:Sums", "alias": "wrong", "answer": 7, "weight": 1.0},
+    ]
+    with started(delay_seconds=0.0, calls=0) as server:
+        summary = served(server.url, env=env, eval_tasks=3)
+    assert summary["reward_mean"] == pytest.approx(2 / 3) and summary["tasks"] == 3
+    own = summary["environments"]
+    assert (own["right"]["reward_mean"], own["wrong"]["reward_mean"]) == (1.0, 0.0)
+    assert (own["right"]["tasks"], own["wrong"]["tasks"]) == (2, 1)
+    assert own["right"]["reward_stderr"] == 0.0 and own["wrong"]["reward_stderr"] is None
+
+
+def test_rewards_of_a_whole_group_see_the_samples_of_one_task(parts):
+    rewards = {"env": {"name": "env"}, "share": {"name": "./parts.py:share"}}
+    with started(delay_seconds=0.0, calls=0) as server:
+        summary = served(server.url, env="./parts.py:Sums", reward=rewards, samples_per_prompt=4)
+    assert summary["parts"] == {"correct": 1.0, "share": 4.0} and summary["reward_mean"] == 5.0
+    assert summary["pass@k"] == {}  # graded rewards do not say what passes
+    rows = [json.loads(line) for line in (parts / "out" / "trajectories" / "eval.jsonl").read_text().splitlines()]
+    assert [row["reward"] for row in rows] == [5.0] * 12
+
+
+def test_loggers_are_told_once(parts):
+    logger = {"own": {"name": "./parts.py:Memory"}}
+    with started(delay_seconds=0.0, calls=0) as server:
+        served(server.url, env="./parts.py:Sums", logger=logger)
+    step, mean, settings = (parts / "out" / "memory.txt").read_text().split(" ", 2)
+    assert (step, mean) == ("0", "1.0") and "'temperature'" in settings and "'lr'" not in settings
