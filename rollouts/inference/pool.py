@@ -85,7 +85,7 @@ class EnginePool:
         self.owns_weights = engine.owns_weights
         self.weights_kind: Literal["full", "adapter"] = engine.weights_kind
         self.context_tokens_max = engine.context_tokens_max
-        for name in ("weights_as", "weights_folder", "vocabulary_size"):
+        for name in ("tolerance", "weights_as", "weights_folder", "vocabulary_size"):
             if hasattr(engine, name):
                 setattr(self, name, getattr(engine, name))
         self._sessions: dict[str, _Session] = {}

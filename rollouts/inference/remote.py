@@ -134,7 +134,8 @@ class RemoteEngine:
     `vocabulary_size` bounds the ids that are sent. `temperature` is what the run samples at: a server whose logprobs
     are of temperature 1 is refused where that is another one. `tokenizer` is a text and its ids: a server with another
     tokenizer is refused. `lora_rank` above 0: it is given adapters. `connections_max` requests are in flight at most;
-    the rest wait their turn. `takes_weights` False: only what it serves is used, so it need not load any. With `groups`
+    the rest wait their turn. `tolerance` above 0 is how far, in nats a token, its logprobs may be from the trainer's.
+    `takes_weights` False: only what it serves is used, so it need not load any. With `groups`
     full weights come over torch.distributed instead of in a folder.
     """
 
@@ -155,6 +156,7 @@ class RemoteEngine:
         context_tokens_max: int = 0,
         weights_folder: str = "",
         takes_weights: bool = True,
+        tolerance: float = 0.0,
         groups: GroupCalls | None = None,
         api_key: str = "",
         connections_max: int = 256,
@@ -171,6 +173,7 @@ class RemoteEngine:
         self.weights_kind: Literal["full", "adapter"] = "adapter" if lora_rank else "full"
         self.weights_as: Literal["folder", "group"] = "folder" if groups is None else "group"
         self.weights_folder = weights_folder
+        self.tolerance = tolerance
         self._groups = groups
         self._group: tuple[GroupPlace, Callable[[], None]] | None = None
         self.version = 0
@@ -242,7 +245,8 @@ class RemoteEngine:
                 f"{self!r} serves {', '.join(info.models) or 'no model'}, not {self.model!r}; "
                 f"give --inference.served-model {info.models[0] if info.models else 'NAME'}"
             )
-        if info.logprobs == "raw" and self._temperature != 1.0:
+        # An evaluation reads no logprobs.
+        if info.logprobs == "raw" and self._temperature != 1.0 and self._takes_weights:
             raise ConfigError(
                 f"{self!r} gives logprobs of temperature 1 whatever is sampled at, and this run samples at "
                 f"{self._temperature:g}: start it with {self.dialect.logprobs_flags}, or type --temperature 1"

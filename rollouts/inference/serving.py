@@ -34,6 +34,7 @@ from rollouts.inference.http.client import HTTPClient
 from rollouts.inference.launching import ServeOptions, ServerCommand, ServerProcess
 from rollouts.inference.pool import EnginePool, Patience, Slot
 from rollouts.inference.remote import Dialect, RemoteEngine
+from rollouts.training.weight_probe import TOLERANCE_HALF
 
 __all__ = [
     "EngineFound",
@@ -92,6 +93,7 @@ def create_served_inference(
     dtype: str = "auto",
     device: str = "auto",
     memory_share: float = 0.0,
+    tolerance: float = 0.0,
     flags: tuple[str, ...] = (),
     request_seconds: float = 600.0,
     start_seconds: float = 600.0,
@@ -122,6 +124,7 @@ def create_served_inference(
             context_tokens_max=context_tokens,
             weights_folder=weights_folder or str(place / "weights"),
             takes_weights=training is not None,
+            tolerance=tolerance or (TOLERANCE_HALF if dtype in ("bfloat16", "float16") else 0.0),
             groups=groups,
             api_key=api_key,
             connections_max=concurrency + SPARE_CONNECTIONS,
@@ -178,7 +181,7 @@ def check_served(values: Mapping[str, Any]) -> None:
     Raises ConfigError.
     """
     urls = urls_of(values.get("url", ""))
-    for name, least in (("servers", 1), ("context_tokens", 0), ("memory_share", 0)):
+    for name, least in (("servers", 1), ("context_tokens", 0), ("memory_share", 0), ("tolerance", 0)):
         given = values.get(name, least)
         if given < least:
             raise ConfigError(f"{_flag(name)} {given}: expected {least} or more")

@@ -342,6 +342,7 @@ def create_sglang_inference(
     dtype: str = "auto",
     device: str = "auto",
     memory_share: float = 0.0,
+    tolerance: float = 0.0,
     flags: tuple[str, ...] = (),
     request_seconds: float = 600.0,
     start_seconds: float = 600.0,
@@ -363,6 +364,7 @@ def create_sglang_inference(
         dtype: What servers that are started compute in. auto: as the trainer does; float32 without a GPU.
         device: cpu keeps servers that are started off the GPUs.
         memory_share: The part of a GPU's memory that a server that is started takes. 0: what SGLang takes by itself.
+        tolerance: Nats a token that a server's logprobs may be off the trainer's. 0: 1e-4 in float32, 0.05 in 16 bits.
         flags: More flags for servers that are started, as SGLang takes them.
         request_seconds: How long one reply may take.
         start_seconds: How long a server may take to start.
@@ -392,6 +394,7 @@ def create_sglang_inference(
         dtype=dtype,
         device=device,
         memory_share=memory_share,
+        tolerance=tolerance,
         flags=flags,
         request_seconds=request_seconds,
         start_seconds=start_seconds,

@@ -15,6 +15,7 @@ server (0.32), and what follows from it here:
 - New weights of everything are loaded while it pauses; it then computes anew what it had read, so that requests go on
   as if under the new weights from the first token on. Its prefix cache is not emptied by loading: it is told to.
 - On a CPU an output layer that is tied to the embedding stays the first one: `vllm_worker` mends that.
+- On a CPU a prompt that is read in pieces, for a request with a seed, kills it: it is started to read whole ones.
 - A load that failed leaves it without weights, and the next request would kill it: so it stays paused, and a load that
   succeeds mends it.
 
@@ -51,6 +52,7 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank take
 FINISHES: dict[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "length": "length", "abort": "abort"}
 # What a server on a CPU needs to load weights (see there).
 EXTENSION_FOLDER, EXTENSION = Path(__file__).with_name("vllm_worker"), "rollouts_vllm_worker.RolloutsWorker"
+CPU_BATCHED_TOKENS = 8192
 ASK_SECONDS = 60.0
 # Far from 1, so that one token tells the two conventions apart; more than one, in case it does not.
 MEASURED_TEMPERATURE, MEASURED_TOKENS = 2.0, 4  # above 2 it refuses
@@ -441,6 +443,9 @@ def serve_command(python: str, model: str, port: int, options: ServeOptions) -> 
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
     if on_cpu:
         argv += ["--enforce-eager", "--worker-extension-cls", EXTENSION]
+        # A prompt that is read in several pieces for a request with a seed kills it there (0.32).
+        argv += ["--no-enable-chunked-prefill", "--max-num-batched-tokens"]
+        argv += [str(max(CPU_BATCHED_TOKENS, options.context_tokens or _context_of(model)))]
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(EXTENSION_FOLDER), os.environ.get("PYTHONPATH", "")]))
         env["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     else:
@@ -449,6 +454,16 @@ def serve_command(python: str, model: str, port: int, options: ServeOptions) -> 
         if options.gpu_count > 1:
             argv += ["--tensor-parallel-size", str(options.gpu_count)]
     return ServerCommand([*argv, *options.extra], env)
+
+
+def _context_of(model: str) -> int:
+    """The longest context that a model in a folder was made for; 0 where its config.json does not say."""
+    try:
+        config = msgspec.json.decode((Path(model) / "config.json").read_bytes())
+    except (OSError, msgspec.DecodeError):  # a hub name; whatever is wrong with a folder, the server will say
+        return 0
+    text = config.get("text_config", config)
+    return int(text.get("max_position_embeddings") or 0)
 
 
 def _has_gpu() -> bool:
@@ -476,6 +491,7 @@ def create_vllm_inference(
     dtype: str = "auto",
     device: str = "auto",
     memory_share: float = 0.0,
+    tolerance: float = 0.0,
     flags: tuple[str, ...] = (),
     request_seconds: float = 600.0,
     start_seconds: float = 600.0,
@@ -495,6 +511,7 @@ def create_vllm_inference(
         dtype: What servers that are started compute in. auto: as the trainer does; float32 without a GPU.
         device: cpu keeps servers that are started off the GPUs.
         memory_share: The part of a GPU's memory that a server that is started takes. 0: what vLLM takes by itself.
+        tolerance: Nats a token that a server's logprobs may be off the trainer's. 0: 1e-4 in float32, 0.05 in 16 bits.
         flags: More flags for servers that are started, as vLLM takes them.
         request_seconds: How long one reply may take.
         start_seconds: How long a server may take to start.
@@ -524,6 +541,7 @@ def create_vllm_inference(
         dtype=dtype,
         device=device,
         memory_share=memory_share,
+        tolerance=tolerance,
         flags=flags,
         request_seconds=request_seconds,
         start_seconds=start_seconds,

@@ -125,9 +125,10 @@ async def sync_weights(
 ) -> dict[str, float]:
     """Make every engine serve the backend's weights; gives `sync/` metrics.
 
-    `tolerance` is how far, in nats, an engine's log-probability of a token may be from the trainer's; None goes by the
-    type of the weights. `temperature` is what the run samples at. Raises InferenceError where an engine does not serve
-    the weights, and says which engine, which versions, and what it looks like.
+    `tolerance` is how far, in nats, an engine's log-probability of a token may be from the trainer's; None is what
+    engines say (their own `tolerance`, where it is above 0), or else goes by the type of the weights. `temperature` is
+    what the run samples at. Raises InferenceError where an engine does not serve the weights, and says which engine,
+    which versions, and what it looks like.
     """
     metrics, _ = await _sync(backend, engines, temperature, tolerance, Memory())
     return metrics
@@ -192,6 +193,8 @@ async def _sync(
             await engine.update_weights(WeightUpdate(version))
     metrics = {"sync/version": float(version)}
     if owners:
+        if tolerance is None:
+            tolerance = max(getattr(engine, "tolerance", 0.0) for engine in owners) or None
         copies = [engine for engine in owners if _form_of(engine) == "tensors"]
         servers = [engine for engine in owners if engine not in copies]
         around = await _begin(backend, owners, servers, temperature, tolerance, memory)

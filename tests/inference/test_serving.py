@@ -170,6 +170,16 @@ def test_servers_that_are_there(tmp_path, monkeypatch):
         trio.run(pool.check)
 
 
+def test_how_far_servers_may_be_from_the_trainer(tmp_path):
+    for settings, expected in (
+        ({}, 0.0),
+        ({"dtype": "bfloat16"}, 0.05),
+        ({"dtype": "bfloat16", "tolerance": 0.2}, 0.2),
+        ({"tolerance": 1e-3}, 1e-3),
+    ):
+        assert create(tmp_path, Toy(), url="http://127.0.0.1:1", **settings).tolerance == expected
+
+
 def serving_port() -> int:
     from rollouts.inference.launching import free_port
 

@@ -415,11 +415,20 @@ def test_the_command_for_a_cpu(monkeypatch, tmp_path):
     assert (flags["--port"], flags["--host"], flags["--model"]) == ("8123", "127.0.0.1", str(tmp_path))
     assert (flags["--dtype"], flags["--max-model-len"], flags["--max-lora-rank"]) == ("float32", "512", "16")
     assert (flags["--worker-extension-cls"], flags["--logprobs-mode"]) == (EXTENSION, "processed_logprobs")
-    assert {"--enable-scale-out", "--enforce-eager", "--enable-lora"} <= set(command.argv)
+    wanted = {"--enable-scale-out", "--enforce-eager", "--enable-lora", "--no-enable-chunked-prefill"}
+    assert wanted <= set(command.argv) and flags["--max-num-batched-tokens"] == "8192"
     assert "--gpu-memory-utilization" not in command.argv
     assert command.env["PYTHONPATH"] == f"{EXTENSION_FOLDER}{os.pathsep}mine"
     assert command.env["VLLM_SERVER_DEV_MODE"] == "1" and command.env["HF_HUB_OFFLINE"] == "1"
     assert command.env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
+
+
+def test_prompts_are_read_whole_however_long_the_model_s_context_is(tmp_path):
+    (tmp_path / "config.json").write_text('{"text_config": {"max_position_embeddings": 40960}}')
+    command = serve_command("python", str(tmp_path), 8123, ServeOptions(device="cpu"))
+    assert values(command.argv)["--max-num-batched-tokens"] == "40960"
+    bounded = serve_command("python", str(tmp_path), 8123, ServeOptions(context_tokens=9000, device="cpu"))
+    assert values(bounded.argv)["--max-num-batched-tokens"] == "9000"
 
 
 def test_the_command_for_gpus():

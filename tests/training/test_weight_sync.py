@@ -102,6 +102,17 @@ def test_the_tolerance_goes_by_the_type_of_the_weights():
         sync(Engine(True, wrong=0.01), backend=halves, tolerance=1e-3)
 
 
+def test_an_engine_may_say_its_own_tolerance():
+    engine = Engine(True, wrong=0.01)
+    engine.tolerance = 0.0
+    with pytest.raises(InferenceError, match=r"at most 0\.001"):
+        sync(engine)
+    engine.tolerance = 0.02
+    assert sync(engine)["sync/probe"] == pytest.approx(0.01, rel=0.1)
+    with pytest.raises(InferenceError, match=r"at most 0\.001"):
+        sync(engine, tolerance=1e-3)
+
+
 def test_the_probe_stays_within_a_small_vocabulary_and_context():
     engine = Engine(True)
     engine.vocabulary_size, engine.context_tokens_max = 5, 7
