@@ -26,6 +26,9 @@ from rollouts.env.authoring import tools_of
 from rollouts.env.mixing import env_term
 from rollouts.errors import InferenceError, RewardError, RunError
 from rollouts.inference.base import GenerateRequest, Generation, VersionSpan
+from rollouts.inference.http import Retries
+from rollouts.inference.remote import RemoteEngine
+from rollouts.inference.vllm import VLLM
 from rollouts.training.datasets import DataBuffer
 from rollouts.training.rollout_gen import (
     AsyncRolloutManager,
@@ -39,7 +42,8 @@ from rollouts.training.rollout_gen import (
 )
 from rollouts.types import Status, ToolCall
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "env")]
+sys.path[:0] = [str(Path(__file__).parent), *(str(Path(__file__).parent / room) for room in ("env", "servers"))]
+import mock_engine  # noqa: E402
 from agent_fakes import END, FakeChat  # noqa: E402
 from isolated_tools import Isolated  # noqa: E402
 
@@ -183,7 +187,7 @@ def left() -> tuple[int, int, int]:
     return len(psutil.Process().children(recursive=True)), psutil.Process().num_fds(), len(threads)
 
 
-def player(env: Any = Chaos) -> Any:
+def player(env: Any = Chaos, limits: EpisodeLimits = LIMITS) -> Any:
     chat = FakeChat()
 
     async def play(job: Job, session: str, inference: Any) -> Any:
@@ -192,7 +196,7 @@ def player(env: Any = Chaos) -> Any:
             make_env=env,
             chat=chat,
             inference=inference,
-            limits=LIMITS,
+            limits=limits,
             rewards=[env_term()],
             session=session,
             order=job.order,
@@ -247,6 +251,66 @@ def test_a_step_of_two_thousand_rollouts_in_chaos() -> None:
     for words in ("for one turn", "running setup took longer", "running reply", "close took longer", "running close"):
         assert words in reasons
     assert metrics["rollout/infra_fail_frac"] < 0.7, "most of what could be played was"
+
+
+FAULTS = {
+    "hang": 0.02,
+    "stall": 0.03,
+    "garbage": 0.03,
+    "close": 0.03,
+    "cut": 0.03,
+    "429": 0.03,
+    "500": 0.02,
+    "400": 0.01,
+}
+
+
+def test_a_step_of_two_thousand_rollouts_with_a_server_in_chaos() -> None:
+    """A server in another process, with a connection for each request: one answer in five is none, or half of one; and
+    one call in five of the environment fails too.
+    """
+    look = [*map(ord, "[look {}]"), END]
+    failures = Failures(FailurePolicy(retries=2, pause_seconds=0.05))
+    buffer = DataBuffer([Task(f"prompt {number}", id=str(number)) for number in range(PROMPTS)], seed=0)
+
+    async def main(url: str) -> Any:
+        retries = Retries(3, 0.01, 0.05)
+        engine = RemoteEngine(
+            VLLM(), url, vocabulary_size=END + 1, takes_weights=False, request_seconds=1.5, retries=retries
+        )
+        limits = LIMITS._replace(turn_seconds=5.0)
+        async with engine:
+            manager = AsyncRolloutManager(
+                buffer,
+                RolloutConfig(PROMPTS, MEMBERS, concurrency=128),
+                play=player(limits=limits),
+                inference=engine,
+                failures=failures,
+            )
+            with trio.fail_after(240):
+                step = await manager.generate_batch()
+            assert not engine._asked, "no request is left"
+        return step, manager.statistics
+
+    with mock_engine.started(
+        call=look, answer=[*map(ord, "go on"), END], calls=2, delay_seconds=0.002, faults=FAULTS
+    ) as server:
+        step, counts = trio.run(main, server.url)
+        seen = server.statistics()
+    episodes = [episode for group in step.groups for episode in group.episodes]
+    assert [each.order for each in episodes] == [(group, i) for group in range(PROMPTS) for i in range(MEMBERS)]
+    assert sorted(int(group.task.id) for group in step.groups) == list(range(PROMPTS)), "each prompt once"
+    assert (counts.begun, counts.kept + counts.dropped, counts.carried, counts.in_flight) == (PROMPTS, PROMPTS, 0, 0)
+    assert set(seen["faults"]) == set(FAULTS) and sum(seen["faults"].values()) > 0.15 * seen["requests"]
+    for sample in group_samples(step.kept):
+        assert not any(sample.loss_mask) or (sample.status is Status.COMPLETED and sample.reward is not None)
+        sampled = [token for token, mask in zip(sample.tokens, sample.loss_mask, strict=True) if mask > 0]
+        assert set(sampled) <= {*look, *map(ord, "go on")}, "half an answer is none"
+    metrics = rollout_metrics(step.groups)
+    assert metrics["rollout/fail/inference_error"] > 0 and metrics["rollout/retried"] > 0
+    assert metrics["rollout/infra_fail_frac"] < 0.7, "most of what could be played was"
+    reasons = " ".join({each.trajectory.error or "" for each in episodes if each.status is Status.INFERENCE_ERROR})
+    assert "400" in reasons, "what cannot be asked again is told in the server's words"
 
 
 def test_a_reward_that_is_none_ends_the_run_and_leaves_nothing() -> None:
