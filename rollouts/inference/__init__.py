@@ -10,7 +10,10 @@
       plain.py     the slower way, for models whose cache is not plain full attention
       probe.py     which of the two ways a model takes, found by trying it
       sampling.py  a random stream for each request; logits to ids and logprobs
-    remote.py      one server behind HTTP; `vllm.py` and `sglang.py` say what each kind is told
+    http/          one server asked many things at once: connections, limits, retries, failures
+    remote.py      one server behind it as an engine; `vllm.py` and `sglang.py` say what each kind is told
+      sglang_wire.py  shapes; `sglang_group.py` full weights over a process group, `groups.py` what that asks of any
+    openai.py      any chat-completions API, for evaluation; `chatting.py` is its seam: messages instead of ids
     pool.py        several servers as one engine: who is asked, what becomes of requests whose server dies
       members.py   one of them over its whole life: watched, brought back, given the last weights
     serving.py     where they come from: URLs, or started here
