@@ -93,6 +93,7 @@ class Course:
             self._evaluations["after"] = self._start.evaluation["after"]
             path = parts.folder.checkpoint_path(steps)
         else:
+            await self._serve_newest()
             evaluation = await self._evaluate("after")
             self._evaluations["after"] = _as_dict(evaluation)
             self._metrics |= evaluation.as_metrics() if evaluation else {}
@@ -197,6 +198,7 @@ class Course:
             extra["time/save"], self._save_seconds = self._save_seconds, None
         # The run's end evaluates anyway.
         if settings.eval_every and done % settings.eval_every == 0 and done < settings.steps:
+            extra |= await self._serve_newest()
             evaluation = await self._evaluate(f"step {done}")
             extra |= evaluation.as_metrics() if evaluation else {}
         parts.watcher.step(step, metrics | extra, groups)
@@ -214,13 +216,16 @@ class Course:
             self._save_seconds = time.perf_counter() - began
         await self._profile_before(done)
 
+    async def _serve_newest(self) -> dict[str, float]:
+        """An evaluation is of the newest weights, also where `sync_every` has not sent them; gives `sync/` metrics."""
+        backend = self._parts.backend
+        return {} if self._syncing.version == backend.version else await self._syncing.sync(backend)
+
     async def _evaluate(self, when: str) -> Evaluation | None:
         """Both passes over the held-out tasks; None where there are none."""
         parts, settings = self._parts, self._parts.plan.settings
         if not parts.held_out or not parts.plan.rewards:
             return None
-        if self._syncing.version != parts.backend.version:
-            await self._syncing.sync(parts.backend)
         reports = []
         for temperature in EVALUATION_TEMPERATURES:
             report = await evaluate(

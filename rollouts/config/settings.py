@@ -306,7 +306,10 @@ class Settings:
     )
     seed: int = _setting(0, "One seed, one result.", "Training", minimum=0)
     sync_every: int = _setting(
-        1, "Steps between updates of the engine's weights, where it has its own.", "Training", minimum=1
+        1,
+        "Steps between updates of the engine's weights, where it has its own; an evaluation updates them too.",
+        "Training",
+        minimum=1,
     )
     eval_every: int = _setting(0, "Steps between evaluations; 0: only before and after.", "Watching", minimum=0)
     eval_tasks: int = _setting(512, "Held-out tasks of an evaluation.", "Watching", minimum=0)

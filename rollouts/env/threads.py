@@ -8,6 +8,7 @@ may run at once, deadlines (`calls.py`), and `trio.from_thread`; threads are as 
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import threading
 from collections import deque
@@ -26,7 +27,8 @@ IDLE_SECONDS = 10.0
 async def run_in_thread(function: Callable[[], T]) -> T:
     """What `function` returns or raises, called in a worker thread in this task's context.
 
-    Cancellation leaves it running, and nobody hears what comes of it.
+    Cancellation leaves it running, and nobody hears what comes of it. Raises RuntimeError where no thread can be
+    started.
     """
     await trio.lowlevel.checkpoint_if_cancelled()
     delivery = _delivery_of_this_run()
@@ -90,8 +92,16 @@ class _Crew:
         with self._lock:
             self._jobs.append(job)
             starts = self._wake()
-        if starts:
+        if not starts:
+            return
+        try:
             self._start()
+        except BaseException:
+            with self._lock:
+                if job not in self._jobs:
+                    return  # a thread that had ended another job has taken it
+                self._jobs.remove(job)  # nobody may come to it after its caller was told
+            raise
 
     def _wake(self) -> bool:
         """Have a thread look at the queue, unless one is about to; True where the caller must start one."""
@@ -136,7 +146,9 @@ class _Crew:
             job = self._jobs.popleft()
             starts = bool(self._jobs) and self._wake()
         if starts:
-            self._start()
+            # No thread is to be had: what stands behind is done by this one, after its job, or by the next submitted.
+            with contextlib.suppress(RuntimeError, MemoryError):
+                self._start()
         return job
 
 

@@ -115,7 +115,7 @@ class Seat:
         self.silent = trio.Event()
         try:
             while True:
-                if self._gate.is_shut or not self.may_speak:
+                while self._gate.is_shut or not self.may_speak:  # it may be shut again before this task has run
                     await self._park(request, said)
                 self.is_stopping = False
                 said = join_generations(said, await self._ask(request, len(said.tokens), said.tokens))

@@ -9,6 +9,7 @@ import time
 import pytest
 import trio
 
+from rollouts.env import threads as room
 from rollouts.env.threads import run_in_thread
 
 
@@ -54,6 +55,45 @@ def test_none_waits_behind_a_long_one():
             gate.set()
 
     trio.run(run)
+
+
+def test_where_no_thread_can_be_started_the_caller_is_told_and_the_others_go_on(monkeypatch):
+    room._crew = room._Crew()
+    refuse = False
+    start = threading.Thread.start
+
+    def may_start(thread):
+        if refuse:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(room.threading.Thread, "start", may_start)
+
+    async def main() -> None:
+        nonlocal refuse
+        refuse = True
+        ran = []
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            await run_in_thread(lambda: ran.append(1))
+        refuse = False
+        assert await run_in_thread(lambda: 7) == 7
+        assert not ran, "whoever was told that it failed must not see it happen"
+        await trio.sleep(0.05)  # the thread is idle
+        refuse = True
+        gate, found = threading.Event(), []
+
+        async def ask(number: int) -> None:
+            found.append(await run_in_thread(lambda: gate.wait(5) and number))
+
+        with trio.fail_after(5):
+            async with trio.open_nursery() as nursery:
+                for number in range(3):  # one thread, and two that wait behind it
+                    nursery.start_soon(ask, number)
+                await trio.sleep(0.05)
+                gate.set()
+        assert sorted(found) == [0, 1, 2]
+
+    trio.run(main)
 
 
 def test_what_is_given_up_runs_on_and_is_not_heard():

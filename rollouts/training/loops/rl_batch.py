@@ -100,7 +100,8 @@ def prepare_rl_batch(
 
     Raises TrainingError, naming the function, where a part of the algorithm is at fault.
     """
-    samples, metrics = drop_stale(group_samples(groups), begun_with, config.lag_max)
+    fresh = drop_stale(group_samples(groups), begun_with, config.lag_max)
+    samples = fresh.samples
     rewards: list[float | None] = []
     advantages: list[float] = []
     trained: list[bool] = []
@@ -111,15 +112,17 @@ def prepare_rl_batch(
         lengths = [sum(t.sampled_count for t in episode.trajectories) for episode in group.episodes]
         own = _rewards(group, algorithm, lengths, config, step)
         eligible = [
-            reward is not None and episode.status is Status.COMPLETED and length > 0
-            for reward, episode, length in zip(own, group.episodes, lengths, strict=True)
+            reward is not None and episode.status is Status.COMPLETED and length > 0 and index not in fresh.emptied
+            for index, (reward, episode, length) in enumerate(zip(own, group.episodes, lengths, strict=True), first)
         ]
         if of_groups:
             advantages += group_advantages(algorithm.advantage, own, lengths=lengths)
         if algorithm.select is not None:
             trained += selected(algorithm.select, own, eligible, lengths=lengths, step=step)
         if algorithm.pairs is not None:
-            found = paired(algorithm.pairs, own, eligible, lengths=lengths, step=step)
+            # One side with tokens left out would be compared by a part of its logprob.
+            whole = [fit and index not in fresh.cut for index, fit in enumerate(eligible, first)]
+            found = paired(algorithm.pairs, own, whole, lengths=lengths, step=step)
             pairs += [(first + chosen, first + rejected) for chosen, rejected in found]
         rewards += own
     advantages = advantages or [0.0] * len(rewards)
@@ -139,7 +142,7 @@ def prepare_rl_batch(
     # a weight a token; a loss of one value a rollout keeps the sampler as its anchor, and its ratio corrects.
     corrected = algorithm.correction is not None and batch.unit == "token"
     batch.anchor = "current" if corrected else "sampler"
-    return PreparedBatch(samples, advantages, batch, metrics)
+    return PreparedBatch(samples, advantages, batch, fresh.metrics)
 
 
 async def complete_batch(

@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from rollouts.errors import ConfigError
 from rollouts.inference.base import InferenceBackend
 from rollouts.loggers.base import MetricsLogger
 from rollouts.training.algorithms.algorithm import KL, Algorithm
@@ -101,10 +102,17 @@ async def run_rl_training(
     weights are changed, logged, evaluated and saved while the manager holds.
 
     Raises:
+        ConfigError: loop and manager do not have the same staleness.
         RewardError: a reward returned something that is not a reward.
         TrainingError: a loss or advantage did.
         InferenceError: an engine does not serve the weights it was given.
     """
+    ahead = rollout_manager.config.staleness
+    if ahead != config.staleness:
+        raise ConfigError(
+            f"the manager's RolloutConfig has a staleness of {ahead} and the loop one of {config.staleness}: tokens "
+            "would be older than the loop allows, or nothing would be sampled ahead; give both the same"
+        )
     stages = tuple(schedule) or (Stage(0, "main", algorithm),)
     coefficients = _coefficients(stages, start)
     begun_with = tuple(start.begun_with)

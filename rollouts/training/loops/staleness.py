@@ -19,11 +19,14 @@ __all__ = ["Fresh", "drop_stale", "lag_of"]
 
 class Fresh(NamedTuple):
     """The samples without what is too old, and the `staleness/` metrics: mean and largest lag of the live tokens that
-    are left, and how many were dropped.
+    are left, and how many were dropped. `cut` are the rollouts that some were dropped of, `emptied` those of which
+    nothing live is left, by `rollout_index`.
     """
 
     samples: list[Sample]
     metrics: dict[str, float]
+    cut: frozenset[int | None] = frozenset()
+    emptied: frozenset[int | None] = frozenset()
 
 
 def lag_of(version: int, begun_with: Sequence[int]) -> int:
@@ -40,7 +43,7 @@ def drop_stale(samples: Sequence[Sample], begun_with: Sequence[int], lag_max: in
     """Mask the live tokens whose lag is above `lag_max` (None: no bound), in copies; rewards stay in their group's
     baseline. Tokens whose version nobody knows (-1) have no lag.
     """
-    fresh, lags, dropped = [], list[int](), 0
+    fresh, lags, dropped, cut = [], list[int](), 0, set[int | None]()
     for sample in samples:
         versions = sample.policy_versions or [-1] * len(sample.tokens)
         known = {version: lag_of(version, begun_with) for version in set(versions) if version >= 0}
@@ -54,6 +57,7 @@ def drop_stale(samples: Sequence[Sample], begun_with: Sequence[int], lag_max: in
             for at in stale:
                 mask[at] = 0.0
             sample, dropped = replace(sample, loss_mask=mask), dropped + len(stale)
+            cut.add(sample.rollout_index)
         lags += [lag for lag in live if lag is not None and (lag_max is None or lag <= lag_max)]
         fresh.append(sample)
     metrics = {
@@ -61,4 +65,5 @@ def drop_stale(samples: Sequence[Sample], begun_with: Sequence[int], lag_max: in
         "staleness/max": float(max(lags, default=0)),
         "staleness/dropped": float(dropped),
     }
-    return Fresh(fresh, metrics)
+    live_ones = {sample.rollout_index for sample in fresh if any(sample.loss_mask)}
+    return Fresh(fresh, metrics, frozenset(cut), frozenset(cut - live_ones))

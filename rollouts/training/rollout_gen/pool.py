@@ -137,7 +137,8 @@ class EpisodePool:
     async def pause(self) -> None:
         """Shut, and have the engine give back the replies that are under way.
 
-        An engine that cannot abort finishes them; one that is told to, and does not, loses what it has of them.
+        An engine that cannot abort is waited for until it has finished them (the episodes' deadlines bound that); one
+        that is told to, and does not, loses what it has of them.
         """
         self.shut()
         for seat, turn in self._successors.items():
@@ -148,6 +149,8 @@ class EpisodePool:
         stopped = [seat for seat in self._seats.values() if not seat.silent.is_set()]
         if not stopped or not isinstance(self._inference, CanAbort):
             await trio.lowlevel.checkpoint()
+            for seat in stopped:
+                await seat.silent.wait()
             return
         for seat in stopped:
             seat.is_stopping = True

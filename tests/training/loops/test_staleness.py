@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -11,16 +12,18 @@ from rollouts.agent import Episode, EpisodeLimits, run_episode
 from rollouts.chat.format import load_chat_format
 from rollouts.env import reward
 from rollouts.env.mixing import env_term
+from rollouts.errors import ConfigError
 from rollouts.inference.base import WeightUpdate
 from rollouts.inference.hf import HFInference
-from rollouts.training.algorithms.recipes import GRPO
+from rollouts.training.algorithms.recipes import DPO, GRPO, RFT
+from rollouts.training.algorithms.selectors import top
 from rollouts.training.backends.torch import create_torch_backend
 from rollouts.training.datasets import DataBuffer
 from rollouts.training.loops import RLTrainingConfig, prepare_rl_batch, run_rl_training
 from rollouts.training.loops.staleness import drop_stale
 from rollouts.training.models import load_tokenizer
-from rollouts.training.rollout_gen import AsyncRolloutManager, RolloutConfig
-from rollouts.types import Sample
+from rollouts.training.rollout_gen import AsyncRolloutManager, Group, RolloutConfig
+from rollouts.types import Message, Sample, Score, Segment, Status, Task, Trajectory
 
 
 def sample(versions: list[int], mask: list[float] | None = None) -> Sample:
@@ -115,3 +118,34 @@ def test_staleness_0_is_generate_then_train_then_sync_bit_for_bit():
     (history, weights), (expected, others) = run(library), run(by_hand)
     assert history == expected and len(set(history)) == 3
     assert weights.keys() == others.keys() and all((weights[name] == others[name]).all() for name in weights)
+
+
+def group(*versions: int) -> Group:
+    """A group of rollouts of three tokens, each sampled by one version; the first earned most."""
+    task, episodes = Task("x"), []
+    for index, version in enumerate(versions):
+        segment = Segment([1, 2, 3, 4], [0.0, 1.0, 1.0, 1.0], [0.0, -1.0, -1.0, -1.0], [-1, *[version] * 3])
+        trajectory = Trajectory(task, [Message("user", "x"), Message("assistant", "y")], [segment], Status.COMPLETED)
+        episodes.append(Episode((0, index), task, [trajectory], Score(float(len(versions) - index)), {}))
+    return Group(0, task, tuple(episodes))
+
+
+def test_what_is_too_old_is_neither_compared_nor_selected():
+    config, begun_with = RLTrainingConfig(10, staleness=1), [6, 7, 8, 9]
+    batch = prepare_rl_batch([group(0, 9)], DPO, config, 9, begun_with=begun_with).batch
+    assert not any(any(row.loss_mask) for row in batch.rows) and batch.denominator == 0, "one side is no pair"
+    batch = prepare_rl_batch([group(0, 8, 9)], DPO, config, 9, begun_with=begun_with).batch
+    assert batch.denominator == 1 and [any(row.loss_mask) for row in batch.rows] == [True, True]
+    selected = RFT._replace(select=functools.partial(top, count=1))
+    batch = prepare_rl_batch([group(0, 9)], selected, config, 9, begun_with=begun_with).batch
+    assert batch.denominator == 3, "the best that can be trained on"
+
+
+def test_loop_and_manager_must_have_one_staleness():
+    manager = AsyncRolloutManager(DataBuffer(["x"]), RolloutConfig(1, staleness=2, generate_fn=lambda prompts: []))
+
+    async def main() -> None:
+        await run_rl_training(None, None, manager, [], RLTrainingConfig(1), algorithm=GRPO)
+
+    with pytest.raises(ConfigError, match=r"staleness of 2 and the loop one of 0"):
+        trio.run(main)
