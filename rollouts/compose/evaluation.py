@@ -131,6 +131,15 @@ def _loads_by_itself(plan: EvaluationPlan) -> bool:
     return not plan.is_chat and chosen.name.rpartition("/")[2] != "hf" and not chosen.settings.get("url")
 
 
+def _server_of(plan: EvaluationPlan) -> dict[str, str]:
+    """Which servers spoke, and by what name of theirs, where they were there already: nothing was sent to them."""
+    settings = plan.one("inference").settings
+    given = {"url": settings.get("url"), "served_model": settings.get("served_model")}
+    if not given["url"]:
+        return {}
+    return {key: value if isinstance(value, str) else ",".join(value) for key, value in given.items() if value}
+
+
 @contextlib.contextmanager
 def _merged(adapter: str, out: Path) -> Iterator[str]:
     """A folder with the whole model that an adapter makes, for as long as it is needed."""
@@ -186,6 +195,7 @@ class _Course:
         summary: dict[str, Any] = {
             "status": _status(failure),
             "model": self._plan.settings.model,
+            **_server_of(self._plan),
             "temperature": self._plan.settings.temperature,
             "samples_per_prompt": self._plan.settings.samples_per_prompt,
             "episodes_asked": len(self._jobs),

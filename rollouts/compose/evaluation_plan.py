@@ -6,6 +6,7 @@ Nothing heavy is loaded, and nothing of training is composed. Left out: playing 
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,6 +99,7 @@ def make_evaluation_plan(resolved: Resolved) -> EvaluationPlan:
     (inference,) = chosen["inference"]
     is_chat = is_evaluation_only(inference.component)
     settings, notes = _with_model(resolved.settings, is_chat)
+    notes += _check_served(resolved.settings.model, settings, inference, is_chat)
     components: dict[str, list[Component]] = {**resolved.components, **completed(own, chosen)}
     environments = plan_environments(manager, components["env"], chosen["env"], settings, resolved.source)
     rewards = reward_terms(components["reward"], chosen["reward"])
@@ -114,6 +116,42 @@ def make_evaluation_plan(resolved: Resolved) -> EvaluationPlan:
     plan = EvaluationPlan(resolved, settings, chosen, environments, rewards, is_chat, notes, manager)
     run_check(inference.component, plan.inference_arguments(""), inference.settings)
     return plan
+
+
+def _check_served(given: str, settings: Settings, inference: Chosen, is_chat: bool) -> tuple[str, ...]:
+    """That the numbers will be of --model; what to tell of it. Weights are sent to nobody here, so what a server at a
+    URL loaded when it was started is what speaks: of what a run has written somebody has to say that it is that.
+
+    Raises ConfigError.
+    """
+    url, name = inference.settings.get("url"), inference.settings.get("served_model")
+    if is_chat or not url or name is None:
+        return ()
+    if name:
+        place = url if isinstance(url, str) else ",".join(url)
+        return (f"what is evaluated is what {place} serves as {name!r}; that this is {settings.model} is not checked",)
+    if not _is_of_a_run(given):
+        return ()
+    raise ConfigError(
+        f"--model {given} with --inference.url: nothing is sent to servers that are evaluated, so the numbers "
+        "would be of whatever is loaded there. Leave --inference.url out, and a server is started with that model; or "
+        f"start that server with it (`rollouts export {shlex.quote(given)} FOLDER` writes what it can load), and "
+        "type --inference.served-model NAME, its name there, to say so"
+    )
+
+
+def _is_of_a_run(model: str) -> bool:
+    """Whether it is the folder of a run, a checkpoint or an adapter: no model as somebody would have started a server
+    with it.
+    """
+    path = Path(model).expanduser()
+    if not path.is_dir():
+        return False
+    from rollouts.compose.export import find_checkpoint
+    from rollouts.training.adapters import is_adapter
+    from rollouts.training.backends.checkpoint_files import STATE
+
+    return find_checkpoint(model) != path or (path / STATE).exists() or is_adapter(path)
 
 
 def _with_model(settings: Settings, is_chat: bool) -> tuple[Settings, tuple[str, ...]]:

@@ -282,7 +282,7 @@ class EnginePool:
                 return answer
             return InferenceError(f"{member!r} is down: {member.reason}")
         except InferenceError as error:
-            if error.retryable if isinstance(error, HTTPFailure) else error.is_transient:
+            if error.is_transient:
                 return error
             is_lost = isinstance(error, HTTPFailure) and error.status == 404  # an adapter, of a server that is another
             if not member.is_serving or (is_lost and not await member.verify()):

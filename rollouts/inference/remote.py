@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
 
@@ -30,6 +31,7 @@ ABORT_AGAIN_SECONDS = 0.2  # a server may be told to stop what it has not read y
 ABORT_SECONDS = 10.0  # then the connection is closed
 GREET_SECONDS = 60.0  # a server's first generation may take long
 HEALTH_SECONDS = 60.0
+UNLOAD_SECONDS = 5.0  # nobody waits longer for a server that is left
 CONTROL_CONNECTIONS = 8
 
 T = TypeVar("T")
@@ -81,6 +83,7 @@ class Dialect(Protocol):
 
     software: str  # "vLLM", for messages
     keeps_requests: bool  # weights may be loaded while requests are under way, which stay valid (`Sampled.spans`)
+    scores_adapters_alone: bool  # to score with an adapter beside other requests harms it
     # Flags that a server is started with so that it can, for messages; {rank} stands for the adapters' rank.
     adapter_flags: str
     weights_flags: str
@@ -123,6 +126,10 @@ class Dialect(Protocol):
         """
         ...
 
+    async def unload_adapter(self, client: HTTPClient, name: str, *, timeout_seconds: float) -> None:
+        """Forget this adapter; harmless where there is none of that name. Raises InferenceError."""
+        ...
+
     async def tokenize(self, client: HTTPClient, text: str) -> list[int] | None:
         """The server's own ids of a text; None where it does not say."""
         ...
@@ -135,8 +142,8 @@ class RemoteEngine:
     are of temperature 1 is refused where that is another one. `tokenizer` is a text and its ids: a server with another
     tokenizer is refused. `lora_rank` above 0: it is given adapters. `connections_max` requests are in flight at most;
     the rest wait their turn. `tolerance` above 0 is how far, in nats a token, its logprobs may be from the trainer's.
-    `takes_weights` False: only what it serves is used, so it need not load any. With `groups`
-    full weights come over torch.distributed instead of in a folder.
+    `load_seconds` is how long it may take to load new weights. `takes_weights` False: only what it serves is used, so
+    it need not load any. With `groups` full weights come over torch.distributed instead of in a folder.
     """
 
     trainable = True
@@ -184,12 +191,12 @@ class RemoteEngine:
         self.url = self._client.url
         self._api_key, self._takes_weights = api_key, takes_weights
         self._lora_rank, self._temperature, self._tokenizer = lora_rank, temperature, tokenizer
-        self._request_seconds, self._load_seconds = request_seconds, load_seconds
+        self._request_seconds, self.load_seconds = request_seconds, load_seconds
         self._context_limit = context_tokens_max
         # Adapters by name; empty: there is none, and the base model answers.
         self._adapter, self._adapter_before = "", ""
         self._loaded: list[int] = []  # the versions that were loaded, in this order
-        # A server's caches may hold what another run computed under the same version.
+        # A server has other clients, and its caches may hold what another run computed under the same version.
         self._salt = secrets.token_hex(4)
         self._numbers = itertools.count()
         self._asked: dict[str, _Asked] = {}
@@ -214,8 +221,22 @@ class RemoteEngine:
         return self
 
     async def __aexit__(self, *exc: Any) -> None:
-        self._client.close()
-        self._control.close()
+        try:
+            await self._unload_adapters()
+        finally:
+            self._client.close()
+            self._control.close()
+
+    async def _unload_adapters(self) -> None:
+        """Those that were loaded here, which nobody would ever ask for again: a server has room for a few."""
+        names = [name for name in (self._adapter_before, self._adapter) if name]
+        self._adapter_before = self._adapter = ""
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + UNLOAD_SECONDS):
+            for name in names:
+                try:
+                    await self.dialect.unload_adapter(self._control, name, timeout_seconds=UNLOAD_SECONDS)
+                except InferenceError:
+                    continue  # a server that is left need not be well: it may have ended, which is told elsewhere
 
     async def _greet(self, client: HTTPClient) -> None:
         try:
@@ -302,19 +323,23 @@ class RemoteEngine:
             return Generation([], [], "abort", [])
         return Generation(sampled.tokens, sampled.logprobs, sampled.finish, self._spans(asked, sampled))
 
-    async def _ask(self, session: str, send: Callable[[Work], Awaitable[T]]) -> tuple[_Asked, T | None]:
-        """Send in its turn what may be aborted under this name; None: it was given up."""
+    async def _ask(
+        self, session: str, send: Callable[[Work], Awaitable[T]], *, alone: bool = False
+    ) -> tuple[_Asked, T | None]:
+        """Send in its turn what may be aborted under this name; None: it was given up. `alone`: within `_others_out`,
+        where those that wait may have all turns.
+        """
         assert session not in self._asked, f"session {session} waits for a reply already"
-        # A name of its own for each request: servers refuse one that is still running, as a lost one may be.
-        asked = self._asked[session] = _Asked(f"{session}-{next(self._numbers)}")
+        # A name of its own for each request: servers refuse one that is still running, as a lost one may be, and an
+        # abort takes all of its name, also those of another process that counts as this one does.
+        asked = self._asked[session] = _Asked(f"{session}-{self._salt}-{next(self._numbers)}")
         answer = None
         try:
             with asked.scope:
-                await take_turn(self._turns)
-                try:
-                    answer = await send(await self._begin(asked))
-                finally:
-                    self._turns.release()
+                if alone:
+                    answer = await send(self._begun(asked))
+                else:
+                    answer = await self._in_turn(asked, send)
         finally:
             del self._asked[session]
             asked.is_over.set()
@@ -323,10 +348,21 @@ class RemoteEngine:
             raise InferenceError(self._failure, is_transient=False)
         return asked, answer
 
-    async def _begin(self, asked: _Asked) -> Work:
-        """Wait until requests may be sent. From here on it is under way, with the weights that are served now."""
+    async def _in_turn(self, asked: _Asked, send: Callable[[Work], Awaitable[T]]) -> T:
+        """Wait for a turn, and until requests may be sent."""
+        await take_turn(self._turns)
+        try:
+            await self._opened()
+            return await send(self._begun(asked))
+        finally:
+            self._turns.release()
+
+    async def _opened(self) -> None:
         while not self._open.is_set():
             await self._open.wait()
+
+    def _begun(self, asked: _Asked) -> Work:
+        """From here on it is under way, with the weights that are served now."""
         if self._failure:
             raise InferenceError(self._failure, is_transient=False)
         asked.is_sent, asked.loads, asked.model = True, len(self._loaded), self._adapter or self.model
@@ -377,9 +413,30 @@ class RemoteEngine:
                 self._client, tokens, work, temperature=temperature, timeout_seconds=self._request_seconds
             )
 
-        _, scores = await self._ask(f"score-{next(self._numbers)}", send)
+        name = f"score-{next(self._numbers)}"
+        if self.scores_alone:
+            async with self._others_out():
+                _, scores = await self._ask(name, send, alone=True)
+        else:
+            _, scores = await self._ask(name, send)
         assert scores is not None, "nobody aborts it but a failed update, which raises"
         return scores
+
+    @property
+    def scores_alone(self) -> bool:
+        """Whether other requests wait while it scores: then it is for the time in which weights change."""
+        return self.weights_kind == "adapter" and self.dialect.scores_adapters_alone
+
+    @asynccontextmanager
+    async def _others_out(self) -> AsyncIterator[None]:
+        """New requests wait; what is under way ends first."""
+        await self._opened()
+        self._open = trio.Event()
+        try:
+            await self._until_none(lambda asked: True)
+            yield
+        finally:
+            self._open.set()
 
     def _check_tokens(self, tokens: Sequence[int], max_tokens: int) -> None:
         assert tokens and max_tokens >= 1, (len(tokens), max_tokens)
@@ -407,8 +464,8 @@ class RemoteEngine:
         Raises InferenceError, also where it is cancelled while the server loads: what the server holds is unknown then,
         and every request fails with the reason until an update succeeds.
         """
-        assert self._open.is_set(), "one update at a time"
         await self._check_update(update)
+        await self._opened()  # somebody may score alone
         self._open = trio.Event()
         try:
             with trio.move_on_after(self._request_seconds) as waiting:
@@ -431,14 +488,14 @@ class RemoteEngine:
                 keeps = self.dialect.keeps_requests
                 old = self._adapter_before if keeps else self._adapter
                 adapter = await self.dialect.load_adapter(
-                    self._control, update, old=old, timeout_seconds=self._load_seconds
+                    self._control, update, old=old, timeout_seconds=self.load_seconds
                 )
                 self._adapter_before, self._adapter = self._adapter if keeps else "", adapter
             elif update.path is None:
                 await self._receive(update)
                 self._loaded.append(update.version)
             else:
-                await self.dialect.load_full(self._control, update, timeout_seconds=self._load_seconds)
+                await self.dialect.load_full(self._control, update, timeout_seconds=self.load_seconds)
                 self._loaded.append(update.version)
             loaded = True
         except InferenceError as error:
@@ -478,7 +535,7 @@ class RemoteEngine:
             update.manifest,
             update.version,
             name=place.name,
-            timeout_seconds=self._load_seconds,
+            timeout_seconds=self.load_seconds,
             task_status=_Receiving(receiving),
         )
 

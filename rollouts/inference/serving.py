@@ -40,6 +40,7 @@ __all__ = [
     "EngineFound",
     "EnginePackage",
     "check_served",
+    "context_of",
     "create_served_inference",
     "find_engine",
     "gpus_of_each",
@@ -96,6 +97,7 @@ def create_served_inference(
     tolerance: float = 0.0,
     flags: tuple[str, ...] = (),
     request_seconds: float = 600.0,
+    load_seconds: float = 600.0,
     start_seconds: float = 600.0,
     give_up_seconds: float = 600.0,
     groups: GroupCalls | None = None,
@@ -107,6 +109,7 @@ def create_served_inference(
     """
     urls = urls_of(url)
     place = Path(folder).absolute() if folder else _temporary()
+    weights = _weights_place(weights_folder, place)
     whole = _Whole(model, place, dtype)
     text_and_ids = (PROBE_TEXT, _ids_of(model, PROBE_TEXT))
     api_key = os.environ.get(api_key_env, "") if api_key_env else ""
@@ -122,20 +125,20 @@ def create_served_inference(
             temperature=temperature,
             tokenizer=text_and_ids,
             context_tokens_max=context_tokens,
-            weights_folder=weights_folder or str(place / "weights"),
+            weights_folder=str(weights),
             takes_weights=training is not None,
-            tolerance=tolerance or (TOLERANCE_HALF if dtype in ("bfloat16", "float16") else 0.0),
+            tolerance=tolerance or (TOLERANCE_HALF if not urls and dtype in ("bfloat16", "float16") else 0.0),
             groups=groups,
             api_key=api_key,
             connections_max=concurrency + SPARE_CONNECTIONS,
             request_seconds=request_seconds,
+            load_seconds=load_seconds,
             seed=seed,
         )
 
     async def finish() -> None:
         """What servers were to read; nobody does any more, and a checkpoint has the last weights."""
-        written = [] if weights_folder else [place / "weights"]
-        for each in (*written, *whole.written):
+        for each in (weights, *whole.written):
             await trio.to_thread.run_sync(functools.partial(shutil.rmtree, each, ignore_errors=True))
 
     vocabulary = _vocabulary_size(model, training)
@@ -175,6 +178,18 @@ def create_served_inference(
 # --- what can be seen of the settings alone ---------------------------------------------------------------------------
 
 
+_OF_STARTED: Mapping[str, Any] = {
+    "python": "",
+    "gpus": "",
+    "servers": 1,
+    "memory_share": 0,
+    "flags": (),
+    "dtype": "auto",
+    "device": "auto",
+    "start_seconds": 600.0,
+}
+
+
 def check_served(values: Mapping[str, Any]) -> None:
     """Refuse settings that cannot work together, before anything is loaded; for `plugins.checks.checked_by`.
 
@@ -187,10 +202,10 @@ def check_served(values: Mapping[str, Any]) -> None:
             raise ConfigError(f"{_flag(name)} {given}: expected {least} or more")
     if values.get("memory_share", 0) > 1:
         raise ConfigError(f"{_flag('memory_share')} {values['memory_share']}: expected a part of 1, such as 0.5")
-    for name in ("request_seconds", "start_seconds", "give_up_seconds"):
+    for name in ("request_seconds", "load_seconds", "start_seconds", "give_up_seconds"):
         if not values.get(name, 1) > 0:
             raise ConfigError(f"{_flag(name)} {values[name]}: expected a number above 0")
-    for name, nothing in (("python", ""), ("gpus", ""), ("servers", 1), ("memory_share", 0), ("flags", ())):
+    for name, nothing in _OF_STARTED.items():
         if urls and values.get(name, nothing) not in (nothing, [], "", None):
             raise ConfigError(
                 f"{_flag(name)} is for servers that are started here, and --inference.url names some that are there; "
@@ -380,6 +395,21 @@ def _config_of(whole: str) -> Any:
         raise ModelError(f"the configuration of {whole} cannot be read: {error}") from error
 
 
+def context_of(model: str) -> int:
+    """The longest context, in tokens, that a model in a folder or on the hub was made for; 0 where nobody can tell."""
+    try:  # transformers need not know the model
+        config = json.loads((Path(model) / "config.json").read_bytes())
+        context = config.get("text_config", config).get("max_position_embeddings")
+    except (OSError, ValueError):
+        context = None
+    if not context:
+        try:
+            context = getattr(_config_of(model).get_text_config(decoder=True), "max_position_embeddings", None)
+        except (ImportError, ModelError):  # there is no transformers; or whatever is wrong, the server will say
+            context = None
+    return int(context or 0)
+
+
 def _stored_dtype(whole: str) -> str:
     return str(getattr(_config_of(whole), "dtype", None) or "float32").removeprefix("torch.")
 
@@ -406,6 +436,15 @@ def _ids_of(model: str, text: str) -> list[int]:
 def _temporary() -> Path:
     """A folder for the logs of servers that no run has started; it is made when something is written."""
     return Path(tempfile.gettempdir()) / f"rollouts-{secrets.token_hex(6)}"
+
+
+def _weights_place(given: str, place: Path) -> Path:
+    """The folder that this run alone writes weights into. Of one that was given others may write into, too: their
+    versions are not to be told from ours, nor removed with them.
+    """
+    if not given:
+        return place / "weights"
+    return Path(given).expanduser().absolute() / f"{place.name}-{secrets.token_hex(4)}"
 
 
 class _Journal:

@@ -97,6 +97,7 @@ class SGLang:
 
     software = "SGLang"
     keeps_requests = True
+    scores_adapters_alone = False
     adapter_flags = "--enable-lora --max-lora-rank {rank} --lora-target-modules all"
     weights_flags = ""  # it can always be given some
     logprobs_flags = "SGLANG_RETURN_ORIGINAL_LOGPROB=0 in its environment"
@@ -220,14 +221,17 @@ class SGLang:
                 is_transient=failure.retryable,
             ) from failure
         if old:
-            try:
-                await client.post(
-                    "/unload_lora_adapter", {"lora_name": old}, bytes, timeout_seconds=timeout_seconds, attempts_max=1
-                )
-            except HTTPFailure as failure:
-                if failure.status != 400:  # 400: it had to make room before
-                    raise
+            await self.unload_adapter(client, old, timeout_seconds=timeout_seconds)
         return name
+
+    async def unload_adapter(self, client: HTTPClient, name: str, *, timeout_seconds: float) -> None:
+        """Forget it, once no request names it any more. Raises HTTPFailure."""
+        body = {"lora_name": name}
+        try:
+            await client.post("/unload_lora_adapter", body, bytes, timeout_seconds=timeout_seconds, attempts_max=1)
+        except HTTPFailure as failure:
+            if failure.status != 400:  # 400: it had to make room before
+                raise
 
     async def tokenize(self, client: HTTPClient, text: str) -> list[int] | None:
         """The server's own ids of a text, none added; None where it was started without a tokenizer."""
@@ -345,6 +349,7 @@ def create_sglang_inference(
     tolerance: float = 0.0,
     flags: tuple[str, ...] = (),
     request_seconds: float = 600.0,
+    load_seconds: float = 600.0,
     start_seconds: float = 600.0,
     give_up_seconds: float = 600.0,
 ) -> EnginePool:
@@ -359,14 +364,17 @@ def create_sglang_inference(
         api_key_env: The environment variable that holds the API key, if servers ask for one.
         transport: How new weights come to the servers: disk, as files that they read, or distributed, broadcast
             by the trainer over torch.distributed (not for adapters).
-        weights_folder: Where new weights are written for the servers, on a disk that they see. Empty: the run's folder.
+        weights_folder: Where new weights are written for the servers, in a folder for this run that goes when it ends;
+            on a disk that they see. Empty: the run's folder.
         context_tokens: Tokens of a prompt and its reply together, of which SGLang keeps 6. 0: what the model allows.
         dtype: What servers that are started compute in. auto: as the trainer does; float32 without a GPU.
         device: cpu keeps servers that are started off the GPUs.
         memory_share: The part of a GPU's memory that a server that is started takes. 0: what SGLang takes by itself.
-        tolerance: Nats a token that a server's logprobs may be off the trainer's. 0: 1e-4 in float32, 0.05 in 16 bits.
+        tolerance: Nats a token that a server's logprobs may be off the trainer's. 0: 1e-4 in float32, 0.05 in 16 bits;
+            what servers at a URL compute in is not known, only what is trained in.
         flags: More flags for servers that are started, as SGLang takes them.
         request_seconds: How long one reply may take.
+        load_seconds: How long a server may take to load new weights.
         start_seconds: How long a server may take to start.
         give_up_seconds: How long the run waits where no server serves.
 
@@ -397,6 +405,7 @@ def create_sglang_inference(
         tolerance=tolerance,
         flags=flags,
         request_seconds=request_seconds,
+        load_seconds=load_seconds,
         start_seconds=start_seconds,
         give_up_seconds=give_up_seconds,
         groups=GROUP if transport == "distributed" else None,

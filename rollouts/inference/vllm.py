@@ -15,7 +15,9 @@ server (0.32), and what follows from it here:
 - New weights of everything are loaded while it pauses; it then computes anew what it had read, so that requests go on
   as if under the new weights from the first token on. Its prefix cache is not emptied by loading: it is told to.
 - On a CPU an output layer that is tied to the embedding stays the first one: `vllm_worker` mends that.
-- On a CPU a prompt that is read in pieces, for a request with a seed, kills it: it is started to read whole ones.
+- A prompt that is scored with an adapter kills it, on a CPU, where other requests are in the batch: the adapter's part
+  of the logits has their number of rows. So it scores alone then.
+- On a CPU a prompt that is read in pieces, for a request with a seed, kills it too: it is started to read whole ones.
 - A load that failed leaves it without weights, and the next request would kill it: so it stays paused, and a load that
   succeeds mends it.
 
@@ -24,13 +26,15 @@ Left out: weights over torch.distributed, and what all servers share (`remote`).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import trio
 
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import GenerateRequest, WeightUpdate
@@ -39,7 +43,7 @@ from rollouts.inference.http.failures import HTTPFailure
 from rollouts.inference.launching import ServeOptions, ServerCommand
 from rollouts.inference.pool import EnginePool
 from rollouts.inference.remote import Sampled, ServerInfo, Work
-from rollouts.inference.serving import EnginePackage, check_served, create_served_inference
+from rollouts.inference.serving import EnginePackage, check_served, context_of, create_served_inference
 from rollouts.plugins.checks import checked_by
 
 __all__ = ["MINIMUM_VERSION", "VLLM", "create_vllm_inference", "serve_command"]
@@ -54,6 +58,7 @@ FINISHES: dict[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "leng
 EXTENSION_FOLDER, EXTENSION = Path(__file__).with_name("vllm_worker"), "rollouts_vllm_worker.RolloutsWorker"
 CPU_BATCHED_TOKENS = 8192
 ASK_SECONDS = 60.0
+LEFT_SECONDS = 60.0  # a load goes on so long when its run ends: what it leaves paused, no run can use
 # Far from 1, so that one token tells the two conventions apart; more than one, in case it does not.
 MEASURED_TEMPERATURE, MEASURED_TOKENS = 2.0, 4  # above 2 it refuses
 NOISE_NATS = 0.05
@@ -193,6 +198,7 @@ class VLLM:
 
     software = "vLLM"
     keeps_requests = True
+    scores_adapters_alone = True
     adapter_flags = (
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment and --enable-lora --max-lora-rank {rank} "
         "--max-loras 2 --max-cpu-loras 4"
@@ -333,7 +339,9 @@ class VLLM:
         await client.post(ABORT, body, bytes, timeout_seconds=ASK_SECONDS)
 
     async def load_full(self, client: HTTPClient, update: WeightUpdate, *, timeout_seconds: float) -> None:
-        """Pause, load, say the version, forget every cache, go on. A failure leaves it paused."""
+        """Pause, load, say the version, forget every cache, go on. A load that fails leaves it paused: it has no
+        weights. Whoever is cancelled meanwhile waits for the rest, `LEFT_SECONDS` at most.
+        """
 
         async def tell(path: str, body: Any, reply_type: Any = bytes, attempts: int = 2) -> Any:
             # Twice, since it closes connections after a failure of its own without saying so.
@@ -343,31 +351,48 @@ class VLLM:
         call: Any = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         if config is not None and config.is_extended:
             call = {"method": "rollouts_reload", "kwargs": {"folder": folder}}
-        await tell("/pause?mode=keep", {})
-        try:
-            await tell("/collective_rpc", call, attempts=1)
-        except HTTPFailure as failure:
-            raise InferenceError(
-                f"{failure}; it stays paused until weights are loaded that it can read. Does it see {folder}, and is "
-                "it the same model?"
-            ) from failure
-        await tell("/update_weight_version", {"new_version": str(update.version)})
-        if not (await tell("/reset_prefix_cache?reset_running_requests=true", {}, _Done)).success:
-            raise InferenceError(f"{client.url} did not empty its prefix cache, which is of the weights before")
-        await tell("/resume", {})
+
+        async def load() -> None:
+            has_weights = True
+            try:
+                await tell("/pause?mode=keep", {})
+                has_weights = False
+                try:
+                    await tell("/collective_rpc", call, attempts=1)
+                except HTTPFailure as failure:
+                    raise InferenceError(
+                        f"{failure}; it stays paused until weights are loaded that it can read. Does it see {folder}, "
+                        "and is it the same model?"
+                    ) from failure
+                has_weights = True
+                await tell("/update_weight_version", {"new_version": str(update.version)})
+                if not (await tell("/reset_prefix_cache?reset_running_requests=true", {}, _Done)).success:
+                    raise InferenceError(f"{client.url} did not empty its prefix cache, which is of the weights before")
+            except InferenceError:
+                if has_weights:
+                    with contextlib.suppress(HTTPFailure):  # what went wrong before says more
+                        await tell("/resume", {})
+                raise
+            await tell("/resume", {})
+
+        await _to_its_end(load, LEFT_SECONDS)
 
     async def load_adapter(self, client: HTTPClient, update: WeightUpdate, *, old: str, timeout_seconds: float) -> str:
         """Under a name of its own, so that those under way keep theirs; the server may remember names of other runs."""
         name = f"rollouts-v{update.version}-{secrets.token_hex(4)}"
         if old:
-            try:
-                await client.post("/v1/unload_lora_adapter", {"lora_name": old}, bytes, timeout_seconds=timeout_seconds)
-            except HTTPFailure as failure:
-                if failure.status != 404:  # it was started again meanwhile, and knows none
-                    raise
+            await self.unload_adapter(client, old, timeout_seconds=timeout_seconds)
         body = {"lora_name": name, "lora_path": _absolute(update)}
         await client.post("/v1/load_lora_adapter", body, bytes, timeout_seconds=timeout_seconds, attempts_max=1)
         return name
+
+    async def unload_adapter(self, client: HTTPClient, name: str, *, timeout_seconds: float) -> None:
+        """Forget it. Raises HTTPFailure."""
+        try:
+            await client.post("/v1/unload_lora_adapter", {"lora_name": name}, bytes, timeout_seconds=timeout_seconds)
+        except HTTPFailure as failure:
+            if failure.status != 404:  # it was started again meanwhile, and knows none
+                raise
 
     async def tokenize(self, client: HTTPClient, text: str) -> list[int] | None:
         """Without special tokens added; None where it was started without a tokenizer."""
@@ -378,6 +403,32 @@ class VLLM:
             if failure.status in (400, 404, 501):
                 return None
             raise
+
+
+async def _to_its_end(work: Callable[[], Awaitable[None]], seconds: float) -> None:
+    """Do it; where this is cancelled meanwhile, go on with it for so many seconds at most. Raises what it raises."""
+    failures: list[InferenceError] = []
+    shielded = trio.CancelScope(shield=True)
+
+    async def run() -> None:
+        with shielded:
+            try:
+                await work()
+            except InferenceError as error:
+                failures.append(error)  # raised below: alone, not in a group
+        nursery.cancel_scope.cancel()
+
+    async def watch() -> None:
+        try:
+            await trio.sleep_forever()
+        finally:
+            shielded.deadline = trio.current_time() + seconds
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(run)
+        nursery.start_soon(watch)
+    if failures:
+        raise failures[0]
 
 
 def _absolute(update: WeightUpdate) -> str:
@@ -443,9 +494,11 @@ def serve_command(python: str, model: str, port: int, options: ServeOptions) -> 
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
     if on_cpu:
         argv += ["--enforce-eager", "--worker-extension-cls", EXTENSION]
-        # A prompt that is read in several pieces for a request with a seed kills it there (0.32).
-        argv += ["--no-enable-chunked-prefill", "--max-num-batched-tokens"]
-        argv += [str(max(CPU_BATCHED_TOKENS, options.context_tokens or _context_of(model)))]
+        context = options.context_tokens or context_of(model)
+        # A prompt that is read in several pieces for a request with a seed kills it there (0.32). To read whole ones it
+        # wants a step to have room for the longest that there may be.
+        argv += ["--no-enable-chunked-prefill"] if context else []
+        argv += ["--max-num-batched-tokens", str(max(CPU_BATCHED_TOKENS, context))]
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(EXTENSION_FOLDER), os.environ.get("PYTHONPATH", "")]))
         env["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     else:
@@ -454,16 +507,6 @@ def serve_command(python: str, model: str, port: int, options: ServeOptions) -> 
         if options.gpu_count > 1:
             argv += ["--tensor-parallel-size", str(options.gpu_count)]
     return ServerCommand([*argv, *options.extra], env)
-
-
-def _context_of(model: str) -> int:
-    """The longest context that a model in a folder was made for; 0 where its config.json does not say."""
-    try:
-        config = msgspec.json.decode((Path(model) / "config.json").read_bytes())
-    except (OSError, msgspec.DecodeError):  # a hub name; whatever is wrong with a folder, the server will say
-        return 0
-    text = config.get("text_config", config)
-    return int(text.get("max_position_embeddings") or 0)
 
 
 def _has_gpu() -> bool:
@@ -494,6 +537,7 @@ def create_vllm_inference(
     tolerance: float = 0.0,
     flags: tuple[str, ...] = (),
     request_seconds: float = 600.0,
+    load_seconds: float = 600.0,
     start_seconds: float = 600.0,
     give_up_seconds: float = 600.0,
 ) -> EnginePool:
@@ -506,14 +550,17 @@ def create_vllm_inference(
         gpus: GPUs of the servers that are started: 0,1,2,3 is dealt out, 0,1;2,3 says who gets which. Empty: all.
         served_model: The name that the server has for the model. Empty: its first.
         api_key_env: The environment variable that holds the API key, if servers ask for one.
-        weights_folder: Where new weights are written for the servers, on a disk that they see. Empty: the run's folder.
+        weights_folder: Where new weights are written for the servers, in a folder for this run that goes when it ends;
+            on a disk that they see. Empty: the run's folder.
         context_tokens: Tokens of a prompt and its reply together. 0: what the model allows.
         dtype: What servers that are started compute in. auto: as the trainer does; float32 without a GPU.
         device: cpu keeps servers that are started off the GPUs.
         memory_share: The part of a GPU's memory that a server that is started takes. 0: what vLLM takes by itself.
-        tolerance: Nats a token that a server's logprobs may be off the trainer's. 0: 1e-4 in float32, 0.05 in 16 bits.
+        tolerance: Nats a token that a server's logprobs may be off the trainer's. 0: 1e-4 in float32, 0.05 in 16 bits;
+            what servers at a URL compute in is not known, only what is trained in.
         flags: More flags for servers that are started, as vLLM takes them.
         request_seconds: How long one reply may take.
+        load_seconds: How long a server may take to load new weights.
         start_seconds: How long a server may take to start.
         give_up_seconds: How long the run waits where no server serves.
 
@@ -544,6 +591,7 @@ def create_vllm_inference(
         tolerance=tolerance,
         flags=flags,
         request_seconds=request_seconds,
+        load_seconds=load_seconds,
         start_seconds=start_seconds,
         give_up_seconds=give_up_seconds,
     )

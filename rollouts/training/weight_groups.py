@@ -45,9 +45,10 @@ async def send_over_group(
     *,
     device: str = "cpu",
     join_seconds: float = JOIN_SECONDS,
-    send_seconds: float = SEND_SECONDS,
+    send_seconds: float | None = None,
 ) -> None:
     """Give all these engines the tensors of `update.manifest`, at once. With a `device` of cuda they go over NCCL.
+    `send_seconds` None: as long as the most patient of them says that loading may take (`load_seconds`).
 
     Raises InferenceError; the engines' weights are neither the old nor the new ones then.
     """
@@ -59,6 +60,8 @@ async def send_over_group(
             "--inference.transport disk",
             is_transient=False,
         )
+    patience = max(getattr(member, "load_seconds", SEND_SECONDS) for member in takers)
+    seconds = patience if send_seconds is None else send_seconds
     ranks = [await member.group_ranks() for member in takers]
     world_size = 1 + sum(ranks)
     backend = "nccl" if device.startswith("cuda") else "gloo"
@@ -71,7 +74,7 @@ async def send_over_group(
 
     async def join() -> None:
         nonlocal group
-        group = await _in_thread(_join, store.store, place, device, join_seconds, seconds=join_seconds)
+        group = await _in_thread(_join, store.store, place, device, join_seconds, seconds, seconds=join_seconds)
 
     async def broadcast() -> None:
         for member, event in zip(takers, received, strict=True):
@@ -81,7 +84,7 @@ async def send_over_group(
                 if not event.is_set() and not any(member in members_of(engine) for engine in engines):
                     raise InferenceError(f"{member!r} went away before it received version {update.version}")
         ordered = [tensors[info.name] for info in update.manifest]
-        await _in_thread(_broadcast, group, ordered, device, send_seconds, seconds=send_seconds)
+        await _in_thread(_broadcast, group, ordered, device, seconds, seconds=seconds)
 
     joins = [
         functools.partial(member.join_group, place, 1 + sum(ranks[:index]), received[index].set)
@@ -169,7 +172,7 @@ def _open_store(address: str, world_size: int, seconds: float) -> _Store:
     return _Store(store, port)
 
 
-def _join(store: Any, place: GroupPlace, device: str, seconds: float) -> Any:
+def _join(store: Any, place: GroupPlace, device: str, seconds: float, send_seconds: float) -> Any:
     """Rank 0 of the group; waits for all. Servers join by torch's own helper, which puts these prefixes before keys."""
     import torch
 
@@ -182,7 +185,7 @@ def _join(store: Any, place: GroupPlace, device: str, seconds: float) -> Any:
         return distributed.ProcessGroupGloo(prefixed, 0, place.world_size, timeout)
     torch.cuda.set_device(device)
     options = distributed.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=seconds + SEND_SECONDS)  # of each broadcast too
+    options._timeout = timedelta(seconds=seconds + send_seconds)  # of each broadcast too
     return distributed.ProcessGroupNCCL(prefixed, 0, place.world_size, options)
 
 

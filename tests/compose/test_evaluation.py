@@ -11,7 +11,7 @@ import pytest
 
 import rollouts
 from rollouts.compose import make_plan
-from rollouts.compose.evaluation_plan import make_evaluation_plan
+from rollouts.compose.evaluation_plan import _is_of_a_run, make_evaluation_plan
 from rollouts.config import resolve, to_toml
 from rollouts.config.settings import EVAL, setting_infos
 from rollouts.errors import ConfigError, EnvironmentDefinitionError
@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "servers"))
 from mock_engine import started
 
 ROOT = Path(__file__).parents[2]
+VLLM = f"{ROOT / 'rollouts' / 'inference' / 'vllm.py'}:create_vllm_inference"
 OPENAI = f"{ROOT / 'rollouts' / 'inference' / 'openai.py'}:create_openai_inference"
 
 PARTS = '''\
@@ -87,6 +88,30 @@ def test_a_plan_of_training_is_not_made_of_it(parts):
     assert len(plan.eval_tasks()) == 3
 
 
+def test_what_a_run_wrote_is_not_evaluated_by_servers_that_nobody_gave_it_to(parts):
+    run, model = parts / "first", parts / "model"
+    checkpoint = run / "checkpoints" / "step_000003"
+    for folder, names in ((checkpoint, ["adapter_config.json", "manifest.json"]), (model, ["config.json"])):
+        folder.mkdir(parents=True)
+        for name in names:
+            (folder / name).write_text("{}")
+    engine = {"name": VLLM, "url": "http://gpu7:8000,http://gpu8:8000"}
+    for given in (run, checkpoint):
+        with pytest.raises(ConfigError, match=r"nothing is sent.*Leave --inference\.url out.*served-model NAME"):
+            make_evaluation_plan(evaluation(model=str(given), inference=engine))
+        plan = make_evaluation_plan(evaluation(model=str(given), inference=engine | {"served_model": "mine"}))
+        assert (
+            "http://gpu7:8000,http://gpu8:8000 serves as 'mine'" in plan.notes[-1] and str(checkpoint) in plan.notes[-1]
+        )
+    # What somebody would have started a server with.
+    for name in (str(model), "tiny", "org/model"):
+        assert make_evaluation_plan(evaluation(model=name, inference=engine)).notes == ()
+    make_evaluation_plan(evaluation(model=str(checkpoint), inference={"name": VLLM}))  # which will start one
+    assert not _is_of_a_run(str(model))
+    (model / "state.json").write_text("{}")  # a checkpoint of all weights
+    assert _is_of_a_run(str(model))
+
+
 def test_an_environment_without_held_out_tasks(parts):
     plan = make_evaluation_plan(evaluation(env={"name": "./parts.py:Sums", "tasks_given": 0}))
     with pytest.raises(EnvironmentDefinitionError, match=r"tasks\('eval', rng\)"):
@@ -120,6 +145,7 @@ def test_rewards_of_a_whole_group_see_the_samples_of_one_task(parts):
 def test_loggers_are_told_once(parts):
     logger = {"own": {"name": "./parts.py:Memory"}}
     with started(delay_seconds=0.0, calls=0) as server:
-        served(server.url, env="./parts.py:Sums", logger=logger)
+        summary = served(server.url, env="./parts.py:Sums", logger=logger)
+    assert (summary["model"], summary["url"]) == ("m1", f"{server.url}/v1") and "served_model" not in summary
     step, mean, settings = (parts / "out" / "memory.txt").read_text().split(" ", 2)
     assert (step, mean) == ("0", "1.0") and "'temperature'" in settings and "'lr'" not in settings

@@ -483,6 +483,10 @@ def test_aborts_give_back_what_there_is(kind: str, slow: FakeServer, trainer: Fa
     said = wait()
     assert said.finish == "abort" and 3 <= len(said.tokens) < 300
     assert off(trainer.model, LONG, said) < EXACT
+    if kind == "vllm":  # which takes two of a name, and tells them apart for nobody
+        first, second = begun(slow, kind, "7-1"), begun(slow, kind, "7-1")
+        slow.ask("POST", "/abort_requests", {"request_ids": ["generate-tokens-7-1"]})
+        assert (first().finish, second().finish) == ("abort", "abort")
     wait = begun(slow, kind)
     slow.ask("POST", "/abort_requests", {}) if kind == "vllm" else slow.ask(
         "POST", "/abort_request", {"abort_all": True}

@@ -806,6 +806,61 @@ def test_aborted_replies_come_back_with_what_there_is(room: Room) -> None:
     run(main)
 
 
+def test_an_abort_takes_nothing_of_another_run_at_the_same_server(room: Room) -> None:
+    """Both count their sessions and requests alike, as two processes do."""
+
+    async def main() -> None:
+        with room.take(token_seconds=0.005) as server:
+            async with room.engine(server.url) as one, room.engine(server.url) as other:
+                replies: dict[str, Generation] = {}
+
+                async def ask(name: str, engine: RemoteEngine) -> None:
+                    replies[name] = await engine.generate(GenerateRequest(PROMPT, 60, (), 1, session="0-0-0"))
+
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(ask, "one", one)
+                    nursery.start_soon(ask, "other", other)
+                    await until(lambda: server.statistics()["tokens"] > 12)
+                    await one.abort("0-0-0")
+                assert {name: reply.finish for name, reply in replies.items()} == {"one": "abort", "other": "length"}
+
+    run(main)
+
+
+def test_a_run_that_leaves_takes_its_adapters_with_it(room: Room) -> None:
+    async def main() -> None:
+        with room.take() as server:
+            async with room.engine(server.url, **lora("adapter")) as engine:
+                trainer, sync = room.trainer("adapter"), WeightSyncManager([engine])
+                for _ in range(3):
+                    await sync.sync(trainer)
+                    trainer.nudge()
+                assert server.statistics()["adapters"]
+            assert server.statistics()["adapters"] == []
+
+    run(main)
+
+
+def test_a_run_that_is_interrupted_while_a_server_loads_leaves_it_to_the_next_one(room: Room) -> None:
+    async def main() -> None:
+        with room.take(load_seconds=0.3) as server:
+            trainer = room.trainer()
+            async with room.engine(server.url) as engine:
+                with trio.move_on_after(10) as scope:
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(WeightSyncManager([engine]).sync, trainer)
+                        await until(lambda: server.statistics()["paused"])
+                        await until(lambda: server.statistics()["loads"])
+                        scope.cancel()
+                assert server.statistics()["paused"] == ""
+            async with room.engine(server.url) as engine:  # it is refused nothing
+                trainer.nudge()
+                await WeightSyncManager([engine]).sync(trainer)
+                await check_served(engine, trainer)
+
+    run(main)
+
+
 def test_an_adapter_that_was_evicted_without_a_word(servers: FakeServers, model_folder: Path, tmp_path: Path) -> None:
     """SGLang takes it up again from its folder, which sync keeps; where that is gone, the error says so."""
 

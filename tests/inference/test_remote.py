@@ -22,7 +22,7 @@ INFO = ServerInfo("Fake 1", ("policy",), 100, loads_adapters=True, lora_rank_max
 class Fake:
     """A dialect without a server: a request ends when it is told to, with the ids that it is given."""
 
-    software, keeps_requests = "Fake", False
+    software, keeps_requests, scores_adapters_alone = "Fake", False, False
     adapter_flags, weights_flags, logprobs_flags = "--adapters {rank}", "--weights", "--logprobs"
 
     def __init__(self) -> None:
@@ -76,6 +76,12 @@ class Fake:
         self.said.append(("adapter", update.version, old))
         await self.load.wait()
         return f"v{update.version}"
+
+    async def unload_adapter(self, client: Any, name: str, *, timeout_seconds: float) -> None:
+        await self.load.wait()
+        self.said.append(("unload", name))
+        if self.fails:
+            raise InferenceError("it is gone")
 
     async def tokenize(self, client: Any, text: str) -> list[int] | None:
         return [ord(character) for character in text]
@@ -252,6 +258,7 @@ def test_each_request_has_a_name_of_its_own_and_a_salt_of_run_and_version(folder
         works = dialect.works + other.works
         assert len({work.name for work in works[:3]}) == 3 and works[0].model == "policy"
         assert len({work.salt for work in works}) == 3
+        assert len({work.name for work in works}) == 4, "two processes count alike"
 
     run(test)
 
@@ -386,10 +393,12 @@ def test_requests_keep_their_adapter_and_the_one_before_the_last_is_forgotten(fo
             dialect.running[dialect.works[0].name].set()
             await settled()
             assert dialect.said[2:] == [("adapter", 3, "v1")] and engine.version == 3
+            del dialect.said[:]
             dialect.finish()
             await settled()
             assert [asking.found[name].versions for name in ("one", "two")] == [[1, 1], [2, 2]]
             assert [work.model for work in dialect.works] == ["v1", "v2"]
+        assert dialect.said == [("unload", "v2"), ("unload", "v3")], "who leaves takes with it what it brought"
 
     run(test)
 
@@ -400,7 +409,67 @@ def test_without_keeping_the_last_adapter_is_forgotten_at_once(folder):
         async with engine_of(dialect, lora_rank=4) as engine:
             for version in (1, 2):
                 await engine.update_weights(WeightUpdate(version, "adapter", folder))
-        assert dialect.said == [("adapter", 1, ""), ("adapter", 2, "v1")]
+        assert dialect.said == [("adapter", 1, ""), ("adapter", 2, "v1"), ("unload", "v2")]
+
+    run(test)
+
+
+@pytest.mark.parametrize("how", ["refuses", "hangs", "cancelled"])
+def test_a_server_that_unloads_no_adapter_is_left_all_the_same(folder, how):
+    async def test() -> None:
+        dialect = Fake()
+        with trio.CancelScope() as scope:
+            async with engine_of(dialect, lora_rank=4) as engine:
+                await engine.update_weights(WeightUpdate(1, "adapter", folder))
+                dialect.fails = how == "refuses"
+                dialect.load = trio.Event() if how == "hangs" else dialect.load
+                if how == "cancelled":
+                    scope.cancel()
+                    await trio.sleep_forever()
+        assert dialect.said[1:] == ([] if how == "hangs" else [("unload", "v1")])
+
+    run(test)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_whoever_scores_with_an_adapter_is_alone_where_that_harms_others(folder, alone):
+    """Also where those that wait have every turn."""
+
+    class Scoring(Fake):
+        async def score(self, *arguments: Any, **named: Any) -> list[float]:
+            self.said.append(("score", len(self.running)))
+            await trio.sleep(0.01)
+            self.said.append(("scored", len(self.running)))
+            return await Fake.score(self, *arguments, **named)
+
+    async def test() -> None:
+        dialect = Scoring()
+        dialect.scores_adapters_alone = alone
+        async with engine_of(dialect, lora_rank=4, connections_max=2) as engine:
+            await engine.update_weights(WeightUpdate(1, "adapter", folder))
+            assert engine.scores_alone is alone
+            dialect.hangs = True
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(engine.generate, GenerateRequest([1], 4, (), 0, session="before"))
+                await trio.sleep(0.01)
+                nursery.start_soon(engine.score, [1, 2])
+                await trio.sleep(0.01)
+                for name in ("a", "b", "c"):
+                    nursery.start_soon(engine.generate, GenerateRequest([1], 4, (), 0, session=name))
+                await trio.sleep(0.02)
+                dialect.finish()
+        counts = [count for what, count in (each[:2] for each in dialect.said) if what in ("score", "scored")]
+        assert counts == [0, 0] if alone else counts[0] == 1
+
+    run(test)
+
+
+def test_without_adapters_none_is_unloaded(folder):
+    async def test() -> None:
+        dialect = Fake()
+        async with engine_of(dialect) as engine:
+            await engine.update_weights(WeightUpdate(1, path=folder))
+        assert dialect.said == [("full", 1, 0)]
 
     run(test)
 

@@ -26,6 +26,8 @@ from rollouts.inference.serving import (
     gpus_of_each,
     urls_of,
 )
+from rollouts.inference.sglang import create_sglang_inference
+from rollouts.inference.vllm import create_vllm_inference
 
 PACKAGE = EnginePackage("msgspec", "pip install 'msgspec>=0.19'", "0.19")  # what is installed anyway
 SERVER = """
@@ -176,8 +178,39 @@ def test_how_far_servers_may_be_from_the_trainer(tmp_path):
         ({"dtype": "bfloat16"}, 0.05),
         ({"dtype": "bfloat16", "tolerance": 0.2}, 0.2),
         ({"tolerance": 1e-3}, 1e-3),
+        ({"url": "http://127.0.0.1:1"}, 0.0),
+        ({"url": "http://127.0.0.1:1", "dtype": "bfloat16"}, 0.0),  # it says nothing of a server that is there
+        ({"url": "http://127.0.0.1:1", "tolerance": 0.2}, 0.2),
     ):
-        assert create(tmp_path, Toy(), url="http://127.0.0.1:1", **settings).tolerance == expected
+        assert create(tmp_path, Toy(), **settings).tolerance == expected
+
+
+def test_runs_that_share_a_folder_for_weights_have_one_each_in_it_which_goes_with_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    mine = tmp_path / "shared" / "mine"
+    mine.mkdir(parents=True)
+    pools = [create(tmp_path, Toy(), weights_folder="shared") for _ in range(2)]
+    folders = [Path(pool.weights_folder) for pool in pools]
+    assert len(set(folders)) == 2 and all(each.parent == tmp_path / "shared" for each in folders)
+    assert all(each.name.startswith("run-") and each.is_absolute() for each in folders)
+    for each in folders:
+        (each / "v000001").mkdir(parents=True)
+
+    async def main():
+        async with pools[0]:
+            assert all(each.is_dir() for each in folders)
+
+    trio.run(main)
+    assert not folders[0].exists() and folders[1].is_dir() and mine.is_dir()
+
+
+def test_how_long_weights_may_take(tmp_path):
+    for member in create(tmp_path, Toy(), load_seconds=7.0, servers=2)._members:
+        assert member.load_seconds == 7.0
+    for factory in (create_vllm_inference, create_sglang_inference):
+        given = {"url": "http://127.0.0.1:1", "load_seconds": 9.0}
+        pool = factory("tiny", None, 0, 1.0, str(tmp_path / "run"), 4, 0, **given)
+        assert pool._members[0].load_seconds == 9.0
 
 
 def serving_port() -> int:
@@ -246,6 +279,8 @@ def test_urls():
         ("http://a:1,http://a:1/", "names http://a:1 twice"),
         ("http://me:secret@a", "holds a name or a password"),
         ("http://a:port", "cannot be read"),
+        ("http://a/v1?key=secret", "is 'http://a/v1'; expected .*, with nothing from a"),
+        ("http://a/v1#secret", "is 'http://a/v1'"),
     ):
         with pytest.raises(ConfigError, match=f"--inference.url.*{words}") as caught:
             urls_of(wrong)
@@ -264,6 +299,10 @@ def test_urls():
         ({"url": "http://a", "servers": 2}, "--inference.servers is for servers that are started here"),
         ({"url": "http://a", "python": "x"}, "--inference.python is for"),
         ({"url": "http://a", "flags": ("--x",)}, "--inference.flags is for"),
+        ({"url": "http://a", "dtype": "bfloat16"}, "--inference.dtype is for"),
+        ({"url": "http://a", "device": "cpu"}, "--inference.device is for"),
+        ({"url": "http://a", "start_seconds": 20.0}, "--inference.start-seconds is for"),
+        ({"load_seconds": 0.0}, "--inference.load-seconds 0"),
         ({"gpus": "0,1,2", "servers": 2}, "2 groups of GPUs"),
         ({"gpus": "0;0", "servers": 2}, "no GPU twice"),
         ({"python": "/no/such/venv"}, "there is no such interpreter"),

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 import trio
+import trio.testing
 
 from rollouts.agent import EpisodeLimits, run_episode
 from rollouts.chat.format import load_chat_format
@@ -371,14 +372,40 @@ def test_full_weights_are_loaded_while_it_pauses_and_no_cache_stays(extended):
             "no such file; it stays paused .* Does it see .*some/folder",
         ),
         ({RESET: {"success": False}}, "did not empty its prefix cache"),
+        ({RESET: {"success": False}, "/resume": status(500, "and dead")}, "did not empty its prefix cache"),
         ({"/update_weight_version": status(404)}, "404"),
+        ({"/pause?mode=keep": status(None, "no whole answer")}, "no whole answer"),
     ],
 )
-def test_a_load_that_failed_leaves_it_paused(answers, words):
+def test_only_a_load_that_failed_leaves_it_paused(answers, words):
+    """It has no weights then; whatever else fails, it has some, and the next run must find it in order."""
     client = Listening({RESET: {"success": True}, INFO: info(), **answers})
     with pytest.raises(InferenceError, match=words):
         load(client, WeightUpdate(7, path="some/folder"))
-    assert "/resume" not in dict(client.asked)
+    assert ("/resume" in dict(client.asked)) == ("/collective_rpc" not in answers)
+
+
+@pytest.mark.parametrize("stuck", [False, True])
+def test_a_load_goes_on_when_its_run_ends_but_not_for_ever(stuck):
+    class Slow(Listening):
+        async def post(self, path: str, *args: Any, **settings: Any) -> Any:
+            answer = await super().post(path, *args, **settings)
+            if path == "/collective_rpc":
+                await trio.sleep(10**6 if stuck else 20)
+            return answer
+
+    async def run() -> list[str]:
+        client = Slow({RESET: {"success": True}, INFO: info()})
+        with trio.move_on_after(1) as scope:
+            await VLLM().load_full(client, WeightUpdate(7, path="some/folder"), timeout_seconds=10**7)
+        assert scope.cancelled_caught
+        assert trio.current_time() - begun == pytest.approx(1 + 60 if stuck else 20, abs=0.5)
+        return [path for path, _ in client.asked]
+
+    clock = trio.testing.MockClock(autojump_threshold=0)
+    begun = clock.current_time()
+    paths = trio.run(run, clock=clock)
+    assert paths[-2:] == (["/pause?mode=keep", "/collective_rpc"] if stuck else [RESET, "/resume"])
 
 
 def test_each_adapter_has_a_name_that_none_had_before():
@@ -429,6 +456,25 @@ def test_prompts_are_read_whole_however_long_the_model_s_context_is(tmp_path):
     assert values(command.argv)["--max-num-batched-tokens"] == "40960"
     bounded = serve_command("python", str(tmp_path), 8123, ServeOptions(context_tokens=9000, device="cpu"))
     assert values(bounded.argv)["--max-num-batched-tokens"] == "9000"
+
+
+def test_prompts_of_a_model_on_the_hub_are_read_whole_where_its_context_is_known(monkeypatch):
+    """Else vLLM would not start: 8192 tokens a step, whole prompts, and a context of 40960 do not go together."""
+    transformers = pytest.importorskip("transformers")
+    known = transformers.GPT2Config(n_positions=40960)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda name: known)
+    command = serve_command("python", "org/model", 8123, ServeOptions(device="cpu"))
+    assert values(command.argv)["--max-num-batched-tokens"] == "40960"
+    assert "--no-enable-chunked-prefill" in command.argv
+
+    def unknown(name: str) -> Any:
+        raise OSError("there is no network")
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", unknown)
+    argv = serve_command("python", "org/model", 8123, ServeOptions(device="cpu")).argv
+    assert "--no-enable-chunked-prefill" not in argv and values(argv)["--max-num-batched-tokens"] == "8192"
+    bounded = serve_command("python", "org/model", 8123, ServeOptions(context_tokens=512, device="cpu")).argv
+    assert "--no-enable-chunked-prefill" in bounded
 
 
 def test_the_command_for_gpus():

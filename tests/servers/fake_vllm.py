@@ -213,7 +213,9 @@ class VLLM(Speech):
         return {"id": name, "object": "text_completion", "model": model, "choices": choices, "usage": self._usage(jobs)}
 
     async def abort_requests(self, body: dict[str, Any], _: Any) -> Any:
-        """Names are whole, with their prefix; none at all is all of them."""
+        """Names are whole, with their prefix; none at all is all of them. All requests of a name are aborted, whoever
+        sent them: two that run may have the same.
+        """
         names = body.get("request_ids")
         if names:
             self.core.abort(lambda job: job.name in names)

@@ -108,9 +108,8 @@ def weights():
 def send(*engines, tensors=None, **settings):
     tensors = weights() if tensors is None else tensors
     update = WeightUpdate(4, manifest=manifest_of(tensors))
-    trio.run(
-        functools.partial(send_over_group, engines, update, tensors, join_seconds=5.0, send_seconds=5.0, **settings)
-    )
+    settings = {"join_seconds": 5.0, "send_seconds": 5.0} | settings
+    trio.run(functools.partial(send_over_group, engines, update, tensors, **settings))
     return tensors
 
 
@@ -141,6 +140,22 @@ def test_one_that_fails_is_told_and_nobody_waits_for_it(fault, words):
     with pytest.raises(InferenceError, match=words):
         send(*engines)
     assert time.perf_counter() - start < 15 and engines[0].left == 1
+
+
+@pytest.mark.parametrize(("own", "expected"), [([], 600.0), ([7.0, 9.0], 9.0)])
+def test_a_broadcast_may_take_as_long_as_the_servers_say(own, expected, monkeypatch):
+    engines = [Receiver() for _ in own or [0]]
+    for engine, seconds in zip(engines, own, strict=False):
+        engine.load_seconds = seconds
+    bounds, broadcast = [], weight_groups._broadcast
+
+    def noted(group, tensors, device, seconds):
+        bounds.append(seconds)
+        broadcast(group, tensors, device, seconds)
+
+    monkeypatch.setattr(weight_groups, "_broadcast", noted)
+    send(*engines, send_seconds=None)
+    assert bounds == [expected]
 
 
 def test_an_engine_that_takes_none_is_refused(tmp_path):

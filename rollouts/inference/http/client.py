@@ -20,7 +20,7 @@ from email.utils import parsedate_to_datetime
 from functools import lru_cache
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar, cast
-from urllib.parse import urlsplit
+from urllib.parse import urlsplit, urlunsplit
 
 import h11
 import msgspec
@@ -293,7 +293,9 @@ def _read_url(base_url: str) -> tuple[str, Address, str]:
     if parts.username or parts.password:
         raise ConfigError("the server's URL holds a name or a password; give an API key instead")
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise ConfigError(f"the server's URL is {base_url!r}; expected one such as http://127.0.0.1:8000")
+        shown = urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))  # a query may hold a key
+        more = ", with nothing from a ? or a # on" if parts.query or parts.fragment else ""
+        raise ConfigError(f"the server's URL is {shown!r}; expected one such as http://127.0.0.1:8000{more}")
     is_tls = parts.scheme == "https"
     prefix = parts.path.rstrip("/")
     address = Address(parts.hostname, port or (443 if is_tls else 80), is_tls)

@@ -39,7 +39,7 @@ class HTTPFailure(InferenceError):
         retry_after_seconds: float | None = None,
         attempts: int = 1,
     ) -> None:
-        super().__init__(message)
+        super().__init__(message, is_transient=retryable)
         self.kind = kind
         self.retryable = retryable
         self.status = status

@@ -135,6 +135,7 @@ def test_every_misbehaviour_is_named_and_asked_again_only_where_that_is_right(fa
         failure, counts = ask(server.url)
         assert isinstance(failure, HTTPFailure) and isinstance(failure, InferenceError)
         assert (failure.kind, failure.retryable, failure.attempts) == (kind, attempts > 1, attempts), failure
+        assert failure.is_transient == failure.retryable, "an episode is not played again for it in vain"
         assert failure.status == (int(fault) if fault.isdigit() else None)
         assert failure.retry_after_seconds == (0.05 if fault == "429" else None)
         assert any(each in str(failure) for each in words.split("|")) and f"POST {server.url}{PATH}: " in str(failure)
