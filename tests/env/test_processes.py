@@ -45,7 +45,8 @@ def nothing_left() -> Iterator[None]:
 
 def left() -> tuple[int, int, int]:
     me = psutil.Process()
-    threads = sum(not thread.name.startswith("Trio") for thread in threading.enumerate())
+    waiting = ("Trio", "rollouts-worker")  # threads that wait for work, and end where none comes
+    threads = sum(not thread.name.startswith(waiting) for thread in threading.enumerate())
     return len(me.children(recursive=True)), me.num_fds(), threads
 
 
