@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import trio
 
 from rollouts.agent_clock import EpisodeClock
-from rollouts.agent_model import ChatModel, EpisodeLimits, EpisodeOver, leaves_of, plain_state, turn_seed
+from rollouts.agent_model import ChatModel, EpisodeLimits, EpisodeOver, plain_state, turn_seed
 from rollouts.env import calls
 from rollouts.env.authoring import metrics_of, rewards_of, tools_of
 from rollouts.env.checks import requests_of
 from rollouts.env.mixing import InvalidPolicy, RewardTerm, Verdict, mix, read_verdict
 from rollouts.env.processes import ProcessError
 from rollouts.env.schema import tool_schema
-from rollouts.errors import EnvironmentDefinitionError, InferenceError, ModelError, RewardError
+from rollouts.errors import EnvironmentDefinitionError, InferenceError, ModelError, RewardError, leaves_of
 from rollouts.inference.base import InferenceBackend
 from rollouts.inference.carried import HeldEpisode, attend, held_episode, remember
 from rollouts.types import Message, Score, Status, Task, Trajectory

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
@@ -22,7 +22,7 @@ import trio
 from rollouts.agent_clock import EpisodeClock
 from rollouts.agent_tools import run_tool
 from rollouts.env.authoring import ToolMethod
-from rollouts.errors import EnvironmentDefinitionError, InferenceError, ModelError
+from rollouts.errors import EnvironmentDefinitionError, InferenceError, ModelError, leaves_of
 from rollouts.inference.base import GenerateRequest, Generation, InferenceBackend
 from rollouts.inference.chatting import CanChat, ChatReply, ChatRequest
 from rollouts.types import Message, Segment, Status, Task, Trajectory
@@ -30,7 +30,7 @@ from rollouts.types import Message, Segment, Status, Task, Trajectory
 if TYPE_CHECKING:
     from rollouts.chat.format import ChatFormat
 
-__all__ = ["ChatModel", "EpisodeLimits", "EpisodeOver", "leaves_of", "plain_state", "turn_seed"]
+__all__ = ["ChatModel", "EpisodeLimits", "EpisodeOver", "plain_state", "turn_seed"]
 
 LOGPROB_SLACK = 1e-3  # rounding may leave a probability a hair above 1; more than this is an engine's mistake
 
@@ -453,15 +453,6 @@ def turn_seed(seed: int, group: int, rollout: int, trajectory: int, turn: int) -
     """
     words = f"{seed}/{group}/{rollout}/{trajectory}/{turn}".encode()
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big") >> 1
-
-
-def leaves_of(error: BaseException) -> Iterator[BaseException]:
-    """The errors in a group of groups; trio's nurseries always raise groups."""
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from leaves_of(inner)
-    else:
-        yield error
 
 
 def _as_messages(messages: str | Sequence[Message | Mapping[str, Any]]) -> list[Message]:

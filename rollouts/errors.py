@@ -25,7 +25,7 @@ exception; tool errors become messages to the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 __all__ = [
     "AmbiguousComponentError",
@@ -46,6 +46,8 @@ __all__ = [
     "TrainingError",
     "UnknownComponentError",
     "UserError",
+    "cause_of",
+    "leaves_of",
     "near_misses",
     "words_of",
 ]
@@ -145,6 +147,26 @@ def words_of(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{place}; with ROLLOUTS_TRACEBACK=1 all of its traceback is shown"
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """Ctrl-C wherever it is in a group; else the first of its errors, if all are known ones or there is one only."""
+    leaves = list(leaves_of(error))
+    for leaf in leaves:
+        if isinstance(leaf, KeyboardInterrupt):
+            return leaf
+    if len(leaves) == 1 or all(isinstance(leaf, RolloutsError) for leaf in leaves):
+        return leaves[0]
+    return error
+
+
+def leaves_of(error: BaseException) -> Iterator[BaseException]:
+    """The errors in a group of groups; trio's nurseries always raise groups."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from leaves_of(inner)
+    else:
+        yield error
 
 
 def near_misses(given: str, known: Iterable[str]) -> list[str]:

@@ -21,14 +21,13 @@ from typing import Any, Protocol
 import trio
 
 from rollouts.agent import Episode
-from rollouts.agent_model import leaves_of
 from rollouts.compose.evaluation_plan import EvaluationPlan
 from rollouts.compose.launch import without_interrupts
 from rollouts.compose.manifest import make_manifest
 from rollouts.compose.parts import how_to_play, load_chat, make_loggers, plain_plan, repeatable
 from rollouts.env.authoring import tools_of
 from rollouts.env.schema import tool_schema
-from rollouts.errors import RolloutsError, UserError
+from rollouts.errors import RolloutsError, UserError, cause_of
 from rollouts.evaluate import numbers_of
 from rollouts.inference.base import CanCheck, InferenceBackend
 from rollouts.inference.chatting import CanChat
@@ -221,7 +220,7 @@ class _Course:
             self._call_hooks("rollouts_run_start", settings=plain_plan(plan), folder=str(folder.path))
             trio.run(self._play_all)
         except BaseException as error:  # raised again by the caller
-            cause = _cause(error)
+            cause = cause_of(error)
             if isinstance(cause, KeyboardInterrupt):
                 ending.enter_context(without_interrupts())
             return cause
@@ -347,14 +346,3 @@ def _metrics(summary: dict[str, Any]) -> dict[str, float]:
         flat[f"{alias}/reward_mean"] = own["reward_mean"]
     numbers = {name: value for name, value in flat.items() if isinstance(value, int | float)}
     return {f"eval/{name}": float(value) for name, value in numbers.items() if math.isfinite(value)}
-
-
-def _cause(error: BaseException) -> BaseException:
-    """Ctrl-C wherever it is in a group; else the first of its errors, if all are known ones or there is one only."""
-    leaves = list(leaves_of(error))
-    for leaf in leaves:
-        if isinstance(leaf, KeyboardInterrupt):
-            return leaf
-    if len(leaves) == 1 or all(isinstance(leaf, RolloutsError) for leaf in leaves):
-        return leaves[0]
-    return error

@@ -46,7 +46,7 @@ from rollouts.compose.resume import (
 from rollouts.compose.watch import Watcher
 from rollouts.env.authoring import tools_of
 from rollouts.env.schema import tool_schema
-from rollouts.errors import OutputError, RolloutsError, UserError
+from rollouts.errors import OutputError, RolloutsError, UserError, cause_of
 from rollouts.run_folder import RunFolder, check_out, default_out
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.rollout_gen.group_rewards import group_scorer
@@ -174,7 +174,7 @@ def _run_and_summarise(
         with _passed_over_by_gc():
             trio.run(course.run)
     except BaseException as error:  # raised again below
-        if isinstance(_cause(error), KeyboardInterrupt):
+        if isinstance(cause_of(error), KeyboardInterrupt):
             ending.enter_context(without_interrupts())
         failure = _told(error, parts, summary)
     summary["wall_seconds"] = time.perf_counter() - started
@@ -235,7 +235,7 @@ def _notes(parts: Parts) -> list[str]:
 
 def _told(error: BaseException, parts: Parts, summary: dict[str, Any]) -> BaseException:
     """The error to raise: one, not a group of one, which says how far the run came. The summary is told too."""
-    cause = _cause(error)
+    cause = cause_of(error)
     where = f"{summary['steps']} of {parts.plan.settings.steps} steps"
     again = f"go on with: {resume_command(parts.folder.path)}"
     if isinstance(cause, KeyboardInterrupt):
@@ -246,22 +246,3 @@ def _told(error: BaseException, parts: Parts, summary: dict[str, Any]) -> BaseEx
     if isinstance(cause, RolloutsError):
         cause.args = (f"{cause}\nthe run failed after {where}; {parts.folder.path} keeps what was done; {again}",)
     return cause
-
-
-def _cause(error: BaseException) -> BaseException:
-    """Ctrl-C wherever it is in a group; else the first of its errors, if all are known ones or there is one only."""
-    leaves = list(_leaves(error))
-    for leaf in leaves:
-        if isinstance(leaf, KeyboardInterrupt):
-            return leaf
-    if len(leaves) == 1 or all(isinstance(leaf, RolloutsError) for leaf in leaves):
-        return leaves[0]
-    return error
-
-
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from _leaves(inner)
-    else:
-        yield error
