@@ -5,18 +5,16 @@ Once in a while one sampled conversation is shown, and at the end a table of bef
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollouts.cli.terminal import Terminal, number_words
 from rollouts.types import Message, Trajectory
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress as Bar
-    from rich.progress import TaskID
 
     from rollouts.compose.plan import Plan
     from rollouts.plugins.manager import PluginFault
@@ -33,16 +31,11 @@ class Progress:
     """Implements `rollouts.compose.watch.Watcher` on standard output."""
 
     def __init__(self, console: Console | None = None) -> None:
-        from rich.console import Console
-
-        self._console = console or Console(file=sys.stdout, highlight=False, soft_wrap=True)
-        self._bar: Bar | None = None
-        self._task: TaskID | None = None
+        self._terminal = Terminal(console)
         self._steps = 0
         self._first: int | None = None  # the step that this process began with
         self._started = time.perf_counter()
         self._before: dict[str, Any] | None = None
-        self._told: set[str] = set()
         self._folder = Path()
 
     def begin(self, plan: Plan, folder: Path, notes: Sequence[str]) -> None:
@@ -54,18 +47,18 @@ class Progress:
         if settings.mode == "rl":
             size += f" × {settings.samples_per_prompt} rollouts"
         lora = f", LoRA rank {settings.lora_rank}" if settings.lora_rank else ""
-        self._say(
+        self._terminal.say(
             f"{plan.env_name} · {plan.one('loss').name} · {settings.model}{lora} · "
             f"{settings.steps} steps of {size} · lr {plan.lr:g} · seed {settings.seed}"
         )
-        self._say(f"writing to {folder}")
+        self._terminal.say(f"writing to {folder}")
         for note in notes:
-            self._say(f"note: {note}")
+            self._terminal.say(f"note: {note}")
 
     def evaluation(self, when: str, evaluation: dict[str, Any]) -> None:
         """One line; the table comes at the end."""
-        sampled, greedy = (_number(evaluation[name]) for name in ("reward_mean", "greedy_mean"))
-        self._say(f"held-out, {when}: sampled {sampled}, greedy {greedy} ({_tasks(evaluation, ' tasks')})")
+        sampled, greedy = (number_words(evaluation[name]) for name in ("reward_mean", "greedy_mean"))
+        self._terminal.say(f"held-out, {when}: sampled {sampled}, greedy {greedy} ({_tasks(evaluation, ' tasks')})")
         if when == "before":
             self._before = evaluation
             self._started = time.perf_counter()
@@ -75,25 +68,20 @@ class Progress:
         done = step + 1
         self._first = step if self._first is None else self._first
         words = self._words(metrics)
-        if self._console.is_terminal:
-            self._advance(done, words)
+        if self._terminal.console.is_terminal:
+            self._terminal.advance(done, self._steps, words)
         elif step == self._first or done == self._steps or done % max(1, self._steps // LINES) == 0:
-            self._say(f"step {done}/{self._steps}  {words}  {self._left(done)}")
+            self._terminal.say(f"step {done}/{self._steps}  {words}  {self._left(done)}")
         if groups and step % max(1, self._steps // CONVERSATIONS) == 0:
             self._converse(done, groups)
 
     def faults(self, faults: Sequence[PluginFault]) -> None:
         """Each fault once."""
-        for fault in faults:
-            if str(fault) not in self._told:
-                self._told.add(str(fault))
-                self._say(f"plugin fault: {fault}")
+        self._terminal.tell_faults(faults)
 
     def end(self, summary: dict[str, Any]) -> None:
         """The closing table, where the run was finished."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        self._terminal.stop()
         if summary["status"] != "done":
             return
         before, after = summary["evaluation"]["before"], summary["evaluation"]["after"]
@@ -101,7 +89,7 @@ class Progress:
             self._table(before, after)
         first = summary.get("resumed_from", 0)
         more = "more " if first else ""
-        self._say(
+        self._terminal.say(
             f"{summary['steps'] - first} {more}steps in {summary['wall_seconds']:.0f} s "
             f"({summary['cpu_seconds']:.0f} s of CPU) · {self._folder}"
         )
@@ -121,31 +109,14 @@ class Progress:
         seconds = (time.perf_counter() - self._started) / here * (self._steps - done)
         return f"{int(seconds) // 60}:{int(seconds) % 60:02d} left"
 
-    def _advance(self, done: int, words: str) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bar
-
-        if self._bar is None:
-            columns = (
-                MofNCompleteColumn(),
-                BarColumn(bar_width=24),
-                TimeRemainingColumn(),
-                TextColumn("{task.description}"),
-            )
-            self._bar = Bar(*columns, console=self._console)
-            self._task = self._bar.add_task("", total=self._steps)
-            self._bar.start()
-        assert self._task is not None
-        self._bar.update(self._task, completed=done, description=words)
-
     def _converse(self, done: int, groups: Sequence[Group]) -> None:
         episode = groups[0].episodes[0]
-        reward = _number(episode.score.value)
-        self._say(f"--- a rollout of step {done} (reward {reward}, {episode.status.value})")
+        reward = number_words(episode.score.value)
+        self._terminal.say(f"--- a rollout of step {done} (reward {reward}, {episode.status.value})")
         for line in conversation_lines(episode.trajectory):
-            self._say(f"    {line}")
+            self._terminal.say(f"    {line}")
         for problem in filter(None, (episode.trajectory.error, episode.score.why)):
-            self._say(f"    ({problem})")
+            self._terminal.say(f"    ({problem})")
 
     def _table(self, before: dict[str, Any], after: dict[str, Any]) -> None:
         from rich.table import Table
@@ -155,17 +126,14 @@ class Progress:
             table.add_column(name, justify="left" if not name else "right")
         rows = [("reward, sampled", "reward_mean"), ("reward, greedy", "greedy_mean")]
         for label, name in rows:
-            table.add_row(label, _number(before[name]), _number(after[name]))
+            table.add_row(label, number_words(before[name]), number_words(after[name]))
         for part in after["parts"]:
-            table.add_row(f"  {part}", _number(before["parts"].get(part)), _number(after["parts"][part]))
+            table.add_row(f"  {part}", number_words(before["parts"].get(part)), number_words(after["parts"][part]))
         for alias, own in after.get("environments", {}).items():
             earlier = before.get("environments", {}).get(alias, {})
             for label, name in rows:
-                table.add_row(f"{alias}: {label}", _number(earlier.get(name)), _number(own[name]))
-        self._console.print(table)
-
-    def _say(self, text: str) -> None:
-        self._console.print(text, markup=False)
+                table.add_row(f"{alias}: {label}", number_words(earlier.get(name)), number_words(own[name]))
+        self._terminal.console.print(table)
 
 
 def conversation_lines(trajectory: Trajectory) -> list[str]:
@@ -189,7 +157,3 @@ def _tasks(evaluation: dict[str, Any], word: str = "") -> str:
     """How many tasks; and how many of them could be judged, where that is fewer: the means are over those."""
     tasks, judged = evaluation["tasks"], evaluation["judged"]
     return f"{tasks}{word}" if judged == tasks else f"{tasks}{word}, only {judged} could be judged"
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"

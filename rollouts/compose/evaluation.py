@@ -12,7 +12,6 @@ import contextlib
 import math
 import shlex
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -94,7 +93,7 @@ def launch_evaluation(plan: EvaluationPlan, watcher: EvaluationWatcher, started:
     tasks = plan.eval_tasks()
     chat = None if plan.is_chat else load_chat(plan)
     with contextlib.ExitStack() as ending:
-        inference = _make_inference(plan, out, ending)
+        inference = _make_inference(plan, out)
         trio.run(_check, plan, inference)
         folder = RunFolder(out)
         ending.callback(folder.close)
@@ -111,23 +110,12 @@ def launch_evaluation(plan: EvaluationPlan, watcher: EvaluationWatcher, started:
         return _Course(plan, tasks, play, inference, folder, watcher).run(started, ending)
 
 
-def _make_inference(plan: EvaluationPlan, out: Path, ending: contextlib.ExitStack) -> InferenceBackend:
+def _make_inference(plan: EvaluationPlan, out: Path) -> InferenceBackend:
     """The engine, without a trainer. Raises UserError."""
     chosen = plan.one("inference")
     available = plan.inference_arguments(str(out))
-    if _loads_by_itself(plan):
-        from rollouts.training.adapters import is_adapter
-
-        if is_adapter(plan.settings.model):  # a server loads whole models
-            available["model"] = ending.enter_context(_merged(plan.settings.model, out))
     inference: InferenceBackend = call_with(chosen.component, available, chosen.settings)
     return inference
-
-
-def _loads_by_itself(plan: EvaluationPlan) -> bool:
-    """Whether the engine is a server that will be started here with the model."""
-    chosen = plan.one("inference")
-    return not plan.is_chat and chosen.name.rpartition("/")[2] != "hf" and not chosen.settings.get("url")
 
 
 def _server_of(plan: EvaluationPlan) -> dict[str, str]:
@@ -137,18 +125,6 @@ def _server_of(plan: EvaluationPlan) -> dict[str, str]:
     if not given["url"]:
         return {}
     return {key: value if isinstance(value, str) else ",".join(value) for key, value in given.items() if value}
-
-
-@contextlib.contextmanager
-def _merged(adapter: str, out: Path) -> Iterator[str]:
-    """A folder with the whole model that an adapter makes, for as long as it is needed."""
-    from rollouts.compose.export import export
-
-    near = next(each for each in out.absolute().parents if each.is_dir())
-    with tempfile.TemporaryDirectory(prefix=".rollouts-eval-", dir=near) as folder:
-        merged = str(Path(folder) / "model")
-        export(adapter, merged)
-        yield merged
 
 
 async def _check(plan: EvaluationPlan, inference: InferenceBackend) -> None:

@@ -11,7 +11,8 @@
       probe.py     which of the two ways a model takes, found by trying it
       sampling.py  a random stream for each request; logits to ids and logprobs
     http/          one server asked many things at once: connections, limits, retries, failures
-    remote.py      one server behind it as an engine; `vllm.py` and `sglang.py` say what each kind is told
+    remote.py      one server behind it as an engine
+      dialect.py   what one kind of server is told: `vllm.py`, `sglang.py`
       sglang_wire.py  shapes; `sglang_group.py` full weights over a process group, `groups.py` what that asks of any
     openai.py      any chat-completions API, for evaluation; `chatting.py` is its seam: messages instead of ids
     pool.py        several servers as one engine: who is asked, what becomes of requests whose server dies

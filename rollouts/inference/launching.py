@@ -29,7 +29,15 @@ import trio
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.http.client import HTTPClient, Retries
 
-__all__ = ["ServeOptions", "ServerCommand", "ServerProcess", "free_port", "meaningful_lines", "words_of_exit"]
+__all__ = [
+    "ServeOptions",
+    "ServerCommand",
+    "ServerProcess",
+    "free_port",
+    "has_gpu",
+    "meaningful_lines",
+    "words_of_exit",
+]
 
 GRACE_SECONDS = 10.0  # until a server that was told to end is killed
 END_SECONDS = 5.0  # until what was killed is gone
@@ -261,6 +269,13 @@ async def _background(task: Callable[[], Awaitable[None]]) -> AsyncIterator[None
         nursery.cancel_scope.cancel()
     if error is not None:
         raise error
+
+
+def has_gpu() -> bool:
+    """Without torch: it may not be installed here."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        return False
+    return any(Path(place).exists() for place in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))
 
 
 def free_port() -> int:

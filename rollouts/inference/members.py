@@ -25,6 +25,7 @@ from rollouts.inference.base import (
     WeightUpdate,
 )
 from rollouts.inference.http.failures import HTTPFailure
+from rollouts.training.weight_probe import furthest_apart
 
 __all__ = ["Member", "MemberStatistics", "Patience", "Process", "Slot"]
 
@@ -330,14 +331,12 @@ class Member:
 
     async def _probed(self, probe: Probe, version: int) -> str:
         theirs = await self._unless_down(self.engine.score(list(probe.tokens), 1.0))
-        assert len(theirs) == len(probe.logprobs), f"{len(theirs)=} {len(probe.logprobs)=}"
-        for place, (own, given) in enumerate(zip(theirs, probe.logprobs, strict=True)):
-            if not abs(own - given) <= probe.tolerance * max(1.0, abs(given)):  # a NaN is no agreement
-                return (
-                    f"it does not serve the weights of version {version}: token {place} of a test sequence has the "
-                    f"log-probability {own:.6g} there and {given:.6g} in the trainer"
-                )
-        return ""
+        worst = furthest_apart(probe.logprobs, theirs, probe.tolerance)
+        return (
+            ""
+            if worst.agrees
+            else f"it does not serve the weights of version {version}: {worst.words('a test sequence')}"
+        )
 
     async def _watch(self) -> None:
         while True:

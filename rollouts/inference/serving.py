@@ -5,7 +5,7 @@ end with the run. A model that a server cannot load as it is (`tiny`, an adapter
 
     @checked_by(check_served)
     def create_vllm_inference(model, training, seed, ..., *, url: str | tuple[str, ...] = "", ...) -> EnginePool:
-        return create_served_inference(VLLM(), serve_command, PACKAGE, model=model, ..., url=url, ...)
+        return create_served_inference(VLLM(), serve_command, PACKAGE, Served(**locals()))
 
 Left out: what a kind of server is told (`vllm`, `sglang`), and how one is watched (`pool`).
 """
@@ -29,16 +29,18 @@ import trio
 
 from rollouts.errors import ConfigError, ModelError, OutputError
 from rollouts.inference.base import InferenceBackend
+from rollouts.inference.dialect import Dialect
 from rollouts.inference.groups import GroupCalls
 from rollouts.inference.http.client import HTTPClient
 from rollouts.inference.launching import ServeOptions, ServerCommand, ServerProcess
 from rollouts.inference.pool import EnginePool, Patience, Slot
-from rollouts.inference.remote import Dialect, RemoteEngine
+from rollouts.inference.remote import RemoteEngine
 from rollouts.training.weight_probe import TOLERANCE_HALF
 
 __all__ = [
     "EngineFound",
     "EnginePackage",
+    "Served",
     "check_served",
     "context_of",
     "create_served_inference",
@@ -71,108 +73,130 @@ class EngineFound(NamedTuple):
     version: str
 
 
+class Served(NamedTuple):
+    """What the factories of served engines are given: what their kind may name, then the settings that all of them have
+    (`create_vllm_inference` says what each is).
+    """
+
+    model: str
+    training: Any
+    seed: int
+    temperature: float
+    folder: str
+    concurrency: int
+    lora_rank: int = 0
+    url: str | tuple[str, ...] = ""
+    servers: int = 1
+    python: str = ""
+    gpus: str = ""
+    served_model: str = ""
+    api_key_env: str = ""
+    weights_folder: str = ""
+    context_tokens: int = 0
+    dtype: str = "auto"
+    device: str = "auto"
+    memory_share: float = 0.0
+    tolerance: float = 0.0
+    flags: tuple[str, ...] = ()
+    request_seconds: float = 600.0
+    load_seconds: float = 600.0
+    start_seconds: float = 600.0
+    give_up_seconds: float = 600.0
+
+
 def create_served_inference(
-    dialect: Dialect,
-    serve: Serve,
-    package: EnginePackage,
-    *,
-    model: str,
-    training: Any,
-    seed: int,
-    temperature: float,
-    folder: str,
-    concurrency: int,
-    lora_rank: int = 0,
-    url: str | tuple[str, ...] = "",
-    servers: int = 1,
-    python: str = "",
-    gpus: str = "",
-    served_model: str = "",
-    api_key_env: str = "",
-    weights_folder: str = "",
-    context_tokens: int = 0,
-    dtype: str = "auto",
-    device: str = "auto",
-    memory_share: float = 0.0,
-    tolerance: float = 0.0,
-    flags: tuple[str, ...] = (),
-    request_seconds: float = 600.0,
-    load_seconds: float = 600.0,
-    start_seconds: float = 600.0,
-    give_up_seconds: float = 600.0,
-    groups: GroupCalls | None = None,
+    dialect: Dialect, serve: Serve, package: EnginePackage, served: Served, *, groups: GroupCalls | None = None
 ) -> EnginePool:
     """The servers at `url`, or `servers` of them that entering the pool starts. `training` None: for evaluation, so
     that they need not take weights. Nothing is started or written here.
 
     Raises ConfigError (a setting; no engine to start; a version too old) and ModelError.
     """
-    urls = urls_of(url)
-    place = Path(folder).absolute() if folder else _temporary()
-    weights = _weights_place(weights_folder, place)
-    whole = _Whole(model, place, dtype)
-    text_and_ids = (PROBE_TEXT, _ids_of(model, PROBE_TEXT))
-    api_key = os.environ.get(api_key_env, "") if api_key_env else ""
-    name = served_model if urls else served_model or ServeOptions().served_model
-
-    def make(url: str) -> InferenceBackend:
-        return RemoteEngine(
-            dialect,
-            url,
-            vocabulary_size=vocabulary,
-            model=name,
-            lora_rank=lora_rank,
-            temperature=temperature,
-            tokenizer=text_and_ids,
-            context_tokens_max=context_tokens,
-            weights_folder=str(weights),
-            takes_weights=training is not None,
-            tolerance=tolerance or (TOLERANCE_HALF if not urls and dtype in ("bfloat16", "float16") else 0.0),
-            groups=groups,
-            api_key=api_key,
-            connections_max=concurrency + SPARE_CONNECTIONS,
-            request_seconds=request_seconds,
-            load_seconds=load_seconds,
-            seed=seed,
-        )
+    urls = urls_of(served.url)
+    place = Path(served.folder).absolute() if served.folder else _temporary()
+    weights = _weights_place(served.weights_folder, place)
+    whole = _Whole(served.model, place, served.dtype)
+    make = _engine_maker(dialect, served, str(weights), groups)
 
     async def finish() -> None:
         """What servers were to read; nobody does any more, and a checkpoint has the last weights."""
         for each in (weights, *whole.written):
             await trio.to_thread.run_sync(functools.partial(shutil.rmtree, each, ignore_errors=True))
 
-    vocabulary = _vocabulary_size(model, training)
+    patience = served.give_up_seconds
     if urls:
-        return EnginePool(
-            [Slot(each, make, url=each) for each in urls],
-            patience=Patience(give_up_seconds=give_up_seconds),
-            finish=finish,
-            told=_Journal(place),
-        )
-    found = find_engine(python, package)
-    devices = gpus_of_each(gpus, servers)
-    precision = dtype if dtype != "auto" else getattr(training, "compute_dtype", None) or "auto"
-
-    def process(index: int) -> ServerProcess:
-        count = len(devices[index].split(",")) if devices[index] else 0
-        options = ServeOptions(
-            name, context_tokens, precision, device, lora_rank, seed + index, memory_share, tuple(flags), count
-        )
-        return ServerProcess(
-            lambda port: serve(found.python, whole.path, port, options),
-            name=f"{package.name}-{index}",
-            folder=place,
-            gpus=devices[index],
-            start_seconds=start_seconds,
-        )
-
+        slots = [Slot(each, make, url=each) for each in urls]
+    else:
+        processes = _processes(serve, package, served, place, whole.path)
+        slots = [Slot(process.name, make, process=process) for process in processes]
+        patience = max(patience, served.start_seconds + RESTART_SECONDS)
     return EnginePool(
-        [Slot(f"{package.name}-{index}", make, process=process(index)) for index in range(servers)],
-        patience=Patience(give_up_seconds=max(give_up_seconds, start_seconds + RESTART_SECONDS)),
-        prepare=whole.write,
+        slots,
+        patience=Patience(give_up_seconds=patience),
+        prepare=None if urls else whole.write,
         finish=finish,
         told=_Journal(place),
     )
+
+
+def _engine_maker(
+    dialect: Dialect, served: Served, weights_folder: str, groups: GroupCalls | None
+) -> Callable[[str], InferenceBackend]:
+    """How the engine of a server at a URL is made."""
+    is_started = not urls_of(served.url)
+    return functools.partial(
+        RemoteEngine,
+        dialect,
+        vocabulary_size=_vocabulary_size(served.model, served.training),
+        model=served.served_model or (ServeOptions().served_model if is_started else ""),
+        lora_rank=served.lora_rank,
+        temperature=served.temperature,
+        tokenizer=(PROBE_TEXT, _ids_of(served.model, PROBE_TEXT)),
+        context_tokens_max=served.context_tokens,
+        weights_folder=weights_folder,
+        takes_weights=served.training is not None,
+        tolerance=served.tolerance
+        or (TOLERANCE_HALF if is_started and served.dtype in ("bfloat16", "float16") else 0.0),
+        groups=groups,
+        api_key=os.environ.get(served.api_key_env, "") if served.api_key_env else "",
+        connections_max=served.concurrency + SPARE_CONNECTIONS,
+        request_seconds=served.request_seconds,
+        load_seconds=served.load_seconds,
+        seed=served.seed,
+    )
+
+
+def _processes(serve: Serve, package: EnginePackage, served: Served, place: Path, model: str) -> list[ServerProcess]:
+    """The servers to start, none of them started yet. Raises ConfigError."""
+    found = find_engine(served.python, package)
+    trained_in = getattr(served.training, "compute_dtype", None)
+    processes = []
+    for index, gpus in enumerate(gpus_of_each(served.gpus, served.servers)):
+        options = ServeOptions(
+            served.served_model or ServeOptions().served_model,
+            served.context_tokens,
+            served.dtype if served.dtype != "auto" else trained_in or "auto",
+            served.device,
+            served.lora_rank,
+            served.seed + index,
+            served.memory_share,
+            tuple(served.flags),
+            len(gpus.split(",")) if gpus else 0,
+        )
+        processes.append(
+            ServerProcess(
+                functools.partial(_command_on, serve, found.python, model, options),
+                name=f"{package.name}-{index}",
+                folder=place,
+                gpus=gpus,
+                start_seconds=served.start_seconds,
+            )
+        )
+    return processes
+
+
+def _command_on(serve: Serve, python: str, model: str, options: ServeOptions, port: int) -> ServerCommand:
+    return serve(python, model, port, options)
 
 
 # --- what can be seen of the settings alone ---------------------------------------------------------------------------

@@ -25,7 +25,6 @@ neither adapters nor broadcasts (start several servers). Weights over torch.dist
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -36,13 +35,13 @@ import msgspec
 
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import GenerateRequest, WeightUpdate
+from rollouts.inference.dialect import Sampled, ServerInfo, Work
 from rollouts.inference.groups import GroupCalls
 from rollouts.inference.http.client import HTTPClient
 from rollouts.inference.http.failures import HTTPFailure
-from rollouts.inference.launching import ServeOptions, ServerCommand
+from rollouts.inference.launching import ServeOptions, ServerCommand, has_gpu
 from rollouts.inference.pool import EnginePool
-from rollouts.inference.remote import Sampled, ServerInfo, Work
-from rollouts.inference.serving import EnginePackage, check_served, create_served_inference
+from rollouts.inference.serving import EnginePackage, Served, check_served, create_served_inference
 from rollouts.inference.sglang_group import group_ranks, join_group, leave_group, receive
 from rollouts.inference.sglang_wire import (
     ADAPTER_PREFIX,
@@ -380,36 +379,9 @@ def create_sglang_inference(
 
     Raises ConfigError, ModelError.
     """
-    return create_served_inference(
-        SGLang(),
-        serve_command,
-        PACKAGE,
-        model=model,
-        training=training,
-        seed=seed,
-        temperature=temperature,
-        folder=folder,
-        concurrency=concurrency,
-        lora_rank=lora_rank,
-        url=url,
-        servers=servers,
-        python=python,
-        gpus=gpus,
-        served_model=served_model,
-        api_key_env=api_key_env,
-        weights_folder=weights_folder,
-        context_tokens=context_tokens,
-        dtype=dtype,
-        device=device,
-        memory_share=memory_share,
-        tolerance=tolerance,
-        flags=flags,
-        request_seconds=request_seconds,
-        load_seconds=load_seconds,
-        start_seconds=start_seconds,
-        give_up_seconds=give_up_seconds,
-        groups=GROUP if transport == "distributed" else None,
-    )
+    values = dict(locals())  # all of the above by name
+    groups = GROUP if values.pop("transport") == "distributed" else None
+    return create_served_inference(SGLang(), serve_command, PACKAGE, Served(**values), groups=groups)
 
 
 def serve_command(python: str, model: str, port: int, options: ServeOptions) -> ServerCommand:
@@ -418,7 +390,7 @@ def serve_command(python: str, model: str, port: int, options: ServeOptions) -> 
     Without a GPU: the settings with which the wheel for CUDA runs on a CPU, once what it imports of CUDA has stand-ins
     (docs/engines.md); without its two thread settings it is twenty times slower.
     """
-    is_cpu = options.device == "cpu" or (options.device == "auto" and not _has_gpu())
+    is_cpu = options.device == "cpu" or (options.device == "auto" and not has_gpu())
     argv = [python, "-m", "sglang.launch_server", "--model-path", model, "--served-model-name", options.served_model]
     argv += ["--host", "127.0.0.1", "--port", str(port), "--random-seed", str(options.seed % 2**31)]
     argv += ["--log-level-http", "warning"]  # no line for each request
@@ -443,10 +415,3 @@ def serve_command(python: str, model: str, port: int, options: ServeOptions) -> 
         if is_cpu:
             argv += ["--lora-backend", "torch_native"]
     return ServerCommand([*argv, *options.extra], env, ready_path="/ready")
-
-
-def _has_gpu() -> bool:
-    """Without torch: it may not be installed here."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
-        return False
-    return any(Path(place).exists() for place in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))

@@ -13,9 +13,9 @@ import msgspec
 import trio
 
 from rollouts.errors import ConfigError, InferenceError
+from rollouts.inference.dialect import Work
 from rollouts.inference.http.client import HTTPClient
 from rollouts.inference.http.failures import HTTPFailure
-from rollouts.inference.remote import Work
 
 __all__ = [
     "ADAPTER_PREFIX",

@@ -38,12 +38,12 @@ import trio
 
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import GenerateRequest, WeightUpdate
+from rollouts.inference.dialect import Sampled, ServerInfo, Work
 from rollouts.inference.http.client import HTTPClient
 from rollouts.inference.http.failures import HTTPFailure
-from rollouts.inference.launching import ServeOptions, ServerCommand
+from rollouts.inference.launching import ServeOptions, ServerCommand, has_gpu
 from rollouts.inference.pool import EnginePool
-from rollouts.inference.remote import Sampled, ServerInfo, Work
-from rollouts.inference.serving import EnginePackage, check_served, context_of, create_served_inference
+from rollouts.inference.serving import EnginePackage, Served, check_served, context_of, create_served_inference
 from rollouts.plugins.checks import checked_by
 
 __all__ = ["MINIMUM_VERSION", "VLLM", "create_vllm_inference", "serve_command"]
@@ -476,7 +476,7 @@ def serve_command(python: str, model: str, port: int, options: ServeOptions) -> 
 
     Without a GPU: in float32 and without compiling, which is what trains there.
     """
-    on_cpu = options.device == "cpu" or (options.device == "auto" and not _has_gpu())
+    on_cpu = options.device == "cpu" or (options.device == "auto" and not has_gpu())
     dtype = "float32" if on_cpu and options.dtype == "auto" else options.dtype
     argv = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1"]
     argv += ["--port", str(port), "--served-model-name", options.served_model, "--dtype", dtype]
@@ -507,10 +507,6 @@ def serve_command(python: str, model: str, port: int, options: ServeOptions) -> 
         if options.gpu_count > 1:
             argv += ["--tensor-parallel-size", str(options.gpu_count)]
     return ServerCommand([*argv, *options.extra], env)
-
-
-def _has_gpu() -> bool:
-    return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd"))
 
 
 @checked_by(check_served)
@@ -566,32 +562,5 @@ def create_vllm_inference(
 
     Raises ConfigError, ModelError.
     """
-    return create_served_inference(
-        VLLM(),
-        serve_command,
-        PACKAGE,
-        model=model,
-        training=training,
-        seed=seed,
-        temperature=temperature,
-        folder=folder,
-        concurrency=concurrency,
-        lora_rank=lora_rank,
-        url=url,
-        servers=servers,
-        python=python,
-        gpus=gpus,
-        served_model=served_model,
-        api_key_env=api_key_env,
-        weights_folder=weights_folder,
-        context_tokens=context_tokens,
-        dtype=dtype,
-        device=device,
-        memory_share=memory_share,
-        tolerance=tolerance,
-        flags=flags,
-        request_seconds=request_seconds,
-        load_seconds=load_seconds,
-        start_seconds=start_seconds,
-        give_up_seconds=give_up_seconds,
-    )
+    values = dict(locals())  # all of the above by name
+    return create_served_inference(VLLM(), serve_command, PACKAGE, Served(**values))

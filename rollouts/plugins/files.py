@@ -17,7 +17,7 @@ from typing import Any
 from rollouts.errors import BrokenPluginError, UnknownComponentError, near_misses
 from rollouts.plugins.index import KIND_WORDS, ComponentRef, cause_of
 
-__all__ = ["find_in_file", "load_from_file"]
+__all__ = ["find_in_file", "import_file", "load_from_file"]
 
 
 def find_in_file(kind: str, name: str) -> ComponentRef:
@@ -86,11 +86,19 @@ def _module_of(path: Path) -> ModuleType:
     name = _module_name(path)
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None, f"{path} ends in .py, so Python has a loader for it"
     folder = str(path.parent)
     if folder not in sys.path:
         sys.path.append(folder)
+    return import_file(name, str(path))
+
+
+def import_file(name: str, file: str) -> ModuleType:
+    """The module in this file, imported as `name`; nothing of it is left where that raises. Raises ImportError where
+    no module can be in such a file, and whatever the module raises.
+    """
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"there is no module {name} at {file!r}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

@@ -17,8 +17,8 @@ import trio
 
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import WeightUpdate
+from rollouts.inference.dialect import Dialect
 from rollouts.inference.http.client import HTTPClient
-from rollouts.inference.remote import Dialect
 from rollouts.training.weight_files import read_manifest
 
 __all__ = ["InferenceEngine", "SGLangEngine", "VLLMEngine", "sync_weights_to_engines"]

@@ -23,9 +23,10 @@ import trio
 
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import GenerateRequest, WeightUpdate
+from rollouts.inference.dialect import Work
 from rollouts.inference.http.client import HTTPClient
 from rollouts.inference.launching import ServeOptions, ServerCommand
-from rollouts.inference.remote import RemoteEngine, Work
+from rollouts.inference.remote import RemoteEngine
 from rollouts.inference.sglang import SGLang, group_ranks, join_group, leave_group, receive, serve_command
 from rollouts.training.algorithms.recipes import GRPO
 from rollouts.training.backends.torch import create_torch_backend

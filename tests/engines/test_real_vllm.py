@@ -21,9 +21,10 @@ import trio
 
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import GenerateRequest, Generation, WeightUpdate
+from rollouts.inference.dialect import Work
 from rollouts.inference.http import HTTPFailure
 from rollouts.inference.launching import ServeOptions, ServerCommand
-from rollouts.inference.remote import RemoteEngine, Work
+from rollouts.inference.remote import RemoteEngine
 from rollouts.inference.vllm import VLLM, serve_command
 from rollouts.training.algorithms.recipes import GRPO
 from rollouts.training.backends.torch import create_torch_backend

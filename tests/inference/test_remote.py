@@ -13,8 +13,9 @@ import trio.testing
 
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import CanAbort, CanCheck, GenerateRequest, Generation, VersionSpan, WeightUpdate
+from rollouts.inference.dialect import Sampled, ServerInfo, Work
 from rollouts.inference.http import HTTPFailure
-from rollouts.inference.remote import RemoteEngine, Sampled, ServerInfo, Work
+from rollouts.inference.remote import RemoteEngine
 
 INFO = ServerInfo("Fake 1", ("policy",), 100, loads_adapters=True, lora_rank_max=8)
 

@@ -16,10 +16,11 @@ import trio
 from rollouts.errors import ConfigError, ModelError
 from rollouts.inference import serving
 from rollouts.inference.base import GenerateRequest
+from rollouts.inference.dialect import Sampled, ServerInfo
 from rollouts.inference.launching import ServeOptions, ServerCommand
-from rollouts.inference.remote import Sampled, ServerInfo
 from rollouts.inference.serving import (
     EnginePackage,
+    Served,
     check_served,
     create_served_inference,
     find_engine,
@@ -84,7 +85,7 @@ def serve(python: str, model: str, port: int, options: ServeOptions) -> ServerCo
 def create(tmp_path: Path, dialect=None, *, serve=serve, package=PACKAGE, **settings):
     given = {"model": "tiny", "training": None, "seed": 3, "temperature": 1.0, "folder": str(tmp_path / "run")}
     given |= {"concurrency": 4, "start_seconds": 20.0}
-    return create_served_inference(dialect or Toy(), serve, package, **(given | settings))
+    return create_served_inference(dialect or Toy(), serve, package, Served(**(given | settings)))
 
 
 def lives(pid: int) -> bool:

@@ -14,9 +14,9 @@ import trio
 
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import GenerateRequest, TensorInfo, WeightUpdate
+from rollouts.inference.dialect import Work
 from rollouts.inference.http.failures import HTTPFailure, failure_of_status
 from rollouts.inference.launching import ServeOptions
-from rollouts.inference.remote import Work
 from rollouts.inference.sglang import (
     SGLang,
     create_sglang_inference,

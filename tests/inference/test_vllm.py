@@ -24,9 +24,10 @@ from rollouts.env import reward, tool
 from rollouts.env.mixing import env_term
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import GenerateRequest, WeightUpdate
+from rollouts.inference.dialect import Sampled, Work
 from rollouts.inference.http import HTTPFailure, Retries
 from rollouts.inference.launching import ServeOptions
-from rollouts.inference.remote import RemoteEngine, Sampled, Work
+from rollouts.inference.remote import RemoteEngine
 from rollouts.inference.vllm import (
     EXTENSION,
     EXTENSION_FOLDER,
