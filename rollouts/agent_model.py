@@ -292,7 +292,7 @@ class ChatModel:
         if conversation.sampled is None:
             raise EpisodeOver(trajectory.status, trajectory.error or "this conversation is over")
         if self.turns_left == 0:
-            raise self._stop(conversation, messages, Status.TRUNCATED, f"all {self._limits.max_turns} turns are used")
+            raise self._out_of_turns(conversation, messages)
         if self.tokens_left == 0:
             raise self._stop(conversation, messages, Status.TRUNCATED, f"all {self._limits.max_tokens} tokens are used")
 
@@ -382,6 +382,18 @@ class ChatModel:
             trajectory.messages = messages
         conversation.sampled = None
         return EpisodeOver(status, reason)
+
+    def _out_of_turns(self, conversation: _Conversation, messages: list[Message]) -> EpisodeOver:
+        """A normal end, for it was the policy that used up the turns: what it sampled is trained on.
+
+        A conversation in which the model has not spoken is not kept: rewards would judge it in place of one that was.
+        """
+        reason = f"all {self._limits.max_turns} turns are used"
+        if not any("turn_limit" in trajectory.metrics for trajectory in self.trajectories):
+            self._count("turn_limit")
+        if conversation not in self._conversations:
+            return EpisodeOver(Status.COMPLETED, reason)
+        return self._stop(conversation, messages, Status.COMPLETED, reason)
 
     def _late(self, conversation: _Conversation, messages: list[Message]) -> EpisodeOver:
         reason = f"the model took longer than {self._limits.turn_seconds:g} seconds for one turn"

@@ -21,8 +21,8 @@ class Status(enum.StrEnum):
     """How a rollout ended. Only `COMPLETED` and `TRUNCATED` rollouts were played out by the policy."""
 
     PENDING = "pending"
-    COMPLETED = "completed"
-    TRUNCATED = "truncated"  # ran out of tokens, turns or context
+    COMPLETED = "completed"  # it came to its end, or used all of its turns
+    TRUNCATED = "truncated"  # cut off by the limit on tokens or by the context
     ABORTED = "aborted"  # stopped from outside; its partial tokens are kept
     ENVIRONMENT_ERROR = "environment_error"  # setup, reply or close raised
     INFERENCE_ERROR = "inference_error"  # the engine failed or refused
@@ -120,7 +120,8 @@ class Segment(msgspec.Struct):
 class Trajectory(msgspec.Struct):
     """What one agent did in one episode: the messages people read, and the exact tokens that are trained on.
 
-    `metrics` counts what happened (`turns`, `tool_calls`, `tool_failures`, ...); `error` says why an episode failed.
+    `metrics` counts what happened (`turns`, `tool_calls`, `tool_failures`, ...; `turn_limit` is 1 where all turns were
+    used). `error` says why an episode failed or was cut short.
     """
 
     task: Task
