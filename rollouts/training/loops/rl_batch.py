@@ -25,6 +25,7 @@ from rollouts.training.algorithms.group_calls import (
     shaped_rewards,
 )
 from rollouts.training.algorithms.needs import forward_needs, is_batch_advantage, is_reward_placed, requests
+from rollouts.training.algorithms.token_advantages import rewards_to_go
 from rollouts.training.batching import make_batch
 from rollouts.training.loops.staleness import drop_stale
 from rollouts.training.rollout_gen.groups import Group, group_samples
@@ -179,7 +180,8 @@ def estimate_advantages(batch: TrainBatch, algorithm: Algorithm) -> None:
     if whole:
         advantages, returns = batch_advantages(algorithm.advantage, available, count)
     if penalised and "token_rewards" not in asked:
-        advantages = advantages + available["token_rewards"]
+        to_go = rewards_to_go(available["token_rewards"], available["mask"], available["rollout_index"])
+        advantages = advantages + to_go
     start = 0
     for row in batch.rows:
         end = start + len(row.tokens)

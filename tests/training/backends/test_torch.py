@@ -19,7 +19,7 @@ from rollouts.training.backends.torch import TorchBackend, TorchSettings, create
 from rollouts.training.backends.trainer import Trainer
 from rollouts.training.batching import make_batch, split_batch
 
-AGGREGATIONS = ("token_mean", "rollout_mean", "dr_grpo", "group_mean", "sum")
+AGGREGATIONS = ("token_mean", "rollout_mean", "rollout_sum", "dr_grpo", "group_mean", "sum")
 
 
 @pytest.fixture

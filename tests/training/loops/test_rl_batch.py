@@ -134,15 +134,17 @@ def test_only_what_is_named_is_asked_for():
     assert complete([], PPO)[1] == []
 
 
-def test_a_kl_without_gradient_comes_off_the_advantages_of_live_tokens():
+def test_a_kl_without_gradient_comes_off_the_advantages_of_live_tokens_and_of_those_before():
     algorithm = GRPO._replace(kl=KL(k1_reward, 0.5))
     groups = groups_of([1.0, 0.0])
     plain = prepare_rl_batch(groups, GRPO, CONFIG, 0).batch
     batch, _ = complete(groups, algorithm)
     for row, before in zip(batch.rows, plain.rows, strict=True):
         penalty = [0.5 * (logprob - ref) for logprob, ref in zip(row.rollout_logprobs, row.ref_logprobs, strict=True)]
+        penalty = [value if weight else 0.0 for value, weight in zip(penalty, row.loss_mask, strict=True)]
         expected = [
-            a - p if weight else 0.0 for a, p, weight in zip(before.advantages, penalty, row.loss_mask, strict=True)
+            a - sum(penalty[place:]) if weight else 0.0
+            for place, (a, weight) in enumerate(zip(before.advantages, row.loss_mask, strict=True))
         ]
         assert row.advantages == pytest.approx(expected)
     batch = prepare_rl_batch(groups, algorithm, CONFIG, 0).batch
