@@ -157,21 +157,27 @@ def _policy(tensors: Mapping[str, Tensor], clip: tuple[float, float] | None) -> 
     means = {
         "policy/entropy": tensors["entropy"],
         "policy/ratio_mean": ratio,
-        "policy/kl_old": (-moved).exp() - 1 + moved,
+        "policy/kl_old": _k3(moved),
     }
     if clip is not None:
         means["policy/clip_low"] = ((ratio < 1 - clip[0]) & (advantages < 0)).float()
         means["policy/clip_high"] = ((ratio > 1 + clip[1]) & (advantages > 0)).float()
-    if "ref_logprobs" in tensors:  # k3 of Schulman 2020: never negative, little noise
-        apart = log_ratio(tensors["ref_logprobs"], logprobs)
-        means["policy/kl_ref"] = apart.exp() - 1 - apart
+    if "ref_logprobs" in tensors:
+        means["policy/kl_ref"] = _k3(log_ratio(tensors["ref_logprobs"], logprobs))
     return means
+
+
+def _k3(apart: Tensor) -> Tensor:
+    """An estimate of KL(p || q) at tokens that p sampled, of `apart` = log(q / p): q/p - 1 - log(q/p) (k3 of Schulman
+    2020), never negative, with little noise.
+    """
+    return apart.expm1() - apart  # expm1: both are tiny where the policies are close
 
 
 def _mismatch(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """How far the trainer before the step is from the sampler."""
     apart = log_ratio(_trainer(tensors), tensors["rollout_logprobs"])
-    means = {"mismatch/abs_logp_mean": apart.abs(), "mismatch/k3": apart.exp() - 1 - apart}
+    means = {"mismatch/abs_logp_mean": apart.abs(), "mismatch/k3": _k3(apart)}
     if "importance" in tensors:
         weights = tensors["importance"]
         means |= {

@@ -18,6 +18,7 @@ from rollouts.training.backends.crew import Alone
 from rollouts.training.backends.torch import TorchBackend, TorchSettings, create_torch_backend
 from rollouts.training.backends.trainer import Trainer
 from rollouts.training.batching import make_batch, split_batch
+from rollouts.types import Sample
 
 AGGREGATIONS = ("token_mean", "rollout_mean", "rollout_sum", "dr_grpo", "group_mean", "sum")
 
@@ -332,6 +333,31 @@ def test_clip_fractions_use_the_bound_settings(tiny, backend_of):
     assert narrow["policy/clip_high"] + narrow["policy/clip_low"] > 0
     found = gradient_of(backend_of(model, wide), [batch])[1][0]
     assert found["policy/clip_high"] == 0.0 and found["policy/clip_low"] <= narrow["policy/clip_low"]
+
+
+def test_the_kl_metrics_are_estimates_of_the_kl_that_they_name(tiny, backend_of):
+    """Of 100 rollouts one says each token and 39 more the same: their means are expectations under these shares."""
+    said = [*range(61), *[7] * 39]
+    shares = torch.bincount(torch.tensor(said)) / 100
+    samples = [
+        Sample(
+            tokens=[3, token],
+            loss_mask=[0.0, 1.0],
+            rollout_log_probs=[0.0, float(shares[token].log())],
+            policy_versions=[-1, 0],
+            rollout_index=number,
+        )
+        for number, token in enumerate(said)
+    ]
+    backend = backend_of(tiny.qwen3())
+    with torch.no_grad():
+        policy = backend.model(torch.tensor([[3]])).logits[0, -1].log_softmax(-1)
+    metrics = backend.forward_backward(batch_of(samples)).wait()
+    kl = float((shares * (shares.log() - policy)).sum())
+    other_way = float((policy.exp() * (policy - shares.log())).sum())
+    assert abs(kl - other_way) > 0.1, "control: the two directions can be told apart"
+    assert metrics["policy/kl_old"] == pytest.approx(kl, rel=1e-4)
+    assert metrics["mismatch/k3"] == pytest.approx(kl, rel=1e-4)
 
 
 def test_an_error_leaves_nothing_accumulated(tiny, backend_of):
