@@ -111,7 +111,7 @@ def make_batch(
                 loss_mask=mask,
                 weights=[],
                 advantages=[advantage if weight > 0 else 0.0 for weight in mask],
-                rollout_logprobs=list(sample.rollout_log_probs or [0.0] * len(mask)),
+                rollout_logprobs=None if sample.rollout_log_probs is None else list(sample.rollout_log_probs),
                 rollout_index=rollout,
                 group_index=groups[number],
                 prefix_length=prefixes[number],

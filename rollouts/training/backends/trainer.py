@@ -509,9 +509,12 @@ class Trainer:
         scored = self._models.score(rows, wanted, batch.temperature, requested)
         device = scored.logprobs.device
         tensors = make_streams(rows, scored.selection, batch.rewards, device) | scored.extra
+        sampled = tensors.pop("sampled") > 0
+        anchored = torch.ones_like(sampled) if "old_logprobs" in tensors else sampled
+        policy = tensors.get("old_logprobs", scored.logprobs.detach())
+        tensors["rollout_logprobs"] = torch.where(sampled, tensors["rollout_logprobs"], policy)
         if "old_logprobs" not in tensors:
-            is_sampler = batch.anchor == "sampler"
-            tensors["old_logprobs"] = tensors["rollout_logprobs"] if is_sampler else scored.logprobs.detach()
+            tensors["old_logprobs"] = tensors["rollout_logprobs"] if batch.anchor == "sampler" else policy
         tensors["logprobs"] = scored.logprobs
         tensors["entropy"] = scored.entropy if "entropy" in requested else scored.entropy.detach()
         nothing = scored.logprobs.sum() * 0.0
@@ -529,6 +532,7 @@ class Trainer:
         )
         objective = (evaluation.values * unit_weights(tensors, batch.unit)).sum()
         seen = {name: tensor.detach() for name, tensor in tensors.items()}
+        seen |= {"sampled": sampled, "anchored": anchored}
         if weights is not None:
             seen["importance"] = weights.detach()
         return objective, nothing, Microbatch(seen, objective, evaluation, _clip_bounds(algorithm), scored.tokens)
