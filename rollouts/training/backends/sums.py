@@ -44,7 +44,7 @@ class Reading(msgspec.Struct):
     (tokens, tokens with padding) that were run.
 
     `learned` is False where there were microbatches and no loss in them carried a gradient; None where there were
-    none.
+    none. `forward_only` are the numbers of microbatches whose gradient is 0, so that they had no backward.
     """
 
     sums: dict[str, tuple[float, float, str]]
@@ -52,6 +52,7 @@ class Reading(msgspec.Struct):
     count: int
     tokens: tuple[int, int]
     learned: bool | None = None
+    forward_only: list[int] = []
 
 
 class Sums:
