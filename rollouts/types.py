@@ -165,8 +165,9 @@ class Score(msgspec.Struct, frozen=True):
 class Sample:
     """One row of training: the universal currency between rollouts and trainer.
 
-    `tokens`, `loss_mask`, `rollout_log_probs` and `policy_versions` have one length L (the last two may be absent,
-    for supervised data). `reward` is None where no reward could judge: such a row is out of the baseline and not
+    `tokens`, `loss_mask`, `rollout_log_probs` and `policy_versions` have one length L. The last two may be absent:
+    without logprobs the anchor of a ratio is the policy that is trained; logprobs without versions are those of the
+    weights that were served. `reward` is None where no reward could judge: such a row is out of the baseline and not
     trained. Rows of one rollout share `rollout_index`; rollouts of one prompt share `group_index`. `prompt_length` is
     the number of leading tokens that every rollout of the group shares (0 where that is unknown).
     """
@@ -192,12 +193,10 @@ class Sample:
         if self.rollout_log_probs is None:
             return
         assert len(self.rollout_log_probs) == length, f"{length} tokens but {len(self.rollout_log_probs)} logprobs"
-        assert self.policy_versions is not None, "a rollout sample carries policy versions"
-        assert len(self.policy_versions) == length, f"{length} tokens but {len(self.policy_versions)} versions"
-        for index, (weight, logprob, version) in enumerate(
-            zip(self.loss_mask, self.rollout_log_probs, self.policy_versions, strict=True)
-        ):
+        versions = self.policy_versions
+        assert versions is None or len(versions) == length, f"{length} tokens but {len(versions)} versions"
+        for index, (weight, logprob) in enumerate(zip(self.loss_mask, self.rollout_log_probs, strict=True)):
             if weight > 0:
                 assert math.isfinite(logprob) and logprob <= 0, f"token {index}: sampled logprob {logprob}"
-            elif version == -1:
+            elif versions is not None and versions[index] == -1:
                 assert logprob == 0.0, f"token {index} was not sampled but has logprob {logprob}"

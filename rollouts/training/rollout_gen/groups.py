@@ -41,6 +41,13 @@ class Group(NamedTuple):
         """One reward a rollout [G]; None where it failed or could not be judged."""
         return [episode.score.value for episode in self.episodes]
 
+    @property
+    def lengths(self) -> list[int]:
+        """How many tokens of each rollout were sampled [G]; of a `generate_fn`'s samples those that it marked."""
+        if self.samples:
+            return [sum(weight > 0 for weight in sample.loss_mask) for sample in self.samples]
+        return [sum(trajectory.sampled_count for trajectory in episode.trajectories) for episode in self.episodes]
+
 
 class Filter(NamedTuple):
     """A named group filter and its settings. It gives True to keep, False or a reason to drop."""
@@ -149,7 +156,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     latencies = sorted(episode.metrics.get("latency_seconds", 0.0) for episode in episodes)
     metrics = reward_metrics(episodes)
     metrics |= {
-        "rollout/tokens": sum(trajectory.sampled_count for trajectory in trajectories) / len(episodes),
+        "rollout/tokens": sum(sum(group.lengths) for group in groups) / len(episodes),
         "rollout/turns": sum(trajectory.turns for trajectory in trajectories) / len(episodes),
         "rollout/truncated_frac": _fraction(status is Status.TRUNCATED for status in statuses),
         "rollout/infra_fail_frac": _fraction(status.is_infrastructure for status in statuses),

@@ -44,6 +44,7 @@ __all__ = [
     "name_of",
     "sample_episode",
     "score_of",
+    "stamp_version",
     "unjudged",
 ]
 
@@ -220,12 +221,23 @@ def sample_episode(sample: Sample, task: Task, order: tuple[int, int]) -> Episod
     status = Status.COMPLETED if sample.status is Status.PENDING else sample.status
     logprobs, versions = sample.rollout_log_probs, sample.policy_versions
     segments = []
-    if logprobs is not None and versions is not None:
-        segments = [Segment(list(sample.tokens), list(sample.loss_mask), list(logprobs), list(versions))]
+    if logprobs is not None:
+        known = list(versions) if versions is not None else [-1] * len(sample.tokens)
+        segments = [Segment(list(sample.tokens), list(sample.loss_mask), list(logprobs), known)]
     messages = [*task.messages, Message("assistant", sample.response)]
     trajectory = Trajectory(task, messages, segments, status, {"turns": 1.0})
     score = Score(None if status.is_infrastructure else sample.reward, dict(sample.parts))
     return Episode(order, task, [trajectory], score, {"turns": 1.0})
+
+
+def stamp_version(samples: Sequence[Sample], version: int | None) -> list[Sample]:
+    """The samples, those with logprobs and without versions as sampled by this version; None: nobody knows it."""
+    return [
+        dataclasses.replace(s, policy_versions=[version if weight > 0 else -1 for weight in s.loss_mask])
+        if version is not None and s.rollout_log_probs is not None and s.policy_versions is None
+        else s
+        for s in samples
+    ]
 
 
 def score_of(returned: Any) -> Score:
