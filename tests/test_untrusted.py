@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 import zlib
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from rollouts.cli import main
 from rollouts.errors import ConfigError
 from rollouts.training.backends.checkpoint import read_tensors, saved_keys, write_tensors
 from rollouts.training.backends.checkpoint_files import check_folder, manifest_crc
+from rollouts.training.models import TINY_PATH
 
 RUN = ["--env", "calculator", "--mode", "sft", "--steps", "1", "--prompts-per-step", "1", "--eval-tasks", "0"]
 
@@ -102,3 +104,78 @@ def test_an_adapter_imports_no_module_that_it_names(here, monkeypatch, capsys):
     assert main(["run", *RUN, "--model", str(folder), "--out", "next"]) == 2
     assert "is one of Megatron's, which is not supported" in capsys.readouterr().err
     assert not Path("owned").exists()
+
+
+CODE = """\
+from pathlib import Path
+from transformers import Qwen3Config, Qwen3ForCausalLM, PreTrainedTokenizerFast
+
+Path("owned").touch()
+
+
+class OwnConfig(Qwen3Config):
+    model_type = "own"
+
+
+class OwnModel(Qwen3ForCausalLM):
+    config_class = OwnConfig
+
+
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+@pytest.fixture
+def model_with_code(tmp_path, monkeypatch):
+    """The embedded model with Python code beside it, which leaves the file `owned` where it runs."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("sys.stdin", None)  # a question cannot be answered
+    folder = Path("theirs")
+    shutil.copytree(TINY_PATH, folder)
+    (folder / "own.py").write_text(CODE)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "own", "architectures": ["OwnModel"]}
+    config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", *RUN, "--model"],
+        ["run", *RUN, "--dry-run", "--model"],
+        ["run", *RUN, "--trust-remote-code", "false", "--model"],
+        ["eval", "--env", "calculator", "--model"],
+        ["run", "--env", "calculator", "--eval-tasks", "0", "--loss", "opd", "--teacher"],
+        ["run", "--env", "calculator", "--eval-tasks", "0", "--loss", "ppo", "--critic"],
+    ],
+    ids=["run", "dry run", "false", "eval", "teacher", "critic"],
+)
+def test_the_code_of_a_model_is_refused_without_a_question(model_with_code, arguments, capsys):
+    assert main([*arguments, model_with_code]) == 2
+    assert "read it, then type --trust-remote-code true" in capsys.readouterr().err
+    assert not Path("owned").exists()
+
+
+def test_the_code_of_a_tokenizer_is_refused_without_a_question(model_with_code, capsys):
+    path = Path(model_with_code) / "tokenizer_config.json"
+    named = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | named))
+    assert main(["run", *RUN, "--model", model_with_code]) == 2
+    assert "the tokenizer of theirs is Python code" in capsys.readouterr().err
+    assert not Path("owned").exists()
+
+
+def test_the_code_of_a_model_runs_where_the_setting_says_so(model_with_code, capsys):
+    trusting = ["--trust-remote-code", "true"]
+    assert main(["run", *RUN, "--model", model_with_code, *trusting, "--out", "mine"]) == 0
+    assert Path("owned").exists()
+    assert main(["resume", "mine", "--steps", "2"]) == 0
+    Path("owned").unlink()
+    assert main(["export", "mine", "refused"]) == 2
+    assert "type --trust-remote-code" in capsys.readouterr().err
+    assert main(["export", "mine", "exported", "--trust-remote-code"]) == 0
+    assert Path("exported/own.py").is_file()
+    assert main(["run", *RUN, "--model", model_with_code, "--out", "next"]) == 2  # it is the setting of one run
