@@ -18,7 +18,7 @@ from rollouts.errors import ConfigError, ModelError, OutputError
 from rollouts.training.adapters import ADAPTER_CONFIG, has_tokenizer, is_adapter, read_adapter_config
 from rollouts.training.backends.checkpoint_files import STATE, check_folder, last_checkpoint
 from rollouts.training.backends.checkpoint_writing import open_as_its_folder
-from rollouts.training.models import adapters_beneath, load_hf_model, load_tokenizer, no_progress_bars
+from rollouts.training.models import adapters_beneath, load_config, load_hf_model, load_tokenizer, no_progress_bars
 
 __all__ = ["Exported", "export", "find_checkpoint"]
 
@@ -126,14 +126,7 @@ def _write_adapter(folder: Path, inside: Path) -> bool:
 
 def _stored_dtype(whole: str) -> str:
     """The type of a model's weights as its config.json says it."""
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(whole)
-    except (OSError, ValueError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"the configuration of the model {whole} could not be read: {first}") from error
-    return str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    return str(getattr(load_config(whole), "dtype", None) or "float32").removeprefix("torch.")
 
 
 def _tokenizer(name: str) -> Any:

@@ -105,6 +105,7 @@ EVAL = (
     "system",
     "template",
     "model",
+    "trust_remote_code",
     "inference",
     "samples_per_prompt",
     "max_tokens",
@@ -230,6 +231,9 @@ class Settings:
     )
     model: str = _setting(
         "tiny", "The model: a path, a name on the hub, or `tiny`, which comes with the core.", "Model"
+    )
+    trust_remote_code: bool = _setting(
+        False, "Run Python code that comes with the models of this run: true or false.", "Model"
     )
     lora_rank: int = _setting(0, "The rank of LoRA adapters; 0 trains every weight.", "Model", minimum=0)
     inference: str = _setting("hf", "The inference backend.", "Model")
