@@ -127,17 +127,19 @@ def _evaluate(resolved: Resolved, watcher: EvaluationWatcher | None, started: fl
     from rollouts.compose.evaluation import EvaluationSilence, launch_evaluation
     from rollouts.compose.evaluation_plan import make_evaluation_plan
 
-    return launch_evaluation(make_evaluation_plan(resolved), watcher or EvaluationSilence(), started)
+    home = Path.cwd()  # where relative paths begin; an author's code may go elsewhere
+    return launch_evaluation(make_evaluation_plan(resolved), watcher or EvaluationSilence(), started, home)
 
 
 def _start(
     resolved: Resolved, watcher: Watcher, started: float, folder: Path | None, checkpoint: str = ""
 ) -> dict[str, Any]:
     """Compose, and run in a new folder (None), or go on in one."""
+    home = Path.cwd()  # where relative paths begin; an author's code may go elsewhere
     if resolved.settings.mode == "sft+rl":
         from rollouts.compose.phases import launch_phases
 
-        return launch_phases(resolved, watcher, started, resume=folder, checkpoint=checkpoint)
+        return launch_phases(resolved, watcher, started, resume=folder, checkpoint=checkpoint, home=home)
     from rollouts.compose.launch import launch
 
-    return launch(make_plan(resolved), watcher, started, resume=folder, checkpoint=checkpoint)
+    return launch(make_plan(resolved), watcher, started, resume=folder, checkpoint=checkpoint, home=home)
