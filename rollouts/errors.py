@@ -122,7 +122,11 @@ class RankError(TrainingError):
 
 
 class CheckpointError(RunError):
-    """A checkpoint cannot be written."""
+    """A checkpoint cannot be written; `is_full`: for want of space."""
+
+    def __init__(self, message: str = "", *, is_full: bool = False) -> None:
+        super().__init__(message)
+        self.is_full = is_full
 
 
 class InferenceError(RunError):

@@ -19,6 +19,7 @@ FLOORS = {
     # 0: shapes, errors, settings, plugins; standard library, msgspec and pluggy
     "rollouts.types": 0,
     "rollouts.errors": 0,
+    "rollouts.disk": 0,
     "rollouts.lazy": 0,
     "rollouts.config": 0,
     "rollouts.plugins": 0,

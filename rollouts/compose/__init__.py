@@ -135,8 +135,9 @@ def _evaluate(resolved: Resolved, watcher: EvaluationWatcher | None, started: fl
     from rollouts.compose.evaluation_plan import make_evaluation_plan
     from rollouts.training.models import remote_code
 
+    home = Path.cwd()  # where relative paths begin; an author's code may go elsewhere
     with remote_code(resolved.settings.trust_remote_code):
-        return launch_evaluation(make_evaluation_plan(resolved), watcher or EvaluationSilence(), started)
+        return launch_evaluation(make_evaluation_plan(resolved), watcher or EvaluationSilence(), started, home)
 
 
 def _start(
@@ -145,11 +146,12 @@ def _start(
     """Compose, and run in a new folder (None), or go on in one."""
     from rollouts.training.models import remote_code
 
+    home = Path.cwd()  # where relative paths begin; an author's code may go elsewhere
     with remote_code(resolved.settings.trust_remote_code):
         if resolved.settings.mode == "sft+rl":
             from rollouts.compose.phases import launch_phases
 
-            return launch_phases(resolved, watcher, started, resume=folder, checkpoint=checkpoint)
+            return launch_phases(resolved, watcher, started, resume=folder, checkpoint=checkpoint, home=home)
         from rollouts.compose.launch import launch
 
-        return launch(make_plan(resolved), watcher, started, resume=folder, checkpoint=checkpoint)
+        return launch(make_plan(resolved), watcher, started, resume=folder, checkpoint=checkpoint, home=home)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rollouts.disk import sync_file, sync_folder
 from rollouts.errors import ConfigError, ModelError, OutputError
 from rollouts.training.adapters import ADAPTER_CONFIG, has_tokenizer, is_adapter, read_adapter_config
 from rollouts.training.backends.checkpoint_files import STATE, check_folder, last_checkpoint
@@ -157,12 +158,13 @@ def _new_folder(target: Path) -> Iterator[Path]:
         for file in temporary.rglob("*"):
             if file.is_file():
                 open_as_its_folder(file)
-                with file.open("rb+") as handle:
-                    os.fsync(handle.fileno())
+                sync_file(file)
         if target.exists():
             raise OutputError(f"{target} exists by now and is kept as it is; give the name of a new folder")
+        sync_folder(temporary)
         os.rename(temporary, target)
         done = True
+        sync_folder(target.parent)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise OutputError(f"{target} cannot be written: {reason}; give another folder, or make room") from error

@@ -91,6 +91,7 @@ SFT = (
     "eval_every",
     "eval_tasks",
     "checkpoint_every",
+    "checkpoint_seconds",
     "keep_checkpoints",
     "profile",
     "logger",
@@ -317,9 +318,19 @@ class Settings:
     )
     eval_every: int = _setting(0, "Steps between evaluations; 0: only before and after.", "Watching", minimum=0)
     eval_tasks: int = _setting(512, "Held-out tasks of an evaluation.", "Watching", minimum=0)
-    checkpoint_every: int = _setting(0, "Steps between checkpoints; 0: only the last.", "Watching", minimum=0)
+    checkpoint_every: int = _setting(0, "Steps between checkpoints; 0: by --checkpoint-seconds.", "Watching", minimum=0)
+    checkpoint_seconds: float = _setting(
+        600.0,
+        "Seconds between checkpoints where --checkpoint-every gives no steps; the next one replaces it. 0: only the "
+        "last.",
+        "Watching",
+        minimum=0,
+    )
     keep_checkpoints: int = _setting(
-        0, "How many checkpoints are kept, the last ones; the best one is kept too. 0: all.", "Watching", minimum=0
+        0,
+        "How many checkpoints are kept, the last ones; the best one is kept too. 0: all but those by the clock.",
+        "Watching",
+        minimum=0,
     )
     resume: Literal["never", "auto"] = _setting(
         "never", "`auto`: go on with the run in the folder --out, if there is one.", "Watching"

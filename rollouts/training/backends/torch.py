@@ -170,6 +170,11 @@ class TorchBackend:
         return self._trainer.version
 
     @property
+    def checkpoint_bytes(self) -> int:
+        """About what a checkpoint takes on the disk."""
+        return self._trainer.checkpoint_bytes()
+
+    @property
     def shares_prefix(self) -> bool:
         """Whether prompts that rows share are run once."""
         return self._trainer.shares_prefix

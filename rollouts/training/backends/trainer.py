@@ -49,7 +49,7 @@ from rollouts.training.backends.transformer import (
     prefers_packing,
 )
 from rollouts.training.batching import BUCKET_SAVING_MIN, MICROBATCH_SAVING_MIN, Keep, split_microbatches
-from rollouts.training.estimates import model_size_of
+from rollouts.training.estimates import MOMENTS, model_size_of
 from rollouts.training.models import prepare_gradient_checkpointing
 from rollouts.training.types import Companions, Row, StepResult, TrainBatch
 
@@ -336,6 +336,18 @@ class Trainer:
                 Path(folder), weights, causal=self.causal, adapter=self.adapter, source=self.source
             )
         return checkpoint.random_state()
+
+    def checkpoint_bytes(self) -> int:
+        """About what a checkpoint of all ranks takes on the disk: weights, a critic's, a reference's, and moments."""
+        policy = self.causal.parameters() if self.adapter is None else lora.adapter_parameters(self.adapter).values()
+        critic = [parameter for parameter in self._names if all(parameter is not own for own in self._parameters)]
+        reference = self._parameters if self._reference is not None else []
+        moments = MOMENTS[self._settings.optimizer]
+        return sum(
+            count * parameter.numel() * parameter.element_size()
+            for count, parameters in ((1, policy), (1, critic), (1, reference), (moments, self._names))
+            for parameter in parameters
+        )
 
     def state(self) -> dict[str, Any]:
         """The counters."""
