@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from rollouts.author_code import authors_code
 from rollouts.compose.choosing import Chosen, curriculum
 from rollouts.config import Component, Source
 from rollouts.config.settings import Settings
@@ -122,7 +123,8 @@ class Environment(NamedTuple):
     def _authors_code(self, label: str) -> Iterator[None]:
         """What an environment's own code raises becomes one EnvironmentDefinitionError that names it."""
         try:
-            yield
+            with authors_code():
+                yield
         except RolloutsError:
             raise
         except Exception as error:  # the author's code may raise anything

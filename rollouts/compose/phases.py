@@ -26,6 +26,7 @@ from rollouts.compose.watch import Watcher
 from rollouts.config import COMPONENT_KINDS, Component, Resolved, Settings, Tree, merge, resolve, to_toml
 from rollouts.config.merging import component_tables, components_of
 from rollouts.config.resolving import component_names
+from rollouts.encoding import encode_indented
 from rollouts.errors import ConfigError, DamagedCheckpointError, OutputError, RolloutsError, UserError
 from rollouts.loggers.base import plain_settings
 from rollouts.run_folder import CONFIG, check_out, default_out, holds_run
@@ -172,8 +173,7 @@ def _run(out: Path, plans: _Plans, watcher: Watcher, started: float, checkpoint:
             "cpu_seconds": time.process_time(),
         }
         try:
-            text = msgspec.json.format(msgspec.json.encode(summary, enc_hook=str), indent=2).decode()
-            _write(out / SUMMARY, text + "\n")
+            _write(out / SUMMARY, encode_indented(summary))
         except OutputError as error:
             failure = failure or error  # the first error is the one to tell
         if failure is not None:

@@ -21,8 +21,9 @@ import threading
 from typing import Any
 
 from rollouts.env.isolated import Reference, find_function
-from rollouts.env.results import error_words, result_text, shortened
+from rollouts.env.results import result_text, shortened
 from rollouts.env.schema import validate_arguments
+from rollouts.errors import named
 
 __all__ = ["answer", "main"]
 
@@ -49,7 +50,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
             return {"refused": arguments}
         return {"text": shortened(result_text(function(**arguments)), request["characters_max"])}
     except BaseException as error:  # a tool may raise anything, also SystemExit
-        return {"raised": shortened(error_words(error), request.get("characters_max", 1000))}
+        return {"raised": shortened(named(error), request.get("characters_max", 1000))}
 
 
 def _give_away_streams() -> None:

@@ -65,7 +65,7 @@ def test_a_result_comes_back(name):
 
 
 def test_marks_below_and_above_staticmethod():
-    assert outcome("shout", text="aé\u2028\ud800") == ("AÉ\u2028\ud800", None)
+    assert outcome("shout", text="aé\u2028\\ud800") == ("AÉ\u2028\ud800", None)
     assert Isolated.shout("a") == Isolated().shout("a") == "A", "in this process it stays a plain function"
     assert tool_schema(TOOLS["shout"].function, "shout")["function"]["parameters"]["required"] == ["text"]
 
@@ -117,7 +117,7 @@ def test_a_crash_is_told(name, words):
 
 
 def test_exceptions_are_text():
-    assert outcome("fail") == ("Error: ValueError: no \ud800 good", "exception")
+    assert outcome("fail") == ("Error: ValueError: no \\ud800 good", "exception")
     assert outcome("leave") == ("Error: SystemExit: enough", "exception")
 
 

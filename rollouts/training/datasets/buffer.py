@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from rollouts.author_code import printable, shown
 from rollouts.errors import ConfigError, EnvironmentDefinitionError
 from rollouts.types import Message, Task
 
@@ -48,14 +49,16 @@ def as_task(value: Any) -> Task:
     except msgspec.ValidationError as error:
         reason = f" ({error})"
     raise EnvironmentDefinitionError(
-        f"tasks() gave {value!r} ({type(value).__name__}){reason}; it must give rollouts.Task objects, prompts (text, "
-        "or a list of messages), or mappings with `prompt`"
+        f"tasks() gave {shown(value)} ({type(value).__name__}){reason}; it must give rollouts.Task objects, prompts "
+        "(text, or a list of messages), or mappings with `prompt`"
     )
 
 
 def _as_prompt(prompt: Any) -> str | list[Message]:
     """The prompt itself where it is one, else its messages converted. Raises msgspec.ValidationError."""
-    if isinstance(prompt, str) or (isinstance(prompt, list) and all(isinstance(m, Message) for m in prompt)):
+    if isinstance(prompt, str):
+        return printable(prompt)
+    if isinstance(prompt, list) and all(isinstance(message, Message) for message in prompt):
         return prompt
     return msgspec.convert(prompt, list[Message])
 
