@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from rollouts.disk import partial_name, sync_file, sync_folder, write_whole
+from rollouts.encoding import encode, encode_indented
 from rollouts.errors import ConfigError, OutputError
 from rollouts.types import Trajectory
 
@@ -184,8 +185,8 @@ class RunFolder:
         self._write(self.path / name, text.encode())
 
     def write_json(self, name: str, value: Any) -> None:
-        """Write `value` as indented JSON, whole. NaN becomes null."""
-        self.write_text(name, msgspec.json.format(msgspec.json.encode(value, enc_hook=str), indent=2).decode() + "\n")
+        """Write `value` as indented JSON, whole; what JSON cannot hold is replaced, as `rollouts.encoding` says."""
+        self.write_text(name, encode_indented(value))
 
     def read_json(self, name: str) -> dict[str, Any]:
         """What `write_json` wrote; empty where there is no such file, or it cannot be read."""
@@ -195,8 +196,10 @@ class RunFolder:
             return {}
 
     def write_trajectories(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
-        """Write records as JSON lines into `trajectories/<name>.jsonl`, whole; `sync` brings them to the disk."""
-        lines = b"".join(msgspec.json.encode(record, enc_hook=str) + b"\n" for record in records)
+        """Write records as JSON lines into `trajectories/<name>.jsonl`, whole, encoded as `write_json` does; `sync`
+        brings them to the disk.
+        """
+        lines = b"".join(encode(record) + b"\n" for record in records)
         self._write(self.path / "trajectories" / f"{name}.jsonl", lines, synced=False)
 
     def _write(self, target: Path, data: bytes, *, synced: bool = True) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 
+from rollouts.encoding import encode
+
 __all__ = ["Message", "Sample", "Score", "Segment", "Status", "Task", "ToolCall", "Trajectory"]
 
 
@@ -91,7 +93,7 @@ class Task(msgspec.Struct, omit_defaults=True):
             return f"id:{self.id}"
         if isinstance(self.prompt, str):
             return f"prompt:{self.prompt}"
-        return "prompt:" + msgspec.json.encode(self.prompt).decode()
+        return "prompt:" + encode(self.prompt).decode()
 
 
 class Segment(msgspec.Struct):

@@ -176,7 +176,8 @@ def demonstration_samples(plan: Plan, chat: ChatFormat) -> list[Sample]:
     """Rows of the environments' expert conversations, as many as the run can use, the assistant's tokens live."""
     count = max(1, plan.settings.steps * plan.settings.prompts_per_step)
     tools = {
-        env.alias: [tool_schema(tool.function, tool.name) for tool in tools_of(env.make())] for env in plan.environments
+        env.alias: [tool_schema(tool.function, tool.name) for tool in tools_of(env.make_checked())]
+        for env in plan.environments
     }
     samples = []
     for number, (env, messages) in enumerate(itertools.islice(plan.demonstrations(), count)):

@@ -26,6 +26,7 @@ from rollouts.config import COMPONENT_KINDS, Component, Resolved, Settings, Tree
 from rollouts.config.merging import component_tables, components_of
 from rollouts.config.resolving import component_names
 from rollouts.disk import write_whole
+from rollouts.encoding import encode_indented
 from rollouts.errors import ConfigError, DamagedCheckpointError, OutputError, RolloutsError, UserError
 from rollouts.loggers.base import plain_settings
 from rollouts.run_folder import CONFIG, check_out, default_out, holds_run, make_new, shown_path
@@ -186,8 +187,7 @@ def _run(out: Path, home: Path, plans: _Plans, watcher: Watcher, started: float,
             "cpu_seconds": time.process_time(),
         }
         try:
-            text = msgspec.json.format(msgspec.json.encode(summary, enc_hook=str), indent=2).decode()
-            _write(out / SUMMARY, text + "\n")
+            _write(out / SUMMARY, encode_indented(summary))
         except OutputError as error:
             failure = failure or error  # the first error is the one to tell
         if failure is not None:

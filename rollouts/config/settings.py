@@ -116,6 +116,7 @@ EVAL = (
     "concurrency",
     "episode_seconds",
     "setup_seconds",
+    "tasks_seconds",
     "turn_seconds",
     "tool_seconds",
     "reward_seconds",
@@ -273,6 +274,9 @@ class Settings:
     episode_seconds: float = _setting(600.0, "How long an episode may take.", "Time and failure", above=0)
     setup_seconds: float = _setting(
         300.0, "How long building an environment and its `setup` may take.", "Time and failure", above=0
+    )
+    tasks_seconds: float = _setting(
+        1800.0, "How long an environment's `tasks` may take to give one.", "Time and failure", above=0
     )
     turn_seconds: float | None = _setting(
         None, "How long the model may take for one turn.", "Time and failure", above=0, shown="the episode's"

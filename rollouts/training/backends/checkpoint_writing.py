@@ -71,7 +71,7 @@ def finish_checkpoint(
     try:
         try:
             text = json.dumps(state)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(
                 f"the checkpoint {path} cannot be written: the state of the run is not plain data ({error}); what an "
                 "environment's state() gives must be numbers, text, lists and dicts"

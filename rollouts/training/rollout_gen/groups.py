@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from rollouts.agent import Episode
+from rollouts.author_code import authors_code, printable
 from rollouts.errors import RolloutsError, RunError, words_of
 from rollouts.plugins.signature import call_with
 from rollouts.training.rollout_gen.failures import failure_metrics
@@ -71,14 +72,16 @@ def filter_group(group: Group, filters: Sequence[Filter], *, step: int) -> Group
     }
     for candidate in filters:
         try:
-            verdict = call_with(candidate.function, available, candidate.settings)
+            with authors_code():
+                verdict = call_with(candidate.function, available, candidate.settings)
+                kept = isinstance(verdict, str) or bool(verdict)
         except RolloutsError:
             raise
         except Exception as error:  # the author's code may raise anything
             raise RunError(f"the filter {candidate.name} raised {words_of(error)}") from error
         if isinstance(verdict, str):
-            return group._replace(dropped=verdict or candidate.name)
-        if not verdict:
+            return group._replace(dropped=printable(verdict) or candidate.name)
+        if not kept:
             return group._replace(dropped=candidate.name)
     return group
 

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from rollouts.agent import Episode
+from rollouts.author_code import authors_code, printable, shown
 from rollouts.env.mixing import mix, read_verdict
-from rollouts.errors import ConfigError, RolloutsError, RunError, words_of
+from rollouts.errors import ConfigError, RolloutsError, RunError, named, words_of
 from rollouts.types import Message, Sample, Score, Segment, Status, Task, Trajectory
 
 if TYPE_CHECKING:
@@ -255,8 +256,12 @@ def unjudged(error: Exception) -> Score:
 def filter_verdict(name: str, returned: Any) -> str | None:
     """Why the filter drops the group; None: it is kept."""
     if isinstance(returned, str):
-        return returned or name
-    return None if returned else name
+        return printable(returned) or name
+    try:
+        with authors_code():
+            return None if returned else name
+    except Exception as error:  # an array of several numbers is neither true nor false
+        raise RunError(f"the filter {name} returned {shown(returned)}, which is no bool: {named(error)}") from error
 
 
 def name_of(function: Any) -> str:
@@ -278,6 +283,7 @@ def _reward_now(reward_fn: Callable[..., Any], sample: Sample) -> float | None:
 
 def _now(function: Callable[..., Any], *args: Any) -> Any:
     """Call it, in a loop of its own where it is a coroutine function."""
-    if inspect.iscoroutinefunction(function.func if isinstance(function, functools.partial) else function):
-        return trio.run(functools.partial(function, *args))
-    return function(*args)
+    with authors_code():
+        if inspect.iscoroutinefunction(function.func if isinstance(function, functools.partial) else function):
+            return trio.run(functools.partial(function, *args))
+        return function(*args)
