@@ -11,6 +11,8 @@ the reply as history shows it, R. R must be the same message as the sampled text
 both are parsed (a call's JSON may be spaced differently), thinking included. Then everything from the closing token on
 is appended. By induction from the first prompt, the ids that we hold are always the ones that the template would show,
 but for spelling. Anything else: None, and the caller opens a new segment.
+
+Texts are rendered with marks where a conversation's own text spells a control token (`rollouts.chat.controls`).
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from rollouts.chat.controls import CUT, Controls, plain
 from rollouts.chat.dialect import PROBE_TOOL, Render, probe_call, probe_dialect, template_message, tool_reply
 from rollouts.chat.families import FAMILIES, Parsed, detect_family, parse_reply
 from rollouts.chat.preflight import Prober, TemplateReport, find_closers, inspect_template
@@ -39,7 +42,7 @@ _CACHED_CHARACTERS_MAX = 16_000_000
 class Turn(NamedTuple):
     """One assistant turn as a rendered conversation shows it: the prompt before it, its text, and all that follows.
 
-    `rest` begins with the closing token, whose id is `closer`.
+    `rest` begins with the closing token, whose id is `closer`. Texts are marked (`ChatFormat.render_marked`).
     """
 
     prompt: str
@@ -68,6 +71,7 @@ class ChatFormat:
         call = probe(Message("user", "hello"), probe_call(), tool_reply(), tools=True) if not refusal else None
         prompt = probe(Message("user", "hello"), tools=True, prompt=True)
         self.family = detect_family(_tail(call, prompt), text)
+        self._controls = Controls(tokenizer, text, FAMILIES[self.family].opener.pattern)
         self.stop_ids = _stop_ids(tokenizer, self.closers, added, text)
         self._prefix = _tail(probe(Message("user", "hello"), prompt=True), probe(Message("user", "hello")))
         self._thinking = self._prefix[self._prefix.rfind("<think>") :] if "<think>" in self._prefix else ""
@@ -77,6 +81,7 @@ class ChatFormat:
         self._heads: OrderedDict[str, list[int]] = OrderedDict()
         self._cut = _safe_cut(tokenizer, self.closers)
         self._backend = _plain_backend(tokenizer, self.closers)
+        self._anchor = self._find_anchor()
         family = FAMILIES[self.family]
         self._own_template = _compiled(tokenizer, getattr(tokenizer, "response_template", None), family.example)
         compiled = _compiled(tokenizer, family.response_template, family.example)
@@ -96,11 +101,15 @@ class ChatFormat:
             turn = self.split_turn(
                 self.render(before, [PROBE_TOOL], False), self.render([*before, call], [PROBE_TOOL], False)
             )
-        read = self._read(turn.reply, [PROBE_TOOL]).message.tool_calls if turn is not None else []
+        read = self._read(plain(turn.reply), [PROBE_TOOL]).message.tool_calls if turn is not None else []
         return [(c.name, c.arguments) for c in read] == [(c.name, c.arguments) for c in call.tool_calls]
 
     def render(self, messages: list[Message], tools: Sequence[dict[str, Any]], generation_prompt: bool) -> str:
         """The text of a conversation. Raises ModelError where the template refuses it."""
+        return plain(self.render_marked(messages, tools, generation_prompt))
+
+    def render_marked(self, messages: list[Message], tools: Sequence[dict[str, Any]], generation_prompt: bool) -> str:
+        """The text of a conversation for `encode_marked`: control tokens in its own text are marked as plain text."""
         try:
             key = msgspec.msgpack.encode((messages, tools, generation_prompt))
         except (TypeError, UnicodeEncodeError, OverflowError, RecursionError):
@@ -108,9 +117,9 @@ class ChatFormat:
         if key and key in self._texts:
             self._texts.move_to_end(key)
             return self._texts[key]
-        shown = [template_message(message, self._dialect) for message in messages]
+        shown = [self._controls.message(template_message(message, self._dialect)) for message in messages]
         try:
-            text = self._render(shown, tools, generation_prompt)
+            text = self._render(shown, self._controls.value(list(tools)), generation_prompt)
         except Exception as error:  # a template is a stranger's program: it may raise anything
             roles = ", ".join(message.role for message in messages)
             raise ModelError(
@@ -130,18 +139,43 @@ class ChatFormat:
 
     def encode_prompt(self, messages: list[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
         """The ids [L] of a conversation with the generation prompt. Raises ModelError where the template refuses it."""
-        text = self.render(messages, tools, True)
+        text = self.render_marked(messages, tools, True)
         at = text.find(self._cut) if self._cut else -1
         if at <= 0:
-            return self.encode(text)
+            return self.encode_marked(text)
         # The system message with its tools is long and the same for every task: its ids are kept.
         head = text[:at]
         if head not in self._heads:
-            self._heads[head] = self.encode(head)
+            self._heads[head] = self.encode_marked(head)
             while len(self._heads) > 64:
                 self._heads.popitem(last=False)
         self._heads.move_to_end(head)
-        return self._heads[head] + self.encode(text[at:])
+        return self._heads[head] + self.encode_marked(text[at:])
+
+    def encode_marked(self, text: str) -> list[int]:
+        """The ids of text out of `render_marked`: control tokens are those that the template and the model wrote."""
+        first, *rest = text.split(CUT)
+        ids = self.encode(plain(first))
+        for piece in rest:
+            ids = ids + self._encode_behind(plain(piece))
+        return ids
+
+    def _encode_behind(self, text: str) -> list[int]:
+        """The ids of text that goes on in the middle of a word."""
+        if self._anchor:
+            start, whole = self.encode(self._anchor), self.encode(self._anchor + text)
+            if whole[: len(start)] == start:
+                return whole[len(start) :]
+        return self.encode(text)
+
+    def _find_anchor(self) -> str:
+        """What to encode before such text, and then take off, where the tokenizer puts a space before a text."""
+        start, rest = "a<", "|b"
+        for anchor in ("", "a", "\n", ".", "|"):
+            behind = self.encode(anchor + rest)[len(self.encode(anchor)) :]
+            if self.decode(self.encode(start) + behind) == start + rest:
+                return anchor
+        return ""
 
     def encode(self, text: str) -> list[int]:
         """The ids of rendered text, nothing added. Half a surrogate pair becomes `?`: no id stands for it."""
@@ -186,9 +220,11 @@ class ChatFormat:
         if ended and sampled[-1] != turn.closer:
             return None  # it ended its turn with another token than the one that history shows
         text = self.decode(sampled[:-1] if ended else sampled)
-        if not self._shows(turn.reply, text, tools):
+        shown = plain(turn.reply)
+        # A closing token that the reply spells is text in a segment of its own: nothing there can be taken for the end.
+        if any(token in shown for token in self.closers) or not self._shows(shown, text, tools):
             return None
-        ids = self.encode(turn.rest)
+        ids = self.encode_marked(turn.rest)
         assert ids[:1] == [turn.closer], f"the rest begins with {turn.rest[:20]!r} but encodes to {ids[:3]}"
         # Encoded with the closing token and then cut, not without it: some tokens swallow the white space behind them.
         return ids[1:] if ended else ids
@@ -199,8 +235,8 @@ class ChatFormat:
         """The reply as the whole conversation shows it; None where what came before it is shown differently now."""
         if not self.closers:
             return None
-        prompt = self.render(before, tools, True)
-        whole = self.render([*before, reply, *new], tools, True)
+        prompt = self.render_marked(before, tools, True)
+        whole = self.render_marked([*before, reply, *new], tools, True)
         return self.split_turn(prompt, whole)
 
     def split_turn(self, prompt: str, whole: str) -> Turn | None:

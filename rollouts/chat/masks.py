@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from rollouts.chat.controls import plain
 from rollouts.chat.format import ChatFormat, Turn
 from rollouts.errors import ModelError
 from rollouts.types import Message
@@ -43,15 +44,15 @@ def tokenize_supervised(
         following: Turn | None = None
         if number + 1 < len(turns):
             following = chat.find_turn(before, reply, messages[place + 1 : turns[number + 1]], tools)
-        if following is not None and not chat.same_message(following.reply, alone.reply, tools):
+        if following is not None and not chat.same_message(plain(following.reply), plain(alone.reply), tools):
             following = None  # history shows it without its thinking, say: train it whole here, then begin anew
         turn = following or alone
-        if open_row is None or turn.prompt != chat.render(before, tools, True):
-            tokens = chat.encode(turn.prompt)
+        if open_row is None or turn.prompt != chat.render_marked(before, tools, True):
+            tokens = chat.encode_marked(turn.prompt)
             open_row = SupervisedRow(tokens, [0.0] * len(tokens))
             rows.append(open_row)
-        rest = chat.encode(turn.rest)
-        _append(open_row, [*chat.encode(turn.reply), rest[0]], 1.0)
+        rest = chat.encode_marked(turn.rest)
+        _append(open_row, [*chat.encode_marked(turn.reply), rest[0]], 1.0)
         if following is None:
             open_row = None
         else:
@@ -66,8 +67,8 @@ def _append(row: SupervisedRow, tokens: list[int], weight: float) -> None:
 
 def _turn_alone(before: list[Message], reply: Message, tools: Sequence[dict[str, Any]], chat: ChatFormat) -> Turn:
     """The reply as the last message, which is how the model must write it."""
-    prompt = chat.render(before, tools, True)
-    whole = chat.render([*before, reply], tools, False)
+    prompt = chat.render_marked(before, tools, True)
+    whole = chat.render_marked([*before, reply], tools, False)
     if not whole.startswith(prompt):
         # The generation prompt opens a thought, and this reply has none (DeepSeek): begin where the two part.
         same = (a == b for a, b in zip(prompt, whole, strict=False))

@@ -257,7 +257,7 @@ def test_a_prompt_in_pieces_is_the_prompt_whole() -> None:
     for name in WITH_TOOLS:
         chat = chat_for(name)
         system = [] if name == "mistral" else [Message("system", "be  brief \n")]
-        for messages in ([*system, USER], [*system, Message("user", "  the \n\n 123 <|im_end|> hello")]):
+        for messages in ([*system, USER], [*system, Message("user", "  the \n\n 123 <|im_en|> hello")]):
             whole = chat.tokenizer.encode(chat.render(messages, TOOLS, True), add_special_tokens=False)
             assert chat.encode_prompt(messages, TOOLS) == whole == chat.encode_prompt(messages, TOOLS)
 
