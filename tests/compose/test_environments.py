@@ -324,9 +324,9 @@ def test_a_run_in_two_environments(here):
         assert set(record["parts"]) == {own, "brief"} and record["status"] in ("completed", "truncated")
     (last,) = lines_of("out")[-1:]
     shares = last["env/easy/share"], last["env/Echo/share"]
-    assert sum(shares) == 1.0 and last["env/Echo/env.reward"] == 7.0 == last["env/reward"]
+    assert sum(shares) == 1.0 and last["env/Echo/metric/reward"] == 7.0 == last["metric/reward"]
     both = last["env/easy/reward"] * shares[0] + last["env/Echo/reward"] * shares[1]
-    assert both == pytest.approx(last["reward/mean"]) and "env/easy/reward/correct" in last
+    assert both == pytest.approx(last["reward/mean"]) and "env/easy/reward_part/correct" in last
     summary = json.loads((here / "out/summary.json").read_text())
     own = summary["evaluation"]["after"]["environments"]
     assert {alias: each["tasks"] for alias, each in own.items()} == {"easy": 4, "Echo": 2}
