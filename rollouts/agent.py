@@ -42,8 +42,8 @@ class Episode(NamedTuple):
     """What came of one task: `order` is (group, rollout); `judged` the position of the trajectory that rewards saw.
 
     There is always at least one trajectory. `metrics` are the sums of the trajectories' counts, `latency_seconds`,
-    `reward_failures` and `metric_failures` where there were any, and the environment's own @metric values. `may_retry`:
-    it failed of something that may well go right when the episode is played again.
+    `reward_failures` and `metric_failures` where there were any, and the environment's own @metric values, each under
+    `metric/<name>`. `may_retry`: it failed of something that may well go right when the episode is played again.
     """
 
     order: tuple[int, int]
@@ -374,7 +374,7 @@ async def _judge(
         if value is None:
             metrics["metric_failures"] = metrics.get("metric_failures", 0.0) + 1.0
         else:
-            metrics[f"env.{own.name}" if own.name in trajectory.metrics else own.name] = value
+            metrics[f"metric/{own.name}"] = value
     failures = sum(1 for verdict in verdicts if verdict.value is None)
     if failures:
         metrics["reward_failures"] = float(failures)

@@ -57,7 +57,7 @@ class Evaluation(NamedTuple):
 
     def as_metrics(self) -> dict[str, float]:
         """As it stands in metrics.jsonl."""
-        metrics = {f"eval/{name}": value for name, value in self.sampled.parts.items()}
+        metrics = {f"eval/reward_part/{name}": value for name, value in self.sampled.parts.items()}
         for name, report in (("reward_mean", self.sampled), ("greedy_mean", self.greedy)):
             if report.reward_mean is not None:
                 metrics[f"eval/{name}"] = report.reward_mean
@@ -102,10 +102,10 @@ def summarise(episodes: Sequence[Episode]) -> Report:
 def _summarise(episodes: Sequence[Episode]) -> Report:
     metrics = reward_metrics(episodes)
     parts = {
-        name: metrics[f"reward/{name}"]
+        name: metrics[f"reward_part/{name}"]
         for episode in episodes
         for name in episode.score.parts
-        if f"reward/{name}" in metrics
+        if f"reward_part/{name}" in metrics
     }
     judged = sum(episode.score.value is not None for episode in episodes)
     return Report(metrics.get("reward/mean"), parts, judged, len(episodes))
@@ -154,8 +154,8 @@ def _numbers(groups: Sequence[Sequence[Episode]]) -> dict[str, Any]:
         "reward_mean": metrics.get("reward/mean"),
         "reward_stderr": statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None,
         "pass@k": _passes(judged),
-        "parts": {name: metrics[f"reward/{name}"] for name in sorted(parts) if f"reward/{name}" in metrics},
-        "metrics": {name[4:]: value for name, value in metrics.items() if name.startswith("env/")},
+        "parts": {name: metrics[f"reward_part/{name}"] for name in sorted(parts) if f"reward_part/{name}" in metrics},
+        "metrics": {name[7:]: value for name, value in metrics.items() if name.startswith("metric/")},
         "tasks": len(groups),
         "episodes": len(episodes),
         "judged": sum(map(len, judged)),

@@ -454,8 +454,8 @@ def test_rewards_of_several_kinds_are_mixed() -> None:
     assert episode.score.value == pytest.approx(2 * (1 + 0.5 * 2) - 0.1)
     assert episode.score.parts == {"right": 1.0, "polite": 2.0, "short": 1.0, "please": 1.0}
     assert episode.score.why == "polite: it said please"
-    assert (episode.metrics["length"], episode.metrics["metric_failures"]) == (2.0, 1.0)
-    assert (episode.metrics["turns"], episode.metrics["env.turns"]) == (1.0, 7.0)
+    assert (episode.metrics["metric/length"], episode.metrics["metric_failures"]) == (2.0, 1.0)
+    assert (episode.metrics["turns"], episode.metrics["metric/turns"]) == (1.0, 7.0)
 
 
 def test_a_reward_that_cannot_judge_is_never_zero() -> None:

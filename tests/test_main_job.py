@@ -269,7 +269,7 @@ def test_checkpoints_and_evaluations_on_the_way(here):
     rollouts.run(env="calculator", **SHORT | {"steps": 4}, eval_every=2, checkpoint_every=2, out="out")
     assert sorted(path.name for path in (here / "out" / "checkpoints").iterdir()) == ["step_000002", "step_000004"]
     found = [sorted(name for name in line if name.startswith("eval/")) for line in lines_of("out")]
-    assert found == [[], ["eval/correct", "eval/greedy_mean", "eval/reward_mean"], [], []]
+    assert found == [[], ["eval/greedy_mean", "eval/reward_mean", "eval/reward_part/correct"], [], []]
 
 
 def test_the_environment_prompts(here):
@@ -280,13 +280,13 @@ def test_the_environment_prompts(here):
         "--env", "prompts", "--data", "rows.jsonl", "--reward", "./controls.py:says_seven", "--out", "o", *size
     )
     assert "says_seven" in out
-    assert all("reward/says_seven" in line for line in lines_of("o"))
+    assert all("reward_part/says_seven" in line for line in lines_of("o"))
 
 
 def test_a_group_reward_is_mixed_and_logged(here):
     rollouts.run(env="calculator", **SHORT, reward=["env:1", "short=./controls.py:shortest:0.5"], out="out")
     for line in lines_of("out"):
-        assert 0 < line["reward/short"] <= 1
+        assert 0 < line["reward_part/short"] <= 1
     for record in records_of("out"):
         assert record["reward"] == record["parts"]["correct"] + 0.5 * record["parts"]["short"]
     assert summary_of("out")["evaluation"]["after"]["parts"]["short"] == 1.0, "alone in its group it is the shortest"

@@ -17,7 +17,12 @@ _DOCS = {
     "temperature": "The temperature of sampling; 0 is greedy.",
     "model": "The model: a path (also of a run, a checkpoint or an adapter), a name, or `tiny`.",
 }
-_SHOWN = {"out": "runs/<time>-<env>-eval", "max_failures": "only an evaluation in which all failed stops it"}
+_SHOWN = {
+    "out": "runs/<time>-<env>-eval",
+    "max_failures": "only an evaluation in which all failed stops it",
+    "seed": "that of the run that is evaluated, else 0",
+    "eval_tasks": "those of the run that is evaluated, else 512",
+}
 
 
 def _infos() -> list[SettingInfo]:

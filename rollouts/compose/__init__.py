@@ -2,7 +2,8 @@
 
 plan.py        every component found, imported, checked and told its settings; no model is loaded
 choosing.py    one component: found, and told its settings
-environments.py  the chosen environments: tasks, demonstrations, shares
+environments.py  the chosen environments: tasks, shares
+demonstrations.py  which demonstrations are trained on, and in which order
 algorithms.py  the chosen ones as Algorithms, a stage each, and every check of them
 describe.py    a plan in words: what `--dry-run` prints
 memory.py      what a plan will take

@@ -36,7 +36,7 @@ def describe(plan: Plan) -> str:
     if plan.settings.mode == "rl":
         plan.task_buffer(held_out)
     else:
-        next(iter(plan.demonstrations()), None)
+        next(plan.demonstrations(held_out))
     lines = [
         to_toml(plan.resolved).rstrip(),
         "",

@@ -1,9 +1,9 @@
-"""The environments of a run: their tasks, their demonstrations, and in which shares they are mixed.
+"""The environments of a run: their tasks, and in which shares they are mixed.
 
 An environment that is alone has no alias, and its random numbers are named by the run's seed only; of several, each has
 random numbers of its own, and its tasks say whose they are (`Task.env`). What an author's code raises becomes one
 EnvironmentDefinitionError that names it, with what to install where a module is missing. Left out: how episodes are
-played.
+played, and the order of demonstrations (`demonstrations`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import contextlib
 import copy
 import functools
 import inspect
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from random import Random
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rollouts.author_code import authors_code, shown
+from rollouts.author_code import authors_code
 from rollouts.compose.choosing import Chosen, curriculum
 from rollouts.config import Component, Source
 from rollouts.config.settings import Settings
@@ -29,10 +28,10 @@ from rollouts.errors import EnvironmentDefinitionError, RolloutsError, words_of
 from rollouts.plugins.index import ComponentRef, install_hint
 from rollouts.plugins.manager import PluginManager
 from rollouts.training.datasets import mixing
-from rollouts.training.datasets.buffer import DataBuffer, as_task, draw_tasks
+from rollouts.training.datasets.buffer import DataBuffer, as_conversation, as_task, draw_tasks, shuffled
 from rollouts.types import Message, Task
 
-__all__ = ["Demonstration", "Environment", "demonstrations", "held_out_tasks", "plan_environments", "task_buffer"]
+__all__ = ["Environment", "held_out_tasks", "plan_environments", "task_buffer"]
 
 
 class Environment(NamedTuple):
@@ -75,7 +74,9 @@ class Environment(NamedTuple):
         return lambda epoch: (self._ours(as_task(task)) for task in self._tasks("train", self._rng(f"train/{epoch}")))
 
     def demonstrations(self) -> Iterator[list[Message]]:
-        """Expert conversations for supervised training. Raises EnvironmentDefinitionError where there are none."""
+        """Expert conversations for supervised training, each once: a sequence in an order that the seed decides, an
+        iterator as `shuffled` has it. Raises EnvironmentDefinitionError where there are none.
+        """
         env = self.make_checked()
         label = f"{self.name}.demonstrations('train', rng)"
         if not hasattr(env, "demonstrations"):
@@ -87,20 +88,29 @@ class Environment(NamedTuple):
         thread = AuthorThread()
         rng = self._rng("demonstrations")
         given = self._in_time(thread, lambda: env.demonstrations("train", rng), label)
-        for conversation in self._guarded(given, thread, label):
-            if not isinstance(conversation, list) or not all(isinstance(each, Message) for each in conversation):
-                raise EnvironmentDefinitionError(
-                    f"{label} gave {shown(conversation)}; it has to yield lists of rollouts.Message"
-                )
-            yield [*self._system_messages(), *conversation]
+        for conversation in self._in_order(given, thread, label):
+            yield [*self._system_messages(), *as_conversation(conversation, label)]
         if conversation is None:
             raise EnvironmentDefinitionError(
                 f"the environment {self.name} has no demonstration: demonstrations('train', rng) gave "
                 "nothing; it has to yield lists of Message"
             )
 
+    def demonstration_order(self, count: int, epoch: int) -> list[int]:
+        """The order of `count` demonstrations in an epoch: a function of the seed and the epoch alone."""
+        order = list(range(count))
+        self._rng(f"demonstrations/{epoch}").shuffle(order)
+        return order
+
     def _rng(self, purpose: str) -> Random:
         return Random("/".join(filter(None, (str(self.seed), self.alias, purpose))))
+
+    def _in_order(self, given: Any, thread: AuthorThread, label: str) -> Iterator[Any]:
+        """The demonstrations that the author's code gave, in the order of the first epoch."""
+        if not isinstance(given, Sequence):
+            return shuffled(self._guarded(given, thread, label), self._rng("demonstrations/0"))
+        order = self.demonstration_order(self._in_time(thread, lambda: len(given), label), 0)
+        return self._guarded((given[index] for index in order), thread, label)
 
     def _tasks(self, split: str, rng: Random, *, whole: bool = False) -> Iterable[Any]:
         """What `tasks` gives; with `whole` a sequence is read to its end."""
@@ -241,38 +251,3 @@ def task_buffer(environments: Sequence[Environment], held_out: Sequence[Task], t
         return DataBuffer(first.prompts, seed=environments[0].seed, exclude=first.exclude)
     idle = [mixing.Source(env.alias, (), 0.0) for env in environments if env.share == 0]
     return mixing.MixedBuffer([*parts, *idle], seed=environments[0].seed, tasks_per_step=tasks_per_step)
-
-
-class Demonstration(NamedTuple):
-    """An expert conversation, and the environment whose tools it uses."""
-
-    env: Environment
-    messages: list[Message]
-
-
-def demonstrations(environments: Sequence[Environment], per_step: int) -> Iterator[Demonstration]:
-    """Expert conversations of all environments, mixed by their weights at the step for which each one is.
-
-    One environment's end where they end. Of several, those that end begin again, until all have ended once.
-    """
-    if len(environments) == 1:
-        yield from (Demonstration(environments[0], messages) for messages in environments[0].demonstrations())
-        return
-    streams = [env.demonstrations() for env in environments]
-    known: list[list[list[Message]]] = [[] for _ in environments]
-    taken = [0] * len(environments)
-    ended = {index for index, env in enumerate(environments) if env.share == 0}
-    weights = {env.alias: env.weight for env in environments}
-    for number in itertools.count():
-        shares = mixing.shares_at(weights, number // per_step)
-        index = mixing.pick(shares, environments[0].seed, number)
-        if taken[index] == len(known[index]) and index not in ended:
-            following = next(streams[index], None)
-            if following is None:
-                ended.add(index)
-            else:
-                known[index].append(following)
-        if len(ended) == len(environments):
-            return
-        yield Demonstration(environments[index], known[index][taken[index] % len(known[index])])
-        taken[index] += 1

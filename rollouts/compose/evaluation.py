@@ -323,7 +323,9 @@ def _records(episode: Episode) -> Iterator[dict[str, Any]]:
 def _metrics(summary: dict[str, Any]) -> dict[str, float]:
     """The numbers of the summary for loggers, under `eval/`."""
     flat: dict[str, Any] = {name: value for name, value in summary.items() if not isinstance(value, dict)}
-    flat |= {f"pass@{k}": value for k, value in summary["pass@k"].items()} | summary["parts"]
+    flat |= {f"pass@{k}": value for k, value in summary["pass@k"].items()}
+    flat |= {f"reward_part/{name}": value for name, value in summary["parts"].items()}
+    flat |= {f"metric/{name}": value for name, value in summary["metrics"].items()}
     for alias, own in summary.get("environments", {}).items():
         flat[f"{alias}/reward_mean"] = own["reward_mean"]
     numbers = {name: value for name, value in flat.items() if isinstance(value, int | float)}

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollouts.compose.choosing import Chosen, choose_each, completed
 from rollouts.compose.environments import Environment, held_out_tasks, plan_environments
 from rollouts.compose.plan import reward_terms, with_data
-from rollouts.config import Component, Resolved
+from rollouts.config import Component, Resolved, load_file, resolve
+from rollouts.config.of_run import HOLDING_OUT, run_settings_file
 from rollouts.config.settings import EVAL, Settings
 from rollouts.env.checks import check_environment
 from rollouts.env.mixing import RewardTerm
-from rollouts.errors import ConfigError, EnvironmentDefinitionError
+from rollouts.errors import ConfigError, EnvironmentDefinitionError, UserError
 from rollouts.inference.chatting import is_evaluation_only
 from rollouts.plugins.checks import run_check
 from rollouts.plugins.manager import PluginManager
@@ -101,7 +103,12 @@ def make_evaluation_plan(resolved: Resolved) -> EvaluationPlan:
     settings, notes = _with_model(resolved.settings, is_chat)
     notes += _check_served(resolved.settings.model, settings, inference, is_chat)
     components: dict[str, list[Component]] = {**resolved.components, **completed(own, chosen)}
-    environments = plan_environments(manager, components["env"], chosen["env"], settings, resolved.source)
+    run = _run_of(resolved.settings.model)
+    # Several environments share the held-out tasks by their mean weights over the steps of the run.
+    shared = settings if run is None else dataclasses.replace(settings, steps=run.settings.steps)
+    environments = plan_environments(manager, components["env"], chosen["env"], shared, resolved.source)
+    if run is not None:
+        notes += _held_out_notes(manager, run, environments, components["env"], settings)
     rewards = reward_terms(components["reward"], chosen["reward"])
     for env in environments:
         check_environment(env.make_checked(), rewards)
@@ -116,6 +123,54 @@ def make_evaluation_plan(resolved: Resolved) -> EvaluationPlan:
     plan = EvaluationPlan(resolved, settings, chosen, environments, rewards, is_chat, notes, manager)
     run_check(inference.component, plan.inference_arguments(""), inference.settings)
     return plan
+
+
+def _run_of(model: str) -> Resolved | None:
+    """The settings of the run that wrote this model; None where it is no run's. Raises ConfigError."""
+    file = run_settings_file(model)
+    if file is None:
+        return None
+    tree, source = load_file(file)
+    return resolve(tree, source)
+
+
+def _held_out_notes(
+    manager: PluginManager,
+    run: Resolved,
+    environments: Sequence[Environment],
+    components: Sequence[Component],
+    settings: Settings,
+) -> tuple[str, ...]:
+    """What the tasks have that the run may have been trained on, in words; nothing where it held them all out, or where
+    it never saw these environments.
+    """
+    trained_in = {component.name for component in run.components["env"]}
+    own = [env for env in environments if env.name in trained_in]
+    here, there = ({name: getattr(each, name) for name in HOLDING_OUT} for each in (settings, run.settings))
+    differing = [
+        f"{name} is {here[name]} and was {there[name]} in the run" for name in HOLDING_OUT if here[name] != there[name]
+    ]
+    try:
+        run = with_data(run, manager)
+        if list(components) != list(run.components["env"]):
+            differing.append("the environment or its settings are not those of the run")
+        if not own or not differing:
+            return ()
+        chosen = choose_each(manager, {"env": run.components["env"]}, run.source)["env"]
+        theirs = plan_environments(manager, run.components["env"], chosen, run.settings, run.source)
+        held_out = {_identity(task) for task in held_out_tasks(theirs, run.settings.eval_tasks)}
+        aliases = {env.alias for env in own}
+        asked = [task for task in held_out_tasks(environments, settings.eval_tasks) if task.env in aliases]
+    except UserError as error:
+        return (f"which of these tasks the run held out is not known: {error}",)
+    unseen = sum(_identity(task) in held_out for task in asked)
+    words = f": it held out {unseen} of these {len(asked)} tasks, and may have trained on the others"
+    return ("; ".join(differing) + (words if unseen < len(asked) else ""),)
+
+
+def _identity(task: Task) -> str:
+    """The task's key; that of a prompt does not depend on the system prompt of a run."""
+    return task.key.removeprefix("id:") if task.key.startswith("id:prompt:") else task.key
 
 
 def _check_served(given: str, settings: Settings, inference: Chosen, is_chat: bool) -> tuple[str, ...]:

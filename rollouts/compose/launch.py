@@ -13,7 +13,7 @@ import itertools
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ import msgspec
 import trio
 
 from rollouts.chat.format import ChatFormat
-from rollouts.chat.masks import tokenize_supervised
+from rollouts.chat.masks import SupervisedRow, tokenize_supervised
 from rollouts.compose.course import Course, Data
+from rollouts.compose.demonstrations import HeldOutPrompts
 from rollouts.compose.manifest import make_manifest, resumed_manifest
 from rollouts.compose.parts import (
     Loggers,
@@ -51,7 +52,7 @@ from rollouts.run_folder import RunFolder, check_out, default_out
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.rollout_gen.group_rewards import group_scorer
 from rollouts.training.types import RankServer, TrainingBackend
-from rollouts.types import Sample
+from rollouts.types import Sample, Task
 
 __all__ = ["demonstration_samples", "launch", "without_interrupts"]
 
@@ -64,13 +65,14 @@ def launch(
     resume: Path | None = None,
     checkpoint: str = "",
     home: Path | None = None,
+    also_held_out: Sequence[Task] = (),
 ) -> dict[str, Any]:
     """Run the plan to its end; returns what summary.json holds. `started` is `time.perf_counter()` at the start.
 
     `resume` is the folder of an earlier run to go on with, from its last checkpoint, or from the one named
     `checkpoint`; where the plan's own setting `resume` is `auto`, from the last one that is whole. Relative paths begin
-    at `home` (None: the working directory). On a rank above 0 of a distributed backend this serves rank 0, and gives
-    {}.
+    at `home` (None: the working directory). What `also_held_out` asks is not demonstrated either, though this run does
+    not evaluate it. On a rank above 0 of a distributed backend this serves rank 0, and gives {}.
 
     Raises:
         UserError: before anything is written, or where an environment shows its mistake only when it is played.
@@ -87,7 +89,8 @@ def launch(
     held_out = plan.eval_tasks()
     buffer = plan.task_buffer(held_out) if settings.mode == "rl" else DataBuffer([])
     chat = load_chat(plan)
-    data = Data(buffer, demonstration_samples(plan, chat) if settings.mode == "sft" else [])
+    samples = demonstration_samples(plan, chat, [*held_out, *also_held_out]) if settings.mode == "sft" else []
+    data = Data(buffer, samples)
     scorer = group_scorer(plan.rewards, settings.on_invalid_reward, timeout_seconds=settings.reward_seconds)
     backend = make_training(plan)
     if isinstance(backend, RankServer):
@@ -172,18 +175,22 @@ def _begin(plan: Plan, folder: RunFolder, resumed: Resumed | None) -> Loggers:
     return logger
 
 
-def demonstration_samples(plan: Plan, chat: ChatFormat) -> list[Sample]:
-    """Rows of the environments' expert conversations, as many as the run can use, the assistant's tokens live."""
+def demonstration_samples(plan: Plan, chat: ChatFormat, held_out: Sequence[Task]) -> list[Sample]:
+    """Rows of the environments' expert conversations, in the order in which the run trains on them, as many as it can
+    use; the assistant's tokens are live. None is of a task that is held out.
+    """
     count = max(1, plan.settings.steps * plan.settings.prompts_per_step)
     tools = {
         env.alias: [tool_schema(tool.function, tool.name) for tool in tools_of(env.make_checked())]
         for env in plan.environments
     }
-    samples = []
-    for number, (env, messages) in enumerate(itertools.islice(plan.demonstrations(), count)):
-        for row in tokenize_supervised(messages, tools[env.alias], chat):
-            prompt = list(messages)
-            samples.append(Sample(prompt, tokens=row.tokens, loss_mask=row.loss_mask, rollout_index=number))
+    known: dict[tuple[str, int], list[SupervisedRow]] = {}
+    samples: list[Sample] = []
+    for place, (env, number, messages) in enumerate(itertools.islice(plan.demonstrations(held_out), count)):
+        key = env.alias, number
+        if key not in known:
+            known[key] = tokenize_supervised(messages, tools[env.alias], chat)
+        samples += [Sample(messages, tokens=r.tokens, loss_mask=r.loss_mask, rollout_index=place) for r in known[key]]
     return samples
 
 
@@ -258,6 +265,12 @@ def _notes(parts: Parts) -> list[str]:
     if drawn < asked:
         gave = "environment gave" if len(parts.plan.environments) == 1 else "environments gave"
         notes.append(f"the {gave} {drawn} different held-out tasks, --eval-tasks asked for {asked}")
+    shared = HeldOutPrompts(parts.held_out).shared if parts.plan.settings.mode == "sft" else 0
+    if shared:
+        notes.append(
+            f"{shared} held-out tasks have the prompt of another one, so that their demonstrations cannot be told "
+            "apart: see that demonstrations('train', rng) gives none of them"
+        )
     return notes
 
 

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from rollouts.errors import ConfigError, DamagedCheckpointError, OutputError, Ro
 from rollouts.loggers.base import plain_settings
 from rollouts.run_folder import CONFIG, check_out, default_out, holds_run, make_new, shown_path
 from rollouts.training.backends.checkpoint_files import check_folder, last_checkpoint
+from rollouts.types import Task
 
 __all__ = ["describe_phases", "launch_phases", "phases"]
 
@@ -144,9 +145,10 @@ def _compose(resolved: Resolved) -> _Plans:
 
 def _check_data(plans: _Plans) -> None:
     """There are demonstrations, and there are tasks. Raises EnvironmentDefinitionError."""
+    held_out = plans.rl.eval_tasks()
     with _supervised():
-        next(iter(plans.sft.demonstrations()), None)
-    plans.rl.task_buffer(plans.rl.eval_tasks())
+        next(plans.sft.demonstrations([*plans.sft.eval_tasks(), *held_out]))
+    plans.rl.task_buffer(held_out)
 
 
 def _check_resumed(out: Path, plans: _Plans) -> None:
@@ -155,6 +157,11 @@ def _check_resumed(out: Path, plans: _Plans) -> None:
     if before.mode != "sft+rl":
         raise ConfigError(
             f"{out} holds a run of mode {before.mode}, and this one is of mode sft+rl; type another --out"
+        )
+    if plans.whole.settings.eval_tasks > before.eval_tasks and holds_run(out / SFT):
+        raise ConfigError(
+            f"eval_tasks was {before.eval_tasks} and is {plans.whole.settings.eval_tasks} now, which would hold out "
+            f"tasks that may have been demonstrated; give {before.eval_tasks} again, or another --out"
         )
     changed = changed_settings(plain_settings(before.sft), plain_settings(plans.whole.settings.sft))
     if changed and holds_run(out / RL):
@@ -171,7 +178,7 @@ def _run(out: Path, home: Path, plans: _Plans, watcher: Watcher, started: float,
         try:
             _forget_end(out)
             if not holds_run(out / RL):
-                _run_phase(plans.sft, home, watcher, started, checkpoint)
+                _run_phase(plans.sft, home, watcher, started, checkpoint, plans.rl.eval_tasks())
                 started_again, checkpoint = time.perf_counter(), ""
             else:
                 started_again = started
@@ -195,13 +202,15 @@ def _run(out: Path, home: Path, plans: _Plans, watcher: Watcher, started: float,
         return summary
 
 
-def _run_phase(plan: Plan, home: Path, watcher: Watcher, started: float, checkpoint: str) -> None:
+def _run_phase(
+    plan: Plan, home: Path, watcher: Watcher, started: float, checkpoint: str, also_held_out: Sequence[Task] = ()
+) -> None:
     """Begin the phase or go on with it; one that is done is left as it is, unless it is to go back."""
     folder = Path(plan.settings.out)
     if checkpoint or not _is_over(plan):
         os.chdir(home)  # a tool of the first phase may have gone elsewhere; the second one's files are loaded now
         resume = folder if holds_run(folder) else None
-        launch(plan, watcher, started, resume=resume, checkpoint=checkpoint, home=home)
+        launch(plan, watcher, started, resume=resume, checkpoint=checkpoint, home=home, also_held_out=also_held_out)
 
 
 def _is_over(plan: Plan) -> bool:

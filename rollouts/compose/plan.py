@@ -13,14 +13,8 @@ from typing import Any, NamedTuple
 
 from rollouts.compose.algorithms import compose_stages
 from rollouts.compose.choosing import Chosen, bind_each, choose_all, completed
-from rollouts.compose.environments import (
-    Demonstration,
-    Environment,
-    demonstrations,
-    held_out_tasks,
-    plan_environments,
-    task_buffer,
-)
+from rollouts.compose.demonstrations import Demonstration, demonstrations
+from rollouts.compose.environments import Environment, held_out_tasks, plan_environments, task_buffer
 from rollouts.config import OWN, Component, Resolved, scheduled_parts, scheduled_table
 from rollouts.config.settings import Settings
 from rollouts.env.checks import check_environment, reward_term
@@ -145,9 +139,11 @@ class Plan(NamedTuple):
         """The training tasks, without these. Raises EnvironmentDefinitionError where an environment has none."""
         return task_buffer(self.environments, held_out, self.settings.prompts_per_step)
 
-    def demonstrations(self) -> Iterator[Demonstration]:
-        """Expert conversations for supervised training. Raises EnvironmentDefinitionError where there are none."""
-        return demonstrations(self.environments, self.settings.prompts_per_step)
+    def demonstrations(self, held_out: Sequence[Task]) -> Iterator[Demonstration]:
+        """Expert conversations for supervised training, without end and without those of these tasks. Raises
+        EnvironmentDefinitionError where there are none.
+        """
+        return demonstrations(self.environments, held_out, self.settings.prompts_per_step)
 
 
 def make_plan(resolved: Resolved) -> Plan:

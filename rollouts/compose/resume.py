@@ -347,6 +347,12 @@ def _check_same(before: Mapping[str, Any], settings: Settings, path: Path, folde
             f"prompts_per_step was {prompts} and is {settings.prompts_per_step} now; it says which demonstrations were "
             f"seen already, so that some would come twice and others never; give {prompts} again, {begin}"
         )
+    asked = before.get("eval_tasks", settings.eval_tasks)
+    if settings.eval_tasks > asked or (settings.mode == "sft" and settings.eval_tasks != asked):
+        raise ConfigError(
+            f"eval_tasks was {asked} and is {settings.eval_tasks} now, which would hold out other tasks, and some of "
+            f"them may have been trained on; give {asked} again, {begin}"
+        )
 
 
 def _is_same_model(old: str, new: str, checkpoint: Path, folder: Path) -> bool:

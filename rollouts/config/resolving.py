@@ -14,6 +14,7 @@ from rollouts.config.convert import convert_value, plain
 from rollouts.config.files import NOWHERE, Source, where
 from rollouts.config.flags import Flag, Tree, flag_name
 from rollouts.config.merging import Component, components_of, merge, written_component
+from rollouts.config.of_run import with_settings_of_run
 from rollouts.config.schedule import check_schedule, scheduled_parts
 from rollouts.config.settings import (
     COMPONENT_KINDS,
@@ -41,7 +42,8 @@ class Resolved(NamedTuple):
 
 
 def resolve(tree: Tree, source: Source = NOWHERE) -> Resolved:
-    """Check and convert a merged tree (without defaults); `source` is the file it came from, for messages.
+    """Check and convert a merged tree (without defaults); `source` is the file it came from, for messages. The
+    evaluation of a run takes the seed and the number of held-out tasks from that run's own file.
 
     Raises ConfigError: an unknown setting, a wrong type, a value out of bounds, a dotted flag for a component that is
     not chosen. Components' settings stay as they are, for `convert_settings`.
@@ -50,7 +52,7 @@ def resolve(tree: Tree, source: Source = NOWHERE) -> Resolved:
     _refuse_unknown(tree, infos, source)
     mode = plain(tree["mode"]) if tree.get("mode") is not None else "rl"
     if mode == "eval":
-        tree = _of_evaluation(tree, source)
+        tree = with_settings_of_run(_of_evaluation(tree, source))
         infos["temperature"] = infos["temperature"]._replace(minimum=0.0, above=-math.inf)  # 0: greedy
     defaults: Tree = {key: _default_list(infos[key].default) for key in COMPONENT_KINDS}
     if mode == "sft":

@@ -343,6 +343,54 @@ def test_a_run_s_last_evaluation_is_repeated_with_its_checkpoint(here):
     ).read_text()
 
 
+def described(capsys, *argv: str) -> tuple[str, str]:
+    """What a dry run says: the settings that hold tasks out, and its notes."""
+    capsys.readouterr()
+    assert main(["eval", *argv, "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    own = " ".join(line for line in sorted(lines) if line.startswith(("seed =", "eval_tasks =")))
+    return own, "\n".join(line for line in lines if line.startswith("note:") and "last checkpoint" not in line)
+
+
+def test_a_run_is_asked_what_it_held_out(here, capsys):
+    """One-digit products: there are a hundred of them, so that draws of another seed do meet training tasks."""
+    digits = ["--env", "calculator", "--env.digits", "1"]
+    small = ["--steps", "0", "--max-tokens", "8", "--out", "r"]
+    assert main(["run", *digits, "--seed", "5", "--eval-tasks", "20", *small]) == 0
+    checkpoint = "r/checkpoints/step_000000"
+    for model in ("r", checkpoint, "r/checkpoints"):
+        assert described(capsys, *digits, "--model", model) == ("eval_tasks = 20 seed = 5", ""), model
+    assert described(capsys, *digits, "--model", checkpoint, "--eval-tasks", "7") == (
+        "eval_tasks = 7 seed = 5", "note: eval_tasks is 7 and was 20 in the run",
+    )  # fmt: skip
+    own, note = described(capsys, *digits, "--model", "r", "--seed", "0")
+    assert own == "eval_tasks = 20 seed = 0" and "seed is 0 and was 5 in the run: it held out" in note
+    assert "of these 20 tasks, and may have trained on the others" in note
+    own, note = described(capsys, *digits, "--model", "r", "--eval-tasks", "50")
+    assert "it held out 20 of these 50 tasks, and may have trained on the others" in note
+    own, note = described(capsys, "--env", "calculator", "--model", "r")
+    assert own == "eval_tasks = 20 seed = 5" and "its settings are not those of the run: it held out" in note
+    assert described(capsys, "--env", "./add.py:Add", "--model", "r")[1] == "", "the run never saw these tasks"
+    assert described(capsys, *digits, "--model", "tiny") == ("eval_tasks = 512 seed = 0", "")
+    text = (here / "r" / "config.toml").read_text()
+    (here / "r" / "config.toml").write_text(text.replace("eval_tasks = 20", "eval_tasks = 0"))
+    own, note = described(capsys, *digits, "--model", "r")
+    assert own == "eval_tasks = 512 seed = 5" and "it held out 0 of these 100 tasks" in note
+
+
+def test_a_mixture_is_asked_what_it_held_out(here, capsys):
+    """The environments share the held-out tasks by their mean weights, over the steps of the run."""
+    envs = ["--env", "a=calculator", "--env", "b=calculator", "--env.b.weight", "[[0, 0], [4, 1]]"]
+    assert main(["run", *envs, "--eval-tasks", "20", "--steps", "0", "--max-tokens", "8", "--out", "r"]) == 0
+    config = here / "r" / "config.toml"
+    config.write_text(config.read_text().replace("steps = 0", "steps = 4"))
+    capsys.readouterr()
+    assert main(["run", str(config), "--out", "again", "--dry-run"]) == 0
+    (counted,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("held-out tasks")]
+    assert main(["eval", *envs, "--model", "r", "--dry-run"]) == 0
+    assert f"{counted}, each played once" in capsys.readouterr().out
+
+
 def test_a_folder_that_holds_no_model(here, capsys):
     (here / "empty").mkdir()
     assert main(["eval", *CALCULATOR, "--model", "empty"]) == 2

@@ -565,6 +565,13 @@ def test_demonstrations_in_another_order(setting, capsys):
     run("out", resume=True)
 
 
+def test_tasks_that_may_have_been_trained_on_are_not_held_out_later(capsys):
+    run("out", code=1, stop=1)
+    edit("eval_tasks = 4", "eval_tasks = 5")
+    error = refuse(capsys, "out")
+    assert "eval_tasks was 4 and is 5 now" in error and "give 4 again, or begin a new run" in error
+
+
 @pytest.mark.parametrize("adapter", [[], ["--lora-rank", "2"]], ids=["full", "lora"])
 def test_another_model_of_the_same_shape(adapter, capsys, here):
     """It is told by its name, which goes with a folder that is moved."""

@@ -51,7 +51,7 @@ def test_four_packages_in_one_command(rollouts, acme, tmp_path):
     steps = [line for line in read_metrics(folder) if "reward/mean" in line]
     assert len(steps) == 2
     for line in steps:
-        mixed = line["reward/counted"] - 0.1 * line["reward/brevity"]
+        mixed = line["reward_part/counted"] - 0.1 * line["reward_part/brevity"]
         assert line["reward/mean"] == pytest.approx(mixed, abs=1e-6)
     undocumented = {name for line in read_metrics(folder) for name in line if not documented_metrics().fullmatch(name)}
     assert undocumented == {"step"}

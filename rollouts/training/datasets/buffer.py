@@ -18,9 +18,10 @@ from rollouts.author_code import authors_code, message_of, printable, shown
 from rollouts.errors import ConfigError, EnvironmentDefinitionError, named
 from rollouts.types import Message, Task
 
-__all__ = ["DataBuffer", "as_task", "draw_tasks"]
+__all__ = ["SKIPPED_MAX", "DataBuffer", "as_conversation", "as_task", "draw_tasks", "shuffled"]
 
 SKIPPED_MAX = 10_000  # consecutive excluded tasks before a source counts as exhausted
+SHUFFLE_WINDOW = 1000  # values of an iterator that are held while it is shuffled
 _END = object()  # not None: a source that yields None is mistaken, not exhausted
 
 
@@ -84,6 +85,40 @@ def draw_tasks(source: Iterable[Any], count: int) -> list[Task]:
         if len(drawn) >= count or repeated >= SKIPPED_MAX:
             break
     return list(drawn.values())
+
+
+def as_conversation(value: Any, label: str) -> list[Message]:
+    """The messages of a demonstration, which has a reply of the assistant. Raises EnvironmentDefinitionError, which
+    begins with `label`.
+    """
+    expected = "a list of Message with at least one of the role 'assistant'"
+    try:
+        messages = _as_prompt(value) if isinstance(value, list) else msgspec.convert(value, list[Message])
+    except msgspec.ValidationError as error:
+        raise EnvironmentDefinitionError(f"{label} gave {value!r} ({error}); expected {expected}") from error
+    assert not isinstance(messages, str), "a list was converted"
+    if all(message.role != "assistant" for message in messages):
+        raise EnvironmentDefinitionError(f"{label} gave {value!r}, which teaches no reply; expected {expected}")
+    return messages
+
+
+def shuffled(values: Iterable[Any], rng: random.Random, window: int = SHUFFLE_WINDOW) -> Iterator[Any]:
+    """The same values in another order; up to `window` of them are held at a time, so that an endless iterable will do.
+
+    All are shuffled evenly where there are at most `window`. In a longer iterable a value comes at most `window` places
+    early; how late it may come has no bound.
+
+    >>> list(shuffled("abcdef", random.Random(0), window=3))
+    ['b', 'd', 'a', 'e', 'f', 'c']
+    """
+    source = iter(values)
+    held = list(itertools.islice(source, window))
+    for value in source:
+        place = rng.randrange(len(held))
+        yield held[place]
+        held[place] = value
+    rng.shuffle(held)
+    yield from held
 
 
 class DataBuffer:

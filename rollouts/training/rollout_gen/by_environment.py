@@ -12,8 +12,8 @@ __all__ = ["environment_metrics"]
 def environment_metrics(groups: Sequence[Group], epochs: Mapping[str, int]) -> dict[str, float]:
     """`env/<alias>/...` for every environment that had a group in this step; nothing where there is only one.
 
-    `reward` (the mean), `reward/<part>`, `share` (of the step's groups), `kept_frac`, `infra_fail_frac`, `epoch`, and
-    each of its own metrics under its name (behind `env.` where that is one of these).
+    `reward` (the mean), `reward_part/<name>`, `metric/<name>`, `share` (of the step's groups), `kept_frac`,
+    `infra_fail_frac` and `epoch`.
     """
     metrics: dict[str, float] = {}
     for alias in sorted({group.task.env for group in groups} - {""}):
@@ -28,11 +28,6 @@ def environment_metrics(groups: Sequence[Group], epochs: Mapping[str, int]) -> d
         }
         if "reward/mean" in rewards:
             values["reward"] = rewards["reward/mean"]
-        for name, value in rewards.items():
-            room, _, rest = name.partition("/")
-            if room == "env":
-                values[f"env.{rest}" if rest in values or rest == "reward" else rest] = value
-            elif rest not in ("mean", "std"):
-                values[name] = value
+        values |= {name: value for name, value in rewards.items() if not name.startswith("reward/")}
         metrics |= {f"env/{alias}/{name}": value for name, value in values.items()}
     return metrics

@@ -128,7 +128,9 @@ def check_judged(episodes: Sequence[Episode], what: str) -> None:
 
 
 def reward_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """`reward/mean`, `reward/std`, `reward/<part>` over the judged episodes; `env/<name>` for each @metric."""
+    """`reward/mean` and `reward/std` over the judged episodes; what authors name is apart from that, so that nothing of
+    theirs takes the place of these: `reward_part/<name>` for each part, `metric/<name>` for each @metric.
+    """
     rewards = [episode.score.value for episode in episodes if episode.score.value is not None]
     metrics: dict[str, float] = {}
     if rewards:
@@ -139,11 +141,9 @@ def reward_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
         values = [episode.score.parts.get(name) for episode in episodes]
         judged = [value for value in values if value is not None]
         if judged:
-            metrics[f"reward/{name}"] = statistics.fmean(judged)
-    counted = _counters(episodes)
-    for name in sorted({name for episode in episodes for name in episode.metrics} - counted - {"latency_seconds"}):
-        given = [episode.metrics[name] for episode in episodes if name in episode.metrics]
-        metrics[f"env/{name}"] = statistics.fmean(given)
+            metrics[f"reward_part/{name}"] = statistics.fmean(judged)
+    for name in sorted({name for episode in episodes for name in episode.metrics if name.startswith("metric/")}):
+        metrics[name] = statistics.fmean(episode.metrics[name] for episode in episodes if name in episode.metrics)
     return metrics
 
 
@@ -174,7 +174,9 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     if all(reward in (0.0, 1.0) for reward in judged):  # of graded rewards nobody could say which ones pass
         metrics["reward/pass@k"] = _fraction(1.0 in group.rewards for group in groups)
     for name in sorted(_counters(episodes) - {"turns"}):
-        metrics[f"rollout/{name}"] = sum(episode.metrics.get(name, 0.0) for episode in episodes) / len(episodes)
+        # A rollout of an environment's own may count what it likes, but in the place of nothing that is counted here.
+        mean = sum(episode.metrics.get(name, 0.0) for episode in episodes) / len(episodes)
+        metrics.setdefault(f"rollout/{name}", mean)
     for reason in sorted({group.dropped for group in groups if group.dropped}):
         metrics[f"group/drop/{reason}"] = float(sum(group.dropped == reason for group in groups))
     return metrics

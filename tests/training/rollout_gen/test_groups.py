@@ -109,15 +109,15 @@ def test_samples_are_numbered_by_rollout(shape):
 def test_reward_metrics_leave_out_what_was_not_judged():
     episodes = [
         episode(1.0, parts={"right": 1.0}),
-        episode(0.0, parts={"right": 0.0, "short": None}, metrics={"used_tool": 1.0}),
+        episode(0.0, parts={"right": 0.0, "short": None}, metrics={"metric/used_tool": 1.0}),
         episode(None, status=Status.TIMEOUT),
     ]
     metrics = reward_metrics(episodes)
     assert metrics == {
         "reward/mean": 0.5,
         "reward/std": pytest.approx(0.5**0.5),
-        "reward/right": 0.5,
-        "env/used_tool": 1.0,
+        "reward_part/right": 0.5,
+        "metric/used_tool": 1.0,
     }
     assert reward_metrics([]) == {}
     assert "reward/mean" not in reward_metrics([episode(None)])
