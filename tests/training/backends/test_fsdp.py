@@ -131,6 +131,23 @@ def test_two_ranks_with(settings, tiny, folder, crew_of, tmp_path):
     same_words(*(crew.train(crew.batch(samples), 0) for crew in crews))
 
 
+def test_ranks_meet_in_the_backward_of_rows_without_an_advantage(tiny, folder, crew_of):
+    """One process runs them forward only. Of two ranks one may have no other rows, and in one step nobody has."""
+    samples = tiny.make_samples(4, 3)
+    words, crews = [], [crew_of(folder, processes) for processes in (0, 2)]
+    for crew in crews:
+        said = []
+        for informative in ((1,), (), (0, 2)):
+            batch = crew.batch(samples)
+            for row in batch.rows:
+                row.advantages = [value if row.group_index in informative else 0.0 for value in row.advantages]
+            said += crew.train(batch, 1)
+        words.append(said)
+    assert [said["optim/skipped"] for said in words[0]] == [0.0] * 3
+    same_words(*words)
+    close(*map(weights_of, crews))
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
 def test_two_ranks_of_other_families(family, tiny, crew_of, tmp_path):
     """An untied head, transposed linear layers, a capped head; ranks above 0 get all weights from rank 0."""
