@@ -16,7 +16,14 @@ from typing import Any, NamedTuple
 
 from rollouts.disk import sync_file, sync_folder
 from rollouts.errors import ConfigError, ModelError, OutputError
-from rollouts.training.adapters import ADAPTER_CONFIG, has_tokenizer, is_adapter, read_adapter_config
+from rollouts.training.adapters import (
+    ADAPTER_CONFIG,
+    agree,
+    has_tokenizer,
+    is_adapter,
+    probe_logits,
+    read_adapter_config,
+)
 from rollouts.training.backends.checkpoint_files import STATE, check_folder, last_checkpoint
 from rollouts.training.backends.checkpoint_writing import open_as_its_folder
 from rollouts.training.models import adapters_beneath, load_config, load_hf_model, load_tokenizer, no_progress_bars
@@ -51,7 +58,8 @@ def export(source: str, out: str, *, dtype: str = "", adapter: bool = False) -> 
     """Write the model of a run, a checkpoint or an adapter to the new folder `out`.
 
     `dtype` "" is that of the stored weights, for an adapter that of the model beneath it. `adapter`: only the adapter,
-    in peft's format. Raises OutputError where `out` exists or cannot be written, ConfigError, ModelError.
+    in peft's format. What was written is loaded once more, and its logits compared, before it gets its name. Raises
+    OutputError where `out` exists or cannot be written, ConfigError, ModelError.
     """
     target = Path(out)
     if target.exists():
@@ -102,10 +110,17 @@ def _write_model(folder: Path, inside: Path, dtype: str) -> tuple[str, int, bool
     chosen = dtype or _stored_dtype(whole)
     model = load_hf_model(str(folder), dtype=chosen, device="cpu")
     tokenizer = _tokenizer(str(folder))
+    wanted = probe_logits(model)
     with no_progress_bars():
         model.save_pretrained(str(inside))
+    del model  # two do not have to fit
     if tokenizer is not None:
         tokenizer.save_pretrained(str(inside))
+    if not agree(wanted, probe_logits(load_hf_model(str(inside), dtype=chosen, device="cpu"))):
+        raise ModelError(
+            f"loaded again, the model that was written gives other logits than the one in {folder}, so nothing was "
+            "exported; see whether the disk is sound, and which version of transformers wrote the checkpoint"
+        )
     return chosen, len(adapters), tokenizer is not None
 
 

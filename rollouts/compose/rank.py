@@ -8,7 +8,6 @@ is how rank 0 starts it on its own machine; a launcher's ranks get here from `ro
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
 import sys
 import tomllib
@@ -34,25 +33,17 @@ def serve_rank(plan: Plan) -> None:
 
 
 def main() -> int:
-    """Compose from what rank 0 left in the store, and serve; returns the exit code."""
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-
+    """Compose from what rank 0 gave on standard input, and serve; returns the exit code."""
     from rollouts.training.backends.heartbeats import Failure
-    from rollouts.training.backends.messages import Channel
-    from rollouts.training.backends.ranks import CONFIG_KEY, ignore_interrupts
+    from rollouts.training.backends.meeting import join_ranks, place_of_this_process
+    from rollouts.training.backends.ranks import ignore_interrupts
 
     ignore_interrupts()
-    rank = int(os.environ["RANK"])
-    store = TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        int(os.environ["WORLD_SIZE"]),
-        is_master=False,
-        timeout=datetime.timedelta(seconds=60),
-    )
-    channel = Channel(PrefixStore("rollouts/0", store))
-    text = channel.read(CONFIG_KEY)
-    assert text is not None, "rank 0 leaves it before it starts anybody"
+    place = place_of_this_process()
+    assert place is not None, "rank 0 says which one this is"
+    rank = place.rank
+    text = sys.stdin.buffer.read()
+    channel = join_ranks(place)
     try:
         resolved = resolve(tomllib.loads(text.decode()))
         with remote_code(resolved.settings.trust_remote_code):

@@ -14,9 +14,21 @@ from typing import Any
 
 from rollouts.errors import ModelError
 
-__all__ = ["ADAPTER_CONFIG", "base_of", "has_tokenizer", "is_adapter", "merge_adapter", "read_adapter_config"]
+__all__ = [
+    "ADAPTER_CONFIG",
+    "agree",
+    "base_of",
+    "has_tokenizer",
+    "is_adapter",
+    "merge_adapter",
+    "probe_logits",
+    "read_adapter_config",
+    "tied_with_adapter",
+]
 
 ADAPTER_CONFIG = "adapter_config.json"
+_PROBE_TOKENS = 16
+_AGREEMENT = 1e-3  # of the largest logit: float32 sums in another order are far closer, other weights far off
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _TOKENIZER = (
     "tokenizer.json",
@@ -80,7 +92,8 @@ def base_of(folder: str | Path) -> str:
 def merge_adapter(causal: Any, folder: str | Path) -> Any:
     """The causal LM with the adapter added to its weights; plain again, every weight trainable. `causal` is used up.
 
-    Raises ModelError for files that cannot be read, and for an adapter of another model.
+    The merged model gives the logits of the model with the adapter beside it, which is checked. Raises ModelError for
+    files that cannot be read, for an adapter of another model, and for one on a weight that the model ties to another.
     """
     from safetensors import SafetensorError
 
@@ -105,6 +118,46 @@ def merge_adapter(causal: Any, folder: str | Path) -> Any:
     return merged.eval()
 
 
+def tied_with_adapter(causal: Any) -> tuple[str, str] | None:
+    """Two layers that share one weight, the first of them with an adapter (injected by peft): merged into the weight,
+    it would change the other layer too. None where there are no such layers.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in causal.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name.removesuffix(".weight"))
+    for layers in names.values():
+        adapted = [layer for layer in layers if layer.endswith(".base_layer")]
+        if adapted and len(layers) > 1:
+            other = next(layer for layer in layers if layer != adapted[0])
+            return adapted[0].removesuffix(".base_layer"), other.removesuffix(".base_layer")
+    return None
+
+
+def probe_logits(causal: Any) -> Any:
+    """The float32 logits [1, T, V] of a causal LM for a fixed sequence, without gradient."""
+    import torch
+
+    weight = causal.get_input_embeddings().weight
+    ids = (torch.arange(_PROBE_TOKENS) * 7919 % weight.shape[0])[None].to(weight.device)
+    attention = causal.config._attn_implementation
+    if attention not in ("eager", "sdpa"):  # the others need a GPU, or compile
+        causal.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            return causal(input_ids=ids, use_cache=False).logits.float()
+    finally:
+        if attention not in ("eager", "sdpa"):
+            causal.set_attn_implementation(attention)
+
+
+def agree(one: Any, other: Any) -> bool:
+    """Whether two models' `probe_logits` are the same but for rounding."""
+    import torch
+
+    largest = float(one.nan_to_num(0.0, 0.0, 0.0).abs().max())
+    return torch.allclose(one, other, rtol=0.0, atol=_AGREEMENT * max(1.0, largest), equal_nan=True)
+
+
 def _merged(causal: Any, folder: str | Path, names: Any) -> Any:
     from peft import PeftModel, get_peft_model_state_dict
     from peft.utils.save_and_load import load_peft_weights
@@ -122,7 +175,21 @@ def _merged(causal: Any, folder: str | Path, names: Any) -> Any:
     strange = sorted(own - stored) or sorted(name for name in stored - own if "lora_" in name)
     if strange:
         raise _misfit(folder, names, f"one of them has {strange[0]}, and the other does not")
-    return peft_model.merge_and_unload(safe_merge=True)
+    tied = tied_with_adapter(causal)
+    if tied is not None:
+        raise ModelError(
+            f"the adapter in {folder} changes {tied[0]}, and its model ties the weight of that layer to {tied[1]}: "
+            "merged, it would change both. Serve the adapter beside its model (`rollouts export ... --adapter`), or "
+            "train one without that layer"
+        )
+    beside = probe_logits(causal)
+    merged = peft_model.merge_and_unload(safe_merge=True)
+    if not agree(beside, probe_logits(merged)):
+        raise ModelError(
+            f"merged into the weights of {names}, the adapter in {folder} gives other logits than beside them, so it "
+            "cannot be merged by this version of peft"
+        )
+    return merged
 
 
 def _check_files(folder: str | Path) -> None:

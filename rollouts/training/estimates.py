@@ -14,7 +14,16 @@ from typing import Any, NamedTuple
 
 from rollouts.errors import ConfigError
 
-__all__ = ["MOMENTS", "ModelSize", "estimate_memory", "model_size", "model_size_of", "peak_flops", "train_flops"]
+__all__ = [
+    "MOMENTS",
+    "ModelSize",
+    "estimate_memory",
+    "model_size",
+    "model_size_of",
+    "peak_flops",
+    "tied_refusal",
+    "train_flops",
+]
 
 _DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -86,7 +95,8 @@ def model_size(config: Any, *, lora_rank: int = 0, lora_targets: str = "all-line
     """The size of the model that a transformers config describes, made without memory for weights; with adapters of
     `lora_rank`, if above 0.
 
-    Raises ConfigError where `lora_targets` match no layer; whatever transformers raises for a config of no causal LM.
+    Raises ConfigError where `lora_targets` match no layer, or one with a tied weight; whatever transformers raises for
+    a config of no causal LM.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -258,6 +268,14 @@ def _without_adapters(size: ModelSize) -> int:
     return size.parameters - (size.trained if size.lora else 0)
 
 
+def tied_refusal(targets: str, layer: str, other: str) -> str:
+    """Why an adapter on such a layer is not trained, and what to type."""
+    return (
+        f"lora_targets {targets!r}: the model ties the weight of {layer} to {other}, and an adapter on one of them "
+        f"cannot be merged into the weight of both; leave {layer.rpartition('.')[2]} out of --training.lora-targets"
+    )
+
+
 def _base_layer(module: Any) -> Any:
     """The model's own layer beneath an adapter."""
     return module.get_base_layer() if hasattr(module, "get_base_layer") else module
@@ -290,4 +308,9 @@ def _adapter_parameters(causal: Any, rank: int, targets: str) -> int:
             f'lora_targets {targets!r} match no layer of {type(causal).__name__}; give "all-linear" or some of: '
             f"{', '.join(names)}"
         )
+    for layer in chosen:
+        same = [name for name, each in layers.items() if each.weight is layer.weight]
+        if len(same) > 1:
+            own = next(name for name in same if layers[name] is layer)
+            raise ConfigError(tied_refusal(targets, own, next(name for name in same if name != own)))
     return sum(rank * sum(layer.weight.shape) for layer in chosen)

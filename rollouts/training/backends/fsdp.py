@@ -17,6 +17,7 @@ from rollouts.plugins.checks import checked_by
 from rollouts.training.algorithms.algorithm import Algorithm
 from rollouts.training.backends import lora, sharding
 from rollouts.training.backends.float32_head import use_float32_head
+from rollouts.training.backends.meeting import place_of_this_process, secret_of
 from rollouts.training.backends.optimizer import check_sharded, make_settings
 from rollouts.training.backends.ranks import (
     Gathering,
@@ -24,7 +25,6 @@ from rollouts.training.backends.ranks import (
     Worker,
     gather_ranks,
     ignore_interrupts,
-    place_of_this_process,
     tell_failure,
 )
 from rollouts.training.backends.sharding import Sharding
@@ -51,6 +51,8 @@ def check_fsdp(values: Mapping[str, Any]) -> None:
     if processes < 0:
         raise ConfigError(f"--training.processes {processes}: expected 1 or more, or 0 for one a GPU")
     place = place_of_this_process()
+    if place is not None:
+        secret_of(place)
     if place is not None or processes:
         _check_replicas(values["replicas"], place.world_size if place is not None else processes)
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from rollouts.errors import ConfigError
+from rollouts.training.adapters import tied_with_adapter
+from rollouts.training.estimates import tied_refusal
 
 __all__ = [
     "ADAPTER",
@@ -33,7 +35,8 @@ ADAPTER = "default"
 def add_lora(causal: Any, *, rank: int, alpha: float | None, targets: str, seed: int) -> Any:
     """A PeftModel around the causal LM (which is changed in place). `alpha` None is 2 * rank.
 
-    `targets` is "all-linear" or names of layers with commas between them. Raises ConfigError where they match nothing.
+    `targets` is "all-linear" or names of layers with commas between them. Raises ConfigError where they match nothing,
+    or a layer whose weight the model ties to another one.
     """
     from peft import LoraConfig
 
@@ -50,12 +53,16 @@ def add_lora(causal: Any, *, rank: int, alpha: float | None, targets: str, seed:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            return wrap_in_adapter(causal, config)
+            wrapped = wrap_in_adapter(causal, config)
         except ValueError as error:
             raise ConfigError(
                 f"lora_targets {targets!r} match no layer of {type(causal).__name__}; "
                 f'give "all-linear" or some of: {", ".join(_layer_names(causal))}'
             ) from error
+    tied = tied_with_adapter(causal)
+    if tied is not None:
+        raise ConfigError(tied_refusal(targets, *tied))
+    return wrapped
 
 
 def wrap_in_adapter(causal: Any, config: Any) -> Any:
@@ -67,6 +74,8 @@ def wrap_in_adapter(causal: Any, config: Any) -> Any:
         warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")
         # peft reads a property of the model that newer transformers have renamed.
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+        # Of tied weights, which `add_lora` refuses.
+        warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
         return get_peft_model(causal, config)
 
 
@@ -85,7 +94,7 @@ def adapter_parameters(peft_model: Any) -> dict[str, Tensor]:
     named = dict(peft_model.named_parameters())
     # peft leaves the adapter's name out of the names in its files.
     return {
-        name: named[next(each for each in (name, _inner_name(name)) if each in named)]
+        name: named[next(each for each in (name, _inner_name(name), f"{name}.{ADAPTER}") if each in named)]
         for name in get_peft_model_state_dict(peft_model, adapter_name=ADAPTER, save_embedding_layers=False)
     }
 
@@ -102,7 +111,10 @@ def merged_weights(causal: Any, whole: Whole) -> dict[str, Tensor]:
             continue
         layer = modules[name.removesuffix(".base_layer.weight")] if name.endswith(".base_layer.weight") else None
         tensors = {"base": value}
-        if layer is not None and ADAPTER in layer.lora_A:
+        is_embedding = layer is not None and ADAPTER in layer.lora_embedding_A
+        if layer is not None and is_embedding:
+            tensors |= {"a": layer.lora_embedding_A[ADAPTER], "b": layer.lora_embedding_B[ADAPTER]}
+        elif layer is not None and ADAPTER in layer.lora_A:
             tensors |= {"a": layer.lora_A[ADAPTER].weight, "b": layer.lora_B[ADAPTER].weight}
         found = whole(tensors.items())
         if not found:
@@ -111,7 +123,8 @@ def merged_weights(causal: Any, whole: Whole) -> dict[str, Tensor]:
         if "a" in found:
             assert layer is not None, "it has the adapter"
             delta = (found["b"].float() @ found["a"].float()) * layer.scaling[ADAPTER]
-            base = (base.float() + (delta.T if layer.fan_in_fan_out else delta)).to(base.dtype)
+            turned = is_embedding or layer.fan_in_fan_out
+            base = (base.float() + (delta.T if turned else delta)).to(base.dtype)
         merged[name.replace(".base_layer.", ".")] = base
     return merged
 
@@ -125,6 +138,6 @@ def _layer_names(causal: Any) -> list[str]:
     names = {
         name.rpartition(".")[2]
         for name, module in causal.named_modules()
-        if isinstance(module, nn.Linear) or "Conv1D" in type(module).__name__
+        if isinstance(module, nn.Linear | nn.Embedding) or "Conv1D" in type(module).__name__
     }
-    return sorted(names) or ["(this model has no linear layers)"]
+    return sorted(names) or ["(this model has no such layers)"]

@@ -13,9 +13,9 @@ import datetime
 import functools
 import os
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +27,7 @@ from torch import Tensor
 from rollouts.errors import ConfigError, RankError, RolloutsError, words_of
 from rollouts.training.backends.crew import Command, execute
 from rollouts.training.backends.heartbeats import Beating, Failure, Watch
+from rollouts.training.backends.meeting import SECRET, Place, join_ranks, open_here, place_of_this_process
 from rollouts.training.backends.messages import Channel, is_timeout
 from rollouts.training.backends.shares import Share
 from rollouts.training.backends.sums import Reading
@@ -34,59 +35,24 @@ from rollouts.training.backends.trainer import Trainer
 from rollouts.training.types import StepResult
 
 __all__ = [
-    "CONFIG_KEY",
     "Gathering",
-    "Place",
     "Team",
     "Worker",
     "gather_ranks",
     "ignore_interrupts",
-    "place_of_this_process",
     "tell_failure",
 ]
 
-CONFIG_KEY = "config"
 _WAIT_SECONDS = 30.0  # how long one wait for a command lasts before it begins again
 _CLOSE_SECONDS = 15.0
 FILES_SECONDS = 1800.0
 _LEAVE_SECONDS = 5.0
 
 
-class Place(NamedTuple):
-    """Which of how many ranks this process is; `launched` by torchrun or the like, or by rank 0 itself."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    launched: bool
-
-
-def place_of_this_process() -> Place | None:
-    """The place that a launcher gave this process by RANK and WORLD_SIZE; None where nobody launched it.
-
-    Raises ConfigError where only some of the variables are set, or they are no numbers.
-    """
-    given = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    if not given["RANK"] and not given["WORLD_SIZE"]:
-        return None
-    try:
-        rank, world_size = int(given["RANK"]), int(given["WORLD_SIZE"])
-        local_rank = int(os.environ.get("LOCAL_RANK", rank))
-        int(given["MASTER_PORT"])
-    except ValueError as error:
-        shown = ", ".join(f"{name}={value or '(not set)'}" for name, value in given.items())
-        raise ConfigError(
-            f"this process was launched as a rank, but its variables are {shown}; start it with "
-            "`torchrun --nproc-per-node N -m rollouts run …`, or type --training.processes N without a launcher"
-        ) from error
-    return Place(rank, world_size, local_rank, "ROLLOUTS_STARTED_BY_RANK_0" not in os.environ)
-
-
 class _Meeting(NamedTuple):
-    """The store, and this rank's way to it."""
+    """This rank's way to the others, and the processes that it started."""
 
     place: Place
-    store: Any
     channel: Channel
     processes: dict[int, subprocess.Popen[bytes]]
 
@@ -131,7 +97,7 @@ class Gathering:
         """
         from torch import distributed
 
-        place, store = self.place, self._meeting.store
+        place = self.place
         self.meet("composed", agreement)
         first = (self.channel.read("composed/0") or b"").decode()
         if first != agreement:
@@ -142,7 +108,7 @@ class Gathering:
         with self.failures():
             distributed.init_process_group(
                 backend,
-                store=distributed.PrefixStore("group", store),  # type: ignore[attr-defined]
+                store=self.channel.group_store(),
                 rank=place.rank,
                 world_size=place.world_size,
                 # On GPUs the judge comes first: there torch ends the process without a word.
@@ -167,6 +133,10 @@ class Gathering:
                         "it more time with --training.start-seconds"
                     )
                 time.sleep(0.05)
+            if self.channel.read(f"{name}/{rank}") is None:
+                raise ConfigError(
+                    f"what rank {rank} says is not signed with the secret of this run; give all ranks the same {SECRET}"
+                )
 
     def check(self) -> None:
         """Raises the verdict, if there is one."""
@@ -218,54 +188,31 @@ def gather_ranks(
     gather = functools.partial(Gathering, stall_seconds=stall_seconds, start_seconds=start_seconds, on_gpus=on_gpus)
     if place is None:
         return gather(_start_others(processes, config))
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        place.world_size,
-        is_master=place.rank == 0 and not agent,
-        wait_for_workers=False,
-        timeout=datetime.timedelta(seconds=300),
-    )
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a launcher's store outlives what it restarts
-    mine = PrefixStore(f"rollouts/{attempt}", store)
-    return gather(_Meeting(place, mine, Channel(mine), {}))
+    return gather(_Meeting(place, join_ranks(place), {}))
 
 
 def _start_others(processes: int, config: str) -> _Meeting:
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-
-    host = "127.0.0.1"
-    store = TCPStore(
-        host, 0, processes, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=300)
-    )
-    mine = PrefixStore("rollouts/0", store)
-    channel = Channel(mine)
-    channel.post(CONFIG_KEY, config.encode())
-    started: dict[int, subprocess.Popen[bytes]] = {}
-    shared = {
+    channel, variables = open_here(processes)
+    shared = variables | {
         "WORLD_SIZE": str(processes),
-        "MASTER_ADDR": host,
-        "MASTER_PORT": str(store.port),
         "ROLLOUTS_STARTED_BY_RANK_0": str(os.getpid()),
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # rank 0 tells what goes wrong
     }
-    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    if loopback is not None:  # all ranks are here, whatever the machine's name resolves to
-        shared["GLOO_SOCKET_IFNAME"] = os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     if "OMP_NUM_THREADS" not in os.environ:
         shared["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // processes))
+    started: dict[int, subprocess.Popen[bytes]] = {}
     for rank in range(1, processes):
         environment = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        started[rank] = subprocess.Popen(
-            [sys.executable, "-m", "rollouts.compose.rank"],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=sys.__stderr__.fileno() if sys.__stderr__ is not None else subprocess.DEVNULL,
-        )
-    return _Meeting(Place(0, processes, 0, False), mine, channel, started)
+        with tempfile.TemporaryFile() as settings:  # not through the store, which other users can reach
+            settings.write(config.encode())
+            settings.seek(0)
+            started[rank] = subprocess.Popen(
+                [sys.executable, "-m", "rollouts.compose.rank"],
+                env=environment,
+                stdin=settings,
+                stdout=sys.__stderr__.fileno() if sys.__stderr__ is not None else subprocess.DEVNULL,
+            )
+    return _Meeting(Place(0, processes, 0, False), channel, started)
 
 
 class Team:

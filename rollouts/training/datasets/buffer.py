@@ -95,10 +95,10 @@ def as_conversation(value: Any, label: str) -> list[Message]:
     try:
         messages = _as_prompt(value) if isinstance(value, list) else msgspec.convert(value, list[Message])
     except msgspec.ValidationError as error:
-        raise EnvironmentDefinitionError(f"{label} gave {value!r} ({error}); expected {expected}") from error
+        raise EnvironmentDefinitionError(f"{label} gave {shown(value)} ({error}); expected {expected}") from error
     assert not isinstance(messages, str), "a list was converted"
     if all(message.role != "assistant" for message in messages):
-        raise EnvironmentDefinitionError(f"{label} gave {value!r}, which teaches no reply; expected {expected}")
+        raise EnvironmentDefinitionError(f"{label} gave {shown(value)}, which teaches no reply; expected {expected}")
     return messages
 
 

@@ -208,7 +208,10 @@ def test_what_cannot_be_is_told(training, words, folder, crew_of):
             "its variables are RANK=0, WORLD_SIZE=2, MASTER_ADDR=.not set., MASTER_PORT",
         ),
         ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "its variables are RANK=x"),
-        ({"RANK": "0", "WORLD_SIZE": "4", "MASTER_PORT": "1"}, "processes 2, but the launcher started 4 ranks"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+            "processes 2, but the launcher started 4 ranks",
+        ),
     ],
 )
 def test_a_launcher_that_disagrees_is_told(variables, words, folder, crew_of, monkeypatch):

@@ -1,0 +1,125 @@
+"""Nothing but the ranks commands the ranks: their store is on loopback where they are, and what they say is signed."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from torch.distributed import HashStore, TCPStore
+
+from rollouts.cli import main
+from rollouts.errors import ConfigError, RankError
+from rollouts.training.backends.messages import Channel
+from rollouts.training.backends.ranks import gather_ranks
+
+SECRET = "ROLLOUTS_RANKS_SECRET"
+LISTENS = "0A"
+
+
+def listening():
+    """The addresses and ports on which this process listens, as Linux tells them: hexadecimal, IPv4 and IPv6."""
+    own = {link.readlink().name for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == LISTENS and f"socket:[{words[9]}]" in own:
+                address, port = words[1].split(":")
+                found.add((address, int(port, 16)))
+    return found
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def on_hosts(monkeypatch, **variables):
+    given = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1"} | variables
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+
+
+def gathered():
+    return gather_ranks(1, "", stall_seconds=5.0, start_seconds=5.0, on_gpus=False)
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="listening sockets are read from Linux's /proc")
+@pytest.mark.parametrize("launcher", ["none", "variables", "torchrun"])
+def test_ranks_of_one_machine_listen_on_loopback_only(launcher, monkeypatch):
+    agent = None
+    if launcher != "none":
+        here = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": socket.gethostname()}
+        on_hosts(monkeypatch, **here, MASTER_PORT=str(free_port()))
+    if launcher == "torchrun":
+        agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(agent.port))
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    before = listening()
+    gathering = gathered()
+    try:
+        gathering.join("gloo", "the same")
+        new = listening() - before
+        assert new and {address for address, _ in new} == {"0100007F"}, "127.0.0.1"
+        if agent is not None:
+            assert agent.check(["rollouts/0/port"]) and agent.num_keys() <= 3, "the launcher's store has the port only"
+    finally:
+        gathering.end()
+        __import__("torch").distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["run", "dry run"])
+@pytest.mark.parametrize(("secret", "words"), [("", "is not set"), ("short", "has 5 characters: expected 16 or more")])
+def test_ranks_of_several_hosts_need_a_secret(secret, words, dry, monkeypatch, capsys, tmp_path):
+    on_hosts(monkeypatch, COLUMNS="400", **{SECRET: secret})
+    flags = ["--eval-tasks", "0", "--training", "fsdp", "--out", str(tmp_path / "out"), *dry]
+    assert main(["run", "--env", "calculator", *flags]) == 2
+    told = capsys.readouterr().err
+    assert SECRET in told and words in told and "openssl rand" in told
+    assert not (tmp_path / "out").exists()
+
+
+def test_ranks_with_another_secret_are_told(monkeypatch):
+    port = free_port()
+    on_hosts(monkeypatch, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **{SECRET: "the secret of rank 0"})
+    gathering = gathered()
+    try:
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv(SECRET, "the secret of rank 1")
+        other = gathered()
+        other.channel.post("composed/1", b"1")
+        with pytest.raises(ConfigError, match=f"what rank 1 says is not signed .* same {SECRET}"):
+            gathering.meet("composed")
+        with pytest.raises(ConfigError, match="what rank 0 says is not signed"):
+            other.meet("composed")
+        other.beating.end()
+    finally:
+        gathering.end()
+
+
+@pytest.mark.parametrize("size", [0, 5, 9_000_000])
+def test_a_signed_message_arrives_and_any_other_is_refused(size):
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=1))
+    own, stranger = Channel(store, b"secret", "run"), Channel(store, b"", "run")
+    data = bytes(size)
+    own.send("command/1/1", data)
+    assert own.receive("command/1/1", 1) == data and not own.is_there("command/1/1")
+    for fake in (stranger, Channel(store, b"secret", "an earlier run")):
+        fake.send("command/2/1", data)
+        with pytest.raises(RankError, match="command/2/1 in the ranks' store is not signed"):
+            own.receive("command/2/1", 1)
+        fake.post("failed/1", b"notice")
+        assert own.read("failed/1") is None
+    own.send("command/3/1", data)
+    store.set("command/3/1/0", b"other bytes")
+    with pytest.raises(RankError, match="not signed"):
+        own.receive("command/3/1", 1)
+    own.post("failed/1", b"notice")
+    store.set("failed/2", store.get("failed/1"))
+    assert own.read("failed/1") == b"notice" and own.read("failed/2") is None, "signed for its place"
+    store.set("failed/1", b"")
+    assert own.read("failed/1") is None
