@@ -324,7 +324,7 @@ class Trainer:
         """About what a checkpoint of all ranks takes on the disk: weights, a critic's, a reference's, and moments."""
         policy = self.causal.parameters() if self.adapter is None else lora.adapter_parameters(self.adapter).values()
         critic = [parameter for parameter in self._names if all(parameter is not own for own in self._parameters)]
-        reference = self._parameters if self._reference is not None else []
+        reference = self._parameters if self._reference is not None and self._reference.follows else []
         moments = MOMENTS[self._settings.optimizer]
         return sum(
             count * parameter.numel() * parameter.element_size()
