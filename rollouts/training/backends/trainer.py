@@ -88,7 +88,8 @@ class Trainer:
         self.algorithms = dict(algorithms)
         self.adapter = adapter
         self._settings = settings
-        self.source = source
+        is_folder = source is not None and Path(source).is_dir()
+        self.source = str(Path(source).absolute()) if is_folder else source  # it is read again at every save
         self._shards = shards
         self._denominator = 0.0
         self._skipped = 0
