@@ -208,8 +208,8 @@ def _names(folder: Path, pattern: str) -> list[str]:
 
 def _last(folder: Path) -> int:
     """The step of the last complete checkpoint; 0 where there is none."""
-    found = [int(path.parent.name[5:]) for path in (folder / "checkpoints").glob("step_*/manifest.json")]
-    return max(found, default=0)
+    found = [path.parent.name[5:] for path in (folder / "checkpoints").glob("step_*/manifest.json")]
+    return max((int(name) for name in found if name.isdigit()), default=0)
 
 
 def _wait(condition: Any, process: subprocess.Popen[Any], seconds: float = SECONDS_MAX) -> None:
