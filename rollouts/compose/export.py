@@ -24,7 +24,7 @@ from rollouts.training.adapters import (
     probe_logits,
     read_adapter_config,
 )
-from rollouts.training.backends.checkpoint_files import STATE, check_folder, last_checkpoint
+from rollouts.training.backends.checkpoint_files import STATE, check_folder, newest_checkpoint
 from rollouts.training.backends.checkpoint_writing import open_as_its_folder
 from rollouts.training.models import adapters_beneath, load_config, load_hf_model, load_tokenizer, no_progress_bars
 
@@ -91,7 +91,7 @@ def find_checkpoint(source: str) -> Path:
         return path
     phases = [path / phase for phase in ("rl", "sft") if (path / phase).is_dir()]  # of a run of mode sft+rl
     for run in (*phases, path):
-        found = last_checkpoint(run / "checkpoints") or last_checkpoint(run)
+        found = newest_checkpoint(run / "checkpoints") or newest_checkpoint(run)
         if found is not None:
             return found
     if (path / "config.toml").is_file():

@@ -30,7 +30,7 @@ from rollouts.encoding import encode_indented
 from rollouts.errors import ConfigError, DamagedCheckpointError, OutputError, RolloutsError, UserError
 from rollouts.loggers.base import plain_settings
 from rollouts.run_folder import CONFIG, check_out, default_out, holds_run, make_new, shown_path
-from rollouts.training.backends.checkpoint_files import check_folder, last_checkpoint
+from rollouts.training.backends.checkpoint_files import check_folder, newest_checkpoint
 from rollouts.types import Task
 
 __all__ = ["describe_phases", "launch_phases", "phases"]
@@ -222,7 +222,7 @@ def _is_over(plan: Plan) -> bool:
         return False
     if plan.settings.mode == "sft":
         try:
-            last = last_checkpoint(folder / "checkpoints")
+            last = newest_checkpoint(folder / "checkpoints")
             if last is not None:
                 check_folder(str(last))
         except DamagedCheckpointError:
@@ -257,7 +257,7 @@ def _with(plan: Plan, **changes: Any) -> Plan:
 
 def _checkpoint(folder: Path) -> Path:
     """The last checkpoint of the supervised phase. Raises ConfigError."""
-    found = last_checkpoint(folder / "checkpoints")
+    found = newest_checkpoint(folder / "checkpoints")
     if found is None:
         raise ConfigError(f"the supervised phase in {folder} has no checkpoint, so there is nothing to begin with")
     return found

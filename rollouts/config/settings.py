@@ -322,11 +322,10 @@ class Settings:
     )
     eval_every: int = _setting(0, "Steps between evaluations; 0: only before and after.", "Watching", minimum=0)
     eval_tasks: int = _setting(512, "Held-out tasks of an evaluation.", "Watching", minimum=0)
-    checkpoint_every: int = _setting(0, "Steps between checkpoints; 0: by --checkpoint-seconds.", "Watching", minimum=0)
+    checkpoint_every: int = _setting(0, "Steps between checkpoints; 0: by the clock.", "Watching", minimum=0)
     checkpoint_seconds: float = _setting(
         600.0,
-        "Seconds between checkpoints where --checkpoint-every gives no steps; the next one replaces it. 0: only the "
-        "last.",
+        "Seconds between checkpoints by the clock; each replaces the one before it. 0: only the last.",
         "Watching",
         minimum=0,
     )

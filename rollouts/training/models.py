@@ -55,9 +55,7 @@ def is_remote_code_allowed() -> bool:
 
 
 def resolve_model_name(name: str) -> str:
-    """The absolute path of `tiny`, or of a folder that exists and holds a model or an adapter; else a hub name. Raises
-    ModelError.
-    """
+    """The folder of `tiny`, a folder that exists and holds a model or an adapter, or a hub name. Raises ModelError."""
     if name == "tiny":
         return str(TINY_PATH)
     if not name:
@@ -67,7 +65,7 @@ def resolve_model_name(name: str) -> str:
         if not (path / "config.json").is_file() and not is_adapter(path):
             hint = _checkpoint_hint(path)
             raise ModelError(f"the folder {name} holds no config.json, so it is no transformers model{hint}")
-        return str(path.absolute())  # it is read again at every save, whatever the working directory is then
+        return str(path)
     if path.exists():
         raise ModelError(f"the model {name} is a file; give the folder that holds config.json and the weights")
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name:

@@ -32,6 +32,7 @@ __all__ = [
     "earlier_checkpoint",
     "last_checkpoint",
     "manifest_crc",
+    "newest_checkpoint",
     "prune_checkpoints",
     "read_state",
     "remove_checkpoint",
@@ -132,8 +133,14 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """The newest one of a run's `checkpoints/`, if there is any. Raises DamagedCheckpointError where it has no
-    manifest: a checkpoint gets its name once it is whole, so something has been lost.
+    """The newest whole one of a run's `checkpoints/`, if there is any."""
+    found = complete_checkpoints(folder)
+    return found[-1] if found else None
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The same; raises DamagedCheckpointError where a newer one has no manifest: a checkpoint gets its name once it is
+    whole, so something has been lost.
     """
     found = all_checkpoints(folder)
     if found and not (found[-1] / MANIFEST).is_file():
@@ -286,15 +293,16 @@ def _without_manifest(folder: Path) -> ConfigError:
     began = step_of(folder) is not None or visible_name(folder) is not None
     if began or (folder / STATE).exists() or (folder / TRAINER).exists():
         return DamagedCheckpointError(
-            f"the checkpoint {folder} has no {MANIFEST}, so it is not whole; {earlier_checkpoint(folder)}"
+            f"the checkpoint {folder} has no {MANIFEST}, so it was lost, or writing it did not finish; "
+            f"{earlier_checkpoint(folder)}"
         )
     return _no_checkpoint(folder)
 
 
 def _no_checkpoint(folder: Path) -> ConfigError:
-    inside = complete_checkpoints(folder / "checkpoints") or complete_checkpoints(folder)
-    if inside:
-        hint = f"did you mean {inside[-1]}?"
+    inside = last_checkpoint(folder / "checkpoints") or last_checkpoint(folder)
+    if inside is not None:
+        hint = f"did you mean {inside}?"
     elif (folder / "config.json").is_file():
         hint = f"it holds a model: type --model {folder} to begin a new run from it"
     else:

@@ -174,7 +174,7 @@ class PyTorchTrainingBackend:
         self.thread = TorchThread("rollouts-pytorch")
         # A module's own call takes anything; what it names stands in its forward.
         self._loss_fn = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
-        self._folder = Path(checkpoint_dir)
+        self._folder = Path(checkpoint_dir).absolute()
         self._scheduler = scheduler
         self._max_grad_norm = math.inf if max_grad_norm is None else max_grad_norm
         self._denominator = 0.0

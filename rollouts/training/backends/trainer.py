@@ -90,7 +90,8 @@ class Trainer:
         self.algorithms = dict(algorithms)
         self.adapter = adapter
         self._settings = settings
-        self.source = source
+        is_folder = source is not None and Path(source).is_dir()
+        self.source = str(Path(source).absolute()) if is_folder else source  # it is read again at every save
         self._shards = shards
         self._denominator = 0.0
         self._skipped = 0
@@ -341,7 +342,7 @@ class Trainer:
         """About what a checkpoint of all ranks takes on the disk: weights, a critic's, a reference's, and moments."""
         policy = self.causal.parameters() if self.adapter is None else lora.adapter_parameters(self.adapter).values()
         critic = [parameter for parameter in self._names if all(parameter is not own for own in self._parameters)]
-        reference = self._parameters if self._reference is not None else []
+        reference = self._parameters if self._reference is not None and self._reference.follows else []
         moments = MOMENTS[self._settings.optimizer]
         return sum(
             count * parameter.numel() * parameter.element_size()
