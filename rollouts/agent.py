@@ -20,7 +20,7 @@ import trio
 
 from rollouts.agent_clock import EpisodeClock
 from rollouts.agent_model import ChatModel, EpisodeLimits, EpisodeOver, plain_state, turn_seed
-from rollouts.author_code import authors_code, message_of
+from rollouts.author_code import authors_code, message_of, shown
 from rollouts.env import calls
 from rollouts.env.authoring import metrics_of, rewards_of, tools_of
 from rollouts.env.checks import requests_of
@@ -268,7 +268,7 @@ async def _converse(play: _Play) -> None:
         if trajectory.status is Status.TRUNCATED:
             return
         if reply.tool_calls:
-            play.stage = f"running the tool {reply.tool_calls[0].name!r}"
+            play.stage = f"running the tool {shown(reply.tool_calls[0].name)}"
             answer = await model.call_tools(reply)
         else:
             play.stage = "running reply"

@@ -24,7 +24,7 @@ from rollouts.agent_tools import run_tool
 from rollouts.author_code import printable, shown
 from rollouts.encoding import plain
 from rollouts.env.authoring import ToolMethod
-from rollouts.errors import EnvironmentDefinitionError, InferenceError, ModelError, leaves_of
+from rollouts.errors import NAME_CHARACTERS_MAX, EnvironmentDefinitionError, InferenceError, ModelError, leaves_of
 from rollouts.inference.base import GenerateRequest, Generation, InferenceBackend
 from rollouts.inference.chatting import CanChat, ChatReply, ChatRequest
 from rollouts.types import Message, Segment, Status, Task, ToolCall, Trajectory
@@ -209,6 +209,7 @@ class ChatModel:
         if self._chat is None:
             return await self._speak_in_messages(conversation, messages, schemas)
         trajectory = conversation.trajectory
+        self._refuse_what_cannot_fit(self._chat, conversation, messages)
         turn = self._prepare(self._chat, conversation, messages, schemas)
         tokens = turn.context if turn.is_new_segment else trajectory.segments[-1].tokens + turn.context
         room = self._room(conversation, turn.messages, len(tokens))
@@ -275,7 +276,12 @@ class ChatModel:
             # In the conversation as the template shows it there is no call that a tool message could answer.
             return [Message("user", "\n".join(outcome.text for outcome in outcomes))]
         return [
-            Message("tool", outcome.text, tool_call_id=tool_call.id or None, name=tool_call.name or None)
+            Message(
+                "tool",
+                outcome.text,
+                tool_call_id=tool_call.id or None,
+                name=tool_call.name[:NAME_CHARACTERS_MAX] or None,
+            )
             for tool_call, outcome in zip(reply.tool_calls, outcomes, strict=True)
         ]
 
@@ -297,6 +303,19 @@ class ChatModel:
             raise self._out_of_turns(conversation, messages)
         if self.tokens_left == 0:
             raise self._stop(conversation, messages, Status.TRUNCATED, f"all {self._limits.max_tokens} tokens are used")
+
+    def _refuse_what_cannot_fit(self, chat: ChatFormat, conversation: _Conversation, messages: list[Message]) -> None:
+        """Raise EpisodeOver where the new messages have more characters than the whole context can: to find that out
+        by encoding ten megabytes takes half a minute, in which no other episode moves. White space may be taken away.
+        """
+        context = self._inference.context_tokens_max
+        new = [message.text for message in messages[len(conversation.trajectory.messages) :]]
+        if not conversation.trajectory.segments:
+            new = [message.text for message in messages]
+        room = context * chat.characters_per_token_max
+        if sum(map(len, new)) > room and sum(len(part) for text in new for part in text.split()) > room:
+            reason = f"the conversation has more than {context} tokens, and the model's context holds {context}"
+            raise self._stop(conversation, messages, Status.TRUNCATED, reason)
 
     def _prepare(
         self, chat: ChatFormat, conversation: _Conversation, messages: list[Message], schemas: list[dict[str, Any]]

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from rollouts.author_code import authors_code
+from rollouts.author_code import authors_code, shown
 from rollouts.env import calls
 from rollouts.env.authoring import ToolMethod
 from rollouts.env.processes import Answer, ProcessError, call_isolated
@@ -89,7 +89,7 @@ def _outcome(answer: Answer) -> ToolOutcome:
 
 def _unknown(name: str, tools: Mapping[str, Any]) -> str:
     if not tools:
-        return f"Error: there is no tool {name!r}; there are no tools here"
+        return f"Error: there is no tool {shown(name)}; there are no tools here"
     near = near_misses(name, tools)
     hint = f"; did you mean {near[0]!r}?" if near else "."
-    return f"Error: there is no tool {name!r}{hint} The tools are: {', '.join(tools)}"
+    return f"Error: there is no tool {shown(name)}{hint} The tools are: {', '.join(tools)}"

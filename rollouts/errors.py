@@ -30,6 +30,7 @@ from collections.abc import Iterable, Iterator
 from rollouts.author_code import message_of
 
 __all__ = [
+    "NAME_CHARACTERS_MAX",
     "AmbiguousComponentError",
     "BrokenPluginError",
     "CheckpointError",
@@ -54,6 +55,9 @@ __all__ = [
     "near_misses",
     "words_of",
 ]
+
+
+NAME_CHARACTERS_MAX = 200
 
 
 class RolloutsError(Exception):
@@ -191,11 +195,14 @@ def leaves_of(error: BaseException) -> Iterator[BaseException]:
 
 
 def near_misses(given: str, known: Iterable[str]) -> list[str]:
-    """The known names that look most like the given one, best first (at most three).
+    """The known names that look most like the given one, best first (at most three). A name that is longer than any
+    that is written by hand looks like none: to compare it takes seconds.
 
     >>> near_misses("calulator", ["calculator", "prompts"])
     ['calculator']
     """
     import difflib
 
+    if len(given) > NAME_CHARACTERS_MAX:
+        return []
     return difflib.get_close_matches(given, sorted(set(known)), n=3, cutoff=0.6)

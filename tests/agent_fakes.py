@@ -26,6 +26,7 @@ class FakeChat:
     """Characters are tokens; `[name {json}]` in a reply is a call. `rewrites`: turns whose history is rewritten."""
 
     stop_ids = (END,)
+    characters_per_token_max = 1
 
     def __init__(self, rewrites: Sequence[int] = (), tool_after_text: bool = True) -> None:
         self.rewrites = set(rewrites)

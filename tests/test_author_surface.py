@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
+import signal
 import sys
 from pathlib import Path
 
 import pytest
+import trio
 
 from rollouts.cli import main
 
-RUN = ["--steps", "1", "--prompts-per-step", "1", "--samples-per-prompt", "2", "--eval-tasks", "1", "--max-tokens", "16"]
+sys.path.insert(0, str(Path(__file__).parent))
+from agent_fakes import FakeChat, FakeEngine, Quiz, play
+
+RUN = ["--steps", "1", "--prompts-per-step", "1", "--samples-per-prompt", "2", "--max-tokens", "16"]
+RUN += ["--eval-tasks", "1"]
 
 PARTS = '''\
 import asyncio
@@ -114,3 +119,152 @@ def test_what_json_cannot_hold_is_replaced_in_the_runs_files_and_a_resume_reads_
         assert record["messages"][0]["content"].startswith("caf\\ud800")
         assert "no \\ud800 number" in record["why"]
     assert any(message["content"] == "again \\udfff" for message in written[0]["messages"])
+
+
+def test_what_is_no_exception_is_an_error_of_the_method_that_raised_it(capsys, parts):
+    (parts / "raises.py").write_text(RAISES)
+    settings = ["--filter", "./raises.py:keep", "--eval-tasks", "0"]
+    assert main(["run", "--env", "./raises.py:Raises", *RUN, *settings, "--out", "out"]) == 0, capsys.readouterr().err
+    (first, second) = sorted(records("out"), key=lambda record: record["status"])
+    assert (first["status"], second["status"]) == ("completed", "environment_error")
+    assert second["error"] == "running setup: RuntimeError: it raised GeneratorExit"
+    assert first["metrics"]["turns"] == 1.0
+    summary = json.loads((parts / "out" / "metrics.jsonl").read_text().splitlines()[0])
+    assert summary["rollout/metric_failures"] == 0.5
+
+
+RAISES = """\
+import asyncio
+
+from parts import Quiet
+from rollouts import reward
+from rollouts.env import metric
+
+
+class Raises(Quiet):
+    count = 0
+
+    def setup(self, task):
+        Raises.count += 1
+        if Raises.count % 2:
+            raise GeneratorExit
+
+    @metric
+    def measured(self):
+        raise KeyboardInterrupt
+
+
+def keep(rewards):
+    return True
+
+
+def leaves(rewards):
+    raise SystemExit(0)
+
+
+def interrupts(logprobs):
+    raise KeyboardInterrupt
+
+
+class Late(Quiet):
+    def tasks(self, split, rng):
+        import time
+
+        yield "the first"
+        time.sleep(60)
+
+
+class Leaves(Quiet):
+    def tasks(self, split, rng):
+        raise SystemExit(0)
+
+
+class LeavesLater(Quiet):
+    def tasks(self, split, rng):
+        yield "the first"
+        raise SystemExit
+
+
+class LeavesAtOnce(Quiet):
+    def __init__(self):
+        raise SystemExit(0)
+"""
+
+WRONG = [
+    (["--env", "./raises.py:Leaves"], 2, ["Leaves.tasks", "it called sys.exit(0)"]),
+    (["--env", "./raises.py:LeavesLater"], 2, ["LeavesLater.tasks", "it called sys.exit(None)"]),
+    (["--env", "./raises.py:LeavesAtOnce"], 2, ["LeavesAtOnce", "it called sys.exit(0)"]),
+    (["--env", "./exits.py:Env"], 2, ["exits.py, line 3", "it called sys.exit(0)"]),
+    (["--env", "./raises.py:Late", "--tasks-seconds", "0.2"], 2, ["Late.tasks", "0.2 seconds", "--tasks-seconds"]),
+    (["--env", "./raises.py:Late", "--tasks-seconds", "0"], 2, ["--tasks-seconds"]),
+    (["--env", "./parts.py:Quiet", "--filter", "./raises.py:leaves"], 1, ["filter", "it called sys.exit(0)"]),
+    (["--env", "./parts.py:Quiet", "--loss", "./raises.py:interrupts"], None, ["interrupts", "it raised KeyboardInt"]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code", "words"), WRONG)
+def test_code_that_leaves_the_process_is_one_clear_error(capsys, parts, arguments, code, words):
+    (parts / "raises.py").write_text(RAISES)
+    (parts / "exits.py").write_text("import sys\n\nsys.exit(0)\n")
+    found = main(["run", *RUN, *arguments, "--out", "out"])
+    error = capsys.readouterr().err
+    assert found in (1, 2) if code is None else found == code, error
+    assert error.count("error: ") == 1 and "Traceback" not in error
+    for word in words:
+        assert word in error, error
+
+
+def test_a_real_interrupt_passes_an_authors_code():
+    """Ctrl-C is a signal: no `raise` statement of the author's made it."""
+    from rollouts.author_code import authors_code
+
+    with pytest.raises(KeyboardInterrupt), authors_code():
+        signal.raise_signal(signal.SIGINT)
+    with pytest.raises(RuntimeError, match="it raised KeyboardInterrupt"), authors_code():
+        raise KeyboardInterrupt
+
+
+def test_trios_own_cancellation_passes_and_an_old_one_does_not():
+    from rollouts.env import calls
+
+    kept = []
+
+    async def keep():
+        try:
+            await trio.sleep_forever()
+        except trio.Cancelled as error:
+            kept.append(error)
+            raise
+
+    async def raise_again():
+        await trio.lowlevel.checkpoint()
+        raise kept[0]
+
+    async def both():
+        with trio.move_on_after(0.01) as scope:
+            await calls.call(keep, async_library="trio")
+        assert scope.cancelled_caught, "trio's own"
+        with pytest.raises(RuntimeError, match="it raised Cancelled"):
+            await calls.call(raise_again, async_library="trio")
+
+    trio.run(both)
+
+
+def test_a_name_of_a_megabyte_is_cut_and_a_reply_of_ten_is_not_encoded():
+    class Talks(Quiz):
+        def reply(self, trajectory):
+            return "word " * 2_000_000
+
+    class Counting(FakeChat):
+        longest = 0
+
+        def extend(self, before, reply, new, tools, sampled):
+            Counting.longest = max(Counting.longest, *(len(message.text) for message in new))
+            return super().extend(before, reply, new, tools, sampled)
+
+    engine = FakeEngine("[" + "n" * 1_000_000 + " {}]", context=2_000_000)
+    episode = play(Talks, engine, chat=Counting(), max_tokens=1_500_000)
+    answer = episode.trajectory.messages[2]
+    assert len(answer.text) < 500 and len(answer.name) <= 200, "the tool that does not exist"
+    assert (episode.status, Counting.longest) == ("truncated", len(answer.text))
+    assert "the model's context holds 2000000" in episode.trajectory.error

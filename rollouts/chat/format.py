@@ -93,6 +93,11 @@ class ChatFormat:
             )
             self.report = msgspec.structs.replace(self.report, refusals=[*self.report.refusals, unread])
 
+    @functools.cached_property
+    def characters_per_token_max(self) -> int:
+        """The characters of the longest token: a text has at least `len(text) / characters_per_token_max` tokens."""
+        return max(map(len, self.tokenizer.get_vocab()))
+
     def _reads_own_calls(self) -> bool:
         """Whether a call as the template shows it is read back as the same call."""
         before, call = [Message("user", "hello")], probe_call()

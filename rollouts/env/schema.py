@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from rollouts.author_code import authors_code, message_of, printable, shown
+from rollouts.encoding import plain as plain_json
 from rollouts.errors import EnvironmentDefinitionError, near_misses
 
 __all__ = ["tool_schema", "validate_arguments"]
@@ -82,7 +84,7 @@ def validate_arguments(
         if given not in parameters:
             near = near_misses(given, parameters)
             hint = f"; did you mean {near[0]!r}?" if near else "."
-            return f"{label} has no argument {given!r}{hint} Its arguments are: {_usage(parameters)}"
+            return f"{label} has no argument {shown(given)}{hint} Its arguments are: {_usage(parameters)}"
     missing = [p for p in parameters.values() if p.required and p.name not in arguments]
     if missing:
         listed = ", ".join(f"{p.name!r} ({_type_words(p.schema)})" for p in missing)
@@ -91,9 +93,10 @@ def validate_arguments(
     for given, value in arguments.items():
         parameter = parameters[given]
         try:
-            converted[given] = msgspec.convert(value, parameter.hint, strict=False)
+            with authors_code():
+                converted[given] = msgspec.convert(value, parameter.hint, strict=False)
         except Exception as error:  # ValidationError, or whatever a dataclass's own __post_init__ raises
-            return f"argument {given!r} of {label} must be {_type_words(parameter.schema)}: {error}"
+            return f"argument {given!r} of {label} must be {_type_words(parameter.schema)}: {message_of(error)}"
     return converted
 
 
@@ -140,14 +143,15 @@ def _read_parameter(
             f"{where}: the type {hint!r} cannot be described to a model ({reason}); "
             "use str, int, float, bool, Literal, an enum, list, dict or a dataclass"
         ) from error
-    schema = _inline(schema, components, ())
+    schema = plain_json(_inline(schema, components, ()))
     if description:
-        schema["description"] = description
+        schema["description"] = printable(description)
     if parameter.default is not parameter.empty and parameter.default is not None:
         try:
-            schema["default"] = msgspec.to_builtins(parameter.default)
-        except TypeError:
-            schema.pop("default", None)  # a default that JSON cannot write is only known to the tool
+            with authors_code():
+                schema["default"] = plain_json(msgspec.to_builtins(parameter.default))
+        except Exception:  # a default that JSON cannot write is only known to the tool
+            schema.pop("default", None)
     return _Parameter(parameter.name, hint, schema, parameter.default is parameter.empty)
 
 
@@ -230,6 +234,7 @@ def _usage(parameters: Mapping[str, _Parameter]) -> str:
 
 def _description(doc: str) -> str:
     """The docstring above its first section, paragraphs kept, lines joined."""
+    doc = printable(doc)
     lines: list[str] = []
     for line in doc.splitlines():
         if SECTION.fullmatch(line):

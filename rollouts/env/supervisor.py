@@ -120,4 +120,4 @@ def _end_like(status: int | None) -> None:
 
 def _prctl(option: int, value: int) -> bool:
     """Whether the kernel did it; only Linux has this."""
-    return sys.platform == "linux" and ctypes.CDLL(None).prctl(option, value, 0, 0, 0) == 0
+    return sys.platform == "linux" and int(ctypes.CDLL(None).prctl(option, value, 0, 0, 0)) == 0
