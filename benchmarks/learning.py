@@ -1,8 +1,9 @@
 """Does every loss learn? The calculator with the embedded model, once with each algorithm, one table and one picture.
 
-    python benchmarks/learning.py                        # all of them, about a minute each on two cores
+    python benchmarks/learning.py                        # all of them with three seeds, about a minute each
     python benchmarks/learning.py --only grpo dpo --seeds 0 1
     python benchmarks/learning.py --out figures          # figures.json, figures.md and figures.svg
+    python benchmarks/learning.py --only --add a.json b.json   # the table of what two earlier calls measured
 
 Each run is the README's main job with other settings: 120 steps of 8 tasks x 8 rollouts, then 512 held-out tasks,
 sampled and greedy. A run is a process of its own. `opd` and `opd_topk` distil a teacher that the run `grpo` made.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -52,13 +54,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run what was asked for and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=sorted(RUNS), help="these rows; otherwise all")
-    parser.add_argument("--seeds", nargs="*", type=int, default=[0])
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
+    parser.add_argument("--add", nargs="*", type=Path, default=[], help="OUT.json files of earlier calls, to join")
     parser.add_argument("--out", default="learning", help="files are written as OUT.json, OUT.md and OUT.svg")
     arguments = parser.parse_args(argv)
-    names = [name for name in RUNS if not arguments.only or name in arguments.only]
+    names = [name for name in RUNS if arguments.only is None or name in arguments.only]
+    earlier = [row for path in arguments.add for row in json.loads(path.read_text())]
     with tempfile.TemporaryDirectory() as scratch:
         teacher = Path(scratch) / "teacher"
         rows = [run_once(name, seed, Path(scratch), teacher) for seed in arguments.seeds for name in names]
+    rows = sorted(earlier + rows, key=lambda row: (list(RUNS).index(row["name"]), row["seed"]))
     Path(arguments.out + ".json").write_text(json.dumps(rows, indent=1) + "\n")
     Path(arguments.out + ".md").write_text(table(rows))
     draw(rows, Path(arguments.out + ".svg"))
@@ -108,16 +113,19 @@ def keep_teacher(out: Path, teacher: Path) -> None:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The figures as a table in markdown."""
+    """The figures as a table in markdown: a line for each algorithm, with a figure for each seed."""
+    seeds = ", ".join(str(seed) for seed in sorted({row["seed"] for row in rows}))
     lines = [
-        "| `rollouts run --env calculator ...` | seed | sampled held-out reward | greedy | CPU s (wall s) |",
+        f"| `rollouts run --env calculator ...` | sampled, seeds {seeds} | mean | greedy, mean | CPU s a run |",
         "|---|---|---|---|---|",
     ]
-    for row in rows:
-        sampled, greedy = (f"{row[key][0]:.3f} → **{row[key][1]:.3f}**" for key in ("sampled", "greedy"))
-        words = row["command"].removeprefix("rollouts run --env calculator ")
-        seconds = f"{row['cpu_seconds']:.0f} ({row['wall_seconds']:.0f})"
-        lines.append(f"| `{words}` | {row['seed']} | {sampled} | {greedy} | {seconds} |")
+    for name in dict.fromkeys(row["name"] for row in rows):
+        same = [row for row in rows if row["name"] == name]
+        words = same[0]["command"].removeprefix("rollouts run --env calculator ")
+        sampled, greedy = ([row[key][1] for row in same] for key in ("sampled", "greedy"))
+        each, mean = ", ".join(f"{value:.3f}" for value in sampled), statistics.fmean(sampled)
+        seconds = statistics.fmean(row["cpu_seconds"] for row in same)
+        lines.append(f"| `{words}` | {each} | **{mean:.3f}** | {statistics.fmean(greedy):.3f} | {seconds:.0f} |")
     return "\n".join(lines) + "\n"
 
 

@@ -20,13 +20,14 @@ import trio
 
 from rollouts.agent_clock import EpisodeClock
 from rollouts.agent_model import ChatModel, EpisodeLimits, EpisodeOver, plain_state, turn_seed
+from rollouts.author_code import authors_code, message_of
 from rollouts.env import calls
 from rollouts.env.authoring import metrics_of, rewards_of, tools_of
 from rollouts.env.checks import requests_of
 from rollouts.env.mixing import InvalidPolicy, RewardTerm, Verdict, mix, read_verdict
 from rollouts.env.processes import ProcessError
 from rollouts.env.schema import tool_schema
-from rollouts.errors import EnvironmentDefinitionError, InferenceError, ModelError, RewardError, leaves_of
+from rollouts.errors import EnvironmentDefinitionError, InferenceError, ModelError, RewardError, leaves_of, named
 from rollouts.inference.base import InferenceBackend
 from rollouts.inference.carried import HeldEpisode, attend, held_episode, remember
 from rollouts.types import Message, Score, Status, Task, Trajectory
@@ -191,7 +192,7 @@ class _EnvironmentFault(Exception):
     """What the environment's own code raised, so that it is not taken for a mistake of the core, nor the reverse."""
 
     def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
+        super().__init__(message_of(error))
         self.error = error
 
 
@@ -203,7 +204,7 @@ async def _ask_env(
         return await calls.call(function, *args, timeout_seconds=seconds, async_library=library)
     except calls.CallTimeoutError:
         raise
-    except Exception as error:  # an author's code may raise anything
+    except Exception as error:  # calls.call lets nothing else of the author's through
         raise _EnvironmentFault(error) from error
 
 
@@ -245,7 +246,8 @@ async def _snapshot(play: _Play) -> tuple[Any, dict[str, Any]] | None:
         raise
     except Exception:  # an author's code may raise anything; the episode itself is as well as before
         return None
-    return plain_state(type(play.env).__name__, state), play.model.state_dict()
+    conversations = play.model.state_dict()
+    return None if conversations is None else (plain_state(type(play.env).__name__, state), conversations)
 
 
 async def _converse(play: _Play) -> None:
@@ -304,12 +306,12 @@ def _status_of(error: Exception, stage: str) -> tuple[Status, str]:
             return leaf.status, leaf.reason
     for leaf in leaves:
         if isinstance(leaf, InferenceError):
-            return Status.INFERENCE_ERROR, str(leaf)
+            return Status.INFERENCE_ERROR, message_of(leaf)
     if not all(
         isinstance(leaf, _EnvironmentFault | ModelError | calls.AbandonedCallsError | ProcessError) for leaf in ours
     ):
         raise error
-    return Status.ENVIRONMENT_ERROR, f"{stage}: {_words(leaves[0])}"
+    return Status.ENVIRONMENT_ERROR, f"{stage}: {named(leaves[0])}"
 
 
 def _may_retry(error: Exception, status: Status, stage: str) -> bool:
@@ -325,11 +327,6 @@ def _raised(error: BaseException) -> list[BaseException]:
     return [inner for each in leaves for inner in leaves_of(each)]
 
 
-def _words(error: BaseException) -> str:
-    message = str(error)
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__
-
-
 async def _close(env: Any, seconds: float) -> str | None:
     """Run the environment's `close` whatever is being cancelled; what went wrong, in words."""
     if not hasattr(env, "close"):
@@ -343,7 +340,7 @@ async def _close(env: Any, seconds: float) -> str | None:
         except EnvironmentDefinitionError:
             raise
         except Exception as error:  # an author's code may raise anything
-            return f"running close: {_words(next(leaves_of(error)))}"
+            return f"running close: {named(error)}"
     return None
 
 
@@ -403,7 +400,7 @@ async def _ask(
     except (RewardError, EnvironmentDefinitionError):
         raise
     except Exception as error:  # a stranger's reward may raise anything
-        return Verdict(name, weight, None, {}, _words(next(leaves_of(error))), name)
+        return Verdict(name, weight, None, {}, named(error), name)
     return read_verdict(name, weight, returned)
 
 
@@ -411,7 +408,9 @@ async def _measure(function: Callable[..., Any], available: Mapping[str, Any], s
     """A metric's value; None where it raised, took too long, or is no finite number: a metric never harms a rollout."""
     arguments = [available[request] for request in requests_of(function)]
     try:
-        value = float(await calls.call(function, *arguments, timeout_seconds=seconds))
+        returned = await calls.call(function, *arguments, timeout_seconds=seconds)
+        with authors_code():
+            value = float(returned)
     except EnvironmentDefinitionError:
         raise
     except Exception:  # counted by the caller as metric_failures

@@ -21,11 +21,13 @@ import trio
 
 from rollouts.agent_clock import EpisodeClock
 from rollouts.agent_tools import run_tool
+from rollouts.author_code import printable, shown
+from rollouts.encoding import plain
 from rollouts.env.authoring import ToolMethod
 from rollouts.errors import EnvironmentDefinitionError, InferenceError, ModelError, leaves_of
 from rollouts.inference.base import GenerateRequest, Generation, InferenceBackend
 from rollouts.inference.chatting import CanChat, ChatReply, ChatRequest
-from rollouts.types import Message, Segment, Status, Task, Trajectory
+from rollouts.types import Message, Segment, Status, Task, ToolCall, Trajectory
 
 if TYPE_CHECKING:
     from rollouts.chat.format import ChatFormat
@@ -181,7 +183,7 @@ class ChatModel:
             ModelError: the chat template refuses this conversation.
             EnvironmentDefinitionError: another trio task still waits for its reply.
         """
-        schemas = self._schemas if tools is None else list(tools)
+        schemas = self._schemas if tools is None else plain(list(tools))
         said = _as_messages(messages)
         if self._is_speaking:
             self.failure = EnvironmentDefinitionError(
@@ -292,7 +294,7 @@ class ChatModel:
         if conversation.sampled is None:
             raise EpisodeOver(trajectory.status, trajectory.error or "this conversation is over")
         if self.turns_left == 0:
-            raise self._stop(conversation, messages, Status.TRUNCATED, f"all {self._limits.max_turns} turns are used")
+            raise self._out_of_turns(conversation, messages)
         if self.tokens_left == 0:
             raise self._stop(conversation, messages, Status.TRUNCATED, f"all {self._limits.max_tokens} tokens are used")
 
@@ -351,7 +353,7 @@ class ChatModel:
         _append(segment, turn.context, 0.0, [0.0] * len(turn.context), [-1] * len(turn.context))
         logprobs = [min(logprob, 0.0) for logprob in generation.logprobs]
         _append(segment, generation.tokens, 1.0, logprobs, generation.versions)
-        reply = chat.parse(generation.tokens, turn.schemas)
+        reply = _readable(chat.parse(generation.tokens, turn.schemas))
         conversation.sampled = list(generation.tokens)
         self._sampled_count += len(generation.tokens)
         self._record_message(conversation, turn.messages, turn.schemas, reply)
@@ -383,12 +385,26 @@ class ChatModel:
         conversation.sampled = None
         return EpisodeOver(status, reason)
 
+    def _out_of_turns(self, conversation: _Conversation, messages: list[Message]) -> EpisodeOver:
+        """A normal end, for it was the policy that used up the turns: what it sampled is trained on.
+
+        A conversation in which the model has not spoken is not kept: rewards would judge it in place of one that was.
+        """
+        reason = f"all {self._limits.max_turns} turns are used"
+        if not any("turn_limit" in trajectory.metrics for trajectory in self.trajectories):
+            self._count("turn_limit")
+        if conversation not in self._conversations:
+            return EpisodeOver(Status.COMPLETED, reason)
+        return self._stop(conversation, messages, Status.COMPLETED, reason)
+
     def _late(self, conversation: _Conversation, messages: list[Message]) -> EpisodeOver:
         reason = f"the model took longer than {self._limits.turn_seconds:g} seconds for one turn"
         return self._stop(conversation, messages, Status.TIMEOUT, reason)
 
-    def state_dict(self) -> dict[str, Any]:
-        """All conversations as plain data, as they are between two turns."""
+    def state_dict(self) -> dict[str, Any] | None:
+        """All conversations as plain data, as they are between two turns; None where JSON would not give back the same,
+        because of an object in a message, say.
+        """
         state = _ModelState(
             [_ConversationState(c.trajectory, c.sampled, c.turns) for c in self._conversations],
             None if self._current is None else self._conversations.index(self._current),
@@ -396,8 +412,11 @@ class ChatModel:
             self._sampled_count,
             self._turns,
         )
-        plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(_with_tasks(state, Task(""))))
-        return plain
+        try:
+            decoded: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(_with_tasks(state, Task(""))))
+        except (TypeError, ValueError, RecursionError):
+            return None
+        return decoded
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken; before the first turn."""
@@ -429,7 +448,7 @@ def plain_state(name: str, state: Any) -> Any:
     """What an environment's `state()` gave, as JSON has it. Raises EnvironmentDefinitionError where JSON cannot."""
     try:
         return msgspec.json.decode(msgspec.json.encode(state))
-    except TypeError as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise EnvironmentDefinitionError(
             f"{name}.state() returned what cannot be written to a checkpoint ({error}); it returns plain data: "
             "numbers, text, lists, dicts"
@@ -463,15 +482,51 @@ def _as_messages(messages: str | Sequence[Message | Mapping[str, Any]]) -> list[
 
 
 def _copy(message: Message) -> Message:
-    """A copy. Raises ModelError where it is made of what no template can read: a struct does not check its fields."""
-    content = message.content
+    """A copy whose text a tokenizer can read. Raises ModelError where it is made of what no template can read: a struct
+    does not check its fields.
+    """
+    content, calls = message.content, message.tool_calls
     has_parts = isinstance(content, list) and all(isinstance(part, dict) for part in content)
     if not isinstance(message.role, str) or not (has_parts or isinstance(content, str)):
         raise ModelError(
-            f"a message's role is text and its content is text or a list of parts, got {message.role!r} and "
+            f"a message's role is text and its content is text or a list of parts, got {shown(message.role)} and "
             f"{type(content).__name__}"
         )
-    return msgspec.structs.replace(message)
+    if not isinstance(calls, list) or not all(isinstance(each, ToolCall) for each in calls):
+        raise ModelError(f"a message's tool_calls are a list of ToolCall, got {shown(calls)}")
+    return _readable(message)
+
+
+def _readable(message: Message) -> Message:
+    """A copy without lone surrogates, which neither a tokenizer nor a file takes: they are written as their escapes."""
+    content = message.content
+    return Message(
+        printable(message.role),
+        printable(content) if isinstance(content, str) else [_readable_part(part) for part in content],
+        [_readable_call(each) for each in message.tool_calls],
+        _readable_text(message.tool_call_id),
+        _readable_text(message.name),
+        _readable_text(message.reasoning),
+    )
+
+
+def _readable_text(text: Any) -> str | None:
+    return None if text is None else printable(text) if isinstance(text, str) else shown(text)
+
+
+def _readable_part(part: dict[str, Any]) -> dict[str, Any]:
+    return {key: printable(value) if isinstance(value, str) else value for key, value in part.items()}
+
+
+def _readable_call(call: ToolCall) -> ToolCall:
+    try:
+        msgspec.json.encode(call)
+    except (TypeError, ValueError, RecursionError):
+        arguments = plain(call.arguments) if isinstance(call.arguments, dict) else {}
+        return ToolCall(
+            _readable_text(call.name) or "", arguments, _readable_text(call.id) or "", _readable_text(call.error)
+        )
+    return call
 
 
 def _append(segment: Segment, tokens: list[int], weight: float, logprobs: list[float], versions: list[int]) -> None:

@@ -11,12 +11,13 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
+from rollouts.author_code import authors_code
 from rollouts.env import calls
 from rollouts.env.authoring import ToolMethod
 from rollouts.env.processes import Answer, ProcessError, call_isolated
-from rollouts.env.results import error_words, result_text, shortened
+from rollouts.env.results import result_text, shortened
 from rollouts.env.schema import validate_arguments
-from rollouts.errors import EnvironmentDefinitionError, near_misses
+from rollouts.errors import EnvironmentDefinitionError, named, near_misses
 from rollouts.types import ToolCall
 
 __all__ = ["Failure", "ToolOutcome", "run_tool"]
@@ -71,13 +72,14 @@ async def run_tool(
             )
             return _outcome(answer)
         returned = await calls.call(functools.partial(tool.function, **arguments), timeout_seconds=seconds)
-        return ToolOutcome(shortened(result_text(returned), characters_max))
+        with authors_code():
+            return ToolOutcome(shortened(result_text(returned), characters_max))
     except calls.CallTimeoutError:
         return ToolOutcome(f"Error: {tool.name} took longer than {seconds:g} seconds", "timeout")
     except (calls.AbandonedCallsError, EnvironmentDefinitionError, ProcessError):
         raise
     except Exception as error:  # whatever a stranger's tool raises is the model's to read
-        return ToolOutcome(shortened(f"Error: {error_words(error)}", characters_max), "exception")
+        return ToolOutcome(shortened(f"Error: {named(error)}", characters_max), "exception")
 
 
 def _outcome(answer: Answer) -> ToolOutcome:

@@ -27,6 +27,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from rollouts.author_code import message_of
+
 __all__ = [
     "AmbiguousComponentError",
     "BrokenPluginError",
@@ -48,6 +50,7 @@ __all__ = [
     "UserError",
     "cause_of",
     "leaves_of",
+    "named",
     "near_misses",
     "words_of",
 ]
@@ -122,7 +125,11 @@ class RankError(TrainingError):
 
 
 class CheckpointError(RunError):
-    """A checkpoint cannot be written."""
+    """A checkpoint cannot be written; `is_full`: for want of space."""
+
+    def __init__(self, message: str = "", *, is_full: bool = False) -> None:
+        super().__init__(message)
+        self.is_full = is_full
 
 
 class InferenceError(RunError):
@@ -146,7 +153,21 @@ def words_of(error: BaseException) -> str:
 
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}; with ROLLOUTS_TRACEBACK=1 all of its traceback is shown"
+    return (
+        f"{type(error).__name__}: {message_of(error)}{place}; with ROLLOUTS_TRACEBACK=1 all of its traceback is shown"
+    )
+
+
+def named(error: BaseException) -> str:
+    """Type and message of an error of an author's, printable; of a group, its first member's.
+
+    >>> named(ValueError("too long")), named(ExceptionGroup("both", [KeyError()]))
+    ('ValueError: too long', 'KeyError')
+    """
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    message = message_of(error)
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def cause_of(error: BaseException) -> BaseException:

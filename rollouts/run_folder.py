@@ -1,29 +1,41 @@
 """A run is a folder that explains itself: config.toml, manifest.json, trajectories/, checkpoints/, summary.json.
 
 (`metrics.jsonl` is the logger `jsonl`'s.) Files are written whole or not at all. One process at a time writes to a
-folder: it holds a lock, which the system frees when the process ends, however it ends. Left out: what is in a
-checkpoint (training.backends), and which one a run goes on from (compose.resume).
+folder: it holds a lock, which the system frees when the process ends, however it ends. A forked child does not hold it.
+Left out: what is in a checkpoint (training.backends), and which one a run goes on from (compose.resume).
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import re
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from rollouts.disk import partial_name, sync_file, sync_folder, write_whole
+from rollouts.encoding import encode, encode_indented
 from rollouts.errors import ConfigError, OutputError
 from rollouts.types import Trajectory
 
-__all__ = ["RunFolder", "check_out", "default_out", "holds_run", "trajectory_record"]
+__all__ = [
+    "RunFolder",
+    "check_out",
+    "default_out",
+    "holds_run",
+    "make_new",
+    "shown_path",
+    "trajectory_record",
+]
 
 CONFIG = "config.toml"
 LOCK = ".lock"
@@ -37,21 +49,27 @@ def default_out(env: str, loss: str) -> str:
     return str(Path("runs") / "-".join((time.strftime("%Y%m%d-%H%M%S"), *words)))
 
 
-def check_out(out: str) -> Path:
-    """The folder that a run may be written to. Nothing is created.
+def check_out(out: str, home: Path | None = None) -> Path:
+    """The folder that a run may be written to, absolute; what is relative begins at `home` (None: the working
+    directory). Nothing is created.
 
     Raises:
         OutputError: it exists and is not an empty folder, or its nearest existing parent cannot be written.
     """
-    path = Path(out)
+    path = (home or Path()).absolute() / out
     if path.exists() and (not path.is_dir() or not _is_blank(path)):
         raise OutputError(f"the output folder {out} exists already and is kept as it is; type --out with another name")
-    parent = next(each for each in (path, *path.absolute().parents) if each.exists())
+    parent = next(each for each in (path, *path.parents) if each.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise OutputError(
             f"the output folder {out} cannot be made: {parent} cannot be written; type --out with another"
         )
     return path
+
+
+def shown_path(path: Path, home: Path) -> Path:
+    """The path as it is typed in `home`: relative where it is below."""
+    return Path(_in_words(str(path), home))
 
 
 def holds_run(path: Path) -> bool:
@@ -62,39 +80,69 @@ def holds_run(path: Path) -> bool:
 class RunFolder:
     """Writes one run's files. Raises OutputError where the disk refuses, or another process writes to the folder.
 
-    `RunFolder(path)` makes the folder of a new run, `RunFolder.reopen(path)` goes on in one that is there.
+    `RunFolder(path)` makes the folder of a new run, `RunFolder.new(path)` makes it under another name where that one is
+    taken, `RunFolder.reopen(path)` goes on in one that is there.
+
+    A relative path begins at `home` (None: the working directory). `path` is absolute, so that nothing depends on the
+    working directory of the moment; `shown` is the same for messages.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = check_out(str(path))
+    def __init__(self, path: Path, home: Path | None = None) -> None:
+        self._place(path, home)
+        check_out(str(self.shown), self.home)
         self._is_new = True
-        self._made = [each for each in (self.path, *self.path.absolute().parents) if not each.exists()]
-        self._lock = self._open()
+        self._made = [each for each in (self.path, *self.path.parents) if not each.exists()]
+        self._open()
         if holds_run(self.path):  # a process that was faster has written it and ended meanwhile
             self.close()
-            check_out(str(path))
+            check_out(str(self.shown), self.home)
 
     @classmethod
-    def reopen(cls, path: Path) -> RunFolder:
-        """The folder of a run that is there already. Raises ConfigError where there is none."""
-        if not holds_run(path):
-            raise ConfigError(f"{path} holds no run: it has no {CONFIG}; give the folder that a run has written")
-        folder = cls.__new__(cls)
-        folder.path, folder._is_new, folder._made = path, False, []
-        folder._lock = folder._open()
+    def new(cls, path: Path, home: Path | None = None) -> RunFolder:
+        """The folder of a new run at `path`, or where that name is taken at `path`-2, `path`-3 and so on."""
+        path, made = make_new(path, home)
+        folder = cls(path, home)
+        folder._made = made
         return folder
 
-    def _open(self) -> int | None:
-        """Make what is missing and take the lock."""
+    def _place(self, path: Path, home: Path | None) -> None:
+        self.home = (home or Path()).absolute()
+        self.path = self.home / path
+        self.shown = shown_path(self.path, self.home)
+
+    @classmethod
+    def reopen(cls, path: Path, home: Path | None = None) -> RunFolder:
+        """The folder of a run that is there already. Raises ConfigError where there is none."""
+        folder = cls.__new__(cls)
+        folder._place(path, home)
+        folder._is_new, folder._made = False, []
+        if not holds_run(folder.path):
+            raise ConfigError(f"{path} holds no run: it has no {CONFIG}; give the folder that a run has written")
+        folder._open()
+        return folder
+
+    def _open(self) -> None:
+        """Make what is missing, bring its names to the disk, and take the lock."""
+        self._synced: dict[str, tuple[int, int]] = {}
+        self._lock: int | None = None
         try:
             for name in PARTS:
                 (self.path / name).mkdir(parents=True, exist_ok=True)
-            return _take_lock(self.path)
+            self._lock = _take_lock(self.path, self.shown)
+            _open_here.add(self)
+            for made in (self.path, *(each.parent for each in self._made)):
+                sync_folder(made)
         except OSError as error:
-            raise OutputError(f"the output folder {self.path} cannot be made: {error.strerror or error}") from error
+            self.close()
+            raise _cannot_make(self.shown, error) from error
+
+    def in_words(self, text: str) -> str:
+        """The text with the paths below `home` as the user would type them."""
+        return _in_words(text, self.home)
 
     def close(self) -> None:
         """Let other processes write to the folder. Closing twice is harmless."""
+        _open_here.discard(self)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -115,6 +163,7 @@ class RunFolder:
         """Remove what says that the run has ended."""
         try:
             (self.path / "summary.json").unlink(missing_ok=True)
+            sync_folder(self.path)
         except OSError as error:
             raise OutputError(f"{self.path} cannot be written: {error.strerror or error}") from error
 
@@ -136,8 +185,8 @@ class RunFolder:
         self._write(self.path / name, text.encode())
 
     def write_json(self, name: str, value: Any) -> None:
-        """Write `value` as indented JSON, whole. NaN becomes null."""
-        self.write_text(name, msgspec.json.format(msgspec.json.encode(value, enc_hook=str), indent=2).decode() + "\n")
+        """Write `value` as indented JSON, whole; what JSON cannot hold is replaced, as `rollouts.encoding` says."""
+        self.write_text(name, encode_indented(value))
 
     def read_json(self, name: str) -> dict[str, Any]:
         """What `write_json` wrote; empty where there is no such file, or it cannot be read."""
@@ -147,17 +196,38 @@ class RunFolder:
             return {}
 
     def write_trajectories(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
-        """Write records as JSON lines into `trajectories/<name>.jsonl`, whole."""
-        lines = b"".join(msgspec.json.encode(record, enc_hook=str) + b"\n" for record in records)
-        self._write(self.path / "trajectories" / f"{name}.jsonl", lines)
+        """Write records as JSON lines into `trajectories/<name>.jsonl`, whole, encoded as `write_json` does; `sync`
+        brings them to the disk.
+        """
+        lines = b"".join(encode(record) + b"\n" for record in records)
+        self._write(self.path / "trajectories" / f"{name}.jsonl", lines, synced=False)
 
-    def _write(self, target: Path, data: bytes) -> None:
-        temporary = target.with_name(_partial(target.name))
+    def _write(self, target: Path, data: bytes, *, synced: bool = True) -> None:
         try:
-            temporary.write_bytes(data)
-            os.replace(temporary, target)
+            write_whole(target, data, synced=synced)
         except OSError as error:
             raise OutputError(f"{target} cannot be written: {error.strerror or error}") from error
+
+    def sync(self) -> None:
+        """Bring to the disk all that has changed since the last call, but for checkpoints. To be called before a
+        checkpoint is written: after a crash of the machine nothing is missing of what the checkpoint tells of.
+        """
+        try:
+            for folder, files in _below(self.path, without="checkpoints"):
+                changed = {file.path: _stamp(file) for file in files}
+                changed = {path: stamp for path, stamp in changed.items() if self._synced.get(path) != stamp}
+                for path in changed:
+                    with contextlib.suppress(FileNotFoundError):  # its owner has removed it meanwhile
+                        sync_file(Path(path))
+                if changed:
+                    sync_folder(folder)
+                self._synced |= changed
+        except OSError as error:
+            raise OutputError(f"{self.path} cannot be brought to the disk: {error.strerror or error}") from error
+
+    def relative(self, path: Path) -> str:
+        """The path of something in this folder, as its files have it: checkpoints/step_000010."""
+        return path.relative_to(self.path).as_posix()
 
     @property
     def checkpoints(self) -> Path:
@@ -169,20 +239,82 @@ class RunFolder:
         return self.checkpoints / f"step_{step:06d}"
 
 
-def _partial(name: str) -> str:
-    """The name of a file that is not whole yet."""
-    return f".{name}.partial"
+def make_new(path: Path, home: Path | None = None) -> tuple[Path, list[Path]]:
+    """An empty folder at `path`, or where that is taken at `path`-2, `path`-3 and so on; with all folders that were
+    made for it, the innermost first. Of several processes each gets another one. Raises OutputError.
+    """
+    wanted = (home or Path()).absolute() / path
+    made = [each for each in wanted.parents if not each.exists()]
+    for number in itertools.count(1):
+        folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise _cannot_make(path, error) from error
+        return folder, [folder, *made]
+    raise AssertionError("the numbers do not end")
+
+
+def _in_words(text: str, home: Path) -> str:
+    return text.replace(f"{home}{os.sep}", "")
+
+
+_open_here: weakref.WeakSet[RunFolder] = weakref.WeakSet()
+"""The folders that this process has locked."""
+
+
+def _release_in_child() -> None:
+    """A child that was forked shares the lock, and would hold it when this process is dead."""
+    for folder in list(_open_here):
+        folder.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_release_in_child)
+
+
+def _cannot_make(path: Path, error: OSError) -> OutputError:
+    return OutputError(f"the output folder {path} cannot be made: {error.strerror or error}")
+
+
+def _below(top: Path, *, without: str) -> Iterator[tuple[Path, list[os.DirEntry[str]]]]:
+    """Each folder below `top` with its plain files, but for the folder `without` in `top`. Inner folders come first."""
+    inner, files = [], []
+    with os.scandir(top) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                inner.append(entry)
+            elif entry.is_file(follow_symlinks=False):
+                files.append(entry)
+    for entry in inner:
+        if entry.name != without:
+            with contextlib.suppress(FileNotFoundError):
+                yield from _below(Path(entry.path), without="")
+    yield top, files
+
+
+def _stamp(file: os.DirEntry[str]) -> tuple[int, int]:
+    try:
+        stat = file.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return (0, 0)
+    return (stat.st_mtime_ns, stat.st_size)
 
 
 def _is_blank(path: Path) -> bool:
     """Whether the folder is empty, or holds no more than what a run has made that was killed as it began."""
     return all(
-        not any(entry.iterdir()) if entry.name in PARTS and entry.is_dir() else entry.name in (LOCK, _partial(CONFIG))
+        not any(entry.iterdir())
+        if entry.name in PARTS and entry.is_dir()
+        else entry.name in (LOCK, partial_name(CONFIG))
         for entry in path.iterdir()
     )
 
 
-def _take_lock(path: Path) -> int | None:
+def _take_lock(path: Path, shown: Path) -> int | None:
     """Lock the folder for this process; returns the file descriptor that holds the lock, None where there are no locks.
 
     The file stays behind: to remove it would let two processes hold locks on two files of its name.
@@ -202,7 +334,7 @@ def _take_lock(path: Path) -> int | None:
         if not isinstance(error, BlockingIOError):
             raise
         raise OutputError(
-            f"{path} is being written to by another process{holder and f' ({holder})'}; wait until it ends, or end it"
+            f"{shown} is being written to by another process{holder and f' ({holder})'}; wait until it ends, or end it"
         ) from error
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)

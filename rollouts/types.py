@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 
+from rollouts.encoding import encode
+
 __all__ = ["Message", "Sample", "Score", "Segment", "Status", "Task", "ToolCall", "Trajectory"]
 
 
@@ -21,8 +23,8 @@ class Status(enum.StrEnum):
     """How a rollout ended. Only `COMPLETED` and `TRUNCATED` rollouts were played out by the policy."""
 
     PENDING = "pending"
-    COMPLETED = "completed"
-    TRUNCATED = "truncated"  # ran out of tokens, turns or context
+    COMPLETED = "completed"  # it came to its end, or used all of its turns
+    TRUNCATED = "truncated"  # cut off by the limit on tokens or by the context
     ABORTED = "aborted"  # stopped from outside; its partial tokens are kept
     ENVIRONMENT_ERROR = "environment_error"  # setup, reply or close raised
     INFERENCE_ERROR = "inference_error"  # the engine failed or refused
@@ -91,7 +93,7 @@ class Task(msgspec.Struct, omit_defaults=True):
             return f"id:{self.id}"
         if isinstance(self.prompt, str):
             return f"prompt:{self.prompt}"
-        return "prompt:" + msgspec.json.encode(self.prompt).decode()
+        return "prompt:" + encode(self.prompt).decode()
 
 
 class Segment(msgspec.Struct):
@@ -120,7 +122,8 @@ class Segment(msgspec.Struct):
 class Trajectory(msgspec.Struct):
     """What one agent did in one episode: the messages people read, and the exact tokens that are trained on.
 
-    `metrics` counts what happened (`turns`, `tool_calls`, `tool_failures`, ...); `error` says why an episode failed.
+    `metrics` counts what happened (`turns`, `tool_calls`, `tool_failures`, ...; `turn_limit` is 1 where all turns were
+    used). `error` says why an episode failed or was cut short.
     """
 
     task: Task
@@ -164,8 +167,9 @@ class Score(msgspec.Struct, frozen=True):
 class Sample:
     """One row of training: the universal currency between rollouts and trainer.
 
-    `tokens`, `loss_mask`, `rollout_log_probs` and `policy_versions` have one length L (the last two may be absent,
-    for supervised data). `reward` is None where no reward could judge: such a row is out of the baseline and not
+    `tokens`, `loss_mask`, `rollout_log_probs` and `policy_versions` have one length L. The last two may be absent:
+    without logprobs the anchor of a ratio is the policy that is trained; logprobs without versions are those of the
+    weights that were served. `reward` is None where no reward could judge: such a row is out of the baseline and not
     trained. Rows of one rollout share `rollout_index`; rollouts of one prompt share `group_index`. `prompt_length` is
     the number of leading tokens that every rollout of the group shares (0 where that is unknown).
     """
@@ -191,12 +195,10 @@ class Sample:
         if self.rollout_log_probs is None:
             return
         assert len(self.rollout_log_probs) == length, f"{length} tokens but {len(self.rollout_log_probs)} logprobs"
-        assert self.policy_versions is not None, "a rollout sample carries policy versions"
-        assert len(self.policy_versions) == length, f"{length} tokens but {len(self.policy_versions)} versions"
-        for index, (weight, logprob, version) in enumerate(
-            zip(self.loss_mask, self.rollout_log_probs, self.policy_versions, strict=True)
-        ):
+        versions = self.policy_versions
+        assert versions is None or len(versions) == length, f"{length} tokens but {len(versions)} versions"
+        for index, (weight, logprob) in enumerate(zip(self.loss_mask, self.rollout_log_probs, strict=True)):
             if weight > 0:
                 assert math.isfinite(logprob) and logprob <= 0, f"token {index}: sampled logprob {logprob}"
-            elif version == -1:
+            elif versions is not None and versions[index] == -1:
                 assert logprob == 0.0, f"token {index} was not sampled but has logprob {logprob}"

@@ -23,6 +23,7 @@ from rollouts.env.checks import reward_term
 from rollouts.env.mixing import env_term
 from rollouts.errors import EnvironmentDefinitionError, InferenceError, RewardError
 from rollouts.inference.base import Generation, VersionSpan
+from rollouts.training.samples import episode_samples
 from rollouts.types import Message, Score, Status, Task
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -189,10 +190,13 @@ def test_reply_continues_the_conversation() -> None:
 # --- endings --------------------------------------------------------------------------------------------------------
 
 
-def test_the_turn_limit_truncates_after_the_last_tool_ran() -> None:
+def test_the_turn_limit_ends_an_episode_normally_after_the_last_tool_ran() -> None:
     engine = FakeEngine(rest='[double {"n": 21}]')
     episode = play(engine=engine, max_turns=2)
-    assert episode.status is Status.TRUNCATED and "2 turns" in (episode.trajectory.error or "")
+    assert episode.status is Status.COMPLETED and "2 turns" in (episode.trajectory.error or "")
+    assert episode.metrics["turn_limit"] == 1.0
+    (sample,) = episode_samples(episode, 0, 0)
+    assert sample.loss_mask == episode.trajectory.segments[0].loss_mask and 1.0 in sample.loss_mask, "it is trained"
     assert [m.role for m in episode.trajectory.messages] == ["user", "assistant", "tool", "assistant", "tool"]
     assert episode.score.value == 0.0
     check_exact(episode, engine)

@@ -46,7 +46,7 @@ def test_own_rollout_with_several_conversations() -> None:
     check_exact(episode, engine)
 
 
-def test_own_rollout_out_of_turns_is_truncated_even_inside_a_nursery() -> None:
+def test_own_rollout_out_of_turns_ends_normally_even_inside_a_nursery() -> None:
     class Forever(Quiz):
         async def rollout(self, task: Task, model: ChatModel) -> None:
             async def speak() -> None:
@@ -58,7 +58,7 @@ def test_own_rollout_out_of_turns_is_truncated_even_inside_a_nursery() -> None:
                 nursery.start_soon(speak)
 
     episode = play(Forever, FakeEngine(), max_turns=3)
-    assert episode.status is Status.TRUNCATED and len(episode.trajectory.segments) == 1
+    assert episode.status is Status.COMPLETED and len(episode.trajectory.segments) == 1
     assert episode.metrics["turns"] == 3.0
 
 
@@ -76,7 +76,8 @@ def test_a_changed_history_or_other_tools_are_recorded_exactly() -> None:
 
     engine = FakeEngine("one", "two", "three")
     episode = play(Rewriter, engine, max_turns=3)
-    assert [len(t.segments) for t in episode.trajectories[:2]] == [2, 1]
+    assert [len(t.segments) for t in episode.trajectories] == [2, 1], "a conversation that never began is not judged"
+    assert episode.metrics["turn_limit"] == 1.0
     assert episode.trajectories[0].messages[1].text == "one"
     check_exact(episode, engine)
 

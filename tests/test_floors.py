@@ -17,8 +17,11 @@ PACKAGE = Path(__file__).parents[1] / "rollouts"
 
 FLOORS = {
     # 0: shapes, errors, settings, plugins; standard library, msgspec and pluggy
+    "rollouts.author_code": 0,
+    "rollouts.encoding": 0,
     "rollouts.types": 0,
     "rollouts.errors": 0,
+    "rollouts.disk": 0,
     "rollouts.lazy": 0,
     "rollouts.config": 0,
     "rollouts.plugins": 0,

@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from rollouts.author_code import message_of
 from rollouts.errors import RolloutsError, UserError, near_misses
 
 __all__ = ["COMMANDS", "NamedGroup", "RolloutsGroup", "app", "run_app"]
@@ -181,7 +182,7 @@ def _report(error: BaseException) -> int:
         click.echo(str(error))
         return 0
     if isinstance(error, RolloutsError):
-        click.echo(f"error: {error}", err=True)
+        click.echo(f"error: {message_of(error)}", err=True)
         return error.exit_code
     assert isinstance(error, click.ClickException), f"{error!r} is not one of {_KNOWN}"
     click.echo(f"error: {_usage_message(error)}", err=True)

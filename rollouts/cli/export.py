@@ -23,9 +23,12 @@ __all__ = ["export"]
     help="The type of the written weights.  [default: that of the stored ones]",
 )
 @click.option("--adapter", is_flag=True, help="Write the LoRA adapter alone, in peft's format.")
-def export(source: str, out: str, dtype: str | None, adapter: bool) -> int:
+@click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model.")
+def export(source: str, out: str, dtype: str | None, adapter: bool, trust_remote_code: bool) -> int:
     """Export and say what was written; returns the exit code."""
     from rollouts.compose.export import export as write
+    from rollouts.training.models import remote_code
 
-    click.echo(write(source, out, dtype=dtype or "", adapter=adapter).words())
+    with remote_code(trust_remote_code):
+        click.echo(write(source, out, dtype=dtype or "", adapter=adapter).words())
     return 0

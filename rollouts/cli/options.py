@@ -26,7 +26,7 @@ can be chosen, the alias comes between: --reward short=pkg/brevity:-0.1 --reward
 as in TOML (3, 0.5, true, [1, 2]), else as text; `none` is None. `rollouts plugins show NAME` lists a component's
 settings, `rollouts config` the whole file. Flags come before the file, the file before the defaults."""
 
-_METAVARS = {int: "N", float: "X", str: "TEXT"}
+_METAVARS = {bool: "true|false", int: "N", float: "X", str: "TEXT"}
 
 
 class SettingsCommand(click.Command):

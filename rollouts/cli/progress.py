@@ -53,7 +53,7 @@ class Progress:
         )
         self._terminal.say(f"writing to {folder}")
         for note in notes:
-            self._terminal.say(f"note: {note}")
+            self.note(note)
 
     def evaluation(self, when: str, evaluation: dict[str, Any]) -> None:
         """One line; the table comes at the end."""
@@ -74,6 +74,10 @@ class Progress:
             self._terminal.say(f"step {done}/{self._steps}  {words}  {self._left(done)}")
         if groups and step % max(1, self._steps // CONVERSATIONS) == 0:
             self._converse(done, groups)
+
+    def note(self, words: str) -> None:
+        """One line."""
+        self._terminal.say(f"note: {words}")
 
     def faults(self, faults: Sequence[PluginFault]) -> None:
         """Each fault once."""

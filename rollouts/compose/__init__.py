@@ -95,6 +95,13 @@ def resume_command(folder: str, given: Tree, checkpoint: str) -> int:
 
 def _described(resolved: Resolved) -> str:
     """What `--dry-run` prints."""
+    from rollouts.training.models import remote_code
+
+    with remote_code(resolved.settings.trust_remote_code):
+        return _description(resolved)
+
+
+def _description(resolved: Resolved) -> str:
     if resolved.settings.mode == "sft+rl":
         from rollouts.compose.phases import describe_phases
 
@@ -126,18 +133,25 @@ def _tell_or_start(resolved: Resolved, started: float, folder: Path | None, chec
 def _evaluate(resolved: Resolved, watcher: EvaluationWatcher | None, started: float) -> dict[str, Any]:
     from rollouts.compose.evaluation import EvaluationSilence, launch_evaluation
     from rollouts.compose.evaluation_plan import make_evaluation_plan
+    from rollouts.training.models import remote_code
 
-    return launch_evaluation(make_evaluation_plan(resolved), watcher or EvaluationSilence(), started)
+    home = Path.cwd()  # where relative paths begin; an author's code may go elsewhere
+    with remote_code(resolved.settings.trust_remote_code):
+        return launch_evaluation(make_evaluation_plan(resolved), watcher or EvaluationSilence(), started, home)
 
 
 def _start(
     resolved: Resolved, watcher: Watcher, started: float, folder: Path | None, checkpoint: str = ""
 ) -> dict[str, Any]:
     """Compose, and run in a new folder (None), or go on in one."""
-    if resolved.settings.mode == "sft+rl":
-        from rollouts.compose.phases import launch_phases
+    from rollouts.training.models import remote_code
 
-        return launch_phases(resolved, watcher, started, resume=folder, checkpoint=checkpoint)
-    from rollouts.compose.launch import launch
+    home = Path.cwd()  # where relative paths begin; an author's code may go elsewhere
+    with remote_code(resolved.settings.trust_remote_code):
+        if resolved.settings.mode == "sft+rl":
+            from rollouts.compose.phases import launch_phases
 
-    return launch(make_plan(resolved), watcher, started, resume=folder, checkpoint=checkpoint)
+            return launch_phases(resolved, watcher, started, resume=folder, checkpoint=checkpoint, home=home)
+        from rollouts.compose.launch import launch
+
+        return launch(make_plan(resolved), watcher, started, resume=folder, checkpoint=checkpoint, home=home)

@@ -18,10 +18,10 @@ import trio
 
 from rollouts.compose.parts import Parts
 from rollouts.compose.resume import Resumed, RunState, flat_settings
+from rollouts.compose.saving import Occasion, Saving
 from rollouts.errors import CheckpointError
 from rollouts.evaluate import Evaluation, evaluate
 from rollouts.run_folder import trajectory_record
-from rollouts.training.backends.checkpoint_files import prune_checkpoints
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.loops.rl_loop import LoopState, RLTrainingConfig, StepReport, run_rl_training
 from rollouts.training.loops.sft_loop import SFTTrainingConfig, run_sft_training
@@ -62,6 +62,13 @@ class Course:
         self._metrics: dict[str, float] = {}
         self._loop: dict[str, Any] = {}  # the states of buffer, manager and loop, where there are any
         self._save_seconds: float | None = None
+        self._saving = Saving(
+            parts.folder,
+            parts.plan.settings,
+            bytes_each=getattr(parts.backend, "checkpoint_bytes", None),
+            by_clock=resumed.checkpoint if resumed is not None and resumed.is_own and self._start.by_clock else None,
+            warn=parts.watcher.note,
+        )
         self._syncing = WeightSyncManager([parts.inference], temperature=parts.plan.settings.temperature)
         self._failures = Failures(FailurePolicy(parts.plan.settings.retries, parts.plan.settings.max_failures))
         self._profiled = _profiled_steps(self._start.step, parts.plan.settings.steps, parts.plan.settings.profile)
@@ -72,6 +79,7 @@ class Course:
     async def run(self) -> None:
         """Evaluate, train, evaluate, save."""
         parts, settings = self._parts, self._parts.plan.settings
+        self._saving.begin(self._start.step)
         async with parts.inference:
             await self._syncing.sync(parts.backend)
             if self._resumed is not None and self._resumed.checkpoint is not None:
@@ -97,7 +105,8 @@ class Course:
             evaluation = await self._evaluate("after")
             self._evaluations["after"] = _as_dict(evaluation)
             self._metrics |= evaluation.as_metrics() if evaluation else {}
-            path = await self._save(steps, self._evaluations)
+            path = parts.folder.checkpoint_path(steps)
+            await self._save(path, steps, self._evaluations, "steps")
         self.summary["checkpoint"] = str(path.relative_to(parts.folder.path))
 
     async def _train_rl(self) -> None:
@@ -207,13 +216,15 @@ class Course:
 
     async def _after(self, step: int, metrics: dict[str, float]) -> None:
         """What is done once a step (0-based) is logged: a checkpoint."""
-        settings, done = self._parts.plan.settings, step + 1
+        done = step + 1
         self._metrics = dict(metrics)
-        # The run's end saves anyway.
-        if settings.checkpoint_every and done % settings.checkpoint_every == 0 and done < settings.steps:
+        self._saving.watch()
+        occasion = self._saving.occasion(done)
+        if occasion:
             began = time.perf_counter()
-            await self._save(done, {"before": self._evaluations["before"]})
-            self._save_seconds = time.perf_counter() - began
+            path = self._parts.folder.checkpoint_path(done)
+            if await self._save(path, done, {"before": self._evaluations["before"]}, occasion):
+                self._save_seconds = time.perf_counter() - began
         await self._profile_before(done)
 
     async def _serve_newest(self) -> dict[str, float]:
@@ -241,12 +252,13 @@ class Course:
         parts.watcher.evaluation(when, evaluation.as_dict())
         return evaluation
 
-    async def _save(self, done: int, evaluations: Mapping[str, Any]) -> Path:
-        """A checkpoint that transformers loads, tokenizer and template included, with all that is needed to go on; then
-        older ones go, as the settings say.
+    async def _save(self, path: Path, done: int, evaluations: Mapping[str, Any], occasion: Occasion) -> bool:
+        """Write a checkpoint that transformers loads, tokenizer and template included, with all that is needed to go
+        on; then older ones go, as the settings say. One by the clock that does not fit on the disk is left out: False.
+
+        What it tells of is on the disk before it is: a crash of the machine loses none of that.
         """
         parts, plan = self._parts, self._parts.plan
-        path = parts.folder.checkpoint_path(done)
         state = RunState(
             done,
             plan.settings.mode,
@@ -254,7 +266,9 @@ class Course:
             **self._loop,
             evaluation=dict(evaluations),
             metric=_metric(parts, self._metrics),
+            by_clock=occasion == "clock",
         )
+        await trio.to_thread.run_sync(parts.folder.sync)
         try:
             with trio.fail_after(SAVE_SECONDS):
                 await parts.backend.save(str(path), msgspec.to_builtins(state))
@@ -262,8 +276,13 @@ class Course:
             raise CheckpointError(
                 f"the checkpoint {path} was not written in {SAVE_SECONDS:g} s; see whether the disk answers"
             ) from error
-        await trio.to_thread.run_sync(prune_checkpoints, parts.folder.checkpoints, plan.settings.keep_checkpoints)
-        return path
+        except CheckpointError as error:
+            if occasion != "clock" or not error.is_full:
+                raise
+            self._saving.failed_by_clock(error)
+            return False
+        await trio.to_thread.run_sync(self._saving.saved, path, occasion)
+        return True
 
     async def _profile_before(self, step: int) -> None:
         """Start the profiler where the first profiled step comes next."""

@@ -13,15 +13,18 @@ import copy
 import functools
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from random import Random
 from typing import Any, NamedTuple
 
 import msgspec
 
+from rollouts.author_code import authors_code, shown
 from rollouts.compose.choosing import Chosen, curriculum
 from rollouts.config import Component, Source
 from rollouts.config.settings import Settings
+from rollouts.env.author_thread import AuthorThread
 from rollouts.errors import EnvironmentDefinitionError, RolloutsError, words_of
 from rollouts.plugins.index import ComponentRef, install_hint
 from rollouts.plugins.manager import PluginManager
@@ -47,6 +50,7 @@ class Environment(NamedTuple):
     share: float
     seed: int
     system: str
+    tasks_seconds: float = math.inf
 
     def make(self) -> Any:
         """A new environment object; two of them share no list."""
@@ -65,14 +69,14 @@ class Environment(NamedTuple):
 
     def training_source(self) -> Sequence[Task] | Callable[[int], Iterator[Task]]:
         """The training tasks: a sequence to shuffle, or a function of the epoch that reads them in their order."""
-        first = self._tasks("train", self._rng("train/0"))
+        first = self._tasks("train", self._rng("train/0"), whole=True)
         if isinstance(first, Sequence):
             return [self._ours(as_task(task)) for task in first]
         return lambda epoch: (self._ours(as_task(task)) for task in self._tasks("train", self._rng(f"train/{epoch}")))
 
     def demonstrations(self) -> Iterator[list[Message]]:
         """Expert conversations for supervised training. Raises EnvironmentDefinitionError where there are none."""
-        env = self.make()
+        env = self.make_checked()
         label = f"{self.name}.demonstrations('train', rng)"
         if not hasattr(env, "demonstrations"):
             raise EnvironmentDefinitionError(
@@ -80,9 +84,14 @@ class Environment(NamedTuple):
                 "rng)` that yields lists of Message, or train it with `rollouts run`"
             )
         conversation = None
-        with self._authors_code(label):
-            given = env.demonstrations("train", self._rng("demonstrations"))
-        for conversation in self._guarded(given, label):
+        thread = AuthorThread()
+        rng = self._rng("demonstrations")
+        given = self._in_time(thread, lambda: env.demonstrations("train", rng), label)
+        for conversation in self._guarded(given, thread, label):
+            if not isinstance(conversation, list) or not all(isinstance(each, Message) for each in conversation):
+                raise EnvironmentDefinitionError(
+                    f"{label} gave {shown(conversation)}; it has to yield lists of rollouts.Message"
+                )
             yield [*self._system_messages(), *conversation]
         if conversation is None:
             raise EnvironmentDefinitionError(
@@ -93,10 +102,11 @@ class Environment(NamedTuple):
     def _rng(self, purpose: str) -> Random:
         return Random("/".join(filter(None, (str(self.seed), self.alias, purpose))))
 
-    def _tasks(self, split: str, rng: Random) -> Iterable[Any]:
+    def _tasks(self, split: str, rng: Random, *, whole: bool = False) -> Iterable[Any]:
+        """What `tasks` gives; with `whole` a sequence is read to its end."""
         label = f"{self.name}.tasks({split!r}, rng)"
-        with self._authors_code(label):
-            tasks = self.make().tasks(split, rng)
+        thread = AuthorThread()
+        tasks = self._in_time(thread, lambda: self.make().tasks(split, rng), label)
         if inspect.isawaitable(tasks) or not isinstance(tasks, Iterable):
             if inspect.iscoroutine(tasks):
                 tasks.close()
@@ -104,7 +114,12 @@ class Environment(NamedTuple):
                 f"{label} gave {type(tasks).__name__}, which cannot be iterated; "
                 "it must be a plain generator or return a list of Task"
             )
-        return tasks if isinstance(tasks, Sequence) else self._guarded(tasks, label)
+        if isinstance(tasks, list | tuple):
+            return tasks
+        if whole and isinstance(tasks, Sequence):
+            drawn: list[Any] = self._in_time(thread, lambda: list(tasks), label)
+            return drawn
+        return self._guarded(tasks, thread, label)
 
     def _system_messages(self) -> list[Message]:
         return [Message("system", self.system)] if self.system else []
@@ -122,21 +137,33 @@ class Environment(NamedTuple):
     def _authors_code(self, label: str) -> Iterator[None]:
         """What an environment's own code raises becomes one EnvironmentDefinitionError that names it."""
         try:
-            yield
+            with authors_code():
+                yield
         except RolloutsError:
             raise
         except Exception as error:  # the author's code may raise anything
             hint = install_hint(error, self.ref) if self.ref else ""
             raise EnvironmentDefinitionError(f"{label} raised {words_of(error)}" + (hint and f"\n{hint}")) from error
 
-    def _guarded(self, values: Iterable[Any], label: str) -> Iterator[Any]:
-        """The same values, one at a time; the author's code runs at each step."""
+    def _in_time(self, thread: AuthorThread, function: Callable[[], Any], label: str) -> Any:
+        """What the environment's own code returns, in at most `tasks_seconds`."""
         with self._authors_code(label):
-            iterator = iter(values)
+            try:
+                return thread.call(function, self.tasks_seconds)
+            except TimeoutError as error:
+                if not thread.is_late:
+                    raise
+                raise EnvironmentDefinitionError(
+                    f"{label} gave nothing for {self.tasks_seconds:g} seconds, and --tasks-seconds is its deadline; "
+                    "type a larger one, or let it load its data faster"
+                ) from error
+
+    def _guarded(self, values: Iterable[Any], thread: AuthorThread, label: str) -> Iterator[Any]:
+        """The same values, one at a time; the author's code runs at each step."""
+        iterator = self._in_time(thread, lambda: iter(values), label)
         end = object()
         while True:
-            with self._authors_code(label):
-                value = next(iterator, end)
+            value = self._in_time(thread, lambda: next(iterator, end), label)
             if value is end:
                 return
             yield value
@@ -178,6 +205,7 @@ def plan_environments(
             share,
             settings.seed,
             settings.system,
+            settings.tasks_seconds,
         )
         for component, found, each, share in zip(components, chosen, curricula, shares, strict=True)
     )

@@ -26,7 +26,7 @@ from rollouts.compose.manifest import make_manifest
 from rollouts.compose.parts import how_to_play, load_chat, make_loggers, plain_plan, repeatable
 from rollouts.env.authoring import tools_of
 from rollouts.env.schema import tool_schema
-from rollouts.errors import RolloutsError, UserError, cause_of
+from rollouts.errors import RolloutsError, cause_of
 from rollouts.evaluate import numbers_of
 from rollouts.inference.base import CanCheck, InferenceBackend
 from rollouts.inference.chatting import CanChat
@@ -80,8 +80,11 @@ class EvaluationSilence:
         """Nothing."""
 
 
-def launch_evaluation(plan: EvaluationPlan, watcher: EvaluationWatcher, started: float) -> dict[str, Any]:
+def launch_evaluation(
+    plan: EvaluationPlan, watcher: EvaluationWatcher, started: float, home: Path | None = None
+) -> dict[str, Any]:
     """Play the evaluation to its end; returns what summary.json holds. `started` is `time.perf_counter()` then.
+    Relative paths begin at `home` (None: the working directory).
 
     Raises:
         UserError: before anything is written, or where an environment shows its mistake only when it is played.
@@ -89,18 +92,21 @@ def launch_evaluation(plan: EvaluationPlan, watcher: EvaluationWatcher, started:
         KeyboardInterrupt: likewise.
     """
     settings = plan.settings
-    out = check_out(settings.out or default_out(plan.env_name, "eval"))
+    home = home or Path.cwd()
+    out = Path(settings.out or default_out(plan.env_name, "eval"))
+    if settings.out or not (home / out).exists():  # a name that nobody chose may be taken
+        check_out(str(out), home)
     tasks = plan.eval_tasks()
     chat = None if plan.is_chat else load_chat(plan)
     with contextlib.ExitStack() as ending:
-        inference = _make_inference(plan, out)
-        trio.run(_check, plan, inference)
-        folder = RunFolder(out)
+        folder = RunFolder(out, home) if settings.out else RunFolder.new(out, home)
         ending.callback(folder.close)
         try:
+            inference = _make_inference(plan, folder.path)
+            trio.run(_check, plan, inference)
             folder.write_text("config.toml", repeatable(plan))
             folder.write_json("manifest.json", make_manifest(plan))
-        except (UserError, KeyboardInterrupt):
+        except BaseException:
             folder.discard()
             raise
         with contextlib.suppress(OSError):
@@ -192,7 +198,7 @@ class _Course:
         """Play everything; what ended it early. Once it is interrupted it is not interrupted again, until `ending`."""
         plan, folder = self._plan, self._folder
         try:
-            self._watcher.begin(plan, folder.path, len(self._jobs), self._notes())
+            self._watcher.begin(plan, folder.shown, len(self._jobs), self._notes())
             self._call_hooks("rollouts_run_start", settings=plain_plan(plan), folder=str(folder.path))
             trio.run(self._play_all)
         except BaseException as error:  # raised again by the caller
@@ -266,7 +272,7 @@ class _Course:
 
     def _told(self, failure: BaseException, done: int) -> BaseException:
         """The error to raise, which says how far the evaluation came."""
-        path = self._folder.path
+        path = self._folder.shown
         where = f"{done} of {len(self._jobs)} episodes are done, {path} keeps them"
         again = f"to begin again: rollouts eval {shlex.quote(str(path / 'config.toml'))}"
         if isinstance(failure, KeyboardInterrupt):

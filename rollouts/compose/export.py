@@ -14,11 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rollouts.disk import sync_file, sync_folder
 from rollouts.errors import ConfigError, ModelError, OutputError
 from rollouts.training.adapters import ADAPTER_CONFIG, has_tokenizer, is_adapter, read_adapter_config
 from rollouts.training.backends.checkpoint_files import STATE, check_folder, last_checkpoint
 from rollouts.training.backends.checkpoint_writing import open_as_its_folder
-from rollouts.training.models import adapters_beneath, load_hf_model, load_tokenizer, no_progress_bars
+from rollouts.training.models import adapters_beneath, load_config, load_hf_model, load_tokenizer, no_progress_bars
 
 __all__ = ["Exported", "export", "find_checkpoint"]
 
@@ -126,14 +127,7 @@ def _write_adapter(folder: Path, inside: Path) -> bool:
 
 def _stored_dtype(whole: str) -> str:
     """The type of a model's weights as its config.json says it."""
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(whole)
-    except (OSError, ValueError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"the configuration of the model {whole} could not be read: {first}") from error
-    return str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    return str(getattr(load_config(whole), "dtype", None) or "float32").removeprefix("torch.")
 
 
 def _tokenizer(name: str) -> Any:
@@ -164,12 +158,13 @@ def _new_folder(target: Path) -> Iterator[Path]:
         for file in temporary.rglob("*"):
             if file.is_file():
                 open_as_its_folder(file)
-                with file.open("rb+") as handle:
-                    os.fsync(handle.fileno())
+                sync_file(file)
         if target.exists():
             raise OutputError(f"{target} exists by now and is kept as it is; give the name of a new folder")
+        sync_folder(temporary)
         os.rename(temporary, target)
         done = True
+        sync_folder(target.parent)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise OutputError(f"{target} cannot be written: {reason}; give another folder, or make room") from error

@@ -46,7 +46,7 @@ from rollouts.compose.resume import (
 from rollouts.compose.watch import Watcher
 from rollouts.env.authoring import tools_of
 from rollouts.env.schema import tool_schema
-from rollouts.errors import OutputError, RolloutsError, UserError, cause_of
+from rollouts.errors import OutputError, RolloutsError, cause_of
 from rollouts.run_folder import RunFolder, check_out, default_out
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.rollout_gen.group_rewards import group_scorer
@@ -57,13 +57,20 @@ __all__ = ["demonstration_samples", "launch", "without_interrupts"]
 
 
 def launch(
-    plan: Plan, watcher: Watcher, started: float, *, resume: Path | None = None, checkpoint: str = ""
+    plan: Plan,
+    watcher: Watcher,
+    started: float,
+    *,
+    resume: Path | None = None,
+    checkpoint: str = "",
+    home: Path | None = None,
 ) -> dict[str, Any]:
     """Run the plan to its end; returns what summary.json holds. `started` is `time.perf_counter()` at the start.
 
     `resume` is the folder of an earlier run to go on with, from its last checkpoint, or from the one named
-    `checkpoint`; where the plan's own setting `resume` is `auto`, from the last one that is whole. On a rank above 0 of
-    a distributed backend this serves rank 0, and gives {}.
+    `checkpoint`; where the plan's own setting `resume` is `auto`, from the last one that is whole. Relative paths begin
+    at `home` (None: the working directory). On a rank above 0 of a distributed backend this serves rank 0, and gives
+    {}.
 
     Raises:
         UserError: before anything is written, or where an environment shows its mistake only when it is played.
@@ -71,8 +78,12 @@ def launch(
         KeyboardInterrupt: likewise.
     """
     settings = plan.settings
-    out = resume or check_out(settings.out or default_out(plan.env_name, plan.one("loss").name))
-    chosen = find_checkpoint(out, checkpoint) if checkpoint else None
+    home = home or Path.cwd()
+    named = resume or (Path(settings.out) if settings.out else None)
+    out = named or Path(default_out(plan.env_name, plan.one("loss").name))
+    if resume is None and (named or not (home / out).exists()):  # a name that nobody chose may be taken
+        check_out(str(out), home)
+    chosen = find_checkpoint(out, checkpoint, home) if checkpoint else None
     held_out = plan.eval_tasks()
     buffer = plan.task_buffer(held_out) if settings.mode == "rl" else DataBuffer([])
     chat = load_chat(plan)
@@ -84,23 +95,42 @@ def launch(
         return {}
     ending = contextlib.ExitStack()  # left last
     try:
-        inference = make_inference(plan, backend, str(out))
-        folder = RunFolder(out) if resume is None else RunFolder.reopen(out)
-        try:
+        with _opened(out, home, is_named=named is not None, is_there=resume is not None) as folder:
+            with _discarded(folder):
+                inference = make_inference(plan, backend, str(folder.path))
             resumed = None
             if resume is not None:
                 resumed = restore(backend, folder, plan, chosen, auto=settings.resume == "auto")
                 if resumed.state.data:
                     buffer.load_state_dict(resumed.state.data)
                 resumed = _take_back(plan, folder, backend, resumed)
-            logger = _begin(plan, folder, resumed)
+            with _discarded(folder):
+                logger = _begin(plan, folder, resumed)
             parts = Parts(plan, chat, backend, inference, folder, logger, watcher, held_out, scorer)
             return _run_and_summarise(parts, data, resumed, started, ending)
-        finally:
-            folder.close()
     finally:
         with ending:
             backend.close()
+
+
+@contextlib.contextmanager
+def _opened(out: Path, home: Path, *, is_named: bool, is_there: bool) -> Iterator[RunFolder]:
+    """The run's folder, locked for this process: one that is there, a new one, or a new one under a name that is
+    free.
+    """
+    make = RunFolder.reopen if is_there else RunFolder if is_named else RunFolder.new
+    with contextlib.closing(make(out, home)) as folder:
+        yield folder
+
+
+@contextlib.contextmanager
+def _discarded(folder: RunFolder) -> Iterator[None]:
+    """A new folder goes away again where the run is refused before it begins."""
+    try:
+        yield
+    except BaseException:
+        folder.discard()
+        raise
 
 
 def _take_back(plan: Plan, folder: RunFolder, backend: TrainingBackend, resumed: Resumed) -> Resumed:
@@ -113,43 +143,41 @@ def _take_back(plan: Plan, folder: RunFolder, backend: TrainingBackend, resumed:
     folder.forget_end()
     moved = set_aside(folder, step + 1 if resumed.is_own else step)
     if path is not None and not resumed.is_own:  # from here on the run has it too
+        folder.sync()
         backend.save(str(folder.checkpoint_path(step)), msgspec.to_builtins(resumed.state)).wait()
-    manifest = resumed_manifest(folder.read_json("manifest.json"), plan, step, None if path is None else str(path))
+    shown = None if path is None else folder.in_words(str(path))
+    manifest = resumed_manifest(folder.read_json("manifest.json"), plan, step, shown)
+    manifest["checkpoint"] = None if path is None else folder.relative(folder.checkpoint_path(step))
     if path is not None and not resumed.is_own:
-        manifest["resumed"][-1]["from"] = str(path.absolute())
+        manifest["resumed"][-1]["from"] = str(path)
     folder.write_json("manifest.json", manifest)
     if not moved:
         return resumed
     names = ", ".join(sorted(each.name for each in moved))
-    return resumed._replace(notes=(*resumed.notes, f"set aside in {folder.checkpoints}: {names}"))
+    return resumed._replace(notes=(*resumed.notes, f"set aside in {folder.shown / 'checkpoints'}: {names}"))
 
 
 def _begin(plan: Plan, folder: RunFolder, resumed: Resumed | None) -> Loggers:
-    """Write what says what the run is, and make its loggers; what a resumed run does again is taken back. A new folder
-    goes away again where that fails.
-    """
+    """Write what says what the run is, and make its loggers; what a resumed run does again is taken back."""
+    write_config(folder, repeatable(plan))
+    if resumed is None:
+        folder.write_json("manifest.json", make_manifest(plan))
+        return make_loggers(plan, folder, 0)
+    logger = make_loggers(plan, folder, resumed.state.step)
     try:
-        write_config(folder, repeatable(plan))
-        if resumed is None:
-            folder.write_json("manifest.json", make_manifest(plan))
-            return make_loggers(plan, folder, 0)
-        logger = make_loggers(plan, folder, resumed.state.step)
-        try:
-            folder.forget_steps(resumed.state.step)
-        except BaseException:
-            logger.close()
-            raise
-        return logger
-    except (UserError, KeyboardInterrupt):
-        folder.discard()
+        folder.forget_steps(resumed.state.step)
+    except BaseException:
+        logger.close()
         raise
+    return logger
 
 
 def demonstration_samples(plan: Plan, chat: ChatFormat) -> list[Sample]:
     """Rows of the environments' expert conversations, as many as the run can use, the assistant's tokens live."""
     count = max(1, plan.settings.steps * plan.settings.prompts_per_step)
     tools = {
-        env.alias: [tool_schema(tool.function, tool.name) for tool in tools_of(env.make())] for env in plan.environments
+        env.alias: [tool_schema(tool.function, tool.name) for tool in tools_of(env.make_checked())]
+        for env in plan.environments
     }
     samples = []
     for number, (env, messages) in enumerate(itertools.islice(plan.demonstrations(), count)):
@@ -169,7 +197,7 @@ def _run_and_summarise(
     summary = course.summary
     failure: BaseException | None = None
     try:
-        parts.watcher.begin(parts.plan, parts.folder.path, [*_notes(parts), *(resumed.notes if resumed else ())])
+        parts.watcher.begin(parts.plan, parts.folder.shown, [*_notes(parts), *(resumed.notes if resumed else ())])
         parts.call_hooks("rollouts_run_start", settings=plain_plan(parts.plan), folder=str(parts.folder.path))
         with _passed_over_by_gc():
             trio.run(course.run)
@@ -237,12 +265,12 @@ def _told(error: BaseException, parts: Parts, summary: dict[str, Any]) -> BaseEx
     """The error to raise: one, not a group of one, which says how far the run came. The summary is told too."""
     cause = cause_of(error)
     where = f"{summary['steps']} of {parts.plan.settings.steps} steps"
-    again = f"go on with: {resume_command(parts.folder.path)}"
+    again = f"go on with: {resume_command(parts.folder.shown)}"
     if isinstance(cause, KeyboardInterrupt):
         summary["status"] = "interrupted"
         return KeyboardInterrupt(f"interrupted after {where}; {again}")
     summary["status"] = "failed"
     summary["error"] = f"{type(cause).__name__}: {cause}"
     if isinstance(cause, RolloutsError):
-        cause.args = (f"{cause}\nthe run failed after {where}; {parts.folder.path} keeps what was done; {again}",)
+        cause.args = (f"{cause}\nthe run failed after {where}; {parts.folder.shown} keeps what was done; {again}",)
     return cause

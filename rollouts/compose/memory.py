@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollouts.errors import ModelError, RolloutsError
 from rollouts.training.estimates import ModelSize, estimate_memory, model_size
-from rollouts.training.models import adapters_beneath, resolve_device
+from rollouts.training.models import adapters_beneath, load_config, resolve_device
 
 if TYPE_CHECKING:
     from rollouts.compose.plan import Chosen, Plan
@@ -105,18 +105,16 @@ def _size_of(name: str, lora_rank: int = 0, lora_targets: str = "all-linear") ->
     """The model's size, and how many positions it knows (0 where it does not say). Raises _NotKnown, and ModelError
     for a folder that holds no causal language model.
     """
-    from transformers import AutoConfig
-
     whole, _ = adapters_beneath(name)
     try:
-        config: Any = AutoConfig.from_pretrained(whole, local_files_only=True)
-    except (OSError, ValueError) as error:
-        if not Path(whole).is_dir():
+        config: Any = load_config(whole, local_files_only=True)
+    except ModelError as error:
+        if not Path(whole).is_dir() and "--trust-remote-code" not in str(error):
             raise _NotKnown(
                 f"the configuration of {whole} is not on this machine, and a dry run asks no hub; "
                 f"`hf download {whole} config.json` fetches it"
             ) from error
-        raise ModelError(f"the configuration in {whole} could not be read: {_first_line(error)}") from error
+        raise
     try:
         size = model_size(config, lora_rank=lora_rank, lora_targets=lora_targets)
     except RolloutsError:

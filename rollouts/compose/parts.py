@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import trio
 
 from rollouts.agent import Episode, EpisodeLimits, run_episode
+from rollouts.author_code import authors_code
 from rollouts.chat.format import ChatFormat, load_chat_format
 from rollouts.compose.evaluation_plan import EvaluationPlan
 from rollouts.compose.plan import Plan
@@ -20,7 +21,7 @@ from rollouts.compose.watch import Watcher
 from rollouts.config import to_toml
 from rollouts.config.settings import COMPONENT_KINDS, EVAL
 from rollouts.env.authoring import tools_of
-from rollouts.errors import ConfigError, ModelError, RolloutsError, RunError
+from rollouts.errors import ConfigError, ModelError, RolloutsError, RunError, named
 from rollouts.inference.base import CanCheck, InferenceBackend
 from rollouts.loggers.base import MetricsLogger, plain_settings
 from rollouts.plugins.manager import PluginFault
@@ -193,20 +194,22 @@ class Loggers:
         """Tell each of them; each has a copy of its own. Raises RunError, naming the logger."""
         for name, logger in self._loggers:
             try:
-                logger.log(dict(metrics), step)
+                with authors_code():
+                    logger.log(dict(metrics), step)
             except RolloutsError:
                 raise
             except Exception as error:  # a stranger's logger may raise anything
-                raise RunError(f"the logger {name} failed: {type(error).__name__}: {error}") from error
+                raise RunError(f"the logger {name} failed: {named(error)}") from error
 
     def close(self) -> None:
         """Close every one, whatever the others do; `faults` names those that failed."""
         while self._loggers:
             name, logger = self._loggers.pop(0)
             try:
-                logger.close()
+                with authors_code():
+                    logger.close()
             except Exception as error:  # a failure here must hide no other error
-                self.faults.append(PluginFault(f"logger {name}", "", f"close failed: {type(error).__name__}: {error}"))
+                self.faults.append(PluginFault(f"logger {name}", "", f"close failed: {named(error)}"))
 
 
 def plain_plan(plan: Plan | EvaluationPlan) -> dict[str, Any]:

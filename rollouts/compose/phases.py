@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import os
 import time
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,14 +20,16 @@ import msgspec
 from rollouts.compose.describe import describe
 from rollouts.compose.launch import launch, without_interrupts
 from rollouts.compose.plan import Plan, make_plan
-from rollouts.compose.resume import changed_settings, finished, read_run, resume_command
+from rollouts.compose.resume import changed_settings, finished, read_run, resume_command, says_the_same
 from rollouts.compose.watch import Watcher
 from rollouts.config import COMPONENT_KINDS, Component, Resolved, Settings, Tree, merge, resolve, to_toml
 from rollouts.config.merging import component_tables, components_of
 from rollouts.config.resolving import component_names
+from rollouts.disk import write_whole
+from rollouts.encoding import encode_indented
 from rollouts.errors import ConfigError, DamagedCheckpointError, OutputError, RolloutsError, UserError
 from rollouts.loggers.base import plain_settings
-from rollouts.run_folder import CONFIG, check_out, default_out, holds_run
+from rollouts.run_folder import CONFIG, check_out, default_out, holds_run, make_new, shown_path
 from rollouts.training.backends.checkpoint_files import check_folder, last_checkpoint
 
 __all__ = ["describe_phases", "launch_phases", "phases"]
@@ -74,25 +75,39 @@ def phases(resolved: Resolved) -> tuple[Resolved, Resolved]:
 
 
 def launch_phases(
-    resolved: Resolved, watcher: Watcher, started: float, *, resume: Path | None = None, checkpoint: str = ""
+    resolved: Resolved,
+    watcher: Watcher,
+    started: float,
+    *,
+    resume: Path | None = None,
+    checkpoint: str = "",
+    home: Path | None = None,
 ) -> dict[str, Any]:
     """Run both phases to their end; returns what OUT/summary.json holds. `started` is `time.perf_counter()` at the
     start.
 
     `resume` is the folder of an earlier run of this mode, which goes on in the phase where it stopped, from the last
-    checkpoint of that phase or from the one named `checkpoint`. Raises as `launch` does; a mistake in either phase is
-    told before anything is written.
+    checkpoint of that phase or from the one named `checkpoint`. Relative paths begin at `home`. Raises as `launch`
+    does; a mistake in either phase is told before anything is written.
     """
     settings = resolved.settings
-    out = resume or check_out(settings.out or default_out(_env_names(resolved.components, "alias"), settings.loss))
+    home = home or Path.cwd()
+    named = resume or (Path(settings.out) if settings.out else None)
+    out = home / (named or default_out(_env_names(resolved.components, "alias"), settings.loss))
+    if resume is None and (named or not out.exists()):  # another name is taken instead of one that nobody chose
+        check_out(str(shown_path(out, home)), home)
     plans = _compose(resolved._replace(settings=dataclasses.replace(settings, out=str(out))))
     if resume is None:
         _check_data(plans)
     else:
         _check_resumed(out, plans)
-    with contextlib.nullcontext() if resume else _new_folder(out):
-        _write_config(out / CONFIG, to_toml(plans.whole))
-        return _run(out, plans, watcher, started, checkpoint)
+    with contextlib.nullcontext(out) if resume else _new_folder(out, home, is_named=named is not None) as made:
+        if made != out:
+            plans = plans._replace(sft=_with(plans.sft, out=str(made / SFT)), rl=_with(plans.rl, out=str(made / RL)))
+        text = to_toml(plans.whole)
+        if not says_the_same(made, text):
+            _write(made / CONFIG, text)
+        return _run(made, home, plans, watcher, started, checkpoint)
 
 
 def describe_phases(resolved: Resolved) -> str:
@@ -149,22 +164,22 @@ def _check_resumed(out: Path, plans: _Plans) -> None:
         )
 
 
-def _run(out: Path, plans: _Plans, watcher: Watcher, started: float, checkpoint: str) -> dict[str, Any]:
+def _run(out: Path, home: Path, plans: _Plans, watcher: Watcher, started: float, checkpoint: str) -> dict[str, Any]:
     """What is left of both phases; the summary is written whatever happens."""
     failure: BaseException | None = None
     with contextlib.ExitStack() as ending:
         try:
             _forget_end(out)
             if not holds_run(out / RL):
-                _run_phase(plans.sft, watcher, started, checkpoint)
+                _run_phase(plans.sft, home, watcher, started, checkpoint)
                 started_again, checkpoint = time.perf_counter(), ""
             else:
                 started_again = started
-            _run_phase(_begun_with(plans.rl, _checkpoint(out / SFT)), watcher, started_again, checkpoint)
+            _run_phase(_begun_with(plans.rl, _checkpoint(out / SFT)), home, watcher, started_again, checkpoint)
         except BaseException as error:  # raised again below
             if isinstance(error, KeyboardInterrupt):
                 ending.enter_context(without_interrupts())
-            failure = _retold(error, out)
+            failure = _retold(error, out, home)
         if failure is not None and not holds_run(out / SFT):
             raise failure  # nothing has begun
         summary = _summary(out, failure) | {
@@ -172,8 +187,7 @@ def _run(out: Path, plans: _Plans, watcher: Watcher, started: float, checkpoint:
             "cpu_seconds": time.process_time(),
         }
         try:
-            text = msgspec.json.format(msgspec.json.encode(summary, enc_hook=str), indent=2).decode()
-            _write(out / SUMMARY, text + "\n")
+            _write(out / SUMMARY, encode_indented(summary))
         except OutputError as error:
             failure = failure or error  # the first error is the one to tell
         if failure is not None:
@@ -181,11 +195,13 @@ def _run(out: Path, plans: _Plans, watcher: Watcher, started: float, checkpoint:
         return summary
 
 
-def _run_phase(plan: Plan, watcher: Watcher, started: float, checkpoint: str) -> None:
+def _run_phase(plan: Plan, home: Path, watcher: Watcher, started: float, checkpoint: str) -> None:
     """Begin the phase or go on with it; one that is done is left as it is, unless it is to go back."""
     folder = Path(plan.settings.out)
     if checkpoint or not _is_over(plan):
-        launch(plan, watcher, started, resume=folder if holds_run(folder) else None, checkpoint=checkpoint)
+        os.chdir(home)  # a tool of the first phase may have gone elsewhere; the second one's files are loaded now
+        resume = folder if holds_run(folder) else None
+        launch(plan, watcher, started, resume=resume, checkpoint=checkpoint, home=home)
 
 
 def _is_over(plan: Plan) -> bool:
@@ -195,22 +211,24 @@ def _is_over(plan: Plan) -> bool:
     folder = Path(plan.settings.out)
     if finished(folder, plan.settings.steps) is None:
         return False
-    last = last_checkpoint(folder / "checkpoints")
-    if plan.settings.mode == "sft" and last is not None:
+    if plan.settings.mode == "sft":
         try:
-            check_folder(str(last))
+            last = last_checkpoint(folder / "checkpoints")
+            if last is not None:
+                check_folder(str(last))
         except DamagedCheckpointError:
             return False
     return True
 
 
-def _retold(error: BaseException, out: Path) -> BaseException:
+def _retold(error: BaseException, out: Path, home: Path) -> BaseException:
     """The same error, which says how to go on with both phases, not with one."""
     words = str(error)
+    shown = shown_path(out, home)
     for phase in (SFT, RL):
-        words = words.replace(resume_command(out / phase), resume_command(out))
+        words = words.replace(resume_command(shown / phase), resume_command(shown))
     if isinstance(error, UserError) and finished(out / SFT, 0) and not holds_run(out / RL):
-        words += f"\nthe supervised phase is done; go on with: {resume_command(out)}"
+        words += f"\nthe supervised phase is done; go on with: {resume_command(shown)}"
     if words != str(error):
         error.args = (words,)
     return error
@@ -220,7 +238,11 @@ def _begun_with(plan: Plan, checkpoint: Path) -> Plan:
     """The same plan for the model that the supervised phase has left. The learning rate stays that of the run's model,
     and is written down.
     """
-    settings = dataclasses.replace(plan.settings, model=str(checkpoint.absolute()), lr=plan.lr)
+    return _with(plan, model=str(checkpoint), lr=plan.lr)
+
+
+def _with(plan: Plan, **changes: Any) -> Plan:
+    settings = dataclasses.replace(plan.settings, **changes)
     return plan._replace(settings=settings, resolved=plan.resolved._replace(settings=settings))
 
 
@@ -264,15 +286,21 @@ def _supervised() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _new_folder(out: Path) -> Iterator[None]:
-    """The run's folder; it goes away where the first phase is refused before it has written anything."""
-    made = [each for each in (out, *out.absolute().parents) if not each.exists()]
+def _new_folder(out: Path, home: Path, *, is_named: bool) -> Iterator[Path]:
+    """The run's folder, under another name where `out` is taken and not `is_named`; it goes away where the first phase
+    is refused before it has written anything.
+    """
+    if is_named:
+        made = [each for each in (out, *out.parents) if not each.exists()]
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            shown = shown_path(out, home)
+            raise OutputError(f"the output folder {shown} cannot be made: {error.strerror or error}") from error
+    else:
+        out, made = make_new(out, home)
     try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(f"the output folder {out} cannot be made: {error.strerror or error}") from error
-    try:
-        yield
+        yield out
     except (RolloutsError, KeyboardInterrupt):
         if not (out / SFT).exists():
             (out / CONFIG).unlink(missing_ok=True)
@@ -306,17 +334,9 @@ def _read(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def _write_config(path: Path, text: str) -> None:
-    """Unless it says the same already: whoever edited it keeps their comments."""
-    if not path.exists() or tomllib.loads(path.read_text(encoding="utf-8")) != tomllib.loads(text):
-        _write(path, text)
-
-
 def _write(path: Path, text: str) -> None:
-    """Write a file whole: to a temporary name first, then renamed."""
-    temporary = path.with_name(f".{path.name}.partial")
+    """Write a file whole."""
     try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
+        write_whole(path, text.encode())
     except OSError as error:
         raise OutputError(f"{path} cannot be written: {error.strerror or error}") from error

@@ -20,6 +20,7 @@ from rollouts.compose.parts import make_training
 from rollouts.compose.plan import Plan, make_plan
 from rollouts.config.resolving import resolve
 from rollouts.errors import RolloutsError, words_of
+from rollouts.training.models import remote_code
 from rollouts.training.types import RankServer
 
 __all__ = ["main", "serve_rank"]
@@ -53,7 +54,9 @@ def main() -> int:
     text = channel.read(CONFIG_KEY)
     assert text is not None, "rank 0 leaves it before it starts anybody"
     try:
-        serve_rank(make_plan(resolve(tomllib.loads(text.decode()))))
+        resolved = resolve(tomllib.loads(text.decode()))
+        with remote_code(resolved.settings.trust_remote_code):
+            serve_rank(make_plan(resolved))
     except Exception as error:  # rank 0 tells it; it is the only one that does
         told = str(error) if isinstance(error, RolloutsError) else words_of(error)
         if os.environ.get("ROLLOUTS_TRACEBACK") == "1":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import re
 import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -18,12 +19,19 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rollouts.compose.plan import Plan
-from rollouts.config import Resolved, Settings, Tree, load_file, merge, resolve
+from rollouts.config import Resolved, Settings, Source, Tree, load_file, merge, resolve
 from rollouts.config.merging import component_tables
-from rollouts.errors import CheckpointError, ConfigError, DamagedCheckpointError, ModelError
+from rollouts.disk import sync_folder
+from rollouts.errors import CheckpointError, ConfigError, DamagedCheckpointError, ModelError, UserError
 from rollouts.loggers.base import plain_settings
+from rollouts.loggers.jsonl import JSONLLogger, read_lines
 from rollouts.run_folder import CONFIG, RunFolder, holds_run
-from rollouts.training.backends.checkpoint_files import complete_checkpoints, remove_leftovers, step_of
+from rollouts.training.backends.checkpoint_files import (
+    all_checkpoints,
+    complete_checkpoints,
+    remove_leftovers,
+    step_of,
+)
 from rollouts.training.models import resolve_model_name
 from rollouts.training.types import TrainingBackend
 
@@ -35,10 +43,12 @@ __all__ = [
     "finished",
     "finished_words",
     "flat_settings",
+    "load_config",
     "read_run",
     "restore",
     "resume_command",
     "run_to_resume",
+    "says_the_same",
     "set_aside",
     "write_config",
 ]
@@ -51,7 +61,7 @@ class RunState(msgspec.Struct):
 
     `step` steps are done. `data`, `rollouts` and `loop` are the states of the buffer, the manager and the loop (mode
     rl); `evaluation` holds those that were played: `before`, and at the end `after`; `metric` is what the best
-    checkpoint is known by: name, value, higher_is_better.
+    checkpoint is known by: name, value, higher_is_better. `by_clock`: the next checkpoint replaces this one.
     """
 
     step: int
@@ -62,6 +72,7 @@ class RunState(msgspec.Struct):
     loop: dict[str, Any] = {}
     evaluation: dict[str, Any] = {}
     metric: dict[str, Any] | None = None
+    by_clock: bool = False
 
 
 class Resumed(NamedTuple):
@@ -93,12 +104,26 @@ def read_run(folder: Path, given: Tree) -> Resolved:
     for name in ("out", "resume"):
         if name in given:
             raise ConfigError(f"{name}: a run that is resumed stays in its folder, {folder}; leave {name} out")
-    tree, source = load_file(folder / CONFIG)
+    tree, source = load_config(folder)
     resolved = resolve(merge(tree, given), source)
     if resolved.settings.mode == "eval":
         again = shlex.quote(str(folder / CONFIG))
         raise ConfigError(f"{folder} holds an evaluation, which is not gone on with; type: rollouts eval {again}")
     return resolved._replace(settings=dataclasses.replace(resolved.settings, out=str(folder)))
+
+
+def load_config(folder: Path) -> tuple[Tree, Source]:
+    """The settings in a run's config.toml. Raises ConfigError, with what to type, also where the file is empty."""
+    try:
+        tree, source = load_file(folder / CONFIG)
+        if not tree:
+            raise ConfigError(f"{folder / CONFIG} is empty")
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}\nmend the file; if a crash of the machine has torn it, write it again: rollouts config SETTINGS "
+            f"> {shlex.quote(str(folder / CONFIG))} ({folder / 'manifest.json'} has the command that began the run)"
+        ) from error
+    return tree, source
 
 
 def _hint(folder: Path) -> str:
@@ -144,19 +169,26 @@ def run_to_resume(resolved: Resolved) -> Path | None:
             "--resume auto goes on with the run in the folder --out, and no folder is named\n"
             f"type: rollouts run {envs} --out runs/NAME --resume auto"
         )
-    return Path(settings.out) if holds_run(Path(settings.out)) else None
+    folder = Path(settings.out)
+    if not holds_run(folder):
+        return None
+    load_config(folder)
+    return folder
 
 
-def find_checkpoint(folder: Path, name: str) -> Path:
-    """The checkpoint of this name under the run's checkpoints/, or at this path. Raises ConfigError."""
-    inside = folder / "checkpoints" / name
+def find_checkpoint(folder: Path, name: str, home: Path) -> Path:
+    """The checkpoint of this name under the run's checkpoints/, or at this path, absolute; what is relative begins at
+    `home`. Raises ConfigError.
+    """
+    inside = home / folder / "checkpoints" / name
     if inside.is_dir():
         return inside
-    if Path(name).is_dir():
-        path = Path(name)
+    path = home / name
+    if path.is_dir():
+        folder = home / folder
         is_inside = path.resolve().parent == (folder / "checkpoints").resolve()
         return folder / "checkpoints" / path.name if is_inside else path
-    known = [each.name for each in complete_checkpoints(folder / "checkpoints")]
+    known = [each.name for each in complete_checkpoints(home / folder / "checkpoints")]
     raise ConfigError(
         f"--checkpoint {name}: there is no such folder, neither here nor under {folder / 'checkpoints'}\n"
         f"the run's checkpoints: {', '.join(known) or 'none'}"
@@ -172,37 +204,88 @@ def restore(backend: TrainingBackend, folder: RunFolder, plan: Plan, chosen: Pat
     """
     remove_leftovers(folder.checkpoints)
     there = complete_checkpoints(folder.checkpoints)
-    candidates = [chosen] if chosen is not None else there[::-1]
-    notes: list[str] = []
+    candidates = [chosen] if chosen is not None else all_checkpoints(folder.checkpoints)[::-1]
+    notes = _missing_checkpoint(plan, folder, auto=auto) if chosen is None else []
     for path in candidates:
         earlier = _before(path, there)
         try:
-            found = backend.load(str(path)).wait()
-        except DamagedCheckpointError as error:  # whatever else is refused, an earlier one would be refused for too
-            if auto and chosen is None and earlier is not None:
-                notes.append(f"{error}; going on from {earlier.name} instead")
-                continue
-            error.args = (f"{error}\n{_instead(folder.path, earlier, is_other=path not in there and bool(there))}",)
+            state = _checked(backend.load(str(path)).wait(), path, plan, folder.path)
+        except UserError as error:
+            words = str(error)
+            if isinstance(error, DamagedCheckpointError):  # for what else is refused, so would be an earlier one
+                if auto and chosen is None and earlier is not None:
+                    notes.append(folder.in_words(f"{error}; going on from {earlier.name} instead"))
+                    continue
+                words += f"\n{_instead(folder.path, earlier, is_other=path not in there and bool(there))}"
+            error.args = (folder.in_words(words),)
             raise
-        state = _checked(found, path, plan, folder.path)
         is_own = path == folder.checkpoint_path(state.step)
-        shown = path.name if path.parent == folder.checkpoints else path
+        shown = path.name if path.parent == folder.checkpoints else folder.in_words(str(path))
         notes.append(f"going on after step {state.step} of {plan.settings.steps}, from {shown}")
         if not is_own and state.step:
             notes.append(
                 f"metrics.jsonl and trajectories/ tell of the steps before as this run took them; {shown} has not come "
                 "from them"
             )
+        notes += _missing_steps(plan, folder, state.step)
         notes += changed_settings(state.settings, flat_settings(plan))
         return Resumed(path, state, tuple(notes), is_own)
     notes.append("the run has no checkpoint yet: it begins again")
     return Resumed(None, RunState(0, plan.settings.mode, {}), tuple(notes))
 
 
+def _missing_checkpoint(plan: Plan, folder: RunFolder, *, auto: bool) -> list[str]:
+    """Refuse a run whose checkpoint is gone: to begin again would overwrite what it has done. With `auto` an earlier
+    checkpoint will do, and a note says so. Raises DamagedCheckpointError.
+    """
+    told = [folder.read_json(name).get("checkpoint") for name in ("manifest.json", "summary.json")]
+    written = [step for each in told if isinstance(each, str) and (step := step_of(Path(each))) is not None]
+    for file in _metrics_files(plan, folder):  # a save is told with the step after it
+        written += [step for step, metrics, _ in read_lines(file) if "time/save" in metrics]
+    last = folder.checkpoint_path(max(written, default=0))
+    there = complete_checkpoints(folder.checkpoints)
+    is_there = any(each.name.partition(ASIDE)[0] == last.name for each in folder.checkpoints.iterdir())
+    newer = [each for each in all_checkpoints(folder.checkpoints) if (step_of(each) or 0) > (step_of(last) or 0)]
+    if not written or is_there or newer:
+        return []
+    lost = f"the run has written the checkpoint {folder.shown / 'checkpoints' / last.name}, which is missing"
+    if auto and there:
+        return [f"{lost}; going on from {there[-1].name} instead"]
+    raise DamagedCheckpointError(
+        f"{lost}; to begin again would overwrite what the run has done, so nothing was changed\n"
+        f"put it back, or {_instead(folder.shown, there[-1] if there else None, is_other=False)}"
+    )
+
+
+def _missing_steps(plan: Plan, folder: RunFolder, steps: int) -> list[str]:
+    """A note for each file that lacks some of the run's first `steps` steps."""
+    found = {file.name: {step for step, _, _ in read_lines(file)} for file in _metrics_files(plan, folder)}
+    if plan.settings.mode == "rl":
+        files = [path for path in (folder.path / "trajectories").iterdir() if path.stat().st_size]
+        names = [re.fullmatch(r"step_(\d+)\.jsonl", path.name) for path in files]
+        found["trajectories/"] = {int(name[1]) for name in names if name is not None}
+    lost = {name: sorted(set(range(steps)) - each) for name, each in found.items()}
+    return [
+        f"warning: {name} lacks {len(each)} of the {steps} steps before (the first is step {each[0]}): something has "
+        "removed or damaged them; the run goes on without"
+        for name, each in lost.items()
+        if each
+    ]
+
+
+def _metrics_files(plan: Plan, folder: RunFolder) -> list[Path]:
+    """The files of the run's own loggers."""
+    return [
+        folder.path / each.settings.get("file", "metrics.jsonl")
+        for each in plan.chosen["logger"]
+        if each.component is JSONLLogger
+    ]
+
+
 def _instead(folder: Path, earlier: Path | None, *, is_other: bool) -> str:
     """What to type instead of a damaged checkpoint; `is_other`: it is none of the run's, which has some."""
     if earlier is not None:
-        return f"go on from {earlier.name} with: {resume_command(folder, earlier)}"
+        return f"go on from {earlier.name} with: {resume_command(folder, folder / 'checkpoints' / earlier.name)}"
     if is_other:
         return f"go on with the run as it is with: {resume_command(folder)}"
     return f"begin again with: rollouts run {shlex.quote(str(folder / CONFIG))} --out FOLDER"
@@ -314,15 +397,21 @@ def set_aside(folder: RunFolder, first: int) -> list[Path]:
         except OSError as error:
             raise CheckpointError(f"the checkpoint {path} cannot be renamed: {error.strerror or error}") from error
         moved.append(target)
+    sync_folder(folder.checkpoints)
     return moved
 
 
 def write_config(folder: RunFolder, text: str) -> None:
-    """Write config.toml, unless it says the same already: whoever edited it keeps their comments."""
-    path = folder.path / CONFIG
-    if path.exists() and tomllib.loads(path.read_text(encoding="utf-8")) == tomllib.loads(text):
-        return
-    folder.write_text(CONFIG, text)
+    """Write config.toml, unless it says the same already."""
+    if not says_the_same(folder.path, text):
+        folder.write_text(CONFIG, text)
+
+
+def says_the_same(folder: Path, text: str) -> bool:
+    """Whether the run's config.toml has these settings: then it is left alone, with the comments in it. Raises
+    ConfigError where it cannot be read.
+    """
+    return holds_run(folder) and load_config(folder)[0] == tomllib.loads(text)
 
 
 def flat_settings(plan: Plan) -> dict[str, Any]:

@@ -28,6 +28,10 @@ class Watcher(Protocol):
         """A step (0-based) is done."""
         ...
 
+    def note(self, words: str) -> None:
+        """A warning; the run goes on."""
+        ...
+
     def faults(self, faults: Sequence[PluginFault]) -> None:
         """Hooks that failed; the run goes on."""
         ...
@@ -47,6 +51,9 @@ class Silence:
         """Nothing."""
 
     def step(self, step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
+        """Nothing."""
+
+    def note(self, words: str) -> None:
         """Nothing."""
 
     def faults(self, faults: Sequence[PluginFault]) -> None:

@@ -91,6 +91,7 @@ SFT = (
     "eval_every",
     "eval_tasks",
     "checkpoint_every",
+    "checkpoint_seconds",
     "keep_checkpoints",
     "profile",
     "logger",
@@ -105,6 +106,7 @@ EVAL = (
     "system",
     "template",
     "model",
+    "trust_remote_code",
     "inference",
     "samples_per_prompt",
     "max_tokens",
@@ -114,6 +116,7 @@ EVAL = (
     "concurrency",
     "episode_seconds",
     "setup_seconds",
+    "tasks_seconds",
     "turn_seconds",
     "tool_seconds",
     "reward_seconds",
@@ -231,6 +234,9 @@ class Settings:
     model: str = _setting(
         "tiny", "The model: a path, a name on the hub, or `tiny`, which comes with the core.", "Model"
     )
+    trust_remote_code: bool = _setting(
+        False, "Run Python code that comes with the models of this run: true or false.", "Model"
+    )
     lora_rank: int = _setting(0, "The rank of LoRA adapters; 0 trains every weight.", "Model", minimum=0)
     inference: str = _setting("hf", "The inference backend.", "Model")
     training: str = _setting("torch", "The training backend.", "Model")
@@ -268,6 +274,9 @@ class Settings:
     episode_seconds: float = _setting(600.0, "How long an episode may take.", "Time and failure", above=0)
     setup_seconds: float = _setting(
         300.0, "How long building an environment and its `setup` may take.", "Time and failure", above=0
+    )
+    tasks_seconds: float = _setting(
+        1800.0, "How long an environment's `tasks` may take to give one.", "Time and failure", above=0
     )
     turn_seconds: float | None = _setting(
         None, "How long the model may take for one turn.", "Time and failure", above=0, shown="the episode's"
@@ -313,9 +322,19 @@ class Settings:
     )
     eval_every: int = _setting(0, "Steps between evaluations; 0: only before and after.", "Watching", minimum=0)
     eval_tasks: int = _setting(512, "Held-out tasks of an evaluation.", "Watching", minimum=0)
-    checkpoint_every: int = _setting(0, "Steps between checkpoints; 0: only the last.", "Watching", minimum=0)
+    checkpoint_every: int = _setting(0, "Steps between checkpoints; 0: by --checkpoint-seconds.", "Watching", minimum=0)
+    checkpoint_seconds: float = _setting(
+        600.0,
+        "Seconds between checkpoints where --checkpoint-every gives no steps; the next one replaces it. 0: only the "
+        "last.",
+        "Watching",
+        minimum=0,
+    )
     keep_checkpoints: int = _setting(
-        0, "How many checkpoints are kept, the last ones; the best one is kept too. 0: all.", "Watching", minimum=0
+        0,
+        "How many checkpoints are kept, the last ones; the best one is kept too. 0: all but those by the clock.",
+        "Watching",
+        minimum=0,
     )
     resume: Literal["never", "auto"] = _setting(
         "never", "`auto`: go on with the run in the folder --out, if there is one.", "Watching"

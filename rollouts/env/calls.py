@@ -31,6 +31,7 @@ from typing import Any, Literal, NamedTuple
 
 import trio
 
+from rollouts.author_code import authors_code, is_from_outside
 from rollouts.env.threads import run_in_thread
 from rollouts.errors import EnvironmentDefinitionError, RolloutsError
 
@@ -92,7 +93,7 @@ async def call(
         CallTimeoutError: the deadline passed (a trio.TooSlowError).
         AbandonedCallsError: too many earlier calls still run past their deadlines.
         EnvironmentDefinitionError: it is asyncio code and does not say so.
-        Exception: whatever the function raises; SystemExit becomes RuntimeError.
+        Exception: whatever the function raises; what is no Exception, or cannot be read, as RuntimeError.
     """
     if inspect.iscoroutinefunction(_plain(function)):
         library = async_library or async_library_of(function)
@@ -190,15 +191,21 @@ async def _await(
         if library == "asyncio":
             return await _run_on_asyncio(make)
         try:
-            return await make()
-        except SystemExit as error:
-            raise RuntimeError(f"it called sys.exit({error.code!r})") from error
+            with authors_code(_passes):
+                return await make()
         except (RuntimeError, TypeError) as error:
             if not any(words in str(error) for words in ASYNCIO_UNDER_TRIO):
                 raise
             raise EnvironmentDefinitionError(
                 "an async method awaits asyncio code but was run under trio; " + (UNDER_TRIO if is_fixed else DECLARE)
             ) from error
+
+
+def _passes(error: BaseException) -> bool:
+    """Whether an author's trio code hands on what is not its own: trio's cancellation, while there is one, too."""
+    if isinstance(error, trio.Cancelled):
+        return trio.current_effective_deadline() == -math.inf
+    return is_from_outside(error)
 
 
 async def _run_on_asyncio(make: Callable[[], Awaitable[Any]]) -> Any:
@@ -240,7 +247,7 @@ class _AsyncioBridge:
 
     def _serve(self) -> None:
         try:
-            self._loop.run_forever()
+            self._run()
         finally:
             with _lock:
                 self._has_ended = True
@@ -250,6 +257,13 @@ class _AsyncioBridge:
                 wake()
             if self._is_abandoned:
                 _count_abandoned(-1)
+
+    def _run(self) -> None:
+        while True:
+            # asyncio lets these two through to here from any task; whoever awaits that task gets them too.
+            with contextlib.suppress(KeyboardInterrupt, SystemExit):
+                self._loop.run_forever()
+                return
 
     def close(self) -> None:
         """Stop the loop and, where it still answers, wait for its thread. At interpreter exit, and when abandoned."""
@@ -263,10 +277,8 @@ class _AsyncioBridge:
         tasks: list[asyncio.Task[Any]] = []
 
         async def body() -> Any:
-            try:
+            with authors_code(lambda error: isinstance(error, asyncio.CancelledError) or is_from_outside(error)):
                 return await make()
-            except SystemExit as error:  # would end the loop that all environments share
-                raise RuntimeError(f"it called sys.exit({error.code!r})") from error
 
         def start() -> None:
             tasks.append(self._loop.create_task(body()))
@@ -374,9 +386,8 @@ class _Job:
                 return [None]  # given up before it began: its side effects must not come later
             self._state = "running"
         try:
-            return [self._function(*self._args)]
-        except SystemExit as error:
-            raise RuntimeError(f"it called sys.exit({error.code!r})") from error
+            with authors_code():
+                return [self._function(*self._args)]
         finally:
             with self._lock:
                 was_abandoned, self._state = self._state == "abandoned", "done"

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from rollouts.author_code import authors_code, message_of, printable, shown
 from rollouts.errors import RewardError
 from rollouts.types import Score
 
@@ -61,8 +62,13 @@ def read_verdict(name: str, weight: float, returned: Any, alias: str = "") -> Ve
     Raises RewardError, naming the reward, for NaN, infinities and what is neither number, Score nor None.
     """
     if isinstance(returned, Score):
-        parts = {part: _number(f"{name}.{part}", value) for part, value in returned.parts.items()}
-        return Verdict(name, weight, _number(name, returned.value), parts, returned.why, alias or name)
+        if not isinstance(returned.parts, dict) or not all(isinstance(part, str) for part in returned.parts):
+            raise RewardError(
+                f"reward {name!r}: the parts of a Score are a dict of numbers, got {shown(returned.parts)}"
+            )
+        parts = {printable(part): _number(f"{name}.{part}", value) for part, value in returned.parts.items()}
+        why = printable(returned.why) if isinstance(returned.why, str) else shown(returned.why)
+        return Verdict(name, weight, _number(name, returned.value), parts, why, alias or name)
     return Verdict(name, weight, _number(name, returned), {}, "", alias or name)
 
 
@@ -115,13 +121,16 @@ def _number(name: str, value: Any) -> float | None:
         return None
     if not hasattr(type(value), "__float__"):
         raise RewardError(
-            f"reward {name!r} returned {value!r} ({type(value).__name__}); "
+            f"reward {name!r} returned {shown(value)} ({type(value).__name__}); "
             "a reward returns a float, a Score, or None where it could not judge"
         )
     try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise RewardError(f"reward {name!r} returned {value!r}, which is not one number: {error}") from error
+        with authors_code():
+            number = float(value)
+    except Exception as error:  # a class of the author's own may raise anything
+        raise RewardError(
+            f"reward {name!r} returned {shown(value)}, which is not one number: {message_of(error)}"
+        ) from error
     if not math.isfinite(number):
         raise RewardError(
             f"reward {name!r} returned {number}; a reward returns a finite float, or None where it could not judge"

@@ -5,7 +5,8 @@ keeps the GIL, a child that it waits for. Processes are started when they are ne
 fork), used again, and end with the trio run, and with this process if it is killed. What a call leaves behind in a
 module is there for the next one, of whatever episode: isolated tools are functions of their arguments.
 
-Left out: what the process does (`worker`), and which functions can go there (`isolated`).
+Left out: what the process does (`worker`), what owns it and all that its tools start (`supervisor`), and which
+functions can go there (`isolated`).
 """
 
 from __future__ import annotations
@@ -78,18 +79,17 @@ async def call_isolated(
         EnvironmentDefinitionError: the tool's module cannot be imported there.
     """
     reference = reference_of(function)
+    request = {
+        "call": reference._asdict(),
+        "label": label,
+        "arguments": dict(arguments),
+        "characters_max": characters_max,
+    }
     try:
-        line = json.dumps(
-            {
-                "call": reference._asdict(),
-                "label": label,
-                "arguments": dict(arguments),
-                "characters_max": characters_max,
-            }
-        )
+        _line(request)
     except (TypeError, ValueError, RecursionError) as error:
         return Answer("refused", f"the arguments of {label} cannot be written as JSON: {error}")
-    return await _pool_of_this_run().call(reference, line, label, timeout_seconds)
+    return await _pool_of_this_run().call(reference, request, label, timeout_seconds)
 
 
 def statistics() -> PoolStatistics:
@@ -108,38 +108,54 @@ class _Worker:
         self.loaded: set[Reference] = set()
         self.busy = False
         self.has_ended = False
+        self._asked = 0
+        self._unread = bytearray()
 
-    async def ask(self, line: str) -> dict[str, Any] | None:
-        """One request; None where the process died, or answered with what is no answer."""
+    async def ask(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
+        """One request, which gets a number; None where the process died, or answered with what is no answer."""
         assert self.process.stdin is not None and self.process.stdout is not None, "it was started with pipes"
         assert not self.busy, "one request at a time"
         self.busy = True
-        answer = bytearray()
+        self._asked += 1
         try:
-            await self.process.stdin.send_all(line.encode() + b"\n")
-            while not answer.endswith(b"\n"):
-                chunk = await self.process.stdout.receive_some(CHUNK)
-                if not chunk:
+            await self.process.stdin.send_all(_line({"number": self._asked, **request}))
+            while True:
+                answer = json.loads(await self._line_read(self.process.stdout))
+                if not isinstance(answer, dict):
                     return None
-                answer += chunk
-            decoded = json.loads(answer)
+                if answer.get("number") == self._asked:  # else it answers an earlier request once more
+                    self.busy = False
+                    return answer
         except (trio.BrokenResourceError, ValueError):
             return None
-        self.busy = not isinstance(decoded, dict)
-        return decoded if isinstance(decoded, dict) else None
+
+    async def _line_read(self, stream: trio.abc.ReceiveStream) -> bytes:
+        """One line of what the process says. Raises ValueError where it ends."""
+        searched = 0
+        while (end := self._unread.find(b"\n", searched)) < 0:
+            searched = len(self._unread)
+            chunk = await stream.receive_some(CHUNK)
+            if not chunk:
+                raise ValueError("the process has ended")
+            self._unread += chunk
+        line = bytes(self._unread[:end])
+        del self._unread[: end + 1]
+        return line
 
     async def end(self) -> int | None:
-        """Kill it with all that it started, and wait until it is gone; its exit status is that of its own death, if it
-        was dead already.
+        """Have its supervisor kill it with all that it started, and wait until they are gone; its exit status is that
+        of its own death, if it was dead already.
         """
         self.has_ended = True
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left in the group
-            os.killpg(self.process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            self.process.terminate()
         with trio.CancelScope(shield=True, deadline=trio.current_time() + END_SECONDS):
             for stream in (self.process.stdin, self.process.stdout):
                 if stream is not None:
                     await stream.aclose()
             await self.process.wait()
+        if self.process.poll() is None:
+            self.process.kill()
         return self.process.returncode
 
 
@@ -162,13 +178,13 @@ class _Pool:
             for end in self._lifeline:
                 os.close(end)
 
-    async def call(self, reference: Reference, line: str, label: str, seconds: float) -> Answer:
+    async def call(self, reference: Reference, request: Mapping[str, Any], label: str, seconds: float) -> Answer:
         async with self._places:
             worker = await self._take()
             try:
                 await self._load(worker, reference, label)
                 with trio.move_on_after(seconds):
-                    answer = _read(await worker.ask(line))
+                    answer = _read(await worker.ask(request))
                     return await self._crashed(worker, label) if answer is None else answer
                 raise CallTimeoutError
             finally:
@@ -204,7 +220,7 @@ class _Pool:
             return
         answer = None
         with trio.move_on_after(START_SECONDS):
-            answer = await worker.ask(json.dumps({"load": reference._asdict()}))
+            answer = await worker.ask({"load": reference._asdict()})
         if answer is None:
             raise ProcessError(
                 f"the process for the tool {label} died, or did not import {reference.module} in {START_SECONDS:g} s"
@@ -236,6 +252,10 @@ def _pool_of_this_run() -> _Pool:
         _pool.set(pool)
         trio.lowlevel.spawn_system_task(pool.keep)
     return pool
+
+
+def _line(request: Mapping[str, Any]) -> bytes:
+    return json.dumps(request).encode() + b"\n"
 
 
 def _read(answer: dict[str, Any] | None) -> Answer | None:

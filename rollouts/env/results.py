@@ -9,31 +9,29 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["error_words", "result_text", "shortened"]
+from rollouts.author_code import printable
+from rollouts.encoding import encode
+
+__all__ = ["result_text", "shortened"]
 
 
 def result_text(returned: Any) -> str:
-    """Text as it is, None as nothing, anything else as JSON.
+    """Text as it is, None as nothing, anything else as JSON; what JSON cannot hold is replaced by words that say so.
+    Raises whatever the `str` of an object raises.
 
     >>> result_text({"a": 1}), result_text(None)
     ('{"a":1}', '')
     """
     if isinstance(returned, str):
-        return returned
+        return printable(returned)
     if returned is None:
         return ""
     try:
         return msgspec.json.encode(returned).decode()
     except TypeError:
-        return str(returned)  # no JSON for it, such as an array's number; what it prints is all there is
-
-
-def error_words(error: BaseException) -> str:
-    """Type and message, without a traceback; of a group, its first member."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    message = str(error)
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+        return printable(str(returned))  # no JSON for it, such as an array's number; what it prints is all there is
+    except (ValueError, RecursionError):
+        return encode(returned).decode()
 
 
 def shortened(text: str, characters_max: int) -> str:

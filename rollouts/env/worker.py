@@ -4,36 +4,41 @@
     {"call": {module, name, file}, "label", "arguments",
      "characters_max"}                                    -> {"text"} | {"raised"} | {"refused"}: words for the model
 
+Each request has a `number`, and its answer has the same one. A tool that forks leaves two processes that return from
+it: only the worker itself answers, and reads on.
+
 JSON both ways: the arguments came from a model as JSON, and what goes back is text. The tool's own standard output goes
-where errors go, since the pipe is ours; its standard input is empty. The process belongs to whoever started it: when
-that one is gone, however it went, this one and what its tools started are killed. Left out: who starts it
-(`processes`).
+where errors go, since the pipe is ours; its standard input is empty. Left out: who starts it (`processes`), and who
+ends it with all that its tools started (`supervisor`).
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import select
-import signal
-import threading
 from typing import Any
 
 from rollouts.env.isolated import Reference, find_function
-from rollouts.env.results import error_words, result_text, shortened
+from rollouts.env.results import result_text, shortened
 from rollouts.env.schema import validate_arguments
+from rollouts.env.supervisor import supervise
+from rollouts.errors import named
 
 __all__ = ["answer", "main"]
 
 
 def main(lifeline: int) -> None:
     """Serve standard input until it ends. `lifeline` is a pipe that nobody writes to: it closes with its owner."""
+    supervise(lifeline)
+    worker = os.getpid()
     with os.fdopen(os.dup(0), "rb") as requests, os.fdopen(os.dup(1), "wb") as answers:
         _give_away_streams()
-        _die_with_owner(lifeline)
         for line in requests:
-            answers.write(json.dumps(answer(json.loads(line))).encode() + b"\n")
+            request = json.loads(line)
+            found = answer(request)
+            if os.getpid() != worker:
+                os._exit(0)
+            answers.write(json.dumps({"number": request["number"], **found}).encode() + b"\n")
             answers.flush()
 
 
@@ -49,7 +54,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
             return {"refused": arguments}
         return {"text": shortened(result_text(function(**arguments)), request["characters_max"])}
     except BaseException as error:  # a tool may raise anything, also SystemExit
-        return {"raised": shortened(error_words(error), request.get("characters_max", 1000))}
+        return {"raised": shortened(named(error), request.get("characters_max", 1000))}
 
 
 def _give_away_streams() -> None:
@@ -58,18 +63,3 @@ def _give_away_streams() -> None:
     os.dup2(nothing, 0)
     os.close(nothing)
     os.dup2(2, 1)
-
-
-def _die_with_owner(lifeline: int) -> None:
-    """Kill this group of processes when the pipe closes: by the kernel where it can, since a tool may hold the GIL."""
-    os.set_inheritable(lifeline, False)
-    if hasattr(fcntl, "F_SETSIG"):
-        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-    threading.Thread(target=_wait_for_end, args=(lifeline,), name="rollouts-lifeline", daemon=True).start()
-
-
-def _wait_for_end(lifeline: int) -> None:
-    select.select([lifeline], [], [])
-    os.killpg(0, signal.SIGKILL)

@@ -24,7 +24,7 @@ from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import GenerateRequest, Generation, Health, WeightUpdate
 from rollouts.inference.chatting import ChatReply, ChatRequest, evaluation_only
 from rollouts.inference.http.client import HTTPClient, Retries
-from rollouts.inference.http.failures import HTTPFailure, message_of_body
+from rollouts.inference.http.failures import HTTPFailure, message_of
 from rollouts.plugins.checks import checked_by
 from rollouts.types import Message, ToolCall
 
@@ -173,7 +173,7 @@ class OpenAIInference:
         """The only choice as a message. Raises InferenceError."""
         choices = completion.choices or []
         if len(choices) != 1:
-            told = f": {message_of_body(msgspec.json.encode({'error': completion.error}))}" if completion.error else ""
+            told = f": {message_of({'error': completion.error})}" if completion.error else ""
             raise InferenceError(f"{self.url} was asked for one answer and returned {len(choices)}{told}")
         (choice,) = choices
         if choice.finish_reason == "error":

@@ -24,7 +24,7 @@ from rollouts.inference.base import GenerateRequest, Generation, Health, Version
 from rollouts.inference.dialect import Dialect, Sampled, ServerInfo, Work
 from rollouts.inference.groups import GroupCalls, GroupPlace
 from rollouts.inference.http.client import HTTPClient, Retries, take_turn
-from rollouts.inference.http.failures import HTTPFailure
+from rollouts.inference.http.failures import UNREADABLE, HTTPFailure
 
 __all__ = ["RemoteEngine"]
 
@@ -511,7 +511,7 @@ def _fault_of_folder(folder: Path) -> str:
             try:
                 header = msgspec.json.decode(file.read(length), type=dict[str, dict[str, Any]])
                 ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-            except (msgspec.MsgspecError, LookupError, TypeError):
+            except (*UNREADABLE, LookupError, TypeError):
                 return f"{path} is no safetensors file"
         if size != 8 + length + max(ends, default=0):
             return f"{path} has {size} bytes, and its header says {8 + length + max(ends, default=0)}"

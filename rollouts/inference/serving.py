@@ -168,7 +168,10 @@ def _engine_maker(
 
 def _processes(serve: Serve, package: EnginePackage, served: Served, place: Path, model: str) -> list[ServerProcess]:
     """The servers to start, none of them started yet. Raises ConfigError."""
+    from rollouts.training.models import is_remote_code_allowed
+
     found = find_engine(served.python, package)
+    trusted = ("--trust-remote-code",) if is_remote_code_allowed() else ()
     trained_in = getattr(served.training, "compute_dtype", None)
     processes = []
     for index, gpus in enumerate(gpus_of_each(served.gpus, served.servers)):
@@ -180,7 +183,7 @@ def _processes(serve: Serve, package: EnginePackage, served: Served, place: Path
             served.lora_rank,
             served.seed + index,
             served.memory_share,
-            tuple(served.flags),
+            (*trusted, *served.flags),
             len(gpus.split(",")) if gpus else 0,
         )
         processes.append(
@@ -411,12 +414,9 @@ def _absolute(whole: str) -> str:
 
 
 def _config_of(whole: str) -> Any:
-    from transformers import AutoConfig
+    from rollouts.training.models import load_config
 
-    try:
-        return AutoConfig.from_pretrained(whole)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"the configuration of {whole} cannot be read: {error}") from error
+    return load_config(whole)
 
 
 def context_of(model: str) -> int:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rollouts.disk import write_whole
 from rollouts.errors import OutputError
 
-__all__ = ["JSONLLogger"]
+__all__ = ["JSONLLogger", "read_lines"]
 
 
 class JSONLLogger:
@@ -72,23 +73,25 @@ def _number(name: str, value: Any) -> float | int | None:
     return number if math.isfinite(number) else None
 
 
-def _keep_before(path: Path, first_step: int) -> None:
-    """Keep the whole lines of steps before `first_step`. Where that changes the file, it is replaced in one rename."""
+def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any], bytes]]:
+    """Step, metrics and text of each line of a metrics file; what a kill or a crash left of a line is passed over.
+    Nothing where there is no such file. Raises OSError.
+    """
     if not path.exists():
         return
-    data = path.read_bytes()
-    kept = b"".join(line for line in data.splitlines(keepends=True) if _is_before(line, first_step))
-    if kept != data:
-        temporary = path.with_name(f".{path.name}.partial")
-        temporary.write_bytes(kept)
-        os.replace(temporary, path)
+    with path.open("rb") as stream:
+        for line in stream:
+            try:
+                metrics = json.loads(line)
+                step = metrics["step"]
+            except (ValueError, KeyError, TypeError, RecursionError):
+                continue
+            if isinstance(step, int) and line.endswith(b"\n"):
+                yield step, metrics, line
 
 
-def _is_before(line: bytes, first_step: int) -> bool:
-    if not line.endswith(b"\n"):
-        return False  # what a kill left of a line
-    try:
-        step = json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return False  # nobody could read it
-    return isinstance(step, int) and step < first_step
+def _keep_before(path: Path, first_step: int) -> None:
+    """Keep the whole lines of steps before `first_step`. Where that changes the file, it is replaced in one rename."""
+    kept = b"".join(line for step, _, line in read_lines(path) if step < first_step)
+    if path.exists() and kept != path.read_bytes():
+        write_whole(path, kept)

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rollouts.author_code import authors_code
 from rollouts.errors import BrokenPluginError, UnknownComponentError, near_misses
 from rollouts.plugins.index import KIND_WORDS, ComponentRef, cause_of
 
@@ -53,8 +54,9 @@ def load_from_file(ref: ComponentRef) -> Any:
     path_text, _, attribute = ref.value.rpartition(":")
     path = Path(path_text)
     try:
-        module = _module_of(path)
-    except (Exception, SystemExit) as exc:
+        with authors_code():
+            module = _module_of(path)
+    except Exception as exc:  # a file may raise anything
         line = _line_in(path, exc)
         where = f"{path}, line {line}" if line else str(path)
         raise BrokenPluginError(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from rollouts.author_code import authors_code, message_of
 from rollouts.errors import (
     AmbiguousComponentError,
     BrokenPluginError,
@@ -167,8 +168,9 @@ def load_component(ref: ComponentRef) -> Any:
             f"'{ref.distribution}[{','.join(_extras_of(ref))}]'"
         )
     try:
-        return _import(ref)
-    except (Exception, SystemExit) as exc:
+        with authors_code():
+            return _import(ref)
+    except Exception as exc:  # a module may raise anything
         raise BrokenPluginError(
             f"{ref.distribution} {ref.version}: {_a_part(ref)} ({ref.value}) does not import\n{cause_of(exc, ref)}"
         ) from exc
@@ -202,7 +204,7 @@ def normalise(distribution: str) -> str:
 
 def one_line(exc: BaseException) -> str:
     """An exception as `type: message`, in one line."""
-    message = " ".join(str(exc).split())
+    message = " ".join(message_of(exc).split())
     return f"{type(exc).__name__}: {message}" if message else type(exc).__name__
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pluggy
 from pluggy import HookimplOpts, PluginValidationError
 
+from rollouts.author_code import authors_code, shown
 from rollouts.errors import BrokenPluginError, PluginError, UnknownComponentError, near_misses
 from rollouts.plugins import hookspecs
 from rollouts.plugins.index import (
@@ -178,7 +179,8 @@ class PluginManager:
         """One implementation's result, or the fault that names it."""
         owner = self._owners[implementation.plugin_name]
         try:
-            result = implementation.function(*[values[argument] for argument in implementation.argnames])
+            with authors_code():
+                result = implementation.function(*[values[argument] for argument in implementation.argnames])
         except Exception as exc:
             return None, [PluginFault(*owner, f"{name}: {one_line(exc)}")]
         if inspect.iscoroutine(result):
@@ -194,7 +196,8 @@ class PluginManager:
             owner = self._owners[implementation.plugin_name]
             names, faults = self._call("rollouts_list_components", implementation, {"kind": kind})
             try:
-                listed = [] if names is None else _checked_names(names)
+                with authors_code():
+                    listed = [] if names is None else _checked_names(names)
             except Exception as exc:  # a generator raises only here
                 faults, listed = [PluginFault(*owner, f"rollouts_list_components: {one_line(exc)}")], []
             self._note(faults)
@@ -221,7 +224,8 @@ class _Pluggy(pluggy.PluginManager):
             return [f"{plugin.__qualname__} is a class; the entry point must name a module or an object"]
         self._refusals, self._current = [], name
         try:
-            self.register(plugin, name)
+            with authors_code():
+                self.register(plugin, name)
         except PluginValidationError as exc:
             self._drop(plugin)
             known = {hook: list(inspect.signature(getattr(hookspecs, hook)).parameters) for hook in _HOOK_NAMES}
@@ -279,7 +283,7 @@ def _checked_names(names: Iterable[str]) -> list[str]:
     listed = list(names)
     for name in listed:
         if not isinstance(name, str):
-            raise TypeError(f"returned {name!r} among the names; each must be text")
+            raise TypeError(f"returned {shown(name)} among the names; each must be text")
     return listed
 
 

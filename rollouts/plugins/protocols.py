@@ -102,7 +102,7 @@ class Loss(Protocol):
 
 class KLEstimator(Protocol):
     """One value a token [T] against `ref_logprobs`. Naming `logprobs` makes it a term of the loss; without, it is taken
-    off the advantages.
+    off the rewards of tokens.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...

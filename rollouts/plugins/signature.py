@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from types import FunctionType, MethodType
 from typing import Any, Final, NamedTuple
 
+from rollouts.author_code import authors_code
 from rollouts.errors import SignatureError, near_misses
 from rollouts.plugins.hints import hint_scopes, resolve_hint, setting_docs
 from rollouts.plugins.index import KIND_WORDS
@@ -157,6 +158,8 @@ def call_with(component: Any, available: Mapping[str, Any], settings: Mapping[st
     this way: all its parameters are settings (`Environment(**settings)`). Raises SignatureError where a name is not
     available.
 
+    What the component raises comes out as an Exception, whatever it is (`rollouts.author_code`).
+
     >>> call_with(lambda rewards: max(rewards), {"rewards": [0.0, 1.0], "step": 3})
     1.0
     """
@@ -171,7 +174,8 @@ def call_with(component: Any, available: Mapping[str, Any], settings: Mapping[st
             f"{_label_of(component)} asks for {', '.join(map(repr, missing))}, which this run cannot give\n"
             f"it can give: {', '.join(sorted(available))}"
         ) from exc
-    return component(*arguments, **settings)
+    with authors_code():
+        return component(*arguments, **settings)
 
 
 _CACHE: dict[tuple[int, str], tuple[weakref.ref[Any], tuple[str, ...]]] = {}

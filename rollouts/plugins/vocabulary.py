@@ -102,7 +102,7 @@ VOCABULARY: dict[str, dict[str, str]] = {
     "shapings": {
         "rewards": "[J] of the group's judged rollouts, float64",
         "lengths": "[J] sampled tokens of each",
-        "truncated": "[J] bool: it ran out of tokens or turns",
+        "truncated": "[J] bool: it was cut off by the limit on tokens or by the context",
         "max_tokens": "the longest reply that is allowed, in tokens, or None",
         "step": "the step, from 0",
     },

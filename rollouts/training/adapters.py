@@ -109,6 +109,9 @@ def _merged(causal: Any, folder: str | Path, names: Any) -> Any:
     from peft import PeftModel, get_peft_model_state_dict
     from peft.utils.save_and_load import load_peft_weights
 
+    if read_adapter_config(folder).get("megatron_config"):
+        # peft would import the module that the file names.
+        raise ModelError(f"the adapter in {folder} is one of Megatron's, which is not supported; give another adapter")
     peft_model = PeftModel.from_pretrained(causal, str(folder))
     if not hasattr(peft_model, "merge_and_unload"):
         kind = read_adapter_config(folder).get("peft_type")

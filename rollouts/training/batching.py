@@ -7,6 +7,7 @@ buckets of similar length; packed, the rows of a microbatch are one sequence (al
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -111,7 +112,7 @@ def make_batch(
                 loss_mask=mask,
                 weights=[],
                 advantages=[advantage if weight > 0 else 0.0 for weight in mask],
-                rollout_logprobs=list(sample.rollout_log_probs or [0.0] * len(mask)),
+                rollout_logprobs=None if sample.rollout_log_probs is None else list(sample.rollout_log_probs),
                 rollout_index=rollout,
                 group_index=groups[number],
                 prefix_length=prefixes[number],
@@ -193,6 +194,7 @@ def split_microbatches(
     only_live: bool = True,
     packed: bool = False,
     saving_min: int = MICROBATCH_SAVING_MIN,
+    flat_apart: bool = False,
 ) -> list[list[Row]]:
     """The rows in microbatches of at most `tokens_max` tokens each: padded ones, rows of similar length together; or
     `packed`, when there is no padding and no prompt is shared.
@@ -201,15 +203,31 @@ def split_microbatches(
     rollout, pair or group are then never parted; where several such rows do not fit, that is an error (TrainingError).
     A single row longer than the bound runs alone, for it cannot be parted. With `only_live`, rows with nothing live are
     left out. Rows that share nothing are cut where that leaves the least padding, another microbatch counting as
-    `saving_min` padded tokens.
+    `saving_min` padded tokens. With `flat_apart`, rows that stay together and have no advantage get microbatches of
+    their own, where so many tokens are theirs that a pass without backward pays for another microbatch.
     """
     share_prefix = share_prefix and not packed
     rows = [row for row in batch.rows if any(row.loss_mask) or not only_live]
     sets: dict[Hashable, list[Row]] = {}
     for number, row in enumerate(rows):
         sets.setdefault(_set_key(row, number, share_prefix, keep), []).append(row)
+    fill = functools.partial(
+        _microbatches, tokens_max=tokens_max, share_prefix=share_prefix, keep=keep, packed=packed, saving_min=saving_min
+    )
+    flat = [members for members in sets.values() if not any(any(row.advantages) for row in members)]
+    # The backward is two thirds of the work.
+    if not flat_apart or sum(map(_token_count, flat)) * 2 / 3 < saving_min:
+        return fill(list(sets.values()))
+    kept = {id(members) for members in flat}
+    return fill([members for members in sets.values() if id(members) not in kept]) + fill(flat)
+
+
+def _microbatches(
+    sets: Sequence[list[Row]], *, tokens_max: int, share_prefix: bool, keep: Keep, packed: bool, saving_min: int
+) -> list[list[Row]]:
+    """Microbatches of sets of rows that stay together where they fit, or have to."""
     units: list[list[Row]] = []
-    for members in sets.values():
+    for members in sets:
         members.sort(key=lambda row: len(row.tokens))
         cost = _token_count(members) if packed else _cost(members, share_prefix)
         if cost <= tokens_max or len(members) == 1:

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 from rollouts.errors import ConfigError
 
-__all__ = ["ModelSize", "estimate_memory", "model_size", "model_size_of", "peak_flops", "train_flops"]
+__all__ = ["MOMENTS", "ModelSize", "estimate_memory", "model_size", "model_size_of", "peak_flops", "train_flops"]
 
 _DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 # How many numbers an optimizer keeps for each trained one. Adafactor keeps a row and a column of each matrix: next to
 # nothing.
-_MOMENTS = {"adamw": 2, "sgd": 1, "adafactor": 0}
+MOMENTS = {"adamw": 2, "sgd": 1, "adafactor": 0}
 
 # Dense peaks in teraflops by the vendors' data sheets: (bfloat16, float16, float32 without TF32); None where tensor
 # cores do not do it. Data sheets print the double, "with sparsity", for most of them. What stands first, matches first.
@@ -191,7 +191,7 @@ def estimate_memory(
     weight = _DTYPE_BYTES[dtype]
     compute = _DTYPE_BYTES[compute_dtype or dtype]
     trained = max(4, weight)
-    moments = _MOMENTS[optimizer]
+    moments = MOMENTS[optimizer]
     share = shards if sharded else 1
     running = _activations(size, tokens, compute, gradient_checkpointing, whole_inputs=size.lora and not sharded)
     if critic is not None:

@@ -2,6 +2,9 @@
 
 A name is `tiny` (the model that comes with rollouts), a folder, or a repository of the Hugging Face hub. A folder may
 hold a LoRA adapter: the model that it was trained on is loaded, and the adapter merged into it.
+
+A model may bring Python code of its own. It is refused, without a question at the terminal, outside of
+`remote_code(True)`.
 """
 
 from __future__ import annotations
@@ -18,10 +21,13 @@ __all__ = [
     "TINY_PATH",
     "adapters_beneath",
     "build_hf_model",
+    "is_remote_code_allowed",
+    "load_config",
     "load_hf_model",
     "load_tokenizer",
     "no_progress_bars",
     "prepare_gradient_checkpointing",
+    "remote_code",
     "resolve_device",
     "resolve_model_name",
 ]
@@ -29,10 +35,29 @@ __all__ = [
 TINY_PATH = Path(__file__).resolve().parent.parent / "tiny"
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
+_remote_code_allowed = False  # of the process: models are loaded in several threads
+
+
+@contextlib.contextmanager
+def remote_code(allowed: bool) -> Iterator[None]:
+    """Whether models and tokenizers that are loaded inside, in any thread, may run Python code that comes with them."""
+    global _remote_code_allowed
+    before, _remote_code_allowed = _remote_code_allowed, allowed
+    try:
+        yield
+    finally:
+        _remote_code_allowed = before
+
+
+def is_remote_code_allowed() -> bool:
+    """Whether this is inside `remote_code(True)`."""
+    return _remote_code_allowed
 
 
 def resolve_model_name(name: str) -> str:
-    """The folder of `tiny`, a folder that exists and holds a model or an adapter, or a hub name. Raises ModelError."""
+    """The absolute path of `tiny`, or of a folder that exists and holds a model or an adapter; else a hub name. Raises
+    ModelError.
+    """
     if name == "tiny":
         return str(TINY_PATH)
     if not name:
@@ -42,7 +67,7 @@ def resolve_model_name(name: str) -> str:
         if not (path / "config.json").is_file() and not is_adapter(path):
             hint = _checkpoint_hint(path)
             raise ModelError(f"the folder {name} holds no config.json, so it is no transformers model{hint}")
-        return str(path)
+        return str(path.absolute())  # it is read again at every save, whatever the working directory is then
     if path.exists():
         raise ModelError(f"the model {name} is a file; give the folder that holds config.json and the weights")
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name:
@@ -110,14 +135,14 @@ def build_hf_model(name: str, *, dtype: str = "float32", attention: str = "auto"
     for a rank that gets its share of them from another. Raises ModelError.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
     whole, _ = adapters_beneath(name)
-    config = _load(AutoConfig, whole, "model")
-    chosen = {} if attention == "auto" else {"attn_implementation": attention}
+    chosen: dict[str, Any] = {} if attention == "auto" else {"attn_implementation": attention}
+    chosen["trust_remote_code"] = _remote_code_allowed
     with no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), **chosen)
+        model = AutoModelForCausalLM.from_config(load_config(whole), dtype=getattr(torch, dtype), **chosen)
     model.tie_weights()
     return model.eval()
 
@@ -129,6 +154,13 @@ def load_tokenizer(name: str) -> Any:
     whole, adapters = adapters_beneath(name)
     own = [folder for folder in adapters if has_tokenizer(folder)]
     return _load(AutoTokenizer, own[-1] if own else whole, "tokenizer")
+
+
+def load_config(whole: str, **settings: Any) -> Any:
+    """transformers' configuration of a whole model, a folder or a hub name. Raises ModelError."""
+    from transformers import AutoConfig
+
+    return _load(AutoConfig, whole, "configuration", **settings)
 
 
 def prepare_gradient_checkpointing(causal: Any) -> None:
@@ -200,13 +232,18 @@ def _load(loader: Any, resolved: str, what: str, **settings: Any) -> Any:
 
     try:
         with no_progress_bars():
-            return loader.from_pretrained(resolved, **settings)
+            return loader.from_pretrained(resolved, trust_remote_code=_remote_code_allowed, **settings)
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         raise ModelError(_explain(resolved, what, error)) from error
 
 
 def _explain(resolved: str, what: str, error: Exception) -> str:
     first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if "trust_remote_code" in str(error):
+        return (
+            f"the {what} of {resolved} is Python code that comes with the model, and would run on this machine; read "
+            "it, then type --trust-remote-code true, or give another model"
+        )
     if Path(resolved).is_dir():
         return f"the {what} in {resolved} could not be loaded: {first_line}"
     return (

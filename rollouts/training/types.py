@@ -37,14 +37,15 @@ class Row(msgspec.Struct):
     `loss_mask` weighs tokens (0: not trained). `weights` is u of numerics.md with the mask in it; sum(weights * loss)
     / D is the objective. `advantages` is 0 where the mask is. The first `prefix_length` tokens are the same in every
     row of `group_index`, so that a backend may run them forward once for all of them. `segment` counts the rows of a
-    rollout; `pair_index` is -1 where the row is in no pair. `temperature` None is the batch's.
+    rollout; `pair_index` is -1 where the row is in no pair. `temperature` None is the batch's. `rollout_logprobs` None:
+    the sampler's are not known. Such a row is anchored at the policy as it is when the row is first scored.
     """
 
     tokens: list[int]
     loss_mask: list[float]
     weights: list[float]
     advantages: list[float]
-    rollout_logprobs: list[float]
+    rollout_logprobs: list[float] | None
     rollout_index: int
     group_index: int
     prefix_length: int = 0

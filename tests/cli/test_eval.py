@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -192,6 +196,88 @@ def test_too_many_failures_end_it_and_keep_what_was_done(here):
     summary = summary_of(here / "out")
     assert summary["status"] == "failed" and 1 <= summary["episodes"] < 5
     assert (here / "out" / "trajectories" / "eval.jsonl").read_text().count("\n") == summary["episodes"]
+
+
+class Scripted(http.server.BaseHTTPRequestHandler):
+    """A chat-completions API that answers well, but for requests whose messages name one of `hostile`."""
+
+    hostile: ClassVar[dict[str, bytes]] = {}
+    status = 200
+    good = b'{"choices": [{"message": {"content": "46"}, "finish_reason": "stop"}]}'
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        asked = self.rfile.read(int(self.headers["content-length"])).decode()
+        body = next((body for name, body in self.hostile.items() if name in asked), self.good)
+        self.send_response(200 if body is self.good else self.status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@contextmanager
+def scripted(hostile, status=200):
+    handler = type("Handler", (Scripted,), {"hostile": hostile, "status": status})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}/v1"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def in_a_message(value: bytes, name: bytes = b"content") -> bytes:
+    return b'{"choices": [{"message": {"%s": %s}}]}' % (name, value)
+
+
+def nested(depth: int) -> bytes:
+    return b"[" * depth + b"]" * depth
+
+
+HOSTILE = {
+    "invalid UTF-8": in_a_message(b'"\xff\xfe"'),
+    "invalid UTF-8 in a key": in_a_message(b'[{"\xff": 1}]'),
+    "nested too deep": in_a_message(b'[{"a": %s}]' % nested(100_000)),
+    "calls nested too deep": in_a_message(nested(100_000), b"tool_calls"),
+    "half of a surrogate pair": in_a_message(b'"\\ud800"'),
+    "a number of 5,000 digits": in_a_message(b'[{"a": %s}]' % (b"9" * 5_000)),
+    "an error nested too deep": b'{"error": %s}' % nested(100_000),
+}
+
+
+@pytest.mark.parametrize("status", [200, 400])
+def test_one_reply_that_cannot_be_read_is_one_failed_request(here, capsys, status):
+    hostile = {f"eval {place}:": body for place, body in enumerate(HOSTILE.values())}
+    count = len(hostile) + 2
+    flags = ["--env", "./add.py:Add", "--env.count", str(count), "--retries", "0", "--max-failures", "0.9"]
+    with scripted(hostile, status) as url:
+        own = ["--inference", "openai", "--inference.url", url, "--inference.attempts", "1", "--model", "m1"]
+        assert main(["eval", *flags, *own, "--out", "out"]) == 0, capsys.readouterr().err
+    summary = summary_of(here / "out")
+    assert summary["status"] == "done" and summary["failed"] == {"inference_error": len(hostile)}
+    assert summary["judged"] == 2 and summary["reward_mean"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("http://127.0.0.1:9/é", "type /%C3%A9"),
+        ("http://127.0.0.1:9/a b", "type /a%20b"),
+        ("http://a..b:9", "no host can be called: label empty or too long"),
+        (f"http://{'x' * 64}.org", "no host can be called: label"),
+        ("http://a b:9/v1", "no host can be called: it has a space"),
+        ("http://127.0.0.1:99999", "the server's URL cannot be read: Port out of range"),
+    ],
+)
+def test_a_url_that_no_server_can_have_is_one_clear_error(here, capsys, url, words):
+    flags = ["--env", "./add.py:Add", "--inference", "openai", "--model", "m1", "--out", "out"]
+    assert main(["eval", *flags, "--inference.url", url]) == 2
+    assert words in capsys.readouterr().err and not (here / "out").exists()
 
 
 def test_nothing_judged_is_a_failure(here):

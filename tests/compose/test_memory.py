@@ -184,7 +184,7 @@ def test_what_the_run_would_refuse(tmp_path):
         memory_lines(plan(lora_rank=4, training={"name": "torch", "lora_targets": "nothing"}))
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{")
-    with pytest.raises(ModelError, match="could not be read"):
+    with pytest.raises(ModelError, match="could not be loaded"):
         memory_lines(plan(model=str(tmp_path / "broken")))
     (tmp_path / "t5").mkdir()
     (tmp_path / "t5" / "config.json").write_text('{"model_type": "t5"}')

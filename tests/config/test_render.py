@@ -38,6 +38,8 @@ def core_value(info):
         return st.none() | st.floats(1e-9, 1.0, exclude_max=True)
     if isinstance(info.default, float):
         return st.floats(max(info.minimum, 1e-3), 1e3)
+    if isinstance(info.default, bool):
+        return st.booleans()
     if isinstance(info.default, int):
         return st.integers(int(max(info.minimum, 0)), 2**40)
     return TABLE if isinstance(info.default, dict) else TEXT

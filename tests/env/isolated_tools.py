@@ -117,6 +117,34 @@ class Isolated:
 
     @staticmethod
     @tool(isolate="process")
+    def fork(x: int) -> int:
+        os.fork()  # both return
+        return x
+
+    @staticmethod
+    @tool(isolate="process")
+    def daemonise(file: str) -> str:
+        """Start a process that leaves the session and is nobody's child."""
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                with open(file + ".new", "w") as stream:
+                    stream.write(str(os.getpid()))
+                os.rename(file + ".new", file)
+                time.sleep(60)
+            os._exit(0)
+        while not os.path.exists(file):
+            time.sleep(0.01)
+        return "begun"
+
+    @staticmethod
+    @tool(isolate="process")
+    def daemonise_and_crash(file: str) -> None:
+        Isolated.daemonise(file)
+        os._exit(3)
+
+    @staticmethod
+    @tool(isolate="process")
     def long() -> str:
         return "é" * 50_000
 

@@ -65,7 +65,7 @@ def test_a_result_comes_back(name):
 
 
 def test_marks_below_and_above_staticmethod():
-    assert outcome("shout", text="aé\u2028\ud800") == ("AÉ\u2028\ud800", None)
+    assert outcome("shout", text="aé\u2028\ud800") == ("AÉ\u2028\\ud800", None)
     assert Isolated.shout("a") == Isolated().shout("a") == "A", "in this process it stays a plain function"
     assert tool_schema(TOOLS["shout"].function, "shout")["function"]["parameters"]["required"] == ["text"]
 
@@ -106,6 +106,22 @@ def test_what_a_tool_started_dies_with_it(tmp_path):
     assert not psutil.pid_exists(int(file.read_text()))
 
 
+def test_a_call_gets_its_own_answer_after_a_tool_that_forked():
+    async def main():
+        assert await ask("fork", x=1) == ("1", None)
+        return [await ask("double", n=n) for n in range(1, 6)]
+
+    assert trio.run(main) == [(str(2 * n), None) for n in range(1, 6)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process can leave its group")
+@pytest.mark.parametrize(("name", "text"), [("daemonise", "begun"), ("daemonise_and_crash", "exit code 3")])
+def test_a_daemon_that_a_tool_started_does_not_outlive_the_run(name, text, tmp_path):
+    answered = outcome(name, file=str(tmp_path / "pid"))
+    assert text in answered.text
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+
+
 @pytest.mark.parametrize(("name", "words"), [("segfault", "SIGSEGV"), ("vanish", "exit code 3"), ("garble", "SIGKILL")])
 def test_a_crash_is_told(name, words):
     async def main():
@@ -117,7 +133,7 @@ def test_a_crash_is_told(name, words):
 
 
 def test_exceptions_are_text():
-    assert outcome("fail") == ("Error: ValueError: no \ud800 good", "exception")
+    assert outcome("fail") == ("Error: ValueError: no \\ud800 good", "exception")
     assert outcome("leave") == ("Error: SystemExit: enough", "exception")
 
 

@@ -122,7 +122,7 @@ def test_what_the_user_adds_and_leaves_out():
 def test_turns_and_tokens_end_it():
     with started(**FAST) as server:
         episode = play(server.url, max_turns=2)
-        assert (episode.status, episode.trajectory.turns) == (Status.TRUNCATED, 2)
+        assert (episode.status, episode.trajectory.turns) == (Status.COMPLETED, 2)
         episode = play(server.url, max_tokens=32)
         assert (episode.status, episode.trajectory.turns) == (Status.TRUNCATED, 2)
         assert "32 tokens are used" in (episode.trajectory.error or "")

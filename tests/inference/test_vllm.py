@@ -463,12 +463,12 @@ def test_prompts_of_a_model_on_the_hub_are_read_whole_where_its_context_is_known
     """Else vLLM would not start: 8192 tokens a step, whole prompts, and a context of 40960 do not go together."""
     transformers = pytest.importorskip("transformers")
     known = transformers.GPT2Config(n_positions=40960)
-    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda name: known)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda name, **_: known)
     command = serve_command("python", "org/model", 8123, ServeOptions(device="cpu"))
     assert values(command.argv)["--max-num-batched-tokens"] == "40960"
     assert "--no-enable-chunked-prefill" in command.argv
 
-    def unknown(name: str) -> Any:
+    def unknown(name: str, **_: Any) -> Any:
         raise OSError("there is no network")
 
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", unknown)

@@ -89,7 +89,7 @@ def test_segments_of_a_rollout_are_numbered():
     assert [row.segment for row in make_batch(samples, [0.0] * 2, aggregation="sum", step=0).rows] == [0, 1, 0, 2]
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "rollout_mean", "group_mean", "dr_grpo", "sum"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "rollout_mean", "rollout_sum", "group_mean", "dr_grpo", "sum"])
 def test_minibatches_are_whole_groups_weighed_by_themselves(tiny, aggregation):
     samples = tiny.make_samples(groups=5)
     batch = make_batch(samples, [0.5] * 20, aggregation=aggregation, step=3, max_tokens=9)

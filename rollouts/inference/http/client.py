@@ -20,7 +20,7 @@ from email.utils import parsedate_to_datetime
 from functools import lru_cache
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar, cast
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import quote, urlsplit, urlunsplit
 
 import h11
 import msgspec
@@ -35,7 +35,7 @@ from rollouts.inference.http.connection import (
     TooLongError,
     connect,
 )
-from rollouts.inference.http.failures import HTTPFailure, failure_of_status
+from rollouts.inference.http.failures import UNREADABLE, HTTPFailure, failure_of_status
 
 __all__ = ["ClientStatistics", "HTTPClient", "Retries", "take_turn"]
 
@@ -143,8 +143,7 @@ class HTTPClient:
 
         Raises HTTPFailure.
         """
-        data = body if isinstance(body, bytes) else msgspec.json.encode(body)
-        return await self._ask(b"POST", path, data, reply_type, timeout_seconds, attempts_max)
+        return await self._ask(b"POST", path, _encode(body), reply_type, timeout_seconds, attempts_max)
 
     async def get(
         self, path: str, reply_type: type[T], *, timeout_seconds: float, attempts_max: int | None = None
@@ -298,21 +297,45 @@ def _read_url(base_url: str) -> tuple[str, Address, str]:
         raise ConfigError(f"the server's URL is {shown!r}; expected one such as http://127.0.0.1:8000{more}")
     is_tls = parts.scheme == "https"
     prefix = parts.path.rstrip("/")
-    address = Address(parts.hostname, port or (443 if is_tls else 80), is_tls)
+    if not _is_printable_ascii(prefix):
+        raise ConfigError(
+            f"the server's URL has the path {prefix!r}, and a path is written in ASCII without spaces; type "
+            f"{quote(prefix, safe='/%:@!$&()*+,;=~')}"
+        )
+    address = Address(_host(parts.hostname), (443 if is_tls else 80) if port is None else port, is_tls)
     return f"{parts.scheme}://{parts.netloc}{prefix}", address, prefix
+
+
+def _host(name: str) -> str:
+    """The host as DNS knows it: in ASCII. Raises ConfigError."""
+    try:
+        host = name.encode("idna").decode("ascii")
+        if _is_printable_ascii(host):
+            return host
+        reason = "it has a space or a character that cannot be printed"
+    except UnicodeError as error:
+        reason = str(error.__cause__ or error)
+    raise ConfigError(
+        f"the server's URL names the host {name!r}, which no host can be called: {reason}; expected one such as "
+        "127.0.0.1 or my-server.example.org"
+    )
+
+
+def _is_printable_ascii(text: str) -> bool:
+    return text.isascii() and text.isprintable() and " " not in text
 
 
 def _headers(address: Address, api_key: str) -> list[tuple[bytes, bytes]]:
     host = f"[{address.host}]" if ":" in address.host else address.host
     is_usual = address.port == (443 if address.is_tls else 80)
     headers = [
-        (b"host", (host if is_usual else f"{host}:{address.port}").encode("idna" if host.isascii() else "utf-8")),
+        (b"host", (host if is_usual else f"{host}:{address.port}").encode("ascii")),
         (b"accept", b"application/json"),
         (b"content-type", b"application/json"),
         (b"user-agent", b"rollouts"),
     ]
     if api_key:
-        if not api_key.isascii() or not api_key.isprintable() or " " in api_key:
+        if not _is_printable_ascii(api_key):
             raise ConfigError("the API key has characters that no header may have; is there a line break in it?")
         headers.append((b"authorization", b"Bearer " + api_key.encode()))
     return headers
@@ -321,6 +344,16 @@ def _headers(address: Address, api_key: str) -> list[tuple[bytes, bytes]]:
 @lru_cache(maxsize=256)
 def _decoder(reply_type: Any) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(reply_type)
+
+
+def _encode(body: Any) -> bytes:
+    """The request's bytes. Raises HTTPFailure: text with half of a surrogate pair, say, has no bytes."""
+    if isinstance(body, bytes):
+        return body
+    try:
+        return msgspec.json.encode(body)
+    except (*UNREADABLE, TypeError) as error:
+        raise HTTPFailure("client", f"the request cannot be written as JSON: {error}", retryable=False) from error
 
 
 def _decode(reply: Reply, reply_type: type[T]) -> T:
@@ -333,7 +366,7 @@ def _decode(reply: Reply, reply_type: type[T]) -> T:
         decoded: T = _decoder(cast(Any, reply_type)).decode(reply.body)
     except msgspec.ValidationError as error:  # JSON, but another server's: it will not be this one tomorrow
         raise HTTPFailure("garbage", f"the answer is not what was asked for: {error}", retryable=False) from error
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         begin = reply.body[:80].decode("utf-8", "replace")
         raise HTTPFailure("garbage", f"the answer is not JSON ({error}): {begin!r}", retryable=True) from error
     return decoded
@@ -349,7 +382,7 @@ def _retry_after(value: bytes | None) -> float | None:
     except ValueError:
         try:
             then = parsedate_to_datetime(text)
-        except ValueError:
+        except (ValueError, OverflowError):
             return None
         from datetime import UTC, datetime
 

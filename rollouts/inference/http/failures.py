@@ -11,15 +11,20 @@ import msgspec
 
 from rollouts.errors import InferenceError
 
-__all__ = ["FailureKind", "HTTPFailure", "failure_of_status", "message_of_body"]
+__all__ = ["UNREADABLE", "FailureKind", "HTTPFailure", "failure_of_status", "message_of", "message_of_body"]
 
 FailureKind = Literal["refused", "reset", "timeout", "busy", "server", "client", "garbage"]
 """refused: no connection. reset: it broke or closed before the whole answer. timeout: no whole answer in time.
-busy: 429. server: 5xx. client: 4xx, and redirects. garbage: an answer that is no HTTP, no JSON, or not the JSON asked.
+busy: 429. server: 5xx. client: 4xx, redirects, and a request that cannot be written as JSON. garbage: an answer that is
+no HTTP, no JSON, or not the JSON asked.
 """
 
 MESSAGE_CHARACTERS_MAX = 500
 RETRYABLE_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
+UNREADABLE = (ValueError, RecursionError)
+"""What msgspec raises for bytes that are no JSON: its DecodeError and UnicodeDecodeError are ValueErrors; JSON that is
+nested too deep is a RecursionError.
+"""
 
 
 class HTTPFailure(InferenceError):
@@ -63,13 +68,21 @@ def failure_of_status(status: int, body: bytes, retry_after_seconds: float | Non
 
 
 def message_of_body(body: bytes) -> str:
-    """The server's message in an error's body: OpenAI's and vLLM's `error.message`, FastAPI's `detail`, or the text."""
+    """The server's message in an error's body, or the body as text where it is no JSON."""
     try:
-        found: Any = msgspec.json.decode(body)
-    except msgspec.DecodeError:
-        found = body.decode("utf-8", "replace")
+        return message_of(msgspec.json.decode(body))
+    except UNREADABLE:
+        return _cut(body.decode("utf-8", "replace"))
+
+
+def message_of(found: Any) -> str:
+    """The message in the JSON of an error: OpenAI's and vLLM's `error.message`, FastAPI's `detail`, or the text."""
     for key in ("error", "message", "detail"):
         if isinstance(found, dict) and found.get(key):
             found = found[key]
-    text = " ".join((found if isinstance(found, str) else msgspec.json.encode(found).decode()).split())
+    return _cut(found if isinstance(found, str) else msgspec.json.encode(found).decode())
+
+
+def _cut(text: str) -> str:
+    text = " ".join(text.split())
     return text if len(text) <= MESSAGE_CHARACTERS_MAX else text[:MESSAGE_CHARACTERS_MAX] + "..."

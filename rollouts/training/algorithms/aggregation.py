@@ -26,6 +26,7 @@ __all__ = [
     "pair_mean",
     "per_rollout",
     "rollout_mean",
+    "rollout_sum",
     "sum_all",
     "token_mean",
 ]
@@ -62,6 +63,14 @@ def token_mean(masks: Sequence[Sequence[float]]) -> TokenWeights:
 def rollout_mean(masks: Sequence[Sequence[float]], rollout_index: Sequence[int]) -> TokenWeights:
     """Every rollout counts the same: u = mask / live tokens of its rollout, D = live rollouts."""
     return _mean_within(masks, rollout_index)
+
+
+def rollout_sum(masks: Sequence[Sequence[float]], rollout_index: Sequence[int]) -> TokenWeights:
+    """A rollout counts by the sum of its tokens (RLOO, Ahmadian et al. 2024): u = mask, D = live rollouts.
+
+    The loss of a rollout is that of its whole text, so a long rollout counts more than a short one.
+    """
+    return TokenWeights([list(mask) for mask in masks], float(len(_live(masks, rollout_index))))
 
 
 def group_mean(masks: Sequence[Sequence[float]], group_index: Sequence[int]) -> TokenWeights:
@@ -114,6 +123,7 @@ AGGREGATIONS: dict[str, Callable[..., TokenWeights]] = {
     "pair_mean": pair_mean,
     "per_rollout": per_rollout,
     "rollout_mean": rollout_mean,
+    "rollout_sum": rollout_sum,
     "sum": sum_all,
     "token_mean": token_mean,
 }

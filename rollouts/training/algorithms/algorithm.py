@@ -50,9 +50,9 @@ class Term(NamedTuple):
 class KL(NamedTuple):
     """A KL estimator against the reference policy, and how much it counts.
 
-    A function that names `logprobs` is a term of the loss; one that does not is taken off the advantages, token by
-    token. Values above `threshold` (nats a token) are cut to it. With a `target` (nats a token) the coefficient is
-    steered: it grows by up to 0.2 / `horizon` a step while the KL is above the target, and falls likewise.
+    A function that names `logprobs` is a term of the loss; one that does not is taken off the rewards of tokens. Values
+    above `threshold` (nats a token) are cut to it. With a `target` (nats a token) the coefficient is steered: it grows
+    by up to 0.2 / `horizon` a step while the KL is above the target, and falls likewise.
     """
 
     function: Function

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 
-from rollouts.errors import RolloutsError, TrainingError, words_of
+from rollouts.author_code import authors_code, printable, shown
+from rollouts.errors import RolloutsError, TrainingError, named, words_of
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, function_label
 from rollouts.training.algorithms.needs import is_reward_placed, requests
 from rollouts.training.types import Unit
@@ -76,7 +77,8 @@ def evaluate(
         returned = _call(function, asked, available, label)
         if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
             returned, reported = returned
-            metrics |= {name: _metric(value, live, label, name) for name, value in reported.items()}
+            reports = {_metric_name(name, label): value for name, value in reported.items()}
+            metrics |= {name: _metric(value, live, label, name) for name, value in reports.items()}
         _check_values(returned, count, label, expected)
         values = torch.where(live, returned, torch.zeros_like(returned))
         nan[label] = values.detach().isnan().any()
@@ -127,11 +129,18 @@ def _call(
     """What the function returns. Raises TrainingError, naming it, for whatever its code raises."""
     arguments = [available[name] for name in asked]
     try:
-        return function(*arguments)
+        with authors_code():
+            return function(*arguments)
     except RolloutsError:
         raise
     except Exception as error:  # the author's code may raise anything
         raise TrainingError(f"the {word} {label} raised {words_of(error)}") from error
+
+
+def _metric_name(name: Any, label: str) -> str:
+    if not isinstance(name, str):
+        raise TrainingError(f"the loss {label} reports a metric named {shown(name)}; its name must be text")
+    return printable(name)
 
 
 def _metric(reported: Any, live: Tensor, label: str, name: str) -> Metric:
@@ -139,10 +148,16 @@ def _metric(reported: Any, live: Tensor, label: str, name: str) -> Metric:
     import torch
 
     value, given = reported if isinstance(reported, tuple) and len(reported) == 2 else (reported, "mean")
-    if given not in _KINDS:
-        raise TrainingError(f"the loss {label} reports {name!r} of kind {given!r} (choices: {', '.join(_KINDS)})")
+    if not isinstance(given, str) or given not in _KINDS:
+        raise TrainingError(f"the loss {label} reports {name!r} of kind {shown(given)} (choices: {', '.join(_KINDS)})")
     kind = cast(MetricKind, given)
-    metric = torch.as_tensor(value).detach().to(device=live.device, dtype=torch.float32)
+    try:
+        with authors_code():
+            metric = torch.as_tensor(value).detach().to(device=live.device, dtype=torch.float32)
+    except Exception as error:  # an object of the author's own may raise anything
+        raise TrainingError(
+            f"the loss {label} reports {name!r} as {shown(value)}, which is no number: {named(error)}"
+        ) from error
     count = live.sum().float()
     if metric.dim() == 0:
         return Metric(metric * count if kind == "mean" else metric, count, kind)

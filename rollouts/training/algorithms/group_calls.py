@@ -16,6 +16,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rollouts.author_code import authors_code, shown
 from rollouts.errors import RolloutsError, TrainingError, words_of
 
 if TYPE_CHECKING:
@@ -250,19 +251,19 @@ def _as_tensor(returned: Any) -> Tensor | None:
     import torch
 
     try:
-        return torch.as_tensor(returned)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
+        with authors_code():
+            return torch.as_tensor(returned)
+    except Exception:  # an object of the author's own may raise anything; the caller says what it was
         return None
 
 
 def _shown(returned: Any) -> str:
     """What was returned, in at most a line."""
-    shape = getattr(returned, "shape", None)
-    if shape is None:
-        text = f"{type(returned).__name__} {returned!r}"
-    else:
-        text = f"shape {tuple(shape)}: {returned.tolist() if hasattr(returned, 'tolist') else returned!r}"
-    return text if len(text) <= 200 else f"{text[:200]} ..."
+    import torch
+
+    if isinstance(returned, torch.Tensor):
+        return f"shape {tuple(returned.shape)}: {shown(returned.tolist())}"
+    return f"{type(returned).__name__} {shown(returned)}"
 
 
 def _label(function: Any) -> str:

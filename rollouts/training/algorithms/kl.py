@@ -3,11 +3,14 @@
 Legend: T tokens sampled from mu (`old_logprobs`, the anchor); pi the policy (`logprobs` [T], with gradient); ref
 `ref_logprobs`; r = pi / mu. What matters of an estimator is the expectation of its *gradient*, not of its value:
 
-    k1_reward        reverse KL(pi || ref); a reward a token, taken off the advantages; on-policy
+    k1_reward        reverse KL(pi || ref) of the whole rollout; taken off the rewards of tokens; on-policy
     k2_loss          reverse, as a loss; off-policy too
-    rk3_loss         reverse, as a loss, with less noise (recommended); off-policy too
+    rk3_loss         reverse, as a loss; the gradient of k2_loss, and the KL as its value (recommended)
     forward_kl_loss  forward KL(ref || pi), as a loss; off-policy too
     k3_loss          as a loss it has the gradient of the *forward* KL, on-policy only: allowed with a warning
+
+A loss is a KL a token: it does not answer for the states that a token leads to. k1_reward does: its sum over what
+comes later (`rewards_to_go`, or what the advantage makes of `token_rewards`) is the KL of whole rollouts.
 
 k1 as a loss has an expected gradient of zero and is refused. The sums of Schulman 2020 (k1, k2, k3) estimate the value;
 Tang and Munos 2025 show what their gradients are. Left out: where the reference comes from (references.py), and the
@@ -54,7 +57,8 @@ KL_SETTINGS: tuple[Setting, ...] = (
 
 
 def k1_reward(old_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """log(mu / ref) [T], taken off the advantages: on-policy the true gradient of the reverse KL (Ziegler et al. 2019).
+    """log(mu / ref) [T], taken off the rewards of tokens: on-policy the true gradient of the whole rollouts' reverse KL
+    (Ziegler et al. 2019).
 
     Its expectation is the KL itself; a single value may be negative. With several optimizer steps a batch it is the KL
     of the policy that sampled.
@@ -74,7 +78,8 @@ def k2_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor) -> Ten
 def rk3_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """r (ref/pi - 1 - log(ref/pi)) [T], r with gradient: value and gradient of the reverse KL, never negative.
 
-    k3 of Schulman 2020 under an importance ratio that is differentiated too; recommended.
+    k3 of Schulman 2020 under an importance ratio that is differentiated too. Its gradient is r log(pi / ref) grad log
+    pi, that of `k2_loss` at every token; what it has beside it is a value that estimates the KL. Recommended.
     """
     return log_ratio(logprobs, old_logprobs).exp() * _k3(logprobs, ref_logprobs)
 

@@ -88,7 +88,7 @@ def is_batch_advantage(function: Callable[..., Any]) -> bool:
 
 
 def is_reward_placed(function: Callable[..., Any]) -> bool:
-    """Whether a KL estimator is taken off the advantages: it carries no gradient, for it does not name `logprobs`."""
+    """Whether a KL estimator is taken off the rewards: it carries no gradient, for it does not name `logprobs`."""
     return "logprobs" not in requests(function, "kl")
 
 

@@ -62,8 +62,8 @@ CISPO = Algorithm(group_norm, "token_mean", (Term(cispo), _ENTROPY))
 REINFORCE = Algorithm(group_norm, "token_mean", (Term(reinforce), _ENTROPY))
 # Hu 2025
 REINFORCE_PP = Algorithm(reinforce_pp, "token_mean", (Term(ppo_clip), _ENTROPY))
-# Ahmadian et al. 2024
-RLOO = Algorithm(rloo, "rollout_mean", (Term(reinforce), _ENTROPY))
+# Ahmadian et al. 2024: the likelihood of a whole rollout, so its tokens are summed, not averaged
+RLOO = Algorithm(rloo, "rollout_sum", (Term(reinforce), _ENTROPY))
 IS = Algorithm(group_norm, "token_mean", (Term(importance), _ENTROPY))
 # Supervised rows carry no rewards; the advantage is never called for them.
 SFT = Algorithm(ones, "token_mean", (Term(cross_entropy),))

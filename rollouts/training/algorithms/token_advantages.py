@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["distill", "gae", "reinforce_pp"]
+__all__ = ["distill", "gae", "reinforce_pp", "rewards_to_go"]
 
 WHITEN_EPS = 1e-8
 
@@ -103,6 +103,16 @@ def distill(batch: None, rollout_logprobs: Tensor, teacher_logprobs: Tensor, *, 
     """
     check_setting("coef", coef, 0 < coef < float("inf"), "a number above 0", "--advantage.coef 1")
     return coef * log_ratio(teacher_logprobs, rollout_logprobs).detach()
+
+
+def rewards_to_go(token_rewards: Tensor, mask: Tensor, rollout_index: Tensor) -> Tensor:
+    """What a token and the live ones after it in its rollout are given [T]: sum of r_s over s >= t, undiscounted.
+
+    An advantage of the rollout's own reward plus this is the policy gradient of both (Williams 1992; Sutton et al.
+    2000): a token answers for what it leads to, and for nothing before it.
+    """
+    packing = _pack(mask, rollout_index, int(rollout_index.max()) + 1 if len(rollout_index) else 0)
+    return packing.scatter(_discounted(packing.gather(token_rewards.detach()), 1.0))
 
 
 class _Packing(NamedTuple):

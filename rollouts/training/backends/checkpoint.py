@@ -11,8 +11,8 @@ The order of calls is `begin_checkpoint` (rank 0), `write_tensors` (every rank),
 `finish_checkpoint` (rank 0); or `abandon_checkpoint`. To read: `check_folder`, `read_state`, `read_weights`, and
 `read_tensors` on every rank. What `checkpoint_files` and `checkpoint_writing` offer is here too; they need no torch.
 
-The index of trainer/ (`.metadata`) is a pickle, and unpickling can run code: go on with checkpoints of your own runs
-only, and give a stranger's as --model. Then nothing is read of it but safetensors and JSON.
+Reading a checkpoint runs no code from it: the index of trainer/ is a pickle of torch's, of which only the classes of an
+index are loaded (`checkpoint_index`).
 """
 
 from __future__ import annotations
@@ -135,12 +135,13 @@ def read_tensors(path: str | Path, template: dict[str, Any], *, group: Any = Non
     if not _flat(template):
         return
     from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
+
+    from rollouts.training.backends.checkpoint_index import IndexReader
 
     try:
         with _without_warnings():
-            load(template, storage_reader=FileSystemReader(Path(path) / TRAINER), process_group=group, no_dist=alone)
+            load(template, storage_reader=IndexReader(Path(path) / TRAINER), process_group=group, no_dist=alone)
     except CheckpointException as error:
         rank, cause = _first_failure(error)
         raise DamagedCheckpointError(
@@ -267,12 +268,14 @@ def _saved_shapes(path: str | Path) -> dict[str, tuple[int, ...] | None]:
     folder = Path(path) / TRAINER
     if not folder.is_dir():
         return {}
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from rollouts.training.backends.checkpoint_index import IndexReader
 
     try:
-        found = FileSystemReader(folder).read_metadata().state_dict_metadata
+        found = IndexReader(folder).read_metadata().state_dict_metadata
         sizes = {name: getattr(each, "size", None) for name, each in found.items()}
         return {name: None if size is None else tuple(size) for name, size in sizes.items()}
+    except ConfigError:
+        raise  # refused, not damaged: an earlier checkpoint from the same place is no better
     except Exception as error:  # a damaged pickle can raise anything
         raise DamagedCheckpointError(
             f"the index of {TRAINER}/ of the checkpoint {path} cannot be read: {error}; {earlier_checkpoint(path)}"

@@ -24,6 +24,7 @@ __all__ = [
     "MANIFEST",
     "STATE",
     "TRAINER",
+    "all_checkpoints",
     "beside",
     "best_checkpoint",
     "check_folder",
@@ -33,6 +34,7 @@ __all__ = [
     "manifest_crc",
     "prune_checkpoints",
     "read_state",
+    "remove_checkpoint",
     "remove_hidden",
     "remove_leftovers",
     "size_and_crc",
@@ -116,17 +118,26 @@ def visible_name(path: Path) -> Path | None:
     return path.with_name(found["name"]) if found else None
 
 
-def complete_checkpoints(folder: Path) -> list[Path]:
-    """The whole `step_*` folders of a run's `checkpoints/`, by number, the newest last."""
+def all_checkpoints(folder: Path) -> list[Path]:
+    """The `step_*` folders of a run's `checkpoints/`, by number, the newest last; whole or not."""
     if not folder.is_dir():
         return []
-    found = [each for each in folder.iterdir() if step_of(each) is not None and (each / MANIFEST).is_file()]
+    found = [each for each in folder.iterdir() if step_of(each) is not None and each.is_dir()]
     return sorted(found, key=lambda each: (step_of(each), each.name))
 
 
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Those of `all_checkpoints` that have their manifest."""
+    return [each for each in all_checkpoints(folder) if (each / MANIFEST).is_file()]
+
+
 def last_checkpoint(folder: Path) -> Path | None:
-    """The newest one of a run's `checkpoints/`, if there is any."""
-    found = complete_checkpoints(folder)
+    """The newest one of a run's `checkpoints/`, if there is any. Raises DamagedCheckpointError where it has no
+    manifest: a checkpoint gets its name once it is whole, so something has been lost.
+    """
+    found = all_checkpoints(folder)
+    if found and not (found[-1] / MANIFEST).is_file():
+        raise _without_manifest(found[-1])
     return found[-1] if found else None
 
 
@@ -156,17 +167,22 @@ def prune_checkpoints(folder: Path, keep: int) -> list[Path]:
     best = best_checkpoint(folder)
     removed = [path for path in found[:-keep] if path != best]
     for path in removed:
-        hidden = beside(path, "removed")
-        remove_hidden(hidden)
-        try:
-            os.replace(path, hidden)
-        except OSError as error:
-            raise CheckpointError(
-                f"the checkpoint {path} cannot be removed: {error.strerror or error}; see who owns it, "
-                "or keep all of them (--keep-checkpoints 0)"
-            ) from error
-        remove_hidden(hidden)
+        remove_checkpoint(path)
     return removed
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove it; a kill leaves it whole, or under a hidden name. Raises CheckpointError."""
+    hidden = beside(path, "removed")
+    remove_hidden(hidden)
+    try:
+        os.replace(path, hidden)
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoint {path} cannot be removed: {error.strerror or error}; see who owns it, "
+            "or keep all of them (--keep-checkpoints 0)"
+        ) from error
+    remove_hidden(hidden)
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -270,15 +286,15 @@ def _without_manifest(folder: Path) -> ConfigError:
     began = step_of(folder) is not None or visible_name(folder) is not None
     if began or (folder / STATE).exists() or (folder / TRAINER).exists():
         return DamagedCheckpointError(
-            f"the checkpoint {folder} has no {MANIFEST}, so writing it did not finish; {earlier_checkpoint(folder)}"
+            f"the checkpoint {folder} has no {MANIFEST}, so it is not whole; {earlier_checkpoint(folder)}"
         )
     return _no_checkpoint(folder)
 
 
 def _no_checkpoint(folder: Path) -> ConfigError:
-    inside = last_checkpoint(folder / "checkpoints") or last_checkpoint(folder)
-    if inside is not None:
-        hint = f"did you mean {inside}?"
+    inside = complete_checkpoints(folder / "checkpoints") or complete_checkpoints(folder)
+    if inside:
+        hint = f"did you mean {inside[-1]}?"
     elif (folder / "config.json").is_file():
         hint = f"it holds a model: type --model {folder} to begin a new run from it"
     else:

@@ -18,6 +18,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from rollouts.disk import sync_file, sync_folder
 from rollouts.errors import CheckpointError
 from rollouts.training.backends.checkpoint_files import (
     FORMAT,
@@ -70,7 +71,7 @@ def finish_checkpoint(
     try:
         try:
             text = json.dumps(state)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(
                 f"the checkpoint {path} cannot be written: the state of the run is not plain data ({error}); what an "
                 "environment's state() gives must be numbers, text, lists and dicts"
@@ -87,7 +88,7 @@ def finish_checkpoint(
         manifest["crc32"] = manifest_crc(manifest)
         (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
         _settle_file(temporary / MANIFEST)
-        _sync_folder(temporary)
+        sync_folder(temporary)
         _give_name(temporary, target)
     except OSError as error:
         abandon_checkpoint(temporary)
@@ -107,9 +108,8 @@ def cannot_write(path: str | Path, error: BaseException, *, where: str = "") -> 
     shown = visible_name(Path(path)) or path
     reason = getattr(error, "strerror", None) or (str(error).strip().splitlines() or [type(error).__name__])[0]
     hint = "free some space, or keep fewer (--keep-checkpoints)" if _is_full(error) else "see who may write there"
-    return CheckpointError(
-        f"the checkpoint {shown} cannot be written{where}: {reason}; {hint}. The checkpoints before it are as they were"
-    )
+    words = f"the checkpoint {shown} cannot be written{where}: {reason}; {hint}"
+    return CheckpointError(f"{words}. The checkpoints before it are as they were", is_full=_is_full(error))
 
 
 def _is_full(error: BaseException) -> bool:
@@ -128,7 +128,7 @@ def _settle(folder: Path) -> dict[str, dict[str, Any]]:
         size, crc = _settle_file(file)
         files[file.relative_to(folder).as_posix()] = {"bytes": size, "crc32": crc}
     for inner in (entry for entry in entries if entry.is_dir()):
-        _sync_folder(inner)
+        sync_folder(inner)
     return files
 
 
@@ -138,19 +138,8 @@ def open_as_its_folder(file: Path) -> None:
 
 
 def _settle_file(file: Path) -> tuple[int, str]:
-    with file.open("rb+") as handle:
-        os.fsync(handle.fileno())
+    sync_file(file)
     return size_and_crc(file)
-
-
-def _sync_folder(folder: Path) -> None:
-    if os.name == "nt":
-        return  # folders cannot be opened there
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _give_name(temporary: Path, target: Path) -> None:
@@ -166,5 +155,5 @@ def _give_name(temporary: Path, target: Path) -> None:
         if replaces:
             os.replace(old, target)
         raise
-    _sync_folder(target.parent)
+    sync_folder(target.parent)
     remove_hidden(old)

@@ -12,6 +12,7 @@ losses by name, LoRA, several ranks).
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -147,10 +148,14 @@ def _recipe(name: str) -> Algorithm:
 class PyTorchTrainingBackend:
     """A model, an optimizer and a loss function behind futures: one thread does the work in the order of the calls.
 
-    `weight_version` counts optimizer steps. `loss_fn` returns a scalar and receives what its parameters name: `logits`
-    [B, L, V] and the tensors of the batch (`labels`, `loss_mask`, `advantages`, whatever it holds). Gradients of
-    several batches add up until `optim_step`, which clips them where `max_grad_norm` is given and steps the `scheduler`
-    too.
+    `weight_version` counts optimizer steps. `loss_fn` receives what its parameters name: `logits` [B, L, V] and the
+    tensors of the batch (`labels`, `loss_mask`, `advantages`, whatever it holds). It returns a scalar, the mean over
+    the batch, or a pair of scalars: a sum, and the denominator to divide it by. A mean counts by the `loss_mask` that
+    it names (from position 1 on, for nothing predicts the first token), or by the batch's rows if it names none. So the
+    gradient of several batches before one `optim_step` is that of one batch of all their rows.
+
+    `optim_step` divides once, clips where `max_grad_norm` is given, and steps the `scheduler` too. Where the
+    denominators add up to 0 there is nothing to learn from: it changes no weight and counts no version.
     """
 
     def __init__(
@@ -172,10 +177,12 @@ class PyTorchTrainingBackend:
         self._folder = Path(checkpoint_dir)
         self._scheduler = scheduler
         self._max_grad_norm = math.inf if max_grad_norm is None else max_grad_norm
+        self._denominator = 0.0
 
     def forward_backward(self, batch: Mapping[str, Any] | TrainBatch) -> TrainFuture[dict[str, float]]:
         """Add up the gradients of a batch: `input_ids` [B, L] (with `attention_mask` and `position_ids`, if there are
-        such) go to the model. Gives `loss`, and `grad_norm` of what was added up. Raises TrainingError, SignatureError.
+        such) go to the model. Gives the mean `loss` of this batch, and `grad_norm` of the mean over all batches so far.
+        Raises TrainingError, SignatureError.
 
         Of a TrainBatch, as `run_sft_training` makes it, the tokens and masks are taken (see `prepare_sft_batch`).
         """
@@ -185,7 +192,9 @@ class PyTorchTrainingBackend:
         return self.thread.submit(self._forward_backward, batch)
 
     def optim_step(self) -> TrainFuture[dict[str, float]]:
-        """Step with the gradients added up and forget them; gives `lr`, with which it stepped."""
+        """Step with the gradients added up, divided by the sum of the denominators, and forget them; gives `lr`, and
+        `optim/skipped` 1.0 where the denominators add up to 0.
+        """
         return self.thread.submit(self._optim_step)
 
     def get_weights(self) -> TrainFuture[dict[str, Any]]:
@@ -217,20 +226,41 @@ class PyTorchTrainingBackend:
         tensors = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
         beside = {name: tensors[name] for name in ("attention_mask", "position_ids") if name in tensors}
         output = self.model(tensors["input_ids"], **beside)
-        loss = call_with(self._loss_fn, {**tensors, "logits": getattr(output, "logits", output)})
-        value = loss.item()
+        returned = call_with(self._loss_fn, {**tensors, "logits": getattr(output, "logits", output)})
+        total, denominator = _sum_and_denominator(returned, self._weight_of(tensors))
+        value = total.item() / (denominator or 1.0)
         if not math.isfinite(value):
             raise TrainingError(f"the loss of the batch is {value}; no gradient was added")
-        loss.backward()
-        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        return {"loss": value, "grad_norm": float(nn.utils.get_total_norm(gradients))}
+        torch.autograd.backward(total)
+        self._denominator += denominator
+        norm = float(nn.utils.get_total_norm(self._gradients()))
+        return {"loss": value, "grad_norm": norm / self._denominator if self._denominator else 0.0}
+
+    def _weight_of(self, tensors: Mapping[str, Any]) -> float:
+        """What the mean of a batch counts: the live weight that its loss function sees, else its rows."""
+        mask = tensors.get("loss_mask")
+        if isinstance(mask, Tensor) and "loss_mask" in inspect.signature(self._loss_fn).parameters:
+            return float(mask[:, 1:].sum())
+        return float(len(tensors["input_ids"]))
+
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+
+    def _forget_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self._denominator = 0.0
 
     def _optim_step(self) -> dict[str, float]:
         lr = float(self.optimizer.param_groups[0]["lr"])
+        if not self._denominator:
+            self._forget_gradients()
+            return {"lr": lr, "optim/skipped": 1.0}
+        for gradient in self._gradients():
+            gradient.div_(self._denominator)
         if self._max_grad_norm < math.inf:
             nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self._forget_gradients()
         if self._scheduler is not None:
             self._scheduler.step()
         self.weight_version += 1
@@ -288,9 +318,24 @@ class PyTorchTrainingBackend:
         self._load_weights(weights)
         state = torch.load(path / _STATE, map_location="cpu", weights_only=True)
         self.optimizer.load_state_dict(state["optimizer"])
-        self.optimizer.zero_grad(set_to_none=True)
+        self._forget_gradients()
         if self._scheduler is not None and state["scheduler"] is not None:
             self._scheduler.load_state_dict(state["scheduler"])
         self.weight_version = int(run["weight_version"])
         metrics: dict[str, float] = run["metrics"]
         return metrics
+
+
+def _sum_and_denominator(returned: Any, weight: float) -> tuple[Tensor, float]:
+    """A loss as its sum and its share of D; a mean of this weight is taken back to its sum. Raises TrainingError."""
+    pair = returned if isinstance(returned, tuple) and len(returned) == 2 else None
+    total = returned if pair is None else pair[0]
+    if not isinstance(total, Tensor) or total.numel() != 1:
+        shown = f"shape {list(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
+        raise TrainingError(f"the loss function returned {shown}; it has to return a mean, or (sum, denominator)")
+    if pair is not None:
+        denominator = float(pair[1])
+        if not 0 <= denominator < math.inf:
+            raise TrainingError(f"the loss function returned the denominator {denominator}; it has to be 0 or more")
+        return total, denominator
+    return total * weight, weight

@@ -21,16 +21,22 @@ _OPTIONAL = ("old_logprobs", "ref_logprobs", "teacher_logprobs", "old_values", "
 def make_streams(
     rows: list[Row], selection: Selection, rewards: list[float], device: torch.device
 ) -> dict[str, Tensor]:
-    """Every stream of the rows that is there, and the numbers of rollout, group, pair and segment.
+    """Every stream of the rows that is there, and the numbers of rollout, group, pair and segment. `sampled` is whether
+    the sampler's logprobs are known; where they are not, `rollout_logprobs` holds 0.0.
 
     `returns` falls back to the rollout's reward where there are values but no estimator gave returns.
     """
     chosen = [(rows[row], positions) for row, positions in zip(selection.rows, selection.positions, strict=True)]
-    names = ["loss_mask", "weights", "advantages", "rollout_logprobs"]
+    names = ["loss_mask", "weights", "advantages"]
     names += [name for name in _OPTIONAL if getattr(rows[0], name) is not None]
     floats = {
         name: [value for row, positions in chosen for value in _take(getattr(row, name), positions)] for name in names
     }
+    floats["rollout_logprobs"] = [
+        value
+        for row, positions in chosen
+        for value in (_take(row.rollout_logprobs, positions) if row.rollout_logprobs else [0.0] * len(positions))
+    ]
     if "old_values" in floats and "returns" not in floats:
         floats["returns"] = [rewards[row.rollout_index] for row, positions in chosen for _ in positions]
     floats["mask"] = floats.pop("loss_mask")
@@ -40,6 +46,7 @@ def make_streams(
         "group_index": [row.group_index for row, _ in chosen],
         "pair_index": [row.pair_index for row, _ in chosen],
         "segments": [row.segment for row, _ in chosen],
+        "sampled": [int(row.rollout_logprobs is not None) for row, _ in chosen],
     }
     # numpy reads lists of numbers several times faster than torch
     table = torch.from_numpy(np.array(list(floats.values()), dtype=np.float32)).to(device)

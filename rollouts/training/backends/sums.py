@@ -20,12 +20,14 @@ from rollouts.training.algorithms.losses import log_ratio
 __all__ = ["Microbatch", "Reading", "Sums", "metrics_of"]
 
 _BAD_MODEL = "the model's logprobs"
-_SAMPLER_MAX = "sampler/abs_max"
+_SAMPLED, _ANCHORED = "sampler/sampled", "sampler/anchored"
 
 
 class Microbatch(NamedTuple):
     """What there is to measure of one: `tensors` [T] by the names of the loss's vocabulary (and `weights` of a
     correction, if any, as `importance`), the objective, what the terms report, and (tokens, tokens with padding).
+    `sampled` [T] of the tensors says whose sampler's logprobs are known, `anchored` [T] who has an anchor besides the
+    policy as it is.
 
     `clip` are the bounds of a token's ratio, or None.
     """
@@ -42,7 +44,7 @@ class Reading(msgspec.Struct):
     (tokens, tokens with padding) that were run.
 
     `learned` is False where there were microbatches and no loss in them carried a gradient; None where there were
-    none.
+    none. `forward_only` are the numbers of microbatches whose gradient is 0, so that they had no backward.
     """
 
     sums: dict[str, tuple[float, float, str]]
@@ -50,6 +52,7 @@ class Reading(msgspec.Struct):
     count: int
     tokens: tuple[int, int]
     learned: bool | None = None
+    forward_only: list[int] = []
 
 
 class Sums:
@@ -67,10 +70,15 @@ class Sums:
         logprobs = tensors["logprobs"]
         self._count += logprobs.shape[0]
         self._tokens = [have + new for have, new in zip(self._tokens, part.tokens, strict=True)]
-        for name, value in {**_policy(tensors, part.clip), **_mismatch(tensors), **_value(tensors)}.items():
+        for name, value in {**_policy(tensors, part.clip), **_value(tensors)}.items():
             self._add(name, Metric(value.sum(), torch.ones_like(value).sum(), "mean"))
+        sampled, anchored = tensors["sampled"].float().sum(), tensors["anchored"].float().sum()
+        for name, value in _mismatch(tensors).items():
+            self._add(name, Metric(torch.where(tensors["sampled"], value, 0.0).sum(), sampled, "mean"))
         for name, value in _maxima(tensors).items():
             self._add(name, Metric(value.max(), value.new_tensor(1.0), "max"))
+        self._add(_SAMPLED, Metric(sampled, sampled, "sum"))
+        self._add(_ANCHORED, Metric(anchored, anchored, "sum"))
         self._add("policy/loss", Metric(part.objective.detach(), part.objective.new_tensor(1.0), "sum"))
         for name, metric in part.evaluation.metrics.items():
             self._add(name if "/" in name else f"policy/{name}", metric)
@@ -115,9 +123,9 @@ def metrics_of(readings: Sequence[Reading], denominator: float) -> dict[str, flo
         for name, (value, number, kind) in total.sums.items()
     }
     found["policy/loss"] = found["policy/loss"] / denominator if denominator > 0 else 0.0
-    if found.pop(_SAMPLER_MAX) == 0.0:  # supervised rows: nobody sampled them
-        unsampled = ("mismatch/", "policy/ratio", "policy/kl_old")
-        found = {name: value for name, value in found.items() if not name.startswith(unsampled)}
+    unknown = [] if found.pop(_SAMPLED) else ["mismatch/"]  # as of supervised rows
+    unknown += [] if found.pop(_ANCHORED) else ["policy/ratio", "policy/kl_old"]
+    found = {name: value for name, value in found.items() if not name.startswith(tuple(unknown))}
     _finish(found)
     real, padded = total.tokens
     found["perf/pad_frac"] = 1 - real / padded if padded else 0.0
@@ -157,21 +165,27 @@ def _policy(tensors: Mapping[str, Tensor], clip: tuple[float, float] | None) -> 
     means = {
         "policy/entropy": tensors["entropy"],
         "policy/ratio_mean": ratio,
-        "policy/kl_old": (-moved).exp() - 1 + moved,
+        "policy/kl_old": _k3(moved),
     }
     if clip is not None:
         means["policy/clip_low"] = ((ratio < 1 - clip[0]) & (advantages < 0)).float()
         means["policy/clip_high"] = ((ratio > 1 + clip[1]) & (advantages > 0)).float()
-    if "ref_logprobs" in tensors:  # k3 of Schulman 2020: never negative, little noise
-        apart = log_ratio(tensors["ref_logprobs"], logprobs)
-        means["policy/kl_ref"] = apart.exp() - 1 - apart
+    if "ref_logprobs" in tensors:
+        means["policy/kl_ref"] = _k3(log_ratio(tensors["ref_logprobs"], logprobs))
     return means
+
+
+def _k3(apart: Tensor) -> Tensor:
+    """An estimate of KL(p || q) at tokens that p sampled, of `apart` = log(q / p): q/p - 1 - log(q/p) (k3 of Schulman
+    2020), never negative, with little noise.
+    """
+    return apart.expm1() - apart  # expm1: both are tiny where the policies are close
 
 
 def _mismatch(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """How far the trainer before the step is from the sampler."""
     apart = log_ratio(_trainer(tensors), tensors["rollout_logprobs"])
-    means = {"mismatch/abs_logp_mean": apart.abs(), "mismatch/k3": apart.exp() - 1 - apart}
+    means = {"mismatch/abs_logp_mean": apart.abs(), "mismatch/k3": _k3(apart)}
     if "importance" in tensors:
         weights = tensors["importance"]
         means |= {
@@ -205,8 +219,7 @@ def _value(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _maxima(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
         "policy/ratio_max": log_ratio(tensors["logprobs"], tensors["old_logprobs"]).exp(),
-        "mismatch/abs_logp_max": (_trainer(tensors) - tensors["rollout_logprobs"]).abs(),
-        _SAMPLER_MAX: tensors["rollout_logprobs"].abs(),
+        "mismatch/abs_logp_max": (_trainer(tensors) - tensors["rollout_logprobs"]).abs() * tensors["sampled"],
     }
 
 

@@ -170,6 +170,11 @@ class TorchBackend:
         return self._trainer.version
 
     @property
+    def checkpoint_bytes(self) -> int:
+        """About what a checkpoint takes on the disk."""
+        return self._trainer.checkpoint_bytes()
+
+    @property
     def shares_prefix(self) -> bool:
         """Whether prompts that rows share are run once."""
         return self._trainer.shares_prefix
@@ -239,13 +244,13 @@ class TorchBackend:
 
     def _forward(self, batch: TrainBatch, needs: tuple[str, ...], only_live: bool) -> ForwardOutput:
         self._trainer.check_forward(needs)
-        shares = self._share(batch, "", only_live)
+        shares = self._share(batch, "", only_live, trained=False)
         outputs = self._crew.call(Command(name="forward", needs=needs, only_live=only_live), shares)
         return gather_outputs(batch, shares, outputs)
 
-    def _share(self, batch: TrainBatch, keep: Keep, only_live: bool) -> list[Share]:
+    def _share(self, batch: TrainBatch, keep: Keep, only_live: bool, *, trained: bool) -> list[Share]:
         def split(part: TrainBatch) -> list[list[Row]]:
-            return self._trainer.split(part, keep, only_live)
+            return self._trainer.split(part, keep, only_live, trained=trained)
 
         return share_batch(batch, self._crew.size, split, keep=keep)
 
@@ -257,7 +262,7 @@ class TorchBackend:
                 f"{', '.join(sorted(algorithms))}"
             )
         algorithm = algorithms[batch.algorithm]
-        shares = self._share(batch, keep_of(needs(algorithm)), True)
+        shares = self._share(batch, keep_of(needs(algorithm)), True, trained=True)
         start = time.perf_counter()
         readings: list[Reading] = self._crew.call(Command(name="forward_backward"), shares)
         seconds = time.perf_counter() - start
@@ -269,7 +274,7 @@ class TorchBackend:
         except TrainingError:
             self._crew.call(Command(name="forget_gradients"))
             raise
-        return metrics | self._trainer.speed(shares, seconds)
+        return metrics | self._trainer.speed(shares, readings, seconds)
 
     def _optim_step(self) -> StepResult:
         result: StepResult = self._crew.call(Command(name="optim_step"))[0]

@@ -3,8 +3,8 @@
 `forward_backward` accumulates the gradients of sum(u * loss), and D, which is the whole batch's on every rank;
 `optim_step` divides once, clips by the global norm, and steps. The model runs in evaluation mode also while training:
 dropout would make the ratio of a policy to itself differ from 1. The models beside it (reference, teacher, critic) have
-rooms of their own. Every rank calls the same methods in the same order, with its own share of a batch. Left out:
-futures and ranks (`torch`, `ranks`).
+rooms of their own. Rows without an advantage are run forward only, where that changes nothing (`flat`). Every rank
+calls the same methods in the same order, with its own share of a batch. Left out: futures and ranks (`torch`, `ranks`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from rollouts.training.algorithms.evaluate import evaluate, importance_weights
 from rollouts.training.algorithms.needs import needs, requests
 from rollouts.training.backends import checkpoint, lora, sharding
 from rollouts.training.backends.companions import Critic, check_critic, load_critic, load_teacher
+from rollouts.training.backends.flat import cut_off, gradient_size, is_flat, may_be_flat
 from rollouts.training.backends.networks import Networks
 from rollouts.training.backends.optimizer import (
     TorchSettings,
@@ -35,10 +36,11 @@ from rollouts.training.backends.optimizer import (
     optimizer_tensors,
 )
 from rollouts.training.backends.passes import Models, Scored
-from rollouts.training.backends.profiling import Profile, peak_gib
+from rollouts.training.backends.profiling import Profile
 from rollouts.training.backends.reference import ReferencePolicy
 from rollouts.training.backends.sharding import Sharding
 from rollouts.training.backends.shares import Share
+from rollouts.training.backends.speed import training_speed
 from rollouts.training.backends.streams import make_streams, unit_weights
 from rollouts.training.backends.sums import Microbatch, Reading, Sums
 from rollouts.training.backends.transformer import (
@@ -47,7 +49,7 @@ from rollouts.training.backends.transformer import (
     prefers_packing,
 )
 from rollouts.training.batching import BUCKET_SAVING_MIN, MICROBATCH_SAVING_MIN, Keep, split_microbatches
-from rollouts.training.estimates import model_size_of, peak_flops, train_flops
+from rollouts.training.estimates import MOMENTS, model_size_of
 from rollouts.training.models import prepare_gradient_checkpointing
 from rollouts.training.types import Companions, Row, StepResult, TrainBatch
 
@@ -93,6 +95,7 @@ class Trainer:
         self._denominator = 0.0
         self._skipped = 0
         self._not_finite = 0  # steps in a row that were skipped for it
+        self._never_flat: set[str] = set()  # algorithms that were seen to train rows without an advantage
         kind = causal.get_input_embeddings().weight.device.type if shards is None else shards.mesh.device_type
         self._on_cpu = kind == "cpu"
         self.networks = Networks(causal.eval(), self._load_critic(causal, wanted.critic, dtype, device))
@@ -161,8 +164,8 @@ class Trainer:
         """Whether prompts that rows share are run once."""
         return self._models.shares_prefix
 
-    def split(self, batch: TrainBatch, keep: Keep, only_live: bool) -> list[list[Row]]:
-        """The rows in microbatches."""
+    def split(self, batch: TrainBatch, keep: Keep, only_live: bool, *, trained: bool = False) -> list[list[Row]]:
+        """The rows in microbatches; if they are `trained`, those without an advantage may have some of their own."""
         return split_microbatches(
             batch,
             self._settings.tokens_per_microbatch,
@@ -171,7 +174,12 @@ class Trainer:
             only_live=only_live,
             packed=self._models.packed,
             saving_min=MICROBATCH_SAVING_MIN if self._on_cpu else _GPU_BUCKET_SAVING_MIN,
+            flat_apart=trained and self._tries_flat(batch.algorithm),
         )
+
+    def _tries_flat(self, name: str) -> bool:
+        """Whether rows without an advantage may be run forward only: never over ranks, which meet in every backward."""
+        return self._shards is None and name not in self._never_flat and may_be_flat(self.algorithms[name])
 
     def check_forward(self, needs: Sequence[str]) -> None:
         """Raises TrainingError for what this trainer was not given."""
@@ -226,15 +234,24 @@ class Trainer:
         algorithm = self.algorithms[batch.algorithm]
         requested = needs(algorithm)
         sums = Sums()
+        told: list[bool] = []
+        flat: list[int] = []
         try:
             with self._training_mode():
-                learned = [self._microbatch(rows, batch, algorithm, requested, sums) for rows in share.microbatches()]
+                for number, rows in enumerate(share.microbatches()):
+                    if self._pass_flat(rows, batch, algorithm, requested, sums):
+                        flat.append(number)
+                        continue
+                    learned = self._microbatch(rows, batch, algorithm, requested, sums)
+                    told += [] if learned is None else [learned]
+                if flat and not any(told):  # no gradient is not a gradient of 0: an optimizer goes on with the latter
+                    self.networks(self._touch, requested).backward()
             reading = sums.read()
         except BaseException:
             self.forget_gradients()
             raise
-        told = [each for each in learned if each is not None]
-        reading.learned = any(told) if told else None
+        reading.learned = any(told) or bool(flat) if told or flat else None
+        reading.forward_only = flat
         self._denominator += batch.denominator
         return reading
 
@@ -320,6 +337,18 @@ class Trainer:
             )
         return checkpoint.random_state()
 
+    def checkpoint_bytes(self) -> int:
+        """About what a checkpoint of all ranks takes on the disk: weights, a critic's, a reference's, and moments."""
+        policy = self.causal.parameters() if self.adapter is None else lora.adapter_parameters(self.adapter).values()
+        critic = [parameter for parameter in self._names if all(parameter is not own for own in self._parameters)]
+        reference = self._parameters if self._reference is not None else []
+        moments = MOMENTS[self._settings.optimizer]
+        return sum(
+            count * parameter.numel() * parameter.element_size()
+            for count, parameters in ((1, policy), (1, critic), (1, reference), (moments, self._names))
+            for parameter in parameters
+        )
+
     def state(self) -> dict[str, Any]:
         """The counters."""
         return {"version": self.version, "skipped": self._skipped, "not_finite": self._not_finite}
@@ -372,24 +401,12 @@ class Trainer:
         """Drop a profile that nobody finished."""
         self._profile.discard()
 
-    def speed(self, shares: Sequence[Share], seconds: float) -> dict[str, float]:
-        """What a `forward_backward` of these shares took: `perf/tflops` a rank, `perf/mfu` where the device's peak is
-        known, and this rank's `perf/peak_gib`.
-        """
-        lengths = [len(row.tokens) for share in shares for row in share.batch.rows if any(row.loss_mask)]
-        scored = sum(weight > 0 for share in shares for row in share.batch.rows for weight in row.loss_mask)
-        tokens = sum(lengths)
-        found = {"perf/peak_gib": peak_gib(self.device)}
-        if not tokens:
-            return found
-        squared = sum(length**2 for length in lengths) / tokens
-        flops = train_flops(self._size, tokens, squared, lora=self.adapter is not None, scored=scored)
-        rate = flops / max(seconds, 1e-9) / len(shares)
-        found["perf/tflops"] = rate / 1e12
-        peak = None
-        if self.device.type == "cuda":
-            peak = peak_flops(torch.cuda.get_device_name(self.device), self.compute_dtype)
-        return found if peak is None else found | {"perf/mfu": rate / peak}
+    def speed(self, shares: Sequence[Share], readings: Sequence[Reading], seconds: float) -> dict[str, float]:
+        """The `perf/` metrics of a `forward_backward` of these shares."""
+        lora = self.adapter is not None
+        return training_speed(
+            self._size, shares, readings, seconds, device=self.device, dtype=self.compute_dtype, lora=lora
+        )
 
     @property
     def kind(self) -> Literal["full", "adapter"]:
@@ -483,6 +500,23 @@ class Trainer:
             sums.add(measured)
         return learned
 
+    def _pass_flat(
+        self, part: list[Row], batch: TrainBatch, algorithm: Algorithm, requested: frozenset[str], sums: Sums
+    ) -> bool:
+        """Add up a microbatch without an advantage, if its gradient is 0: then it needs no backward."""
+        if not is_flat(part) or not self._tries_flat(batch.algorithm):
+            return False
+        self._get_on()
+        scored, values, ends = cut_off(*self._run_networks(self._score, part, batch, requested))
+        objective, measured = self._evaluate(part, batch, algorithm, requested, scored, values)
+        size = gradient_size(objective, ends)
+        if size != 0.0:
+            self._never_flat |= {batch.algorithm} if math.isfinite(size) else set()
+            return False
+        with torch.no_grad():
+            sums.add(measured)
+        return True
+
     def _touch(self, requested: frozenset[str]) -> Tensor:
         """A 0 that depends on all that is trained: an empty microbatch, in which a rank only meets the others."""
         rows, wanted = _EMPTY_PASS
@@ -505,19 +539,44 @@ class Trainer:
         requested: frozenset[str],
     ) -> tuple[Tensor, Tensor, Microbatch]:
         """The sum of u * loss, a 0 that depends on every output of the networks, and what there is to measure."""
+        scored, values = self._score(rows, batch, requested)
+        nothing = scored.logprobs.sum() * 0.0
+        if values is not None:
+            nothing = nothing + values.sum() * 0.0
+        objective, measured = self._evaluate(rows, batch, algorithm, requested, scored, values)
+        return objective, nothing, measured
+
+    def _score(self, rows: list[Row], batch: TrainBatch, requested: frozenset[str]) -> tuple[Scored, Tensor | None]:
+        """What the policy gives at live tokens, and the critic's values if they are asked for."""
         wanted = [[t for t, weight in enumerate(row.loss_mask) if weight > 0] for row in rows]
         scored = self._models.score(rows, wanted, batch.temperature, requested)
+        values = None
+        if "values" in requested and self._critic is not None:
+            values = self._critic.values(rows, wanted, scored.selection, scored.features)
+        return scored, values
+
+    def _evaluate(
+        self,
+        rows: list[Row],
+        batch: TrainBatch,
+        algorithm: Algorithm,
+        requested: frozenset[str],
+        scored: Scored,
+        values: Tensor | None,
+    ) -> tuple[Tensor, Microbatch]:
+        """The sum of u * loss, and what there is to measure, of what the networks gave."""
         device = scored.logprobs.device
         tensors = make_streams(rows, scored.selection, batch.rewards, device) | scored.extra
+        sampled = tensors.pop("sampled") > 0
+        anchored = torch.ones_like(sampled) if "old_logprobs" in tensors else sampled
+        policy = tensors.get("old_logprobs", scored.logprobs.detach())
+        tensors["rollout_logprobs"] = torch.where(sampled, tensors["rollout_logprobs"], policy)
         if "old_logprobs" not in tensors:
-            is_sampler = batch.anchor == "sampler"
-            tensors["old_logprobs"] = tensors["rollout_logprobs"] if is_sampler else scored.logprobs.detach()
+            tensors["old_logprobs"] = tensors["rollout_logprobs"] if batch.anchor == "sampler" else policy
         tensors["logprobs"] = scored.logprobs
         tensors["entropy"] = scored.entropy if "entropy" in requested else scored.entropy.detach()
-        nothing = scored.logprobs.sum() * 0.0
-        if "values" in requested and self._critic is not None:
-            tensors["values"] = self._critic.values(rows, wanted, scored.selection, scored.features)
-            nothing = nothing + tensors["values"].sum() * 0.0
+        if values is not None:
+            tensors["values"] = values
         available: dict[str, Any] = {**tensors, "step": batch.step}
         if "rewards" in requested:
             available["rewards"] = torch.tensor(batch.rewards, device=device)
@@ -529,9 +588,10 @@ class Trainer:
         )
         objective = (evaluation.values * unit_weights(tensors, batch.unit)).sum()
         seen = {name: tensor.detach() for name, tensor in tensors.items()}
+        seen |= {"sampled": sampled, "anchored": anchored}
         if weights is not None:
             seen["importance"] = weights.detach()
-        return objective, nothing, Microbatch(seen, objective, evaluation, _clip_bounds(algorithm), scored.tokens)
+        return objective, Microbatch(seen, objective, evaluation, _clip_bounds(algorithm), scored.tokens)
 
     @contextlib.contextmanager
     def _training_mode(self) -> Iterator[None]:

@@ -14,7 +14,8 @@ from typing import Any
 
 import msgspec
 
-from rollouts.errors import ConfigError, EnvironmentDefinitionError
+from rollouts.author_code import authors_code, message_of, printable, shown
+from rollouts.errors import ConfigError, EnvironmentDefinitionError, named
 from rollouts.types import Message, Task
 
 __all__ = ["DataBuffer", "as_task", "draw_tasks"]
@@ -32,30 +33,41 @@ def as_task(value: Any) -> Task:
     {'level': 1}
     """
     try:
-        if isinstance(value, Task):
-            prompt = _as_prompt(value.prompt)
-            return value if prompt is value.prompt else msgspec.structs.replace(value, prompt=prompt)
-        if isinstance(value, Mapping) and "prompt" in value:
-            rest = {key: value[key] for key in value if key not in ("prompt", "answer", "id", "info")}
-            info = {**msgspec.convert(value.get("info") or {}, dict[str, Any]), **rest}
-            identity = value.get("id")
-            return Task(
-                _as_prompt(value["prompt"]), value.get("answer"), info, None if identity is None else str(identity)
-            )
-        if isinstance(value, str | list):
-            return Task(_as_prompt(value))
+        with authors_code():
+            task = _read_task(value)
+        if task is not None:
+            return task
         reason = ""
-    except msgspec.ValidationError as error:
-        reason = f" ({error})"
+    except Exception as error:  # an object of the author's own may raise anything
+        reason = f" ({message_of(error) if isinstance(error, msgspec.ValidationError) else named(error)})"
     raise EnvironmentDefinitionError(
-        f"tasks() gave {value!r} ({type(value).__name__}){reason}; it must give rollouts.Task objects, prompts (text, "
-        "or a list of messages), or mappings with `prompt`"
+        f"tasks() gave {shown(value)} ({type(value).__name__}){reason}; it must give rollouts.Task objects, prompts "
+        "(text, or a list of messages), or mappings with `prompt`"
     )
+
+
+def _read_task(value: Any) -> Task | None:
+    if isinstance(value, Task):
+        prompt, identity = _as_prompt(value.prompt), _as_id(value.id)
+        if prompt is value.prompt and identity is value.id:
+            return value
+        return msgspec.structs.replace(value, prompt=prompt, id=identity)
+    if isinstance(value, Mapping) and "prompt" in value:
+        rest = {key: value[key] for key in value if key not in ("prompt", "answer", "id", "info")}
+        info = {**msgspec.convert(value.get("info") or {}, dict[str, Any]), **rest}
+        return Task(_as_prompt(value["prompt"]), value.get("answer"), info, _as_id(value.get("id")))
+    return Task(_as_prompt(value)) if isinstance(value, str | list) else None
+
+
+def _as_id(identity: Any) -> str | None:
+    return None if identity is None else printable(identity if isinstance(identity, str) else str(identity))
 
 
 def _as_prompt(prompt: Any) -> str | list[Message]:
     """The prompt itself where it is one, else its messages converted. Raises msgspec.ValidationError."""
-    if isinstance(prompt, str) or (isinstance(prompt, list) and all(isinstance(m, Message) for m in prompt)):
+    if isinstance(prompt, str):
+        return printable(prompt)
+    if isinstance(prompt, list) and all(isinstance(message, Message) for message in prompt):
         return prompt
     return msgspec.convert(prompt, list[Message])
 

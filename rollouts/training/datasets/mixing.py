@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from rollouts.author_code import authors_code, shown
 from rollouts.errors import ConfigError, EnvironmentDefinitionError, words_of
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.types import Task
@@ -150,14 +151,17 @@ def _value(name: str, weight: Weight, step: int) -> float:
     value: Any = weight
     if callable(weight):
         try:
-            value = weight(step)
+            with authors_code():
+                value = weight(step)
         except Exception as error:  # a user's curriculum may raise anything
             raise ConfigError(
                 f"the weight of {name} at step {step}: its curriculum raised {words_of(error)}"
             ) from error
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or value < 0:
-        raise ConfigError(f"the weight of {name} at step {step} is {value!r}; it must be a number that is 0 or more")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < 1e308:
+        raise ConfigError(
+            f"the weight of {name} at step {step} is {shown(value)}; it must be a number that is 0 or more"
+        )
     return float(value)
 
 

@@ -25,10 +25,11 @@ from rollouts.training.algorithms.group_calls import (
     shaped_rewards,
 )
 from rollouts.training.algorithms.needs import forward_needs, is_batch_advantage, is_reward_placed, requests
+from rollouts.training.algorithms.token_advantages import rewards_to_go
 from rollouts.training.batching import make_batch
 from rollouts.training.loops.staleness import drop_stale
 from rollouts.training.rollout_gen.groups import Group, group_samples
-from rollouts.training.types import ForwardOutput, Row, TrainBatch, TrainingBackend
+from rollouts.training.types import ForwardOutput, TrainBatch, TrainingBackend
 from rollouts.types import Sample, Status
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def prepare_rl_batch(
     of_groups = algorithm.pairs is None and not is_batch_advantage(algorithm.advantage)
     for group in groups:
         first = len(rewards)
-        lengths = [sum(t.sampled_count for t in episode.trajectories) for episode in group.episodes]
+        lengths = group.lengths
         own = _rewards(group, algorithm, lengths, config, step)
         eligible = [
             reward is not None and episode.status is Status.COMPLETED and length > 0 and index not in fresh.emptied
@@ -150,25 +151,27 @@ async def complete_batch(
 ) -> None:
     """Stamp on the rows what the loss needs before it can be computed, then the advantages of the whole batch.
 
-    One forward pass, over live tokens, for each model that is needed; none where nothing is. With several optimizer
-    steps and an engine outside, the anchor is asked for too.
+    One forward pass, over live tokens, for each model that is needed; none where nothing is. The anchor is asked for
+    too where it is the policy as it is now and has to be known later, or for advantages: with several optimizer steps,
+    or a KL in the rewards, and an engine outside or rows whose sampler's logprobs are not known.
     """
     names = forward_needs(algorithm)
-    if batch.anchor == "current" and minibatches > 1:
+    unknown = any(row.rollout_logprobs is None and any(row.loss_mask) for row in batch.rows)
+    if (minibatches > 1 and (batch.anchor == "current" or unknown)) or (unknown and _estimates_tokens(algorithm)):
         names = (*names, "logprobs")
     if names and any(any(row.loss_mask) for row in batch.rows):
         output = await backend.forward(batch, names, only_live=True)
-        _stamp(batch.rows, output)
+        _stamp(batch, output)
     estimate_advantages(batch, algorithm)
 
 
 def estimate_advantages(batch: TrainBatch, algorithm: Algorithm) -> None:
     """Stamp the advantages of single tokens: the batch's own estimator, and a KL that is placed in the reward."""
-    kl = algorithm.kl
-    penalised = kl is not None and is_reward_placed(kl.function)
-    whole = algorithm.pairs is None and is_batch_advantage(algorithm.advantage)
-    if not (penalised or whole) or not any(any(row.loss_mask) for row in batch.rows):
+    if not _estimates_tokens(algorithm) or not any(any(row.loss_mask) for row in batch.rows):
         return
+    kl = algorithm.kl
+    penalised = _is_penalised(algorithm)
+    whole = _is_whole(algorithm)
     available = _tensors(batch)
     count = len(available["mask"])
     if penalised:
@@ -179,7 +182,8 @@ def estimate_advantages(batch: TrainBatch, algorithm: Algorithm) -> None:
     if whole:
         advantages, returns = batch_advantages(algorithm.advantage, available, count)
     if penalised and "token_rewards" not in asked:
-        advantages = advantages + available["token_rewards"]
+        to_go = rewards_to_go(available["token_rewards"], available["mask"], available["rollout_index"])
+        advantages = advantages + to_go
     start = 0
     for row in batch.rows:
         end = start + len(row.tokens)
@@ -187,6 +191,19 @@ def estimate_advantages(batch: TrainBatch, algorithm: Algorithm) -> None:
         if returns is not None:
             row.returns = returns[start:end].tolist()
         start = end
+
+
+def _is_penalised(algorithm: Algorithm) -> bool:
+    return algorithm.kl is not None and is_reward_placed(algorithm.kl.function)
+
+
+def _is_whole(algorithm: Algorithm) -> bool:
+    return algorithm.pairs is None and is_batch_advantage(algorithm.advantage)
+
+
+def _estimates_tokens(algorithm: Algorithm) -> bool:
+    """Whether tokens of a rollout may have different advantages."""
+    return _is_penalised(algorithm) or _is_whole(algorithm)
 
 
 def rollout_advantages(batch: TrainBatch, count: int) -> list[float]:
@@ -220,9 +237,14 @@ def _rewards(
     return rewards
 
 
-def _stamp(rows: Sequence[Row], output: ForwardOutput) -> None:
+def _stamp(batch: TrainBatch, output: ForwardOutput) -> None:
+    """What the models gave, on the rows. The anchor of a row whose sampler is the anchor stays the sampler."""
+    rows = batch.rows
+    anchors = output.logprobs
+    if anchors is not None and batch.anchor == "sampler":
+        anchors = [row.rollout_logprobs or anchor for row, anchor in zip(rows, anchors, strict=True)]
     fields = {
-        "old_logprobs": output.logprobs,
+        "old_logprobs": anchors,
         "ref_logprobs": output.ref_logprobs,
         "teacher_logprobs": output.teacher_logprobs,
         "old_values": output.values,
@@ -238,8 +260,14 @@ def _tensors(batch: TrainBatch) -> dict[str, Any]:
     import torch
 
     def joined(name: str, fallback: str = "") -> Tensor:
-        streams = [getattr(row, name) if getattr(row, name) is not None else getattr(row, fallback) for row in rows]
-        return torch.tensor([value for stream in streams for value in stream], dtype=torch.float64)
+        values: list[float] = []
+        for row in rows:
+            stream = getattr(row, name)
+            if stream is None and fallback:
+                stream = getattr(row, fallback)
+            assert stream is not None or not any(row.loss_mask), f"a live row has no {name}; complete_batch asks for it"
+            values += [0.0] * len(row.tokens) if stream is None else stream
+        return torch.tensor(values, dtype=torch.float64)
 
     rows = batch.rows
     available: dict[str, Any] = {
@@ -247,7 +275,7 @@ def _tensors(batch: TrainBatch) -> dict[str, Any]:
         "rewards": torch.tensor(batch.rewards, dtype=torch.float64),
         "mask": joined("loss_mask"),
         "advantages": joined("advantages"),
-        "rollout_logprobs": joined("rollout_logprobs"),
+        "rollout_logprobs": joined("rollout_logprobs", "old_logprobs"),
         "old_logprobs": joined("old_logprobs", "rollout_logprobs"),
         "rollout_index": torch.tensor([row.rollout_index for row in rows for _ in row.tokens]),
         "group_index": torch.tensor([row.group_index for row in rows for _ in row.tokens]),

@@ -117,6 +117,7 @@ async def run_rl_training(
     coefficients = _coefficients(stages, start)
     begun_with = tuple(start.begun_with)
     syncing = syncing or WeightSyncManager(inference_engines, temperature=config.temperature)
+    rollout_manager.policy_version = backend.version
     history: list[dict[str, float]] = []
     for step in range(start.step, config.num_steps):
         began = time.perf_counter()
@@ -136,6 +137,7 @@ async def run_rl_training(
         async with rollout_manager.hold():
             if (step + 1) % config.sync_every == 0:
                 trained |= await syncing.sync(backend)
+                rollout_manager.policy_version = backend.version
             metrics = _step_metrics(rollouts, prepared.metrics | trained, data_buffer)
             metrics |= {"time/wait": waited, "time/step": time.perf_counter() - began}
             advantages = rollout_advantages(prepared.batch, len(prepared.advantages))
@@ -153,7 +155,7 @@ async def run_rl_training(
 
 def _step_metrics(rollouts: RolloutStep, trained: dict[str, float], data_buffer: DataBuffer) -> dict[str, float]:
     """What is told of a step: its rollouts, its training, and how fast it was sampled."""
-    sampled = sum(t.sampled_count for group in rollouts.groups for e in group.episodes for t in e.trajectories)
+    sampled = sum(sum(group.lengths) for group in rollouts.groups)
     return {
         **rollout_metrics(rollouts.groups),
         **rollouts.metrics,

@@ -13,9 +13,10 @@ from typing import Any
 import trio
 
 from rollouts.agent import Episode
+from rollouts.author_code import authors_code, shown
 from rollouts.env import calls
 from rollouts.env.mixing import InvalidPolicy, RewardTerm, Verdict, mix, read_verdict
-from rollouts.errors import RewardError, RolloutsError
+from rollouts.errors import RewardError, RolloutsError, named, words_of
 
 __all__ = ["GroupScorer", "group_scorer"]
 
@@ -63,7 +64,7 @@ async def _judge_group(term: RewardTerm, episodes: Sequence[Episode], seconds: f
     except RolloutsError:
         raise
     except Exception as error:  # a stranger's reward may raise anything; the policy says what follows
-        return [_no_verdict(term, f"{type(error).__name__}: {error}")] * len(episodes)
+        return [_no_verdict(term, named(error))] * len(episodes)
     return [read_verdict(term.alias, term.weight, value) for value in _one_each(term.alias, returned, len(episodes))]
 
 
@@ -75,10 +76,14 @@ def _one_each(alias: str, returned: Any, count: int) -> list[Any]:
     """None judges no rollout; otherwise there has to be one value for each."""
     if returned is None:
         return [None] * count
-    values = list(returned) if isinstance(returned, Iterable) and not isinstance(returned, str) else None
+    try:
+        with authors_code():
+            values = list(returned) if isinstance(returned, Iterable) and not isinstance(returned, str) else None
+    except Exception as error:  # a generator runs only here
+        raise RewardError(f"the group reward {alias!r} raised {words_of(error)}") from error
     if values is None or len(values) != count:
         raise RewardError(
-            f"the group reward {alias!r} returned {returned!r} for {count} rollouts; it has to return a list with one "
-            "number (or None) for each"
+            f"the group reward {alias!r} returned {shown(returned)} for {count} rollouts; it has to return a list with "
+            "one number (or None) for each"
         )
     return values

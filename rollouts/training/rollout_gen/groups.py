@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from rollouts.agent import Episode
+from rollouts.author_code import authors_code, printable
 from rollouts.errors import RolloutsError, RunError, words_of
 from rollouts.plugins.signature import call_with
 from rollouts.training.rollout_gen.failures import failure_metrics
@@ -41,6 +42,13 @@ class Group(NamedTuple):
         """One reward a rollout [G]; None where it failed or could not be judged."""
         return [episode.score.value for episode in self.episodes]
 
+    @property
+    def lengths(self) -> list[int]:
+        """How many tokens of each rollout were sampled [G]; of a `generate_fn`'s samples those that it marked."""
+        if self.samples:
+            return [sum(weight > 0 for weight in sample.loss_mask) for sample in self.samples]
+        return [sum(trajectory.sampled_count for trajectory in episode.trajectories) for episode in self.episodes]
+
 
 class Filter(NamedTuple):
     """A named group filter and its settings. It gives True to keep, False or a reason to drop."""
@@ -64,14 +72,16 @@ def filter_group(group: Group, filters: Sequence[Filter], *, step: int) -> Group
     }
     for candidate in filters:
         try:
-            verdict = call_with(candidate.function, available, candidate.settings)
+            with authors_code():
+                verdict = call_with(candidate.function, available, candidate.settings)
+                kept = isinstance(verdict, str) or bool(verdict)
         except RolloutsError:
             raise
         except Exception as error:  # the author's code may raise anything
             raise RunError(f"the filter {candidate.name} raised {words_of(error)}") from error
         if isinstance(verdict, str):
-            return group._replace(dropped=verdict or candidate.name)
-        if not verdict:
+            return group._replace(dropped=printable(verdict) or candidate.name)
+        if not kept:
             return group._replace(dropped=candidate.name)
     return group
 
@@ -149,7 +159,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     latencies = sorted(episode.metrics.get("latency_seconds", 0.0) for episode in episodes)
     metrics = reward_metrics(episodes)
     metrics |= {
-        "rollout/tokens": sum(trajectory.sampled_count for trajectory in trajectories) / len(episodes),
+        "rollout/tokens": sum(sum(group.lengths) for group in groups) / len(episodes),
         "rollout/turns": sum(trajectory.turns for trajectory in trajectories) / len(episodes),
         "rollout/truncated_frac": _fraction(status is Status.TRUNCATED for status in statuses),
         "rollout/infra_fail_frac": _fraction(status.is_infrastructure for status in statuses),

@@ -95,7 +95,7 @@ def _plain(values: Mapping[int, Any]) -> list[list[Any]]:
     for index, value in values.items():
         try:
             pairs.append([index, msgspec.json.decode(msgspec.json.encode(value))])
-        except TypeError:  # an object of the environment's own in a message or a metric
+        except (TypeError, ValueError, RecursionError):  # an object of the environment's own in a message or a metric
             continue
     return pairs
 

@@ -43,6 +43,7 @@ from rollouts.training.rollout_gen.rollout_generation import (
     name_of,
     sample_episode,
     score_of,
+    stamp_version,
     unjudged,
 )
 from rollouts.training.rollout_gen.steps import RolloutConfig, RolloutStatistics, RolloutStep
@@ -70,6 +71,9 @@ class AsyncRolloutManager:
     Inside of `async with` it carries episodes over from step to step. Outside, each `generate_batch` ends with what it
     did not need cancelled; the next one plays those groups again from their first turn (or from where they waited, in
     an environment that can be restored), with the same numbers and seeds. Leaving does the same.
+
+    `policy_version` is that of the weights that are served, where it is known: `run_rl_training` sets it. Samples of a
+    `generate_fn` with logprobs and without versions are of the one that was served when the function was called.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class AsyncRolloutManager:
             )
         self.data_buffer = data_buffer
         self.config = config
+        self.policy_version: int | None = None
         self._play = play or self._generate
         self._inference = inference or cast(InferenceBackend, _NoEngine())
         self._filters = tuple(filters)
@@ -336,6 +341,7 @@ class AsyncRolloutManager:
         count, seconds = self.config.n_samples_per_prompt, self.config.generate_seconds
         assert self.config.generate_fn is not None, "checked when the manager was made"
         prompts = [bare_prompt(job.task) for _ in range(count)]
+        served = self.policy_version
         try:
             returned = await calls.call(functools.partial(self.config.generate_fn, prompts), timeout_seconds=seconds)
         except trio.TooSlowError:
@@ -345,7 +351,7 @@ class AsyncRolloutManager:
         except Exception as error:  # the author's code may raise anything
             status, why = Status.ENVIRONMENT_ERROR, f"generate_fn: {words_of(error)}"
         else:
-            return check_samples(returned, count)
+            return stamp_version(check_samples(returned, count), served)
         failed = Sample(job.task.prompt, reward=None, status=status, metadata={"error": why})
         return [replace(failed) for _ in range(count)]
 

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from rollouts.agent import Episode
+from rollouts.author_code import authors_code, printable, shown
 from rollouts.env.mixing import mix, read_verdict
-from rollouts.errors import ConfigError, RolloutsError, RunError, words_of
+from rollouts.errors import ConfigError, RolloutsError, RunError, named, words_of
 from rollouts.types import Message, Sample, Score, Segment, Status, Task, Trajectory
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ __all__ = [
     "name_of",
     "sample_episode",
     "score_of",
+    "stamp_version",
     "unjudged",
 ]
 
@@ -220,12 +222,23 @@ def sample_episode(sample: Sample, task: Task, order: tuple[int, int]) -> Episod
     status = Status.COMPLETED if sample.status is Status.PENDING else sample.status
     logprobs, versions = sample.rollout_log_probs, sample.policy_versions
     segments = []
-    if logprobs is not None and versions is not None:
-        segments = [Segment(list(sample.tokens), list(sample.loss_mask), list(logprobs), list(versions))]
+    if logprobs is not None:
+        known = list(versions) if versions is not None else [-1] * len(sample.tokens)
+        segments = [Segment(list(sample.tokens), list(sample.loss_mask), list(logprobs), known)]
     messages = [*task.messages, Message("assistant", sample.response)]
     trajectory = Trajectory(task, messages, segments, status, {"turns": 1.0})
     score = Score(None if status.is_infrastructure else sample.reward, dict(sample.parts))
     return Episode(order, task, [trajectory], score, {"turns": 1.0})
+
+
+def stamp_version(samples: Sequence[Sample], version: int | None) -> list[Sample]:
+    """The samples, those with logprobs and without versions as sampled by this version; None: nobody knows it."""
+    return [
+        dataclasses.replace(s, policy_versions=[version if weight > 0 else -1 for weight in s.loss_mask])
+        if version is not None and s.rollout_log_probs is not None and s.policy_versions is None
+        else s
+        for s in samples
+    ]
 
 
 def score_of(returned: Any) -> Score:
@@ -243,8 +256,12 @@ def unjudged(error: Exception) -> Score:
 def filter_verdict(name: str, returned: Any) -> str | None:
     """Why the filter drops the group; None: it is kept."""
     if isinstance(returned, str):
-        return returned or name
-    return None if returned else name
+        return printable(returned) or name
+    try:
+        with authors_code():
+            return None if returned else name
+    except Exception as error:  # an array of several numbers is neither true nor false
+        raise RunError(f"the filter {name} returned {shown(returned)}, which is no bool: {named(error)}") from error
 
 
 def name_of(function: Any) -> str:
@@ -266,6 +283,7 @@ def _reward_now(reward_fn: Callable[..., Any], sample: Sample) -> float | None:
 
 def _now(function: Callable[..., Any], *args: Any) -> Any:
     """Call it, in a loop of its own where it is a coroutine function."""
-    if inspect.iscoroutinefunction(function.func if isinstance(function, functools.partial) else function):
-        return trio.run(functools.partial(function, *args))
-    return function(*args)
+    with authors_code():
+        if inspect.iscoroutinefunction(function.func if isinstance(function, functools.partial) else function):
+            return trio.run(functools.partial(function, *args))
+        return function(*args)

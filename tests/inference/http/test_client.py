@@ -308,12 +308,34 @@ def test_an_answer_that_ends_with_its_connection_is_whole():
         assert ask(url)[0] == GenerateReply([])
 
 
+DISTANT = b"Mon, 01 Jan 2024 00:00:00 +99999999999999999"
+
+
 def test_retry_after_may_be_a_date_or_nonsense():
     busy = b"HTTP/1.1 503 Busy\r\nretry-after: %s\r\ncontent-length: 0\r\n\r\n"
-    for value, expected in ((b"Wed, 21 Oct 2015 07:28:00 GMT", 0.0), (b"soon", None), (b"7", 7.0), (b"nan", None)):
+    for value, expected in (
+        (b"Wed, 21 Oct 2015 07:28:00 GMT", 0.0),
+        (b"soon", None),
+        (b"7", 7.0),
+        (b"nan", None),
+        (DISTANT, None),
+    ):
         with raw_server(busy % value) as url:
             failure, _ = ask(url, retries=Retries(attempts_max=1))
             assert failure.retry_after_seconds == expected, value
+
+
+def test_a_request_that_cannot_be_written_is_one_failed_request():
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with raw_server() as url:
+        for body in ({"text": "\ud800"}, {"number": 10**5_000}, deep, {"x": object()}):
+            failure, _ = ask(url, body=body)
+            assert (failure.kind, failure.retryable) == ("client", False)
+            assert "cannot be written as JSON" in str(failure)
+        while deep:  # the interpreter would recurse
+            (deep,) = deep[:1]
 
 
 def test_the_key_is_sent_and_stands_in_no_message():
@@ -368,6 +390,7 @@ def test_a_key_that_cannot_be_sent():
         (b'{"detail": [{"msg": "missing"}]}', '[{"msg":"missing"}]'),
         (b"plain \xff", "plain \ufffd"),
         (b"", ""),
+        (b'{"error": {"message": "\xff"}}', '{"error": {"message": "\ufffd"}}'),
     ],
 )
 def test_the_servers_own_words(body, words):

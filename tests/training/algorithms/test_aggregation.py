@@ -16,6 +16,7 @@ BATCH = Masks([[0, 1, 1], [0, 1], [0, 1, 0, 1], [0, 0]], [0, 0, 1, 2], [0, 0, 0,
     [
         ("token_mean", [[0, 1, 1], [0, 1], [0, 1, 0, 1], [0, 0]], 5),
         ("rollout_mean", [[0, 1 / 3, 1 / 3], [0, 1 / 3], [0, 0.5, 0, 0.5], [0, 0]], 2),
+        ("rollout_sum", [[0, 1, 1], [0, 1], [0, 1, 0, 1], [0, 0]], 2),
         ("dr_grpo", [[0, 0.1, 0.1], [0, 0.1], [0, 0.1, 0, 0.1], [0, 0]], 2),
         ("group_mean", [[0, 0.2, 0.2], [0, 0.2], [0, 0.2, 0, 0.2], [0, 0]], 1),
         ("sum", [[0, 1, 1], [0, 1], [0, 1, 0, 1], [0, 0]], 1),
@@ -34,6 +35,14 @@ def test_a_constant_loss_has_itself_as_mean_under_float_masks(name):
     masks = [[0.0, 0.5, 1.0], [0.0, 0.25, 2.0]]
     found = aggregate(name, Masks(masks, [0, 1], [0, 0]))
     assert sum(map(sum, found.weights)) / found.denominator == pytest.approx(1.0)
+
+
+def test_a_rollout_counts_by_the_sum_of_its_tokens():
+    """Of the objective of rollout_sum, rollout n is the sum over its tokens / live rollouts, in however many rows."""
+    masks, losses = [[0.0, 1.0, 0.5], [0.0, 2.0], [0.0, 1.0, 1.0], [0.0, 0.0]], [[9, 1, 2], [9, 3], [9, 4, 5], [9, 9]]
+    found = aggregate("rollout_sum", Masks(masks, [0, 0, 1, 2], [0, 0, 0, 0]))
+    objective = sum(u * v for us, vs in zip(found.weights, losses, strict=True) for u, v in zip(us, vs, strict=True))
+    assert objective / found.denominator == pytest.approx(((1 + 0.5 * 2 + 2 * 3) + (4 + 5)) / 2)
 
 
 def test_nothing_live_has_no_denominator():
@@ -55,6 +64,7 @@ def test_units():
         "pair_mean": "pair",
         "per_rollout": "rollout",
         "rollout_mean": "token",
+        "rollout_sum": "token",
         "sum": "token",
         "token_mean": "token",
     }

@@ -150,6 +150,18 @@ def test_on_policy_forward_kl_loss_and_k3_loss_pull_alike_at_every_token():
         torch.testing.assert_close(pull(kl.forward_kl_loss), pull(kl.rk3_loss))
 
 
+def test_rk3_loss_pulls_as_k2_loss_does_at_every_token():
+    """So neither gradient has less noise: what rk3_loss has beside it is a value that is the KL."""
+
+    def pull(function):
+        leaf = THETA.log_softmax(-1).clone().requires_grad_()
+        given = {"logprobs": leaf, "old_logprobs": MU.log_softmax(-1), "ref_logprobs": REF.log_softmax(-1)}
+        call(function, given).sum().backward()
+        return leaf.grad
+
+    torch.testing.assert_close(pull(kl.rk3_loss), pull(kl.k2_loss))
+
+
 def test_k1_as_a_loss_teaches_nothing_and_is_refused():
     torch.testing.assert_close(expected(k1_loss)[1], torch.zeros(ACTIONS, dtype=torch.float64))
     assert expected(kl.k2_loss)[1].abs().max() > 0.01, "control: a true estimator does"

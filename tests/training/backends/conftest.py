@@ -68,7 +68,7 @@ class Crew:
 
 
 @pytest.fixture
-def crew_of(monkeypatch):
+def crew_of(monkeypatch, forked_ranks):
     """Makes crews; ends their ranks, whatever became of the test."""
     monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
     made = []

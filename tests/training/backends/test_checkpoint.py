@@ -12,6 +12,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import forks
 import numpy as np
 import pytest
 import torch
@@ -614,7 +615,7 @@ def run_ranks(work, ranks, folder):
     """Every rank must end well, within its time; none is left running."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     started = [
-        subprocess.Popen(
+        forks.popen(
             [sys.executable, str(WORKER), work, str(rank), str(ranks), str(folder)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -656,14 +657,9 @@ def test_two_ranks_save_and_one_and_four_load(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no limit on the size of files to set")
 def test_a_full_disk_is_told_and_the_last_checkpoint_stays(tmp_path):
-    done = subprocess.run(
-        [sys.executable, str(WORKER), "full-disk", str(tmp_path)],
-        capture_output=True,
-        timeout=180,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    said = json.loads(done.stdout.decode().splitlines()[-1])
+    done = forks.run([sys.executable, str(WORKER), "full-disk", str(tmp_path)], timeout=180)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
     assert set(said) == {"tensors", "weights", "adapter", "tokenizer", "state"}
     for name, message in said.items():
         assert "step_000001 cannot be written: " in message and "File too large" in message, (name, message)

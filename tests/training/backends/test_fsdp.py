@@ -13,7 +13,7 @@ from rollouts.training.backends.torch import TorchBackend
 
 pytestmark = pytest.mark.slow
 
-AGGREGATIONS = ("token_mean", "rollout_mean", "dr_grpo", "group_mean", "sum")
+AGGREGATIONS = ("token_mean", "rollout_mean", "rollout_sum", "dr_grpo", "group_mean", "sum")
 STAGES = [{"step": n, "aggregation": name} for n, name in enumerate(AGGREGATIONS) if n]
 
 

@@ -12,6 +12,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 from hypothesis import given, settings
@@ -255,7 +256,7 @@ def found(tmp_path_factory):
     command = [sys.executable, str(SCRIPT), str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     running = [
-        subprocess.Popen([*command, str(rank)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        forks.popen([*command, str(rank)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         for rank in range(2)
     ]
     try:

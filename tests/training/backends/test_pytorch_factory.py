@@ -175,13 +175,71 @@ def test_gradients_add_up_and_are_clipped(backend_of):
     batch = {"input_ids": torch.tensor([[1, 2]])}
     backend = backend_of(Linear(), loss, max_grad_norm=0.1)
     first, second = (backend.forward_backward(batch).wait()["grad_norm"] for _ in range(2))
-    assert second == pytest.approx(2 * first) and second > 1
+    assert second == pytest.approx(first) and second > 1, "the mean of two equal batches is either's"
     seen = []
     backend.optimizer.register_step_pre_hook(
         lambda optimizer, *_: seen.extend(p.grad.clone() for p in optimizer.param_groups[0]["params"])
     )
     backend.optim_step().wait()
     assert nn.utils.get_total_norm(seen).item() == pytest.approx(0.1, rel=1e-3)
+
+
+def mean_over_rows(logits, loss_mask):
+    """One whose denominator is not the sum of the mask says so."""
+    live = (loss_mask[:, 1:].sum(1) > 0).float()
+    return (logits.square().mean((1, 2)) * live).sum(), live.sum()
+
+
+@pytest.mark.parametrize("loss", [create_cross_entropy_loss(), mean_over_rows, lambda logits: logits.square().mean()])
+def test_two_calls_before_a_step_are_one_batch(backend_of, loss):
+    """Rows of 3, 2.5 and 1 live tokens; none of them is worth more for being alone in its call."""
+    rows = [
+        Sample(tokens=[3, 4, 5, 6, 7], loss_mask=[0, 0, 1, 1, 1]),
+        Sample(tokens=[3, 9, 8, 2, 1], loss_mask=[0, 1, 0.5, 1, 0]),
+        Sample(tokens=[7, 7, 7, 7, 2], loss_mask=[0, 0, 0, 0, 1]),
+    ]
+
+    def weights_after(parts):
+        backend = backend_of(Linear(), loss, max_grad_norm=1e9)
+        said = [backend.forward_backward(collate_batch(part, len(part), 0)).wait() for part in parts]
+        assert backend.optim_step().wait() == {"lr": 1e-2}
+        return torch.cat([p.detach().reshape(-1) for p in backend.model.parameters()]), said[-1]["grad_norm"]
+
+    def sgd_step(parts):  # Adam's first step hides a factor
+        model = Linear()
+        backend = PyTorchTrainingBackend(model, torch.optim.SGD(model.parameters(), lr=1.0), loss)
+        for part in parts:
+            backend.forward_backward(collate_batch(part, len(part), 0)).wait()
+        backend.optim_step().wait()
+        backend.close()
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+    whole, norm = weights_after([rows])
+    split, last = weights_after([rows[:1], rows[1:]])
+    assert last == pytest.approx(norm, rel=1e-5)
+    torch.testing.assert_close(sgd_step([rows[:2], rows[2:]]), sgd_step([rows]), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(split, whole, rtol=1e-4, atol=1e-5)
+
+
+def test_nothing_live_changes_no_weight(backend_of):
+    backend = backend_of(Linear(), create_cross_entropy_loss())
+    before = backend.get_weights().wait()
+    assert backend.forward_backward(collate_batch(SAMPLES[2:], 1, 0)).wait() == {"loss": 0.0, "grad_norm": 0.0}
+    assert backend.optim_step().wait() == {"lr": 1e-2, "optim/skipped": 1.0} and backend.weight_version == 0
+    assert all(torch.equal(before[name], value) for name, value in backend.get_weights().wait().items())
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda logits: logits, r"returned shape \[1, 2, 16\]; it has to return a mean, or \(sum, denominator\)"),
+        (lambda logits: 3.0, "returned float"),
+        (lambda logits: (logits.sum(), -1.0), "the denominator -1.0"),
+    ],
+)
+def test_a_loss_function_that_returns_something_else_is_told(backend_of, loss, words):
+    with pytest.raises(TrainingError, match=words):
+        backend_of(Linear(), loss).forward_backward({"input_ids": torch.tensor([[1, 2]])}).wait()
 
 
 def test_a_loss_that_asks_for_what_is_not_there(backend_of):

@@ -12,14 +12,16 @@ import torch
 from rollouts.errors import ConfigError, ModelError, SignatureError, TrainingError
 from rollouts.training.algorithms.advantages import group_norm
 from rollouts.training.algorithms.algorithm import Algorithm, Term, as_algorithm, bind_algorithm
+from rollouts.training.algorithms.corrections import truncated
 from rollouts.training.algorithms.losses import entropy_bonus, ppo_clip
-from rollouts.training.algorithms.recipes import GRPO, IS, REINFORCE, SFT
+from rollouts.training.algorithms.recipes import CISPO, GRPO, IS, REINFORCE, SFT
 from rollouts.training.backends.crew import Alone
 from rollouts.training.backends.torch import TorchBackend, TorchSettings, create_torch_backend
 from rollouts.training.backends.trainer import Trainer
 from rollouts.training.batching import make_batch, split_batch
+from rollouts.types import Sample
 
-AGGREGATIONS = ("token_mean", "rollout_mean", "dr_grpo", "group_mean", "sum")
+AGGREGATIONS = ("token_mean", "rollout_mean", "rollout_sum", "dr_grpo", "group_mean", "sum")
 
 
 @pytest.fixture
@@ -334,6 +336,31 @@ def test_clip_fractions_use_the_bound_settings(tiny, backend_of):
     assert found["policy/clip_high"] == 0.0 and found["policy/clip_low"] <= narrow["policy/clip_low"]
 
 
+def test_the_kl_metrics_are_estimates_of_the_kl_that_they_name(tiny, backend_of):
+    """Of 100 rollouts one says each token and 39 more the same: their means are expectations under these shares."""
+    said = [*range(61), *[7] * 39]
+    shares = torch.bincount(torch.tensor(said)) / 100
+    samples = [
+        Sample(
+            tokens=[3, token],
+            loss_mask=[0.0, 1.0],
+            rollout_log_probs=[0.0, float(shares[token].log())],
+            policy_versions=[-1, 0],
+            rollout_index=number,
+        )
+        for number, token in enumerate(said)
+    ]
+    backend = backend_of(tiny.qwen3())
+    with torch.no_grad():
+        policy = backend.model(torch.tensor([[3]])).logits[0, -1].log_softmax(-1)
+    metrics = backend.forward_backward(batch_of(samples)).wait()
+    kl = float((shares * (shares.log() - policy)).sum())
+    other_way = float((policy.exp() * (policy - shares.log())).sum())
+    assert abs(kl - other_way) > 0.1, "control: the two directions can be told apart"
+    assert metrics["policy/kl_old"] == pytest.approx(kl, rel=1e-4)
+    assert metrics["mismatch/k3"] == pytest.approx(kl, rel=1e-4)
+
+
 def test_an_error_leaves_nothing_accumulated(tiny, backend_of):
     def reduced(logprobs):
         return logprobs.mean()
@@ -345,6 +372,45 @@ def test_an_error_leaves_nothing_accumulated(tiny, backend_of):
     other = batch_of(tiny.make_samples(), algorithm="other")
     with pytest.raises(TrainingError, match="names the algorithm 'other'; this backend was given: main"):
         backend.forward_backward(other).wait()
+
+
+@pytest.mark.parametrize("algorithm", [GRPO, IS, CISPO, GRPO._replace(correction=truncated)])
+def test_rows_without_the_samplers_logprobs_are_trained_as_the_policys_own(tiny, backend_of, algorithm):
+    """As if the sampler had been the policy: never as if every token had been certain. The metrics of the sampler are
+    those of the rows whose sampler is known.
+    """
+
+    def batch_with(samples, logprobs=None):
+        batch = batch_of(samples)
+        batch.anchor = "current" if algorithm.correction else "sampler"
+        for row, own in zip(batch.rows, logprobs or [], strict=False):
+            row.rollout_logprobs = own
+        return batch
+
+    model, samples = tiny.qwen3(), tiny.make_samples()
+    policy = with_current_logprobs(backend_of(model, algorithm), batch_of(samples))
+    known = [row.rollout_logprobs for row in policy.rows]
+    expected, _ = gradient_of(backend_of(model, algorithm), [batch_with(samples, known)])
+    bare = [dataclasses.replace(each, rollout_log_probs=None, policy_versions=None) for each in samples]
+    found, (metrics,) = gradient_of(backend_of(model, algorithm), [batch_with(bare)])
+    assert expected.norm() > 1 and close(found, expected)
+    assert not any(name.startswith("mismatch/") for name in metrics)
+    # One half of each kind: the known half says how far the sampler was.
+    mixed = [one if number % 2 else two for number, (one, two) in enumerate(zip(samples, bare, strict=True))]
+    halves = [None if number % 2 == 0 else row for number, row in enumerate(s.rollout_log_probs for s in samples)]
+    stand_in = [own if half is None else half for own, half in zip(known, halves, strict=True)]
+    expected, _ = gradient_of(backend_of(model, algorithm), [batch_with(samples, stand_in)])
+    found, (metrics,) = gradient_of(backend_of(model, algorithm), [batch_with(mixed)])
+    assert close(found, expected)
+    apart = [
+        abs(a - b)
+        for own, half in zip(known, halves, strict=True)
+        if half is not None
+        for a, b in zip(own, half, strict=True)
+        if b
+    ]
+    assert metrics["mismatch/abs_logp_mean"] == pytest.approx(sum(apart) / len(apart), rel=1e-3)
+    assert metrics["mismatch/abs_logp_max"] == pytest.approx(max(apart), rel=1e-3)
 
 
 def test_supervised_batches_report_no_sampler(tiny, backend_of):

@@ -26,7 +26,9 @@ from rollouts.training.loops.rl_batch import (
     prepare_rl_batch,
     rollout_advantages,
 )
-from rollouts.training.rollout_gen import Group
+from rollouts.training.rollout_gen import Group, rollout_metrics
+from rollouts.training.rollout_gen.rollout_generation import sample_episode
+from rollouts.training.samples import episode_samples
 from rollouts.training.types import ForwardOutput
 from rollouts.types import Message, Score, Segment, Status, Task, Trajectory
 
@@ -134,21 +136,59 @@ def test_only_what_is_named_is_asked_for():
     assert complete([], PPO)[1] == []
 
 
-def test_a_kl_without_gradient_comes_off_the_advantages_of_live_tokens():
+def test_a_kl_without_gradient_comes_off_the_advantages_of_live_tokens_and_of_those_before():
     algorithm = GRPO._replace(kl=KL(k1_reward, 0.5))
     groups = groups_of([1.0, 0.0])
     plain = prepare_rl_batch(groups, GRPO, CONFIG, 0).batch
     batch, _ = complete(groups, algorithm)
     for row, before in zip(batch.rows, plain.rows, strict=True):
         penalty = [0.5 * (logprob - ref) for logprob, ref in zip(row.rollout_logprobs, row.ref_logprobs, strict=True)]
+        penalty = [value if weight else 0.0 for value, weight in zip(penalty, row.loss_mask, strict=True)]
         expected = [
-            a - p if weight else 0.0 for a, p, weight in zip(before.advantages, penalty, row.loss_mask, strict=True)
+            a - sum(penalty[place:]) if weight else 0.0
+            for place, (a, weight) in enumerate(zip(before.advantages, row.loss_mask, strict=True))
         ]
         assert row.advantages == pytest.approx(expected)
     batch = prepare_rl_batch(groups, algorithm, CONFIG, 0).batch
     batch.kl_coefficient = 0.0
     trio.run(lambda: complete_batch(Backend(), batch, algorithm))
     assert batch.rows[0].advantages == plain.rows[0].advantages, "the steered coefficient is the one that counts"
+
+
+def unsampled(groups, *numbers):
+    """The groups, as a `generate_fn` makes them; the samples of these rollouts know no logprobs."""
+    found = []
+    for group in groups:
+        samples = [episode_samples(each, 0, 0)[0] for each in group.episodes]
+        for number in numbers:
+            samples[number].rollout_log_probs = samples[number].policy_versions = None
+        found.append(group._replace(samples=tuple(samples)))
+    return found
+
+
+def test_a_row_without_the_samplers_logprobs_is_anchored_at_the_policy():
+    groups = unsampled(groups_of([1.0, 0.0]), 0)
+    batch, asked = complete(groups, GRPO)
+    assert asked == [] and [row.rollout_logprobs is None for row in batch.rows] == [True, False]
+    batch, asked = complete(groups, GRPO, minibatches=2)
+    assert asked == [(("logprobs",), True)], "the later steps need the policy as it was"
+    assert batch.rows[0].old_logprobs == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert batch.rows[1].old_logprobs == batch.rows[1].rollout_logprobs, "the sampler of this one is known"
+    batch, asked = complete(groups, OPD)
+    assert asked == [(("teacher_logprobs", "logprobs"), True)]
+    assert live(batch.rows[0], "advantages") == [0.0, 0.0], "the teacher says what the policy does"
+    assert live(batch.rows[1], "advantages") == [2.0 - -1.0, 4.0 - -1.0]
+    batch, asked = complete(groups, GRPO._replace(kl=KL(k1_reward, 0.5)))
+    assert asked == [(("ref_logprobs", "logprobs"), True)]
+    assert live(batch.rows[0], "advantages")[0] == prepare_rl_batch(groups, GRPO, CONFIG, 0).advantages[0]
+
+
+def test_rollouts_of_a_function_without_logprobs_are_selected_and_compared():
+    groups = unsampled(groups_of([1.0, 0.0]), 0, 1)
+    groups = [g._replace(episodes=tuple(sample_episode(s, TASK, (0, 0)) for s in g.samples)) for g in groups]
+    assert [any(row.loss_mask) for row in prepare_rl_batch(groups, RFT, CONFIG, 0).batch.rows] == [True, False]
+    assert [row.pair_index for row in prepare_rl_batch(groups, DPO, CONFIG, 0).batch.rows] == [0, 0]
+    assert rollout_metrics(groups)["rollout/tokens"] == 2.0
 
 
 def test_a_batch_with_nothing_live_is_a_skipped_step():

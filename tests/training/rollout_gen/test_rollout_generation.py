@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -186,6 +187,20 @@ def test_the_manager_takes_the_same_functions(generate_fn):
     assert again.rewards == [7.0] * 4 and own.statistics == (4, 4, 0, 0, 0)
     with pytest.raises(AttributeError, match="nonsense"):
         _ = step.nonsense
+
+
+def test_logprobs_without_versions_are_of_the_weights_that_were_served():
+    async def generate(prompts):
+        own.policy_version = 8  # new weights, while it samples
+        return [dataclasses.replace(sample, policy_versions=None) for sample in made(prompts)]
+
+    own = AsyncRolloutManager(buffer(), RolloutConfig(1, 2, generate_fn=generate, reward_fn=length_reward))
+    (group,) = trio.run(own.generate_batch).groups
+    assert [sample.policy_versions for sample in group.samples] == [None, None], "no run has said which are served"
+    assert group.lengths == [2, 2] and group.episodes[0].trajectory.segments[0].versions == [-1, -1, -1]
+    own.policy_version = 7
+    (group,) = trio.run(own.generate_batch).groups
+    assert [sample.policy_versions for sample in group.samples] == [[-1, 7, 7]] * 2
 
 
 @pytest.mark.parametrize("is_async", [True, False])

@@ -1,0 +1,67 @@
+"""A thread of its own for an author's plain code that is asked again and again, such as a generator of tasks.
+
+The caller waits, under a deadline, which a thread that runs the code itself could not keep. Everything of one
+AuthorThread runs in one thread, so a connection that is opened in it can be used in it. Left out: calls of the agent
+loop, which many threads serve (`calls`).
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from rollouts.author_code import authors_code
+
+__all__ = ["AuthorThread"]
+
+Request = Callable[[], Any] | None
+
+
+class AuthorThread:
+    """Runs one function at a time. The thread ends with this object. `is_late`: a call ran past its deadline, and the
+    thread is left behind, as a daemon.
+    """
+
+    def __init__(self) -> None:
+        self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
+        self.is_late = False
+        # No reference to this object: it could not go away while the thread waits.
+        arguments = (self._requests, self._results)
+        threading.Thread(target=_serve, args=arguments, name="rollouts-worker-tasks", daemon=True).start()
+
+    def __del__(self) -> None:
+        self._requests.put(None)
+
+    def call(self, function: Callable[[], Any], seconds: float) -> Any:
+        """What `function` returns. Ctrl-C ends the wait.
+
+        Raises:
+            TimeoutError: it takes longer. The thread is of no more use.
+            Exception: whatever it raises, as `rollouts.author_code` has it.
+        """
+        assert not self.is_late, "an earlier call still runs"
+        self._requests.put(function)
+        try:
+            result, error = self._results.get(timeout=None if math.isinf(seconds) else seconds)
+        except queue.Empty:
+            self.is_late = True
+            raise TimeoutError(f"it took longer than {seconds:g} seconds") from None
+        if error is not None:
+            raise error
+        return result
+
+
+def _serve(requests: queue.SimpleQueue[Request], results: queue.SimpleQueue[tuple[Any, Exception | None]]) -> None:
+    while (function := requests.get()) is not None:
+        try:
+            with authors_code():
+                result = function()
+        except Exception as error:  # raised again by the caller
+            results.put((None, error))
+        else:
+            results.put((result, None))
+        function = result = None
