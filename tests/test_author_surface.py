@@ -11,7 +11,18 @@ import pytest
 
 from rollouts.cli import main
 
-RUN = ["--steps", "1", "--prompts-per-step", "1", "--samples-per-prompt", "2", "--eval-tasks", "1", "--max-tokens", "16"]
+RUN = [
+    "--steps",
+    "1",
+    "--prompts-per-step",
+    "1",
+    "--samples-per-prompt",
+    "2",
+    "--eval-tasks",
+    "1",
+    "--max-tokens",
+    "16",
+]
 
 PARTS = '''\
 import asyncio
