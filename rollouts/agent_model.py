@@ -12,7 +12,9 @@ recorded alike, but for its tokens, which nobody knows. Such trajectories have n
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -184,7 +186,7 @@ class ChatModel:
             EnvironmentDefinitionError: another trio task still waits for its reply.
         """
         schemas = self._schemas if tools is None else plain(list(tools))
-        said = _as_messages(messages)
+        said = self._copied(messages)
         if self._is_speaking:
             self.failure = EnvironmentDefinitionError(
                 "model.chat is already waiting for a reply: ask one after another, not from several trio tasks at once "
@@ -286,6 +288,15 @@ class ChatModel:
         ]
 
     # --- one turn ---------------------------------------------------------------------------------------------------
+
+    def _copied(self, messages: str | Sequence[Message | Mapping[str, Any]]) -> list[Message]:
+        """The messages of a turn, apart from their author's; those that are on record are taken from there."""
+        if isinstance(messages, str):
+            return _as_messages(messages)
+        given = list(messages)
+        recorded = [c.trajectory.messages for c in self._conversations if c.extends_to(given)]  # type: ignore[arg-type]
+        known = max(recorded, key=len, default=[])
+        return [*known, *_as_messages(given[len(known) :])]
 
     def _find(self, messages: list[Message]) -> _Conversation:
         """The longest conversation that these messages extend, or a new one (kept once the model has spoken in it)."""
@@ -564,6 +575,8 @@ def _check_generation(generation: Generation, room: int) -> None:
         )
     if len(tokens) > room:
         raise InferenceError(f"the engine returned {len(tokens)} tokens, but was asked for at most {room}")
+    if not len(logprobs) or (max(logprobs) <= LOGPROB_SLACK and math.isfinite(sum(logprobs))):
+        return  # found without a step of Python for each token
     for index, logprob in enumerate(logprobs):
         if not math.isfinite(logprob) or logprob > LOGPROB_SLACK:
             raise InferenceError(f"the engine returned the logprob {logprob} for token {index} of {len(tokens)}")
@@ -574,8 +587,23 @@ def _check_closed(segment: Segment) -> None:
     streams = (segment.loss_mask, segment.logprobs, segment.versions)
     lengths = (len(segment.tokens), *(len(stream) for stream in streams))
     assert len(set(lengths)) == 1, f"a segment's streams must be aligned, got lengths {lengths}"
+    if _is_whole(*streams):
+        return
     for index, (weight, logprob, version) in enumerate(zip(*streams, strict=True)):
         if weight > 0:
             assert math.isfinite(logprob) and logprob <= 0, f"token {index} was sampled with logprob {logprob}"
         else:
             assert logprob == 0.0 and version == -1, f"token {index} was not sampled: {logprob}, version {version}"
+
+
+def _is_whole(mask: Sequence[float], logprobs: Sequence[float], versions: Sequence[int]) -> bool:
+    """Whether a segment's streams are surely right, found without a step of Python for each token."""
+    is_sampled = [weight > 0 for weight in mask]
+    sampled = list(itertools.compress(logprobs, is_sampled))
+    is_context = list(map(operator.not_, is_sampled))
+    elsewhere = list(itertools.compress(versions, is_context))
+    return (
+        (not sampled or (max(sampled) <= 0 and math.isfinite(sum(sampled))))
+        and not any(itertools.compress(logprobs, is_context))
+        and elsewhere.count(-1) == len(elsewhere)
+    )

@@ -2,7 +2,7 @@
 
 Rooms: `format` (ChatFormat: prompt ids, incremental suffixes, replies read back), `dialect` (how this template wants
 its messages), `controls` (a conversation's text is no control token), `families` (tool-call formats), `preflight`
-(what a template does, in words), `masks` (supervised rows).
+(what a template does, in words), `masks` (supervised rows), `tails` (only what is new is rendered).
 Left out: sampling and the conversation itself (`rollouts.agent`). Nothing here imports torch or transformers: the
 tokenizer comes from outside.
 """

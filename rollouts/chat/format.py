@@ -22,7 +22,7 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -30,6 +30,7 @@ from rollouts.chat.controls import CUT, Controls, plain
 from rollouts.chat.dialect import PROBE_TOOL, Render, probe_call, probe_dialect, template_message, tool_reply
 from rollouts.chat.families import FAMILIES, Parsed, detect_family, parse_reply
 from rollouts.chat.preflight import Prober, TemplateReport, find_closers, inspect_template
+from rollouts.chat.tails import Rendering, TailRenderer, Unusable, is_plain, template_data
 from rollouts.errors import ConfigError, ModelError, near_misses
 from rollouts.types import Message, ToolCall
 
@@ -37,18 +38,54 @@ __all__ = ["ChatFormat", "Turn", "load_chat_format"]
 
 _RESERVED = {"add_generation_prompt", "continue_final_message", "conversation", "messages", "tokenize", "tools"}
 _CACHED_CHARACTERS_MAX = 16_000_000
+T = TypeVar("T")
 
 
 class Turn(NamedTuple):
     """One assistant turn as a rendered conversation shows it: the prompt before it, its text, and all that follows.
 
-    `rest` begins with the closing token, whose id is `closer`. Texts are marked (`ChatFormat.render_marked`).
+    `rest` begins with the closing token, whose id is `closer`. Texts are marked (`ChatFormat.render_marked`); the
+    prompt's beginning may be left out (`ChatFormat.render_pair`).
     """
 
     prompt: str
     reply: str
     rest: str
     closer: int
+
+
+class _Cache(Generic[T]):
+    """Values by key, the last used ones, up to a size in characters. The key b"" is no key."""
+
+    def __init__(self) -> None:
+        self._values: OrderedDict[bytes, tuple[T, int]] = OrderedDict()
+        self._size = 0
+
+    def get(self, key: bytes) -> T | None:
+        found = self._values.get(key)
+        if found is None:
+            return None
+        self._values.move_to_end(key)
+        return found[0]
+
+    def put(self, key: bytes, value: T, size: int) -> None:
+        if not key:
+            return
+        if key in self._values:
+            self._size -= self._values.pop(key)[1] + len(key)
+        self._values[key] = value, size
+        self._size += size + len(key)
+        while self._size > _CACHED_CHARACTERS_MAX and len(self._values) > 1:
+            old_key, (_, old_size) = self._values.popitem(last=False)
+            self._size -= old_size + len(old_key)
+
+
+def _key(messages: list[Message], tools: Sequence[dict[str, Any]], generation_prompt: bool) -> bytes:
+    """What tells conversations apart; b"" where there is nothing that does, half a surrogate, say."""
+    try:
+        return msgspec.msgpack.encode((messages, tools, generation_prompt))
+    except (TypeError, UnicodeEncodeError, OverflowError, RecursionError):
+        return b""
 
 
 class ChatFormat:
@@ -76,8 +113,9 @@ class ChatFormat:
         self._prefix = _tail(probe(Message("user", "hello"), prompt=True), probe(Message("user", "hello")))
         self._thinking = self._prefix[self._prefix.rfind("<think>") :] if "<think>" in self._prefix else ""
         self.report: TemplateReport = inspect_template(probe, text, self.closers, refusal)
-        self._texts: OrderedDict[bytes, str] = OrderedDict()
-        self._texts_size = 0
+        self._texts: _Cache[str] = _Cache()
+        self._renderings: _Cache[Rendering] = _Cache()
+        self._tails = self._tail_renderer(text)
         self._heads: OrderedDict[str, list[int]] = OrderedDict()
         self._cut = _safe_cut(tokenizer, self.closers)
         self._backend = _plain_backend(tokenizer, self.closers)
@@ -115,13 +153,10 @@ class ChatFormat:
 
     def render_marked(self, messages: list[Message], tools: Sequence[dict[str, Any]], generation_prompt: bool) -> str:
         """The text of a conversation for `encode_marked`: control tokens in its own text are marked as plain text."""
-        try:
-            key = msgspec.msgpack.encode((messages, tools, generation_prompt))
-        except (TypeError, UnicodeEncodeError, OverflowError, RecursionError):
-            key = b""  # half a surrogate, say: rendered every time
-        if key and key in self._texts:
-            self._texts.move_to_end(key)
-            return self._texts[key]
+        key = _key(messages, tools, generation_prompt)
+        known = self._texts.get(key)
+        if known is not None:
+            return known
         shown = [self._controls.message(template_message(message, self._dialect)) for message in messages]
         try:
             text = self._render(shown, self._controls.value(list(tools)), generation_prompt)
@@ -131,16 +166,64 @@ class ChatFormat:
                 f"the chat template of this model refuses a conversation of ({roles})"
                 f"{' with tools' if tools else ''}: {error}. {' '.join(self.report.words())}"
             ) from error
-        if key:
-            self._remember(key, text)
+        self._texts.put(key, text, len(text))
         return text
 
-    def _remember(self, key: bytes, text: str) -> None:
-        self._texts[key] = text
-        self._texts_size += len(key) + len(text)
-        while self._texts_size > _CACHED_CHARACTERS_MAX and len(self._texts) > 1:
-            old_key, old = self._texts.popitem(last=False)
-            self._texts_size -= len(old_key) + len(old)
+    def render_pair(
+        self, before: list[Message], more: list[Message], tools: Sequence[dict[str, Any]], generation_prompt: bool
+    ) -> tuple[str, str]:
+        """The texts of `before` with the generation prompt, and of `before` and `more`, for `encode_marked`.
+
+        What is known to be the same at the beginning of both is left out of both, so that the cost does not grow with
+        the conversation.
+        """
+        whole = [*before, *more]
+        old = self._rendering(before, tools)
+        new = self._shown(more)
+        if old is not None and new is not None and self._tails is not None:
+            done = self._tails.tail(old, new, generation_prompt)
+            if done is not None:
+                if generation_prompt:
+                    self._keep(_key(whole, tools, True), done[1])
+                return old.last, done[0]
+            again = self._tails.whole([*old.messages, *new], old.tools, True) if generation_prompt else None
+            if again is not None:
+                self._keep(_key(whole, tools, True), again[1])
+                self._texts.put(_key(whole, tools, True), again[0], len(again[0]))
+        return self.render_marked(before, tools, True), self.render_marked(whole, tools, generation_prompt)
+
+    def _rendering(self, messages: list[Message], tools: Sequence[dict[str, Any]]) -> Rendering | None:
+        """What is kept of a conversation with its generation prompt, so that tails of it can be rendered."""
+        key = _key(messages, tools, True)
+        known = self._renderings.get(key)
+        if known is not None or self._tails is None:
+            return known
+        shown, schemas = self._shown(messages), self._controls.value(list(tools))
+        if not key or shown is None or not is_plain(schemas):
+            return None
+        done = self._tails.whole(shown, schemas, True)
+        if done is None or done[0] != self.render_marked(messages, tools, True):
+            return None
+        self._keep(key, done[1])
+        return done[1]
+
+    def _keep(self, key: bytes, rendering: Rendering) -> None:
+        self._renderings.put(key, rendering, len(rendering.before) + len(rendering.last) + 8 * len(rendering.messages))
+
+    def _shown(self, messages: list[Message]) -> list[dict[str, Any]] | None:
+        """Messages as transformers hands them to a template; None where one holds what is not plain data."""
+        marked = [self._controls.message(template_message(message, self._dialect)) for message in messages]
+        return [template_data(each) for each in marked] if all(map(is_plain, marked)) else None
+
+    def _tail_renderer(self, template_text: str) -> TailRenderer | None:
+        """None where tails cannot be rendered with this tokenizer: then every turn renders the whole conversation."""
+        given = {**getattr(self.tokenizer, "special_tokens_map", {}), **self._arguments}
+        if not isinstance(self.tokenizer.chat_template, str) or not is_plain(given):
+            return None
+        try:
+            return TailRenderer(template_text, given)
+        except Unusable:
+            return None
 
     def encode_prompt(self, messages: list[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
         """The ids [L] of a conversation with the generation prompt. Raises ModelError where the template refuses it."""
@@ -240,9 +323,7 @@ class ChatFormat:
         """The reply as the whole conversation shows it; None where what came before it is shown differently now."""
         if not self.closers:
             return None
-        prompt = self.render_marked(before, tools, True)
-        whole = self.render_marked([*before, reply, *new], tools, True)
-        return self.split_turn(prompt, whole)
+        return self.split_turn(*self.render_pair(before, [reply, *new], tools, True))
 
     def split_turn(self, prompt: str, whole: str) -> Turn | None:
         """Cut a rendered conversation into the prompt, the reply up to the first closing token, and the rest."""

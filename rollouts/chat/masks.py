@@ -40,15 +40,18 @@ def tokenize_supervised(
     open_row: SupervisedRow | None = None
     for number, place in enumerate(turns):
         before, reply = messages[:place], messages[place]
-        alone = _turn_alone(before, reply, tools, chat)
+        alone, missing = _turn_alone(before, reply, tools, chat)
         following: Turn | None = None
         if number + 1 < len(turns):
             following = chat.find_turn(before, reply, messages[place + 1 : turns[number + 1]], tools)
         if following is not None and not chat.same_message(plain(following.reply), plain(alone.reply), tools):
             following = None  # history shows it without its thinking, say: train it whole here, then begin anew
         turn = following or alone
-        if open_row is None or turn.prompt != chat.render_marked(before, tools, True):
-            tokens = chat.encode_marked(turn.prompt)
+        if following is not None:
+            missing = 0
+        if open_row is None or missing:
+            prompt = chat.render_marked(before, tools, True)
+            tokens = chat.encode_marked(prompt[: len(prompt) - missing])
             open_row = SupervisedRow(tokens, [0.0] * len(tokens))
             rows.append(open_row)
         rest = chat.encode_marked(turn.rest)
@@ -65,10 +68,14 @@ def _append(row: SupervisedRow, tokens: list[int], weight: float) -> None:
     row.loss_mask.extend([weight] * len(tokens))
 
 
-def _turn_alone(before: list[Message], reply: Message, tools: Sequence[dict[str, Any]], chat: ChatFormat) -> Turn:
-    """The reply as the last message, which is how the model must write it."""
-    prompt = chat.render_marked(before, tools, True)
-    whole = chat.render_marked([*before, reply], tools, False)
+def _turn_alone(
+    before: list[Message], reply: Message, tools: Sequence[dict[str, Any]], chat: ChatFormat
+) -> tuple[Turn, int]:
+    """The reply as the last message, which is how the model must write it, and how many characters of the prompt that
+    came before it are not shown then.
+    """
+    prompt, whole = chat.render_pair(before, [reply], tools, False)
+    length = len(prompt)
     if not whole.startswith(prompt):
         # The generation prompt opens a thought, and this reply has none (DeepSeek): begin where the two part.
         same = (a == b for a, b in zip(prompt, whole, strict=False))
@@ -79,4 +86,4 @@ def _turn_alone(before: list[Message], reply: Message, tools: Sequence[dict[str,
             "the chat template ends an assistant turn with no special token, so that nothing could teach the model to "
             "stop; use a chat template that closes each turn (as `<|im_end|>` does)."
         )
-    return turn
+    return turn, length - len(prompt)

@@ -19,6 +19,8 @@ worker threads, one at a time for one environment object, but not always in the 
 from __future__ import annotations
 
 import inspect
+import operator
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
@@ -107,7 +109,7 @@ def tool(
     def mark(function: F) -> F:
         if isolate is not None:
             check_isolated(function)
-        setattr(function, TOOL_MARK, (name, float(timeout_seconds), isolate))
+        _mark(function, TOOL_MARK, (name, float(timeout_seconds), isolate))
         return function
 
     return mark if fn is None else mark(fn)
@@ -125,7 +127,7 @@ def reward(fn: F | None = None, *, weight: float = 1.0) -> F | Callable[[F], F]:
     """A method that judges the rollout: it may name `task`, `trajectory`, `env`; returns float, Score or None."""
 
     def mark(function: F) -> F:
-        setattr(function, REWARD_MARK, float(weight))
+        _mark(function, REWARD_MARK, float(weight))
         return function
 
     return mark if fn is None else mark(fn)
@@ -133,7 +135,7 @@ def reward(fn: F | None = None, *, weight: float = 1.0) -> F | Callable[[F], F]:
 
 def metric(fn: F) -> F:
     """A method whose float is logged and never trained: it may name `task`, `trajectory`, `env`."""
-    setattr(fn, METRIC_MARK, True)
+    _mark(fn, METRIC_MARK, True)
     return fn
 
 
@@ -171,16 +173,48 @@ def metrics_of(env: Any) -> list[MetricMethod]:
     return [MetricMethod(name, function) for name, function, _ in _marked(env, METRIC_MARK)]
 
 
+def _mark(function: Callable[..., Any], mark: str, value: Any) -> None:
+    setattr(function, mark, value)
+    _scans.clear()  # it may be in a class already
+
+
 def _marked(env: Any, mark: str) -> Iterator[tuple[str, Callable[..., Any], Any]]:
     """(attribute, function, mark) of each marked method; nothing but plain class attributes is looked at."""
-    owner = env if inspect.isclass(env) else type(env)
+    for name, value in _marks_of(env if inspect.isclass(env) else type(env))[mark]:
+        yield name, getattr(env, name), value
+
+
+class _Scan(NamedTuple):
+    """What was found in a class, and the attributes of it and its bases at that time."""
+
+    attributes: list[Any]
+    marks: dict[str, list[tuple[str, Any]]]
+
+
+_scans: weakref.WeakKeyDictionary[type, _Scan] = weakref.WeakKeyDictionary()
+
+
+def _marks_of(owner: type) -> dict[str, list[tuple[str, Any]]]:
+    """For each mark the (attribute, mark) of a class's methods: looked for again only where the class has changed."""
+    attributes = [value for cls in owner.__mro__[:-1] for value in cls.__dict__.values()]  # `object` never changes
+    known = _scans.get(owner)
+    if (
+        known is not None
+        and len(known.attributes) == len(attributes)
+        and all(map(operator.is_, known.attributes, attributes))
+    ):
+        return known.marks
     members: dict[str, Any] = {}  # a name keeps the place of its first definition, and gets the most derived one
     for cls in reversed(owner.__mro__):
         members.update(vars(cls))
+    marks: dict[str, list[tuple[str, Any]]] = {TOOL_MARK: [], REWARD_MARK: [], METRIC_MARK: []}
     for name, raw in members.items():
-        value = _mark_of(raw, mark)
-        if value is not None and not inspect.isclass(raw):
-            yield name, getattr(env, name), value
+        for mark, found in marks.items():
+            value = _mark_of(raw, mark)
+            if value is not None and not inspect.isclass(raw):
+                found.append((name, value))
+    _scans[owner] = _Scan(attributes, marks)
+    return marks
 
 
 def _mark_of(raw: Any, mark: str) -> Any:

@@ -414,7 +414,10 @@ async def _call_in_thread(
         raise _too_many(statistics().abandoned)
     slots = limiter or _limiter_of_this_run()
     job = _Job(function, args)
-    await slots.acquire_on_behalf_of(job)
+    try:
+        slots.acquire_on_behalf_of_nowait(job)  # without the turn of the scheduler that awaiting it takes
+    except trio.WouldBlock:
+        await slots.acquire_on_behalf_of(job)
     try:
         with _deadline(timeout_seconds):
             return (await run_in_thread(job.run))[0]

@@ -304,12 +304,13 @@ def _live_masks(
     for sample, rollout in zip(samples, rollouts, strict=True):
         sample.check()
         assert 0 <= rollout < count, f"rollout_index {rollout} but {count} advantages"
-        assert all(0 <= weight < math.inf for weight in sample.loss_mask), f"mask {sample.loss_mask}"
+        mask = sample.loss_mask
+        assert not len(mask) or (min(mask) >= 0 and sum(mask) < math.inf), f"mask {mask}"
         if sample.reward is None or (trained is not None and not trained[rollout]):
             masks.append([0.0] * len(sample.tokens))
         else:
             # Nothing comes before the first token, so nothing predicts it.
-            masks.append([0.0, *map(float, sample.loss_mask[1:])] if sample.tokens else [])
+            masks.append([0.0, *map(float, mask[1:])] if sample.tokens else [])
     return masks
 
 

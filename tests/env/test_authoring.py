@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -191,3 +192,36 @@ def test_importing_the_marks_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_class_that_changes_is_looked_at_again() -> None:
+    class Changing(Base):
+        pass
+
+    def listen(self: Any) -> str:
+        return "heard"
+
+    assert [each.name for each in tools_of(Changing())] == ["look", "go_on", "helper"]
+    Changing.look = listen  # type: ignore[assignment, method-assign]
+    assert [each.name for each in tools_of(Changing())] == ["go_on", "helper"]
+    Changing.look = tool(listen)  # type: ignore[assignment, method-assign]
+    found = tools_of(Changing())
+    assert [each.name for each in found] == ["look", "go_on", "helper"] and found[0].function() == "heard"
+    del Changing.look
+    assert tools_of(Changing())[0].function() == "looked"
+
+
+def test_an_object_is_not_scanned_where_its_class_is_known() -> None:
+    many = type("Many", (Base,), {f"constant_{number}": number for number in range(400)})
+    env = many()
+
+    def least(work: Any) -> float:
+        times = []
+        for _ in range(30):
+            began = time.process_time()
+            work()
+            times.append(time.process_time() - began)
+        return min(times)
+
+    listed = least(lambda: [value for cls in many.__mro__ for value in vars(cls).values()])
+    assert least(lambda: (tools_of(env), rewards_of(env), metrics_of(env))) < 12 * listed, "unknown, it is 60 times"

@@ -1,10 +1,18 @@
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Callable
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rollouts.agent import Episode
+from rollouts.errors import SignatureError
+from rollouts.training.rollout_gen.groups import Filter, Group, filter_group
 from rollouts.training.samples import episode_samples
-from rollouts.types import Message, Score, Segment, Status, Task, Trajectory
+from rollouts.types import Message, Sample, Score, Segment, Status, Task, Trajectory
 
 TASK = Task("q", answer=3, id="t")
 
@@ -83,3 +91,76 @@ def test_misaligned_streams_are_caught() -> None:
     broken.logprobs[1] = 0.25
     with pytest.raises(AssertionError, match="sampled logprob"):
         episode_samples(episode(broken), 0, 0)
+
+
+streams = st.lists(
+    st.tuples(
+        st.sampled_from([0.0, 1.0, 0.5, 1, -1.0, math.nan]),
+        st.sampled_from([0.0, -0.0, -0.5, -1e308, 0.5, 1e-300, math.nan, math.inf, -math.inf, 0]),
+        st.sampled_from([-1, 0, 7]),
+    ),
+    max_size=5,
+)
+
+
+def is_right(weight: float, logprob: float, version: int | None) -> bool:
+    """Invariant 2, for one token."""
+    if weight > 0:
+        return math.isfinite(logprob) and logprob <= 0
+    return version != -1 or logprob == 0.0
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(streams, st.booleans())
+def test_a_sample_is_checked_as_token_by_token(tokens: list[tuple[float, float, int]], with_versions: bool) -> None:
+    versions = [version for *_, version in tokens] if with_versions else None
+    sample = Sample(
+        tokens=[0] * len(tokens),
+        loss_mask=[weight for weight, *_ in tokens],
+        rollout_log_probs=[logprob for _, logprob, _ in tokens],
+        policy_versions=versions,
+    )
+    wrong = [n for n, (w, lp, v) in enumerate(tokens) if not is_right(w, lp, v if with_versions else None)]
+    if not wrong:
+        return sample.check()
+    with pytest.raises(AssertionError, match=f"token {wrong[0]}"):
+        sample.check()
+
+
+def test_checking_a_sample_takes_no_step_of_python_for_each_token() -> None:
+    (sample,) = episode_samples(episode(segment(*([0] * 6 + [1]) * 3000)), 0, 0)
+
+    def by_hand() -> None:
+        for weight, logprob, version in zip(
+            sample.loss_mask, sample.rollout_log_probs or (), sample.policy_versions or (), strict=True
+        ):
+            if weight > 0:
+                assert math.isfinite(logprob) and logprob <= 0
+            elif version == -1:
+                assert logprob == 0.0
+
+    def least(work: Callable[[], None]) -> float:
+        times = []
+        for _ in range(12):
+            began = time.process_time()
+            work()
+            times.append(time.process_time() - began)
+        return min(times)
+
+    assert least(sample.check) < 0.6 * least(by_hand)
+
+
+def test_samples_are_made_for_filters_only_where_one_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Sample] = []
+    check = Sample.check
+    monkeypatch.setattr(Sample, "check", lambda sample: (made.append(sample), check(sample))[1])
+    group = Group(0, TASK, (episode(segment(0, 1)), episode(segment(0, 1), score=Score(0.0))))
+    seen: list[int] = []
+    by_rewards = Filter("r", lambda rewards, step: max(rewards) > step, {})
+    by_samples = Filter("s", lambda samples, trajectories: seen.append(len(samples)) or len(trajectories) == 2, {})
+    assert filter_group(group, [by_rewards], step=0).dropped is None
+    assert made == []
+    assert filter_group(group, [by_rewards, by_samples, by_samples], step=0).dropped is None
+    assert len(made) == 2 and seen == [2, 2]
+    with pytest.raises(SignatureError, match="it can give: rewards, samples, step, trajectories"):
+        filter_group(group, [Filter("x", lambda loss: True, {})], step=0)

@@ -7,11 +7,12 @@ samples numbered for the batch; and here a batch of groups becomes the metrics t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from rollouts.agent import Episode
 from rollouts.author_code import authors_code, printable
@@ -64,12 +65,7 @@ def filter_group(group: Group, filters: Sequence[Filter], *, step: int) -> Group
     """
     if all(reward is None for reward in group.rewards):
         return group._replace(dropped="no_reward")
-    available = {
-        "rewards": group.rewards,
-        "samples": group_samples([group]),
-        "trajectories": [episode.trajectory for episode in group.episodes],
-        "step": step,
-    }
+    available = _FilterNames(group, step)
     for candidate in filters:
         try:
             with authors_code():
@@ -84,6 +80,27 @@ def filter_group(group: Group, filters: Sequence[Filter], *, step: int) -> Group
         if not kept:
             return group._replace(dropped=candidate.name)
     return group
+
+
+class _FilterNames(Mapping[str, Any]):
+    """What a filter may name. Samples are made for a filter that names them: they copy every token."""
+
+    def __init__(self, group: Group, step: int) -> None:
+        self._make: dict[str, Callable[[], Any]] = {
+            "rewards": lambda: group.rewards,
+            "samples": functools.cache(lambda: group_samples([group])),
+            "trajectories": lambda: [episode.trajectory for episode in group.episodes],
+            "step": lambda: step,
+        }
+
+    def __getitem__(self, name: str) -> Any:
+        return self._make[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._make)
+
+    def __len__(self) -> int:
+        return len(self._make)
 
 
 def group_samples(groups: Sequence[Group]) -> list[Sample]:

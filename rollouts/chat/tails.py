@@ -1,0 +1,325 @@
+"""Render what a conversation adds, not all of it again: the cost of a turn does not grow with the turns before it.
+
+A template is a program whose main loop writes the messages one after another. `TailRenderer` compiles it a second time
+with that loop changed in two ways: it may begin at a later message, and it writes a mark before each. Everything else
+runs in full on the whole conversation, so that the text of the tail is exactly what the template writes there.
+
+That the text before the tail is still what it was is proved, or the tail is not used. A message's text may depend on
+the message, the ones beside it, its place, whether it is first or last, and on values from outside the loop; a template
+whose loop reads anything else is not changed at all (`_Loop` refuses it). When a conversation goes on, the text before
+the loop and every outside value that the loop reads are compared with the last time, as are the messages themselves,
+and a loop that hands something from one message to the next through a namespace is caught as it writes. Where anything
+differs, the caller renders the whole conversation. Left out: templates that are not Jinja.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+__all__ = ["Rendering", "TailRenderer", "Unusable", "is_plain", "template_data"]
+
+_MARK = "\ufdd3"  # a noncharacter: text that contains it is rendered whole
+_ENTER, _OFFSET = "_rollouts_enter", "_rollouts_offset"
+_ITEM, _PREVIOUS = "_rollouts_item", "_rollouts_previous"
+_CONSTANT = frozenset({"dict", "namespace", "raise_exception", "range"})  # of Jinja's globals, these only
+_MESSAGES = "messages"
+
+
+class Rendering(NamedTuple):
+    """What is kept of a rendered conversation.
+
+    `messages` and `tools` as the template reads them; `items` the messages that its loop ran over; `before` the text
+    before the loop; `values` all that the loop reads from outside; `last` the text of the last message and what
+    follows the loop.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    items: list[Any]
+    before: str
+    values: bytes
+    last: str
+
+
+def template_data(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as transformers hands it to a template: nothing that is None, a thought under both of its names."""
+    shown = {key: value for key, value in message.items() if value is not None}
+    return {"thinking": shown["reasoning_content"], **shown} if "reasoning_content" in shown else shown
+
+
+def is_plain(value: Any) -> bool:
+    """Whether it is made of JSON's types alone; a template must not get hold of any other object."""
+    if isinstance(value, dict):
+        return all(is_plain(key) and is_plain(item) for key, item in value.items())
+    if isinstance(value, list):
+        return all(is_plain(item) for item in value)
+    return value is None or type(value) in (str, int, float, bool)
+
+
+class Unusable(Exception):
+    """This conversation, or this template, has to be rendered whole."""
+
+
+class TailRenderer:
+    """Renders conversations through one template. Raises Unusable where the template cannot be changed."""
+
+    def __init__(self, template_text: str, given: Mapping[str, Any]) -> None:
+        self._template, self._namespace = _compile(template_text)
+        self._given = dict(given)
+
+    def whole(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], generation_prompt: bool
+    ) -> tuple[str, Rendering] | None:
+        """The text of a conversation, and what is kept of it; None where tails of it cannot be rendered."""
+        done = self._run(messages, tools, generation_prompt, 0)
+        return None if done is None else (done[0].before + done[1], done[0])
+
+    def tail(self, old: Rendering, new: list[dict[str, Any]], generation_prompt: bool) -> tuple[str, Rendering] | None:
+        """The text of the conversation with the new messages, from the last old one on, where `old.last` stood.
+
+        None where what comes before it is not known to be the same.
+        """
+        done = self._run([*old.messages, *new], old.tools, generation_prompt, max(0, len(old.items) - 1))
+        if done is None:
+            return None
+        now, text = done
+        same = (
+            (now.before, now.values) == (old.before, old.values)
+            and len(now.items) >= len(old.items)
+            and all(map(operator.is_, old.items, now.items))
+        )
+        return (text, now) if same else None
+
+    def _run(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], generation_prompt: bool, start: int
+    ) -> tuple[Rendering, str] | None:
+        loop = _Entered(start)
+        names = {
+            _ENTER: loop.enter,
+            _OFFSET: loop.offset,
+            _ITEM: loop.item,
+            _PREVIOUS: loop.previous,
+            "namespace": functools.partial(_watched(self._namespace), loop),
+        }
+        try:
+            text = self._template.render(
+                **{**self._given, **names},
+                messages=messages,
+                tools=tools or None,
+                documents=None,
+                add_generation_prompt=generation_prompt,
+            )
+        except Exception:  # a template is a stranger's program: the caller renders it whole, and says what is wrong
+            return None
+        before, *texts = text.split(_MARK)
+        if loop.values is None or len(texts) != max(0, len(loop.items) - start) + 1 or loop.is_tied:
+            return None
+        return Rendering(messages, tools, loop.items, before, loop.values, "".join(texts[-2:])), "".join(texts)
+
+
+class _Entered:
+    """One pass through the main loop."""
+
+    def __init__(self, start: int) -> None:
+        self._start = start
+        self.items: list[Any] = []
+        self.values: bytes | None = None
+        self.is_tied = False  # a message was seen to depend on others than those beside it
+
+    def enter(self, items: Any, /, **values: Any) -> list[Any]:
+        if self.values is not None or not isinstance(items, list):
+            raise Unusable("the loop runs twice, or over something else than a list")
+        self.items = items
+        self.values = msgspec.msgpack.encode(values, enc_hook=_plain_value) if values else b"none"
+        return items[self._start :]
+
+    def offset(self) -> int:
+        return self._start
+
+    def previous(self, place: int) -> Any:
+        """The item before this place, as `loop.previtem`."""
+        from jinja2 import Undefined
+
+        return self.items[place - 1] if place else Undefined("there is no previous item")
+
+    def item(self, items: Any, place: int) -> Any:
+        """`items[place]` as templates have it; counted from the end it would be another one later."""
+        from jinja2 import Undefined
+
+        if place < 0:
+            self.is_tied = True
+        return items[place] if -len(items) <= place < len(items) else Undefined(f"there is no item {place}")
+
+
+def _plain_value(value: Any) -> Any:
+    from jinja2 import Undefined
+    from jinja2.utils import Namespace
+
+    if isinstance(value, Undefined):
+        return ["undefined"]
+    if isinstance(value, Namespace):
+        return object.__getattribute__(value, "_Namespace__attrs")
+    raise Unusable(f"the loop reads a {type(value).__name__}")
+
+
+@functools.lru_cache(maxsize=8)
+def _watched(base: Any) -> Any:
+    """A namespace that tells a pass through the loop when it is written to."""
+
+    class Watched(base):  # type: ignore[misc]
+        def __init__(*args: Any, **values: Any) -> None:
+            self, loop, *rest = args
+            base.__init__(self, *rest, **values)
+            # One that is made inside the loop lives as long as one message.
+            object.__setattr__(self, "_rollouts_loop", loop if loop.values is None else None)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            loop = object.__getattribute__(self, "_rollouts_loop")
+            if loop is not None and loop.values is not None:
+                loop.is_tied = True
+            super().__setitem__(name, value)
+
+    return Watched
+
+
+@functools.lru_cache(maxsize=32)
+def _compile(template_text: str) -> tuple[Any, type]:
+    """The changed template, and the class of its namespaces. Raises Unusable."""
+    try:
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        environment = _compile_jinja_template(template_text).environment
+        namespace = environment.globals["namespace"]
+    except (ImportError, AttributeError, KeyError) as error:  # another version of transformers
+        raise Unusable(str(error)) from error
+    tree = environment.parse(template_text)
+    _change(tree, environment.globals)
+    template = environment.template_class.from_code(environment, environment.compile(tree), environment.globals)
+    return template, namespace
+
+
+# --- changing the loop ----------------------------------------------------------------------------------------------
+
+
+def _change(tree: Any, known: Mapping[str, Any]) -> None:
+    """Change the main loop of a template in place. Raises Unusable where messages may depend on more than we see."""
+    from jinja2 import nodes
+
+    foreign = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends, nodes.Block)
+    if any(True for _ in tree.find_all(foreign)):
+        raise Unusable("the template has parts elsewhere")
+    found = list(_loops(tree.body))
+    if not found:
+        raise Unusable("the template has no loop")
+    siblings, main = found[-1]
+    if main.test is not None or main.else_ or main.recursive or not isinstance(main.target, nodes.Name):
+        raise Unusable("the loop is of another kind")
+    macros = list(tree.find_all(nodes.Macro))
+    if len({macro.name for macro in macros}) < len(macros):
+        raise Unusable("the template has two macros of one name")
+    assigned = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store"}
+    lists = {main.iter.name} if isinstance(main.iter, nodes.Name) else set()
+    lists |= {_MESSAGES} - assigned
+    lists -= {name.name for node in main.body for name in node.find_all(nodes.Name) if name.ctx == "store"}
+    in_body, in_macros = _Loop(lists), _Loop(set())
+    main.body = [in_body.visit(node, True) for node in main.body]
+    for macro in macros:
+        in_macros.visit(macro, False)
+    read = (in_body.read - {main.target.name} | in_macros.read) - {macro.name for macro in macros}
+    read -= _CONSTANT & (set(known) - assigned)
+    if read & {_MESSAGES, "loop", "caller", *lists, *known}:
+        raise Unusable("the loop reads more than single messages")
+    values = [nodes.Keyword(name, nodes.Name(name, "load")) for name in sorted(read)]
+    main.iter = nodes.Call(nodes.Name(_ENTER, "load"), [main.iter], values, None, None)
+    main.body.insert(0, nodes.Output([nodes.TemplateData(_MARK)]))
+    place = next(number for number, node in enumerate(siblings) if node is main)
+    siblings.insert(place + 1, nodes.Output([nodes.TemplateData(_MARK)]))
+    for node in tree.find_all(nodes.Node):
+        node.set_lineno(1, override=False)
+        node.environment = tree.environment
+
+
+def _loops(body: list[Any]) -> Iterator[tuple[list[Any], Any]]:
+    """The loops that run once in a template, each with the statements among which it stands."""
+    from jinja2 import nodes
+
+    for node in body:
+        if isinstance(node, nodes.For):
+            yield body, node
+        elif isinstance(node, nodes.If):
+            yield from _loops(node.body)
+            for branch in node.elif_:
+                yield from _loops(branch.body)
+            yield from _loops(node.else_)
+
+
+class _Loop:
+    """Reads the body of the main loop: rewrites what it asks of `loop`, and collects the names that it `read`s."""
+
+    def __init__(self, lists: set[str]) -> None:
+        from jinja2 import nodes
+
+        self._nodes: Any = nodes
+        self._lists = lists  # the names of the lists that the loop runs over
+        self.read: set[str] = set()
+
+    def visit(self, node: Any, is_ours: bool) -> Any:
+        """The node as it is to be; `is_ours`: the name `loop` is the main loop there."""
+        nodes = self._nodes
+        if isinstance(node, nodes.Getattr) and isinstance(node.node, nodes.Name) and node.node.name == "loop":
+            return self._of_loop(node) if is_ours else node
+        if isinstance(node, nodes.Getitem) and self._is_beside(node, is_ours):
+            return self._item(node.node, self.visit(node.arg, is_ours))
+        if isinstance(node, nodes.Name) and node.ctx == "load":
+            self.read.add(node.name)
+        if isinstance(node, nodes.Break) and is_ours:
+            raise Unusable("the loop may end early")
+        if isinstance(node, nodes.Filter) and node.name == "random":
+            raise Unusable("the loop is not the same twice")
+        inner = is_ours and not isinstance(node, nodes.For | nodes.Macro)
+        for field, value in list(node.iter_fields()):
+            ours = inner or (is_ours and isinstance(node, nodes.For) and field in ("iter", "else_"))
+            if isinstance(value, list):
+                setattr(node, field, [self.visit(v, ours) if isinstance(v, nodes.Node) else v for v in value])
+            elif isinstance(value, nodes.Node):
+                setattr(node, field, self.visit(value, ours))
+        return node
+
+    def _of_loop(self, node: Any) -> Any:
+        nodes = self._nodes
+        offset = nodes.Call(nodes.Name(_OFFSET, "load"), [], [], None, None)
+        if node.attr in ("last", "nextitem"):
+            return node
+        if node.attr in ("index0", "index"):
+            return nodes.Add(node, offset)
+        index = nodes.Add(nodes.Getattr(node.node, "index0", "load"), offset)
+        if node.attr == "previtem":
+            return nodes.Call(nodes.Name(_PREVIOUS, "load"), [index], [], None, None)
+        if node.attr == "first":
+            return nodes.Compare(index, [nodes.Operand("eq", nodes.Const(0))])
+        raise Unusable(f"the loop reads loop.{node.attr}")
+
+    def _item(self, items: Any, place: Any) -> Any:
+        return self._nodes.Call(self._nodes.Name(_ITEM, "load"), [items, place], [], None, None)
+
+    def _is_beside(self, node: Any, is_ours: bool) -> bool:
+        """Whether it is `messages[loop.index0 - 1]`, `messages[loop.index0 + 1]` or `messages[0]`."""
+        nodes = self._nodes
+        if not (isinstance(node.node, nodes.Name) and node.node.name in self._lists):
+            return False
+        place = node.arg
+        if isinstance(place, nodes.Const):
+            return bool(place.value == 0)
+        is_index = (
+            isinstance(place, nodes.Add | nodes.Sub)
+            and isinstance(place.left, nodes.Getattr)
+            and isinstance(place.left.node, nodes.Name)
+            and (place.left.node.name, place.left.attr) == ("loop", "index0")
+            and isinstance(place.right, nodes.Const)
+        )
+        return is_ours and is_index and bool(place.right.value == 1)
