@@ -13,8 +13,9 @@ import itertools
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -53,7 +54,7 @@ from rollouts.training.rollout_gen.group_rewards import group_scorer
 from rollouts.training.types import RankServer, TrainingBackend
 from rollouts.types import Sample
 
-__all__ = ["demonstration_samples", "freeze_loaded", "launch", "without_interrupts"]
+__all__ = ["demonstration_samples", "freeze_loaded", "launch", "run_interruptible", "without_interrupts"]
 
 
 def launch(
@@ -172,7 +173,7 @@ def _run_and_summarise(
         parts.watcher.begin(parts.plan, parts.folder.path, [*_notes(parts), *(resumed.notes if resumed else ())])
         parts.call_hooks("rollouts_run_start", settings=plain_plan(parts.plan), folder=str(parts.folder.path))
         freeze_loaded()
-        trio.run(course.run)
+        run_interruptible(course.run)
     except BaseException as error:  # raised again below
         if isinstance(cause_of(error), KeyboardInterrupt):
             ending.enter_context(without_interrupts())
@@ -202,6 +203,32 @@ def freeze_loaded() -> None:
     gc.unfreeze()  # those of an earlier run, which can be collected now
     gc.collect()
     gc.freeze()
+
+
+def run_interruptible(function: Callable[[], Awaitable[None]]) -> None:
+    """`trio.run`, where Ctrl-C comes at a checkpoint, and tears no context manager in the middle of its exit. A second
+    one comes at once: a function that blocks has no checkpoints.
+    """
+    before = signal.getsignal(signal.SIGINT)
+
+    async def main() -> None:
+        trios = signal.getsignal(signal.SIGINT)
+
+        def interrupt(number: int, frame: FrameType | None) -> None:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            trios(number, frame)
+
+        if trios is before or not callable(trios):  # trio has installed none: not the main thread, or not its business
+            await function()
+            return
+        signal.signal(signal.SIGINT, interrupt)
+        try:
+            await function()
+        finally:
+            if signal.getsignal(signal.SIGINT) is interrupt:
+                signal.signal(signal.SIGINT, trios)
+
+    trio.run(main, restrict_keyboard_interrupt_to_checkpoints=True)
 
 
 @contextlib.contextmanager
