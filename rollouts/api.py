@@ -23,8 +23,9 @@ def run(file: str | None = None, **settings: Any) -> dict[str, Any]:
         RunError: the run failed; its folder says how far it came.
     """
     from rollouts.compose import run_resolved
-    from rollouts.config import load_file, merge, resolve
+    from rollouts.config import check_tree, load_file, merge, resolve
 
+    check_tree(settings)
     if file is None:
         return run_resolved(resolve(settings))
     tree, source = load_file(file)
@@ -42,5 +43,7 @@ def resume(folder: str, *, checkpoint: str = "", **settings: Any) -> dict[str, A
         RunError: the run failed; its folder says how far it came.
     """
     from rollouts.compose import resume_resolved
+    from rollouts.config import check_tree
 
+    check_tree(settings)
     return resume_resolved(folder, settings, checkpoint)

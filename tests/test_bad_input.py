@@ -364,15 +364,16 @@ def wait_for_lines(process, folder, count=1):
 
 
 @pytest.mark.slow
-def test_control_c(parts):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_ends_training_with_a_summary(parts, number, code):
     process = start("out", "--steps", "100000")
     try:
         wait_for_lines(process, "out", 2)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, error = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == 130, error
+    assert process.returncode == code, error
     assert "Traceback" not in error
     summary = summary_of(parts / "out")
     assert summary["status"] == "interrupted" and summary["steps"] >= 2

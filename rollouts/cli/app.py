@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from rollouts.author_code import message_of
+from rollouts.cli.ending import interrupted_by_signals, silent_when_closed
 from rollouts.errors import RolloutsError, UserError, near_misses
 
 __all__ = ["COMMANDS", "NamedGroup", "RolloutsGroup", "app", "run_app"]
@@ -29,6 +30,9 @@ COMMANDS = {
     "plugins": ("rollouts.cli.plugins:plugins", "List, show and examine what is installed."),
 }
 """The core's commands: where each is, and its line in the help (which imports none of them)."""
+
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, 128 + SIGINT, as in a shell."""
 
 TAKES_SETTINGS = ("run", "sft", "eval", "config", "resume")
 """The commands that take dotted flags. A plugin's command gets them in `ctx.obj` and judges for itself."""
@@ -105,7 +109,7 @@ app = RolloutsGroup(
     help="Train language-model agents in environments that are plugins.\n\n"
     "Begin with: rollouts run --env calculator --loss grpo",
     epilog="`rollouts COMMAND --help` says more. Exit codes: 0 done, 2 a mistake in what was typed or written, "
-    "1 the run failed, 130 interrupted.",
+    "1 the run failed, 130 interrupted (143 by SIGTERM, 129 by SIGHUP).",
     params=[
         click.Option(
             ["--version"],
@@ -124,17 +128,19 @@ app = RolloutsGroup(
 def run_app(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code. An error that is neither a mistake nor a failed run is raised."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    try:
-        return _invoke(arguments)
-    except (Exception, KeyboardInterrupt, BaseExceptionGroup) as error:
-        known = _known_error(error)
-        if known is None:
-            raise
-        if os.environ.get("ROLLOUTS_TRACEBACK") == "1":
-            import traceback
+    with silent_when_closed("stderr"), interrupted_by_signals() as signals:
+        try:
+            return _invoke(arguments)
+        except (Exception, KeyboardInterrupt, BaseExceptionGroup) as error:
+            known = _known_error(error)
+            if known is None:
+                raise
+            if os.environ.get("ROLLOUTS_TRACEBACK") == "1":
+                import traceback
 
-            traceback.print_exception(error)
-        return _report(known)
+                traceback.print_exception(error)
+            code = _report(known)
+            return 128 + signals[0] if signals and code == INTERRUPTED else code
 
 
 def _invoke(arguments: list[str]) -> int:
@@ -145,8 +151,8 @@ def _invoke(arguments: list[str]) -> int:
         arguments, dotted = take_dotted_flags(arguments)
     with app.make_context("rollouts", arguments, obj=dotted) as context:
         result = app.invoke(context)
-    # Here, so that a closed pipe is met while it can still be reported.
-    sys.stdout.flush()
+    if sys.stdout is not None:  # here, so that a closed pipe is met while it can still be reported
+        sys.stdout.flush()
     return result if isinstance(result, int) else 0
 
 
@@ -177,7 +183,7 @@ def _report(error: BaseException) -> int:
         return 1
     if isinstance(error, KeyboardInterrupt | click.Abort):
         click.echo(f"\n{str(error) or 'interrupted'}", err=True)
-        return 130
+        return INTERRUPTED
     if type(error).__name__ == "NoArgsIsHelpError":  # newer versions of click raise it where older ones print
         click.echo(str(error))
         return 0

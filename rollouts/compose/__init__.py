@@ -21,8 +21,11 @@ export.py      a checkpoint becomes a model
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,11 +51,12 @@ def run_resolved(resolved: Resolved) -> dict[str, Any]:
     from rollouts.compose.watch import Silence
 
     started = time.perf_counter()
-    if resolved.settings.mode == "eval":
-        return _evaluate(resolved, None, started)
-    folder = run_to_resume(resolved)
-    done = folder and finished(folder, resolved.settings.steps)
-    return done or _start(resolved, Silence(), started, folder)
+    with _collecting_again():
+        if resolved.settings.mode == "eval":
+            return _evaluate(resolved, None, started)
+        folder = run_to_resume(resolved)
+        done = folder and finished(folder, resolved.settings.steps)
+        return done or _start(resolved, Silence(), started, folder)
 
 
 def resume_resolved(folder: str, given: Tree, checkpoint: str = "") -> dict[str, Any]:
@@ -65,7 +69,17 @@ def resume_resolved(folder: str, given: Tree, checkpoint: str = "") -> dict[str,
     started = time.perf_counter()
     resolved = read_run(Path(folder), given)
     done = None if checkpoint else finished(Path(folder), resolved.settings.steps)
-    return done or _start(resolved, Silence(), started, Path(folder), checkpoint)
+    with _collecting_again():
+        return done or _start(resolved, Silence(), started, Path(folder), checkpoint)
+
+
+@contextlib.contextmanager
+def _collecting_again() -> Iterator[None]:
+    """A run excludes loaded objects from garbage collection; for a program that goes on after it they come back."""
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def run_command(resolved: Resolved, dry_run: bool) -> int:
@@ -76,22 +90,27 @@ def run_command(resolved: Resolved, dry_run: bool) -> int:
     if dry_run:
         print(_described(resolved))
         return 0
-    if resolved.settings.mode == "eval":
-        from rollouts.cli.evaluation_progress import EvaluationProgress
+    from rollouts.cli.ending import silent_when_closed
 
-        _evaluate(resolved, EvaluationProgress(), started)
-        return 0
-    from rollouts.compose.resume import run_to_resume
+    with silent_when_closed("stdout"):
+        if resolved.settings.mode == "eval":
+            from rollouts.cli.evaluation_progress import EvaluationProgress
 
-    return _tell_or_start(resolved, started, run_to_resume(resolved), "")
+            _evaluate(resolved, EvaluationProgress(), started)
+            return 0
+        from rollouts.compose.resume import run_to_resume
+
+        return _tell_or_start(resolved, started, run_to_resume(resolved), "")
 
 
 def resume_command(folder: str, given: Tree, checkpoint: str) -> int:
     """What `rollouts resume` does; returns the exit code. Raises UserError, RunError, KeyboardInterrupt."""
     started = time.perf_counter()
+    from rollouts.cli.ending import silent_when_closed
     from rollouts.compose.resume import read_run
 
-    return _tell_or_start(read_run(Path(folder), given), started, Path(folder), checkpoint)
+    with silent_when_closed("stdout"):
+        return _tell_or_start(read_run(Path(folder), given), started, Path(folder), checkpoint)
 
 
 def _described(resolved: Resolved) -> str:

@@ -21,7 +21,7 @@ import trio
 
 from rollouts.agent import Episode
 from rollouts.compose.evaluation_plan import EvaluationPlan
-from rollouts.compose.launch import without_interrupts
+from rollouts.compose.launch import freeze_loaded, run_interruptible, without_interrupts
 from rollouts.compose.manifest import make_manifest
 from rollouts.compose.parts import how_to_play, load_chat, make_loggers, plain_plan, repeatable
 from rollouts.env.authoring import tools_of
@@ -200,7 +200,8 @@ class _Course:
         try:
             self._watcher.begin(plan, folder.shown, len(self._jobs), self._notes())
             self._call_hooks("rollouts_run_start", settings=plain_plan(plan), folder=str(folder.path))
-            trio.run(self._play_all)
+            freeze_loaded()
+            run_interruptible(self._play_all)
         except BaseException as error:  # raised again by the caller
             cause = cause_of(error)
             if isinstance(cause, KeyboardInterrupt):

@@ -23,7 +23,7 @@ from rollouts.lazy import lazy_face
 
 if TYPE_CHECKING:
     from rollouts.config.convert import complete_settings, convert_settings, convert_value
-    from rollouts.config.files import Source, load_file, where
+    from rollouts.config.files import Source, check_tree, load_file, where
     from rollouts.config.flags import Flag, Tree, read_flag, take_dotted_flags
     from rollouts.config.merging import Component, merge, settings_path
     from rollouts.config.render import to_toml
@@ -54,6 +54,7 @@ __all__ = [
     "Settings",
     "Source",
     "Tree",
+    "check_tree",
     "complete_settings",
     "convert_settings",
     "convert_value",
@@ -84,6 +85,7 @@ _HOMES = {
     "Settings": "settings",
     "Source": "files",
     "Tree": "flags",
+    "check_tree": "files",
     "complete_settings": "convert",
     "convert_settings": "convert",
     "convert_value": "convert",

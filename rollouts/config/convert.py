@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["complete_settings", "convert_settings", "convert_value", "plain", "unknown_key"]
 
 Path = tuple[str, ...]
+SHOWN_MAX = 200  # characters of a wrong value
 
 
 def plain(value: Any) -> Any:
@@ -105,6 +106,7 @@ def _mistyped(value: Any, hint: Any, path: Path, source: Source, detail: str) ->
         shown = toml_value(given) if given is not None else "none"
     except TypeError:
         shown = repr(given)
+    shown = shown if len(shown) <= SHOWN_MAX else f"{shown[:SHOWN_MAX]}... ({len(shown)} characters)"
     inside = detail.partition(" - at `$")[2].rstrip("`").lstrip(".")
     hint_of_inside = f" ({detail.partition(' - at ')[0]} at {inside})" if inside else ""
     message = f"{where(path, value, source)}: expected {describe_type(hint)}; got {shown}{hint_of_inside}"

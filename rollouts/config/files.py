@@ -16,9 +16,12 @@ from typing import Any
 from rollouts.config.flags import Flag, Tree, flag_name
 from rollouts.errors import ConfigError, near_misses
 
-__all__ = ["NOWHERE", "Source", "load_file", "where"]
+__all__ = ["NOWHERE", "Source", "check_tree", "load_file", "where"]
 
 SUFFIXES = (".toml", ".json", ".py")
+DEPTH_MAX = 50  # tables within tables; none of ours is deeper than ten
+INTEGER_BITS = 1_000  # of a component's setting; a number of more cannot be compared with a float, or even printed
+_HUGE = re.compile(r"\d{4301}")  # Python reads no longer ones
 
 
 @dataclass(frozen=True)
@@ -76,15 +79,48 @@ def load_file(path: str | Path) -> tuple[Tree, Source]:
     if reader is None or not path.is_file():
         raise _no_such_file(path)
     try:
-        source = Source(str(path), path.read_text(encoding="utf-8"))
+        source = Source(str(path), path.read_text(encoding="utf-8-sig"))  # Windows' editors write a byte order mark
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not text in UTF-8 ({error.reason} at byte {error.start})") from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    tree = reader(source)
+    try:
+        tree = reader(source)
+    except (RecursionError, MemoryError) as error:
+        raise ConfigError(f"{path}: its values are nested too deep; expected {DEPTH_MAX} levels at most") from error
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         raise ConfigError(f"{path}: expected a table of settings, got {type(tree).__name__}")
+    check_tree(tree, source)
     return tree, source
+
+
+def check_tree(tree: Tree, source: Source = NOWHERE) -> None:
+    """Raise ConfigError where `tree` holds what no settings file can hold: values that are nested too deep or contain
+    themselves, whole numbers of thousands of digits, text that is no Unicode.
+    """
+    waiting: list[tuple[tuple[str, ...], int, Any]] = [((), 0, tree)]
+    while waiting:
+        path, depth, given = waiting.pop()
+        value = given.value if isinstance(given, Flag) else given
+        problem = _problem_of(value) if depth <= DEPTH_MAX else f"nested more than {DEPTH_MAX} levels deep"
+        if problem:
+            shown = (*path[:3], "...") if depth > DEPTH_MAX else path
+            raise ConfigError(f"{where(shown, given if isinstance(given, Flag) else None, source)}: {problem}")
+        if isinstance(value, dict):
+            waiting += [((*path, str(key)), depth + 1, inner) for key, inner in value.items()]
+        elif isinstance(value, list | tuple):
+            *tables, name = path
+            waiting += [((*tables, f"{name}[{place}]"), depth + 1, inner) for place, inner in enumerate(value)]
+
+
+def _problem_of(value: Any) -> str:
+    if isinstance(value, int) and value.bit_length() > INTEGER_BITS:
+        return f"expected a whole number of 300 digits at most; got one of {value.bit_length()} bits"
+    texts = [value] if isinstance(value, str) else list(value) if isinstance(value, dict) else []
+    for text in texts:
+        if isinstance(text, str) and any("\ud800" <= character <= "\udfff" for character in text):
+            return f"expected text; got {text[:80]!r}, which holds half of a surrogate pair and is no Unicode"
+    return ""
 
 
 def _no_such_file(path: Path) -> ConfigError:
@@ -114,6 +150,8 @@ def _read_toml(source: Source) -> Tree:
         text = re.sub(r"\s*\(at [^)]*\)$", "", str(error))
         line = found[1] if found and found[1] else str(source.text.count("\n") + 1)
         raise ConfigError(f"{source.path}, line {line}: not TOML: {text}{_quote_hint(source.text, line)}") from error
+    except ValueError as error:
+        raise _huge_number(source, error) from error
 
 
 def _quote_hint(text: str, line: str) -> str:
@@ -136,6 +174,15 @@ def _read_json(source: Source) -> Any:
         return json.loads(source.text, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{source.path}, line {error.lineno}: not JSON: {error.msg}") from error
+    except ValueError as error:
+        raise _huge_number(source, error) from error
+
+
+def _huge_number(source: Source, error: ValueError) -> ConfigError:
+    """What the error of a reader is that could read the file but for one of its numbers."""
+    found = _HUGE.search(source.text)
+    line = source.text.count("\n", 0, found.start()) + 1 if found else "?"
+    return ConfigError(f"{source.path}, line {line}: expected a whole number of 300 digits at most: {error}")
 
 
 def _read_py(source: Source) -> Any:
@@ -145,9 +192,14 @@ def _read_py(source: Source) -> Any:
         exec(compile(module, source.path, "exec"), namespace)
     except SyntaxError as error:
         raise ConfigError(f"{source.path}, line {error.lineno}: not Python: {error.msg}") from error
-    except Exception as error:  # whatever the user's file raises is the user's to mend
+    except (KeyboardInterrupt, MemoryError):  # MemoryError: the parser's, of a file that is nested too deep
+        raise
+    except BaseException as error:  # whatever the user's file raises is the user's to mend, also SystemExit
+        import traceback
+
         line = _line_in_file(error, source.path)
-        raise ConfigError(f"{source.path}, line {line}: {type(error).__name__}: {error}") from error
+        words = traceback.format_exception_only(error)[-1].strip()  # also of an error whose `str` raises
+        raise ConfigError(f"{source.path}, line {line}: {words}") from error
     if "config" in namespace:
         return namespace["config"]
     names = [name for name, _ in _assignments(module.body) if not name.startswith("_")]

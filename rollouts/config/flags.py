@@ -46,9 +46,9 @@ def read_flag(text: str) -> Flag:
 
     try:
         read = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # not TOML, a number of thousands of digits, nested too deep
         # TOML wants `0.5` and `7`; people also type `.5` and `007`.
-        if _NUMBER.fullmatch(text):
+        if _NUMBER.fullmatch(text) and len(text) < 100:
             return Flag(text, int(text) if text.lstrip("+-").isdigit() else float(text))
         return Flag(text, text)
     return Flag(text, read["value"] if read.keys() == {"value"} else text)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from rollouts.config.convert import convert_value, plain
-from rollouts.config.files import NOWHERE, Source, where
+from rollouts.config.files import NOWHERE, Source, check_tree, where
 from rollouts.config.flags import Flag, Tree, flag_name
 from rollouts.config.merging import Component, components_of, merge, written_component
 from rollouts.config.of_run import with_settings_of_run
@@ -48,6 +48,7 @@ def resolve(tree: Tree, source: Source = NOWHERE) -> Resolved:
     Raises ConfigError: an unknown setting, a wrong type, a value out of bounds, a dotted flag for a component that is
     not chosen. Components' settings stay as they are, for `convert_settings`.
     """
+    check_tree(tree, source)
     infos = {info.name: info for info in setting_infos()}
     _refuse_unknown(tree, infos, source)
     mode = plain(tree["mode"]) if tree.get("mode") is not None else "rl"
@@ -138,6 +139,8 @@ def _core_value(value: Any, hint: Any, info: SettingInfo, source: Source, place:
         return info.default
     converted = convert_value(value, hint, path, source)
     if isinstance(converted, int | float):
+        if isinstance(converted, int) and converted.bit_length() >= 64:
+            raise ConfigError(f"{where(path, value, source)}: must be less than 2**63; got {plain(value)}")
         if not math.isfinite(converted) or converted < info.minimum or converted <= info.above:
             bound = f"more than {info.above:g}" if math.isfinite(info.above) else f"at least {info.minimum:g}"
             raise ConfigError(f"{where(path, value, source)}: must be {bound}; got {plain(value)}")

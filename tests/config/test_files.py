@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+import rollouts
+from rollouts.cli import main
 from rollouts.config.files import Source, load_file, where
 from rollouts.config.flags import Flag
 from rollouts.errors import ConfigError
@@ -136,6 +138,67 @@ def test_a_file_that_is_no_text_is_told(tmp_path):
     path.write_bytes(b"a = '\xff'")
     with pytest.raises(ConfigError, match="not text in UTF-8"):
         load_file(path)
+
+
+HUGE = "9" * 5_000
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.toml", f"seed = 1\nsteps = {HUGE}", "a.toml, line 2: expected a whole number of 300 digits"),
+        ("a.json", f'{{"seed": 1,\n"steps": {HUGE}}}', "a.json, line 2: expected a whole number of 300 digits"),
+        ("a.py", f"steps = {HUGE}", "a.py, line 1"),
+        ("b.py", "seed = 1\nsteps = 10**5000", "b.py, line 2: steps: expected a whole number of 300 digits"),
+        ("c.toml", "steps = " + "[" * 5_000 + "]" * 5_000, "c.toml: its values are nested too deep"),
+        ("d.toml", "env." + "a." * 500 + "a = 1", "d.toml, line 1: env.a.a....: nested more than 50 levels deep"),
+        ("c.json", '{"steps": ' + "[" * 5_000 + "]" * 5_000 + "}", "c.json: its values are nested too deep"),
+        ("c.py", "steps = " + "-" * 5_000 + "1", "c.py, line ?: RecursionError: "),
+        ("d.py", "env = {}\nenv['a'] = [env]", "d.py, line 1: env.a[0].a[0]....: nested more than 50 levels deep"),
+        ("e.json", '{"seed": 1,\n"model": "a\\ud800"}', r"e.json, line 2: model: expected text; got 'a\ud800'"),
+        ("e.py", "env = {'name': 'x', '\\udcff': 1}", "e.py, line 1: env: expected text"),
+        ("f.py", "import sys\nsys.exit(0)", "f.py, line 2: SystemExit: 0"),
+        ("g.py", "def again():\n    again()\nagain()", "g.py, line 2: RecursionError"),
+        ("h.py", "class E(Exception):\n    def __str__(self): 1 / 0\nraise E", "h.py, line 3: "),
+        ("i.py", "raise GeneratorExit", "i.py, line 1: GeneratorExit"),
+    ],
+)
+def test_a_file_that_no_run_can_have_is_one_clear_error(tmp_path, name, text, words):
+    with pytest.raises(ConfigError) as caught:
+        load_file(written(tmp_path, name, text))
+    assert words in str(caught.value) and len(str(caught.value)) < 500
+    str(caught.value).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("a.toml", TOML), ("a.json", json.dumps(TREE)), ("a.py", f"config={TREE!r}")]
+)
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path, name, text):
+    path = tmp_path / name
+    path.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert load_file(path)[0] == TREE
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--steps", HUGE], "--steps: expected a whole number; got"),
+        (["--steps", f"{2**63}"], "--steps: must be less than 2**63"),
+        (["--env.digits", "[" * 5_000], "--env.digits: expected a whole number; got"),
+        (["--model", "a\udcff"], "--model: expected text; got 'a\\udcff'"),
+    ],
+)
+def test_a_flag_that_no_run_can_have_is_one_clear_error(capsys, argv, words):
+    assert main(["run", "--env", "calculator", "--dry-run", *argv]) == 2
+    error = capsys.readouterr().err
+    assert words in error and len(error) < 600
+
+
+def test_settings_of_a_program_that_contain_themselves_are_one_clear_error():
+    env = {"name": "calculator"}
+    env["digits"] = env
+    with pytest.raises(ConfigError, match=r"env.digits.digits.*: nested more than 50 levels deep"):
+        rollouts.run(env=env)
 
 
 def test_a_missing_file_names_near_misses(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from pathlib import Path
 from typing import Any, Literal
@@ -17,11 +18,11 @@ class WandbLogger:
     `wandb_run_id.txt`. W&B takes no step back: those that it has already are not sent again.
 
     Args:
-        project: the W&B project
-        name: the run's name; the run folder's where it is empty
+        project: the W&B project; that of WANDB_PROJECT where it is empty, else rollouts
+        name: the run's name; that of WANDB_NAME where it is empty, else the run folder's
         entity: user or team; your default one where it is empty
         group: runs to show together
-        mode: online, offline (files in the run folder) or disabled
+        mode: online, offline (files in the run folder) or disabled; that of WANDB_MODE where it is none, else online
 
     Raises:
         UserError: wandb is not installed, or a run cannot be started (nobody is logged in, say).
@@ -33,24 +34,26 @@ class WandbLogger:
         settings: Any,
         first_step: int,
         *,
-        project: str = "rollouts",
+        project: str = "",
         name: str = "",
         entity: str = "",
         group: str = "",
-        mode: Literal["online", "offline", "disabled"] = "online",
+        mode: Literal["online", "offline", "disabled"] | None = None,
     ) -> None:
+        project = project or os.environ.get("WANDB_PROJECT") or "rollouts"
+        mode_there = mode or os.environ.get("WANDB_MODE") or "online"  # W&B reads more words there than we have modes
         wandb = import_library("wandb", logger="wandb", install="rollouts-wandb")
         folder = Path(folder).resolve()
         try:
             self._run = wandb.init(
                 project=project,
-                name=name or folder.name,
+                name=name or os.environ.get("WANDB_NAME") or folder.name,
                 entity=entity or None,
                 group=group or None,
                 mode=mode,
                 dir=str(folder),
                 id=_run_id(folder),
-                resume="allow" if mode == "online" else None,  # offline, the same id is enough for `wandb sync`
+                resume="allow" if mode_there == "online" else None,  # offline, the same id is enough for `wandb sync`
                 config=plain_settings(settings),
                 settings=wandb.Settings(silent=True, console="off"),
             )

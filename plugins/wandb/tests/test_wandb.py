@@ -50,6 +50,8 @@ class FakeError(Exception):
 @pytest.fixture
 def fake(monkeypatch):
     """A wandb that records what it is asked for."""
+    for name in ("MODE", "PROJECT", "NAME"):
+        monkeypatch.delenv(f"WANDB_{name}", raising=False)
     module = types.ModuleType("wandb")
     module.Error, module.Settings, module.calls = FakeError, dict, []
     run = types.SimpleNamespace(
@@ -72,6 +74,18 @@ def test_the_same_folder_continues_the_same_run(fake, tmp_path):
     assert first["id"] == second["id"] != third["id"]
     assert first["resume"] == "allow" and first["name"] == "a" and first["config"] == {"seed": 0}
     assert fake.calls[1:3] == [({"x": 1.0}, 0), "finish"]
+
+
+def test_wandbs_own_variables_hold_where_no_setting_is_given(fake, tmp_path, monkeypatch):
+    for name, value in {"MODE": "offline", "PROJECT": "theirs", "NAME": "mine"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    WandbLogger(tmp_path, {}, 0)
+    (call,) = fake.calls
+    assert call["mode"] is None, "wandb reads WANDB_MODE"
+    assert call["resume"] is None, "an offline run cannot be resumed"
+    assert (call["project"], call["name"]) == ("theirs", "mine")
+    WandbLogger(tmp_path, {}, 0, mode="online", project="ours", name="other")
+    assert [fake.calls[1][key] for key in ("mode", "resume", "project", "name")] == ["online", "allow", "ours", "other"]
 
 
 def test_nobody_logged_in_says_what_to_type(fake, tmp_path):

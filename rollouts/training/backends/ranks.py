@@ -330,9 +330,10 @@ def tell_failure(gathering: Gathering, error: BaseException) -> None:
 
 
 def ignore_interrupts() -> None:
-    """Ctrl-C goes to all processes of a terminal; rank 0 decides what becomes of it."""
-    with contextlib.suppress(ValueError):  # not the main thread: it is not ours to decide
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Ctrl-C and a closed terminal reach all processes, and so may SIGTERM; rank 0 decides what it means for them."""
+    with contextlib.suppress(ValueError):  # only the main thread can set handlers
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _leave_group() -> None:
