@@ -12,12 +12,15 @@ from rollouts.training.models import TINY_PATH
 __all__ = ["save_random_qwen3"]
 
 
-def save_random_qwen3(folder: Path, *, tiny_shape: bool = False) -> str:
-    """About 58 M parameters, or the shape of `tiny`, in `folder`; with tiny's tokenizer and chat template."""
+def save_random_qwen3(folder: Path, *, tiny_shape: bool = False, vocabulary: int = 0) -> str:
+    """About 58 M parameters, or the shape of `tiny`, in `folder`; with tiny's tokenizer and chat template.
+
+    `vocabulary` is the number of rows of the tied head; 0 takes as many as the tokenizer has words.
+    """
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(TINY_PATH)
     config = Qwen3Config(
-        vocab_size=len(tokenizer),
+        vocab_size=vocabulary or len(tokenizer),
         hidden_size=768,
         intermediate_size=2304,
         num_hidden_layers=8,
@@ -29,6 +32,8 @@ def save_random_qwen3(folder: Path, *, tiny_shape: bool = False) -> str:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    Qwen3ForCausalLM(Qwen3Config.from_pretrained(TINY_PATH) if tiny_shape else config).save_pretrained(folder)
+    if tiny_shape:
+        config = Qwen3Config.from_pretrained(TINY_PATH, vocab_size=vocabulary or len(tokenizer))
+    Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)

@@ -4,10 +4,12 @@ SFTTrainer (trl 1.16).
     OMP_NUM_THREADS=1 python benchmarks/sft.py --model tiny
     OMP_NUM_THREADS=1 python benchmarks/sft.py --model 58m --blocks 2
     OMP_NUM_THREADS=1 python benchmarks/sft.py --model 58m --blocks 2 --lora-rank 8
+    OMP_NUM_THREADS=1 python benchmarks/sft.py --model tiny --vocabulary 32000 --trained-share 0.4
 
-A block is one epoch over the same rows (random ids, log-normal lengths between 32 and 1,024, every token trained), so
-every side trains the same tokens a block; the sides take turns, each block in another order, and the first is warm-up.
-Counted are the rows' own tokens, never padding, in CPU seconds of all threads (`time.process_time`). The sides:
+A block is one epoch over the same rows (random ids, log-normal lengths between 32 and 1,024), so every side trains the
+same tokens a block; the sides take turns, each block in another order, and the first is warm-up. Every token is
+trained, or, with `--trained-share`, the last part of each row, as where a reply follows a prompt. Counted are all of
+the rows' own tokens, trained or not, never padding, in CPU seconds of all threads (`time.process_time`). The sides:
 
 - ours, packed: `run_sft_training` over the torch backend, rows in buckets of similar length, or packed;
 - bare sorted: a torch loop that sorts the whole epoch by length and fills each pass with rows of nearly equal length;
@@ -38,7 +40,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -60,17 +62,37 @@ LEARNING_RATE = 1e-6
 LENGTH_MIN, LENGTH_MEDIAN, LENGTH_MAX, LENGTH_SPREAD = 32, 160, 1024, 0.9
 GROUPS = {"ours": ("ours", "packed"), "bare": ("bare",), "trl": ("trl",)}
 
-Rows = list[list[int]]
+IGNORED = -100  # the label of a token that is not trained
 
 
-def make_rows(count: int, vocabulary_size: int) -> Rows:
-    """Rows of random ids with log-normal lengths."""
+class Row(NamedTuple):
+    """Token ids, and the same with IGNORED where nothing is trained."""
+
+    ids: list[int]
+    labels: list[int]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def trained(self) -> int:
+        """How many tokens are."""
+        return sum(label != IGNORED for label in self.labels)
+
+
+Rows = list[Row]
+
+
+def make_rows(count: int, vocabulary_size: int, trained_share: float) -> Rows:
+    """Rows of random ids with log-normal lengths, of which the last `trained_share` is trained."""
     generator = random.Random(0)
     rows: Rows = []
     for _ in range(count):
         length = round(generator.lognormvariate(math.log(LENGTH_MEDIAN), LENGTH_SPREAD))
         length = min(max(length, LENGTH_MIN), LENGTH_MAX)
-        rows.append([generator.randrange(vocabulary_size) for _ in range(length)])
+        ids = [generator.randrange(vocabulary_size) for _ in range(length)]
+        first = round(length * (1 - trained_share))
+        rows.append(Row(ids, [IGNORED] * first + ids[first:]))
     return rows
 
 
@@ -89,7 +111,10 @@ class Ours:
     """rollouts: `run_sft_training` over the torch backend."""
 
     def __init__(self, model: str, rows: Rows, options: argparse.Namespace, layout: str) -> None:
-        self.samples = [Sample(tokens=row, loss_mask=[1.0] * len(row), reward=0.0) for row in rows]
+        masks = [[float(label != IGNORED) for label in row.labels] for row in rows]
+        self.samples = [
+            Sample(tokens=row.ids, loss_mask=mask, reward=0.0) for row, mask in zip(rows, masks, strict=True)
+        ]
         self.config = SFTTrainingConfig(len(rows) // options.batch, options.batch)
         self.tokens = sum(map(len, rows))
         self.backend = create_torch_backend(
@@ -117,7 +142,9 @@ class Ours:
 
 
 class Bare:
-    """A torch loop without a trainer: `passes` are lists of rows that are padded to one length, `steps` of them."""
+    """A torch loop without a trainer: `passes` are lists of rows that are padded to one length. It takes a step after
+    every `step_tokens` trained tokens.
+    """
 
     def __init__(self, causal: Any, optimizer: torch.optim.Optimizer, passes: list[Rows], step_tokens: float) -> None:
         self.causal, self.optimizer, self.passes, self.step_tokens = causal, optimizer, passes, step_tokens
@@ -130,13 +157,13 @@ class Bare:
         seen, self.losses = 0, []
         for number, rows in enumerate(self.passes, 1):
             width = max(map(len, rows))
-            ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
-            labels = torch.tensor([row + [-100] * (width - len(row)) for row in rows])
+            ids = torch.tensor([row.ids + [0] * (width - len(row)) for row in rows])
+            labels = torch.tensor([row.labels + [IGNORED] * (width - len(row)) for row in rows])
             logits = self.causal(input_ids=ids, use_cache=False).logits
-            loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
-            count = sum(map(len, rows))
-            (loss * (count / self.step_tokens)).backward()  # type: ignore[no-untyped-call]
-            self.losses.append(loss.item())
+            loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+            count = sum(row.trained for row in rows)
+            (loss / self.step_tokens).backward()  # type: ignore[no-untyped-call]
+            self.losses.append(loss.item() / max(count, 1))
             seen += count
             if seen >= self.step_tokens or number == len(self.passes):
                 self.optimizer.step()
@@ -166,9 +193,11 @@ def block_passes(rows: Rows, tokens: int) -> list[Rows]:
 
     At this length a token sees as many others as in its row, on average: shorter blocks are another, cheaper task.
     """
-    joined = [token for row in rows for token in row]
-    length = round(sum(len(row) ** 2 for row in rows) / len(joined))
-    blocks = [joined[start : start + length] for start in range(0, len(joined) - length + 1, length)]
+    ids = [token for row in rows for token in row.ids]
+    labels = [label for row in rows for label in row.labels]
+    length = round(sum(len(row) ** 2 for row in rows) / len(ids))
+    starts = range(0, len(ids) - length + 1, length)
+    blocks = [Row(ids[start : start + length], labels[start : start + length]) for start in starts]
     size = max(1, round(tokens / length))
     return [blocks[start : start + size] for start in range(0, len(blocks), size)]
 
@@ -218,7 +247,7 @@ class Trl:
         self.trainer = SFTTrainer(
             load(model, options.lora_rank),
             args=config,
-            train_dataset=Dataset.from_list([{"input_ids": row} for row in ordered]),
+            train_dataset=Dataset.from_list([{"input_ids": row.ids, "labels": row.labels} for row in ordered]),
             processing_class=AutoTokenizer.from_pretrained(model),
             callbacks=[self.clock],
         )
@@ -238,7 +267,7 @@ class Trl:
 
 def make_sides(model: str, rows: Rows, options: argparse.Namespace, folder: str) -> dict[str, Callable[[], Any]]:
     """What makes each side, by its name."""
-    step_tokens = sum(map(len, rows)) / (len(rows) // options.batch)
+    step_tokens = sum(row.trained for row in rows) / (len(rows) // options.batch)
     sides: dict[str, Callable[[], Any]] = {
         "ours": functools.partial(Ours, model, rows, options, "buckets"),
         "packed": functools.partial(Ours, model, rows, options, "packed"),
@@ -295,6 +324,8 @@ def report(sides: dict[str, Any], found: dict[str, list[float]]) -> dict[str, An
 def main() -> None:
     parser = argparse.ArgumentParser(description="Supervised training beside bare loops and TRL's SFTTrainer")
     parser.add_argument("--model", choices=("tiny", "58m"), default="tiny")
+    parser.add_argument("--vocabulary", type=int, default=0, help="words of the tied head; 0: the tokenizer's 469")
+    parser.add_argument("--trained-share", type=float, default=1.0, help="of each row's tokens, the last ones")
     parser.add_argument("--lora-rank", type=int, default=0, help="of adapters on every side; 0 trains all weights")
     parser.add_argument("--steps", type=int, default=0, help="optimizer steps a block (default: tiny 4, 58m 1)")
     parser.add_argument("--batch", type=int, default=0, help="rows a step (default: tiny 32, 58m 16)")
@@ -309,17 +340,29 @@ def main() -> None:
     tiny = options.model == "tiny"
     steps, options.batch = options.steps or (4 if tiny else 1), options.batch or (32 if tiny else 16)
     with tempfile.TemporaryDirectory() as folder:
-        model = save_random_qwen3(Path(folder), tiny_shape=options.model == "tiny")
-        rows = make_rows(steps * options.batch, len(AutoTokenizer.from_pretrained(model)))
+        model = save_random_qwen3(Path(folder), tiny_shape=tiny, vocabulary=options.vocabulary)
+        vocabulary = options.vocabulary or len(AutoTokenizer.from_pretrained(model))
+        rows = make_rows(steps * options.batch, vocabulary, options.trained_share)
         tokens = sum(map(len, rows))
-        print(f"{options.model}: a block is {steps} steps of {options.batch} rows, {tokens:,} tokens")
+        trained = sum(row.trained for row in rows)
+        print(
+            f"{options.model}, {vocabulary:,} words: {steps} steps of {options.batch} rows a block, {tokens:,} tokens"
+        )
+        print(f"{trained:,} of the tokens are trained")
         sides = {name: make() for name, make in make_sides(model, rows, options, folder).items()}
         figures = report(sides, measure(sides, options.blocks))
         for side in sides.values():
             if isinstance(side, Ours):
                 side.backend.close()
     if options.json:
-        shared = {"model": options.model, "lora_rank": options.lora_rank, "torch": torch.__version__, "tokens": tokens}
+        shared = {
+            "model": options.model,
+            "vocabulary": vocabulary,
+            "trained_share": options.trained_share,
+            "lora_rank": options.lora_rank,
+            "torch": torch.__version__,
+            "tokens": tokens,
+        }
         Path(options.json).write_text(json.dumps(shared | figures, indent=2) + "\n")
 
 

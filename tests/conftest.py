@@ -4,6 +4,7 @@ with a thread a core each they would starve one another, and run into deadlines.
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -14,6 +15,16 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.append(str(Path(__file__).parent))  # for `import forks`
+
+
+@pytest.fixture(scope="module")
+def quick_collections():
+    """Runs in this process do not walk through what is imported, which takes each of them a quarter of a second."""
+    unfreeze, gc.unfreeze = gc.unfreeze, lambda: None
+    gc.freeze()
+    yield
+    gc.unfreeze = unfreeze
+    gc.unfreeze()
 
 
 @pytest.fixture

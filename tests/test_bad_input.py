@@ -10,9 +10,12 @@ import sys
 import time
 from pathlib import Path
 
+import forks
 import pytest
 
 from rollouts.cli import main
+
+pytestmark = pytest.mark.usefixtures("quick_collections")
 
 SMALL = ["--prompts-per-step", "2", "--samples-per-prompt", "4", "--eval-tasks", "4", "--max-tokens", "64"]
 
@@ -344,7 +347,7 @@ def test_a_reward_that_judges_some_rollouts_only(capsys, parts, policy):
 
 def start(folder, *arguments):
     """The command in a process of its own."""
-    return subprocess.Popen(
+    return forks.popen(
         [sys.executable, "-m", "rollouts", "run", "--env", "calculator", "--out", folder, *SMALL, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -47,7 +47,7 @@ import mock_engine  # noqa: E402
 from agent_fakes import END, FakeChat  # noqa: E402
 from isolated_tools import Isolated  # noqa: E402
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_collections")]
 
 CHANCE = 0.2
 PROMPTS, MEMBERS = 250, 8

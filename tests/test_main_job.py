@@ -1,7 +1,7 @@
 """The main job, end to end on the tiny model: it learns, from the reward; one seed is one result; the folder holds.
 
 Runs of more than a few steps are commands in processes of their own, on one thread; the shorter ones go through the
-Python interface.
+Python interface. Most of those processes are forks (forks.py); one of them is a new interpreter.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import pytest
 
 import rollouts
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_collections")]
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 SHORT = {"prompts_per_step": 4, "samples_per_prompt": 4, "eval_tasks": 8, "steps": 3}
+LEARNING = ["--steps", 24]  # enough to learn; the controls get as many
 TIMED = ("time/", "perf/", "sync/seconds", "rollout/latency")
 
 CONTROLS = '''\
@@ -61,15 +63,14 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def command(*arguments, name="run"):
+def command(*arguments, name="run", is_fork=True):
     """Run the command on one thread; returns its standard output."""
-    done = subprocess.run(
-        [sys.executable, "-m", "rollouts", name, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )
+    words = [sys.executable, "-m", "rollouts", name, *map(str, arguments)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    if is_fork:
+        done = forks.run(words, timeout=240, env=environment)
+    else:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stderr == "", "a good run says nothing on stderr"
     return done.stdout
@@ -105,10 +106,10 @@ def rewards(summary, name="reward_mean"):
 
 
 def test_it_learns(here):
-    summary = learn("out", "--steps", 40, "--max-tokens", 64)
+    summary = learn("out", *LEARNING, "--max-tokens", 64)
     before, after = rewards(summary)
     assert before <= 0.5 and after >= before + 0.3
-    assert (summary["status"], summary["steps"]) == ("done", 40)
+    assert (summary["status"], summary["steps"]) == ("done", 24)
     assert summary["wall_seconds"] > 0 and summary["cpu_seconds"] > 0
     assert summary["evaluation"]["after"]["parts"]["correct"] == after
 
@@ -125,7 +126,7 @@ def test_it_learns(here):
 def test_the_controls_learn_nothing(here, arguments):
     """The held-out score is always that of the environment: `correct`."""
     watch = ["--reward", "env:0"] if "--reward" in arguments else []
-    summary = learn("out", "--steps", 40, "--max-tokens", 32, *arguments, *watch)
+    summary = learn("out", *LEARNING, "--max-tokens", 32, *arguments, *watch)
     before, after = (summary["evaluation"][when]["parts"]["correct"] for when in ("before", "after"))
     assert after < before + 0.1
     greedy_before, greedy_after = (summary["evaluation"][w]["greedy_parts"]["correct"] for w in ("before", "after"))
@@ -133,7 +134,7 @@ def test_the_controls_learn_nothing(here, arguments):
 
 
 def test_lora_learns(here):
-    summary = learn("out", "--steps", 60, "--lora-rank", 8, "--max-tokens", 64)
+    summary = learn("out", *LEARNING, "--lora-rank", 8, "--max-tokens", 64)
     before, after = rewards(summary)
     assert after >= before + 0.2
 
@@ -152,13 +153,15 @@ def test_supervised_training(here):
 
 
 def test_one_seed_is_one_result(here):
-    """More evaluation tasks than live episodes too: the waves of the engine depend on counts only."""
-    size = ["--env", "calculator", "--steps", 4, "--prompts-per-step", 4, "--eval-tasks", 300, "--max-tokens", 32]
-    command(*size, "--seed", 3, "--out", "a")
+    """More evaluation tasks than live episodes too: the waves of the engine depend on counts only. One run has a hash
+    seed of its own.
+    """
+    size = ["--env", "calculator", "--steps", 3, "--prompts-per-step", 4, "--eval-tasks", 260, "--max-tokens", 32]
+    command(*size, "--seed", 3, "--out", "a", is_fork=False)
     command(*size, "--seed", 3, "--out", "b")
     command(*size, "--seed", 4, "--out", "c", "--eval-tasks", 8)
     command(here / "a" / "config.toml", "--out", "d")
-    assert len(lines_of("a")) == 4
+    assert len(lines_of("a")) == 3
     assert untimed("a") == untimed("b") == untimed("d") != untimed("c")
     assert lines_of("a") != lines_of("b"), "the control: times differ"
     strip = {"metrics"}  # latencies
@@ -185,11 +188,13 @@ def test_held_out_tasks_are_never_trained(here):
 # --- what the folder holds ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def folder(here):
-    summary = rollouts.run(env="calculator", **SHORT, filter=["nonzero_std"], max_tokens=24, out="out")
-    assert summary == summary_of("out") | {"wall_seconds": summary["wall_seconds"]}
-    return here / "out"
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A run that several tests read."""
+    out = tmp_path_factory.mktemp("run") / "out"
+    summary = rollouts.run(env="calculator", **SHORT, filter=["nonzero_std"], max_tokens=24, out=str(out))
+    assert summary == summary_of(out) | {"wall_seconds": summary["wall_seconds"]}
+    return out
 
 
 def test_trained_ids_are_sampled_ids(folder):

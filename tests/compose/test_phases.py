@@ -76,6 +76,9 @@ SMALL = {
 TIMED = ("time/", "perf/", "sync/seconds", "rollout/latency")
 
 
+pytestmark = pytest.mark.usefixtures("quick_collections")
+
+
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     (tmp_path / "parts.py").write_text(PARTS)
@@ -285,10 +288,20 @@ def stopped(at, **settings):
     return str(caught.value)
 
 
+@pytest.fixture(scope="module", params=[0, 2], ids=["full", "lora"])
+def unbroken(request, tmp_path_factory):
+    """A LoRA rank, and a run with it that nothing stopped."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    (folder / "parts.py").write_text(PARTS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        run(checkpoint_every=1, sft={"steps": 3}, lora_rank=request.param, out="whole")
+    return request.param, folder / "whole"
+
+
 @pytest.mark.parametrize("at", ["sft 0", "sft 2", "rl 0", "rl 1"])
-@pytest.mark.parametrize("rank", [0, 2], ids=["full", "lora"])
-def test_it_goes_on_where_it_stopped(at, rank, capsys):
-    run(checkpoint_every=1, sft={"steps": 3}, lora_rank=rank, out="whole")
+def test_it_goes_on_where_it_stopped(at, unbroken, capsys):
+    rank, whole = unbroken
     message = stopped(at, lora_rank=rank)
     phase = at.split()[0]
     assert message.count("go on with: rollouts resume out") == 1 and f"rollouts resume out/{phase}" not in message
@@ -299,8 +312,8 @@ def test_it_goes_on_where_it_stopped(at, rank, capsys):
     assert main(["resume", "out"]) == 0
     assert ("writing to out/sft" in capsys.readouterr().out) == (phase == "sft"), "what is done is left alone"
     for name in ("sft", "rl"):
-        assert lines_of(f"out/{name}") == lines_of(f"whole/{name}")
-        assert summary_of("out")["phases"][name]["evaluation"] == summary_of("whole")["phases"][name]["evaluation"]
+        assert lines_of(f"out/{name}") == lines_of(whole / name)
+        assert summary_of("out")["phases"][name]["evaluation"] == summary_of(whole)["phases"][name]["evaluation"]
     assert summary_of("out")["status"] == "done"
     assert main(["resume", "out"]) == 0
     assert "is finished" in capsys.readouterr().out

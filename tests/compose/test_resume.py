@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import forks
 import pytest
 import trio
 
@@ -79,6 +80,9 @@ KINDS = {
     "critic": ["--loss", "ppo", "--critic", "head"],
     "refill": ["--loss", "dapo", "--refill", "3"],
 }
+
+
+pytestmark = pytest.mark.usefixtures("quick_collections", "forked_ranks")
 
 
 @pytest.fixture(autouse=True)
@@ -673,15 +677,17 @@ def test_the_steps_that_are_profiled(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [[], TWO_RANKS], ids=["single", "two ranks"])
 def test_kills_at_random_moments(ranks, here):
-    """As Slurm does it: the same command again and again, until it is done. benchmarks/kill_and_resume.py does more."""
+    """As Slurm does it: the same command again and again, until it is done. benchmarks/kill_and_resume.py does more.
+    Here ranks are new interpreters, in the runs that are killed.
+    """
     run("whole", *ranks)
     words = [sys.executable, "-m", "rollouts", "run", *SMALL, *ranks, "--out", "out", "--resume", "auto"]
     chance = random.Random(0)
     for attempt in range(20):
-        process = subprocess.Popen(
+        process = forks.popen(
             words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}
         )
-        if attempt < 4:
+        if attempt < (2 if ranks else 4):
             wait_for_a_sign(process)
             time.sleep(chance.random())
             process.kill()
@@ -724,7 +730,7 @@ def test_a_rank_that_dies_in_a_run(capfd, here):
 
 
 @pytest.mark.slow
-def test_under_a_launcher(here):
+def test_under_a_launcher(here, monkeypatch, capsys):
     """torchrun's ranks: the same run as processes of our own; a backend of one process says what to type."""
     launcher = [
         sys.executable,
@@ -736,16 +742,17 @@ def test_under_a_launcher(here):
         "-m",
         "rollouts",
     ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     words = [*launcher, "run", *SMALL, "--training", "fsdp", "--out", "launched"]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
+    done = forks.run(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=120)
     assert done.returncode == 0, done.stderr
     run("own", *TWO_RANKS)
     assert lines_of("launched") == lines_of("own")
-    words = [*launcher, "run", *SMALL, "--out", "wrong"]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1 and not Path("wrong").exists()
-    assert "a launcher started 2 processes (WORLD_SIZE), but --training torch trains in one; type" in done.stderr
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    run("wrong", code=2)
+    assert not Path("wrong").exists()
+    expected = "a launcher started 2 processes (WORLD_SIZE), but --training torch trains in one; type"
+    assert expected in capsys.readouterr().err
 
 
 class Interrupt(trio.abc.Instrument):
@@ -764,7 +771,7 @@ class Interrupt(trio.abc.Instrument):
 @pytest.mark.slow
 def test_an_end_at_any_await_point(monkeypatch, here):
     """Numerics 20: interrupted between any two steps of trio's tasks, a run goes on to the same end: the same prompts,
-    once each, and losses equal to the bit. Every seventeenth of these moments is tried.
+    once each, and losses equal to the bit. Every 29th of these moments is tried.
     """
     small = ["--steps", "2", "--eval-tasks", "2"]
     plain = trio.run
@@ -777,7 +784,7 @@ def test_an_end_at_any_await_point(monkeypatch, here):
     run("whole", *small)
     expected = lines_of("whole"), prompts_of("whole")
     tried = 0
-    for number in range(3, counter.seen, 17):
+    for number in range(3, counter.seen, 29):
         out = f"out-{number}"
         with_instrument(Interrupt(number))
         code = main(["run", *SMALL, *small, "--out", out])

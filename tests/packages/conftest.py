@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import forks
 import pytest
 
 SOURCES = Path(__file__).parent / "sources"
@@ -54,8 +55,6 @@ def rollouts(tmp_path) -> Callable[..., subprocess.CompletedProcess[str]]:
             "COLUMNS": "200",
         }
         command = [sys.executable, "-m", "rollouts", *arguments]
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout, cwd=tmp_path, env=environment, check=False
-        )
+        return forks.run(command, timeout=timeout, cwd=tmp_path, env=environment)
 
     return run

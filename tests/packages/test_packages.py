@@ -10,7 +10,18 @@ from pathlib import Path
 import pytest
 
 SOURCES = Path(__file__).parent / "sources"
-SMALL = ("--steps", "2", "--prompts-per-step", "2", "--samples-per-prompt", "2", "--eval-tasks", "4")
+SMALL = (
+    "--steps",
+    "2",
+    "--prompts-per-step",
+    "2",
+    "--samples-per-prompt",
+    "2",
+    "--eval-tasks",
+    "4",
+    "--max-tokens",
+    "64",
+)
 
 pytestmark = pytest.mark.slow
 
