@@ -88,8 +88,8 @@ class Trainer:
         self.algorithms = dict(algorithms)
         self.adapter = adapter
         self._settings = settings
-        is_folder = source is not None and Path(source).is_dir()
-        self.source = str(Path(source).absolute()) if is_folder else source  # it is read again at every save
+        # It is read again at every save, whatever the working directory is then.
+        self.source = str(Path(source).absolute()) if source is not None and Path(source).is_dir() else source
         self._shards = shards
         self._denominator = 0.0
         self._skipped = 0
