@@ -90,7 +90,7 @@ class Trainer:
         self.algorithms = dict(algorithms)
         self.adapter = adapter
         self._settings = settings
-        # It is read again at every save, when the working directory may be another.
+        # It is read again at every save, whatever the working directory is then.
         self.source = str(Path(source).absolute()) if source is not None and Path(source).is_dir() else source
         self._shards = shards
         self._denominator = 0.0
