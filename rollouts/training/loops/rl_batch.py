@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PreparedBatch",
     "RLTrainingConfig",
+    "advantage_rewards",
     "complete_batch",
     "estimate_advantages",
     "prepare_rl_batch",
@@ -109,8 +110,8 @@ def prepare_rl_batch(
     of_groups = algorithm.pairs is None and not is_batch_advantage(algorithm.advantage)
     for group in groups:
         first = len(rewards)
-        lengths = [sum(t.sampled_count for t in episode.trajectories) for episode in group.episodes]
-        own = _rewards(group, algorithm, lengths, config, step)
+        lengths = _lengths(group)
+        own = advantage_rewards(group, algorithm, step, max_tokens=config.response_tokens_max)
         eligible = [
             reward is not None and episode.status is Status.COMPLETED and length > 0 and index not in fresh.emptied
             for index, (reward, episode, length) in enumerate(zip(own, group.episodes, lengths, strict=True), first)
@@ -197,11 +198,14 @@ def rollout_advantages(batch: TrainBatch, count: int) -> list[float]:
     return [statistics.fmean(each) if each else 0.0 for each in values]
 
 
-def _rewards(
-    group: Group, algorithm: Algorithm, lengths: list[int], config: RLTrainingConfig, step: int
+def advantage_rewards(
+    group: Group, algorithm: Algorithm, step: int, *, max_tokens: int | None = None
 ) -> list[float | None]:
-    """The group's rewards [G] as the advantage sees them: mixed, then shaped."""
+    """The group's rewards [G] as filters, selectors and the advantage see them: mixed, then shaped. Raises
+    TrainingError, naming the function that is at fault.
+    """
     rewards = list(group.rewards)
+    lengths = _lengths(group)
     if algorithm.mix is not None:
         scores = [episode.score for episode in group.episodes]
         weights = next((score.weights for score in scores if score.value is not None), {})
@@ -214,10 +218,15 @@ def _rewards(
             rewards,
             lengths=lengths,
             truncated=truncated,
-            max_tokens=config.response_tokens_max,
+            max_tokens=max_tokens,
             step=step,
         )
     return rewards
+
+
+def _lengths(group: Group) -> list[int]:
+    """Sampled tokens of each rollout [G]."""
+    return [sum(trajectory.sampled_count for trajectory in episode.trajectories) for episode in group.episodes]
 
 
 def _stamp(rows: Sequence[Row], output: ForwardOutput) -> None:

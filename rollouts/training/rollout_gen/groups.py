@@ -10,7 +10,7 @@ import dataclasses
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from rollouts.agent import Episode
@@ -50,15 +50,25 @@ class Filter(NamedTuple):
     settings: dict[str, object]
 
 
-def filter_group(group: Group, filters: Sequence[Filter], *, step: int) -> Group:
+def filter_group(
+    group: Group, filters: Sequence[Filter], *, step: int, see: Callable[[Group, int], list[float | None]] | None = None
+) -> Group:
     """The group, with `dropped` set by the first filter that refuses it. A group that no reward could judge is
-    dropped too.
+    dropped too. `see` gives the rewards [G] that the advantage will see, of a group and a step; None: the group's own.
     """
     if all(reward is None for reward in group.rewards):
         return group._replace(dropped="no_reward")
+    if not filters:
+        return group
+    rewards = group.rewards if see is None else see(group, step)
     available = {
-        "rewards": group.rewards,
-        "samples": group_samples([group]),
+        "rewards": rewards,
+        "scores": group.rewards,
+        "parts": [episode.score.parts for episode in group.episodes],
+        "samples": [
+            dataclasses.replace(sample, reward=None if sample.reward is None else rewards[sample.rollout_index or 0])
+            for sample in group_samples([group])
+        ],
         "trajectories": [episode.trajectory for episode in group.episodes],
         "step": step,
     }
