@@ -67,13 +67,17 @@ class Sums:
         logprobs = tensors["logprobs"]
         self._count += logprobs.shape[0]
         self._tokens = [have + new for have, new in zip(self._tokens, part.tokens, strict=True)]
-        for name, value in {**_policy(tensors, part.clip), **_mismatch(tensors), **_value(tensors)}.items():
+        means = {**_policy(tensors, part.clip), **_mismatch(tensors), **_value(tensors)}
+        maxima = _maxima(tensors)
+        for name, value in means.items():
             self._add(name, Metric(value.sum(), torch.ones_like(value).sum(), "mean"))
-        for name, value in _maxima(tensors).items():
+        for name, value in maxima.items():
             self._add(name, Metric(value.max(), value.new_tensor(1.0), "max"))
         self._add("policy/loss", Metric(part.objective.detach(), part.objective.new_tensor(1.0), "sum"))
         for name, metric in part.evaluation.metrics.items():
-            self._add(name if "/" in name else f"policy/{name}", metric)
+            placed = name if "/" in name else f"policy/{name}"
+            is_taken = placed == "policy/loss" or placed in means or placed in maxima
+            self._add(f"policy/reported/{name}" if is_taken else placed, metric)
         for label, broken in {**part.evaluation.nan, _BAD_MODEL: logprobs.isnan().any()}.items():
             self._nan[label] = self._nan[label] | broken if label in self._nan else broken
 
