@@ -22,7 +22,9 @@ from rollouts.compose.saving import Occasion, Saving
 from rollouts.errors import CheckpointError
 from rollouts.evaluate import Evaluation, evaluate
 from rollouts.run_folder import trajectory_record
+from rollouts.training.algorithms.schedule import stage_at
 from rollouts.training.datasets.buffer import DataBuffer
+from rollouts.training.loops.rl_batch import advantage_rewards
 from rollouts.training.loops.rl_loop import LoopState, RLTrainingConfig, StepReport, run_rl_training
 from rollouts.training.loops.sft_loop import SFTTrainingConfig, run_sft_training
 from rollouts.training.rollout_gen.by_environment import environment_metrics
@@ -126,6 +128,9 @@ class Course:
             play=parts.play(settings.temperature, settings.seed),
             inference=parts.inference,
             filters=plan.filters,
+            see_rewards=lambda group, step: advantage_rewards(
+                group, stage_at(plan.schedule, step).algorithm, step, max_tokens=settings.max_tokens
+            ),
             score_group=parts.score_group,
             failures=self._failures,
         )

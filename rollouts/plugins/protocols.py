@@ -75,7 +75,9 @@ class Metric(Protocol):
 
 
 class Filter(Protocol):
-    """Whether a group is kept; a text drops it and says why. May name `rewards` `samples` `trajectories` `step`."""
+    """Whether a group is kept; a text drops it and says why. May name `rewards` `scores` `parts` `samples`
+    `trajectories` `step`.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> bool | str: ...
 

@@ -54,7 +54,9 @@ VOCABULARY: dict[str, dict[str, str]] = {
         "step": "the training step, from 0",
     },
     "filters": {
-        "rewards": "the group's rewards [G], floats or None",
+        "rewards": "the group's rewards [G] as the advantage sees them (mixed and shaped), floats or None",
+        "scores": "the weighted sums of the rewards [G], before mixing and shaping, floats or None",
+        "parts": "what each reward said of each rollout: G dicts by name",
         "samples": "the group's Samples",
         "trajectories": "the group's Trajectories [G]",
         "step": "the step that is being filled, from 0",

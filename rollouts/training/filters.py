@@ -1,7 +1,8 @@
 """Group filters: may the rollouts of one prompt be trained on? Pure functions, no torch.
 
-A filter names what it needs (`rewards` with None for what was not judged, `samples`, `trajectories`, `step`) and
-returns True to keep the group, False to drop it, or a string: dropped, and why (it becomes `group/drop/<reason>`).
+A filter names what it needs (`rewards` as the advantage sees them, with None for what was not judged, `scores` and
+`parts` as they were given, `samples`, `trajectories`, `step`) and returns True to keep the group, False to drop it, or
+a string: dropped, and why (it becomes `group/drop/<reason>`).
 
 The `check_*` functions are the same for `RolloutConfig(filter_fn=...)`: they see the samples of one prompt and say
 whether they may be trained on.
@@ -9,8 +10,10 @@ whether they may be trained on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
+
+from rollouts.errors import ConfigError
 
 if TYPE_CHECKING:
     from rollouts.types import Sample
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 __all__ = [
+    "accuracy_std",
     "any_success",
     "check_any_success",
     "check_min_reward",
@@ -33,7 +37,7 @@ __all__ = [
 
 
 def nonzero_std(rewards: Sequence[float | None], *, spread_min: float = 1e-6) -> bool | str:
-    """Drop groups whose rewards are all the same: they have no gradient (dynamic sampling of DAPO).
+    """Drop groups whose rewards are all the same: they have no gradient.
 
     Args:
         spread_min: a spread of at most this is none
@@ -42,6 +46,33 @@ def nonzero_std(rewards: Sequence[float | None], *, spread_min: float = 1e-6) ->
     if len(judged) < 2:
         return "fewer_than_two_rewards"
     return True if max(judged) - min(judged) > spread_min else "zero_std"
+
+
+def accuracy_std(
+    scores: Sequence[float | None],
+    parts: Sequence[Mapping[str, float | None]],
+    *,
+    part: str = "",
+    spread_min: float = 1e-6,
+) -> bool | str:
+    """Drop groups that are all right or all wrong, whatever else the advantage sees (dynamic sampling of DAPO, whose
+    penalty of overlong replies says nothing of what is right). Raises ConfigError for a part that no rollout has.
+
+    Args:
+        part: the reward that says what is right; none is the weighted sum of all rewards, before mixing and shaping
+        spread_min: a spread of at most this is none
+    """
+    known = {name for each in parts for name in each}
+    if part and part not in known:
+        raise ConfigError(
+            f"the filter accuracy_std: the rewards have no part {part!r}; they have "
+            f"{', '.join(sorted(known)) or 'none'}"
+        )
+    # A rollout that one of the rewards could not judge is not trained, also where this part of it is known.
+    chosen = [
+        each.get(part) if part and score is not None else score for score, each in zip(scores, parts, strict=True)
+    ]
+    return nonzero_std(chosen, spread_min=spread_min)
 
 
 def any_success(rewards: Sequence[float | None], *, threshold: float = 0.0) -> bool | str:

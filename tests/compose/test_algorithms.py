@@ -165,7 +165,7 @@ def test_settings_go_to_the_algorithms_own_part():
     assert keywords(of_flags("--aggregation.length 9", loss="dr_grpo").algorithm.aggregation) == {"length": 9}
     assert of_flags("--shaping.algorithm.buffer 9", loss="dapo").algorithm.shaping[0].keywords["buffer"] == 9
     (own,) = of_flags("--filter.algorithm.spread-min 0.5", loss="dapo").filters
-    assert own.name == "nonzero_std" and keywords(own.function) == {"spread_min": 0.5}
+    assert own.name == "accuracy_std" and keywords(own.function) == {"part": "", "spread_min": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -202,14 +202,14 @@ def test_an_unknown_setting_of_the_algorithms_own_part():
 def test_an_algorithm_brings_shaping_and_filters():
     found = plan(loss="dapo")
     assert [function_label(each) for each in found.algorithm.shaping] == ["overlong"]
-    assert [each.name for each in found.filters] == ["nonzero_std"]
+    assert [each.name for each in found.filters] == ["accuracy_std"]
     none = plan(loss="dapo", shaping="none", filter="none")
     assert none.algorithm.shaping == () and none.filters == ()
     mine = plan(loss="dapo", filter=["any_success"], shaping=["algorithm", "overlong"])
     assert [each.name for each in mine.filters] == ["any_success"] and len(mine.algorithm.shaping) == 2
     assert [each.name for each in plan(loss="dapo", filter=["any_success", "algorithm"]).filters] == [
         "any_success",
-        "nonzero_std",
+        "accuracy_std",
     ]
 
 
@@ -504,7 +504,7 @@ def test_a_stage_knows_what_the_whole_run_is_told():
         "[[schedule]]: step 50 is never reached; the run has 50 steps",
     )
     (note,) = plan(schedule=[{"step": 5, "loss": "dapo"}]).notes
-    assert "the filters of dapo are not used" in note and "--filter nonzero_std" in note
+    assert "the filters of dapo are not used" in note and "--filter accuracy_std" in note
     refused(SignatureError, "[[schedule]], from step 5: ", "--critic head", schedule=[{"step": 5, "loss": "ppo"}])
     one = plan(correction="none", schedule=[{"step": 5, "correction": "auto"}])
     assert [stage.correction_auto for stage in one.schedule] == [False, True] and one.algorithm.correction is None

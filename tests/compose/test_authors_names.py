@@ -40,6 +40,11 @@ class Namesake:
     def tool_calls(self):
         return -9.0
 """
+LOSS = """
+
+def namesake(logprobs, advantages):
+    return -logprobs * advantages, {"loss": 5.0, "entropy": 6.0, "mine": 7.0, "mismatch/k3": 8.0}
+"""
 PARTS_SAID = {"mean", "tokens", "std", "pass@k", "reward_mean", "greedy_mean", "judged", "tasks"}
 METRICS = {"latency_seconds": -7.0, "reward_failures": -8.0, "tool_calls": -9.0}
 
@@ -75,6 +80,18 @@ def test_names_of_authors_replace_no_metric_of_a_run(here, envs):
     first = lines[0]
     assert first["eval/reward_mean"] == pytest.approx(first["eval/reward_part/mean"] + 10)
     assert first["eval/reward_part/reward_mean"] == 100.0
+
+
+def test_what_a_loss_reports_replaces_no_metric_of_a_run(here):
+    (here / "parts.py").write_text(PARTS + LOSS)
+    size = ["--steps", "1", "--prompts-per-step", "1", "--samples-per-prompt", "4", "--max-tokens", "8"]
+    arguments = ["--env", "./parts.py:Namesake", "--loss", "./parts.py:namesake", *size, "--eval-tasks", "0"]
+    assert main(["run", *arguments, "--out", "out"]) == 0
+    line = json.loads((here / "out/metrics.jsonl").read_text())
+    reported = {name: line[f"policy/reported/{name}"] for name in ("loss", "entropy", "mismatch/k3")}
+    assert reported == {"loss": 5.0, "entropy": 6.0, "mismatch/k3": 8.0} and line["policy/mine"] == 7.0
+    assert abs(line["policy/loss"]) < 1e-6, "the rewards are all the same"
+    assert 0 < line["policy/entropy"] < 4 and line["mismatch/k3"] < 1e-3
 
 
 def test_names_of_authors_replace_no_number_of_an_evaluation(here):

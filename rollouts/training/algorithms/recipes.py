@@ -25,7 +25,7 @@ from rollouts.training.algorithms.pairings import best_worst
 from rollouts.training.algorithms.selectors import reward_at_least
 from rollouts.training.algorithms.shaping import overlong
 from rollouts.training.algorithms.token_advantages import distill, gae, reinforce_pp
-from rollouts.training.filters import nonzero_std
+from rollouts.training.filters import accuracy_std
 
 __all__ = [
     "CISPO",
@@ -52,7 +52,7 @@ GRPO = Algorithm(group_norm, "token_mean", (Term(ppo_clip), _ENTROPY))
 # Schulman et al. 2017, with a critic
 PPO = Algorithm(gae, "token_mean", (Term(ppo_clip), Term(value_loss, 0.5, "value"), _ENTROPY))
 # Yu et al. 2025: clip higher, the mean over tokens, a penalty for overlong replies, groups that teach nothing dropped
-DAPO = Algorithm(group_norm, "token_mean", (_CLIP_HIGHER, _ENTROPY), shaping=(overlong,), filters=(nonzero_std,))
+DAPO = Algorithm(group_norm, "token_mean", (_CLIP_HIGHER, _ENTROPY), shaping=(overlong,), filters=(accuracy_std,))
 # Liu et al. 2025: neither a deviation nor a length divides
 DR_GRPO = Algorithm(group_mean, "dr_grpo", (Term(ppo_clip), _ENTROPY))
 # Zheng et al. 2025: the ratio of a sequence

@@ -70,18 +70,22 @@ class Sums:
         logprobs = tensors["logprobs"]
         self._count += logprobs.shape[0]
         self._tokens = [have + new for have, new in zip(self._tokens, part.tokens, strict=True)]
-        for name, value in {**_policy(tensors, part.clip), **_value(tensors)}.items():
+        means, maxima = {**_policy(tensors, part.clip), **_value(tensors)}, _maxima(tensors)
+        mismatch = _mismatch(tensors)
+        for name, value in means.items():
             self._add(name, Metric(value.sum(), torch.ones_like(value).sum(), "mean"))
         sampled, anchored = tensors["sampled"].float().sum(), tensors["anchored"].float().sum()
-        for name, value in _mismatch(tensors).items():
+        for name, value in mismatch.items():
             self._add(name, Metric(torch.where(tensors["sampled"], value, 0.0).sum(), sampled, "mean"))
-        for name, value in _maxima(tensors).items():
+        for name, value in maxima.items():
             self._add(name, Metric(value.max(), value.new_tensor(1.0), "max"))
         self._add(_SAMPLED, Metric(sampled, sampled, "sum"))
         self._add(_ANCHORED, Metric(anchored, anchored, "sum"))
         self._add("policy/loss", Metric(part.objective.detach(), part.objective.new_tensor(1.0), "sum"))
         for name, metric in part.evaluation.metrics.items():
-            self._add(name if "/" in name else f"policy/{name}", metric)
+            placed = name if "/" in name else f"policy/{name}"
+            is_taken = placed == "policy/loss" or placed in {**means, **mismatch, **maxima}
+            self._add(f"policy/reported/{name}" if is_taken else placed, metric)
         for label, broken in {**part.evaluation.nan, _BAD_MODEL: logprobs.isnan().any()}.items():
             self._nan[label] = self._nan[label] | broken if label in self._nan else broken
 

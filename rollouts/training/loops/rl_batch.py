@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PreparedBatch",
     "RLTrainingConfig",
+    "advantage_rewards",
     "complete_batch",
     "estimate_advantages",
     "prepare_rl_batch",
@@ -111,7 +112,7 @@ def prepare_rl_batch(
     for group in groups:
         first = len(rewards)
         lengths = group.lengths
-        own = _rewards(group, algorithm, lengths, config, step)
+        own = advantage_rewards(group, algorithm, step, max_tokens=config.response_tokens_max)
         eligible = [
             reward is not None and episode.status is Status.COMPLETED and length > 0 and index not in fresh.emptied
             for index, (reward, episode, length) in enumerate(zip(own, group.episodes, lengths, strict=True), first)
@@ -214,11 +215,14 @@ def rollout_advantages(batch: TrainBatch, count: int) -> list[float]:
     return [statistics.fmean(each) if each else 0.0 for each in values]
 
 
-def _rewards(
-    group: Group, algorithm: Algorithm, lengths: list[int], config: RLTrainingConfig, step: int
+def advantage_rewards(
+    group: Group, algorithm: Algorithm, step: int, *, max_tokens: int | None = None
 ) -> list[float | None]:
-    """The group's rewards [G] as the advantage sees them: mixed, then shaped."""
+    """The group's rewards [G] as filters, selectors and the advantage see them: mixed, then shaped. Raises
+    TrainingError, naming the function that is at fault.
+    """
     rewards = list(group.rewards)
+    lengths = group.lengths
     if algorithm.mix is not None:
         scores = [episode.score for episode in group.episodes]
         weights = next((score.weights for score in scores if score.value is not None), {})
@@ -231,7 +235,7 @@ def _rewards(
             rewards,
             lengths=lengths,
             truncated=truncated,
-            max_tokens=config.response_tokens_max,
+            max_tokens=max_tokens,
             step=step,
         )
     return rewards

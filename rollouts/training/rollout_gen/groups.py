@@ -59,13 +59,17 @@ class Filter(NamedTuple):
     settings: dict[str, object]
 
 
-def filter_group(group: Group, filters: Sequence[Filter], *, step: int) -> Group:
+def filter_group(
+    group: Group, filters: Sequence[Filter], *, step: int, see: Callable[[Group, int], list[float | None]] | None = None
+) -> Group:
     """The group, with `dropped` set by the first filter that refuses it. A group that no reward could judge is
-    dropped too.
+    dropped too. `see` gives the rewards [G] that the advantage will see, of a group and a step; None: the group's own.
     """
     if all(reward is None for reward in group.rewards):
         return group._replace(dropped="no_reward")
-    available = _FilterNames(group, step)
+    if not filters:
+        return group
+    available = _FilterNames(group, group.rewards if see is None else see(group, step), step)
     for candidate in filters:
         try:
             with authors_code():
@@ -85,10 +89,18 @@ def filter_group(group: Group, filters: Sequence[Filter], *, step: int) -> Group
 class _FilterNames(Mapping[str, Any]):
     """What a filter may name. Samples are made for a filter that names them: they copy every token."""
 
-    def __init__(self, group: Group, step: int) -> None:
+    def __init__(self, group: Group, rewards: Sequence[float | None], step: int) -> None:
+        def samples() -> list[Sample]:
+            return [
+                dataclasses.replace(each, reward=None if each.reward is None else rewards[each.rollout_index or 0])
+                for each in group_samples([group])
+            ]
+
         self._make: dict[str, Callable[[], Any]] = {
-            "rewards": lambda: group.rewards,
-            "samples": functools.cache(lambda: group_samples([group])),
+            "rewards": lambda: rewards,
+            "scores": lambda: group.rewards,
+            "parts": lambda: [episode.score.parts for episode in group.episodes],
+            "samples": functools.cache(samples),
             "trajectories": lambda: [episode.trajectory for episode in group.episodes],
             "step": lambda: step,
         }

@@ -84,6 +84,7 @@ class AsyncRolloutManager:
         play: Play | None = None,
         inference: InferenceBackend | None = None,
         filters: Sequence[Filter] = (),
+        see_rewards: Callable[[Group, int], list[float | None]] | None = None,
         score_group: GroupScorer | None = None,
         failures: Failures | None = None,
     ) -> None:
@@ -98,6 +99,7 @@ class AsyncRolloutManager:
         self._play = play or self._generate
         self._inference = inference or cast(InferenceBackend, _NoEngine())
         self._filters = tuple(filters)
+        self._see_rewards = see_rewards
         self._score_group = score_group
         self._failures = failures
         self._jobs_per_group = 1 if play is None else config.n_samples_per_prompt
@@ -292,7 +294,7 @@ class AsyncRolloutManager:
             group = await _rewarded(group, reward_fn)
         if self._score_group is not None:
             group = group._replace(episodes=tuple(await self._score_group(group.episodes)))
-        group = filter_group(group, self._filters, step=self._steps)
+        group = filter_group(group, self._filters, step=self._steps, see=self._see_rewards)
         if group.dropped is None and self.config.filter_fn is not None:
             name = name_of(self.config.filter_fn)
             group = group._replace(dropped=filter_verdict(name, await _ask_filter(self.config.filter_fn, name, group)))
