@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import sys
@@ -11,6 +12,7 @@ import pytest
 import trio
 
 from rollouts.cli import main
+from rollouts.env import tool
 
 sys.path.insert(0, str(Path(__file__).parent))
 from agent_fakes import FakeChat, FakeEngine, Quiz, play
@@ -268,3 +270,31 @@ def test_a_name_of_a_megabyte_is_cut_and_a_reply_of_ten_is_not_encoded():
     assert len(answer.text) < 500 and len(answer.name) <= 200, "the tool that does not exist"
     assert (episode.status, Counting.longest) == ("truncated", len(answer.text))
     assert "the model's context holds 2000000" in episode.trajectory.error
+
+
+@pytest.mark.parametrize("state", ["\ud800", [10**5000], {"at": object()}], ids=["surrogate", "integer", "object"])
+def test_a_state_that_a_checkpoint_cannot_hold_is_one_clear_error(state):
+    from rollouts.agent_model import plain_state
+    from rollouts.errors import EnvironmentDefinitionError
+
+    with pytest.raises(EnvironmentDefinitionError, match=r"Chess.state\(\) returned what cannot be written"):
+        plain_state("Chess", [state])
+
+
+def test_an_asyncio_task_that_leaves_the_process_ends_its_own_tool_only():
+    class Tasks(Quiz):
+        async def leave(self):
+            raise SystemExit(4)
+
+        @tool
+        async def begin(self):
+            await asyncio.create_task(self.leave())
+
+        @tool
+        async def wait(self):
+            await asyncio.sleep(0.01)
+            return "waited"
+
+    episode = play(Tasks, FakeEngine("[begin {}][wait {}]"))
+    answers = [message.text for message in episode.trajectory.messages if message.role == "tool"]
+    assert answers == ["Error: RuntimeError: it called sys.exit(4)", "waited"]
