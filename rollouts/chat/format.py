@@ -115,6 +115,7 @@ class ChatFormat:
         self.report: TemplateReport = inspect_template(probe, text, self.closers, refusal)
         self._texts: _Cache[str] = _Cache()
         self._renderings: _Cache[Rendering] = _Cache()
+        self._marked_tools: _Cache[list[dict[str, Any]]] = _Cache()
         self._tails = self._tail_renderer(text)
         self._heads: OrderedDict[str, list[int]] = OrderedDict()
         self._cut = _safe_cut(tokenizer, self.closers)
@@ -159,7 +160,7 @@ class ChatFormat:
             return known
         shown = [self._controls.message(template_message(message, self._dialect)) for message in messages]
         try:
-            text = self._render(shown, self._controls.value(list(tools)), generation_prompt)
+            text = self._render(shown, self._schemas(tools), generation_prompt)
         except Exception as error:  # a template is a stranger's program: it may raise anything
             roles = ", ".join(message.role for message in messages)
             raise ModelError(
@@ -198,7 +199,7 @@ class ChatFormat:
         known = self._renderings.get(key)
         if known is not None or self._tails is None:
             return known
-        shown, schemas = self._shown(messages), self._controls.value(list(tools))
+        shown, schemas = self._shown(messages), self._schemas(tools)
         if not key or shown is None or not is_plain(schemas):
             return None
         done = self._tails.whole(shown, schemas, True)
@@ -209,6 +210,15 @@ class ChatFormat:
 
     def _keep(self, key: bytes, rendering: Rendering) -> None:
         self._renderings.put(key, rendering, len(rendering.before) + len(rendering.last) + 8 * len(rendering.messages))
+
+    def _schemas(self, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The tools, marked; not to be changed, since they are the same for every episode."""
+        key = _key([], tools, False)
+        marked = self._marked_tools.get(key)
+        if marked is None:
+            marked = self._controls.value(list(tools))
+            self._marked_tools.put(key, marked, len(key))
+        return marked
 
     def _shown(self, messages: list[Message]) -> list[dict[str, Any]] | None:
         """Messages as transformers hands them to a template; None where one holds what is not plain data."""
