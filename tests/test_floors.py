@@ -20,6 +20,7 @@ FLOORS = {
     "rollouts.types": 0,
     "rollouts.errors": 0,
     "rollouts.lazy": 0,
+    "rollouts.child_environment": 0,
     "rollouts.config": 0,
     "rollouts.plugins": 0,
     # 1: pure functions

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import trio
 
 from rollouts.agent import Episode
+from rollouts.child_environment import pass_on
 from rollouts.compose.evaluation_plan import EvaluationPlan
 from rollouts.compose.launch import freeze_loaded, run_interruptible, without_interrupts
 from rollouts.compose.manifest import make_manifest
@@ -89,6 +90,7 @@ def launch_evaluation(plan: EvaluationPlan, watcher: EvaluationWatcher, started:
         KeyboardInterrupt: likewise.
     """
     settings = plan.settings
+    pass_on(settings.pass_env)
     out = check_out(settings.out or default_out(plan.env_name, "eval"))
     tasks = plan.eval_tasks()
     chat = None if plan.is_chat else load_chat(plan)

@@ -23,6 +23,7 @@ import trio
 
 from rollouts.chat.format import ChatFormat
 from rollouts.chat.masks import tokenize_supervised
+from rollouts.child_environment import pass_on
 from rollouts.compose.course import Course, Data
 from rollouts.compose.manifest import make_manifest, resumed_manifest
 from rollouts.compose.parts import (
@@ -72,6 +73,7 @@ def launch(
         KeyboardInterrupt: likewise.
     """
     settings = plan.settings
+    pass_on(settings.pass_env)
     out = resume or check_out(settings.out or default_out(plan.env_name, plan.one("loss").name))
     chosen = find_checkpoint(out, checkpoint) if checkpoint else None
     held_out = plan.eval_tasks()
