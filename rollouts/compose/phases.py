@@ -26,6 +26,7 @@ from rollouts.compose.watch import Watcher
 from rollouts.config import COMPONENT_KINDS, Component, Resolved, Settings, Tree, merge, resolve, to_toml
 from rollouts.config.merging import component_tables, components_of
 from rollouts.config.resolving import component_names
+from rollouts.config.secrets import resolved_without_secrets
 from rollouts.errors import ConfigError, DamagedCheckpointError, OutputError, RolloutsError, UserError
 from rollouts.loggers.base import plain_settings
 from rollouts.run_folder import CONFIG, check_out, default_out, holds_run
@@ -91,7 +92,7 @@ def launch_phases(
     else:
         _check_resumed(out, plans)
     with contextlib.nullcontext() if resume else _new_folder(out):
-        _write_config(out / CONFIG, to_toml(plans.whole))
+        _write_config(out / CONFIG, to_toml(resolved_without_secrets(plans.whole)))
         return _run(out, plans, watcher, started, checkpoint)
 
 

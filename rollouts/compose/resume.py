@@ -20,6 +20,7 @@ import msgspec
 from rollouts.compose.plan import Plan
 from rollouts.config import Resolved, Settings, Tree, load_file, merge, resolve
 from rollouts.config.merging import component_tables
+from rollouts.config.secrets import without_secrets
 from rollouts.errors import CheckpointError, ConfigError, DamagedCheckpointError, ModelError
 from rollouts.loggers.base import plain_settings
 from rollouts.run_folder import CONFIG, RunFolder, holds_run
@@ -335,7 +336,7 @@ def flat_settings(plan: Plan) -> dict[str, Any]:
     for name in ("out", "resume"):
         del tree[name]
     tree |= plain_settings(component_tables(plan.resolved.components))
-    flat: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(dict(_flattened("", tree))))
+    flat: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(dict(_flattened("", without_secrets(tree)))))
     return flat
 
 

@@ -8,6 +8,7 @@
     environments.py  one environment or several, and their weights
     merging.py    what names components: flags over a file over defaults
     schedule.py   what changes at a step
+    secrets.py    components' secrets, which are written nowhere
     resolving.py  checking: a tree into `Resolved`
     render.py     `Resolved` back into a file that repeats the run
 
