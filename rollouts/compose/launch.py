@@ -214,13 +214,14 @@ def run_interruptible(function: Callable[[], Awaitable[None]]) -> None:
     before = signal.getsignal(signal.SIGINT)
 
     async def main() -> None:
-        trios = signal.getsignal(signal.SIGINT)
+        found = signal.getsignal(signal.SIGINT)
+        trios = found if callable(found) else signal.default_int_handler
 
         def interrupt(number: int, frame: FrameType | None) -> None:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             trios(number, frame)
 
-        if trios is before or not callable(trios):  # trio has installed none: not the main thread, or not its business
+        if found is before:  # trio has installed none: not the main thread, or not its business
             await function()
             return
         signal.signal(signal.SIGINT, interrupt)

@@ -57,7 +57,8 @@ def refuse_left_out(tree: Tree, source: Source) -> None:
     if missing:
         flags = " ".join(f"{flag_name(path)} VALUE" for path in missing)
         raise ConfigError(
-            f"{where(missing[0], None, source)}: a secret, which was left out when this was written\ntype it anew: {flags}"
+            f"{where(missing[0], None, source)}: a secret, which was left out when this was written\n"
+            f"type it anew: {flags}"
         )
 
 
