@@ -23,6 +23,7 @@ FLOORS = {
     "rollouts.errors": 0,
     "rollouts.disk": 0,
     "rollouts.lazy": 0,
+    "rollouts.child_environment": 0,
     "rollouts.config": 0,
     "rollouts.plugins": 0,
     # 1: pure functions

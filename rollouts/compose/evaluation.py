@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import trio
 
 from rollouts.agent import Episode
+from rollouts.child_environment import pass_on
 from rollouts.compose.evaluation_plan import EvaluationPlan
 from rollouts.compose.launch import freeze_loaded, run_interruptible, without_interrupts
 from rollouts.compose.manifest import make_manifest
@@ -92,6 +93,7 @@ def launch_evaluation(
         KeyboardInterrupt: likewise.
     """
     settings = plan.settings
+    pass_on(settings.pass_env)
     home = home or Path.cwd()
     out = Path(settings.out or default_out(plan.env_name, "eval"))
     if settings.out or not (home / out).exists():  # a name that nobody chose may be taken

@@ -23,6 +23,7 @@ import trio
 
 from rollouts.chat.format import ChatFormat
 from rollouts.chat.masks import SupervisedRow, tokenize_supervised
+from rollouts.child_environment import pass_on
 from rollouts.compose.course import Course, Data
 from rollouts.compose.demonstrations import HeldOutPrompts
 from rollouts.compose.manifest import make_manifest, resumed_manifest
@@ -81,6 +82,7 @@ def launch(
         KeyboardInterrupt: likewise.
     """
     settings = plan.settings
+    pass_on(settings.pass_env)
     home = home or Path.cwd()
     named = resume or (Path(settings.out) if settings.out else None)
     out = named or Path(default_out(plan.env_name, plan.one("loss").name))
@@ -247,13 +249,14 @@ def run_interruptible(function: Callable[[], Awaitable[None]]) -> None:
     before = signal.getsignal(signal.SIGINT)
 
     async def main() -> None:
-        trios = signal.getsignal(signal.SIGINT)
+        found = signal.getsignal(signal.SIGINT)
+        trios = found if callable(found) else signal.default_int_handler
 
         def interrupt(number: int, frame: FrameType | None) -> None:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             trios(number, frame)
 
-        if trios is before or not callable(trios):  # trio has installed none: not the main thread, or not its business
+        if found is before:  # trio has installed none: not the main thread, or not its business
             await function()
             return
         signal.signal(signal.SIGINT, interrupt)

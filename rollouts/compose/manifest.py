@@ -13,6 +13,7 @@ from typing import Any
 from rollouts import __version__
 from rollouts.compose.evaluation_plan import EvaluationPlan
 from rollouts.compose.plan import Plan
+from rollouts.config.secrets import command_without_secrets
 from rollouts.plugins.index import ComponentRef
 
 __all__ = ["make_manifest", "resumed_manifest"]
@@ -26,7 +27,7 @@ def make_manifest(plan: Plan | EvaluationPlan) -> dict[str, Any]:
         "rollouts": __version__,
         "seed": plan.settings.seed,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": sys.argv,
+        "command": command_without_secrets(sys.argv),
         "python": platform.python_version(),
         "components": [
             {"kind": ref.kind, "name": ref.name, "distribution": ref.distribution, "version": ref.version}

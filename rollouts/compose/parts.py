@@ -19,6 +19,7 @@ from rollouts.compose.evaluation_plan import EvaluationPlan
 from rollouts.compose.plan import Plan
 from rollouts.compose.watch import Watcher
 from rollouts.config import to_toml
+from rollouts.config.secrets import resolved_without_secrets, without_secrets
 from rollouts.config.settings import COMPONENT_KINDS, EVAL
 from rollouts.env.authoring import tools_of
 from rollouts.errors import ConfigError, ModelError, RolloutsError, RunError, named
@@ -121,7 +122,7 @@ def make_training(plan: Plan) -> TrainingBackend | RankServer:
     Raises UserError, also where a launcher started several processes of a backend that is in one.
     """
     settings = plan.settings
-    available = plan.training_arguments() | {"config": repeatable(plan)}
+    available = plan.training_arguments() | {"config": repeatable(plan, with_secrets=True)}
     chosen = plan.one("training")
     backend: TrainingBackend | RankServer = call_with(chosen.component, available, chosen.settings)
     if isinstance(backend, RankServer):
@@ -143,10 +144,13 @@ def make_training(plan: Plan) -> TrainingBackend | RankServer:
     return backend
 
 
-def repeatable(plan: Plan | EvaluationPlan) -> str:
-    """What config.toml holds: everything but the folder and `resume`, so that running it again writes to a new one."""
+def repeatable(plan: Plan | EvaluationPlan, *, with_secrets: bool = False) -> str:
+    """What config.toml holds: everything but the folder and `resume`, so that running it again writes to a new one.
+    Secrets are left out, but for what goes to this run's own ranks.
+    """
     settings = dataclasses.replace(plan.resolved.settings, out="", resume="never")
-    return to_toml(plan.resolved._replace(settings=settings))
+    resolved = plan.resolved._replace(settings=settings)
+    return to_toml(resolved if with_secrets else resolved_without_secrets(resolved))
 
 
 def make_inference(plan: Plan, backend: TrainingBackend, folder: str) -> InferenceBackend:
@@ -213,15 +217,15 @@ class Loggers:
 
 
 def plain_plan(plan: Plan | EvaluationPlan) -> dict[str, Any]:
-    """The resolved settings as plain data: for loggers and hooks."""
-    settings = plain_settings(plan.settings)
+    """The resolved settings as plain data, without secrets: for loggers and hooks."""
+    settings = plain_settings(resolved_without_secrets(plan.resolved._replace(settings=plan.settings)).settings)
     if isinstance(plan, EvaluationPlan):
         settings = {name: value for name, value in settings.items() if name in EVAL}
     for key in COMPONENT_KINDS:
         for each in plan.chosen.get(key, ()):
             if each.settings:
                 name = f"{key}.{each.alias}" if each.alias else key
-                settings[f"{name}.settings"] = plain_settings(each.settings)
+                settings[f"{name}.settings"] = without_secrets(plain_settings(each.settings))
     if isinstance(plan, Plan):
         settings["lr"] = plan.lr
     return settings

@@ -25,6 +25,7 @@ from rollouts.compose.watch import Watcher
 from rollouts.config import COMPONENT_KINDS, Component, Resolved, Settings, Tree, merge, resolve, to_toml
 from rollouts.config.merging import component_tables, components_of
 from rollouts.config.resolving import component_names
+from rollouts.config.secrets import resolved_without_secrets
 from rollouts.disk import write_whole
 from rollouts.encoding import encode_indented
 from rollouts.errors import ConfigError, DamagedCheckpointError, OutputError, RolloutsError, UserError
@@ -105,7 +106,7 @@ def launch_phases(
     with contextlib.nullcontext(out) if resume else _new_folder(out, home, is_named=named is not None) as made:
         if made != out:
             plans = plans._replace(sft=_with(plans.sft, out=str(made / SFT)), rl=_with(plans.rl, out=str(made / RL)))
-        text = to_toml(plans.whole)
+        text = to_toml(resolved_without_secrets(plans.whole))
         if not says_the_same(made, text):
             _write(made / CONFIG, text)
         return _run(made, home, plans, watcher, started, checkpoint)

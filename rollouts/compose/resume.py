@@ -21,6 +21,7 @@ import msgspec
 from rollouts.compose.plan import Plan
 from rollouts.config import Resolved, Settings, Source, Tree, load_file, merge, resolve
 from rollouts.config.merging import component_tables
+from rollouts.config.secrets import without_secrets
 from rollouts.disk import sync_folder
 from rollouts.errors import CheckpointError, ConfigError, DamagedCheckpointError, ModelError, UserError
 from rollouts.loggers.base import plain_settings
@@ -430,7 +431,7 @@ def flat_settings(plan: Plan) -> dict[str, Any]:
     for name in ("out", "resume"):
         del tree[name]
     tree |= plain_settings(component_tables(plan.resolved.components))
-    flat: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(dict(_flattened("", tree))))
+    flat: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(dict(_flattened("", without_secrets(tree)))))
     return flat
 
 

@@ -9,6 +9,7 @@
     merging.py    what names components: flags over a file over defaults
     schedule.py   what changes at a step
     of_run.py     what an evaluation takes from the run that it evaluates
+    secrets.py    components' secrets, which are written nowhere
     resolving.py  checking: a tree into `Resolved`
     render.py     `Resolved` back into a file that repeats the run
 

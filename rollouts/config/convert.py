@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from rollouts.child_environment import names_secret
 from rollouts.config.files import NOWHERE, Source, where
 from rollouts.config.flags import Flag, flag_name
 from rollouts.config.values import admits_none, choices_of, describe_type, members_of, toml_value
@@ -226,7 +227,7 @@ def default_text(default: Any) -> str:
 def complete_settings(signature: Signature, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings with every default filled in, in the signature's order: what a resolved file holds.
 
-    A default that no file could hold is left out, since leaving it out means it.
+    A default that no file could hold, or that a file would leave out as a secret, is left out, which means it.
     """
     from rollouts.plugins.signature import REQUIRED
 
@@ -234,7 +235,7 @@ def complete_settings(signature: Signature, settings: Mapping[str, Any]) -> dict
     for setting in signature.settings:
         if setting.name in settings:
             complete[setting.name] = settings[setting.name]
-        elif setting.default is not REQUIRED:
+        elif setting.default is not REQUIRED and not names_secret(setting.name):
             try:
                 toml_value(setting.default)
             except TypeError:

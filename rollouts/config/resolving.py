@@ -16,6 +16,7 @@ from rollouts.config.flags import Flag, Tree, flag_name
 from rollouts.config.merging import Component, components_of, merge, written_component
 from rollouts.config.of_run import with_settings_of_run
 from rollouts.config.schedule import check_schedule, scheduled_parts
+from rollouts.config.secrets import refuse_left_out
 from rollouts.config.settings import (
     COMPONENT_KINDS,
     EVAL,
@@ -55,6 +56,7 @@ def resolve(tree: Tree, source: Source = NOWHERE) -> Resolved:
     if mode == "eval":
         tree = with_settings_of_run(_of_evaluation(tree, source))
         infos["temperature"] = infos["temperature"]._replace(minimum=0.0, above=-math.inf)  # 0: greedy
+    refuse_left_out(tree, source)
     defaults: Tree = {key: _default_list(infos[key].default) for key in COMPONENT_KINDS}
     if mode == "sft":
         defaults["loss"] = "sft"

@@ -123,6 +123,7 @@ EVAL = (
     "cleanup_seconds",
     "retries",
     "max_failures",
+    "pass_env",
     "seed",
     "eval_tasks",
     "logger",
@@ -298,6 +299,13 @@ class Settings:
         "Time and failure",
         above=0,
         shown="only a step in which all failed stops it",
+    )
+    pass_env: str = _setting(
+        "",
+        "Environment variables that isolated tools and launched servers get besides the usual ones: names, or patterns "
+        "such as AWS_*, separated by commas.",
+        "Time and failure",
+        shown="none",
     )
     steps: int = _setting(120, "Training steps: a batch of rollouts (or demonstrations) each.", "Training", minimum=0)
     lr: float | None = _setting(

@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 import trio
 
+from rollouts.child_environment import child_environment
 from rollouts.env.calls import CallTimeoutError
 from rollouts.env.isolated import Reference, reference_of
 from rollouts.errors import EnvironmentDefinitionError, RolloutsError
@@ -208,6 +209,7 @@ class _Pool:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 pass_fds=self._lifeline[:1],
+                env=child_environment(),
                 start_new_session=True,
             )
         except OSError as error:

@@ -26,6 +26,7 @@ from typing import BinaryIO, NamedTuple
 
 import trio
 
+from rollouts.child_environment import FOR_SERVERS, child_environment
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.http.client import HTTPClient, Retries
 
@@ -69,8 +70,8 @@ class ServeOptions(NamedTuple):
 
 
 class ServerCommand(NamedTuple):
-    """How a server is started: `env` comes on top of this process's own. It answers `ready_path` with 200 when it has
-    loaded.
+    """How a server is started: `env` comes on top of what every child process gets (`child_environment`). It answers
+    `ready_path` with 200 when it has loaded.
     """
 
     argv: list[str]
@@ -205,7 +206,7 @@ class ServerProcess:
                     await trio.sleep(LOOK_SECONDS)
 
     async def _open(self, command: ServerCommand) -> None:
-        env = {**os.environ, **command.env}
+        env = child_environment(FOR_SERVERS) | command.env
         if self._gpus:
             env["CUDA_VISIBLE_DEVICES"] = self._gpus
         self._process = None

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import trio
 
+from rollouts.child_environment import child_environment
 from rollouts.errors import ConfigError, ModelError, OutputError
 from rollouts.inference.base import InferenceBackend
 from rollouts.inference.dialect import Dialect
@@ -318,6 +319,7 @@ def find_engine(python: str, package: EnginePackage) -> EngineFound:
             text=True,
             timeout=FIND_SECONDS,
             stdin=subprocess.DEVNULL,
+            env=child_environment(),
         )
         version: str | None = json.loads(done.stdout.strip().splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:

@@ -1,0 +1,72 @@
+"""The environment variables that child processes get: a written list, since a process's own variables hold secrets.
+
+Isolated tools and launched servers run code that a model or a stranger may steer, and get what is allowed here, besides
+what the setting `pass_env` names. The ranks that a run starts are this program itself, and get everything.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from contextvars import ContextVar
+from fnmatch import fnmatchcase
+
+__all__ = ["FOR_SERVERS", "child_environment", "names_secret", "pass_on"]
+
+ALLOWED = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TMPDIR", "TMP", "TEMP", "TZ", "LANG", "LANGUAGE", "LC_*"),
+    *("PYTHON*", "VIRTUAL_ENV", "CONDA_*", "XDG_*", "ROLLOUTS_*", "COVERAGE_*"),
+    *("LD_*", "DYLD_*", "LIBRARY_PATH", "CPATH", "C_INCLUDE_PATH", "CC", "CXX", "PKG_CONFIG_PATH"),
+    *("CUDA_*", "NVIDIA_*", "HIP_*", "ROCR_*", "ROCM_*", "HSA_*", "NCCL_*", "RCCL_*", "GLOO_*", "UCX_*", "FI_*"),
+    *("OMP_*", "GOMP_*", "KMP_*", "MKL_*", "OPENBLAS_*", "TORCH*", "PYTORCH_*", "TRITON_*"),
+    *("HF_*", "HUGGINGFACE_*", "TRANSFORMERS_*", "TOKENIZERS_*"),
+    *("SSL_CERT_*", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
+    *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy"),
+)
+"""Names and patterns. What a pattern matches, and names a secret (HF_TOKEN), is left out all the same."""
+
+FOR_SERVERS = (
+    "HF_TOKEN",
+    "HF_TOKEN_PATH",
+    "HUGGING_FACE_HUB_TOKEN",
+    "VLLM_*",
+    "SGLANG_*",
+    "SGL_*",
+    "FLASHINFER_*",
+    "RAY_*",
+)
+"""What model servers get besides: their own settings, and what downloads a model that is not open to all."""
+
+_passed_on: ContextVar[tuple[str, ...]] = ContextVar("rollouts-passed-on", default=())
+
+
+def pass_on(names: str) -> None:
+    """Allow these variables too, from here on in this context: names or patterns, separated by commas."""
+    _passed_on.set(tuple(name for name in re.split(r"[,\s]+", names) if name))
+
+
+def child_environment(more: Iterable[str] = ()) -> dict[str, str]:
+    """The variables that a child process gets; `more` are names and patterns that are right for it besides."""
+    named = (*more, *_passed_on.get())
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if _matches(name, named) or (_matches(name, ALLOWED) and not names_secret(name))
+    }
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def names_secret(name: str) -> bool:
+    """Whether the name of a variable or a setting says that its value is a secret, by its last word.
+
+    >>> [names_secret(name) for name in ("api_key", "HF_TOKEN", "client-secret", "x.password")]
+    [True, True, True, True]
+    >>> [names_secret(name) for name in ("api_key_env", "max_tokens", "monkey", "keys", "token")]
+    [False, False, False, False, False]
+    """
+    words = re.split(r"[^a-z0-9]+", name.lower())
+    return words[-1] in ("key", "secret", "password") or (words[-1] == "token" and len(words) > 1)
