@@ -596,14 +596,14 @@ def _check_closed(segment: Segment) -> None:
             assert logprob == 0.0 and version == -1, f"token {index} was not sampled: {logprob}, version {version}"
 
 
-def _is_whole(mask: Sequence[float], logprobs: Sequence[float], versions: Sequence[int]) -> bool:
+def _is_whole(mask: Sequence[float], logprobs: list[float], versions: list[int]) -> bool:
     """Whether a segment's streams are surely right, found without a step of Python for each token."""
-    is_sampled = [weight > 0 for weight in mask]
-    sampled = list(itertools.compress(logprobs, is_sampled))
-    is_context = list(map(operator.not_, is_sampled))
-    elsewhere = list(itertools.compress(versions, is_context))
+    live = list(map(operator.gt, mask, itertools.repeat(0.0)))
+    sampled = list(itertools.compress(logprobs, live))
+    served = list(itertools.compress(versions, live))
     return (
         (not sampled or (max(sampled) <= 0 and math.isfinite(sum(sampled))))
-        and not any(itertools.compress(logprobs, is_context))
-        and elsewhere.count(-1) == len(elsewhere)
+        # Whatever is not 0 was sampled, and all that was not sampled has the version -1.
+        and len(logprobs) - logprobs.count(0.0) == len(sampled) - sampled.count(0.0)
+        and versions.count(-1) - served.count(-1) == len(versions) - len(served)
     )

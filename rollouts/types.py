@@ -211,6 +211,10 @@ class Sample:
 
 def _is_whole(mask: Sequence[float], logprobs: Sequence[float], versions: Sequence[int] | None) -> bool:
     """Whether a sample's streams are surely right, found without a step of Python for each token."""
-    sampled = list(itertools.compress(logprobs, map(operator.gt, mask, itertools.repeat(0.0))))
-    context = itertools.compress(logprobs, map(operator.eq, () if versions is None else versions, itertools.repeat(-1)))
-    return not any(context) and (not sampled or (max(sampled) <= 0 and math.isfinite(sum(sampled))))
+    live = list(map(operator.gt, mask, itertools.repeat(0.0)))
+    sampled = list(itertools.compress(logprobs, live))
+    if sampled and not (max(sampled) <= 0 and math.isfinite(sum(sampled))):
+        return False
+    if versions is None or len(logprobs) - list(logprobs).count(0.0) == len(sampled) - sampled.count(0.0):
+        return True  # whatever is not 0 was sampled
+    return not any(itertools.compress(logprobs, map(operator.eq, versions, itertools.repeat(-1))))
