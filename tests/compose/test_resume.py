@@ -771,7 +771,7 @@ class Interrupt(trio.abc.Instrument):
 @pytest.mark.slow
 def test_an_end_at_any_await_point(monkeypatch, here):
     """Numerics 20: interrupted between any two steps of trio's tasks, a run goes on to the same end: the same prompts,
-    once each, and losses equal to the bit. Every 29th of these moments is tried.
+    once each, and losses equal to the bit. Every seventeenth of these moments is tried.
     """
     small = ["--steps", "2", "--eval-tasks", "2"]
     plain = trio.run
@@ -784,7 +784,7 @@ def test_an_end_at_any_await_point(monkeypatch, here):
     run("whole", *small)
     expected = lines_of("whole"), prompts_of("whole")
     tried = 0
-    for number in range(3, counter.seen, 29):
+    for number in range(3, counter.seen, 17):
         out = f"out-{number}"
         with_instrument(Interrupt(number))
         code = main(["run", *SMALL, *small, "--out", out])
