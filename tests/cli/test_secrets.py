@@ -23,7 +23,7 @@ class Tracker:
 """
 SECRETS = ["--logger.own.api-key", "hush-1", "--logger.own.headers", '{ x = [{ password = "hush-2" }], n = 3 }']
 SMALL = ["--env", "calculator", "--env.digits", "1", "--prompts-per-step", "2", "--samples-per-prompt", "2"]
-SMALL += ["--eval-tasks", "0", "--max-tokens", "16", "--logger", "own=./parts.py:Tracker"]
+SMALL += ["--eval-tasks", "0", "--max-tokens", "16", "--logger", "own=./secret_tracker.py:Tracker"]
 
 
 def everything_in(folder: str) -> bytes:
@@ -32,7 +32,7 @@ def everything_in(folder: str) -> bytes:
 
 def test_a_secret_is_used_and_written_nowhere_and_asked_for_again(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "parts.py").write_text(PARTS)
+    (tmp_path / "secret_tracker.py").write_text(PARTS)
     argv = ["run", *SMALL, "--steps", "1", "--out", "out", *SECRETS]
     monkeypatch.setattr("sys.argv", ["rollouts", *argv])
     assert main(argv) == 0
@@ -53,7 +53,7 @@ def test_a_secret_is_used_and_written_nowhere_and_asked_for_again(tmp_path, monk
     assert b"hush" not in everything_in("out")
     import sys
 
-    (module,) = (each for name, each in sys.modules.items() if name.startswith("rollouts_file_parts"))
+    (module,) = (each for name, each in sys.modules.items() if name.startswith("rollouts_file_secret_tracker"))
     assert module.seen == [("hush-1", {"x": [{"password": "hush-2"}], "n": 3}, "<pad>")] * 2
 
 
