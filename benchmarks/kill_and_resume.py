@@ -107,7 +107,7 @@ def _one_run(folder: Path, kind: str, seconds: float, rng: random.Random) -> lis
     for _ in range(1 if rng.random() < 0.7 else 2):
         done = _kill(command, folder, rng.random() < 0.25, rng.random() * seconds)
         if done is None:
-            break  # it was finished before the moment came
+            return kills  # it was finished before the moment came
         kills.append({"while": done, "checkpoint": _last(folder)})
         command = go_on(folder, kind)
     finish(command, folder)
@@ -143,6 +143,8 @@ def _kill(command: list[str], folder: Path, while_saving: bool, moment: float) -
             while process.poll() is None and time.monotonic() < end:
                 time.sleep(0.002)
         if process.poll() is not None:
+            if process.returncode != 0:
+                raise RuntimeError(f"{' '.join(command)} ended with {process.returncode} by itself")
             return None
         ranks = _children(process.pid)
         writing = bool(_names(checkpoints, ".*writing*"))
