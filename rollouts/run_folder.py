@@ -69,7 +69,7 @@ def check_out(out: str, home: Path | None = None) -> Path:
 
 def shown_path(path: Path, home: Path) -> Path:
     """The path as it is typed in `home`: relative where it is below."""
-    return Path(_in_words(str(path), home))
+    return path.relative_to(home) if path.is_relative_to(home) and path != home else path
 
 
 def holds_run(path: Path) -> bool:
@@ -209,18 +209,20 @@ class RunFolder:
             raise OutputError(f"{target} cannot be written: {error.strerror or error}") from error
 
     def sync(self) -> None:
-        """Bring to the disk all that has changed since the last call, but for checkpoints. To be called before a
-        checkpoint is written: after a crash of the machine nothing is missing of what the checkpoint tells of.
+        """Bring to the disk all that has changed since the last call, but for checkpoints and the weights of servers.
+        To be called before a checkpoint is written: after a crash of the machine nothing is missing of what the
+        checkpoint tells of. Files that others remove meanwhile, or that cannot be read here, are passed over.
         """
         try:
-            for folder, files in _below(self.path, without="checkpoints"):
+            for folder, files in _below(self.path, without=("checkpoints", "weights")):
                 changed = {file.path: _stamp(file) for file in files}
                 changed = {path: stamp for path, stamp in changed.items() if self._synced.get(path) != stamp}
                 for path in changed:
-                    with contextlib.suppress(FileNotFoundError):  # its owner has removed it meanwhile
+                    with contextlib.suppress(FileNotFoundError, PermissionError):
                         sync_file(Path(path))
                 if changed:
-                    sync_folder(folder)
+                    with contextlib.suppress(FileNotFoundError):
+                        sync_folder(folder)
                 self._synced |= changed
         except OSError as error:
             raise OutputError(f"{self.path} cannot be brought to the disk: {error.strerror or error}") from error
@@ -259,7 +261,7 @@ def make_new(path: Path, home: Path | None = None) -> tuple[Path, list[Path]]:
 
 
 def _in_words(text: str, home: Path) -> str:
-    return text.replace(f"{home}{os.sep}", "")
+    return re.sub(rf"(?<![\w./\\-]){re.escape(str(home / '_')[:-1])}", "", text)  # where a path begins, not inside one
 
 
 _open_here: weakref.WeakSet[RunFolder] = weakref.WeakSet()
@@ -280,8 +282,8 @@ def _cannot_make(path: Path, error: OSError) -> OutputError:
     return OutputError(f"the output folder {path} cannot be made: {error.strerror or error}")
 
 
-def _below(top: Path, *, without: str) -> Iterator[tuple[Path, list[os.DirEntry[str]]]]:
-    """Each folder below `top` with its plain files, but for the folder `without` in `top`. Inner folders come first."""
+def _below(top: Path, *, without: tuple[str, ...]) -> Iterator[tuple[Path, list[os.DirEntry[str]]]]:
+    """Each folder below `top` with its plain files, but those named `without` in `top`; inner folders come first."""
     inner, files = [], []
     with os.scandir(top) as entries:
         for entry in entries:
@@ -290,9 +292,9 @@ def _below(top: Path, *, without: str) -> Iterator[tuple[Path, list[os.DirEntry[
             elif entry.is_file(follow_symlinks=False):
                 files.append(entry)
     for entry in inner:
-        if entry.name != without:
-            with contextlib.suppress(FileNotFoundError):
-                yield from _below(Path(entry.path), without="")
+        if entry.name not in without:
+            with contextlib.suppress(FileNotFoundError, PermissionError):
+                yield from _below(Path(entry.path), without=())
     yield top, files
 
 

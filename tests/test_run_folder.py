@@ -86,6 +86,32 @@ def test_discard_leaves_nothing_but_what_was_there(tmp_path):
         assert [path.name for path in tmp_path.rglob("*")] == ["kept"]
 
 
+def test_a_folder_whose_path_contains_the_working_directory_is_itself(tmp_path):
+    """Only a path that begins with the working directory is below it."""
+    inside = tmp_path / "mnt" / str(tmp_path).strip("/") / "run"
+    folder = RunFolder(inside, home=tmp_path)
+    assert str(folder.shown) == f"mnt{tmp_path}/run" and folder.path == inside and inside.is_dir()
+    assert folder.in_words(f"{tmp_path}/a and /x{tmp_path}/b") == f"a and /x{tmp_path}/b"
+    outside = RunFolder(tmp_path / "mnt2", home=tmp_path / "mnt")
+    assert outside.shown == tmp_path / "mnt2"
+
+
+def test_files_of_others_in_the_folder_are_no_reason_to_end_a_run(tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path / "run")
+    synced = []
+
+    def sync_file(path):
+        synced.append(path.name)
+        raise PermissionError("another user's")
+
+    monkeypatch.setattr("rollouts.run_folder.sync_file", sync_file)
+    (folder.path / "theirs").touch()
+    (folder.path / "weights").mkdir()
+    (folder.path / "weights" / "v1").touch()
+    folder.sync()
+    assert "theirs" in synced and "v1" not in synced
+
+
 def test_what_a_kill_at_the_very_beginning_left_is_no_run(tmp_path):
     folder = RunFolder(tmp_path / "run")
     folder.close()

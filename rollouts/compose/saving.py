@@ -57,7 +57,7 @@ class Saving:
         settings, each = self._settings, self._bytes
         if each is None:
             return
-        count = 1 if not settings.checkpoint_every and not settings.checkpoint_seconds else 2
+        count = settings.keep_checkpoints + 2 if settings.checkpoint_seconds else 1
         if settings.checkpoint_every:
             several = -(-(settings.steps - first) // settings.checkpoint_every)
             count = min(several, settings.keep_checkpoints + 2) if settings.keep_checkpoints else several

@@ -333,13 +333,13 @@ class Settings:
     checkpoint_every: int = _setting(0, "Steps between checkpoints; 0: by the clock.", "Watching", minimum=0)
     checkpoint_seconds: float = _setting(
         600.0,
-        "Seconds between checkpoints by the clock; each replaces the one before it. 0: only the last.",
+        "Seconds between checkpoints, where --checkpoint-every is 0. 0: only at the end.",
         "Watching",
         minimum=0,
     )
     keep_checkpoints: int = _setting(
         0,
-        "How many checkpoints are kept, the last ones; the best one is kept too. 0: all but those by the clock.",
+        "How many of the last checkpoints to keep, besides the best. 0: all of --checkpoint-every, one by the clock.",
         "Watching",
         minimum=0,
     )

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, near_misses
 
 if TYPE_CHECKING:
     from rollouts.types import Sample
@@ -56,7 +56,8 @@ def accuracy_std(
     spread_min: float = 1e-6,
 ) -> bool | str:
     """Drop groups that are all right or all wrong, whatever else the advantage sees (dynamic sampling of DAPO, whose
-    penalty of overlong replies says nothing of what is right). Raises ConfigError for a part that no rollout has.
+    penalty of overlong replies says nothing of what is right), and groups in which no rollout has the part. Raises
+    ConfigError for a part that is named almost like another one.
 
     Args:
         part: the reward that says what is right; none is the weighted sum of all rewards, before mixing and shaping
@@ -64,10 +65,11 @@ def accuracy_std(
     """
     known = {name for each in parts for name in each}
     if part and part not in known:
-        raise ConfigError(
-            f"the filter accuracy_std: the rewards have no part {part!r}; they have "
-            f"{', '.join(sorted(known)) or 'none'}"
-        )
+        if near_misses(part, known):
+            raise ConfigError(
+                f"the filter accuracy_std: the rewards have no part {part!r}; they have {', '.join(sorted(known))}"
+            )
+        return f"no_part_{part}"
     # A rollout that one of the rewards could not judge is not trained, also where this part of it is known.
     chosen = [
         each.get(part) if part and score is not None else score for score, each in zip(scores, parts, strict=True)

@@ -43,7 +43,8 @@ class Namesake:
 LOSS = """
 
 def namesake(logprobs, advantages):
-    return -logprobs * advantages, {"loss": 5.0, "entropy": 6.0, "mine": 7.0, "mismatch/k3": 8.0}
+    own = {"loss": 5.0, "entropy": 6.0, "mine": 7.0, "mismatch/k3": 8.0}
+    return -logprobs * advantages, own | {"reward/mean": 9.0, "group/kept_frac": 9.0, "time/step": 9.0}
 """
 PARTS_SAID = {"mean", "tokens", "std", "pass@k", "reward_mean", "greedy_mean", "judged", "tasks"}
 METRICS = {"latency_seconds": -7.0, "reward_failures": -8.0, "tool_calls": -9.0}
@@ -92,6 +93,8 @@ def test_what_a_loss_reports_replaces_no_metric_of_a_run(here):
     assert reported == {"loss": 5.0, "entropy": 6.0, "mismatch/k3": 8.0} and line["policy/mine"] == 7.0
     assert abs(line["policy/loss"]) < 1e-6, "the rewards are all the same"
     assert 0 < line["policy/entropy"] < 4 and line["mismatch/k3"] < 1e-3
+    assert line["policy/reported/reward/mean"] == 9.0
+    assert line["reward/mean"] > 10 and line["group/kept_frac"] == 1.0 and line["time/step"] != 9.0
 
 
 def test_names_of_authors_replace_no_number_of_an_evaluation(here):

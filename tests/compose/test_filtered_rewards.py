@@ -95,3 +95,4 @@ def test_accuracy_is_a_part_or_the_whole_score():
     assert accuracy_std([1.2, None, None], parts, part="brief") == "fewer_than_two_rewards"
     with pytest.raises(ConfigError, match="have no part 'rihgt'; they have brief, right"):
         accuracy_std([1.2, 1.7, None], parts, part="rihgt")
+    assert accuracy_std([1.2, 1.7, None], parts, part="solved") == "no_part_solved", "no reward gave it this time"

@@ -42,7 +42,7 @@ def cut_off(scored: Scored, values: Tensor | None) -> tuple[Scored, Tensor | Non
 
     def end(tensor: Tensor) -> Tensor:
         ends.append(tensor.detach().requires_grad_())
-        return ends[-1]
+        return ends[-1].clone()  # which a loss may change in place
 
     extra = {name: end(tensor) if tensor.is_floating_point() else tensor for name, tensor in scored.extra.items()}
     cut = scored._replace(logprobs=end(scored.logprobs), entropy=end(scored.entropy), extra=extra)
@@ -50,8 +50,9 @@ def cut_off(scored: Scored, values: Tensor | None) -> tuple[Scored, Tensor | Non
 
 
 def gradient_size(objective: Tensor, ends: Sequence[Tensor]) -> float:
-    """The largest gradient at the ends; NaN where one is, or where the objective carries none."""
+    """The largest gradient at the ends; NaN where one is, or where the objective depends on none of them."""
     if not objective.requires_grad:
         return math.nan
     gradients = torch.autograd.grad(objective, ends, allow_unused=True)
-    return float(torch.stack([each.abs().amax().double() for each in gradients if each is not None]).amax())
+    sizes = [each.abs().amax().double() for each in gradients if each is not None]
+    return float(torch.stack(sizes).amax()) if sizes else math.nan

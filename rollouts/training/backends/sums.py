@@ -20,6 +20,12 @@ from rollouts.training.algorithms.losses import log_ratio
 __all__ = ["Microbatch", "Reading", "Sums", "metrics_of"]
 
 _BAD_MODEL = "the model's logprobs"
+_RUNS_OWN = {
+    *("data", "env", "eval", "group", "metric", "optim", "perf", "reward", "reward_part", "rollout", "sampler"),
+    *("staleness", "sync", "time"),
+}
+"""What a run logs besides training: no loss reports under these names."""
+
 _SAMPLED, _ANCHORED = "sampler/sampled", "sampler/anchored"
 
 
@@ -85,6 +91,7 @@ class Sums:
         for name, metric in part.evaluation.metrics.items():
             placed = name if "/" in name else f"policy/{name}"
             is_taken = placed == "policy/loss" or placed in {**means, **mismatch, **maxima}
+            is_taken |= placed.partition("/")[0] in _RUNS_OWN
             self._add(f"policy/reported/{name}" if is_taken else placed, metric)
         for label, broken in {**part.evaluation.nan, _BAD_MODEL: logprobs.isnan().any()}.items():
             self._nan[label] = self._nan[label] | broken if label in self._nan else broken

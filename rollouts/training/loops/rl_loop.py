@@ -157,9 +157,9 @@ def _step_metrics(rollouts: RolloutStep, trained: dict[str, float], data_buffer:
     """What is told of a step: its rollouts, its training, and how fast it was sampled."""
     sampled = sum(sum(group.lengths) for group in rollouts.groups)
     return {
+        **trained,
         **rollout_metrics(rollouts.groups),
         **rollouts.metrics,
-        **trained,
         "data/epoch": float(data_buffer.epoch_id),
         "perf/gen_tok_s": sampled / max(rollouts.seconds, 1e-9),
         "time/generate": rollouts.seconds,

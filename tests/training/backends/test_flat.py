@@ -57,6 +57,10 @@ def full(algorithm):
     return algorithm._replace(terms=(*algorithm.terms, Term(zero)))
 
 
+def in_place(logprobs, advantages):
+    return -logprobs.clamp_(min=-20.0) * advantages
+
+
 def passes_of(backend):
     """Grows by (with a backward?, rows) whenever the first layer is run; passes of two tokens are left out."""
     layer = next(m for name, m in backend.model.named_modules() if name.endswith(".0.mlp"))
@@ -172,3 +176,9 @@ def test_few_rows_without_an_advantage_get_no_microbatch_of_their_own(tiny, back
     runs = passes_of(backend)
     backend.forward_backward(batch).wait()
     assert len(shortest.tokens) * 2 / 3 < 32 and all(graded for graded, _ in runs)
+
+
+def test_a_loss_may_change_its_tensors_in_place(tiny, backend_of):
+    algorithm = as_algorithm(in_place)
+    batch = batch_of(tiny, algorithm)
+    assert_same([backend_of(tiny.qwen3(), algorithm), backend_of(tiny.qwen3(), full(algorithm))], batch)
