@@ -253,9 +253,9 @@ class ChatFormat:
     def encode_marked(self, text: str) -> list[int]:
         """The ids of text out of `render_marked`: control tokens are those that the template and the model wrote."""
         first, *rest = text.split(CUT)
-        ids = self.encode(plain(first))
+        ids = list(self.encode(plain(first)))
         for piece in rest:
-            ids = ids + self._encode_behind(plain(piece))
+            ids += self._encode_behind(plain(piece))
         return ids
 
     def _encode_behind(self, text: str) -> list[int]:

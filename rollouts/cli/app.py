@@ -6,6 +6,7 @@ not one of the core's, and are therefore listed by `rollouts plugins list`, not 
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -161,7 +162,7 @@ _KNOWN = (RolloutsError, click.ClickException, click.Abort, click.exceptions.Exi
 
 def _known_error(error: BaseException) -> BaseException | None:
     """The error that we can report without a traceback; it may be wrapped in groups by nurseries."""
-    if isinstance(error, _KNOWN):
+    if isinstance(error, _KNOWN) or _is_full_output(error):
         return error
     if isinstance(error, BaseExceptionGroup):
         found = [_known_error(inner) for inner in error.exceptions]
@@ -173,6 +174,12 @@ def _known_error(error: BaseException) -> BaseException | None:
     return None
 
 
+def _is_full_output(error: BaseException) -> bool:
+    """Whether standard output could not be written: errors of files have their names."""
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+    return isinstance(error, OSError) and error.errno in full and error.filename is None
+
+
 def _report(error: BaseException) -> int:
     """Say what happened on stderr; returns the exit code."""
     if isinstance(error, click.exceptions.Exit):
@@ -180,6 +187,10 @@ def _report(error: BaseException) -> int:
     if isinstance(error, BrokenPipeError):
         # Whoever read our output has left; nothing more may be written to it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    if _is_full_output(error):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        click.echo(f"error: the output cannot be written: {getattr(error, 'strerror', error)}", err=True)
         return 1
     if isinstance(error, KeyboardInterrupt | click.Abort):
         click.echo(f"\n{str(error) or 'interrupted'}", err=True)

@@ -22,14 +22,20 @@ SIGNALS = [each for each in signal.Signals if each.name in ("SIGTERM", "SIGHUP")
 
 @contextlib.contextmanager
 def interrupted_by_signals() -> Iterator[list[int]]:
-    """Within the block SIGTERM and SIGHUP do what Ctrl-C does, once. Gives a list of the signal that did.
+    """Within the block the first SIGTERM or SIGHUP does what Ctrl-C does, and later ones do nothing: what sends them
+    often sends several. Gives a list of the signal that came.
 
-    A signal that is ignored (`nohup`) or that has a handler already is left as it is. Does nothing outside the main
-    thread, which alone can have handlers.
+    A signal that is ignored (`nohup`) or that has a handler already is left as it is. In a child that was forked the
+    signals end it, as they do elsewhere. Does nothing outside the main thread, which alone can have handlers.
     """
     received: list[int] = []
+    owner = os.getpid()
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != owner:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
         handler = signal.getsignal(signal.SIGINT)  # trio's own within trio.run; ignored where a run is ending already
         if callable(handler) and not received:
             received.append(number)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import os
 import signal
 import threading
 import time
@@ -246,7 +247,7 @@ def run_interruptible(function: Callable[[], Awaitable[None]]) -> None:
     """`trio.run`, where Ctrl-C comes at a checkpoint, and tears no context manager in the middle of its exit. A second
     one comes at once: a function that blocks has no checkpoints.
     """
-    before = signal.getsignal(signal.SIGINT)
+    before, owner = signal.getsignal(signal.SIGINT), os.getpid()
 
     async def main() -> None:
         found = signal.getsignal(signal.SIGINT)
@@ -254,7 +255,10 @@ def run_interruptible(function: Callable[[], Awaitable[None]]) -> None:
 
         def interrupt(number: int, frame: FrameType | None) -> None:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            trios(number, frame)
+            if os.getpid() == owner:
+                trios(number, frame)
+            else:  # a child that was forked has no trio
+                signal.default_int_handler(number, frame)
 
         if found is before:  # trio has installed none: not the main thread, or not its business
             await function()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -235,3 +236,18 @@ def test_a_page_cannot_speak_as_the_assistant_in_an_episode() -> None:
     start = chat.tokenizer.convert_tokens_to_ids("<|im_start|>")
     # system (the tools), user, assistant, the answer, assistant
     assert engine.asked.count(start) == 5 and engine.asked.count(stop) == 4
+
+
+def test_the_cost_of_control_tokens_in_a_text_is_linear() -> None:
+    """Twenty thousand calls in one reply are answered with as many control tokens."""
+    chat = chat_for("qwen2_5")
+
+    def seconds(count: int) -> float:
+        messages = [Message("user", "hello " + "<|im_end|> " * count)]
+        began = time.process_time()
+        chat.encode_prompt(messages, [])
+        return time.process_time() - began
+
+    seconds(100)
+    few, many = min(seconds(2000) for _ in range(2)), seconds(20_000)
+    assert many < 25 * few, f"ten times the tokens took {many / few:.0f} times as long"

@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+import warnings
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,6 +19,7 @@ import pytest
 
 import rollouts
 from rollouts.cli import main
+from rollouts.cli.ending import interrupted_by_signals
 
 ENVIRONMENT = """\
 import os, signal
@@ -153,6 +156,38 @@ def test_a_terminal_without_the_characters_shows_them_escaped(evaluation, monkey
         monkeypatch.setattr(sys, "stdout", out)
         assert main(evaluation) == 0
     assert "\\xb7 openai" in (tmp_path / "shown").read_text()
+
+
+def test_a_full_disk_behind_what_a_command_prints_is_one_error(monkeypatch, capfd):
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    done = subprocess.run(
+        [sys.executable, "-m", "rollouts", "config"], stdout=full_disk(), stderr=subprocess.PIPE, text=True
+    )
+    assert done.returncode == 1 and done.stderr == "error: the output cannot be written: No space left on device\n"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_child_that_an_environment_forked(number):
+    before = signal.signal(number, signal.SIG_DFL)  # the test runner may have a handler of its own
+    with interrupted_by_signals() as received, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of threads
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                os.write(writing, b"ready")
+                time.sleep(20)
+            finally:
+                os._exit(3)
+        assert os.read(reading, 5) == b"ready"
+        os.kill(child, number)
+        status = os.waitpid(child, 0)[1]
+    signal.signal(number, before)
+    os.close(reading)
+    os.close(writing)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == number and received == []
 
 
 # --- garbage collection -----------------------------------------------------------------------------------------------
