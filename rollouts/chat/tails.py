@@ -28,6 +28,7 @@ _ENTER, _OFFSET = "_rollouts_enter", "_rollouts_offset"
 _ITEM, _PREVIOUS = "_rollouts_item", "_rollouts_previous"
 _CONSTANT = frozenset({"dict", "namespace", "raise_exception", "range"})  # of Jinja's globals, these only
 _MESSAGES = "messages"
+_LEAVES = frozenset({str, int, float, bool, type(None)})
 
 
 class Rendering(NamedTuple):
@@ -54,11 +55,11 @@ def template_data(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_plain(value: Any) -> bool:
     """Whether it is made of JSON's types alone; a template must not get hold of any other object."""
+    if type(value) in _LEAVES:
+        return True
     if isinstance(value, dict):
-        return all(is_plain(key) and is_plain(item) for key, item in value.items())
-    if isinstance(value, list):
-        return all(is_plain(item) for item in value)
-    return value is None or type(value) in (str, int, float, bool)
+        return all(map(is_plain, value)) and all(map(is_plain, value.values()))
+    return isinstance(value, list) and all(map(is_plain, value))
 
 
 class Unusable(Exception):
@@ -197,7 +198,7 @@ def _compile(template_text: str) -> tuple[Any, type]:
         namespace = environment.globals["namespace"]
     except (ImportError, AttributeError, KeyError) as error:  # another version of transformers
         raise Unusable(str(error)) from error
-    tree = environment.parse(template_text)
+    tree = _without_marks(environment.parse(template_text))
     _change(tree, environment.globals)
     template = environment.template_class.from_code(environment, environment.compile(tree), environment.globals)
     return template, namespace
@@ -242,6 +243,20 @@ def _change(tree: Any, known: Mapping[str, Any]) -> None:
     for node in tree.find_all(nodes.Node):
         node.set_lineno(1, override=False)
         node.environment = tree.environment
+
+
+def _without_marks(node: Any) -> Any:
+    """A template whose `{% generation %}` blocks, which transformers counts characters with, are plain text."""
+    from jinja2 import nodes
+
+    for field, value in list(node.iter_fields()):
+        if isinstance(value, list):
+            setattr(node, field, [_without_marks(v) if isinstance(v, nodes.Node) else v for v in value])
+        elif isinstance(value, nodes.Node):
+            setattr(node, field, _without_marks(value))
+    called = node.call.node if isinstance(node, nodes.CallBlock) else None
+    is_mark = isinstance(called, nodes.ExtensionAttribute) and called.name == "_generation_support"
+    return nodes.Scope(node.body) if is_mark else node
 
 
 def _loops(body: list[Any]) -> Iterator[tuple[list[Any], Any]]:
