@@ -17,7 +17,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import reduction
-from typing import Any
+from typing import IO, Any
 
 __all__ = ["popen", "run"]
 
@@ -65,18 +65,20 @@ class _Fork:
         *,
         cwd: str | os.PathLike[str] | None = None,
         env: dict[str, str] | None = None,
-        stdin: int | None = subprocess.DEVNULL,
+        stdin: int | IO[bytes] | None = subprocess.DEVNULL,
         stdout: int | None = None,
         stderr: int | None = None,
         text: bool = False,
     ) -> None:
         from multiprocessing.popen_forkserver import Popen  # not on Windows
 
-        assert stdin == subprocess.DEVNULL, "a fork reads nothing"
-        given: list[_Descriptor] = []
+        assert stdin == subprocess.DEVNULL or not isinstance(stdin, int | None), "a fork reads a file or nothing"
         self._ours: list[int] = []
+        if isinstance(stdin, int | None):
+            self._ours.append(os.open(os.devnull, os.O_RDONLY))
+        given = [_Descriptor(self._ours[0] if isinstance(stdin, int | None) else stdin.fileno())]
         self.stdout = self._stream(stdout, 1, given, text)
-        self.stderr = self._stream(given[0].number if stderr == subprocess.STDOUT else stderr, 2, given, text)
+        self.stderr = self._stream(given[1].number if stderr == subprocess.STDOUT else stderr, 2, given, text)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(LOADED)
         environment = dict(os.environ if env is None else env)
@@ -157,9 +159,10 @@ def _serve(words: list[str], environment: dict[str, str], folder: str, given: li
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    for own, number in enumerate(given, start=1):
+    for own, number in enumerate(given):
         os.dup2(number, own)
         os.close(number)
+    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)
     sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", closefd=False)
     sys.stderr = sys.__stderr__ = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
     is_module = words[0] == "-m"

@@ -97,7 +97,7 @@ def scored(trajectory):
 
 @pytest.fixture(autouse=True)
 def parts(tmp_path, monkeypatch):
-    (tmp_path / "parts.py").write_text(PARTS)
+    (tmp_path / "authored.py").write_text(PARTS)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -108,7 +108,7 @@ def records(folder):
 
 
 def test_what_json_cannot_hold_is_replaced_in_the_runs_files_and_a_resume_reads_them(capsys):
-    parts = ["--env", "./parts.py:Unwritable", "--reward", "./parts.py:scored", "--reward", "env:1"]
+    parts = ["--env", "./authored.py:Unwritable", "--reward", "./authored.py:scored", "--reward", "env:1"]
     assert main(["run", *parts, *RUN, "--on-invalid-reward", "zero", "--checkpoint-every", "1", "--out", "out"]) == 0
     assert main(["resume", "out", "--steps", "2"]) == 0, capsys.readouterr().err
     written = records("out")
@@ -138,7 +138,7 @@ def test_what_is_no_exception_is_an_error_of_the_method_that_raised_it(capsys, p
 RAISES = """\
 import asyncio
 
-from parts import Quiet
+from authored import Quiet
 from rollouts import reward
 from rollouts.env import metric
 
@@ -199,8 +199,12 @@ WRONG = [
     (["--env", "./exits.py:Env"], 2, ["exits.py, line 3", "it called sys.exit(0)"]),
     (["--env", "./raises.py:Late", "--tasks-seconds", "0.2"], 2, ["Late.tasks", "0.2 seconds", "--tasks-seconds"]),
     (["--env", "./raises.py:Late", "--tasks-seconds", "0"], 2, ["--tasks-seconds"]),
-    (["--env", "./parts.py:Quiet", "--filter", "./raises.py:leaves"], 1, ["filter", "it called sys.exit(0)"]),
-    (["--env", "./parts.py:Quiet", "--loss", "./raises.py:interrupts"], None, ["interrupts", "it raised KeyboardInt"]),
+    (["--env", "./authored.py:Quiet", "--filter", "./raises.py:leaves"], 1, ["filter", "it called sys.exit(0)"]),
+    (
+        ["--env", "./authored.py:Quiet", "--loss", "./raises.py:interrupts"],
+        None,
+        ["interrupts", "it raised KeyboardInt"],
+    ),
 ]
 
 

@@ -84,4 +84,4 @@ def test_evaluation_in_the_summary_and_in_the_metrics():
         "tasks": 5,
         "judged": 4,
     }
-    assert evaluation.as_metrics() == {"eval/odd": 0.25, "eval/reward_mean": 0.5}
+    assert evaluation.as_metrics() == {"eval/reward_part/odd": 0.25, "eval/reward_mean": 0.5}

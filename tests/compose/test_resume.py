@@ -30,19 +30,22 @@ from rollouts.training.backends.torch import TorchBackend
 from rollouts.training.models import TINY_PATH
 
 PARTS = '''\
+import signal
 from collections import Counter
 from pathlib import Path
 
 
 class Stop:
-    """Fails when it is told of the step in the file `stop`, if there is one."""
+    """Fails at the step in the file `stop`, if there is one, or types Ctrl-C there."""
 
     def __init__(self, folder, *, error: str = "OSError"):
         self.error = error
 
     def log(self, metrics, step):
         if Path("stop").exists() and int(Path("stop").read_text()) == step:
-            raise KeyboardInterrupt if self.error == "KeyboardInterrupt" else OSError("disk full")
+            if self.error != "KeyboardInterrupt":
+                raise OSError("disk full")
+            signal.raise_signal(signal.SIGINT)
 
     def close(self):
         pass
@@ -777,7 +780,7 @@ def test_an_end_at_any_await_point(monkeypatch, here):
     plain = trio.run
 
     def with_instrument(instrument):
-        monkeypatch.setattr(trio, "run", lambda *args: plain(*args, instruments=[instrument]))
+        monkeypatch.setattr(trio, "run", lambda *args, **settings: plain(*args, **settings, instruments=[instrument]))
 
     counter = Interrupt(-1)
     with_instrument(counter)

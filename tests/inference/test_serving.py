@@ -372,6 +372,6 @@ def test_a_url_is_checked_when_the_run_is_composed_and_its_server_before_there_i
     make_plan(resolve(tree | settings))
     with pytest.raises(ConfigError, match=r"--inference\.url.*'gpu7:8000'"):
         make_plan(resolve(tree | {"inference": {"name": "./engine.py:engine", "url": "gpu7:8000"}}))
-    with pytest.raises(ConfigError, match=r"nobody is at http://gpu7:8000: 0\.7 out 9 2$"):
+    with pytest.raises(ConfigError, match=r"nobody is at http://gpu7:8000: 0\.7 /.*/out 9 2$"):
         rollouts.run(**tree, **settings, out="out", steps=1)
     assert not Path("out").exists()
