@@ -13,9 +13,10 @@ CPU is that of the client's process, all its threads; memory its peak, with what
 What a side does: `rollouts` the whole path of a run (run_episodes, run_episode, ChatModel, the tiny model's chat
 format, an environment with one plain tool and one reward, RemoteEngine); `rollouts async` the same with an environment
 of trio-async methods, which need no worker threads. The others are bare loops that hold ids, send them, and decode ids
-and logprobs with msgspec; there is no chat, no tool and no reward in them: `client` with our HTTPClient, `httpx shared`
-one httpx client under trio, `httpx each` one for each worker, `aiohttp` under asyncio. Left out: generation itself,
-and peers that need an installation of their own.
+and logprobs with msgspec; there is no chat, no tool and no reward in them: `engine` with our RemoteEngine (its checks,
+its dialect, what an abort needs), `client` with our HTTPClient, `httpx shared` one httpx client under trio, `httpx
+each` one for each worker, `aiohttp` under asyncio. Left out: generation itself, and peers that need an installation of
+their own.
 """
 
 from __future__ import annotations
@@ -374,6 +375,42 @@ async def _bare_on_trio(workers: int, count: int, posts: Sequence[Post]) -> None
             nursery.start_soon(_bare, worker, workers, count, posts[worker % len(posts)])
 
 
+def _engine(url: str, concurrency: int, count: int, steps: int, mark: Callable[[], None]) -> None:
+    import trio
+
+    from rollouts.inference.base import GenerateRequest
+    from rollouts.inference.remote import RemoteEngine
+    from rollouts.inference.vllm import VLLM
+
+    async def work(engine: RemoteEngine, worker: int, workers: int, size: int) -> None:
+        """As `_bare`, with requests in place of bodies."""
+        for index in range(worker, size, workers):
+            tokens = list(range(50, 130))
+            session = engine.open_session((index, 0))
+            for turn in range(TURNS):
+                request = GenerateRequest(tokens, 900, (), index * 8 + turn, order=(index, 0, turn), session=session)
+                generation = await engine.generate(request)
+                assert generation.tokens and len(generation.logprobs) == len(generation.tokens), generation
+                tokens = tokens + generation.tokens + list(range(130, 145))
+            engine.close_session(session)
+
+    async def step(engine: RemoteEngine, size: int) -> None:
+        async with trio.open_nursery() as nursery:
+            for worker in range(concurrency):
+                nursery.start_soon(work, engine, worker, concurrency, size)
+
+    async def run() -> None:
+        engine = RemoteEngine(VLLM(), url, vocabulary_size=469, takes_weights=False, connections_max=concurrency)
+        async with engine:
+            await step(engine, concurrency)
+            mark()
+            for _ in range(steps):
+                await step(engine, count)
+                mark()
+
+    trio.run(run)
+
+
 def _client(url: str, concurrency: int, count: int, steps: int, mark: Callable[[], None]) -> None:
     import trio
 
@@ -459,6 +496,7 @@ PEERS = ("aiohttp",)
 SIDES: dict[str, Callable[..., None]] = {
     "rollouts": _rollouts,
     "rollouts async": _rollouts_async,
+    "engine": _engine,
     "client": _client,
     "httpx shared": _httpx_shared,
     "httpx each": _httpx_each,

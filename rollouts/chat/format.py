@@ -288,8 +288,7 @@ class ChatFormat:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of ids, special tokens included, untouched."""
-        text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
+        return _decode(self.tokenizer if self._backend is None else self._backend, tokens)
 
     def extend(
         self,
@@ -479,15 +478,23 @@ def _safe_cut(tokenizer: Any, closers: Mapping[str, int]) -> str:
 
 
 def _plain_backend(tokenizer: Any, closers: Mapping[str, int]) -> Any:
-    """The Rust tokenizer beneath, which encodes alike without transformers' preparations (they cost as much as the
-    encoding); None where there is none, or where it does not.
+    """The Rust tokenizer beneath, which encodes and decodes alike without transformers' preparations (they cost as much
+    again); None where there is none, or where it does not.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None) if getattr(tokenizer, "is_fast", False) else None
     if backend is None:
         return None
     probe = f" one  two \n three\té{''.join(closers)} four\n"
-    same = tokenizer.encode(probe, add_special_tokens=False) == backend.encode(probe, add_special_tokens=False).ids
-    return backend if same else None
+    ids = backend.encode(probe, add_special_tokens=False).ids
+    same = tokenizer.encode(probe, add_special_tokens=False) == ids
+    return backend if same and _decode(tokenizer, ids) == _decode(backend, ids) else None
+
+
+def _decode(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """The text of ids, untouched. The Rust tokenizer never cleans up, and has no argument to say so."""
+    arguments = {"clean_up_tokenization_spaces": False} if hasattr(tokenizer, "chat_template") else {}
+    text: str = tokenizer.decode(list(tokens), skip_special_tokens=False, **arguments)
+    return text
 
 
 def _compiled(tokenizer: Any, template: Any, example: str) -> Any:

@@ -9,7 +9,9 @@ the message, the ones beside it, its place, whether it is first or last, and on 
 whose loop reads anything else is not changed at all (`_Loop` refuses it). When a conversation goes on, the text before
 the loop and every outside value that the loop reads are compared with the last time, as are the messages themselves,
 and a loop that hands something from one message to the next through a namespace is caught as it writes. Where anything
-differs, the caller renders the whole conversation. Left out: templates that are not Jinja.
+differs, the caller renders the whole conversation. The text before the loop, mostly the tools, is not written again
+where the template shows that it depends on the tools and the first message alone (`_head`). Left out: templates that
+are not Jinja.
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ __all__ = ["Rendering", "TailRenderer", "Unusable", "is_plain", "template_data"]
 
 _MARK = "\ufdd3"  # a noncharacter: text that contains it is rendered whole
 _ENTER, _OFFSET = "_rollouts_enter", "_rollouts_offset"
-_ITEM, _PREVIOUS = "_rollouts_item", "_rollouts_previous"
+_ITEM, _PREVIOUS, _TAIL = "_rollouts_item", "_rollouts_previous", "_rollouts_tail"
 _CONSTANT = frozenset({"dict", "namespace", "raise_exception", "range"})  # of Jinja's globals, these only
 _MESSAGES = "messages"
+_LEAVES = frozenset({str, int, float, bool, type(None)})
 
 
 class Rendering(NamedTuple):
@@ -54,11 +57,11 @@ def template_data(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_plain(value: Any) -> bool:
     """Whether it is made of JSON's types alone; a template must not get hold of any other object."""
+    if type(value) in _LEAVES:
+        return True
     if isinstance(value, dict):
-        return all(is_plain(key) and is_plain(item) for key, item in value.items())
-    if isinstance(value, list):
-        return all(is_plain(item) for item in value)
-    return value is None or type(value) in (str, int, float, bool)
+        return all(map(is_plain, value)) and all(map(is_plain, value.values()))
+    return isinstance(value, list) and all(map(is_plain, value))
 
 
 class Unusable(Exception):
@@ -69,7 +72,7 @@ class TailRenderer:
     """Renders conversations through one template. Raises Unusable where the template cannot be changed."""
 
     def __init__(self, template_text: str, given: Mapping[str, Any]) -> None:
-        self._template, self._namespace = _compile(template_text)
+        self._template, self._namespace, self._skips_head = _compile(template_text)
         self._given = dict(given)
 
     def whole(
@@ -84,10 +87,13 @@ class TailRenderer:
 
         None where what comes before it is not known to be the same.
         """
-        done = self._run([*old.messages, *new], old.tools, generation_prompt, max(0, len(old.items) - 1))
+        skips = self._skips_head and bool(old.messages)
+        done = self._run([*old.messages, *new], old.tools, generation_prompt, max(0, len(old.items) - 1), skips)
         if done is None:
             return None
         now, text = done
+        if skips:
+            now = now._replace(before=old.before + now.before)
         same = (
             (now.before, now.values) == (old.before, old.values)
             and len(now.items) >= len(old.items)
@@ -96,7 +102,12 @@ class TailRenderer:
         return (text, now) if same else None
 
     def _run(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], generation_prompt: bool, start: int
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
+        generation_prompt: bool,
+        start: int,
+        skips_head: bool = False,
     ) -> tuple[Rendering, str] | None:
         loop = _Entered(start)
         names = {
@@ -104,6 +115,7 @@ class TailRenderer:
             _OFFSET: loop.offset,
             _ITEM: loop.item,
             _PREVIOUS: loop.previous,
+            _TAIL: skips_head,
             "namespace": functools.partial(_watched(self._namespace), loop),
         }
         try:
@@ -188,8 +200,8 @@ def _watched(base: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=32)
-def _compile(template_text: str) -> tuple[Any, type]:
-    """The changed template, and the class of its namespaces. Raises Unusable."""
+def _compile(template_text: str) -> tuple[Any, type, bool]:
+    """The changed template, the class of its namespaces, and whether it can leave out its head. Raises Unusable."""
     try:
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -197,17 +209,19 @@ def _compile(template_text: str) -> tuple[Any, type]:
         namespace = environment.globals["namespace"]
     except (ImportError, AttributeError, KeyError) as error:  # another version of transformers
         raise Unusable(str(error)) from error
-    tree = environment.parse(template_text)
-    _change(tree, environment.globals)
+    tree = _without_marks(environment.parse(template_text))
+    skips_head = _change(tree, environment.globals)
     template = environment.template_class.from_code(environment, environment.compile(tree), environment.globals)
-    return template, namespace
+    return template, namespace, skips_head
 
 
 # --- changing the loop ----------------------------------------------------------------------------------------------
 
 
-def _change(tree: Any, known: Mapping[str, Any]) -> None:
-    """Change the main loop of a template in place. Raises Unusable where messages may depend on more than we see."""
+def _change(tree: Any, known: Mapping[str, Any]) -> bool:
+    """Change the main loop of a template in place. Raises Unusable where messages may depend on more than we see.
+    Gives whether the text before the loop is left out where `_TAIL` is true.
+    """
     from jinja2 import nodes
 
     foreign = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends, nodes.Block)
@@ -239,9 +253,92 @@ def _change(tree: Any, known: Mapping[str, Any]) -> None:
     main.body.insert(0, nodes.Output([nodes.TemplateData(_MARK)]))
     place = next(number for number, node in enumerate(siblings) if node is main)
     siblings.insert(place + 1, nodes.Output([nodes.TemplateData(_MARK)]))
+    skipped = _head(siblings[:place], known) if siblings is tree.body else []
+    for number in skipped:
+        siblings[number] = nodes.If(nodes.Not(nodes.Name(_TAIL, "load")), [siblings[number]], [], [])
     for node in tree.find_all(nodes.Node):
         node.set_lineno(1, override=False)
         node.environment = tree.environment
+    return bool(skipped)
+
+
+def _head(body: list[Any], known: Mapping[str, Any]) -> list[int]:
+    """Which statements before the loop write text that is the same for all conversations with the same tools and the
+    same first message; none, unless all that write any do.
+    """
+    from jinja2 import nodes
+
+    unsettled = {"add_generation_prompt"} | (set(known) - _CONSTANT)
+    count = -1
+    while count != len(unsettled):  # what is made of something unsettled is unsettled too, wherever it stands
+        count = len(unsettled)
+        for node in body:
+            if not _is_settled(node, unsettled):
+                unsettled |= _stored(node)
+                if _has(node, nodes.NSRef):  # it may have another name
+                    unsettled |= {name for other in body if _names_namespace(other) for name in _stored(other)}
+    writing = [
+        place for place, node in enumerate(body) if _has(node, nodes.Output) and not isinstance(node, nodes.Macro)
+    ]
+    storing = (nodes.Assign, nodes.AssignBlock, nodes.CallBlock, nodes.Macro)
+    is_same = all(_is_settled(body[place], unsettled) and not _has(body[place], storing) for place in writing)
+    return writing if is_same and not any(_MESSAGES in _stored(node) for node in body) else []
+
+
+def _has(node: Any, kinds: Any) -> bool:
+    return isinstance(node, kinds) or next(iter(node.find_all(kinds)), None) is not None
+
+
+def _names_namespace(node: Any) -> bool:
+    from jinja2 import nodes
+
+    return any(name.name == "namespace" for name in node.find_all(nodes.Name))
+
+
+def _stored(node: Any) -> set[str]:
+    """The names that a statement gives a value."""
+    from jinja2 import nodes
+
+    names = {name.name for name in node.find_all(nodes.Name) if name.ctx != "load"}
+    names |= {each.name for each in node.find_all((nodes.NSRef, nodes.Macro))}
+    return names | ({node.name} if isinstance(node, nodes.Macro) else set())
+
+
+def _is_settled(node: Any, unsettled: set[str]) -> bool:
+    """Whether it reads nothing unsettled, and of the messages only the first one, and whether there are any."""
+    from jinja2 import nodes
+
+    if isinstance(node, nodes.Name):
+        return node.ctx != "load" or node.name not in unsettled | {_MESSAGES}
+    if isinstance(node, nodes.Filter) and node.name == "random":
+        return False
+    left: list[Any] = list(node.iter_child_nodes())
+    if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and node.arg.value == 0:
+        left = [] if _is_messages(node.node) else left
+    elif isinstance(node, nodes.And | nodes.Not | nodes.If | nodes.CondExpr):
+        asked = node.left if isinstance(node, nodes.And) else node.node if isinstance(node, nodes.Not) else node.test
+        left = [child for child in left if child is not asked or not _is_messages(child)]
+    return all(_is_settled(child, unsettled) for child in left)
+
+
+def _is_messages(node: Any) -> bool:
+    from jinja2 import nodes
+
+    return isinstance(node, nodes.Name) and (node.name, node.ctx) == (_MESSAGES, "load")
+
+
+def _without_marks(node: Any) -> Any:
+    """A template whose `{% generation %}` blocks, which transformers counts characters with, are plain text."""
+    from jinja2 import nodes
+
+    for field, value in list(node.iter_fields()):
+        if isinstance(value, list):
+            setattr(node, field, [_without_marks(v) if isinstance(v, nodes.Node) else v for v in value])
+        elif isinstance(value, nodes.Node):
+            setattr(node, field, _without_marks(value))
+    called = node.call.node if isinstance(node, nodes.CallBlock) else None
+    is_mark = isinstance(called, nodes.ExtensionAttribute) and called.name == "_generation_support"
+    return nodes.Scope(node.body) if is_mark else node
 
 
 def _loops(body: list[Any]) -> Iterator[tuple[list[Any], Any]]:

@@ -26,7 +26,7 @@ import inspect
 import math
 import threading
 import types
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Any, Literal, NamedTuple
 
 import trio
@@ -126,14 +126,6 @@ def async_library_of(function: Callable[..., Any]) -> AsyncLibrary:
     return "trio" if code is None else _library_of_code(code, underlying.__globals__)
 
 
-@contextlib.contextmanager
-def _deadline(seconds: float) -> Iterator[None]:
-    with trio.move_on_after(seconds) as scope:
-        yield
-    if scope.cancelled_caught:
-        raise CallTimeoutError
-
-
 # --- telling them apart ---------------------------------------------------------------------------------------------
 
 
@@ -187,7 +179,7 @@ def _roots_of(code: types.CodeType | None, namespace: dict[str, Any]) -> set[str
 async def _await(
     make: Callable[[], Awaitable[Any]], library: AsyncLibrary, timeout_seconds: float, is_fixed: bool
 ) -> Any:
-    with _deadline(timeout_seconds):
+    with trio.CancelScope(deadline=trio.current_time() + timeout_seconds):
         if library == "asyncio":
             return await _run_on_asyncio(make)
         try:
@@ -199,6 +191,7 @@ async def _await(
             raise EnvironmentDefinitionError(
                 "an async method awaits asyncio code but was run under trio; " + (UNDER_TRIO if is_fixed else DECLARE)
             ) from error
+    raise CallTimeoutError
 
 
 def _passes(error: BaseException) -> bool:
@@ -419,8 +412,9 @@ async def _call_in_thread(
     except trio.WouldBlock:
         await slots.acquire_on_behalf_of(job)
     try:
-        with _deadline(timeout_seconds):
+        with trio.CancelScope(deadline=trio.current_time() + timeout_seconds):
             return (await run_in_thread(job.run))[0]
+        raise CallTimeoutError
     finally:
         job.abandon()
         slots.release_on_behalf_of(job)

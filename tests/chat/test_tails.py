@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import sys
 import time
 from pathlib import Path
@@ -74,6 +75,31 @@ REWRITING = {
         + OPEN
     ),
     "twice": LOOP + LOOP + OPEN,
+    # Before the loop, by what is known of a conversation only when it is over.
+    "head_last": "{{ messages[-1].role }}" + LOOP + OPEN,
+    "head_first_or_all": "{{ (messages or tools) }}" + LOOP + OPEN,
+    "head_prompt": "{% if add_generation_prompt %}!{% endif %}" + LOOP + OPEN,
+    "head_name": "{% set n = messages|length %}{% set k = n %}{{ k }}" + LOOP + OPEN,
+    "head_own_messages": (
+        "{% set all = messages %}{% set messages = messages[-1:] %}{{ messages[0].role }}"
+        + LOOP.replace("messages", "all")
+        + OPEN
+    ),
+    "head_macro": "{% macro count() %}{{ n }}{% endmacro %}{% set n = messages|length %}{{ count() }}" + LOOP + OPEN,
+    "head_namespace": (
+        "{% set ns = namespace(n=0) %}{% set other = ns %}{% for m in messages %}{% set other.n = loop.index %}"
+        "{% endfor %}{{ ns.n }}" + LOOP + OPEN
+    ),
+    "head_namespace_in_macro": (
+        "{% macro put(n) %}{% set n.k = messages|length %}{% endmacro %}{% set ns = namespace(k=0) %}"
+        "{% set _ = put(ns) %}{{ ns.k }}" + LOOP + OPEN
+    ),
+    "head_both": "{{ tools|length if tools else 0 }}{{ messages|length }}" + LOOP + OPEN,
+    "head_settled": (
+        "{% macro text(c) %}[{{ c }}]{% endmacro %}{% set system = messages and messages[0].role == 'system' %}"
+        "{% if system or tools %}{{ text(messages[0].content) if system }}{% for t in tools or [] %}{{ t|tojson }}"
+        "{% endfor %}{% endif %}" + LOOP + OPEN
+    ),
 }
 NAMES = [
     "qwen2_5", "qwen3", "qwen3_training", "qwen3_instruct_2507", "qwen3_5_think", "llama3_1", "llama3_2", "llama3",
@@ -171,6 +197,18 @@ def test_what_is_rendered_does_not_grow_with_the_conversation(name: str, is_shor
         lengths.append(len(old) + len(new))
         before = [*before, *more]
     assert (lengths[-1] <= lengths[1] + 16) is is_short, lengths
+
+
+@pytest.mark.parametrize("name", ["tiny", "qwen2_5", "qwen3"])
+def test_tools_are_not_written_again_at_each_turn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    chat, written, dumps = chat_of(name), [], json.dumps
+    monkeypatch.setattr(json, "dumps", lambda value, **settings: written.append(value) or dumps(value, **settings))
+    before = [Message("user", f"which {name} is it?")]
+    for turn in range(4):
+        count = len([value for value in written if "parameters" in str(value)])
+        chat.render_pair(before, more := [CALL, Message("tool", str(turn), name="f")], TOOLS, True)
+        before = [*before, *more]
+    assert 0 < count == len([value for value in written if "parameters" in str(value)])
 
 
 def test_a_late_turn_costs_no_more_than_an_early_one() -> None:

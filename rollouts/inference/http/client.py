@@ -159,7 +159,7 @@ class HTTPClient:
         await take_turn(self._limiter)
         try:
             self._requests += 1
-            with trio.move_on_after(timeout_seconds) as scope:
+            with trio.CancelScope(deadline=trio.current_time() + timeout_seconds) as scope:
                 while True:
                     attempt += 1
                     try:

@@ -124,10 +124,12 @@ class Watch:
         own: Doing,
         on_verdict: Callable[[RankError], None],
         *,
+        start_seconds: float,
         stall_seconds: float | None = None,
     ) -> None:
-        """`own` is what rank 0 does: the last command that it gave. With `stall_seconds` no rank may pass so long
-        without progress in a command that computes: for devices whose collectives raise no error in time.
+        """`own` is what rank 0 does: the last command that it gave. A rank may take `start_seconds` from now until its
+        first beat. With `stall_seconds` no rank may pass so long without progress in a command that computes: for
+        devices whose collectives raise no error in time.
         """
         self.verdict: RankError | None = None
         self._channel = channel
@@ -135,6 +137,7 @@ class Watch:
         self._world_size = world_size
         self._processes = dict(processes)
         self._on_verdict = on_verdict
+        self._start_seconds = start_seconds
         self._stall_seconds = stall_seconds
         self._ended = threading.Event()
         self._judged = threading.Event()
@@ -199,7 +202,14 @@ class Watch:
                     return f"rank {rank} died ({_words_of_exit(code)}); its last command: {self._own.words()}"
         for rank in range(1, self._world_size):
             silent = now - self._heard[rank]
-            if rank in self._raw and rank not in self._failures and silent > SILENCE_SECONDS:
+            if rank in self._failures:
+                continue
+            if rank not in self._raw and silent > self._start_seconds:
+                return (
+                    f"rank {rank} did not start within {self._start_seconds:g} s; look at what it wrote, or give it "
+                    "more time with --training.start-seconds"
+                )
+            if rank in self._raw and silent > SILENCE_SECONDS:
                 last = self._own.words()
                 return f"rank {rank} was not heard of for {silent:.0f} s; its last command: {last}{self._at(rank)}"
         symptoms = [(when, failure) for failure, when in self._failures.values() if failure.symptom]

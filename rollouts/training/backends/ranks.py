@@ -83,6 +83,7 @@ class Gathering:
                 meeting.processes,
                 self.beating.doing,
                 lambda error: self._on_verdict(error),
+                start_seconds=start_seconds,
                 stall_seconds=stall_seconds if on_gpus else None,
             )
 
