@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollouts.compose.choosing import Chosen, choose_each, completed
-from rollouts.compose.environments import Environment, held_out_tasks, plan_environments
+from rollouts.compose.environments import Environment, held_out_tasks, plan_environments, task_identity
 from rollouts.compose.plan import reward_terms, with_data
 from rollouts.config import Component, Resolved, load_file, resolve
 from rollouts.config.of_run import HOLDING_OUT, run_settings_file
@@ -166,19 +166,14 @@ def _held_out_notes(
             raise ConfigError(f"{run.source.path} leaves out a secret of the environment")
         chosen = choose_each(manager, {"env": theirs_given}, run.source)["env"]
         theirs = plan_environments(manager, theirs_given, chosen, run.settings, run.source)
-        held_out = {_identity(task) for task in held_out_tasks(theirs, run.settings.eval_tasks)}
+        held_out = {task_identity(task) for task in held_out_tasks(theirs, run.settings.eval_tasks)}
         aliases = {env.alias for env in own}
         asked = [task for task in held_out_tasks(environments, settings.eval_tasks) if task.env in aliases]
     except UserError as error:
         return (f"which of these tasks the run held out is not known: {error}",)
-    unseen = sum(_identity(task) in held_out for task in asked)
+    unseen = sum(task_identity(task) in held_out for task in asked)
     words = f": it held out {unseen} of these {len(asked)} tasks, and may have trained on the others"
     return ("; ".join(differing) + (words if unseen < len(asked) else ""),)
-
-
-def _identity(task: Task) -> str:
-    """The task's key; that of a prompt does not depend on the system prompt of a run."""
-    return task.key.removeprefix("id:") if task.key.startswith("id:prompt:") else task.key
 
 
 def _check_served(given: str, settings: Settings, inference: Chosen, is_chat: bool) -> tuple[str, ...]:
