@@ -61,7 +61,7 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def names_secret(name: str) -> bool:
-    """Whether the name of a variable or a setting says that its value is a secret, by its last word.
+    """Whether the name of a variable says that its value may be a secret, by its last word: `--pass-env` passes it on.
 
     >>> [names_secret(name) for name in ("api_key", "HF_TOKEN", "client-secret", "x.password")]
     [True, True, True, True]

@@ -14,10 +14,11 @@ __all__ = ["config"]
 def _config(file: str | None, **options: Any) -> int:
     from rollouts.cli.components import explain_components
     from rollouts.config.render import to_toml
+    from rollouts.config.secrets import resolved_without_secrets
 
     resolved, given = read_settings(click.get_current_context(), file, options)
     resolved, signatures = explain_components(resolved, given)
-    click.echo(to_toml(resolved, commented=True, signatures=signatures), nl=False)
+    click.echo(to_toml(resolved_without_secrets(resolved), commented=True, signatures=signatures), nl=False)
     return 0
 
 

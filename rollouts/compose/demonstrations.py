@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rollouts.compose.environments import Environment
+from rollouts.compose.environments import Environment, task_identity
 from rollouts.errors import EnvironmentDefinitionError
 from rollouts.training.datasets import mixing
 from rollouts.training.datasets.buffer import SKIPPED_MAX
@@ -75,9 +75,10 @@ def _without_end(env: Environment, prompts: HeldOutPrompts) -> Iterator[Demonstr
 class HeldOutPrompts:
     """The prompts of held-out tasks, by which a demonstration of one is known.
 
-    Text is compared without the space around it. A system message counts only where the rest of a prompt is that of
-    several held-out tasks: a demonstration may be written with another one, or with none. `shared` counts the tasks
-    whose whole prompt is also that of another one: of a demonstration nothing says which of them it is for.
+    Text is compared without the space around it. A system message counts only where several held-out tasks of one
+    environment share the rest of their prompts: a demonstration may have another system message, or none. `shared`
+    counts the tasks that share their whole prompt with another one of their environment: nothing in a demonstration
+    says which of them it answers.
 
     >>> prompts = HeldOutPrompts([Task("2 + 2?"), Task("Play.", id="a"), Task("Play.", id="b")])
     >>> prompts.asks([Message("system", "Be brief."), Message("user", "2 + 2?"), Message("assistant", "4")])
@@ -87,11 +88,13 @@ class HeldOutPrompts:
     """
 
     def __init__(self, tasks: Sequence[Task]) -> None:
-        keys = [_keys(task.messages) for task in {(task.env, task.key): task for task in tasks}.values()]
-        whole, rest = (Counter(column) for column in zip(*keys, strict=True)) if keys else (Counter(), Counter())
+        # One id may mean another prompt in each of two phases, and one task may have another system message in each.
+        known = [(task.env, task_identity(task), *_keys(task.messages)) for task in tasks]
+        whole = Counter((env, whole) for env, _, whole in {(env, task, whole) for env, task, whole, _ in known})
+        rest = Counter((env, rest) for env, _, rest in {(env, task, rest) for env, task, _, rest in known})
         self.shared = sum(count for count in whole.values() if count > 1)
-        self._whole = {key for key, count in whole.items() if count == 1}
-        self._rest = {key for key, count in rest.items() if count == 1 and key != b"[]"}
+        self._whole = {key for (_, key), count in whole.items() if count == 1}
+        self._rest = {key for (_, key), count in rest.items() if count == 1 and key != b"[]"}
 
     def asks(self, messages: Sequence[Message]) -> bool:
         """Whether the conversation answers one of these prompts, with any turn of the assistant."""

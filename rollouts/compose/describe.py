@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rollouts.compose.memory import memory_lines
 from rollouts.compose.resume import run_to_resume
 from rollouts.config import OWN, to_toml
+from rollouts.config.secrets import resolved_without_secrets, without_secrets
 from rollouts.config.settings import COMPONENT_KINDS
 from rollouts.env.authoring import tools_of
 from rollouts.run_folder import check_out
@@ -38,7 +39,7 @@ def describe(plan: Plan) -> str:
     else:
         next(plan.demonstrations(held_out))
     lines = [
-        to_toml(plan.resolved).rstrip(),
+        to_toml(resolved_without_secrets(plan.resolved)).rstrip(),
         "",
         "# Composed",
         *_environment_lines(plan),
@@ -69,7 +70,7 @@ def describe_evaluation(plan: EvaluationPlan) -> str:
     tasks = plan.eval_tasks()
     samples = plan.settings.samples_per_prompt
     lines = [
-        to_toml(plan.resolved).rstrip(),
+        to_toml(resolved_without_secrets(plan.resolved)).rstrip(),
         "",
         "# Composed",
         *(_component_line(key, each) for key, chosen in plan.chosen.items() for each in chosen),
@@ -176,7 +177,7 @@ def _call_words(function: Any) -> str:
     bound: dict[str, Any] = {}
     inner = function
     while isinstance(inner, functools.partial):
-        bound = inner.keywords | bound
+        bound = without_secrets(inner.keywords) | bound
         inner = inner.func
     told = [f"{name}={value}" for name, value in bound.items() if name not in defaults or defaults[name] != value]
     return function_label(function) + (f"({', '.join(told)})" if told else "")

@@ -31,7 +31,7 @@ from rollouts.training.datasets import mixing
 from rollouts.training.datasets.buffer import DataBuffer, as_conversation, as_task, draw_tasks, shuffled
 from rollouts.types import Message, Task
 
-__all__ = ["Environment", "held_out_tasks", "plan_environments", "task_buffer"]
+__all__ = ["Environment", "held_out_tasks", "plan_environments", "task_buffer", "task_identity"]
 
 
 class Environment(NamedTuple):
@@ -225,6 +225,11 @@ def held_out_tasks(environments: Sequence[Environment], count: int) -> list[Task
     """`count` held-out tasks of all environments together, shared out by their mean shares over the run."""
     counts = mixing.share_out(count, [env.share for env in environments])
     return [task for env, own in zip(environments, counts, strict=True) for task in env.held_out(own)]
+
+
+def task_identity(task: Task) -> str:
+    """The task's key; that of a prompt does not depend on the system prompt of a run."""
+    return task.key.removeprefix("id:") if task.key.startswith("id:prompt:") else task.key
 
 
 def task_buffer(environments: Sequence[Environment], held_out: Sequence[Task], tasks_per_step: int) -> DataBuffer:

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollouts.compose.choosing import Chosen, choose_each, completed
-from rollouts.compose.environments import Environment, held_out_tasks, plan_environments
+from rollouts.compose.environments import Environment, held_out_tasks, plan_environments, task_identity
 from rollouts.compose.plan import reward_terms, with_data
 from rollouts.config import Component, Resolved, load_file, resolve
 from rollouts.config.of_run import HOLDING_OUT, run_settings_file
+from rollouts.config.secrets import components_without_secrets, leaves_out
 from rollouts.config.settings import EVAL, Settings
 from rollouts.env.checks import check_environment
 from rollouts.env.mixing import RewardTerm
@@ -126,12 +127,14 @@ def make_evaluation_plan(resolved: Resolved) -> EvaluationPlan:
 
 
 def _run_of(model: str) -> Resolved | None:
-    """The settings of the run that wrote this model; None where it is no run's. Raises ConfigError."""
+    """The settings of the run that wrote this model, without its secrets; None where it is no run's. Raises
+    ConfigError.
+    """
     file = run_settings_file(model)
     if file is None:
         return None
     tree, source = load_file(file)
-    return resolve(tree, source)
+    return resolve(tree, source, allow_left_out=True)
 
 
 def _held_out_notes(
@@ -152,25 +155,25 @@ def _held_out_notes(
     ]
     try:
         run = with_data(run, manager)
-        if list(components) != list(run.components["env"]):
+        theirs_given = run.components["env"]
+        if components_without_secrets(components) == components_without_secrets(theirs_given):
+            theirs_given = list(components)  # the same, with the secrets that are left out of the run's file
+        else:
             differing.append("the environment or its settings are not those of the run")
         if not own or not differing:
             return ()
-        chosen = choose_each(manager, {"env": run.components["env"]}, run.source)["env"]
-        theirs = plan_environments(manager, run.components["env"], chosen, run.settings, run.source)
-        held_out = {_identity(task) for task in held_out_tasks(theirs, run.settings.eval_tasks)}
+        if leaves_out([each.settings for each in theirs_given]):
+            raise ConfigError(f"{run.source.path} leaves out a secret of the environment")
+        chosen = choose_each(manager, {"env": theirs_given}, run.source)["env"]
+        theirs = plan_environments(manager, theirs_given, chosen, run.settings, run.source)
+        held_out = {task_identity(task) for task in held_out_tasks(theirs, run.settings.eval_tasks)}
         aliases = {env.alias for env in own}
         asked = [task for task in held_out_tasks(environments, settings.eval_tasks) if task.env in aliases]
     except UserError as error:
         return (f"which of these tasks the run held out is not known: {error}",)
-    unseen = sum(_identity(task) in held_out for task in asked)
+    unseen = sum(task_identity(task) in held_out for task in asked)
     words = f": it held out {unseen} of these {len(asked)} tasks, and may have trained on the others"
     return ("; ".join(differing) + (words if unseen < len(asked) else ""),)
-
-
-def _identity(task: Task) -> str:
-    """The task's key; that of a prompt does not depend on the system prompt of a run."""
-    return task.key.removeprefix("id:") if task.key.startswith("id:prompt:") else task.key
 
 
 def _check_served(given: str, settings: Settings, inference: Chosen, is_chat: bool) -> tuple[str, ...]:

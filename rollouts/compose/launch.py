@@ -114,7 +114,8 @@ def launch(
             with _discarded(folder):
                 logger = _begin(plan, folder, resumed)
             parts = Parts(plan, chat, backend, inference, folder, logger, watcher, held_out, scorer)
-            return _run_and_summarise(parts, data, resumed, started, ending)
+            notes = _notes(parts, also_held_out)
+            return _run_and_summarise(parts, data, resumed, notes, started, ending)
     finally:
         with ending:
             backend.close()
@@ -199,7 +200,12 @@ def demonstration_samples(plan: Plan, chat: ChatFormat, held_out: Sequence[Task]
 
 
 def _run_and_summarise(
-    parts: Parts, data: Data, resumed: Resumed | None, started: float, ending: contextlib.ExitStack
+    parts: Parts,
+    data: Data,
+    resumed: Resumed | None,
+    notes: Sequence[str],
+    started: float,
+    ending: contextlib.ExitStack,
 ) -> dict[str, Any]:
     """Run under trio; whatever happens, close the loggers, write the summary, and only then raise. Once it is
     interrupted it is not interrupted again, until `ending` is left.
@@ -208,7 +214,7 @@ def _run_and_summarise(
     summary = course.summary
     failure: BaseException | None = None
     try:
-        parts.watcher.begin(parts.plan, parts.folder.shown, [*_notes(parts), *(resumed.notes if resumed else ())])
+        parts.watcher.begin(parts.plan, parts.folder.shown, [*notes, *(resumed.notes if resumed else ())])
         parts.call_hooks("rollouts_run_start", settings=plain_plan(parts.plan), folder=str(parts.folder.path))
         freeze_loaded()
         run_interruptible(course.run)
@@ -288,7 +294,7 @@ def without_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
 
 
-def _notes(parts: Parts) -> list[str]:
+def _notes(parts: Parts, also_held_out: Sequence[Task]) -> list[str]:
     """What is unusual about this run, in words: its template, its backend, its held-out tasks."""
     report = parts.chat.report
     notes = list(parts.plan.notes)
@@ -298,7 +304,7 @@ def _notes(parts: Parts) -> list[str]:
     if drawn < asked:
         gave = "environment gave" if len(parts.plan.environments) == 1 else "environments gave"
         notes.append(f"the {gave} {drawn} different held-out tasks, --eval-tasks asked for {asked}")
-    shared = HeldOutPrompts(parts.held_out).shared if parts.plan.settings.mode == "sft" else 0
+    shared = HeldOutPrompts([*parts.held_out, *also_held_out]).shared if parts.plan.settings.mode == "sft" else 0
     if shared:
         notes.append(
             f"{shared} held-out tasks have the prompt of another one, so that their demonstrations cannot be told "

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import os
 import time
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +30,6 @@ from rollouts.config.secrets import resolved_without_secrets
 from rollouts.disk import write_whole
 from rollouts.encoding import encode_indented
 from rollouts.errors import ConfigError, DamagedCheckpointError, OutputError, RolloutsError, UserError
-from rollouts.loggers.base import plain_settings
 from rollouts.run_folder import CONFIG, check_out, default_out, holds_run, make_new, shown_path
 from rollouts.training.backends.checkpoint_files import check_folder, newest_checkpoint
 from rollouts.types import Task
@@ -154,7 +154,8 @@ def _check_data(plans: _Plans) -> None:
 
 def _check_resumed(out: Path, plans: _Plans) -> None:
     """Refuse what would change a phase on which another one is built already. Raises ConfigError."""
-    before = read_run(out, {}).settings
+    begun = read_run(out, {}, allow_left_out=True)
+    before = begun.settings
     if before.mode != "sft+rl":
         raise ConfigError(
             f"{out} holds a run of mode {before.mode}, and this one is of mode sft+rl; type another --out"
@@ -164,12 +165,18 @@ def _check_resumed(out: Path, plans: _Plans) -> None:
             f"eval_tasks was {before.eval_tasks} and is {plans.whole.settings.eval_tasks} now, which would hold out "
             f"tasks that may have been demonstrated; give {before.eval_tasks} again, or another --out"
         )
-    changed = changed_settings(plain_settings(before.sft), plain_settings(plans.whole.settings.sft))
+    changed = changed_settings(_supervised_as_written(begun), _supervised_as_written(plans.whole))
     if changed and holds_run(out / RL):
         raise ConfigError(
             f"the supervised phase of {out} is over, and reinforcement has begun with it; this would change it: "
             f"{', '.join(f'sft.{each}' for each in changed)}\nleave that as it was, or give another --out"
         )
+
+
+def _supervised_as_written(resolved: Resolved) -> Tree:
+    """The table `sft` as the run's file has it: without secrets, and with the word `none` for None."""
+    written: Tree = tomllib.loads(to_toml(resolved_without_secrets(resolved))).get("sft", {})
+    return written
 
 
 def _run(out: Path, home: Path, plans: _Plans, watcher: Watcher, started: float, checkpoint: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import msgspec
 from rollouts.compose.plan import Plan
 from rollouts.config import Resolved, Settings, Source, Tree, load_file, merge, resolve
 from rollouts.config.merging import component_tables
-from rollouts.config.secrets import without_secrets
+from rollouts.config.secrets import flat_without_secrets, tree_without_secrets
 from rollouts.disk import sync_folder
 from rollouts.errors import CheckpointError, ConfigError, DamagedCheckpointError, ModelError, UserError
 from rollouts.loggers.base import plain_settings
@@ -98,15 +98,18 @@ def resume_command(folder: Path, checkpoint: Path | None = None, *, more: str = 
     return " ".join([*words, *filter(None, [more])])
 
 
-def read_run(folder: Path, given: Tree) -> Resolved:
-    """The settings of the run in this folder, with the `given` ones over them. Raises ConfigError."""
+def read_run(folder: Path, given: Tree, *, allow_left_out: bool = False) -> Resolved:
+    """The settings of the run in this folder, with the `given` ones over them. `allow_left_out` is that of `resolve`.
+
+    Raises ConfigError.
+    """
     if not holds_run(folder):
         raise ConfigError(f"{folder} holds no run: it has no {CONFIG}{_hint(folder)}")
     for name in ("out", "resume"):
         if name in given:
             raise ConfigError(f"{name}: a run that is resumed stays in its folder, {folder}; leave {name} out")
     tree, source = load_config(folder)
-    resolved = resolve(merge(tree, given), source)
+    resolved = resolve(merge(tree, given), source, allow_left_out=allow_left_out)
     if resolved.settings.mode == "eval":
         again = shlex.quote(str(folder / CONFIG))
         raise ConfigError(f"{folder} holds an evaluation, which is not gone on with; type: rollouts eval {again}")
@@ -229,7 +232,7 @@ def restore(backend: TrainingBackend, folder: RunFolder, plan: Plan, chosen: Pat
                 "from them"
             )
         notes += _missing_steps(plan, folder, state.step)
-        notes += changed_settings(state.settings, flat_settings(plan))
+        notes += changed_settings(flat_without_secrets(state.settings), flat_settings(plan))
         return Resumed(path, state, tuple(notes), is_own)
     notes.append("the run has no checkpoint yet: it begins again")
     return Resumed(None, RunState(0, plan.settings.mode, {}), tuple(notes))
@@ -431,7 +434,7 @@ def flat_settings(plan: Plan) -> dict[str, Any]:
     for name in ("out", "resume"):
         del tree[name]
     tree |= plain_settings(component_tables(plan.resolved.components))
-    flat: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(dict(_flattened("", without_secrets(tree)))))
+    flat: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(dict(_flattened("", tree_without_secrets(tree)))))
     return flat
 
 

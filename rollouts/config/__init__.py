@@ -10,6 +10,7 @@
     schedule.py   what changes at a step
     of_run.py     what an evaluation takes from the run that it evaluates
     secrets.py    components' secrets, which are written nowhere
+    secret_names.py  which names are those of secrets
     resolving.py  checking: a tree into `Resolved`
     render.py     `Resolved` back into a file that repeats the run
 

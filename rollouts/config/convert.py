@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollouts.child_environment import names_secret
 from rollouts.config.files import NOWHERE, Source, where
 from rollouts.config.flags import Flag, flag_name
+from rollouts.config.secret_names import is_secret
 from rollouts.config.values import admits_none, choices_of, describe_type, members_of, toml_value
 from rollouts.errors import ConfigError, near_misses
 
@@ -235,7 +235,7 @@ def complete_settings(signature: Signature, settings: Mapping[str, Any]) -> dict
     for setting in signature.settings:
         if setting.name in settings:
             complete[setting.name] = settings[setting.name]
-        elif setting.default is not REQUIRED and not names_secret(setting.name):
+        elif setting.default is not REQUIRED and not is_secret(setting.name):
             try:
                 toml_value(setting.default)
             except TypeError:

@@ -16,7 +16,7 @@ from rollouts.config.flags import Flag, Tree, flag_name
 from rollouts.config.merging import Component, components_of, merge, written_component
 from rollouts.config.of_run import with_settings_of_run
 from rollouts.config.schedule import check_schedule, scheduled_parts
-from rollouts.config.secrets import refuse_left_out
+from rollouts.config.secrets import refuse_left_out, with_secrets_of_run
 from rollouts.config.settings import (
     COMPONENT_KINDS,
     EVAL,
@@ -42,9 +42,11 @@ class Resolved(NamedTuple):
     source: Source = NOWHERE
 
 
-def resolve(tree: Tree, source: Source = NOWHERE) -> Resolved:
+def resolve(tree: Tree, source: Source = NOWHERE, *, allow_left_out: bool = False) -> Resolved:
     """Check and convert a merged tree (without defaults); `source` is the file it came from, for messages. The
     evaluation of a run takes the seed and the number of held-out tasks from that run's own file.
+
+    With `allow_left_out`, a secret that the file leaves out is no error. Use it to read a run, not to start one.
 
     Raises ConfigError: an unknown setting, a wrong type, a value out of bounds, a dotted flag for a component that is
     not chosen. Components' settings stay as they are, for `convert_settings`.
@@ -56,7 +58,9 @@ def resolve(tree: Tree, source: Source = NOWHERE) -> Resolved:
     if mode == "eval":
         tree = with_settings_of_run(_of_evaluation(tree, source))
         infos["temperature"] = infos["temperature"]._replace(minimum=0.0, above=-math.inf)  # 0: greedy
-    refuse_left_out(tree, source)
+    tree = with_secrets_of_run(tree)
+    if not allow_left_out:
+        refuse_left_out(tree, source)
     defaults: Tree = {key: _default_list(infos[key].default) for key in COMPONENT_KINDS}
     if mode == "sft":
         defaults["loss"] = "sft"

@@ -1,7 +1,7 @@
 """Secrets among components' settings (`--inference.body.api-key sk-1`): they are used, and written nowhere.
 
-A setting is one by its name, see `rollouts.child_environment.names_secret`, at any depth. In what is written LEFT_OUT
-stands in its place; who runs such a file is asked for it. Left out: the core's own settings, none of which is a secret.
+The name of a setting says that it is one, at any depth: see `secret_names`. LEFT_OUT is written instead of its value,
+and a run of such a file asks for it. Left out: the core's own settings, none of which is a secret.
 """
 
 from __future__ import annotations
@@ -11,55 +11,154 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rollouts.child_environment import names_secret
+from rollouts.config.environments import holds_several
 from rollouts.config.files import Source, where
 from rollouts.config.flags import Flag, Tree, flag_name, read_flag
+from rollouts.config.secret_names import is_secret
+from rollouts.config.settings import MULTIPLE
 from rollouts.config.values import toml_value
 from rollouts.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rollouts.config.merging import Component
     from rollouts.config.resolving import Resolved
 
-__all__ = ["LEFT_OUT", "command_without_secrets", "refuse_left_out", "resolved_without_secrets", "without_secrets"]
+__all__ = [
+    "LEFT_OUT",
+    "command_without_secrets",
+    "components_without_secrets",
+    "flat_without_secrets",
+    "leaves_out",
+    "refuse_left_out",
+    "resolved_without_secrets",
+    "tree_without_secrets",
+    "with_secrets_of_run",
+    "without_secrets",
+]
 
 LEFT_OUT = "(a secret, left out)"
 
 
 def without_secrets(settings: Any, name: str = "") -> Any:
-    """A copy of components' settings with LEFT_OUT in place of every secret.
+    """A copy of a component's settings with LEFT_OUT in place of every secret: text, a number, a list or a table. What
+    is None, empty or a boolean is none.
 
     >>> without_secrets({"url": "http://h", "body": {"api_key": "sk-1", "max_tokens": 3}})
     {'url': 'http://h', 'body': {'api_key': '(a secret, left out)', 'max_tokens': 3}}
     """
+    if is_secret(name) and not (settings is None or isinstance(settings, bool) or settings in ("", [], (), {})):
+        return LEFT_OUT
     if isinstance(settings, Mapping):
         return {key: without_secrets(value, str(key)) for key, value in settings.items()}
     if isinstance(settings, list | tuple) and not hasattr(settings, "_fields"):
-        return type(settings)(without_secrets(each, name) for each in settings)
-    return LEFT_OUT if isinstance(settings, str) and settings and names_secret(name) else settings
+        return type(settings)(without_secrets(each) for each in settings)
+    return settings
+
+
+def tree_without_secrets(tree: Tree) -> Tree:
+    """The same for a tree of settings, of the whole run or of its table `sft`. The alias of a component is not the name
+    of a setting: what `[reward.password]` holds is written.
+    """
+    hidden: Tree = {}
+    for key, value in tree.items():
+        if key == "sft":
+            hidden[key] = tree_without_secrets(value)
+        elif key == "schedule":
+            hidden[key] = [tree_without_secrets(table) for table in value]
+        elif isinstance(value, Mapping) and (key in MULTIPLE or (key == "env" and holds_several(dict(value)))):
+            hidden[key] = {alias: without_secrets(table) for alias, table in value.items()}
+        else:
+            hidden[key] = without_secrets(value)
+    return hidden
+
+
+def flat_without_secrets(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for settings by their dotted names."""
+    hidden: dict[str, Any] = {}
+    for name, value in flat.items():
+        path = name.split(".")
+        depth = _secret_depth(path)
+        if depth is None:
+            hidden[name] = tree_without_secrets({name: value})[name]
+        else:
+            whole = ".".join(path[:depth])
+            hidden[whole] = LEFT_OUT if depth < len(path) else without_secrets(value, path[-1])
+    return hidden
+
+
+def _secret_depth(path: Sequence[str]) -> int | None:
+    """How much of the path of a setting names the first secret; None where nothing of it does."""
+    first = 1 + (path[0] == "sft")
+    if len(path) > first + 1 and path[first - 1] in MULTIPLE:
+        first += 1  # the alias
+    return next((depth for depth in range(first + 1, len(path) + 1) if is_secret(path[depth - 1])), None)
+
+
+def components_without_secrets(components: Sequence[Component]) -> list[Component]:
+    """The same for the components of one kind."""
+    return [
+        each._replace(settings=without_secrets(each.settings), weight=without_secrets(each.weight))
+        for each in components
+    ]
 
 
 def resolved_without_secrets(resolved: Resolved) -> Resolved:
     """The same for all components of a run."""
     settings = resolved.settings
-    core = {key: without_secrets(getattr(settings, key)) for key in ("schedule", "sft")}
-    components = {
-        key: [
-            each._replace(settings=without_secrets(each.settings), weight=without_secrets(each.weight)) for each in all_
-        ]
-        for key, all_ in resolved.components.items()
-    }
+    core = tree_without_secrets({"schedule": settings.schedule, "sft": settings.sft})
+    core["schedule"] = type(settings.schedule)(core["schedule"])
+    components = {key: components_without_secrets(chosen) for key, chosen in resolved.components.items()}
     return resolved._replace(settings=dataclasses.replace(settings, **core), components=components)
+
+
+def leaves_out(value: Any) -> bool:
+    """Whether a secret was left out of these settings."""
+    return bool(_left_out(value, ("",)))
 
 
 def refuse_left_out(tree: Tree, source: Source) -> None:
     """Raise ConfigError where a secret was left out of a settings file and is not given anew."""
     missing = _left_out(tree, ())
-    if missing:
-        flags = " ".join(f"{flag_name(path)} VALUE" for path in missing)
-        raise ConfigError(
-            f"{where(missing[0], None, source)}: a secret, which was left out when this was written\n"
-            f"type it anew: {flags}"
-        )
+    missing = [path for path in missing if path[0] != "sft" or path[1:] not in missing]
+    if not missing:
+        return
+    flags = dict.fromkeys(flag for path in missing if (flag := _flag_for(path)))
+    again = f"type it anew: {' '.join(f'{flag} VALUE' for flag in flags)}" if flags else "write it into the file"
+    raise ConfigError(f"{where(missing[0], None, source)}: a secret, which was left out when this was written\n{again}")
+
+
+def with_secrets_of_run(tree: Tree) -> Tree:
+    """The tree where the table `sft` has the run's own secrets in place of those that were left out of it."""
+    if not isinstance(tree.get("sft"), Mapping):
+        return tree
+    return tree | {"sft": {key: _filled(value, tree.get(key)) for key, value in tree["sft"].items()}}
+
+
+def _filled(value: Any, other: Any) -> Any:
+    """`value` with what `other` has at the same places where a secret was left out of it. Another component has other
+    secrets.
+    """
+    if isinstance(value, str) and value == LEFT_OUT:
+        return value if other is None else other
+    other = other.value if isinstance(other, Flag) else other
+    if isinstance(value, Mapping) and isinstance(other, Mapping) and value.get("name") == other.get("name"):
+        return {key: _filled(inner, other.get(key)) for key, inner in value.items()}
+    if isinstance(value, list) and isinstance(other, list) and len(value) == len(other):
+        return [_filled(*pair) for pair in zip(value, other, strict=True)]
+    return value
+
+
+def _flag_for(path: Sequence[str]) -> str:
+    """The flag that gives what lies at this path, or the list or table around it where a flag cannot name it; "" where
+    no flag does.
+    """
+    named: list[str] = []
+    for part in path:
+        found = re.fullmatch(r"(\w+)(\[\d+\])?", part, re.ASCII)
+        named += [found[1]] if found else []
+        if not found or found[2]:
+            break
+    return flag_name(named) if len(named) > 1 else ""
 
 
 def _left_out(value: Any, path: tuple[str, ...]) -> list[tuple[str, ...]]:
@@ -94,8 +193,7 @@ def command_without_secrets(argv: Sequence[str]) -> list[str]:
 
 
 def _value_without_secrets(flag: str, text: str) -> str:
-    name = flag.rpartition(".")[2]
-    if names_secret(name):
+    if _secret_depth(flag.removeprefix("--").split(".")) is not None:
         return LEFT_OUT
     value = read_flag(text).value
     hidden = without_secrets(value)

@@ -13,7 +13,16 @@ PARTS = """\
 seen = []
 
 class Tracker:
-    def __init__(self, folder, settings, *, api_key: str = "", headers: dict | None = None, pad_token: str = "<pad>"):
+    def __init__(
+        self,
+        folder,
+        settings,
+        *,
+        api_key: str = "",
+        headers: dict | None = None,
+        pad_token: str = "<pad>",
+        prompt_key: str = "",
+    ):
         seen.append((api_key, headers, pad_token))
         assert "hush" not in str(settings)
     def log(self, metrics, step):
@@ -24,6 +33,13 @@ class Tracker:
 SECRETS = ["--logger.own.api-key", "hush-1", "--logger.own.headers", '{ x = [{ password = "hush-2" }], n = 3 }']
 SMALL = ["--env", "calculator", "--env.digits", "1", "--prompts-per-step", "2", "--samples-per-prompt", "2"]
 SMALL += ["--eval-tasks", "0", "--max-tokens", "16", "--logger", "own=./secret_tracker.py:Tracker"]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    (tmp_path / "secret_tracker.py").write_text(PARTS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 def everything_in(folder: str) -> bytes:
@@ -75,3 +91,77 @@ def test_the_command_that_is_written_down_holds_no_secret(text):
     words = ["rollouts", "run", *shlex.split(text), "--steps", "3"]
     written = command_without_secrets(words)
     assert "hush" not in str(written) and len(written) == len(words) and written[-2:] == ["--steps", "3"]
+
+
+def test_a_run_with_a_secret_is_evaluated_without_it(here):
+    assert main(["run", *SMALL, "--steps", "0", "--out", "out", *SECRETS]) == 0
+    evaluated = ["--env", "calculator", "--env.digits", "1", "--eval-tasks", "2", "--max-tokens", "4"]
+    assert main(["eval", "--model", "out", *evaluated, "--out", "evaluated"]) == 0
+    assert b"hush" not in everything_in("evaluated")
+
+
+def test_both_phases_with_secrets_are_resumed(here, capsys):
+    secrets = [*SECRETS, "--sft.logger.own.api-key", "hush-3"]
+    words = ["--mode", "sft+rl", "--steps", "0", "--sft.steps", "1", "--out", "two"]
+    assert main(["run", *SMALL, *words, *secrets]) == 0
+    assert b"hush" not in everything_in("two")
+    capsys.readouterr()
+    assert main(["resume", "two", "--steps", "1"]) == 2
+    error = capsys.readouterr().err
+    assert error.endswith("type it anew: --logger.own.api-key VALUE --logger.own.headers.x VALUE\n")
+    assert main(["resume", "two", "--steps", "1", *SECRETS]) == 0, "the supervised phase has the run's own"
+    words = ["--mode", "sft+rl", "--steps", "2", "--sft.steps", "1", "--out", "two", "--resume", "auto"]
+    assert main(["run", *SMALL, *words, *secrets]) == 0
+    capsys.readouterr()
+    assert main(["resume", "two", "--steps", "3", *secrets, "--sft.logger.own.pad-token", "<end>"]) == 2
+    error = capsys.readouterr().err
+    assert "this would change it: sft.logger" in error and "hush" not in error
+    assert b"hush" not in everything_in("two")
+
+
+def test_a_secret_need_not_be_text(here, capsys):
+    tables = ["--logger.own.headers", '{ password = 123456, inner = { secret = { value = "hush-9" } }, key = true }']
+    words = ["run", *SMALL, "--steps", "0", *tables, "--logger.own.api-key", "hush-1", "--out", "out"]
+    shown = []
+    for command in ([*words, "--dry-run"], ["config", *words[1:]]):
+        assert main(command) == 0
+        shown.append(capsys.readouterr().out)
+    assert main(words) == 0
+    for text in (*shown, everything_in("out").decode(errors="replace")):
+        assert "hush" not in text and "123456" not in text
+        assert 'password = "(a secret, left out)"' in text and "key = true" in text
+    Path("again.toml").write_text(shown[1])
+    assert main(["run", "again.toml", "--out", "again"]) == 2
+    flags = "--logger.own.api-key VALUE --logger.own.headers.password VALUE --logger.own.headers.inner.secret VALUE"
+    assert f"type it anew: {flags}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", ["--inference.body.password 123456", "--a.password.b 123456", "--sft.logger.own.password.b=123456"]
+)
+def test_the_command_that_is_written_down_holds_no_secret_that_is_no_text(words, monkeypatch):
+    from rollouts.config.secrets import command_without_secrets
+
+    assert "123456" not in str(command_without_secrets(words.split()))
+
+
+def test_names_that_only_look_like_secrets(here):
+    """Nor is the alias of a component the name of a setting."""
+    own = ["--logger", "password=./secret_tracker.py:Tracker", "--logger.password.prompt-key", "question"]
+    words = [*SMALL[:-2], *own, "--logger.password.pad-token", "<end>", "--sft.logger.password.pad-token", "<pad>"]
+    assert main(["run", "--mode", "sft+rl", *words, "--steps", "0", "--sft.steps", "0", "--out", "out"]) == 0
+    written = (here / "out/config.toml").read_text()
+    assert written.count('prompt_key = "question"') == 2 and "a secret" not in written
+    assert main(["resume", "out", "--steps", "1"]) == 0
+
+
+def test_a_secret_in_an_older_checkpoint_is_not_shown(here, capsys, monkeypatch):
+    """Those that were written before secrets were left out have them."""
+    older = {"logger.own.api_key": "hush-1", "logger.own.headers.password.b": "hush-4", "lr": 0.5}
+    with monkeypatch.context() as patch:
+        patch.setattr("rollouts.compose.course.flat_settings", lambda plan: older)
+        assert main(["run", *SMALL, "--steps", "0", "--out", "out"]) == 0
+    capsys.readouterr()
+    assert main(["resume", "out", "--steps", "1", "--logger.own.api-key", "hush-5"]) == 0
+    shown = capsys.readouterr().out
+    assert "lr: 0.5 -> " in shown and "hush" not in shown and "headers.password: " in shown

@@ -159,6 +159,47 @@ def test_tasks_that_share_a_prompt_are_told_apart_by_nothing_else():
     assert HeldOutPrompts([Task("Play.", id="a"), Task("Play.", id="b"), Task("Play.", id="b")]).shared == 2
 
 
+def test_a_prompt_that_two_environments_hold_out_is_not_demonstrated():
+    env = {"name": "calculator", "digits": 1}
+    made = plan(env=[env | {"alias": "easy"}, env | {"alias": "hard"}], mode="sft", eval_tasks=64)
+    held_out = made.eval_tasks()
+    prompts = [task.prompt for task in held_out]
+    assert len(set(prompts)) < len(prompts), "both hold out some of them"
+    stream = made.demonstrations(held_out)
+    assert not {next(stream).messages[0].text for _ in range(200)} & set(prompts)
+    assert HeldOutPrompts(held_out).shared == 0
+
+
+def test_what_either_phase_holds_out_is_not_demonstrated():
+    """One id may be of another task in each phase, and one task may have another system message in each."""
+    first, second = Task("1 + 1?", id="1"), Task("2 + 2?", id="1")
+    kind = Task(ask("system: Be kind.", "user: 3 + 3?"), id="3")
+    brief = Task(ask("system: Be brief.", "user: 3 + 3?"), id="3")
+    prompts = HeldOutPrompts([first, kind, second, brief])
+    for asked in ("1 + 1?", "2 + 2?", "3 + 3?"):
+        assert prompts.asks(ask(f"user: {asked}", "assistant: ."))
+    assert prompts.shared == 0
+
+
+def test_tasks_of_both_phases_that_share_a_prompt_are_noted(capsys, here):
+    Path("parts.py").write_text(
+        PARTS
+        + """
+
+@dataclass
+class Numbered(Words):
+    first: int = 0
+
+    def tasks(self, split, rng):
+        return [Task("Play." if split == "eval" else "Say it.", id=f"{split} {self.first}", answer="4")]
+"""
+    )
+    words = ["--env", "./parts.py:Numbered", "--sft.env.first", "1", "--steps", "0", "--sft.steps", "1"]
+    words += ["--eval-tasks", "1", "--sft.eval-tasks", "1", "--prompts-per-step", "2"]
+    assert main(["run", "--mode", "sft+rl", *words, *SMALL]) == 0
+    assert "2 held-out tasks have the prompt of another one" in capsys.readouterr().out.replace("\n", " ")
+
+
 # --- their order ----------------------------------------------------------------------------------------------------
 
 
