@@ -440,6 +440,16 @@ def test_what_the_same_settings_mean_since_is_noted_once(arguments, words, capsy
     assert "an earlier version" not in capsys.readouterr().out
 
 
+def test_a_manifest_that_cannot_be_read_is_kept(capsys, here):
+    run("out", "--steps", "1")
+    manifest = here / "out/manifest.json"
+    torn = manifest.read_bytes()[:-20]
+    manifest.write_bytes(torn)
+    run("out", "--steps", "2", resume=True)
+    assert manifest.read_bytes() == torn and Path("out/checkpoints/step_000002").is_dir()
+    assert "out/manifest.json cannot be read" in capsys.readouterr().out.replace("\n", " ")
+
+
 def test_resume_auto_needs_a_folder(capsys):
     assert main(["run", "--env", "calculator", "--resume", "auto"]) == 2
     error = capsys.readouterr().err
