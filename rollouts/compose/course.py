@@ -17,7 +17,7 @@ import msgspec
 import trio
 
 from rollouts.compose.parts import Parts
-from rollouts.compose.resume import Resumed, RunState, flat_settings
+from rollouts.compose.resume import REVISION, Resumed, RunState, flat_settings
 from rollouts.compose.saving import Occasion, Saving
 from rollouts.errors import CheckpointError
 from rollouts.evaluate import Evaluation, evaluate
@@ -272,6 +272,7 @@ class Course:
             evaluation=dict(evaluations),
             metric=_metric(parts, self._metrics),
             by_clock=occasion == "clock",
+            revision=REVISION,
         )
         await trio.to_thread.run_sync(parts.folder.sync)
         try:

@@ -27,7 +27,7 @@ from rollouts.chat.masks import SupervisedRow, tokenize_supervised
 from rollouts.child_environment import pass_on
 from rollouts.compose.course import Course, Data
 from rollouts.compose.demonstrations import HeldOutPrompts
-from rollouts.compose.manifest import make_manifest, resumed_manifest
+from rollouts.compose.manifest import make_manifest, manifest_to_change, resumed_manifest, unreadable_words
 from rollouts.compose.parts import (
     Loggers,
     Parts,
@@ -154,11 +154,15 @@ def _take_back(plan: Plan, folder: RunFolder, backend: TrainingBackend, resumed:
         folder.sync()
         backend.save(str(folder.checkpoint_path(step)), msgspec.to_builtins(resumed.state)).wait()
     shown = None if path is None else folder.in_words(str(path))
-    manifest = resumed_manifest(folder.read_json("manifest.json"), plan, step, shown)
-    manifest["checkpoint"] = None if path is None else folder.relative(folder.checkpoint_path(step))
-    if path is not None and not resumed.is_own:
-        manifest["resumed"][-1]["from"] = str(path)
-    folder.write_json("manifest.json", manifest)
+    before = manifest_to_change(folder)
+    if before is None:
+        resumed = resumed._replace(notes=(*resumed.notes, unreadable_words(folder)))
+    else:
+        manifest = resumed_manifest(before, plan, step, shown)
+        manifest["checkpoint"] = None if path is None else folder.relative(folder.checkpoint_path(step))
+        if path is not None and not resumed.is_own:
+            manifest["resumed"][-1]["from"] = str(path)
+        folder.write_json("manifest.json", manifest)
     if not moved:
         return resumed
     names = ", ".join(sorted(each.name for each in moved))

@@ -15,8 +15,11 @@ from rollouts.compose.evaluation_plan import EvaluationPlan
 from rollouts.compose.plan import Plan
 from rollouts.config.secrets import command_without_secrets
 from rollouts.plugins.index import ComponentRef
+from rollouts.run_folder import RunFolder
 
-__all__ = ["make_manifest", "resumed_manifest"]
+__all__ = ["make_manifest", "manifest_to_change", "resumed_manifest", "unreadable_words"]
+
+MANIFEST = "manifest.json"
 
 LIBRARIES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "trio", "msgspec", "pluggy", "numpy")
 
@@ -47,6 +50,22 @@ def resumed_manifest(manifest: Mapping[str, Any], plan: Plan, step: int, checkpo
         name: now[name] for name in ("command", "rollouts", "python", "components", "distributions", "hardware")
     }
     return {**(manifest or now), "resumed": [*manifest.get("resumed", []), again]}
+
+
+def manifest_to_change(folder: RunFolder) -> dict[str, Any] | None:
+    """The run's manifest; empty where there is none, and None where there is one that cannot be read: to write it anew
+    would lose what it holds.
+    """
+    found = folder.read_json(MANIFEST)
+    return found or (None if os.path.lexists(folder.path / MANIFEST) else {})
+
+
+def unreadable_words(folder: RunFolder) -> str:
+    """That the manifest cannot be read, and what to do."""
+    return (
+        f"warning: {folder.shown / MANIFEST} cannot be read. It is left as it is, and does not say which "
+        "checkpoint is the last one; mend the file, or move it away"
+    )
 
 
 def _references(plan: Plan | EvaluationPlan) -> list[ComponentRef]:

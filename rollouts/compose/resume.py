@@ -37,6 +37,7 @@ from rollouts.training.models import resolve_model_name
 from rollouts.training.types import TrainingBackend
 
 __all__ = [
+    "REVISION",
     "Resumed",
     "RunState",
     "changed_settings",
@@ -56,6 +57,11 @@ __all__ = [
 
 ASIDE = ".aside"
 
+REVISION = 1
+"""What a run makes of its settings, numbered: raise it when the same settings begin to mean another run, and say so in
+`_revised`. 1: demonstrations are shuffled, and those of held-out tasks left out; `rloo` sums over tokens.
+"""
+
 
 class RunState(msgspec.Struct):
     """What a checkpoint keeps of a run, besides the backend's own: all that is needed to go on as if nothing had been.
@@ -63,6 +69,7 @@ class RunState(msgspec.Struct):
     `step` steps are done. `data`, `rollouts` and `loop` are the states of the buffer, the manager and the loop (mode
     rl); `evaluation` holds those that were played: `before`, and at the end `after`; `metric` is what the best
     checkpoint is known by: name, value, higher_is_better. `by_clock`: the next checkpoint replaces this one.
+    `revision` is the REVISION that wrote it; 0 for checkpoints from before there was one.
     """
 
     step: int
@@ -74,6 +81,7 @@ class RunState(msgspec.Struct):
     evaluation: dict[str, Any] = {}
     metric: dict[str, Any] | None = None
     by_clock: bool = False
+    revision: int = 0
 
 
 class Resumed(NamedTuple):
@@ -233,9 +241,28 @@ def restore(backend: TrainingBackend, folder: RunFolder, plan: Plan, chosen: Pat
             )
         notes += _missing_steps(plan, folder, state.step)
         notes += changed_settings(flat_without_secrets(state.settings), flat_settings(plan))
+        notes += _revised(state, plan.settings)
         return Resumed(path, state, tuple(notes), is_own)
     notes.append("the run has no checkpoint yet: it begins again")
     return Resumed(None, RunState(0, plan.settings.mode, {}), tuple(notes))
+
+
+def _revised(state: RunState, settings: Settings) -> list[str]:
+    """Notes on what the same settings meant when the checkpoint was written, where that has changed."""
+    if state.revision >= 1 or not state.step:
+        return []
+    notes = []
+    if settings.mode == "sft":
+        notes.append(
+            "warning: an earlier version wrote this checkpoint. It took the demonstrations in their written order, "
+            "those of held-out tasks too. They are shuffled now, so that some may come twice and others never"
+        )
+    if settings.loss == "rloo" and not settings.aggregation:
+        notes.append(
+            "warning: an earlier version wrote this checkpoint. Its loss rloo had the aggregation rollout_mean, and "
+            f"has rollout_sum now; to go on as before, choose rollout_mean as the aggregation in {CONFIG}"
+        )
+    return notes
 
 
 def _missing_checkpoint(plan: Plan, folder: RunFolder, *, auto: bool) -> list[str]:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+from rollouts.compose.manifest import manifest_to_change, unreadable_words
 from rollouts.config import Settings
 from rollouts.run_folder import RunFolder
 from rollouts.training.backends.checkpoint_files import complete_checkpoints, prune_checkpoints, remove_checkpoint
@@ -84,7 +85,11 @@ class Saving:
         OutputError, CheckpointError.
         """
         folder, keep = self._folder, self._settings.keep_checkpoints
-        folder.write_json("manifest.json", folder.read_json("manifest.json") | {"checkpoint": folder.relative(path)})
+        manifest = manifest_to_change(folder)
+        if manifest is None:
+            self._warn(unreadable_words(folder))
+        else:
+            folder.write_json("manifest.json", manifest | {"checkpoint": folder.relative(path)})
         if keep:
             prune_checkpoints(folder.checkpoints, keep)
         elif self._by_clock is not None and self._by_clock != path and self._by_clock.exists():

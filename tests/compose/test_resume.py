@@ -425,6 +425,31 @@ def test_resume_auto_begins_goes_on_and_says_what_changed(capsys):
     assert "max_turns = 9" in Path("out/config.toml").read_text()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["--mode", "sft"], "They are shuffled now"), (["--loss", "rloo"], "has rollout_sum now")],
+    ids=["sft", "rloo"],
+)
+def test_what_the_same_settings_mean_since_is_noted_once(arguments, words, capsys, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("rollouts.compose.course.REVISION", 0, raising=False)
+        run("out", *arguments, "--steps", "1")
+    run("out", "--steps", "2", resume=True)
+    assert words in capsys.readouterr().out.replace("\n", " ")
+    run("out", "--steps", "3", resume=True)
+    assert "an earlier version" not in capsys.readouterr().out
+
+
+def test_a_manifest_that_cannot_be_read_is_kept(capsys, here):
+    run("out", "--steps", "1")
+    manifest = here / "out/manifest.json"
+    torn = manifest.read_bytes()[:-20]
+    manifest.write_bytes(torn)
+    run("out", "--steps", "2", resume=True)
+    assert manifest.read_bytes() == torn and Path("out/checkpoints/step_000002").is_dir()
+    assert "out/manifest.json cannot be read" in capsys.readouterr().out.replace("\n", " ")
+
+
 def test_resume_auto_needs_a_folder(capsys):
     assert main(["run", "--env", "calculator", "--resume", "auto"]) == 2
     error = capsys.readouterr().err
