@@ -242,11 +242,15 @@ def test_a_class_without_a_hash_has_its_tools() -> None:
 
 
 def test_classes_that_are_made_for_an_episode_do_not_stay() -> None:
-    made = []
-    for _ in range(200):
-        cls = type("Made", (Base,), {})
-        tools_of(cls())
-        made.append(weakref.ref(cls))
-    del cls
+    @tool
+    def mine(self: Any) -> str:
+        return "mine"
+
+    def make() -> Any:
+        made = type("Made", (), {"mine": mine})
+        assert [each.name for each in tools_of(made())] == ["mine"]
+        return weakref.ref(made)
+
+    made = [make() for _ in range(200)]
     gc.collect()
     assert sum(each() is not None for each in made) <= 64
