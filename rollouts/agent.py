@@ -20,7 +20,7 @@ import trio
 
 from rollouts.agent_clock import EpisodeClock
 from rollouts.agent_model import ChatModel, EpisodeLimits, EpisodeOver, plain_state, turn_seed
-from rollouts.author_code import authors_code, message_of, shown
+from rollouts.author_code import message_of, shown
 from rollouts.env import calls
 from rollouts.env.authoring import metrics_of, rewards_of, tools_of
 from rollouts.env.checks import requests_of
@@ -394,23 +394,26 @@ async def _ask(
     """One reward's verdict; one that raises, or takes too long, could not judge."""
     arguments = [available[request] for request in requests]
     try:
-        returned = await calls.call(functools.partial(function, **settings), *arguments, timeout_seconds=seconds)
+        verdict: Verdict = await calls.call(
+            functools.partial(function, **settings),
+            *arguments,
+            timeout_seconds=seconds,
+            convert=functools.partial(read_verdict, name, weight),
+        )
     except calls.CallTimeoutError:
         return Verdict(name, weight, None, {}, f"it took longer than {seconds:g} seconds", name)
     except (RewardError, EnvironmentDefinitionError):
         raise
     except Exception as error:  # a stranger's reward may raise anything
         return Verdict(name, weight, None, {}, named(error), name)
-    return read_verdict(name, weight, returned)
+    return verdict
 
 
 async def _measure(function: Callable[..., Any], available: Mapping[str, Any], seconds: float) -> float | None:
     """A metric's value; None where it raised, took too long, or is no finite number: a metric never harms a rollout."""
     arguments = [available[request] for request in requests_of(function)]
     try:
-        returned = await calls.call(function, *arguments, timeout_seconds=seconds)
-        with authors_code():
-            value = float(returned)
+        value: float = await calls.call(function, *arguments, timeout_seconds=seconds, convert=float)
     except EnvironmentDefinitionError:
         raise
     except Exception:  # counted by the caller as metric_failures

@@ -24,12 +24,12 @@ import trio
 from rollouts.agent_clock import EpisodeClock
 from rollouts.agent_tools import run_tool
 from rollouts.author_code import printable, shown
-from rollouts.encoding import plain
+from rollouts.encoding import DEPTH_MAX, plain
 from rollouts.env.authoring import ToolMethod
 from rollouts.errors import NAME_CHARACTERS_MAX, EnvironmentDefinitionError, InferenceError, ModelError, leaves_of
 from rollouts.inference.base import GenerateRequest, Generation, InferenceBackend
 from rollouts.inference.chatting import CanChat, ChatReply, ChatRequest
-from rollouts.types import Message, Segment, Status, Task, ToolCall, Trajectory
+from rollouts.types import Message, Segment, Status, Task, ToolCall, Trajectory, are_whole_streams
 
 if TYPE_CHECKING:
     from rollouts.chat.format import ChatFormat
@@ -532,7 +532,7 @@ def _readable(message: Message) -> Message:
     content = message.content
     return Message(
         printable(message.role),
-        printable(content) if isinstance(content, str) else [_readable_part(part) for part in content],
+        printable(content) if isinstance(content, str) else [_readable_value(part) for part in content],
         [_readable_call(each) for each in message.tool_calls],
         _readable_text(message.tool_call_id),
         _readable_text(message.name),
@@ -544,8 +544,20 @@ def _readable_text(text: Any) -> str | None:
     return None if text is None else printable(text) if isinstance(text, str) else shown(text)
 
 
-def _readable_part(part: dict[str, Any]) -> dict[str, Any]:
-    return {key: printable(value) if isinstance(value, str) else value for key, value in part.items()}
+def _readable_value(value: Any, around: tuple[int, ...] = ()) -> Any:
+    """The same with readable text, at any depth. Objects stay as they are, such as the image of a part. `around` are
+    the identities of what this value is inside of.
+    """
+    if isinstance(value, str):
+        return printable(value)
+    if not isinstance(value, dict | list | tuple):
+        return value
+    if id(value) in around or len(around) >= DEPTH_MAX:
+        return plain(value)
+    around = (*around, id(value))
+    if isinstance(value, dict):
+        return {_readable_value(key): _readable_value(each, around) for key, each in value.items()}
+    return [_readable_value(each, around) for each in value]
 
 
 def _readable_call(call: ToolCall) -> ToolCall:
@@ -587,23 +599,11 @@ def _check_closed(segment: Segment) -> None:
     streams = (segment.loss_mask, segment.logprobs, segment.versions)
     lengths = (len(segment.tokens), *(len(stream) for stream in streams))
     assert len(set(lengths)) == 1, f"a segment's streams must be aligned, got lengths {lengths}"
-    if _is_whole(*streams):
+    unsampled = set(itertools.compress(segment.versions, map(operator.le, segment.loss_mask, itertools.repeat(0.0))))
+    if unsampled <= {-1} and are_whole_streams(*streams):
         return
     for index, (weight, logprob, version) in enumerate(zip(*streams, strict=True)):
         if weight > 0:
             assert math.isfinite(logprob) and logprob <= 0, f"token {index} was sampled with logprob {logprob}"
         else:
             assert logprob == 0.0 and version == -1, f"token {index} was not sampled: {logprob}, version {version}"
-
-
-def _is_whole(mask: Sequence[float], logprobs: list[float], versions: list[int]) -> bool:
-    """Whether a segment's streams are surely right, found without a step of Python for each token."""
-    live = list(map(operator.gt, mask, itertools.repeat(0.0)))
-    sampled = list(itertools.compress(logprobs, live))
-    served = list(itertools.compress(versions, live))
-    return (
-        (not sampled or (max(sampled) <= 0 and math.isfinite(sum(sampled))))
-        # Whatever is not 0 was sampled, and all that was not sampled has the version -1.
-        and len(logprobs) - logprobs.count(0.0) == len(sampled) - sampled.count(0.0)
-        and versions.count(-1) - served.count(-1) == len(versions) - len(served)
-    )

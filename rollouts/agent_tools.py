@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from rollouts.author_code import authors_code, shown
+from rollouts.author_code import shown
 from rollouts.env import calls
 from rollouts.env.authoring import ToolMethod
 from rollouts.env.processes import Answer, ProcessError, call_isolated
@@ -71,9 +71,9 @@ async def run_tool(
                 characters_max=characters_max,
             )
             return _outcome(answer)
-        returned = await calls.call(functools.partial(tool.function, **arguments), timeout_seconds=seconds)
-        with authors_code():
-            return ToolOutcome(shortened(result_text(returned), characters_max))
+        function = functools.partial(tool.function, **arguments)
+        text = await calls.call(function, timeout_seconds=seconds, convert=result_text)
+        return ToolOutcome(shortened(text, characters_max))
     except calls.CallTimeoutError:
         return ToolOutcome(f"Error: {tool.name} took longer than {seconds:g} seconds", "timeout")
     except (calls.AbandonedCallsError, EnvironmentDefinitionError, ProcessError):

@@ -19,7 +19,7 @@ import msgspec
 
 from rollouts.encoding import encode
 
-__all__ = ["Message", "Sample", "Score", "Segment", "Status", "Task", "ToolCall", "Trajectory"]
+__all__ = ["Message", "Sample", "Score", "Segment", "Status", "Task", "ToolCall", "Trajectory", "are_whole_streams"]
 
 
 class Status(enum.StrEnum):
@@ -200,7 +200,7 @@ class Sample:
         assert len(self.rollout_log_probs) == length, f"{length} tokens but {len(self.rollout_log_probs)} logprobs"
         versions = self.policy_versions
         assert versions is None or len(versions) == length, f"{length} tokens but {len(versions)} versions"
-        if _is_whole(self.loss_mask, self.rollout_log_probs, versions):
+        if are_whole_streams(self.loss_mask, self.rollout_log_probs, versions):
             return
         for index, (weight, logprob) in enumerate(zip(self.loss_mask, self.rollout_log_probs, strict=True)):
             if weight > 0:
@@ -209,8 +209,8 @@ class Sample:
                 assert logprob == 0.0, f"token {index} was not sampled but has logprob {logprob}"
 
 
-def _is_whole(mask: Sequence[float], logprobs: Sequence[float], versions: Sequence[int] | None) -> bool:
-    """Whether a sample's streams are surely right, found without a step of Python for each token."""
+def are_whole_streams(mask: Sequence[float], logprobs: Sequence[float], versions: Sequence[int] | None) -> bool:
+    """Whether the streams of a sample or segment are surely right, found without a step of Python for each token."""
     live = list(map(operator.gt, mask, itertools.repeat(0.0)))
     sampled = list(itertools.compress(logprobs, live))
     if sampled and not (max(sampled) <= 0 and math.isfinite(sum(sampled))):

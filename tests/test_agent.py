@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import math
@@ -568,3 +569,44 @@ def test_what_may_be_played_again() -> None:
     assert again(Quiz, InferenceError("the connection was reset"))
     assert not again(Quiz, InferenceError("the prompt is too long", is_transient=False))
     assert not again(Reply) and not again(Quiz) and not again(Quiz, Generation([], [], "abort", []))
+
+
+# --- objects of an author's own -------------------------------------------------------------------------------------
+
+
+class SlowToRead:
+    """An object whose conversion takes longer than any deadline here."""
+
+    def __str__(self) -> str:
+        time.sleep(0.6)
+        return "slow"
+
+    def __float__(self) -> float:
+        time.sleep(0.6)
+        return 1.0
+
+
+@pytest.mark.parametrize("kind", ["plain", "trio", "asyncio"])
+def test_converting_what_an_author_returned_is_part_of_the_call_and_its_deadline(kind: str) -> None:
+    def plain() -> SlowToRead:
+        return SlowToRead()
+
+    async def under_trio() -> SlowToRead:
+        await trio.lowlevel.checkpoint()
+        return SlowToRead()
+
+    async def on_asyncio() -> SlowToRead:
+        await asyncio.sleep(0)
+        return SlowToRead()
+
+    method: Any = {"plain": plain, "trio": under_trio, "asyncio": on_asyncio}[kind]
+
+    class Objects(Quiz):
+        slow = staticmethod(tool(functools.partial(method)))
+        judged = staticmethod(reward(functools.partial(method)))
+        measured = staticmethod(metric(functools.partial(method)))
+
+    episode = play(Objects, FakeEngine("[slow {}]"), tool_seconds=0.1, reward_seconds=0.1)
+    assert "slow took longer than 0.1 seconds" in episode.trajectory.messages[-2].text
+    assert "judged could not judge: it took longer than 0.1 seconds" in episode.score.why
+    assert episode.metrics["tool_failure/timeout"] == episode.metrics["metric_failures"] == 1.0

@@ -286,3 +286,18 @@ def test_turn_seeds_are_stable_and_distinct() -> None:
     }
     assert len(seeds) == 108 and all(0 <= seed < 2**63 for seed in seeds)
     assert turn_seed(0, 0, 0, 0, 0) == 4405455499342369029
+
+
+def test_half_characters_anywhere_in_a_part_are_escaped() -> None:
+    image = object()
+
+    class Parts(Quiz):
+        async def rollout(self, task: Task, model: ChatModel) -> None:
+            inner: list[Any] = ["\ud800", {"\ud801": ("\ud802",)}]
+            inner.append(inner)
+            await model.chat([Message("user", [{"type": "text", "text": "go", "\ud803": inner, "image": image}])])
+
+    content = play(Parts, FakeEngine("yes")).trajectory.messages[0].content
+    assert isinstance(content, list) and content[0]["image"] is image
+    assert content[0]["\\ud803"][:2] == ["\\ud800", {"\\ud801": ["\\ud802"]}]
+    str(content).encode()

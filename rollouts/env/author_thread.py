@@ -21,14 +21,14 @@ Request = Callable[[], Any] | None
 
 
 class AuthorThread:
-    """Runs one function at a time. The thread ends with this object. `is_late`: a call ran past its deadline, and the
-    thread is left behind, as a daemon.
+    """Runs one function at a time. The thread ends with this object. `is_late`: a call ran past its deadline.
+    `is_left`: nobody waits for the call that it runs, and the thread is left behind, as a daemon.
     """
 
     def __init__(self) -> None:
         self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
-        self.is_late = False
+        self.is_late = self.is_left = False
         # No reference to this object: it could not go away while the thread waits.
         arguments = (self._requests, self._results)
         threading.Thread(target=_serve, args=arguments, name="rollouts-worker-tasks", daemon=True).start()
@@ -37,19 +37,21 @@ class AuthorThread:
         self._requests.put(None)
 
     def call(self, function: Callable[[], Any], seconds: float) -> Any:
-        """What `function` returns. Ctrl-C ends the wait.
+        """What `function` returns. Ctrl-C ends the wait, and the thread is of no more use.
 
         Raises:
             TimeoutError: it takes longer. The thread is of no more use.
             Exception: whatever it raises, as `rollouts.author_code` has it.
         """
-        assert not self.is_late, "an earlier call still runs"
+        assert not self.is_left, "an earlier call still runs"
         self._requests.put(function)
+        self.is_left = True  # until the result is here: anything may end the wait
         try:
             result, error = self._results.get(timeout=None if math.isinf(seconds) else seconds)
         except queue.Empty:
             self.is_late = True
             raise TimeoutError(f"it took longer than {seconds:g} seconds") from None
+        self.is_left = False
         if error is not None:
             raise error
         return result

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import inspect
 import operator
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
@@ -187,17 +186,19 @@ def _marked(env: Any, mark: str) -> Iterator[tuple[str, Callable[..., Any], Any]
 class _Scan(NamedTuple):
     """What was found in a class, and the attributes of it and its bases at that time."""
 
+    owner: type
     attributes: list[Any]
     marks: dict[str, list[tuple[str, Any]]]
 
 
-_scans: weakref.WeakKeyDictionary[type, _Scan] = weakref.WeakKeyDictionary()
+SCANS_MAX = 64  # attributes refer to their class, so a scan keeps it alive, also one that is made for an episode
+_scans: dict[int, _Scan] = {}  # by identity: a metaclass may leave its classes without a hash
 
 
 def _marks_of(owner: type) -> dict[str, list[tuple[str, Any]]]:
     """For each mark the (attribute, mark) of a class's methods: looked for again only where the class has changed."""
     attributes = [value for cls in owner.__mro__[:-1] for value in cls.__dict__.values()]  # `object` never changes
-    known = _scans.get(owner)
+    known = _scans.get(id(owner))
     if (
         known is not None
         and len(known.attributes) == len(attributes)
@@ -213,7 +214,9 @@ def _marks_of(owner: type) -> dict[str, list[tuple[str, Any]]]:
             value = _mark_of(raw, mark)
             if value is not None and not inspect.isclass(raw):
                 found.append((name, value))
-    _scans[owner] = _Scan(attributes, marks)
+    if len(_scans) >= SCANS_MAX:
+        _scans.clear()
+    _scans[id(owner)] = _Scan(owner, attributes, marks)
     return marks
 
 

@@ -54,6 +54,7 @@ SLOTS = 64  # worker threads of one trio run that work at the same time
 ASYNCIO_UNDER_TRIO = ("no running event loop", "received unrecognized yield message")  # asyncio's words, trio's words
 DECLARE = 'write `async_library = "asyncio"` in the environment\'s class'
 UNDER_TRIO = "rollout runs under trio: use trio.sleep, trio.open_nursery, ..., and leave asyncio to the tools and setup"
+PLAIN = (str, float, int, bool, types.NoneType)  # converting one runs nobody's code
 GRACE_SECONDS = 2.0  # an asyncio task has this long to clean up after its cancellation
 ASYNCIO_ONLY = frozenset(
     {"aiofiles", "aiohttp", "aiomysql", "aiopg", "aiosqlite", "asyncio", "asyncpg", "asyncssh", "motor", "uvloop"}
@@ -81,8 +82,12 @@ async def call(
     timeout_seconds: float = math.inf,
     limiter: trio.CapacityLimiter | None = None,
     async_library: AsyncLibrary | None = None,
+    convert: Callable[[Any], Any] | None = None,
 ) -> Any:
     """`function(*args)`, awaited where that is needed. The wait for a worker thread is not part of the deadline.
+
+    `convert` makes what is returned of what the function returned. It may run the `str` or `float` of an author's
+    object, so it runs in a worker thread and under the same deadline.
 
     `limiter` None: the run's own, of `SLOTS` threads. `async_library` None: by the rule in the module's docstring;
     given, the caller has no choice, and the author none either.
@@ -97,13 +102,14 @@ async def call(
     """
     if inspect.iscoroutinefunction(_plain(function)):
         library = async_library or async_library_of(function)
-        return await _await(functools.partial(function, *args), library, timeout_seconds, async_library is not None)
-    value = await _call_in_thread(function, args, timeout_seconds, limiter)
+        make = functools.partial(function, *args)
+        return await _await(make, library, timeout_seconds, async_library is not None, convert)
+    value = await _call_in_thread(function, args, timeout_seconds, limiter, convert)
     if inspect.iscoroutine(value):  # a plain function that hands out a coroutine: a wrapper around an async one
         said = async_library or _declared_library(function)
         namespace = value.cr_frame.f_globals if value.cr_frame else {}
         library = said or _library_of_code(value.cr_code, namespace)
-        return await _await(lambda: value, library, timeout_seconds, async_library is not None)
+        return await _await(lambda: value, library, timeout_seconds, async_library is not None, convert)
     return value
 
 
@@ -177,21 +183,32 @@ def _roots_of(code: types.CodeType | None, namespace: dict[str, Any]) -> set[str
 
 
 async def _await(
-    make: Callable[[], Awaitable[Any]], library: AsyncLibrary, timeout_seconds: float, is_fixed: bool
+    make: Callable[[], Awaitable[Any]],
+    library: AsyncLibrary,
+    timeout_seconds: float,
+    is_fixed: bool,
+    convert: Callable[[Any], Any] | None,
 ) -> Any:
     with trio.CancelScope(deadline=trio.current_time() + timeout_seconds):
-        if library == "asyncio":
-            return await _run_on_asyncio(make)
-        try:
-            with authors_code(_passes):
-                return await make()
-        except (RuntimeError, TypeError) as error:
-            if not any(words in str(error) for words in ASYNCIO_UNDER_TRIO):
-                raise
-            raise EnvironmentDefinitionError(
-                "an async method awaits asyncio code but was run under trio; " + (UNDER_TRIO if is_fixed else DECLARE)
-            ) from error
+        value = await (_run_on_asyncio(make) if library == "asyncio" else _run_under_trio(make, is_fixed))
+        if convert is None:
+            return value
+        if type(value) in PLAIN:
+            return convert(value)
+        return await _call_in_thread(convert, (value,), math.inf, None)
     raise CallTimeoutError
+
+
+async def _run_under_trio(make: Callable[[], Awaitable[Any]], is_fixed: bool) -> Any:
+    try:
+        with authors_code(_passes):
+            return await make()
+    except (RuntimeError, TypeError) as error:
+        if not any(words in str(error) for words in ASYNCIO_UNDER_TRIO):
+            raise
+        raise EnvironmentDefinitionError(
+            "an async method awaits asyncio code but was run under trio; " + (UNDER_TRIO if is_fixed else DECLARE)
+        ) from error
 
 
 def _passes(error: BaseException) -> bool:
@@ -366,21 +383,27 @@ def _too_many(count: int) -> AbandonedCallsError:
 class _Job:
     """A function in a thread that may be given up. Every change of state is under its lock."""
 
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], args: tuple[Any, ...], convert: Callable[[Any], Any] | None
+    ) -> None:
         self._function = function
         self._args = args
+        self._convert = convert
         self._lock = threading.Lock()
         self._state = "waiting"  # running, done, abandoned
 
     def run(self) -> list[Any]:
-        """What the function returns, in a list: trio refuses a bare coroutine."""
+        """What the function returns, converted, in a list: trio refuses a bare coroutine."""
         with self._lock:
             if self._state != "waiting":
                 return [None]  # given up before it began: its side effects must not come later
             self._state = "running"
         try:
             with authors_code():
-                return [self._function(*self._args)]
+                value = self._function(*self._args)
+                if self._convert is None or inspect.iscoroutine(value):
+                    return [value]
+                return [self._convert(value)]
         finally:
             with self._lock:
                 was_abandoned, self._state = self._state == "abandoned", "done"
@@ -402,11 +425,12 @@ async def _call_in_thread(
     args: tuple[Any, ...],
     timeout_seconds: float,
     limiter: trio.CapacityLimiter | None,
+    convert: Callable[[Any], Any] | None = None,
 ) -> Any:
     if statistics().abandoned >= ABANDONED_MAX:
         raise _too_many(statistics().abandoned)
     slots = limiter or _limiter_of_this_run()
-    job = _Job(function, args)
+    job = _Job(function, args, convert)
     try:
         slots.acquire_on_behalf_of_nowait(job)  # without the turn of the scheduler that awaiting it takes
     except trio.WouldBlock:

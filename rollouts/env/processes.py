@@ -160,6 +160,9 @@ class _Worker:
         return self.process.returncode
 
 
+_open_here: set[_Pool] = set()
+
+
 class _Pool:
     """The processes of one trio run."""
 
@@ -167,7 +170,8 @@ class _Pool:
         self.statistics = PoolStatistics()
         self._idle: list[_Worker] = []
         self._places = trio.CapacityLimiter(WORKERS_MAX)
-        self._lifeline = os.pipe()
+        self._lifeline: tuple[int, ...] = os.pipe()
+        _open_here.add(self)
 
     async def keep(self) -> None:
         """A system task: when the run is over, so are the processes."""
@@ -176,8 +180,14 @@ class _Pool:
         finally:
             while self._idle:
                 await self._idle.pop().end()
-            for end in self._lifeline:
-                os.close(end)
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Close the pipe whose end ends the processes. One that was forked from this one must not keep it open."""
+        _open_here.discard(self)
+        ends, self._lifeline = self._lifeline, ()
+        for end in ends:
+            os.close(end)
 
     async def call(self, reference: Reference, request: Mapping[str, Any], label: str, seconds: float) -> Answer:
         async with self._places:
@@ -254,6 +264,15 @@ def _pool_of_this_run() -> _Pool:
         _pool.set(pool)
         trio.lowlevel.spawn_system_task(pool.keep)
     return pool
+
+
+def _let_go_in_child() -> None:
+    for pool in list(_open_here):
+        pool.let_go()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def _line(request: Mapping[str, Any]) -> bytes:

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -225,3 +227,30 @@ def test_an_object_is_not_scanned_where_its_class_is_known() -> None:
 
     listed = least(lambda: [value for cls in many.__mro__ for value in vars(cls).values()])
     assert least(lambda: (tools_of(env), rewards_of(env), metrics_of(env))) < 12 * listed, "unknown, it is 60 times"
+
+
+def test_a_class_without_a_hash_has_its_tools() -> None:
+    class Meta(type):
+        def __eq__(cls, other: object) -> bool:
+            return cls is other
+
+    class Unhashable(Base, metaclass=Meta):
+        pass
+
+    for _ in range(2):
+        assert [each.name for each in tools_of(Unhashable())] == [each.name for each in tools_of(Base())]
+
+
+def test_classes_that_are_made_for_an_episode_do_not_stay() -> None:
+    @tool
+    def mine(self: Any) -> str:
+        return "mine"
+
+    def make() -> Any:
+        made = type("Made", (), {"mine": mine})
+        assert [each.name for each in tools_of(made())] == ["mine"]
+        return weakref.ref(made)
+
+    made = [make() for _ in range(200)]
+    gc.collect()
+    assert sum(each() is not None for each in made) <= 64

@@ -278,9 +278,11 @@ def test_a_tool_of_a_file_and_of_the_script_itself(tmp_path):
     assert done.stdout.split() == ["6", "6"], done.stderr
 
 
-@pytest.mark.parametrize("name", ["spin", "hold_the_gil", "pid"])
+@pytest.mark.parametrize("name", ["spin", "hold_the_gil", "pid", "a fork"])
 def test_processes_end_when_their_owner_is_killed(name, tmp_path):
     script = textwrap.dedent(f"""
+        import os
+        import time
         import trio
         from isolated_tools import Isolated
         from rollouts.agent_tools import run_tool
@@ -288,7 +290,10 @@ def test_processes_end_when_their_owner_is_killed(name, tmp_path):
         from rollouts.types import ToolCall
         tools = {{each.name: each._replace(timeout_seconds=60) for each in tools_of(Isolated())}}
         async def main():
-            print((await run_tool(tools, ToolCall("pid", {{}}))).text, flush=True)
+            pid = (await run_tool(tools, ToolCall("pid", {{}}))).text
+            if {name!r} == "a fork" and (fork := os.fork()) == 0:  # as an environment may do: it outlives the owner
+                time.sleep(60)
+            print(pid, fork if {name!r} == "a fork" else "", flush=True)
             await run_tool(tools, ToolCall({name!r}, {{}}))
             await trio.sleep(60)
         trio.run(main)
@@ -296,13 +301,18 @@ def test_processes_end_when_their_owner_is_killed(name, tmp_path):
     environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environ) as owner:
         try:
-            worker = psutil.Process(int(owner.stdout.readline()))
+            worker, *forks = (psutil.Process(int(pid)) for pid in owner.stdout.readline().split())
             time.sleep(0.3)
         finally:
             owner.kill()
-    with contextlib.suppress(psutil.NoSuchProcess):
-        worker.wait(timeout=5)
-    assert not worker.is_running()
+    try:
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
+            worker.wait(timeout=5)
+        assert not worker.is_running()
+        assert all(fork.is_running() for fork in forks)
+    finally:
+        for fork in forks:
+            fork.kill()
 
 
 def test_what_cannot_be_isolated_is_told_what_to_write():

@@ -57,15 +57,21 @@ async def _judge_group(term: RewardTerm, episodes: Sequence[Episode], seconds: f
         "trajectories": [episode.trajectory for episode in episodes],
     }
     function = functools.partial(term.function, **term.settings)
+    arguments = [available[name] for name in term.requests]
+
+    def read(returned: Any) -> list[Verdict]:
+        values = _one_each(term.alias, returned, len(episodes))
+        return [read_verdict(term.alias, term.weight, value) for value in values]
+
     try:
-        returned = await calls.call(function, *(available[name] for name in term.requests), timeout_seconds=seconds)
+        verdicts: list[Verdict] = await calls.call(function, *arguments, timeout_seconds=seconds, convert=read)
     except trio.TooSlowError:
         return [_no_verdict(term, f"it took longer than {seconds:g} seconds")] * len(episodes)
     except RolloutsError:
         raise
     except Exception as error:  # a stranger's reward may raise anything; the policy says what follows
         return [_no_verdict(term, named(error))] * len(episodes)
-    return [read_verdict(term.alias, term.weight, value) for value in _one_each(term.alias, returned, len(episodes))]
+    return verdicts
 
 
 def _no_verdict(term: RewardTerm, why: str) -> Verdict:

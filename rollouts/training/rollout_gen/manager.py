@@ -386,7 +386,8 @@ async def _rewarded(group: Group, reward_fn: RewardFn) -> Group:
 
 async def _ask_reward(reward_fn: RewardFn, sample: Sample) -> Score:
     try:
-        return score_of(await calls.call(reward_fn, sample))
+        score: Score = await calls.call(reward_fn, sample, convert=score_of)
+        return score
     except Exception as error:  # the author's code may raise anything
         return unjudged(error)
 
