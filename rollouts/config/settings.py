@@ -333,7 +333,7 @@ class Settings:
     checkpoint_every: int = _setting(0, "Steps between checkpoints; 0: by the clock.", "Watching", minimum=0)
     checkpoint_seconds: float = _setting(
         600.0,
-        "Seconds between checkpoints, where --checkpoint-every is 0. 0: only at the end.",
+        "Seconds between checkpoints, where no number of steps is given. 0: only at the end.",
         "Watching",
         minimum=0,
     )
