@@ -1,4 +1,4 @@
-.PHONY: run test test-engines lint docs
+.PHONY: run test test-engines lint docs site
 
 run:  ## the main job: an agent learns to use a tool
 	rollouts run --env calculator --loss grpo
@@ -15,5 +15,9 @@ lint:
 	mypy
 
 docs:  ## the page that is made from the commands' own help, and the tests that hold the other pages
-	python -m rollouts.cli.reference > docs/cli.md
+	python scripts/cli_reference.py > docs/cli.md
 	pytest -n 0 tests/test_docs.py tests/cli/test_reference.py
+
+site:  ## the pages as a website in site/; a link that leads nowhere is an error
+	pip install -q -r requirements-docs.txt
+	zensical build --strict

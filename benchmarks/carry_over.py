@@ -26,11 +26,12 @@ from typing import Any, NamedTuple
 
 import trio
 
-from rollouts.agent import Episode
-from rollouts.inference.base import GenerateRequest, Generation, InferenceBackend, VersionSpan
+from rollouts.inference.base import Capabilities, GenerateRequest, Generation, InferenceBackend, VersionSpan
 from rollouts.training.datasets.buffer import DataBuffer
-from rollouts.training.rollout_gen import AsyncRolloutManager, Job, RolloutConfig
-from rollouts.types import Score, Segment, Status, Trajectory
+from rollouts.training.rollout_gen.manager import AsyncRolloutManager
+from rollouts.training.rollout_gen.pool import Job
+from rollouts.training.rollout_gen.steps import RolloutConfig
+from rollouts.types import Episode, Score, Segment, Status, Trajectory
 
 PROMPTS, MEMBERS = 16, 8
 
@@ -38,7 +39,8 @@ PROMPTS, MEMBERS = 16, 8
 class SleepingEngine:
     """A reply takes as long as its tokens; it can be stopped."""
 
-    trainable = in_process = True
+    capabilities = Capabilities(in_process=True, aborts=True)
+    vocabulary_size = version = 0
     context_tokens_max = 1_000_000
 
     def __init__(self, token_seconds: float, max_tokens: int) -> None:

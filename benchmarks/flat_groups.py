@@ -26,6 +26,7 @@ from random_model import save_random_qwen3
 
 from rollouts.training.algorithms.algorithm import Algorithm, Term
 from rollouts.training.algorithms.recipes import GRPO
+from rollouts.training.backends.optimizer import TorchSettings
 from rollouts.training.backends.torch import TorchBackend, create_torch_backend
 from rollouts.training.batching import make_batch
 from rollouts.training.types import TrainBatch
@@ -82,7 +83,9 @@ def step_seconds(backend: TorchBackend, batch: TrainBatch) -> float:
 
 def make_backend(model: str, algorithm: Algorithm) -> TorchBackend:
     """A backend of this model that hardly moves."""
-    return create_torch_backend(model, 0, 100, 1e-7, 0, TOKENS, {"main": algorithm}, None, device="cpu")
+    return create_torch_backend(
+        model, 0, 100, 1e-7, 0, TOKENS, {"main": algorithm}, None, settings=TorchSettings(device="cpu")
+    )
 
 
 def main() -> None:

@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, StoppingCriteria, StoppingCriteriaList
 
-from rollouts.inference.decode import Network, Row
-from rollouts.inference.engine import HFEngine
-from rollouts.inference.sampling import UniformStream, sample
+from rollouts.inference.embedded.decode import Decoder, sample, uniforms
+from rollouts.inference.embedded.lanes import Network, Row
 
 Workload = list[tuple[list[int], int]]  # prompt, length of the reply
 
@@ -68,11 +67,9 @@ def make_workload(options: argparse.Namespace, shared: bool) -> Workload:
     return rows
 
 
-def run_ours(engine: HFEngine, work: Workload) -> int:
+def run_ours(engine: Decoder, work: Workload) -> int:
     """Tokens sampled."""
-    rows = [
-        Row(prompt, length, frozenset(), 1.0, UniformStream(seed), None) for seed, (prompt, length) in enumerate(work)
-    ]
+    rows = [Row(prompt, length, frozenset(), 1.0, uniforms(seed), None) for seed, (prompt, length) in enumerate(work)]
     engine.run(rows, 0, lambda done: None)
     return sum(len(row.sampled) for row in rows)
 
@@ -111,7 +108,7 @@ def cpu_seconds(function: Callable[[], Any]) -> float:
 
 def compare(model: Any, work: Workload, repeats: int, label: str) -> float:
     """Print both and return the median ratio."""
-    engine = HFEngine(model, rows_max=256, cache_bytes=1 << 32, prefill_tokens_max=1 << 14)
+    engine = Decoder(model, rows_max=256, cache_bytes=1 << 32, prefill_tokens_max=1 << 14)
     sides: list[Callable[[], Any]] = [lambda: run_ours(engine, work), lambda: run_generate(model, work)]
     tokens = run_ours(engine, work)
     assert run_generate(model, work) == tokens
@@ -127,10 +124,10 @@ def compare(model: Any, work: Workload, repeats: int, label: str) -> float:
 
 def profile(model: Any, work: Workload) -> None:
     """Where the loop's time goes: the model's forward pass, sampling, and the rest (inputs, masks, bookkeeping)."""
-    import rollouts.inference.decode as decode_module
+    import rollouts.inference.embedded.decode as decode_module
 
     spent = {"forward": 0.0, "sampling": 0.0}
-    engine = HFEngine(model, rows_max=256, cache_bytes=1 << 32, prefill_tokens_max=1 << 14)
+    engine = Decoder(model, rows_max=256, cache_bytes=1 << 32, prefill_tokens_max=1 << 14)
     run_ours(engine, work)
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -44,18 +44,22 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import qwen3_template
 
-from rollouts.agent import Episode, EpisodeLimits, run_episode
+from rollouts.agent.episode import run_episode
+from rollouts.agent.model import EpisodeLimits
 from rollouts.chat.format import load_chat_format
 from rollouts.env.mixing import env_term
 from rollouts.inference.base import InferenceBackend
-from rollouts.inference.hf import HFInference, create_hf_inference
+from rollouts.inference.embedded.hf import HFInference, create_hf_inference
 from rollouts.training.algorithms.recipes import GRPO
 from rollouts.training.backends.torch import create_torch_backend
 from rollouts.training.datasets.buffer import DataBuffer
-from rollouts.training.loops.rl_loop import RLTrainingConfig, StepReport, run_rl_training
+from rollouts.training.loops.rl_batch import RLTrainingConfig
+from rollouts.training.loops.rl_loop import StepReport, run_rl_training
 from rollouts.training.models import TINY_PATH
-from rollouts.training.rollout_gen import AsyncRolloutManager, Job, RolloutConfig
-from rollouts.types import Status, Task
+from rollouts.training.rollout_gen.manager import AsyncRolloutManager
+from rollouts.training.rollout_gen.pool import Job
+from rollouts.training.rollout_gen.steps import RolloutConfig
+from rollouts.types import Episode, Status, Task
 
 PROMPTS, MEMBERS = 8, 8
 LEARNING_RATE = 1e-7

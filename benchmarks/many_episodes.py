@@ -24,14 +24,15 @@ from typing import Any
 import trio
 
 from rollouts import Task, reward, tool
-from rollouts.agent import EpisodeLimits, run_episode
-from rollouts.agent_tools import run_tool
+from rollouts.agent.episode import run_episode
+from rollouts.agent.model import EpisodeLimits
+from rollouts.agent.tools import run_tool
 from rollouts.chat.format import load_chat_format
 from rollouts.env.authoring import tools_of
 from rollouts.env.mixing import env_term
-from rollouts.inference.base import Generation, VersionSpan
+from rollouts.inference.base import Capabilities, Generation, VersionSpan
 from rollouts.training.models import load_tokenizer
-from rollouts.training.rollout_gen import Job, run_episodes
+from rollouts.training.rollout_gen.pool import Job, run_episodes
 from rollouts.types import Message, Status, ToolCall
 
 CALLS = 2000
@@ -62,7 +63,8 @@ class Sleeper:
 class Engine:
     """Calls the tool, then says that it is done; the first answers wait until `count` are asked for."""
 
-    trainable = in_process = False
+    capabilities = Capabilities()
+    vocabulary_size = version = 0
     context_tokens_max = 4096
 
     def __init__(self, call: list[int], done: list[int], count: int) -> None:

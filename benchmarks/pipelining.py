@@ -27,8 +27,10 @@ from rollouts.inference.base import WeightUpdate
 from rollouts.training.algorithms.recipes import GRPO
 from rollouts.training.backends.futures import TorchThread
 from rollouts.training.datasets.buffer import DataBuffer
-from rollouts.training.loops.rl_loop import RLTrainingConfig, run_rl_training
-from rollouts.training.rollout_gen import AsyncRolloutManager, RolloutConfig
+from rollouts.training.loops.rl_batch import RLTrainingConfig
+from rollouts.training.loops.rl_loop import run_rl_training
+from rollouts.training.rollout_gen.manager import AsyncRolloutManager
+from rollouts.training.rollout_gen.steps import RolloutConfig
 from rollouts.training.types import StepResult, TrainBatch
 
 

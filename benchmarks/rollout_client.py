@@ -11,9 +11,9 @@ process on a core of its own (the server has the others), after a warm-up on oth
 CPU is that of the client's process, all its threads; memory its peak, with what it imports.
 
 What a side does: `rollouts` the whole path of a run (run_episodes, run_episode, ChatModel, the tiny model's chat
-format, an environment with one plain tool and one reward, RemoteEngine); `rollouts async` the same with an environment
+format, an environment with one plain tool and one reward, Server); `rollouts async` the same with an environment
 of trio-async methods, which need no worker threads. The others are bare loops that hold ids, send them, and decode ids
-and logprobs with msgspec; there is no chat, no tool and no reward in them: `engine` with our RemoteEngine (its checks,
+and logprobs with msgspec; there is no chat, no tool and no reward in them: `engine` with our Server (its checks,
 its dialect, what an abort needs), `client` with our HTTPClient, `httpx shared` one httpx client under trio, `httpx
 each` one for each worker, `aiohttp` under asyncio. Left out: generation itself, and peers that need an installation of
 their own.
@@ -218,14 +218,17 @@ def _rollouts(
 ) -> None:
     import trio
 
-    from rollouts.agent import Episode, EpisodeLimits, run_episode
+    from rollouts.agent.episode import run_episode
+    from rollouts.agent.model import EpisodeLimits
     from rollouts.chat.format import load_chat_format
     from rollouts.env.mixing import env_term
     from rollouts.inference.base import InferenceBackend
-    from rollouts.inference.remote import RemoteEngine
-    from rollouts.inference.vllm import VLLM
+    from rollouts.inference.servers.checks import ServerSetup
+    from rollouts.inference.servers.server import Server
+    from rollouts.inference.servers.vllm import VLLM
     from rollouts.training.models import load_tokenizer
-    from rollouts.training.rollout_gen.episodes import Job, run_episodes
+    from rollouts.training.rollout_gen.pool import Job, run_episodes
+    from rollouts.types import Episode
 
     chat = load_chat_format(load_tokenizer("tiny"))
     limits = EpisodeLimits(max_tokens=1_000)
@@ -238,7 +241,7 @@ def _rollouts(
             session=session, order=job.order, seed=0,
         )  # fmt: skip
 
-    async def step(engine: RemoteEngine, first: int, size: int) -> None:
+    async def step(engine: Server, first: int, size: int) -> None:
         tasks = [_task(numbers) for _ in range(-(-size // 8))]
         jobs = [Job(tasks[i // 8], (first + i // 8, i % 8)) for i in range(size)]
         for episode in await run_episodes(jobs, play, engine, concurrency=concurrency):
@@ -247,7 +250,7 @@ def _rollouts(
             assert len(episode.trajectory.segments) == 1 and segment.sampled_count > TURNS, segment
 
     async def run() -> None:
-        engine = RemoteEngine(VLLM(), url, vocabulary_size=469, takes_weights=False, connections_max=concurrency)
+        engine = Server(VLLM(), url, ServerSetup(vocabulary_size=469, takes_weights=False, connections_max=concurrency))
         async with engine:
             await step(engine, 1_000_000, concurrency)
             mark()
@@ -379,10 +382,11 @@ def _engine(url: str, concurrency: int, count: int, steps: int, mark: Callable[[
     import trio
 
     from rollouts.inference.base import GenerateRequest
-    from rollouts.inference.remote import RemoteEngine
-    from rollouts.inference.vllm import VLLM
+    from rollouts.inference.servers.checks import ServerSetup
+    from rollouts.inference.servers.server import Server
+    from rollouts.inference.servers.vllm import VLLM
 
-    async def work(engine: RemoteEngine, worker: int, workers: int, size: int) -> None:
+    async def work(engine: Server, worker: int, workers: int, size: int) -> None:
         """As `_bare`, with requests in place of bodies."""
         for index in range(worker, size, workers):
             tokens = list(range(50, 130))
@@ -394,13 +398,13 @@ def _engine(url: str, concurrency: int, count: int, steps: int, mark: Callable[[
                 tokens = tokens + generation.tokens + list(range(130, 145))
             engine.close_session(session)
 
-    async def step(engine: RemoteEngine, size: int) -> None:
+    async def step(engine: Server, size: int) -> None:
         async with trio.open_nursery() as nursery:
             for worker in range(concurrency):
                 nursery.start_soon(work, engine, worker, concurrency, size)
 
     async def run() -> None:
-        engine = RemoteEngine(VLLM(), url, vocabulary_size=469, takes_weights=False, connections_max=concurrency)
+        engine = Server(VLLM(), url, ServerSetup(vocabulary_size=469, takes_weights=False, connections_max=concurrency))
         async with engine:
             await step(engine, concurrency)
             mark()
@@ -414,7 +418,7 @@ def _engine(url: str, concurrency: int, count: int, steps: int, mark: Callable[[
 def _client(url: str, concurrency: int, count: int, steps: int, mark: Callable[[], None]) -> None:
     import trio
 
-    from rollouts.inference.http import HTTPClient
+    from rollouts.inference.servers.http import HTTPClient
 
     async def run() -> None:
         async with HTTPClient(url, connections_max=concurrency) as client:

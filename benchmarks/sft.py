@@ -54,6 +54,7 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from rollouts.training.algorithms.recipes import SFT
+from rollouts.training.backends.optimizer import TorchSettings
 from rollouts.training.backends.torch import create_torch_backend
 from rollouts.training.loops.sft_loop import SFTTrainingConfig, run_sft_training
 from rollouts.types import Sample
@@ -126,7 +127,7 @@ class Ours:
             options.tokens_per_microbatch,
             {"main": SFT},
             None,
-            layout=layout,  # type: ignore[arg-type]
+            settings=TorchSettings(layout=layout),  # type: ignore[arg-type]
         )
         self.history: list[dict[str, float]] = []
 

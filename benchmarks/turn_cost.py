@@ -23,14 +23,15 @@ import trio
 
 import rollouts
 from rollouts import Task, reward, tool
-from rollouts.agent import Episode, EpisodeLimits, run_episode
+from rollouts.agent.episode import run_episode
+from rollouts.agent.model import EpisodeLimits
 from rollouts.chat import load_chat_format, tokenize_supervised
 from rollouts.env.mixing import env_term
-from rollouts.inference.base import Generation, VersionSpan
+from rollouts.inference.base import Capabilities, Generation, VersionSpan
 from rollouts.training.batching import make_batch
 from rollouts.training.models import load_tokenizer
 from rollouts.training.samples import episode_samples
-from rollouts.types import Message, Status, ToolCall
+from rollouts.types import Episode, Message, Status, ToolCall
 
 CONTEXTS = (1, 8, 64)
 ANSWER = " ".join(f"line {number}: the value is {number * 37 % 101}." for number in range(5))
@@ -61,7 +62,8 @@ class Library:
 class Engine:
     """Calls the tool for some turns, then says that it is done; notes the CPU time at each question."""
 
-    trainable = in_process = False
+    capabilities = Capabilities()
+    vocabulary_size = version = 0
     context_tokens_max = 1_000_000
 
     def __init__(self, chat: Any, turns: int) -> None:

@@ -8,9 +8,9 @@ The rooms, from the ground up (a module imports only from rooms above it in this
     training.algorithms      losses, advantages, aggregation: pure functions on tensors
     inference                engines that sample; one file a backend
     training.backends        engines that train; futures, LoRA, checkpoints
-    loggers  run_folder      where a run is written down
+    loggers                  where metrics go
     agent  training.rollout_gen  training.loops  evaluate    the loops, under trio
-    compose  api  cli        names become functions, only here
+    runs  api  cli           names become functions, only here
 
 Nothing heavy is imported until it is used.
 """
@@ -20,47 +20,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rollouts.lazy import lazy_face
+from rollouts.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from rollouts.api import resume, run
-    from rollouts.env.authoring import metric, reward, tool
-    from rollouts.plugins.hookspecs import hookimpl
-    from rollouts.types import Message, Sample, Score, Segment, Status, Task, ToolCall, Trajectory
+    from rollouts.api import resume as resume
+    from rollouts.api import run as run
+    from rollouts.env.authoring import metric as metric
+    from rollouts.env.authoring import reward as reward
+    from rollouts.env.authoring import tool as tool
+    from rollouts.plugins.hookspecs import hookimpl as hookimpl
+    from rollouts.types import Message as Message
+    from rollouts.types import Sample as Sample
+    from rollouts.types import Score as Score
+    from rollouts.types import Segment as Segment
+    from rollouts.types import Status as Status
+    from rollouts.types import Task as Task
+    from rollouts.types import ToolCall as ToolCall
+    from rollouts.types import Trajectory as Trajectory
 
-__version__ = "0.1.0"
-
-__all__ = [
-    "Message",
-    "Sample",
-    "Score",
-    "Segment",
-    "Status",
-    "Task",
-    "ToolCall",
-    "Trajectory",
-    "hookimpl",
-    "metric",
-    "resume",
-    "reward",
-    "run",
-    "tool",
-]
-
-_HOMES = {
-    "Message": "types",
-    "Sample": "types",
-    "Score": "types",
-    "Segment": "types",
-    "Status": "types",
-    "Task": "types",
-    "ToolCall": "types",
-    "Trajectory": "types",
-    "hookimpl": "plugins.hookspecs",
-    "metric": "env.authoring",
-    "resume": "api",
-    "reward": "env.authoring",
-    "run": "api",
-    "tool": "env.authoring",
-}
-
-__getattr__, __dir__ = lazy_face(__name__, _HOMES)
+__getattr__, __dir__ = lazy_face(__name__)

@@ -1,5 +1,5 @@
 """The one-liners: `rollouts.run(env="calculator", loss="grpo", steps=20)` does what the command does, in silence, and
-`rollouts.resume("runs/mine")` goes on with a run.
+`rollouts.resume("runs/mine")` resumes a run.
 
 They only delegate: settings go through the same resolving as a file's, so every key of `rollouts config` may be given,
 and component settings as nested dicts.
@@ -7,9 +7,8 @@ and component settings as nested dicts.
 
 from __future__ import annotations
 
+import gc
 from typing import Any
-
-__all__ = ["resume", "run"]
 
 
 def run(file: str | None = None, **settings: Any) -> dict[str, Any]:
@@ -22,14 +21,17 @@ def run(file: str | None = None, **settings: Any) -> dict[str, Any]:
         UserError: something in the settings cannot work; nothing was written.
         RunError: the run failed; its folder says how far it came.
     """
-    from rollouts.compose import run_resolved
-    from rollouts.config import check_tree, load_file, merge, resolve
+    from rollouts.config.files import NOWHERE, check_tree, load_file
+    from rollouts.config.merging import merge
+    from rollouts.config.resolving import resolve
+    from rollouts.runs import run as run_resolved
 
     check_tree(settings)
-    if file is None:
-        return run_resolved(resolve(settings))
-    tree, source = load_file(file)
-    return run_resolved(resolve(merge(tree, settings), source=source))
+    tree, source = load_file(file) if file is not None else ({}, NOWHERE)
+    try:
+        return run_resolved(resolve(merge(tree, settings), source))
+    finally:
+        gc.unfreeze()  # a run excludes loaded objects from garbage collection
 
 
 def resume(folder: str, *, checkpoint: str = "", **settings: Any) -> dict[str, Any]:
@@ -39,11 +41,14 @@ def resume(folder: str, *, checkpoint: str = "", **settings: Any) -> dict[str, A
     back to an earlier one. A finished run is left as it is. Must not be called inside a running trio loop.
 
     Raises:
-        UserError: there is no such run, or it cannot be gone on with; it was left as it was.
+        UserError: there is no such run, or it cannot be resumed; it was left as it was.
         RunError: the run failed; its folder says how far it came.
     """
-    from rollouts.compose import resume_resolved
-    from rollouts.config import check_tree
+    from rollouts.config.files import check_tree
+    from rollouts.runs import resume_run
 
     check_tree(settings)
-    return resume_resolved(folder, settings, checkpoint)
+    try:
+        return resume_run(folder, settings, checkpoint=checkpoint)
+    finally:
+        gc.unfreeze()

@@ -6,17 +6,16 @@ and objects into words and never raise.
 
 What may pass as it is: a real Ctrl-C. Everything else that is no `Exception` (`KeyboardInterrupt` from a `raise`
 statement, `SystemExit`, `GeneratorExit`, `asyncio.CancelledError`) becomes a RuntimeError. Left out: trio's own
-cancellation, which `rollouts.env.calls` tells apart.
+cancellation, which `rollouts.env.calls` handles.
 """
 
 from __future__ import annotations
 
 import dis
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any, Literal
-
-__all__ = ["as_exception", "authors_code", "is_from_outside", "message_of", "printable", "shown"]
 
 CHARACTERS_MAX = 200  # of a value in an error message
 RAISE = dis.opmap["RAISE_VARARGS"]
@@ -117,6 +116,18 @@ def shown(value: Any, characters_max: int = CHARACTERS_MAX) -> str:
     if text is None:
         return f"a value of type {type(value).__name__}"
     return printable(text if len(text) <= characters_max else f"{text[:characters_max]}...")
+
+
+def unwrapped(function: Any) -> Any:
+    """The function itself, without what `functools.partial` bound to it.
+
+    >>> import functools
+    >>> unwrapped(functools.partial(functools.partial(print, 1), end=""))
+    <built-in function print>
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
 
 
 def printable(text: str) -> str:

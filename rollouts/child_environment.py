@@ -12,8 +12,6 @@ from collections.abc import Iterable
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
 
-__all__ = ["FOR_SERVERS", "child_environment", "names_secret", "pass_on"]
-
 ALLOWED = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TMPDIR", "TMP", "TEMP", "TZ", "LANG", "LANGUAGE", "LC_*"),
     *("PYTHON*", "VIRTUAL_ENV", "CONDA_*", "XDG_*", "ROLLOUTS_*", "COVERAGE_*"),
@@ -27,14 +25,8 @@ ALLOWED = (
 """Names and patterns. What a pattern matches, and names a secret (HF_TOKEN), is left out all the same."""
 
 FOR_SERVERS = (
-    "HF_TOKEN",
-    "HF_TOKEN_PATH",
-    "HUGGING_FACE_HUB_TOKEN",
-    "VLLM_*",
-    "SGLANG_*",
-    "SGL_*",
-    "FLASHINFER_*",
-    "RAY_*",
+    *("HF_TOKEN", "HF_TOKEN_PATH", "HUGGING_FACE_HUB_TOKEN"),
+    *("VLLM_*", "SGLANG_*", "SGL_*", "FLASHINFER_*", "RAY_*"),
 )
 """What model servers get besides: their own settings, and what downloads a model that is not open to all."""
 

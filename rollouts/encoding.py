@@ -17,8 +17,6 @@ import msgspec
 
 from rollouts.author_code import authors_code, printable
 
-__all__ = ["DEPTH_MAX", "encode", "encode_indented", "plain"]
-
 DEPTH_MAX = 100  # what any reader of JSON takes
 DIGITS_MAX = 4300  # Python's own limit on reading an integer
 
@@ -83,11 +81,9 @@ def _container(value: Any, around: tuple[int, ...]) -> Any:
 
 
 def _key(key: Any) -> str:
-    return (
-        printable(key)
-        if isinstance(key, str)
-        else str(_integer(int.__int__(key)) if isinstance(key, int) else _words(key))
-    )
+    if isinstance(key, str):
+        return printable(key)
+    return str(_integer(int.__int__(key))) if isinstance(key, int) else _words(key)
 
 
 def _integer(value: int) -> int | str:

@@ -25,37 +25,10 @@ exception; tool errors become messages to the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 
 from rollouts.author_code import message_of
-
-__all__ = [
-    "NAME_CHARACTERS_MAX",
-    "AmbiguousComponentError",
-    "BrokenPluginError",
-    "CheckpointError",
-    "ConfigError",
-    "DamagedCheckpointError",
-    "EnvironmentDefinitionError",
-    "InferenceError",
-    "ModelError",
-    "OutputError",
-    "PluginError",
-    "RankError",
-    "RewardError",
-    "RolloutsError",
-    "RunError",
-    "SignatureError",
-    "TrainingError",
-    "UnknownComponentError",
-    "UserError",
-    "cause_of",
-    "leaves_of",
-    "named",
-    "near_misses",
-    "words_of",
-]
-
 
 NAME_CHARACTERS_MAX = 200
 
@@ -144,8 +117,24 @@ class InferenceError(RunError):
         self.is_transient = is_transient
 
 
+@contextlib.contextmanager
+def said_of(place: str) -> Iterator[None]:
+    """A mistake of the user's in this block is said of a place, if that has a name: a stage, say, or a phase."""
+    try:
+        yield
+    except UserError as error:
+        if not place:
+            raise
+        raise type(error)(f"{place}: {error}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of a library's message; the type of an error that has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].strip()
+
+
 def words_of(error: BaseException) -> str:
-    """An error of somebody's code in one line: its type, its message, and the file and line that raised it.
+    """An error of an author's code in one line: its type, its message, and the file and line that raised it.
 
     >>> try:
     ...     [].pop()
@@ -172,6 +161,22 @@ def named(error: BaseException) -> str:
         error = error.exceptions[0]
     message = message_of(error)
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def words_of_exit(status: int | None) -> str:
+    """How a process ended, by its exit status as `subprocess` gives it.
+
+    >>> words_of_exit(3), words_of_exit(-9)
+    ('exit code 3', 'SIGKILL')
+    """
+    import signal
+
+    if status is None or status >= 0:
+        return "how it ended is not known" if status is None else f"exit code {status}"
+    try:
+        return signal.Signals(-status).name
+    except ValueError:
+        return f"signal {-status}"
 
 
 def cause_of(error: BaseException) -> BaseException:
@@ -206,3 +211,28 @@ def near_misses(given: str, known: Iterable[str]) -> list[str]:
     if len(given) > NAME_CHARACTERS_MAX:
         return []
     return difflib.get_close_matches(given, sorted(set(known)), n=3, cutoff=0.6)
+
+
+def suggestion(given: str, known: Iterable[str], spelled: Callable[[str], str] = str) -> str:
+    """The near misses as a line of a message, each as it is `spelled`; empty where there are none.
+
+    >>> suggestion("digts", ["digits", "seed"], "--env.{}".format)
+    'did you mean: --env.digits?'
+    """
+    near = near_misses(given, known)
+    return f"did you mean: {', '.join(map(spelled, near))}?" if near else ""
+
+
+def in_lines(*lines: str) -> str:
+    """A message of these lines, without the empty ones."""
+    return "\n".join(filter(None, lines))
+
+
+def line_in(file: str, error: BaseException) -> int | None:
+    """The last line of a file that an error passed through; None where it did not."""
+    import traceback
+
+    if isinstance(error, SyntaxError) and error.filename == file:
+        return error.lineno
+    frames = reversed(list(traceback.walk_tb(error.__traceback__)))
+    return next((line for frame, line in frames if frame.f_code.co_filename == file), None)

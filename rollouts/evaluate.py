@@ -1,6 +1,6 @@
 """Evaluation: every held-out task played once, and what came of it in numbers.
 
-`evaluate` is what a training run does between its steps; `numbers_of` is what `rollouts eval` tells of a model.
+`evaluate` is what a training run does between its steps; `numbers_of` is what `rollouts eval` reports of a model.
 Pure over its parts: it plays episodes and aggregates; what is trained or written is not its business.
 """
 
@@ -12,63 +12,48 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rollouts.agent import Episode
 from rollouts.inference.base import InferenceBackend
-from rollouts.training.rollout_gen.episodes import Job, Play, run_episodes
 from rollouts.training.rollout_gen.failures import Failures
-from rollouts.training.rollout_gen.group_rewards import GroupScorer
-from rollouts.training.rollout_gen.groups import check_judged, reward_metrics
-from rollouts.types import Status, Task
-
-__all__ = ["Evaluation", "Report", "evaluate", "numbers_of", "pass_at_k", "summarise"]
-
-
-class Report(NamedTuple):
-    """One pass over the held-out tasks. `reward_mean` is over the `judged` ones, None where there is none.
-    `environments` are the same numbers of each, by alias, where there are several.
-    """
-
-    reward_mean: float | None
-    parts: dict[str, float]
-    judged: int
-    tasks: int
-    environments: Mapping[str, Report] = {}
+from rollouts.training.rollout_gen.groups import GroupScorer, check_judged
+from rollouts.training.rollout_gen.metrics import reward_metrics
+from rollouts.training.rollout_gen.pool import Job, Play, run_episodes
+from rollouts.types import Episode, Status, Task
 
 
 class Evaluation(NamedTuple):
-    """Two passes: sampled (at the run's evaluation temperature) and greedy."""
+    """Two passes over the held-out tasks, in the numbers of `numbers_of`: sampled (at the run's evaluation temperature)
+    and greedy.
+    """
 
-    sampled: Report
-    greedy: Report
+    sampled: Mapping[str, Any]
+    greedy: Mapping[str, Any]
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> dict[str, Any]:
         """As it stands in summary.json."""
-        found: dict[str, object] = {
-            "reward_mean": self.sampled.reward_mean,
-            "greedy_mean": self.greedy.reward_mean,
-            "parts": self.sampled.parts,
-            "greedy_parts": self.greedy.parts,
-            "tasks": self.sampled.tasks,
-            "judged": self.sampled.judged,
+        found = {
+            "reward_mean": self.sampled["reward_mean"],
+            "greedy_mean": self.greedy["reward_mean"],
+            "parts": self.sampled["parts"],
+            "greedy_parts": self.greedy["parts"],
+            "tasks": self.sampled["tasks"],
+            "judged": self.sampled["judged"],
         }
-        if self.sampled.environments:
-            found["environments"] = {alias: own.as_dict() for alias, own in self._own().items()}
-        return found
+        several = {alias: own.as_dict() for alias, own in self._own().items()}
+        return found | ({"environments": several} if several else {})
 
     def as_metrics(self) -> dict[str, float]:
         """As it stands in metrics.jsonl."""
-        metrics = {f"eval/reward_part/{name}": value for name, value in self.sampled.parts.items()}
-        for name, report in (("reward_mean", self.sampled), ("greedy_mean", self.greedy)):
-            if report.reward_mean is not None:
-                metrics[f"eval/{name}"] = report.reward_mean
+        metrics = {f"eval/reward_part/{name}": value for name, value in self.sampled["parts"].items()}
+        means = {"reward_mean": self.sampled["reward_mean"], "greedy_mean": self.greedy["reward_mean"]}
+        metrics |= {f"eval/{name}": mean for name, mean in means.items() if mean is not None}
         for alias, own in self._own().items():
             metrics |= {f"eval/{alias}/{name[5:]}": value for name, value in own.as_metrics().items()}
         return metrics
 
     def _own(self) -> dict[str, Evaluation]:
         """What it is of each of several environments."""
-        greedy = self.greedy.environments
-        return {alias: Evaluation(own, greedy[alias]) for alias, own in self.sampled.environments.items()}
+        own = self.sampled.get("environments", {})
+        return {alias: Evaluation(numbers, self.greedy["environments"][alias]) for alias, numbers in own.items()}
 
 
 async def evaluate(
@@ -79,8 +64,9 @@ async def evaluate(
     score_group: GroupScorer | None = None,
     concurrency: int = 256,
     failures: Failures | None = None,
-) -> Report:
-    """Play each task once. Failed episodes are not judged; RunError where all failed. Raises what `play` raises.
+) -> dict[str, Any]:
+    """Play each task once, and give the `numbers_of` it. Failed episodes are not judged; RunError where all failed.
+    Raises what `play` raises.
     `failures` as in `run_episodes`.
     """
     jobs = [Job(task, (index, 0)) for index, task in enumerate(tasks)]
@@ -88,30 +74,7 @@ async def evaluate(
     if score_group is not None:
         episodes = [(await score_group([episode]))[0] for episode in episodes]
     check_judged(episodes, "the evaluation")
-    return summarise(episodes)
-
-
-def summarise(episodes: Sequence[Episode]) -> Report:
-    """The numbers of these episodes, and of each environment's where they are of several."""
-    aliases = sorted({episode.task.env for episode in episodes} - {""})
-    whole = _summarise(episodes)
-    own = {alias: _summarise([each for each in episodes if each.task.env == alias]) for alias in aliases}
-    return whole._replace(environments=own)
-
-
-def _summarise(episodes: Sequence[Episode]) -> Report:
-    metrics = reward_metrics(episodes)
-    parts = {
-        name: metrics[f"reward_part/{name}"]
-        for episode in episodes
-        for name in episode.score.parts
-        if f"reward_part/{name}" in metrics
-    }
-    judged = sum(episode.score.value is not None for episode in episodes)
-    return Report(metrics.get("reward/mean"), parts, judged, len(episodes))
-
-
-# --- what `rollouts eval` tells ---------------------------------------------------------------------------------------
+    return numbers_of([[episode] for episode in episodes])
 
 
 def numbers_of(groups: Sequence[Sequence[Episode]]) -> dict[str, Any]:
@@ -146,7 +109,6 @@ def _numbers(groups: Sequence[Sequence[Episode]]) -> dict[str, Any]:
     judged = [[e.score.value for e in group if e.score.value is not None] for group in groups]
     means = [statistics.fmean(rewards) for rewards in judged if rewards]
     metrics = reward_metrics(episodes)
-    parts = {name for episode in episodes for name in episode.score.parts}
     calls, failed_calls = (_total(episodes, name) for name in ("tool_calls", "tool_failures"))
     counted = ("prompt_tokens", "completion_tokens")
     statuses = Counter(episode.status for episode in episodes)
@@ -154,7 +116,7 @@ def _numbers(groups: Sequence[Sequence[Episode]]) -> dict[str, Any]:
         "reward_mean": metrics.get("reward/mean"),
         "reward_stderr": statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None,
         "pass@k": _passes(judged),
-        "parts": {name: metrics[f"reward_part/{name}"] for name in sorted(parts) if f"reward_part/{name}" in metrics},
+        "parts": {name[12:]: value for name, value in metrics.items() if name.startswith("reward_part/")},
         "metrics": {name[7:]: value for name, value in metrics.items() if name.startswith("metric/")},
         "tasks": len(groups),
         "episodes": len(episodes),

@@ -1,29 +1,41 @@
 """Lazy package faces (PEP 562): a name is imported from its module when it is first asked for.
 
-__getattr__, __dir__ = lazy_face(__name__, {"Task": "types", "tool": "env.authoring"})
+    if TYPE_CHECKING:
+        from rollouts.types import Sample as Sample
+        from rollouts.types import Task as Task
+
+    __getattr__, __dir__ = lazy_face(__name__)
+
+A name is written once, in the form that type checkers take for a re-export (PEP 484); the face reads its own source.
 """
 
 from __future__ import annotations
 
 import importlib
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-__all__ = ["lazy_face"]
+IMPORT = re.compile(r"^    from (rollouts[\w.]*) import (?:\(\s*)?(\w+) as \2\b", re.MULTILINE)
 
 
-def lazy_face(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The module functions `__getattr__` and `__dir__` of `package`; `homes` maps each name to its module below it."""
+def lazy_face(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The module functions `__getattr__` and `__dir__` of `package`, for what its source imports under TYPE_CHECKING.
+    Its `__all__` are these names: constants first, then classes, then functions.
+    """
+    face = sys.modules[package]
+    source = face.__spec__.loader.get_source(package)  # type: ignore[union-attr]  # a package of the core's has a source
+    home_of = {name: module for module, name in IMPORT.findall(source)}
+    face.__dict__["__all__"] = sorted(home_of, key=lambda name: (not name.isupper(), name))
 
     def load(name: str) -> Any:
-        if name not in homes:
+        if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
-        setattr(sys.modules[package], name, value)
+        face.__dict__[name] = value = getattr(importlib.import_module(home_of[name]), name)
         return value
 
     def names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *homes})
+        return sorted({*vars(face), *home_of})
 
     return load, names

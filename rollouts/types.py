@@ -1,4 +1,4 @@
-"""The shapes that travel: Message, ToolCall, Task, Segment, Trajectory, Score, Status, Sample.
+"""The shapes that travel: Message, ToolCall, Task, Segment, Trajectory, Score, Status, Episode, Sample.
 
 Everything here is plain data (standard library and msgspec only), so that an environment author needs no torch and a
 trajectory can be written to a file, sent to another process and read back unchanged. What is left out: behaviour.
@@ -13,13 +13,11 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from rollouts.encoding import encode
-
-__all__ = ["Message", "Sample", "Score", "Segment", "Status", "Task", "ToolCall", "Trajectory", "are_whole_streams"]
 
 
 class Status(enum.StrEnum):
@@ -91,7 +89,7 @@ class Task(msgspec.Struct, omit_defaults=True):
 
     @property
     def key(self) -> str:
-        """What tells this task from another one: its id, else its prompt."""
+        """What identifies this task: its id, else its prompt."""
         if self.id is not None:
             return f"id:{self.id}"
         if isinstance(self.prompt, str):
@@ -120,6 +118,14 @@ class Segment(msgspec.Struct):
     def sampled_count(self) -> int:
         """How many tokens of this segment were sampled."""
         return sum(1 for weight in self.loss_mask if weight > 0)
+
+    def check(self) -> None:
+        """Assert invariant 2 of the design, as `Sample.check`; and what was not sampled is of no version."""
+        row = Sample(tokens=self.tokens, loss_mask=self.loss_mask)
+        row.rollout_log_probs, row.policy_versions = self.logprobs, self.versions
+        row.check()
+        unsampled = set(itertools.compress(self.versions, map(operator.le, self.loss_mask, itertools.repeat(0.0))))
+        assert unsampled <= {-1}, f"tokens that were not sampled are of versions {sorted(unsampled)}"
 
 
 class Trajectory(msgspec.Struct):
@@ -164,6 +170,33 @@ class Score(msgspec.Struct, frozen=True):
     parts: dict[str, float | None] = {}
     why: str = ""
     weights: dict[str, float] = {}
+
+
+class Episode(NamedTuple):
+    """What came of one task: `order` is (group, rollout); `judged` the position of the trajectory that rewards saw.
+
+    There is always at least one trajectory. `metrics` are the sums of the trajectories' counts, `latency_seconds`,
+    `reward_failures` and `metric_failures` where there were any, and the environment's own @metric values, each under
+    `metric/<name>`. `may_retry`: it failed of something that may well go right when the episode is played again.
+    """
+
+    order: tuple[int, int]
+    task: Task
+    trajectories: list[Trajectory]
+    score: Score
+    metrics: dict[str, float]
+    judged: int = -1
+    may_retry: bool = False
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """The trajectory that was judged."""
+        return self.trajectories[self.judged]
+
+    @property
+    def status(self) -> Status:
+        """How the episode ended."""
+        return self.trajectory.status
 
 
 @dataclass

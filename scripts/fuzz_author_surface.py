@@ -32,22 +32,26 @@ import trio
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from agent_fakes import FakeChat, FakeEngine
 
-from rollouts.agent import EpisodeLimits, run_episode
-from rollouts.compose.environments import Environment, held_out_tasks, task_buffer
+from rollouts.agent.episode import run_episode
+from rollouts.agent.model import EpisodeLimits
 from rollouts.env import metric, reward, tool
 from rollouts.env.checks import reward_term
 from rollouts.env.mixing import env_term
 from rollouts.errors import ModelError, RolloutsError
+from rollouts.inference.base import Capabilities
 from rollouts.loggers.jsonl import JSONLLogger
 from rollouts.plugins import hookimpl
 from rollouts.plugins.manager import PluginManager
-from rollouts.run_folder import RunFolder, trajectory_record
+from rollouts.runs.components import Chosen
+from rollouts.runs.environments import Environment, held_out_tasks, task_buffer
+from rollouts.runs.folder import RunFolder, episode_records
 from rollouts.training.algorithms.algorithm import as_algorithm
+from rollouts.training.algorithms.calls import per_rollout
 from rollouts.training.algorithms.evaluate import evaluate
-from rollouts.training.algorithms.group_calls import per_rollout
-from rollouts.training.rollout_gen import AsyncRolloutManager, RolloutConfig
-from rollouts.training.rollout_gen.group_rewards import group_scorer
-from rollouts.training.rollout_gen.groups import Filter, rollout_metrics
+from rollouts.training.rollout_gen.groups import Filter, group_scorer
+from rollouts.training.rollout_gen.manager import AsyncRolloutManager
+from rollouts.training.rollout_gen.metrics import rollout_metrics
+from rollouts.training.rollout_gen.steps import RolloutConfig
 from rollouts.types import Message, Score, Task, ToolCall, Trajectory
 
 __all__ = ["SURFACE", "Case", "cases", "play"]
@@ -187,7 +191,7 @@ def play(case: Case, folder: Path) -> str:
 
 
 def _run(case: Case, folder: Path) -> None:
-    env = Environment("", "fuzzed", _environment(case), {}, None, 1.0, None, 1.0, 0, "", 60.0)
+    env = Environment(Chosen("fuzzed", _environment(case), {}, None), 1.0, None, 1.0, 0, "", 60.0)
     env.make_checked()
     if case.where == "demonstrations":
         for _, _messages in zip(range(2), env.demonstrations(), strict=False):
@@ -252,7 +256,8 @@ class _Chat(FakeChat):
 
 
 class _Sessions:
-    trainable = in_process = True
+    capabilities = Capabilities(in_process=True)
+    context_tokens_max = vocabulary_size = version = 0
 
     def open_session(self, order: tuple[int, ...]) -> str:
         return str(order)
@@ -264,11 +269,9 @@ class _Sessions:
 def _write(folder: Path, step: Any, metrics: dict[str, float]) -> None:
     run = RunFolder(folder / "run")
     records = [
-        trajectory_record(
-            trajectory, order=episode.order, reward=episode.score.value, parts=episode.score.parts,
-            why=episode.score.why, advantage=None, dropped=group.dropped,
-        )
-        for group in step.groups for episode in group.episodes for trajectory in episode.trajectories
+        record
+        for group in step.groups for episode in group.episodes
+        for record in episode_records(episode, dropped=group.dropped)
     ]  # fmt: skip
     run.write_trajectories("step_000000", records)
     run.write_json("summary.json", {"records": len(records)})

@@ -11,12 +11,13 @@ from typing import Any
 
 import trio
 
-from rollouts.agent import Episode, EpisodeLimits, run_episode
+from rollouts.agent.episode import run_episode
+from rollouts.agent.model import EpisodeLimits
 from rollouts.env import reward, tool
 from rollouts.env.mixing import env_term
 from rollouts.errors import ModelError
-from rollouts.inference.base import GenerateRequest, Generation, VersionSpan
-from rollouts.types import Message, Task, ToolCall
+from rollouts.inference.base import Capabilities, GenerateRequest, Generation, VersionSpan
+from rollouts.types import Episode, Message, Task, ToolCall
 
 END = 2_000_000
 ROLES = {"system": 1_000_001, "user": 1_000_002, "assistant": 1_000_003, "tool": 1_000_004}
@@ -66,7 +67,8 @@ class FakeChat:
 class FakeEngine:
     """Says what the script says, then `rest`; keeps every request with its generation."""
 
-    trainable = True
+    capabilities = Capabilities()
+    vocabulary_size = version = 0
 
     def __init__(self, *script: str | Exception | Generation, rest: str = "done", context: int = 100_000) -> None:
         self.script = list(script)

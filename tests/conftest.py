@@ -1,4 +1,4 @@
-"""For all tests: one thread of torch a process. They run side by side, and so do the ranks that some of them start;
+"""For all tests: one thread of torch per process. They run side by side, and so do the ranks that some of them start;
 with a thread a core each they would starve one another, and run into deadlines.
 """
 
@@ -12,8 +12,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # tests look at folders that they import files from
+sys.dont_write_bytecode = True
+# A machine that is busy makes examples slowly; that says nothing of what they test.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 sys.path.append(str(Path(__file__).parent))  # for `import forks`
 
 

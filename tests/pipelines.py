@@ -9,11 +9,13 @@ from typing import Any
 import trio
 import trio.testing
 from agent_fakes import END, FakeChat
+from backend_fakes import BackendFields
 
-from rollouts.agent import EpisodeLimits, run_episode
+from rollouts.agent.episode import run_episode
+from rollouts.agent.model import EpisodeLimits
 from rollouts.env import reward
 from rollouts.env.mixing import env_term
-from rollouts.inference.base import GenerateRequest, Generation, VersionSpan
+from rollouts.inference.base import Capabilities, GenerateRequest, Generation, VersionSpan
 from rollouts.training.algorithms.recipes import GRPO
 from rollouts.training.types import StepResult
 from rollouts.types import Sample
@@ -31,10 +33,8 @@ def token(seed: int, number: int) -> int:
 class TokenEngine:
     """A second a token; says `length(order)` tokens, then ends. It can give back what it has."""
 
-    trainable = in_process = True
-    owns_weights = False
-    weights_kind = "full"
-    context_tokens_max = 100_000
+    capabilities = Capabilities(in_process=True, aborts=True)
+    context_tokens_max, vocabulary_size = 100_000, 0
 
     def __init__(self, length: Callable[[tuple[int, ...]], int]) -> None:
         self.length, self.version = length, 0
@@ -131,7 +131,7 @@ def live_versions(samples: Sequence[Sample]) -> Iterator[int]:
         yield from (v for v, mask in zip(sample.policy_versions, sample.loss_mask, strict=True) if mask > 0)
 
 
-class LateBackend:
+class LateBackend(BackendFields):
     """A training backend: an optimizer step takes so many seconds."""
 
     def __init__(self, seconds: float) -> None:

@@ -18,7 +18,8 @@ import pytest
 import trio
 import trio.testing
 
-from rollouts.agent import ChatModel, EpisodeLimits, run_episode, turn_seed
+from rollouts.agent.episode import ChatModel, run_episode
+from rollouts.agent.model import EpisodeLimits, turn_seed
 from rollouts.env import metric, reward, tool
 from rollouts.env.checks import reward_term
 from rollouts.env.mixing import env_term
@@ -102,7 +103,7 @@ def test_calls_of_one_reply_run_in_order_one_after_another() -> None:
     ],
 )
 def test_tool_failures_are_told_to_the_model_and_counted(said: str, reason: str, words: str) -> None:
-    released = threading.Event()
+    released, finished = threading.Event(), []
 
     class Bad(Quiz):
         @tool
@@ -115,21 +116,22 @@ def test_tool_failures_are_told_to_the_model_and_counted(said: str, reason: str,
 
         @tool(timeout_seconds=0.05)
         def hang(self) -> None:
-            released.wait(5)
+            released.wait(60)
+            finished.append("hang")
 
         @tool(timeout_seconds=0.05)
         async def sleep(self) -> None:
-            await trio.sleep(5)
+            await trio.sleep(60)
+            finished.append("sleep")
 
-    started = time.perf_counter()
     episode = play(Bad, FakeEngine(said, "42"))
+    assert not finished, "it was waited for"
     released.set()
     answer = episode.trajectory.messages[2]
     assert answer.role == "tool" and answer.text.startswith("Error: ") and words in answer.text
     assert "Traceback" not in answer.text
     assert episode.metrics["tool_failures"] == episode.metrics[f"tool_failure/{reason}"] == 1.0
     assert episode.status is Status.COMPLETED and episode.score.value == 1.0
-    assert time.perf_counter() - started < 3
 
 
 def test_a_malformed_call_is_answered_by_the_user_where_the_template_wants_it() -> None:
@@ -350,17 +352,17 @@ def test_the_episodes_deadline() -> None:
 
 
 def test_a_setup_that_blocks_its_thread_times_out() -> None:
-    released = threading.Event()
+    released, finished = threading.Event(), []
 
     class Blocked(Quiz):
         def setup(self, task: Task) -> None:
-            released.wait(5)
+            released.wait(60)
+            finished.append(task)
 
-    started = time.perf_counter()
     episode = play(Blocked, episode_seconds=0.1)
+    assert not finished, "it was waited for"
     released.set()
     assert episode.status is Status.TIMEOUT and "running setup" in (episode.trajectory.error or "")
-    assert time.perf_counter() - started < 3
 
 
 def test_cancellation_closes_the_environment_and_the_session() -> None:

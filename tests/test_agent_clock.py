@@ -8,7 +8,7 @@ import pytest
 import trio
 import trio.testing
 
-from rollouts.agent_clock import EpisodeClock
+from rollouts.inference.carried import EpisodeClock
 
 
 def run(main):

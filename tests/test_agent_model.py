@@ -12,10 +12,11 @@ import trio.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollouts.agent import ChatModel, Episode, EpisodeOver, turn_seed
+from rollouts.agent.episode import ChatModel, EpisodeOver
+from rollouts.agent.model import turn_seed
 from rollouts.errors import EnvironmentDefinitionError, InferenceError
 from rollouts.inference.base import Generation, VersionSpan
-from rollouts.types import Message, Status, Task
+from rollouts.types import Episode, Message, Status, Task
 
 sys.path.insert(0, str(Path(__file__).parent))
 from agent_fakes import FakeChat, FakeEngine, Quiz, check_exact, play

@@ -27,6 +27,7 @@ import time
 import torch
 
 from rollouts import Task, reward
+from rollouts.inference.base import Capabilities
 
 
 class Nothing:
@@ -77,8 +78,8 @@ def nan_loss(logprobs, advantages):
     return logprobs * torch.nan
 
 
-def short_loss(logprobs, advantages):
-    return -(logprobs * advantages)[1:]
+def short_loss(logprobs, advantages, step):
+    return -(logprobs * advantages)[1 if step else 0 :]
 
 
 def no_tensor_loss(logprobs, advantages):
@@ -90,12 +91,31 @@ def short_advantage(rewards):
 
 
 class ChatOnly:
-    trainable = False
-    context_tokens_max = 100
+    capabilities = Capabilities(trainable=False)
+    context_tokens_max, vocabulary_size, version = 100, 0, 0
+
+    async def __aenter__(self): ...
+    async def __aexit__(self, *exc): ...
+    def open_session(self, order): ...
+    def close_session(self, session): ...
+    async def generate(self, request): ...
+    async def score(self, tokens, temperature=1.0): ...
+    async def update_weights(self, update): ...
+    async def health(self): ...
+
+
+class Forgetful(ChatOnly):
+    capabilities = Capabilities(aborts=True)
+    vocabulary_size = property(lambda self: self.nothing)  # as if it were not there
+    health = property(lambda self: self.nothing)
 
 
 def chat_only(model):
     return ChatOnly()
+
+
+def forgetful(model):
+    return Forgetful()
 
 
 def broken_loss(logprobs):
@@ -179,6 +199,10 @@ RUN = ["--env", "calculator", "--out", "out"]
         (["--model", "parts.py"], ["parts.py is a file"]),
         (["--env", "./parts.py:Nothing"], ["no training task", "gave nothing"]),
         (["--inference", "./parts.py:chat_only"], ["chat_only", "evaluation only", "--inference hf"]),
+        (
+            ["--inference", "./parts.py:forgetful"],
+            ["forgetful", "no vocabulary_size", "no health", "no abort", "InferenceBackend", "docs/inference.md"],
+        ),
         (["--env", "./parts.py:NothingToTrain"], ["only held-out tasks", "--eval-tasks"]),
         (
             ["--env", "prompts", "--reward", "./parts.py:sometimes", "--data", "rows.jsonl"],

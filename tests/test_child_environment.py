@@ -12,7 +12,7 @@ import trio
 from rollouts.cli import main
 from rollouts.env.processes import call_isolated
 from rollouts.errors import ConfigError
-from rollouts.inference.launching import ServerCommand, ServerProcess
+from rollouts.inference.servers.process import ServerCommand, ServerProcess
 
 TOOL = """
 import json, os
@@ -38,7 +38,7 @@ def of_a_tool(tmp_path, monkeypatch) -> dict[str, str]:
         return await call_isolated(variables, {}, label="variables", timeout_seconds=20)
 
     try:
-        return json.loads(trio.run(run).words)
+        return json.loads(trio.run(run).text)
     finally:
         del sys.modules["tool_of_this_test"]
 
@@ -73,10 +73,10 @@ def test_a_setting_passes_more_of_them_on(tmp_path, monkeypatch, capsys):
         "    @reward\n    def right(self) -> float:\n        return 1.0\n"
     )
 
-    def make_inference(*_):
+    def make_inference(*_, **__):
         raise ConfigError(json.dumps(of_a_server(tmp_path)))
 
-    monkeypatch.setattr("rollouts.compose.evaluation._make_inference", make_inference)
+    monkeypatch.setattr("rollouts.runs.jobs.evaluate.make_inference", make_inference)
     flags = ["--env", "./mine.py:Mine", "--inference", "openai", "--inference.url", "http://h", "--model", "m"]
     argv = ["eval", *flags, "--pass-env", "MY_*, DATABASE_PASSWORD"]
     assert contextvars.copy_context().run(main, argv) == 2

@@ -24,7 +24,6 @@ from rollouts.plugins import KINDS, VOCABULARY, hookspecs
 from rollouts.plugins.index import installed_components
 from rollouts.plugins.signature import check_signature
 from rollouts.training.algorithms import Algorithm, recipes
-from rollouts.training.algorithms.advantages import group_advantages
 from rollouts.training.algorithms.aggregation import AGGREGATIONS, Masks, aggregate
 from rollouts.training.algorithms.algorithm import (
     algorithm_settings,
@@ -32,18 +31,20 @@ from rollouts.training.algorithms.algorithm import (
     bind,
     bind_algorithm,
     function_label,
+    is_reward_placed,
 )
-from rollouts.training.algorithms.evaluate import evaluate
-from rollouts.training.algorithms.group_calls import (
+from rollouts.training.algorithms.calls import (
     batch_advantages,
+    group_advantages,
     mixed_rewards,
     paired,
     selected,
     shaped_rewards,
 )
+from rollouts.training.algorithms.checks import GROUP_ADVANTAGE_AVAILABLE, available_names
+from rollouts.training.algorithms.evaluate import evaluate
 from rollouts.training.algorithms.kl import KL_SETTINGS
 from rollouts.training.algorithms.losses import cispo, dpo, reinforce
-from rollouts.training.algorithms.needs import GROUP_ADVANTAGE_AVAILABLE, available_names, is_reward_placed
 from rollouts.training.algorithms.token_advantages import gae
 
 ROOT = Path(__file__).parents[1]
@@ -130,9 +131,12 @@ def test_toml_parses(block):
 def test_commands_parse(command, tmp_path, monkeypatch, capsys):
     """`run`, `sft` and `eval` are read to the end, and what they would run is not; other commands must exist."""
     seen = []
-    composed = types.ModuleType("rollouts.compose")
-    composed.run_command = lambda resolved, dry_run: seen.append(resolved) or 0  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "rollouts.compose", composed)
+    composed = types.ModuleType("rollouts.runs")
+    composed.run = lambda resolved, observer: seen.append(resolved)  # type: ignore[attr-defined]
+    described = types.ModuleType("rollouts.runs.dry_run")
+    described.dry_run = seen.append  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "rollouts.runs.dry_run", described)
+    monkeypatch.setitem(sys.modules, "rollouts.runs", composed)
     monkeypatch.chdir(tmp_path)
     argv = shlex.split(command.partition(" #")[0].partition(" > ")[0])[1:]
     if argv[0] in ("run", "sft", "eval"):
@@ -152,11 +156,29 @@ def test_a_wrong_command_would_be_seen(tmp_path, monkeypatch, capsys):
             test_commands_parse(command, tmp_path, monkeypatch, capsys)
 
 
+def anchors_of(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and mkdocs make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
-        if not target.startswith(("http://", "https://", "mailto:")):
-            assert (page.parent / target).exists(), target
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if target.startswith(("http://", "https://", "mailto:")):
+            continue
+        file, _, anchor = target.partition("#")
+        found = page.parent / file if file else page
+        assert found.exists(), target
+        assert not anchor or anchor in anchors_of(found), f"{target}: {found.name} has no such heading"
+
+
+def test_every_page_is_in_the_readme():
+    """A reader of the README finds every page."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    pages = [page.name for page in PAGES if page.parent.name == "docs" and page.name != "index.md"]
+    assert [name for name in pages if f"docs/{name}" not in text] == []
 
 
 def test_pages_say_no_machine_s_paths():
@@ -197,7 +219,7 @@ def test_every_kind_is_documented():
 
 
 def test_every_hook_is_documented_with_its_signature():
-    hooks = [name for name in hookspecs.__all__ if name.startswith("rollouts_")]
+    hooks = [name for name in vars(hookspecs) if name.startswith("rollouts_")]
     section = section_of("plugins.md", "Hooks")
     for name in hooks:
         signature = str(inspect.signature(getattr(hookspecs, name))).replace("'", "")
@@ -227,10 +249,10 @@ def test_every_word_of_a_loss_has_its_shape_and_needs():
 # The page of each kind, and the title under which the words that it may name stand.
 PLACES = {
     "advantages": ("advantages.md", ("Of one group", "Of the whole batch")),
-    "aggregations": ("aggregations.md", ("One's own",)),
-    "kl": ("kl-and-references.md", ("An estimator of one's own",)),
+    "aggregations": ("aggregations.md", ("Your own",)),
+    "kl": ("kl-and-references.md", ("Your own estimator",)),
     "references": ("kl-and-references.md", ("References",)),
-    "corrections": ("corrections.md", ("One's own",)),
+    "corrections": ("corrections.md", ("Your own",)),
     "mixers": ("shaping.md", ("Mixing",)),
     "shapings": ("shaping.md", ("Shaping",)),
     "selectors": ("selection.md", ("Selectors",)),
@@ -277,7 +299,7 @@ def test_every_component_has_a_formula():
     named = {word: {name for kind, name, _, _ in rows if kind == word} for word, _, _, _ in rows}
     for kind, word in FORMULAS.items():
         assert named[word] - {"steered"} == core_names(kind)
-    algorithms = [getattr(recipes, name) for name in recipes.__all__]
+    algorithms = [each for each in vars(recipes).values() if isinstance(each, Algorithm)]
     functions = {function_label(term.function) for algorithm in algorithms for term in algorithm.terms}
     assert named["loss"] == functions | {"distill_topk"}
 
@@ -314,7 +336,7 @@ def test_every_aggregation_is_documented():
 
 
 def test_the_settings_of_a_kl_term_are_the_code_s():
-    section = section_of("kl-and-references.md", "What every KL term can be told")
+    section = section_of("kl-and-references.md", "Settings of every KL term")
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", section, re.MULTILINE)
     assert rows == [(s.name, "none" if s.default is None else str(s.default)) for s in KL_SETTINGS]
 

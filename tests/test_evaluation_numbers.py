@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollouts.agent import Episode
 from rollouts.evaluate import numbers_of, pass_at_k
-from rollouts.types import Message, Score, Status, Task, Trajectory
+from rollouts.types import Episode, Message, Score, Status, Task, Trajectory
 
 
 def episode(task: int, sample: int, value: float | None, status: Status = Status.COMPLETED, env: str = "") -> Episode:

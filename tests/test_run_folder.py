@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from rollouts.errors import ConfigError, OutputError
-from rollouts.run_folder import RunFolder, check_out, default_out, holds_run, trajectory_record
-from rollouts.types import Message, Segment, Status, Task, ToolCall, Trajectory
+from rollouts.runs.folder import RunFolder, check_out, default_out, episode_records, holds_run, read_json
+from rollouts.types import Episode, Message, Score, Segment, Status, Task, ToolCall, Trajectory
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_files_of_others_in_the_folder_are_no_reason_to_end_a_run(tmp_path, monk
         synced.append(path.name)
         raise PermissionError("another user's")
 
-    monkeypatch.setattr("rollouts.run_folder.sync_file", sync_file)
+    monkeypatch.setattr("rollouts.runs.folder.sync_file", sync_file)
     (folder.path / "theirs").touch()
     (folder.path / "weights").mkdir()
     (folder.path / "weights" / "v1").touch()
@@ -142,7 +142,10 @@ def test_what_tells_of_later_steps_is_taken_back(tmp_path):
         folder.write_trajectories(f"step_{step:06d}", [{"group": step}])
     (folder.path / "trajectories" / ".step_000001.jsonl.partial").write_text("{")
     folder.write_json("summary.json", {"status": "failed"})
-    assert folder.read_json("summary.json") == {"status": "failed"} and folder.read_json("manifest.json") == {}
+    assert (
+        read_json(folder.path / "summary.json") == {"status": "failed"}
+        and read_json(folder.path / "manifest.json") == {}
+    )
     folder.forget_steps(2)
     left = sorted(path.name for path in (folder.path / "trajectories").iterdir())
     assert left == ["step_000000.jsonl", "step_000001.jsonl"]
@@ -153,7 +156,7 @@ def test_one_process_at_a_time(tmp_path):
     """Another process, and another folder object of this one, are refused with who holds the lock; a kill frees it."""
     (tmp_path / "run").mkdir()
     code = (
-        "import sys, time; from pathlib import Path; from rollouts.run_folder import RunFolder\n"
+        "import sys, time; from pathlib import Path; from rollouts.runs.folder import RunFolder\n"
         "folder = RunFolder(Path(sys.argv[1])); folder.write_text('config.toml', ''); print('locked', flush=True)\n"
         "time.sleep(60)"
     )
@@ -184,9 +187,8 @@ def test_trajectory_lines(tmp_path):
     messages = [Message("user", "1 + 1?"), Message("assistant", "", tool_calls=[call]), Message("tool", "2")]
     segment = Segment([7, 8, 9], [0.0, 1.0, 0.5], [0.0, -0.12345678, -1.0], [-1, 3, 3])
     trajectory = Trajectory(Task("1 + 1?", answer=2), messages, [segment], Status.COMPLETED, {"turns": 1.0})
-    record = trajectory_record(
-        trajectory, order=(4, 1), reward=None, parts={"right": None}, why="no", advantage=0.5, dropped=None
-    )
+    episode = Episode((4, 1), trajectory.task, [trajectory], Score(None, {"right": None}, "no"), {})
+    (record,) = episode_records(episode, advantage=0.5)
     folder = RunFolder(tmp_path / "run")
     folder.write_trajectories("step_000000", [record, record])
     lines = (folder.path / "trajectories" / "step_000000.jsonl").read_text().splitlines()

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from rollouts.cli import main
 from rollouts.errors import ConfigError
-from rollouts.training.backends.checkpoint import read_tensors, saved_keys, write_tensors
-from rollouts.training.backends.checkpoint_files import check_folder, manifest_crc
 from rollouts.training.models import TINY_PATH
+from rollouts.training.weights.checkpoint import read_tensors, saved_keys, write_tensors
+from rollouts.training.weights.store import check_folder, manifest_crc
 
 RUN = ["--env", "calculator", "--mode", "sft", "--steps", "1", "--prompts-per-step", "1", "--eval-tasks", "0"]
 
@@ -89,6 +90,30 @@ def test_the_index_of_every_type_is_read(tmp_path, dtype, protocol):
     path.write_bytes(pickle.dumps(Call(print, "hello"), protocol))
     with pytest.raises(ConfigError, match="no part of a checkpoint's index"):
         saved_keys(tmp_path)
+
+
+class Member:
+    """Pickled as Python 3.11.0 to 3.11.3 pickle the member of an enumeration."""
+
+    def __init__(self, owner, name):
+        self.asks = (owner, name)
+
+    def __reduce__(self):
+        return getattr, self.asks
+
+
+def test_an_index_gives_members_of_its_enumerations_and_no_other_attribute(tmp_path):
+    write_tensors(tmp_path, {"optimizer": {"a": torch.ones(3, 2)}}, alone=True)
+    path = tmp_path / "trainer" / ".metadata"
+    metadata = FileSystemReader(tmp_path / "trainer").read_metadata()
+    metadata.note = Member(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")
+    path.write_bytes(pickle.dumps(metadata))
+    assert saved_keys(tmp_path) == {"optimizer.a"}
+    for owner, name in ((_MEM_FORMAT_ENCODING, "__reduce_ex__"), (torch.Size, "count")):
+        metadata.note = Member(owner, name)
+        path.write_bytes(pickle.dumps(metadata))
+        with pytest.raises(ConfigError, match="the checkpoint is refused"):
+            saved_keys(tmp_path)
 
 
 def test_an_adapter_imports_no_module_that_it_names(here, monkeypatch, capsys):

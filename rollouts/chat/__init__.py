@@ -14,18 +14,10 @@ from typing import TYPE_CHECKING
 from rollouts.lazy import lazy_face
 
 if TYPE_CHECKING:
-    from rollouts.chat.format import ChatFormat, load_chat_format
-    from rollouts.chat.masks import SupervisedRow, tokenize_supervised
-    from rollouts.chat.preflight import TemplateReport
+    from rollouts.chat.format import ChatFormat as ChatFormat
+    from rollouts.chat.format import load_chat_format as load_chat_format
+    from rollouts.chat.masks import SupervisedRow as SupervisedRow
+    from rollouts.chat.masks import tokenize_supervised as tokenize_supervised
+    from rollouts.chat.preflight import TemplateReport as TemplateReport
 
-__all__ = ["ChatFormat", "SupervisedRow", "TemplateReport", "load_chat_format", "tokenize_supervised"]
-
-_HOMES = {
-    "ChatFormat": "format",
-    "SupervisedRow": "masks",
-    "TemplateReport": "preflight",
-    "load_chat_format": "format",
-    "tokenize_supervised": "masks",
-}
-
-__getattr__, __dir__ = lazy_face(__name__, _HOMES)
+__getattr__, __dir__ = lazy_face(__name__)

@@ -20,8 +20,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-__all__ = ["CUT", "Controls", "plain"]
-
 # Noncharacters of Unicode: no text that is meant for exchange contains them. Where one does, it is written as _ITSELF.
 _MARK = "\ufdd0"
 _ITSELF = _MARK + "\ufdd1"
@@ -34,7 +32,7 @@ def plain(text: str) -> str:
 
 
 class Controls:
-    """Marks the strings of a conversation for one tokenizer and template.
+    """Marks the strings of a conversation for one tokenizer and template. `foreign` marks all that is no model's text.
 
     `opener` is the pattern of the model's tool calls: the tokens in it are a model's own.
     """
@@ -48,37 +46,18 @@ class Controls:
             if getattr(token, "special", True) or str(token) in named or str(token) in template_text
         }
         own = {text for text, special in tokens.items() if not special or re.escape(text) in opener or "think" in text}
-        self._normalize = _normalizer(tokenizer, [token for token in added if str(token) in tokens])
-        self._foreign = _Pattern(tokens, self._normalize)
-        self._beside_own = _Pattern(set(tokens) - own, self._normalize)
+        normalize = _normalizer(tokenizer, [token for token in added if str(token) in tokens])
+        self.foreign = _Pattern(tokens, normalize)
+        self._beside_own = _Pattern(set(tokens) - own, normalize)
 
     def message(self, shown: Mapping[str, Any]) -> dict[str, Any]:
         """A message as the template reads it, marked. Its argument stays as it is."""
-        is_own = shown.get("role") == "assistant"
-        return {
-            key: self._mark(value, self._beside_own if is_own and key in _SAID else self._foreign)
-            for key, value in shown.items()
-        }
-
-    def value(self, value: Any) -> Any:
-        """Plain data, such as a tool's schema, with every string in it marked."""
-        return self._mark(value, self._foreign)
-
-    def _mark(self, value: Any, pattern: _Pattern) -> Any:
-        if isinstance(value, str):
-            return pattern.mark(value)
-        if isinstance(value, list | tuple):
-            return _apart([self._mark(item, pattern) for item in value], pattern)
-        if isinstance(value, dict | Mapping):  # `dict` first: to ask `Mapping` is slow
-            return {self._mark(key, pattern): self._mark(item, pattern) for key, item in value.items()}
-        return value
-
-
-_SAID = ("content", "reasoning_content")
+        said = ("content", "reasoning_content") if shown.get("role") == "assistant" else ()
+        return {key: (self._beside_own if key in said else self.foreign).mark(each) for key, each in shown.items()}
 
 
 class _Pattern:
-    """Finds control tokens in text."""
+    """Finds control tokens in text, and marks them."""
 
     def __init__(self, tokens: Iterable[str], normalize: Callable[[str], str] | None) -> None:
         # A token of one character could not be cut in two.
@@ -95,7 +74,17 @@ class _Pattern:
         # Looked ahead for, since control tokens may overlap: each is cut behind its first character.
         self._starts = re.compile(f"(?=({words}))" if words else "(?!)", re.DOTALL)
 
-    def mark(self, text: str) -> str:
+    def mark(self, value: Any) -> Any:
+        """Plain data, such as a tool's schema, with every string in it marked."""
+        if isinstance(value, str):
+            return self._marked(value)
+        if isinstance(value, list | tuple):
+            return self._apart([self.mark(item) for item in value])
+        if isinstance(value, dict | Mapping):  # `dict` first: to ask `Mapping` is slow
+            return {self.mark(key): self.mark(item) for key, item in value.items()}
+        return value
+
+    def _marked(self, text: str) -> str:
         if self._normalize is not None:
             normal = self._normalize(text)  # the tokenizer looks for its tokens in what it has normalised
             if len(self._found.findall(normal)) > len(self._found.findall(text)):
@@ -105,23 +94,17 @@ class _Pattern:
         cuts = [0, *(found.start() + 1 for found in self._starts.finditer(text)), len(text)]
         return CUT.join(text[a:b].replace(_MARK, _ITSELF) for a, b in itertools.pairwise(cuts))
 
-    def spans(self, text: str) -> list[tuple[int, int]]:
-        return [found.span(1) for found in self._starts.finditer(text)]
-
-
-def _apart(parts: list[Any], pattern: _Pattern) -> list[Any]:
-    """Parts of a content, cut between two that together spell a control token: templates join them."""
-    if not all(isinstance(part, dict) and isinstance(part.get("text", ""), str) for part in parts):
-        return parts
-    texts = [part.get("text", "") for part in parts]
-    ends = list(itertools.accumulate(map(len, texts)))
-    spans = pattern.spans("".join(texts)) if len(parts) > 1 else []
-    return [
-        {**part, "text": CUT + part["text"]}
-        if number and part.get("text") and any(start < ends[number - 1] < end for start, end in spans)
-        else part
-        for number, part in enumerate(parts)
-    ]
+    def _apart(self, parts: list[Any]) -> list[Any]:
+        """Parts of a content, cut between two that together spell a control token: templates join them."""
+        if len(parts) < 2 or not all(isinstance(p, dict) and isinstance(p.get("text", ""), str) for p in parts):
+            return parts
+        ends = list(itertools.accumulate(len(part.get("text", "")) for part in parts))
+        found = self._starts.finditer("".join(part.get("text", "") for part in parts))
+        cut = {place for each in found for place in ends if each.start() < place < each.end(1)}
+        return [
+            {**part, "text": CUT + part["text"]} if part.get("text") and end - len(part["text"]) in cut else part
+            for part, end in zip(parts, ends, strict=True)
+        ]
 
 
 def _normalizer(tokenizer: Any, tokens: Iterable[Any]) -> Callable[[str], str] | None:

@@ -13,24 +13,13 @@ from typing import Any, NamedTuple
 
 from rollouts.types import Message, ToolCall
 
-__all__ = [
-    "PROBE_NAME",
-    "PROBE_RESULT",
-    "PROBE_TOOL",
-    "PROBE_VALUE",
-    "Dialect",
-    "Render",
-    "probe_call",
-    "probe_dialect",
-    "template_message",
-    "tool_reply",
-]
-
+Tools = Sequence[dict[str, Any]]
 # (messages as template dicts, tools, generation_prompt) -> text; raises whatever the template raises
-Render = Callable[[list[dict[str, Any]], Sequence[dict[str, Any]], bool], str]
+Render = Callable[[list[dict[str, Any]], Tools, bool], str]
 
 # Nine letters and digits: what Mistral's templates demand of a call's id.
 PROBE_ID = "probe0001"
+USER = Message("user", "hello")
 PROBE_NAME = "probe_tool"
 PROBE_VALUE = "probevalue7341"
 PROBE_RESULT = "proberesult5820"
@@ -65,7 +54,7 @@ def template_message(message: Message, dialect: Dialect) -> dict[str, Any]:
         else:
             shown["reasoning_content"] = message.reasoning
     if message.tool_calls and not any(call.error for call in message.tool_calls):
-        shown["tool_calls"] = [_template_call(call, dialect) for call in message.tool_calls]
+        shown["tool_calls"] = [_template_call(call, dialect.arguments_as_text) for call in message.tool_calls]
         if dialect.empty_content_none and not shown["content"]:
             shown["content"] = None
     # Keys are present only where there is something: templates ask `'tool_calls' in message`.
@@ -76,10 +65,8 @@ def template_message(message: Message, dialect: Dialect) -> dict[str, Any]:
     return shown
 
 
-def _template_call(call: ToolCall, dialect: Dialect) -> dict[str, Any]:
-    arguments: Any = call.arguments
-    if dialect.arguments_as_text:
-        arguments = json.dumps(arguments, ensure_ascii=False)
+def _template_call(call: ToolCall, as_text: bool) -> dict[str, Any]:
+    arguments = json.dumps(call.arguments, ensure_ascii=False) if as_text else call.arguments
     shown: dict[str, Any] = {"type": "function", "function": {"name": call.name, "arguments": arguments}}
     return {"id": call.id, **shown} if call.id else shown
 
@@ -95,34 +82,36 @@ def tool_reply() -> Message:
     return Message("tool", PROBE_RESULT, tool_call_id=PROBE_ID, name=PROBE_NAME)
 
 
-def probe_dialect(render: Render, template_text: str) -> tuple[Dialect, str]:
-    """The first dialect in which the template shows a whole tool conversation, and "" or why there is none."""
+class Prober:
+    """Renders probes in one dialect. A refusal is None; what it says is kept in `error`."""
+
+    def __init__(self, render: Render, dialect: Dialect) -> None:
+        self._render, self.dialect, self.error = render, dialect, ""
+
+    def __call__(self, *messages: Message, tools: bool = False, prompt: bool = False) -> str | None:
+        """The rendered text, or None where the template refuses."""
+        shown = [template_message(message, self.dialect) for message in messages]
+        try:
+            return self._render(shown, [PROBE_TOOL] if tools else [], prompt)
+        except Exception as error:  # a stranger's program: whatever it raises is its refusal
+            self.error = str(error)
+            return None
+
+
+def probe_dialect(render: Render, template_text: str) -> tuple[Prober, str]:
+    """A prober in the first dialect in which the template shows a whole tool conversation; "" or why there is none."""
     reason = ""
     found = Dialect()
-    shown_parts = (PROBE_NAME, PROBE_VALUE, PROBE_RESULT)
     for dialect in (Dialect(), Dialect(True), Dialect(False, True), Dialect(True, True)):
-        messages = [Message("user", "hello"), probe_call(), tool_reply()]
-        try:
-            text = render([template_message(m, dialect) for m in messages], [PROBE_TOOL], True)
-        # A template is a stranger's program: whatever it raises means that it refuses these messages.
-        except Exception as error:
-            reason = reason or f"it refuses a tool conversation: {error}"
-            continue
-        # The instructions may repeat the tool's name; the value and the result stand nowhere else.
-        if all(part in text for part in shown_parts):
+        probe = Prober(render, dialect)
+        text = probe(USER, probe_call(), tool_reply(), tools=True, prompt=True)
+        # The instructions may repeat the tool's name; the value and the result are nowhere else.
+        if text is not None and all(part in text for part in (PROBE_NAME, PROBE_VALUE, PROBE_RESULT)):
             found, reason = dialect, ""
             break
-        reason = reason or "it leaves the tool call or the tool's answer out of the text"
-    return found._replace(inline_reasoning=_wants_inline_reasoning(render, template_text)), reason
-
-
-def _wants_inline_reasoning(render: Render, template_text: str) -> bool:
-    """True where the template knows nothing of thinking, so that it would be lost unless it stays in the content."""
-    if "</think>" in template_text:
-        return False
-    probe = Message("assistant", "yes", reasoning="probethought")
-    try:
-        text = render([{"role": "user", "content": "hello"}, template_message(probe, Dialect())], [], False)
-    except Exception:  # refused either way: nothing to decide
-        return False
-    return "probethought" not in text
+        left_out = "it leaves the tool call or the tool's answer out of the text"
+        reason = reason or (left_out if text is not None else f"it refuses a tool conversation: {probe.error}")
+    # Where the template knows nothing of thinking, it would be lost unless it stays in the content.
+    alone = Prober(render, Dialect())(USER, Message("assistant", "yes", reasoning="probethought"))
+    is_inline = "</think>" not in template_text and alone is not None and "probethought" not in alone
+    return Prober(render, found._replace(inline_reasoning=is_inline)), reason

@@ -2,7 +2,7 @@
 
 `encode_prompt` makes the ids of a whole prompt; `extend` the ids that follow a sampled reply, without ever encoding
 that reply again; `parse` reads a reply as a Message. Left out: sampling, and the bookkeeping of segments
-(`rollouts.agent`).
+(`rollouts.agent.episode`).
 
 How `extend` decides (design.md §4, invariant 1). Let P be the text of `before` with the generation prompt, which is
 what the model was given, and B the text of `before + [reply] + new` with it. If B does not start with P, the template
@@ -17,24 +17,25 @@ Texts are rendered with marks where a conversation's own text spells a control t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
 from rollouts.chat.controls import CUT, Controls, plain
-from rollouts.chat.dialect import PROBE_TOOL, Render, probe_call, probe_dialect, template_message, tool_reply
+from rollouts.chat.dialect import PROBE_TOOL, USER, Tools, probe_call, probe_dialect, template_message, tool_reply
 from rollouts.chat.families import FAMILIES, Parsed, detect_family, parse_reply
-from rollouts.chat.preflight import Prober, TemplateReport, find_closers, inspect_template
-from rollouts.chat.tails import Rendering, TailRenderer, Unusable, is_plain, template_data
+from rollouts.chat.preflight import TemplateReport, find_closers, inspect_template
 from rollouts.errors import ConfigError, ModelError, near_misses
 from rollouts.types import Message, ToolCall
 
-__all__ = ["ChatFormat", "Turn", "load_chat_format"]
+if TYPE_CHECKING:
+    from rollouts.chat.tails import Rendering, TailRenderer
 
 _RESERVED = {"add_generation_prompt", "continue_final_message", "conversation", "messages", "tokenize", "tools"}
 _CACHED_CHARACTERS_MAX = 16_000_000
@@ -42,46 +43,41 @@ T = TypeVar("T")
 
 
 class Turn(NamedTuple):
-    """One assistant turn as a rendered conversation shows it: the prompt before it, its text, and all that follows.
+    """One assistant turn as a rendered conversation shows it, and all that follows.
 
-    `rest` begins with the closing token, whose id is `closer`. Texts are marked (`ChatFormat.render_marked`); the
-    prompt's beginning may be left out (`ChatFormat.render_pair`).
+    `rest` begins with the closing token, whose id is `closer`. Texts are marked (`ChatFormat.render_marked`).
     """
 
-    prompt: str
     reply: str
     rest: str
     closer: int
 
 
 class _Cache(Generic[T]):
-    """Values by key, the last used ones, up to a size in characters. The key b"" is no key."""
+    """Values by key, the last used ones, up to a size in characters. An empty key is no key."""
 
     def __init__(self) -> None:
-        self._values: OrderedDict[bytes, tuple[T, int]] = OrderedDict()
+        self._values: OrderedDict[bytes | str, tuple[T, int]] = OrderedDict()
         self._size = 0
 
-    def get(self, key: bytes) -> T | None:
-        found = self._values.get(key)
-        if found is None:
+    def get(self, key: bytes | str) -> T | None:
+        if key not in self._values:
             return None
         self._values.move_to_end(key)
-        return found[0]
+        return self._values[key][0]
 
-    def put(self, key: bytes, value: T, size: int) -> None:
+    def put(self, key: bytes | str, value: T, size: int) -> None:
         if not key:
             return
-        if key in self._values:
-            self._size -= self._values.pop(key)[1] + len(key)
+        size += len(key)
+        self._size += size - self._values.pop(key, (value, 0))[1]
         self._values[key] = value, size
-        self._size += size + len(key)
         while self._size > _CACHED_CHARACTERS_MAX and len(self._values) > 1:
-            old_key, (_, old_size) = self._values.popitem(last=False)
-            self._size -= old_size + len(old_key)
+            self._size -= self._values.popitem(last=False)[1][1]
 
 
-def _key(messages: list[Message], tools: Sequence[dict[str, Any]], generation_prompt: bool) -> bytes:
-    """What tells conversations apart; b"" where there is nothing that does, half a surrogate, say."""
+def _key(messages: list[Message], tools: Tools, generation_prompt: bool) -> bytes:
+    """What identifies a conversation; b"" where nothing does, because of half a surrogate, say."""
     try:
         return msgspec.msgpack.encode((messages, tools, generation_prompt))
     except (TypeError, UnicodeEncodeError, OverflowError, RecursionError):
@@ -98,33 +94,36 @@ class ChatFormat:
     def __init__(self, tokenizer: Any, template_arguments: Mapping[str, Any]) -> None:
         self.tokenizer = tokenizer
         self._arguments = dict(template_arguments)
-        render = functools.partial(_render, tokenizer, self._arguments)
-        self._render: Render = render
         text = _template_text(tokenizer)
-        self._dialect, refusal = probe_dialect(render, text)
-        probe = Prober(render, self._dialect)
-        added = _added_tokens(tokenizer)
+        probe, refusal = probe_dialect(self._render, text)
+        self._dialect = probe.dialect
+        added = {str(token): int(index) for index, token in tokenizer.added_tokens_decoder.items()}
         self.closers = find_closers(probe, added, tokenizer.eos_token)
-        call = probe(Message("user", "hello"), probe_call(), tool_reply(), tools=True) if not refusal else None
-        prompt = probe(Message("user", "hello"), tools=True, prompt=True)
-        self.family = detect_family(_tail(call, prompt), text)
-        self._controls = Controls(tokenizer, text, FAMILIES[self.family].opener.pattern)
+        call = probe(USER, probe_call(), tool_reply(), tools=True) if not refusal else None
+        self.family = detect_family(_tail(call, probe(USER, tools=True, prompt=True)), text)
+        family = FAMILIES[self.family]
+        self._controls = Controls(tokenizer, text, family.opener.pattern)
         self.stop_ids = _stop_ids(tokenizer, self.closers, added, text)
-        self._prefix = _tail(probe(Message("user", "hello"), prompt=True), probe(Message("user", "hello")))
-        self._thinking = self._prefix[self._prefix.rfind("<think>") :] if "<think>" in self._prefix else ""
-        self.report: TemplateReport = inspect_template(probe, text, self.closers, refusal)
+        prefix = _tail(probe(USER, prompt=True), probe(USER))
+        self._thinking = prefix[prefix.rfind("<think>") :] if "<think>" in prefix else ""
         self._texts: _Cache[str] = _Cache()
         self._renderings: _Cache[Rendering] = _Cache()
         self._marked_tools: _Cache[list[dict[str, Any]]] = _Cache()
-        self._tails = self._tail_renderer(text)
-        self._heads: OrderedDict[str, list[int]] = OrderedDict()
+        self._heads: _Cache[list[int]] = _Cache()
+        self._tails = _tail_renderer(tokenizer, self._arguments)
         self._cut = _safe_cut(tokenizer, self.closers)
         self._backend = _plain_backend(tokenizer, self.closers)
         self._anchor = self._find_anchor()
-        family = FAMILIES[self.family]
-        self._own_template = _compiled(tokenizer, getattr(tokenizer, "response_template", None), family.example)
         compiled = _compiled(tokenizer, family.response_template, family.example)
-        self._reader = family._replace(response_template=compiled)
+        self._read: Callable[..., Parsed] = functools.partial(
+            parse_reply,
+            family=family._replace(response_template=compiled),
+            parse_response=getattr(tokenizer, "parse_response", None),
+            response_template=_compiled(tokenizer, getattr(tokenizer, "response_template", None), family.example),
+            prefix=prefix,
+            thinking_prefix=self._thinking,
+        )
+        self.report: TemplateReport = inspect_template(probe, text, self.closers, refusal)
         if self.report.tools and not self._reads_own_calls():
             unread = (
                 f"it shows tool calls in a format that cannot be read back (the nearest known one is {self.family}); "
@@ -139,28 +138,26 @@ class ChatFormat:
 
     def _reads_own_calls(self) -> bool:
         """Whether a call as the template shows it is read back as the same call."""
-        before, call = [Message("user", "hello")], probe_call()
+        before, call = [USER], probe_call()
         turn = self.find_turn(before, call, [tool_reply()], [PROBE_TOOL])
         if turn is None:  # history is rewritten here: look at the call as the last message
-            turn = self.split_turn(
-                self.render(before, [PROBE_TOOL], False), self.render([*before, call], [PROBE_TOOL], False)
-            )
-        read = self._read(plain(turn.reply), [PROBE_TOOL]).message.tool_calls if turn is not None else []
+            texts = (self.render(messages, [PROBE_TOOL], False) for messages in (before, [*before, call]))
+            turn = self.split_turn(*texts)
+        read = self._read(plain(turn.reply), tools=[PROBE_TOOL]).message.tool_calls if turn is not None else []
         return [(c.name, c.arguments) for c in read] == [(c.name, c.arguments) for c in call.tool_calls]
 
-    def render(self, messages: list[Message], tools: Sequence[dict[str, Any]], generation_prompt: bool) -> str:
+    def render(self, messages: list[Message], tools: Tools, generation_prompt: bool) -> str:
         """The text of a conversation. Raises ModelError where the template refuses it."""
         return plain(self.render_marked(messages, tools, generation_prompt))
 
-    def render_marked(self, messages: list[Message], tools: Sequence[dict[str, Any]], generation_prompt: bool) -> str:
+    def render_marked(self, messages: list[Message], tools: Tools, generation_prompt: bool) -> str:
         """The text of a conversation for `encode_marked`: control tokens in its own text are marked as plain text."""
         key = _key(messages, tools, generation_prompt)
         known = self._texts.get(key)
         if known is not None:
             return known
-        shown = [self._controls.message(template_message(message, self._dialect)) for message in messages]
         try:
-            text = self._render(shown, self._schemas(tools), generation_prompt)
+            text = self._render(self._marked(messages), self._schemas(tools), generation_prompt)
         except Exception as error:  # a template is a stranger's program: it may raise anything
             roles = ", ".join(message.role for message in messages)
             raise ModelError(
@@ -171,7 +168,7 @@ class ChatFormat:
         return text
 
     def render_pair(
-        self, before: list[Message], more: list[Message], tools: Sequence[dict[str, Any]], generation_prompt: bool
+        self, before: list[Message], more: list[Message], tools: Tools, generation_prompt: bool
     ) -> tuple[str, str]:
         """The texts of `before` with the generation prompt, and of `before` and `more`, for `encode_marked`.
 
@@ -179,9 +176,8 @@ class ChatFormat:
         the conversation.
         """
         whole = [*before, *more]
-        old = self._rendering(before, tools)
-        new = self._shown(more)
-        if old is not None and new is not None and self._tails is not None:
+        if self._tails is not None and (old := self._rendering(before, tools)) is not None:
+            new = self._marked(more)
             done = self._tails.tail(old, new, generation_prompt)
             if done is not None:
                 if generation_prompt:
@@ -193,16 +189,13 @@ class ChatFormat:
                 self._texts.put(_key(whole, tools, True), again[0], len(again[0]))
         return self.render_marked(before, tools, True), self.render_marked(whole, tools, generation_prompt)
 
-    def _rendering(self, messages: list[Message], tools: Sequence[dict[str, Any]]) -> Rendering | None:
+    def _rendering(self, messages: list[Message], tools: Tools) -> Rendering | None:
         """What is kept of a conversation with its generation prompt, so that tails of it can be rendered."""
         key = _key(messages, tools, True)
         known = self._renderings.get(key)
-        if known is not None or self._tails is None:
+        if known is not None or self._tails is None or not key:
             return known
-        shown, schemas = self._shown(messages), self._schemas(tools)
-        if not key or shown is None or not is_plain(schemas):
-            return None
-        done = self._tails.whole(shown, schemas, True)
+        done = self._tails.whole(self._marked(messages), self._schemas(tools), True)
         if done is None or done[0] != self.render_marked(messages, tools, True):
             return None
         self._keep(key, done[1])
@@ -211,44 +204,36 @@ class ChatFormat:
     def _keep(self, key: bytes, rendering: Rendering) -> None:
         self._renderings.put(key, rendering, len(rendering.before) + len(rendering.last) + 8 * len(rendering.messages))
 
-    def _schemas(self, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _render(self, messages: list[dict[str, Any]], tools: Tools, prompt: bool) -> str:
+        text: str = self.tokenizer.apply_chat_template(
+            messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=prompt, **self._arguments
+        )
+        return text
+
+    def _marked(self, messages: list[Message]) -> list[dict[str, Any]]:
+        return [self._controls.message(template_message(message, self._dialect)) for message in messages]
+
+    def _schemas(self, tools: Tools) -> list[dict[str, Any]]:
         """The tools, marked; not to be changed, since they are the same for every episode."""
         key = _key([], tools, False)
         marked = self._marked_tools.get(key)
         if marked is None:
-            marked = self._controls.value(list(tools))
+            marked = self._controls.foreign.mark(list(tools))
             self._marked_tools.put(key, marked, len(key))
         return marked
 
-    def _shown(self, messages: list[Message]) -> list[dict[str, Any]] | None:
-        """Messages as transformers hands them to a template; None where one holds what is not plain data."""
-        marked = [self._controls.message(template_message(message, self._dialect)) for message in messages]
-        return [template_data(each) for each in marked] if all(map(is_plain, marked)) else None
-
-    def _tail_renderer(self, template_text: str) -> TailRenderer | None:
-        """None where tails cannot be rendered with this tokenizer: then every turn renders the whole conversation."""
-        given = {**getattr(self.tokenizer, "special_tokens_map", {}), **self._arguments}
-        if not isinstance(self.tokenizer.chat_template, str) or not is_plain(given):
-            return None
-        try:
-            return TailRenderer(template_text, given)
-        except Unusable:
-            return None
-
-    def encode_prompt(self, messages: list[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
+    def encode_prompt(self, messages: list[Message], tools: Tools) -> list[int]:
         """The ids [L] of a conversation with the generation prompt. Raises ModelError where the template refuses it."""
         text = self.render_marked(messages, tools, True)
         at = text.find(self._cut) if self._cut else -1
         if at <= 0:
             return self.encode_marked(text)
         # The system message with its tools is long and the same for every task: its ids are kept.
-        head = text[:at]
-        if head not in self._heads:
-            self._heads[head] = self.encode_marked(head)
-            while len(self._heads) > 64:
-                self._heads.popitem(last=False)
-        self._heads.move_to_end(head)
-        return self._heads[head] + self.encode_marked(text[at:])
+        ids = self._heads.get(text[:at])
+        if ids is None:
+            ids = self.encode_marked(text[:at])
+            self._heads.put(text[:at], ids, 40 * len(ids))  # a number takes so many bytes, with its place in the list
+        return ids + self.encode_marked(text[at:])
 
     def encode_marked(self, text: str) -> list[int]:
         """The ids of text out of `render_marked`: control tokens are those that the template and the model wrote."""
@@ -259,7 +244,7 @@ class ChatFormat:
         return ids
 
     def _encode_behind(self, text: str) -> list[int]:
-        """The ids of text that goes on in the middle of a word."""
+        """The ids of text that continues in the middle of a word."""
         if self._anchor:
             start, whole = self.encode(self._anchor), self.encode(self._anchor + text)
             if whole[: len(start)] == start:
@@ -276,10 +261,10 @@ class ChatFormat:
         return ""
 
     def encode(self, text: str) -> list[int]:
-        """The ids of rendered text, nothing added. Half a surrogate pair becomes `?`: no id stands for it."""
+        """The ids of rendered text, nothing added. Half a surrogate pair becomes `?`: it has no id."""
         text = text.encode("utf-8", "replace").decode()
         backend = self._backend
-        # What somebody else asked of this tokenizer may have left these on; its own `encode` turns them off again.
+        # Other users of this tokenizer may have left these on; its own `encode` turns them off again.
         if backend is not None and not (backend.truncation or backend.padding or backend.encode_special_tokens):
             ids: list[int] = backend.encode(text, add_special_tokens=False).ids
         else:
@@ -291,12 +276,7 @@ class ChatFormat:
         return _decode(self.tokenizer if self._backend is None else self._backend, tokens)
 
     def extend(
-        self,
-        before: list[Message],
-        reply: Message,
-        new: list[Message],
-        tools: Sequence[dict[str, Any]],
-        sampled: list[int],
+        self, before: list[Message], reply: Message, new: list[Message], tools: Tools, sampled: list[int]
     ) -> list[int] | None:
         """The ids to append after `sampled`, so that the model can speak again; None where a new segment must begin.
 
@@ -305,7 +285,7 @@ class ChatFormat:
             them.
             reply: what it said, as `parse` read it.
             new: what follows (tool answers, a user's message).
-            sampled: the ids of the reply [K], with the stop id if it came to one.
+            sampled: the ids of the reply [K], with the stop id if it ended with one.
 
         Returns: the rest of the assistant's close, the new messages and the generation prompt. Raises ModelError where
         the template refuses the conversation.
@@ -326,26 +306,22 @@ class ChatFormat:
         # Encoded with the closing token and then cut, not without it: some tokens swallow the white space behind them.
         return ids[1:] if ended else ids
 
-    def find_turn(
-        self, before: list[Message], reply: Message, new: list[Message], tools: Sequence[dict[str, Any]]
-    ) -> Turn | None:
+    def find_turn(self, before: list[Message], reply: Message, new: list[Message], tools: Tools) -> Turn | None:
         """The reply as the whole conversation shows it; None where what came before it is shown differently now."""
-        if not self.closers:
-            return None
-        return self.split_turn(*self.render_pair(before, [reply, *new], tools, True))
+        return self.split_turn(*self.render_pair(before, [reply, *new], tools, True)) if self.closers else None
 
     def split_turn(self, prompt: str, whole: str) -> Turn | None:
-        """Cut a rendered conversation into the prompt, the reply up to the first closing token, and the rest."""
-        if not whole.startswith(prompt):
-            return None
-        rest = whole[len(prompt) :]
+        """Cut what follows the prompt into the reply, up to the first closing token, and the rest; None if there is no
+        such token, or the conversation does not begin with the prompt.
+        """
+        rest = whole[len(prompt) :] if whole.startswith(prompt) else ""
         places = [(rest.find(token), token) for token in self.closers if token in rest]
         if not places:
             return None
         at, token = min(places)
-        return Turn(prompt, rest[:at], rest[at:], self.closers[token])
+        return Turn(rest[:at], rest[at:], self.closers[token])
 
-    def _shows(self, shown: str, sampled: str, tools: Sequence[dict[str, Any]]) -> bool:
+    def _shows(self, shown: str, sampled: str, tools: Tools) -> bool:
         """Whether history shows the sampled text, but for the spelling."""
         if shown == sampled:
             return True
@@ -355,12 +331,12 @@ class ChatFormat:
             return False  # cut off while thinking: history would close the thought
         return self.same_message(shown, sampled, tools)
 
-    def same_message(self, first: str, second: str, tools: Sequence[dict[str, Any]]) -> bool:
+    def same_message(self, first: str, second: str, tools: Tools) -> bool:
         """Whether two texts of a reply are the same message: thinking, content and calls, in the same order."""
-        one, other = self._read(first, tools), self._read(second, tools)
+        one, other = self._read(first, tools=tools), self._read(second, tools=tools)
         return one.faithful and other.faithful and _said(one.message) == _said(other.message)
 
-    def parse(self, tokens: Sequence[int], tools: Sequence[dict[str, Any]]) -> Message:
+    def parse(self, tokens: Sequence[int], tools: Tools) -> Message:
         """Read sampled ids [K] (with or without the stop id) as the assistant's message. Never raises.
 
         A malformed call is a ToolCall with `error`, words for the model; its message keeps the raw text as content.
@@ -369,21 +345,10 @@ class ChatFormat:
         while body and body[-1] in self.stop_ids:
             body.pop()
         text = self.decode(body)
-        message = self._read(text, tools).message
+        message = self._read(text, tools=tools).message
         if len(message.tool_calls) > 1 and self.report.tools and not self.report.parallel_calls:
             return _one_call_only(message, text)
         return message
-
-    def _read(self, text: str, tools: Sequence[dict[str, Any]]) -> Parsed:
-        return parse_reply(
-            text,
-            self._reader,
-            tools,
-            parse_response=getattr(self.tokenizer, "parse_response", None),
-            response_template=self._own_template,
-            prefix=self._prefix,
-            thinking_prefix=self._thinking,
-        )
 
 
 def load_chat_format(tokenizer: Any, template_arguments: dict[str, Any] | None = None) -> ChatFormat:
@@ -427,21 +392,14 @@ def _template_text(tokenizer: Any) -> str:
     return "\n".join(template.values()) if isinstance(template, dict) else str(template)
 
 
-def _render(
-    tokenizer: Any,
-    arguments: Mapping[str, Any],
-    messages: list[dict[str, Any]],
-    tools: Sequence[dict[str, Any]],
-    generation_prompt: bool,
-) -> str:
-    text: str = tokenizer.apply_chat_template(
-        messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=generation_prompt, **arguments
-    )
-    return text
+def _tail_renderer(tokenizer: Any, arguments: Mapping[str, Any]) -> TailRenderer | None:
+    """None where tails cannot be rendered with this tokenizer: then every turn renders the whole conversation."""
+    from rollouts.chat.tails import TailRenderer, Unusable
 
-
-def _added_tokens(tokenizer: Any) -> dict[str, int]:
-    return {str(token): int(index) for index, token in tokenizer.added_tokens_decoder.items()}
+    if isinstance(tokenizer.chat_template, str):
+        with contextlib.suppress(Unusable):
+            return TailRenderer(tokenizer.chat_template, {**getattr(tokenizer, "special_tokens_map", {}), **arguments})
+    return None
 
 
 def _stop_ids(tokenizer: Any, closers: Mapping[str, int], added: Mapping[str, int], text: str) -> tuple[int, ...]:
@@ -518,7 +476,7 @@ def _said(message: Message) -> tuple[str, str, str]:
 
 
 def _one_call_only(message: Message, text: str) -> Message:
-    """A template that shows one call a turn is shown the raw text; the first call counts, the others are told so."""
+    """A template that shows one call a turn is shown the raw text; the first call counts, and the others say so."""
     words = "Only one tool call can be made at a time; make this call again in your next turn."
     calls = [
         call if place == 0 or call.error else ToolCall(call.name, {}, call.id, words)

@@ -8,7 +8,7 @@ out: batching.
 
 from __future__ import annotations
 
-import itertools
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,8 +16,6 @@ from rollouts.chat.controls import plain
 from rollouts.chat.format import ChatFormat, Turn
 from rollouts.errors import ModelError
 from rollouts.types import Message
-
-__all__ = ["SupervisedRow", "tokenize_supervised"]
 
 
 class SupervisedRow(NamedTuple):
@@ -38,17 +36,14 @@ def tokenize_supervised(
     turns = [place for place, message in enumerate(messages) if message.role == "assistant"]
     rows: list[SupervisedRow] = []
     open_row: SupervisedRow | None = None
-    for number, place in enumerate(turns):
+    for place, next_place in zip(turns, [*turns[1:], None], strict=False):
         before, reply = messages[:place], messages[place]
-        alone, missing = _turn_alone(before, reply, tools, chat)
-        following: Turn | None = None
-        if number + 1 < len(turns):
-            following = chat.find_turn(before, reply, messages[place + 1 : turns[number + 1]], tools)
-        if following is not None and not chat.same_message(plain(following.reply), plain(alone.reply), tools):
+        turn, missing = _turn_alone(before, reply, tools, chat)
+        following = chat.find_turn(before, reply, messages[place + 1 : next_place], tools) if next_place else None
+        if following is not None and not chat.same_message(plain(following.reply), plain(turn.reply), tools):
             following = None  # history shows it without its thinking, say: train it whole here, then begin anew
-        turn = following or alone
         if following is not None:
-            missing = 0
+            turn, missing = following, 0
         if open_row is None or missing:
             prompt = chat.render_marked(before, tools, True)
             tokens = chat.encode_marked(prompt[: len(prompt) - missing])
@@ -75,15 +70,12 @@ def _turn_alone(
     came before it are not shown then.
     """
     prompt, whole = chat.render_pair(before, [reply], tools, False)
-    length = len(prompt)
-    if not whole.startswith(prompt):
-        # The generation prompt opens a thought, and this reply has none (DeepSeek): begin where the two part.
-        same = (a == b for a, b in zip(prompt, whole, strict=False))
-        prompt = whole[: sum(1 for _ in itertools.takewhile(bool, same))]
-    turn = chat.split_turn(prompt, whole)
+    # Where the generation prompt opens a thought, and this reply has none (DeepSeek), it begins where the two part.
+    same = prompt if whole.startswith(prompt) else os.path.commonprefix([prompt, whole])  # noqa: RUF071
+    turn = chat.split_turn(same, whole)
     if turn is None:
         raise ModelError(
             "the chat template ends an assistant turn with no special token, so that nothing could teach the model to "
             "stop; use a chat template that closes each turn (as `<|im_end|>` does)."
         )
-    return turn, length - len(prompt)
+    return turn, len(prompt) - len(same)

@@ -6,7 +6,7 @@ runs in full on the whole conversation, so that the text of the tail is exactly 
 
 That the text before the tail is still what it was is proved, or the tail is not used. A message's text may depend on
 the message, the ones beside it, its place, whether it is first or last, and on values from outside the loop; a template
-whose loop reads anything else is not changed at all (`_Loop` refuses it). When a conversation goes on, the text before
+whose loop reads anything else is not changed at all (`_Loop` refuses it). When a conversation grows, the text before
 the loop and every outside value that the loop reads are compared with the last time, as are the messages themselves,
 and a loop that hands something from one message to the next through a namespace is caught as it writes. Where anything
 differs, the caller renders the whole conversation. The text before the loop, mostly the tools, is not written again
@@ -22,8 +22,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
-
-__all__ = ["Rendering", "TailRenderer", "Unusable", "is_plain", "template_data"]
+from jinja2 import Undefined, nodes
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
 
 _MARK = "\ufdd3"  # a noncharacter: text that contains it is rendered whole
 _ENTER, _OFFSET = "_rollouts_enter", "_rollouts_offset"
@@ -49,10 +50,14 @@ class Rendering(NamedTuple):
     last: str
 
 
-def template_data(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as transformers hands it to a template: nothing that is None, a thought under both of its names."""
-    shown = {key: value for key, value in message.items() if value is not None}
-    return {"thinking": shown["reasoning_content"], **shown} if "reasoning_content" in shown else shown
+def shown(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """Messages as transformers hands them to a template: nothing that is None, a thought under both of its names. None
+    where one holds what is not plain data.
+    """
+    if not all(map(is_plain, messages)):
+        return None
+    kept = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    return [{"thinking": m["reasoning_content"], **m} if "reasoning_content" in m else m for m in kept]
 
 
 def is_plain(value: Any) -> bool:
@@ -72,59 +77,51 @@ class TailRenderer:
     """Renders conversations through one template. Raises Unusable where the template cannot be changed."""
 
     def __init__(self, template_text: str, given: Mapping[str, Any]) -> None:
+        if not is_plain(given):
+            raise Unusable("the template is given objects")
         self._template, self._namespace, self._skips_head = _compile(template_text)
-        self._given = dict(given)
+        self._given = given
 
     def whole(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], generation_prompt: bool
     ) -> tuple[str, Rendering] | None:
         """The text of a conversation, and what is kept of it; None where tails of it cannot be rendered."""
-        done = self._run(messages, tools, generation_prompt, 0)
+        given = shown(messages)
+        done = self._run(given, tools, generation_prompt, 0) if given is not None and is_plain(tools) else None
         return None if done is None else (done[0].before + done[1], done[0])
 
     def tail(self, old: Rendering, new: list[dict[str, Any]], generation_prompt: bool) -> tuple[str, Rendering] | None:
-        """The text of the conversation with the new messages, from the last old one on, where `old.last` stood.
+        """The text of the conversation with the new messages, from the last old one on, in place of `old.last`.
 
         None where what comes before it is not known to be the same.
         """
-        skips = self._skips_head and bool(old.messages)
-        done = self._run([*old.messages, *new], old.tools, generation_prompt, max(0, len(old.items) - 1), skips)
+        skips, more = self._skips_head and bool(old.messages), shown(new)
+        start = max(0, len(old.items) - 1)
+        done = None if more is None else self._run([*old.messages, *more], old.tools, generation_prompt, start, skips)
         if done is None:
             return None
         now, text = done
         if skips:
             now = now._replace(before=old.before + now.before)
-        same = (
-            (now.before, now.values) == (old.before, old.values)
-            and len(now.items) >= len(old.items)
-            and all(map(operator.is_, old.items, now.items))
-        )
-        return (text, now) if same else None
+        same = (now.before, now.values) == (old.before, old.values) and len(now.items) >= len(old.items)
+        return (text, now) if same and all(map(operator.is_, old.items, now.items)) else None
 
     def _run(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]],
-        generation_prompt: bool,
-        start: int,
-        skips_head: bool = False,
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], prompt: bool, start: int, skips: bool = False
     ) -> tuple[Rendering, str] | None:
         loop = _Entered(start)
         names = {
+            **self._given,
             _ENTER: loop.enter,
-            _OFFSET: loop.offset,
+            _OFFSET: start,
             _ITEM: loop.item,
             _PREVIOUS: loop.previous,
-            _TAIL: skips_head,
+            _TAIL: skips,
             "namespace": functools.partial(_watched(self._namespace), loop),
         }
         try:
             text = self._template.render(
-                **{**self._given, **names},
-                messages=messages,
-                tools=tools or None,
-                documents=None,
-                add_generation_prompt=generation_prompt,
+                names, messages=messages, tools=tools or None, documents=None, add_generation_prompt=prompt
             )
         except Exception:  # a template is a stranger's program: the caller renders it whole, and says what is wrong
             return None
@@ -150,28 +147,17 @@ class _Entered:
         self.values = msgspec.msgpack.encode(values, enc_hook=_plain_value) if values else b"none"
         return items[self._start :]
 
-    def offset(self) -> int:
-        return self._start
-
     def previous(self, place: int) -> Any:
         """The item before this place, as `loop.previtem`."""
-        from jinja2 import Undefined
-
         return self.items[place - 1] if place else Undefined("there is no previous item")
 
     def item(self, items: Any, place: int) -> Any:
         """`items[place]` as templates have it; counted from the end it would be another one later."""
-        from jinja2 import Undefined
-
-        if place < 0:
-            self.is_tied = True
+        self.is_tied = self.is_tied or place < 0
         return items[place] if -len(items) <= place < len(items) else Undefined(f"there is no item {place}")
 
 
 def _plain_value(value: Any) -> Any:
-    from jinja2 import Undefined
-    from jinja2.utils import Namespace
-
     if isinstance(value, Undefined):
         return ["undefined"]
     if isinstance(value, Namespace):
@@ -181,7 +167,7 @@ def _plain_value(value: Any) -> Any:
 
 @functools.lru_cache(maxsize=8)
 def _watched(base: Any) -> Any:
-    """A namespace that tells a pass through the loop when it is written to."""
+    """A namespace that informs a pass through the loop when it is written to."""
 
     class Watched(base):  # type: ignore[misc]
         def __init__(*args: Any, **values: Any) -> None:
@@ -209,7 +195,7 @@ def _compile(template_text: str) -> tuple[Any, type, bool]:
         namespace = environment.globals["namespace"]
     except (ImportError, AttributeError, KeyError) as error:  # another version of transformers
         raise Unusable(str(error)) from error
-    tree = _without_marks(environment.parse(template_text))
+    tree = _Unmarked().visit(environment.parse(template_text))
     skips_head = _change(tree, environment.globals)
     template = environment.template_class.from_code(environment, environment.compile(tree), environment.globals)
     return template, namespace, skips_head
@@ -222,8 +208,6 @@ def _change(tree: Any, known: Mapping[str, Any]) -> bool:
     """Change the main loop of a template in place. Raises Unusable where messages may depend on more than we see.
     Gives whether the text before the loop is left out where `_TAIL` is true.
     """
-    from jinja2 import nodes
-
     foreign = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends, nodes.Block)
     if any(True for _ in tree.find_all(foreign)):
         raise Unusable("the template has parts elsewhere")
@@ -236,10 +220,10 @@ def _change(tree: Any, known: Mapping[str, Any]) -> bool:
     macros = list(tree.find_all(nodes.Macro))
     if len({macro.name for macro in macros}) < len(macros):
         raise Unusable("the template has two macros of one name")
-    assigned = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store"}
+    assigned = _named(tree, "store")
     lists = {main.iter.name} if isinstance(main.iter, nodes.Name) else set()
     lists |= {_MESSAGES} - assigned
-    lists -= {name.name for node in main.body for name in node.find_all(nodes.Name) if name.ctx == "store"}
+    lists = lists.difference(*(_named(node, "store") for node in main.body))
     in_body, in_macros = _Loop(lists), _Loop(set())
     main.body = [in_body.visit(node, True) for node in main.body]
     for macro in macros:
@@ -266,17 +250,15 @@ def _head(body: list[Any], known: Mapping[str, Any]) -> list[int]:
     """Which statements before the loop write text that is the same for all conversations with the same tools and the
     same first message; none, unless all that write any do.
     """
-    from jinja2 import nodes
-
     unsettled = {"add_generation_prompt"} | (set(known) - _CONSTANT)
     count = -1
-    while count != len(unsettled):  # what is made of something unsettled is unsettled too, wherever it stands
+    while count != len(unsettled):  # what is made of something unsettled is unsettled too, wherever it is
         count = len(unsettled)
         for node in body:
             if not _is_settled(node, unsettled):
                 unsettled |= _stored(node)
                 if _has(node, nodes.NSRef):  # it may have another name
-                    unsettled |= {name for other in body if _names_namespace(other) for name in _stored(other)}
+                    unsettled |= {name for other in body if "namespace" in _named(other) for name in _stored(other)}
     writing = [
         place for place, node in enumerate(body) if _has(node, nodes.Output) and not isinstance(node, nodes.Macro)
     ]
@@ -289,25 +271,19 @@ def _has(node: Any, kinds: Any) -> bool:
     return isinstance(node, kinds) or next(iter(node.find_all(kinds)), None) is not None
 
 
-def _names_namespace(node: Any) -> bool:
-    from jinja2 import nodes
-
-    return any(name.name == "namespace" for name in node.find_all(nodes.Name))
+def _named(node: Any, *contexts: str) -> set[str]:
+    """The names in it, used in one of these ways, or in any."""
+    return {name.name for name in node.find_all(nodes.Name) if not contexts or name.ctx in contexts}
 
 
 def _stored(node: Any) -> set[str]:
     """The names that a statement gives a value."""
-    from jinja2 import nodes
-
-    names = {name.name for name in node.find_all(nodes.Name) if name.ctx != "load"}
-    names |= {each.name for each in node.find_all((nodes.NSRef, nodes.Macro))}
+    names = _named(node, "store", "param") | {each.name for each in node.find_all((nodes.NSRef, nodes.Macro))}
     return names | ({node.name} if isinstance(node, nodes.Macro) else set())
 
 
 def _is_settled(node: Any, unsettled: set[str]) -> bool:
     """Whether it reads nothing unsettled, and of the messages only the first one, and whether there are any."""
-    from jinja2 import nodes
-
     if isinstance(node, nodes.Name):
         return node.ctx != "load" or node.name not in unsettled | {_MESSAGES}
     if isinstance(node, nodes.Filter) and node.name == "random":
@@ -316,35 +292,27 @@ def _is_settled(node: Any, unsettled: set[str]) -> bool:
     if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and node.arg.value == 0:
         left = [] if _is_messages(node.node) else left
     elif isinstance(node, nodes.And | nodes.Not | nodes.If | nodes.CondExpr):
-        asked = node.left if isinstance(node, nodes.And) else node.node if isinstance(node, nodes.Not) else node.test
-        left = [child for child in left if child is not asked or not _is_messages(child)]
+        asked = left[0]  # the operand, the condition
+        left = left[1:] if _is_messages(asked) else left
     return all(_is_settled(child, unsettled) for child in left)
 
 
 def _is_messages(node: Any) -> bool:
-    from jinja2 import nodes
-
     return isinstance(node, nodes.Name) and (node.name, node.ctx) == (_MESSAGES, "load")
 
 
-def _without_marks(node: Any) -> Any:
-    """A template whose `{% generation %}` blocks, which transformers counts characters with, are plain text."""
-    from jinja2 import nodes
+class _Unmarked(NodeTransformer):
+    """Makes `{% generation %}` blocks, which transformers counts characters with, plain text."""
 
-    for field, value in list(node.iter_fields()):
-        if isinstance(value, list):
-            setattr(node, field, [_without_marks(v) if isinstance(v, nodes.Node) else v for v in value])
-        elif isinstance(value, nodes.Node):
-            setattr(node, field, _without_marks(value))
-    called = node.call.node if isinstance(node, nodes.CallBlock) else None
-    is_mark = isinstance(called, nodes.ExtensionAttribute) and called.name == "_generation_support"
-    return nodes.Scope(node.body) if is_mark else node
+    def visit_CallBlock(self, node: Any) -> Any:
+        self.generic_visit(node)
+        called = node.call.node
+        is_mark = isinstance(called, nodes.ExtensionAttribute) and called.name == "_generation_support"
+        return nodes.Scope(node.body) if is_mark else node
 
 
 def _loops(body: list[Any]) -> Iterator[tuple[list[Any], Any]]:
-    """The loops that run once in a template, each with the statements among which it stands."""
-    from jinja2 import nodes
-
+    """The loops that run once in a template, each with the statements beside it."""
     for node in body:
         if isinstance(node, nodes.For):
             yield body, node
@@ -355,43 +323,45 @@ def _loops(body: list[Any]) -> Iterator[tuple[list[Any], Any]]:
             yield from _loops(node.else_)
 
 
-class _Loop:
-    """Reads the body of the main loop: rewrites what it asks of `loop`, and collects the names that it `read`s."""
+class _Loop(NodeTransformer):
+    """Reads the body of the main loop: rewrites what it asks of `loop`, and collects the names that it `read`s. Each
+    visit is told whether the name `loop` is the main loop there (`is_ours`).
+    """
 
     def __init__(self, lists: set[str]) -> None:
-        from jinja2 import nodes
-
-        self._nodes: Any = nodes
         self._lists = lists  # the names of the lists that the loop runs over
         self.read: set[str] = set()
 
-    def visit(self, node: Any, is_ours: bool) -> Any:
-        """The node as it is to be; `is_ours`: the name `loop` is the main loop there."""
-        nodes = self._nodes
-        if isinstance(node, nodes.Getattr) and isinstance(node.node, nodes.Name) and node.node.name == "loop":
-            return self._of_loop(node) if is_ours else node
-        if isinstance(node, nodes.Getitem) and self._is_beside(node, is_ours):
-            return self._item(node.node, self.visit(node.arg, is_ours))
-        if isinstance(node, nodes.Name) and node.ctx == "load":
+    def visit_Name(self, node: nodes.Name, is_ours: bool) -> Any:
+        if node.ctx == "load":
             self.read.add(node.name)
-        if isinstance(node, nodes.Break) and is_ours:
-            raise Unusable("the loop may end early")
-        if isinstance(node, nodes.Filter) and node.name == "random":
-            raise Unusable("the loop is not the same twice")
-        inner = is_ours and not isinstance(node, nodes.For | nodes.Macro)
-        for field, value in list(node.iter_fields()):
-            ours = inner or (is_ours and isinstance(node, nodes.For) and field in ("iter", "else_"))
-            if isinstance(value, list):
-                setattr(node, field, [self.visit(v, ours) if isinstance(v, nodes.Node) else v for v in value])
-            elif isinstance(value, nodes.Node):
-                setattr(node, field, self.visit(value, ours))
         return node
 
-    def _of_loop(self, node: Any) -> Any:
-        nodes = self._nodes
-        offset = nodes.Call(nodes.Name(_OFFSET, "load"), [], [], None, None)
-        if node.attr in ("last", "nextitem"):
+    def visit_Break(self, node: Any, is_ours: bool) -> Any:
+        if is_ours:
+            raise Unusable("the loop may end early")
+        return node
+
+    def visit_Filter(self, node: nodes.Filter, is_ours: bool) -> Any:
+        if node.name == "random":
+            raise Unusable("the loop is not the same twice")
+        return self.generic_visit(node, is_ours)
+
+    def visit_Macro(self, node: Any, is_ours: bool) -> Any:
+        return self.generic_visit(node, False)
+
+    def visit_For(self, node: Any, is_ours: bool) -> Any:
+        node.iter, *node.else_ = [self.visit(each, is_ours) for each in (node.iter, *node.else_)]
+        node.target, *node.body = [self.visit(each, False) for each in (node.target, *node.body)]
+        node.test = node.test and self.visit(node.test, False)
+        return node
+
+    def visit_Getattr(self, node: Any, is_ours: bool) -> Any:
+        if not (isinstance(node.node, nodes.Name) and node.node.name == "loop"):
+            return self.generic_visit(node, is_ours)
+        if not is_ours or node.attr in ("last", "nextitem"):
             return node
+        offset = nodes.Name(_OFFSET, "load")
         if node.attr in ("index0", "index"):
             return nodes.Add(node, offset)
         index = nodes.Add(nodes.Getattr(node.node, "index0", "load"), offset)
@@ -401,22 +371,16 @@ class _Loop:
             return nodes.Compare(index, [nodes.Operand("eq", nodes.Const(0))])
         raise Unusable(f"the loop reads loop.{node.attr}")
 
-    def _item(self, items: Any, place: Any) -> Any:
-        return self._nodes.Call(self._nodes.Name(_ITEM, "load"), [items, place], [], None, None)
-
-    def _is_beside(self, node: Any, is_ours: bool) -> bool:
-        """Whether it is `messages[loop.index0 - 1]`, `messages[loop.index0 + 1]` or `messages[0]`."""
-        nodes = self._nodes
-        if not (isinstance(node.node, nodes.Name) and node.node.name in self._lists):
-            return False
+    def visit_Getitem(self, node: Any, is_ours: bool) -> Any:
+        """`messages[loop.index0 - 1]`, `messages[loop.index0 + 1]` and `messages[0]` are rewritten; all else reads the
+        list itself.
+        """
         place = node.arg
-        if isinstance(place, nodes.Const):
-            return bool(place.value == 0)
-        is_index = (
-            isinstance(place, nodes.Add | nodes.Sub)
-            and isinstance(place.left, nodes.Getattr)
-            and isinstance(place.left.node, nodes.Name)
-            and (place.left.node.name, place.left.attr) == ("loop", "index0")
-            and isinstance(place.right, nodes.Const)
-        )
-        return is_ours and is_index and bool(place.right.value == 1)
+        is_beside = isinstance(place, nodes.Const) and place.value == 0
+        if is_ours and isinstance(place, nodes.Add | nodes.Sub) and isinstance(place.left, nodes.Getattr):
+            base, one = place.left.node, place.right
+            is_beside = isinstance(base, nodes.Name) and (base.name, place.left.attr) == ("loop", "index0")
+            is_beside = is_beside and isinstance(one, nodes.Const) and one.value == 1
+        if not (is_beside and isinstance(node.node, nodes.Name) and node.node.name in self._lists):
+            return self.generic_visit(node, is_ours)
+        return nodes.Call(nodes.Name(_ITEM, "load"), [node.node, self.visit(place, is_ours)], [], None, None)

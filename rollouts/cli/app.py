@@ -7,6 +7,7 @@ not one of the core's, and are therefore listed by `rollouts plugins list`, not 
 from __future__ import annotations
 
 import errno
+import gc
 import importlib
 import os
 import sys
@@ -17,18 +18,17 @@ import click
 
 from rollouts.author_code import message_of
 from rollouts.cli.ending import interrupted_by_signals, silent_when_closed
-from rollouts.errors import RolloutsError, UserError, near_misses
-
-__all__ = ["COMMANDS", "NamedGroup", "RolloutsGroup", "app", "run_app"]
+from rollouts.errors import RolloutsError, UserError, leaves_of, near_misses
+from rollouts.version import __version__
 
 COMMANDS = {
     "run": ("rollouts.cli.run:run", "Train a model by reinforcement in an environment."),
-    "sft": ("rollouts.cli.sft:sft", "Train a model on demonstrations."),
-    "eval": ("rollouts.cli.eval:evaluate", "Evaluate a model in an environment."),
-    "resume": ("rollouts.cli.resume:resume", "Go on with a run, or make it longer."),
-    "export": ("rollouts.cli.export:export", "Write a run's model as a folder that others load."),
-    "config": ("rollouts.cli.config:config", "Print a whole settings file, with comments."),
-    "plugins": ("rollouts.cli.plugins:plugins", "List, show and examine what is installed."),
+    "sft": ("rollouts.cli.run:sft", "Train a model on the demonstrations of an environment."),
+    "eval": ("rollouts.cli.run:evaluate", "Evaluate a model on held-out tasks of an environment."),
+    "resume": ("rollouts.cli.run:resume", "Resume a run, or make it longer."),
+    "export": ("rollouts.cli.export:export", "Export a run's model for transformers, vLLM and SGLang."),
+    "config": ("rollouts.cli.config:config", "Print a complete settings file."),
+    "plugins": ("rollouts.cli.plugins:plugins", "List, show and check installed plugins."),
 }
 """The core's commands: where each is, and its line in the help (which imports none of them)."""
 
@@ -74,7 +74,8 @@ class RolloutsGroup(NamedGroup):
 
         if not any(ref.name == cmd_name for ref in installed_components("commands")):
             return None
-        from rollouts.plugins.index import find_component, load_component
+        from rollouts.plugins.index import find_component
+        from rollouts.plugins.loading import load_component
 
         ref = find_component("commands", cmd_name)
         command = load_component(ref)
@@ -97,41 +98,41 @@ class RolloutsGroup(NamedGroup):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
 
 
-def _show_version(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
-    if value and not ctx.resilient_parsing:
-        from rollouts import __version__
-
-        click.echo(f"rollouts {__version__}")
-        ctx.exit()
-
-
 app = RolloutsGroup(
     "rollouts",
     help="Train language-model agents in environments that are plugins.\n\n"
-    "Begin with: rollouts run --env calculator --loss grpo",
-    epilog="`rollouts COMMAND --help` says more. Exit codes: 0 done, 2 a mistake in what was typed or written, "
-    "1 the run failed, 130 interrupted (143 by SIGTERM, 129 by SIGHUP).",
-    params=[
-        click.Option(
-            ["--version"],
-            is_flag=True,
-            expose_value=False,
-            is_eager=True,
-            callback=_show_version,
-            help="Show the version and exit.",
-        )
-    ],
+    "Start with: rollouts run --env calculator --loss grpo",
+    epilog="See `rollouts COMMAND --help`. Exit codes: 0 done, 1 the run failed, 2 a mistake in a command or a file, "
+    "130 interrupted (143 by SIGTERM, 129 by SIGHUP).",
     no_args_is_help=True,
-    context_settings={"token_normalize_func": lambda token: token.replace("_", "-"), "max_content_width": 120},
+    context_settings={
+        "token_normalize_func": lambda token: token.replace("_", "-"),
+        "max_content_width": 120,
+        "help_option_names": ["-h", "--help"],
+    },
 )
+click.version_option(__version__, message="rollouts %(version)s")(app)
 
 
-def run_app(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code. An error that is neither a mistake nor a failed run is raised."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command with the given arguments and return its exit code.
+
+    Without arguments it is the process's own command: what a run has excluded from garbage collection stays excluded,
+    since to collect it as the process ends takes a second. No traceback is shown for the user's mistakes and for runs
+    that failed, unless ROLLOUTS_TRACEBACK=1; an error that is neither is raised.
+    """
+    arguments, dotted = list(sys.argv[1:] if argv is None else argv), dict[str, Any]()
     with silent_when_closed("stderr"), interrupted_by_signals() as signals:
         try:
-            return _invoke(arguments)
+            if any(argument.startswith("--") and "." in argument.partition("=")[0] for argument in arguments):
+                from rollouts.config.flags import take_dotted_flags
+
+                arguments, dotted = take_dotted_flags(arguments)
+            with app.make_context("rollouts", arguments, obj=dotted) as context:
+                result = app.invoke(context)
+            if sys.stdout is not None:  # here, so that a closed pipe is met while it can still be reported
+                sys.stdout.flush()
+            return result if isinstance(result, int) else 0
         except (Exception, KeyboardInterrupt, BaseExceptionGroup) as error:
             known = _known_error(error)
             if known is None:
@@ -142,19 +143,9 @@ def run_app(argv: Sequence[str] | None = None) -> int:
                 traceback.print_exception(error)
             code = _report(known)
             return 128 + signals[0] if signals and code == INTERRUPTED else code
-
-
-def _invoke(arguments: list[str]) -> int:
-    dotted: dict[str, Any] = {}
-    if any(argument.startswith("--") and "." in argument.partition("=")[0] for argument in arguments):
-        from rollouts.config.flags import take_dotted_flags
-
-        arguments, dotted = take_dotted_flags(arguments)
-    with app.make_context("rollouts", arguments, obj=dotted) as context:
-        result = app.invoke(context)
-    if sys.stdout is not None:  # here, so that a closed pipe is met while it can still be reported
-        sys.stdout.flush()
-    return result if isinstance(result, int) else 0
+        finally:
+            if argv is not None:
+                gc.unfreeze()
 
 
 _KNOWN = (RolloutsError, click.ClickException, click.Abort, click.exceptions.Exit, BrokenPipeError, KeyboardInterrupt)
@@ -162,15 +153,11 @@ _KNOWN = (RolloutsError, click.ClickException, click.Abort, click.exceptions.Exi
 
 def _known_error(error: BaseException) -> BaseException | None:
     """The error that we can report without a traceback; it may be wrapped in groups by nurseries."""
-    if isinstance(error, _KNOWN) or _is_full_output(error):
-        return error
-    if isinstance(error, BaseExceptionGroup):
-        found = [_known_error(inner) for inner in error.exceptions]
-        known = [inner for inner in found if inner is not None]
-        # Ctrl-C beside anything else is Ctrl-C; an unknown error beside a known one is a bug, and shown.
-        interrupts = [inner for inner in known if isinstance(inner, KeyboardInterrupt)]
-        if interrupts or len(known) == len(found):
-            return (interrupts or known)[0]
+    leaves = list(leaves_of(error))
+    # Ctrl-C beside anything else is Ctrl-C; an unknown error beside a known one is a bug, and shown.
+    interrupts = [leaf for leaf in leaves if isinstance(leaf, KeyboardInterrupt)]
+    if interrupts or all(isinstance(leaf, _KNOWN) or _is_full_output(leaf) for leaf in leaves):
+        return (interrupts or leaves)[0]
     return None
 
 
@@ -184,13 +171,10 @@ def _report(error: BaseException) -> int:
     """Say what happened on stderr; returns the exit code."""
     if isinstance(error, click.exceptions.Exit):
         return error.exit_code
-    if isinstance(error, BrokenPipeError):
-        # Whoever read our output has left; nothing more may be written to it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    if _is_full_output(error):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        click.echo(f"error: the output cannot be written: {getattr(error, 'strerror', error)}", err=True)
+    if isinstance(error, BrokenPipeError) or _is_full_output(error):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more may be written to it at exit
+        if not isinstance(error, BrokenPipeError):  # the reader of our output has left
+            click.echo(f"error: the output cannot be written: {getattr(error, 'strerror', error)}", err=True)
         return 1
     if isinstance(error, KeyboardInterrupt | click.Abort):
         click.echo(f"\n{str(error) or 'interrupted'}", err=True)
@@ -208,16 +192,22 @@ def _report(error: BaseException) -> int:
 
 def _usage_message(error: click.ClickException) -> str:
     """click's errors in our form: what was given, near misses, what to type."""
+    from rollouts.config.foreign import foreign_hint
+    from rollouts.config.settings import EVAL, setting_infos
+
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "rollouts"
     if isinstance(error, click.NoSuchOption):
         known = [name for p in context.command.params for name in (*p.opts, *p.secondary_opts)] if context else []
         near = near_misses(error.option_name.replace("_", "-"), [name for name in known if name.startswith("--")])
         message = f"`{command}` has no option {error.option_name}"
-        if context and context.info_name == "eval" and _is_of_training(error.option_name):
+        given = error.option_name.lstrip("-").replace("-", "_")
+        if context and context.info_name == "eval" and given in {info.name for info in setting_infos()} - set(EVAL):
             near = []
             message += ": an evaluation trains nothing, and this is a setting of training; leave it out"
-        if near:
+        if hint := foreign_hint(given, known) if context and context.info_name in TAKES_SETTINGS else "":
+            message += f"\n{hint}"
+        elif near:
             message += f"\ndid you mean: {', '.join(near)}?"
         if context and context.info_name in TAKES_SETTINGS:
             message += "\na component's settings are dotted: --env.digits 3, --loss.clip-high 0.28"
@@ -225,10 +215,3 @@ def _usage_message(error: click.ClickException) -> str:
         message = error.format_message().rstrip(".")
         message = message[:1].lower() + message[1:]
     return f"{message}\ntype: {command} --help"
-
-
-def _is_of_training(option: str) -> bool:
-    """Whether an option is a setting that no evaluation has."""
-    from rollouts.config.settings import EVAL, setting_infos
-
-    return option.lstrip("-").replace("-", "_") in {info.name for info in setting_infos()} - set(EVAL)

@@ -2,32 +2,69 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from rollouts.cli.options import DOTTED_FLAGS, SettingsCommand, read_settings, setting_options
+from rollouts.cli.options import SettingsCommand, read_settings
+from rollouts.config.settings import AUTO, COMPONENT_KINDS, OWN
 
-__all__ = ["config"]
+if TYPE_CHECKING:
+    from rollouts.config.flags import Tree
+    from rollouts.config.resolving import Resolved
+    from rollouts.config.settings import Setting
+
+_WORDS = {"reward": "env", "correction": AUTO, "shaping": OWN, "filter": OWN}
+"""Names that are no components: the environment's or the algorithm's own have no entry point."""
 
 
 def _config(file: str | None, **options: Any) -> int:
-    from rollouts.cli.components import explain_components
     from rollouts.config.render import to_toml
-    from rollouts.config.secrets import resolved_without_secrets
 
     resolved, given = read_settings(click.get_current_context(), file, options)
-    resolved, signatures = explain_components(resolved, given)
-    click.echo(to_toml(resolved_without_secrets(resolved), commented=True, signatures=signatures), nl=False)
+    resolved, signatures = _explain_components(resolved, given)
+    click.echo(to_toml(resolved.without_secrets(), commented=True, signatures=signatures), nl=False)
     return 0
+
+
+def _explain_components(resolved: Resolved, given: Tree) -> tuple[Resolved, dict[tuple[str, ...], tuple[Setting, ...]]]:
+    """Fill in the settings of the components that were given, and say what their settings are, by path.
+
+    Those that are only defaults are not imported. A setting that has no default may be missing here.
+    """
+    from rollouts.config.convert import complete_settings, convert_settings
+    from rollouts.config.merging import settings_path
+    from rollouts.config.settings import REQUIRED
+    from rollouts.plugins.index import KIND_WORDS
+    from rollouts.plugins.manager import PluginManager
+    from rollouts.plugins.signature import Signature
+
+    manager = PluginManager()
+    signatures: dict[tuple[str, ...], tuple[Setting, ...]] = {}
+    components = {key: list(chosen) for key, chosen in resolved.components.items()}
+    for key, kind in COMPONENT_KINDS.items():
+        for index, component in enumerate(components[key] if key in given else ()):
+            if not component.name or component.name == _WORDS.get(key):
+                continue
+            from rollouts.runs.components import signed  # here, since a file of defaults needs no component
+
+            label = f"{KIND_WORDS[kind]} {component.name}"
+            signature = signed(manager.load(manager.find(kind, component.name)), kind, label)[1]
+            path = settings_path(key, component)
+            signatures[path] = signature.settings
+            fillable = Signature(
+                signature.requests,
+                tuple(s for s in signature.settings if s.default is not REQUIRED or s.name in component.settings),
+            )
+            converted = convert_settings(fillable, component.settings, label, resolved.source, path)
+            components[key][index] = component._replace(settings=complete_settings(fillable, converted))
+    return resolved._replace(components=components), signatures
 
 
 config = SettingsCommand(
     "config",
     callback=_config,
-    params=setting_options(),
-    help="Print a whole settings file, with comments: each setting, what it is, its default.\n\n"
-    "Components that are named here, or in FILE, have their own settings printed too.\n\n"
+    help="Print a complete settings file. Comments explain each setting and give its default.\n\n"
+    "The settings of components that you name, here or in FILE, are included.\n\n"
     "\b\nExample:\n  rollouts config --env calculator --loss grpo > my.toml",
-    epilog=DOTTED_FLAGS,
 )

@@ -1,7 +1,8 @@
 """What ends a command from outside, and what must not: signals, and an output that cannot be written any more.
 
 SIGTERM and SIGHUP end a command as Ctrl-C does, with a summary. A standard output that was closed (`| head -3`), or
-whose disk is full, ends no run: the display falls silent. Left out: what an interrupted run leaves behind (`compose`).
+whose disk is full, ends no run: the display falls silent. Left out: what an interrupted run leaves behind
+(`runs.session`).
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Literal, TextIO
-
-__all__ = ["interrupted_by_signals", "silent_when_closed"]
 
 SIGNALS = [each for each in signal.Signals if each.name in ("SIGTERM", "SIGHUP")]
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import click
 
-__all__ = ["export"]
-
 
 @click.command(
-    help="Write a run's model as a folder that others load.\n\n"
-    "OUT, a new folder, holds it as transformers, vLLM and SGLang load it: adapters merged, safetensors, tokenizer, "
-    "chat template. SOURCE is the folder of a run (its last checkpoint is taken), a checkpoint, or a LoRA adapter.\n\n"
+    help="Export a run's model for transformers, vLLM and SGLang.\n\n"
+    "OUT is a new folder with safetensors, tokenizer and chat template; adapters are merged. "
+    "SOURCE is the folder of a run (its last checkpoint is used), a checkpoint, or a LoRA adapter.\n\n"
     "\b\nExamples:\n  rollouts export runs/first models/first\n"
     "  rollouts export runs/first/checkpoints/step_000050 models/early --dtype bfloat16",
 )
@@ -20,13 +18,13 @@ __all__ = ["export"]
     "--dtype",
     type=click.Choice(["bfloat16", "float16", "float32", "float64"]),
     default=None,
-    help="The type of the written weights.  [default: that of the stored ones]",
+    help="The type of the exported weights.  [default: the stored type]",
 )
-@click.option("--adapter", is_flag=True, help="Write the LoRA adapter alone, in peft's format.")
+@click.option("--adapter", is_flag=True, help="Export only the LoRA adapter, in peft's format.")
 @click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model.")
 def export(source: str, out: str, dtype: str | None, adapter: bool, trust_remote_code: bool) -> int:
     """Export and say what was written; returns the exit code."""
-    from rollouts.compose.export import export as write
+    from rollouts.runs.export import export as write
     from rollouts.training.models import remote_code
 
     with remote_code(trust_remote_code):

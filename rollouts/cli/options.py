@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rollouts.config.settings import COMPONENT_KINDS, FILE_ONLY, REPEATED, SettingInfo, setting_infos
+from rollouts.config.settings import COMPONENT_KINDS, FILE_ONLY, REPEATED, Setting, setting_infos
 from rollouts.errors import ConfigError
 
 if TYPE_CHECKING:
     from rollouts.config.flags import Tree
     from rollouts.config.resolving import Resolved
-
-__all__ = ["SettingsCommand", "read_settings", "setting_options"]
 
 DOTTED_FLAGS = """\
 A component's own settings are dotted flags, anywhere on the line: --env.digits 3 --loss.clip-high 0.28. Where several
@@ -30,13 +28,17 @@ _METAVARS = {bool: "true|false", int: "N", float: "X", str: "TEXT"}
 
 
 class SettingsCommand(click.Command):
-    """A command that takes settings: its help shows them by group, each with its default. `infos` are those that it
-    takes, where they are not all.
+    """A command that takes a file and settings, all or those of `infos`, and `own` parameters besides. Its help shows
+    settings by group, each with its default.
     """
 
-    def __init__(self, name: str, *, infos: Sequence[SettingInfo] | None = None, **given: Any) -> None:
-        super().__init__(name, **given)
-        self.infos = tuple(infos) if infos is not None else setting_infos()
+    def __init__(
+        self, name: str, *, infos: Iterable[Setting] | None = None, own: Sequence[click.Parameter] = (), **given: Any
+    ) -> None:
+        self.infos = tuple(setting_infos() if infos is None else infos)
+        file = click.Argument(["file"], required=False, metavar="[FILE]")
+        options = (_option(info) for info in self.infos if info.name != "template")
+        super().__init__(name, params=[file, *options, *own], epilog=DOTTED_FLAGS, **given)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """As click's; a missing value is told with this command's name."""
@@ -49,43 +51,30 @@ class SettingsCommand(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The options that are settings by their groups, then the command's own."""
         options = [parameter for parameter in self.get_params(ctx) if isinstance(parameter, click.Option)]
-        records = {option.name: option.get_help_record(ctx) for option in options}
-        infos = [info for info in self.infos if records.get(info.name) or info.name in FILE_ONLY]
-        for group in dict.fromkeys(info.group for info in infos):
-            rows = []
-            for info in infos:
-                if info.group == group:
-                    record = records.pop(info.name, None)
-                    rows.append(record or (FILE_ONLY[info.name], f"{info.doc}  [default: {info.default_text}]"))
+        records = {option.name: record for option in options if (record := option.get_help_record(ctx))}
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for info in self.infos:
+            record = records.pop(info.name, None) or (FILE_ONLY[info.name], _help(info))
+            groups.setdefault(info.group, []).append(record)
+        for group, rows in (groups | {"Options": list(records.values())}).items():
             with formatter.section(group):
                 formatter.write_dl(rows)
-        own = [record for record in records.values() if record]
-        with formatter.section("Options"):
-            formatter.write_dl(own)
 
 
-def setting_options(leave_out: Iterable[str] = (), infos: Iterable[SettingInfo] | None = None) -> list[click.Parameter]:
-    """An argument for the file and an option for every core setting (or those of `infos`) but those of FILE_ONLY.
-
-    `--schedule` is hidden: whoever types it is told what to write in the file.
+def _option(info: Setting) -> click.Option:
+    """A setting as an option. One that only a file can have is hidden: typing it gives an error that says what to write
+    there.
     """
-    options: list[click.Parameter] = [click.Argument(["file"], required=False, metavar="[FILE]")]
-    for info in setting_infos() if infos is None else infos:
-        if info.name == "template" or info.name in leave_out:
-            continue
-        options.append(
-            click.Option(
-                [info.flag, info.name],
-                multiple=info.name in REPEATED,
-                metavar=_metavar(info),
-                hidden=info.name in FILE_ONLY,
-                help=f"{info.doc}  [default: {info.default_text}]",
-            )
-        )
-    return options
+    is_repeated, is_hidden = info.name in REPEATED, info.name in FILE_ONLY
+    flags, metavar = [info.flag, info.name], _metavar(info)
+    return click.Option(flags, multiple=is_repeated, metavar=metavar, hidden=is_hidden, help=_help(info))
 
 
-def _metavar(info: SettingInfo) -> str:
+def _help(info: Setting) -> str:
+    return f"{info.doc}  [default: {info.default_text}]"
+
+
+def _metavar(info: Setting) -> str:
     if info.choices:
         return "|".join(info.choices)
     if info.name in COMPONENT_KINDS:

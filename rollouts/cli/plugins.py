@@ -17,19 +17,17 @@ if TYPE_CHECKING:
     from rollouts.plugins.manager import PluginManager
     from rollouts.plugins.signature import Signature
 
-__all__ = ["plugins"]
-
 
 @click.group("plugins", cls=NamedGroup, no_args_is_help=True)
 def plugins() -> None:
-    """List, show and examine what is installed."""
+    """List, show and check installed plugins."""
 
 
 @plugins.command("list")
 @click.option("--kind", metavar="KIND", help="Only components of this kind: environments, rewards, losses, ...")
-@click.option("--all", "with_hooks", is_flag=True, help="Load the hook plugins too, and list what their packs offer.")
+@click.option("--all", "with_hooks", is_flag=True, help="Also load the hook plugins, and list what they offer.")
 def list_(kind: str | None, with_hooks: bool) -> int:
-    """List the installed components. None of them is imported."""
+    """List the installed components, without importing them."""
     from rollouts.plugins.manager import PluginManager
 
     manager = PluginManager()
@@ -46,12 +44,12 @@ def list_(kind: str | None, with_hooks: bool) -> int:
 
 @plugins.command()
 @click.argument("name")
-@click.option("--kind", metavar="KIND", help="The kind, where components of several kinds have that name.")
+@click.option("--kind", metavar="KIND", help="The kind, if components of several kinds have this name.")
 def show(name: str, kind: str | None) -> int:
-    """Show one component: what it is, what it receives and its settings. It is imported for that."""
-    from rollouts.compose.choosing import signed
+    """Import one component, and show what it receives and its settings."""
     from rollouts.plugins.index import KIND_WORDS
     from rollouts.plugins.manager import PluginManager
+    from rollouts.runs.components import signed
 
     manager = PluginManager()
     ref = _find(manager, kind, name)
@@ -73,7 +71,7 @@ def show(name: str, kind: str | None) -> int:
 
 @plugins.command()
 def doctor() -> int:
-    """Import everything that is installed and say what is wrong with it; the exit code is 1 if anything is."""
+    """Import all installed components and report problems. The exit code is 1 if there are any."""
     from rollouts.plugins.manager import PluginManager
 
     manager = PluginManager()
@@ -92,7 +90,7 @@ def _find(manager: PluginManager, kind: str | None, name: str) -> ComponentRef:
     from rollouts.plugins.index import KINDS, names_file
 
     if kind is not None:
-        return manager.find(_kind(kind), name)
+        return manager.find(COMPONENT_KINDS.get(kind, kind), name)  # `reward` means `rewards`
     if names_file(name):
         kinds = ", ".join(KINDS)
         raise UserError(f"{name}: a file does not say what kind of component it holds\ntype: --kind KIND ({kinds})")
@@ -113,16 +111,10 @@ def _find(manager: PluginManager, kind: str | None, name: str) -> ComponentRef:
     return found[0]
 
 
-def _kind(given: str) -> str:
-    """A kind by its own name, or by the setting that names it (`env`, `reward`)."""
-    return COMPONENT_KINDS.get(given, given)
-
-
 def _signature_lines(kind: str, signature: Signature) -> list[str]:
-    from rollouts.config.convert import default_text
+    from rollouts.config.convert import default_text, describe_type
     from rollouts.config.flags import flag_name
-    from rollouts.config.values import describe_type
-    from rollouts.plugins.signature import REQUIRED, VOCABULARY
+    from rollouts.plugins.vocabulary import VOCABULARY
 
     lines: list[str] = []
     if signature.requests:
@@ -134,7 +126,7 @@ def _signature_lines(kind: str, signature: Signature) -> list[str]:
         (
             flag_name((*prefix, setting.name)) if prefix else setting.name,
             describe_type(setting.type),
-            "no default" if setting.default is REQUIRED else f"default {default_text(setting.default)}",
+            default_text(setting),
             setting.doc,
         )
         for setting in signature.settings

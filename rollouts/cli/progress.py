@@ -1,163 +1,224 @@
-"""Progress that a person likes to watch: a line that moves where there is a terminal, plain lines where there is none.
+"""What a command shows while it runs: a line that moves where there is a terminal, plain lines where there is none.
 
-Once in a while one sampled conversation is shown, and at the end a table of before and after.
+Of a training run one sampled conversation is shown now and then, and at the end a table of before and after; of an
+evaluation a table of its numbers.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollouts.cli.terminal import Terminal, number_words
-from rollouts.types import Message, Trajectory
+from rollouts.types import Trajectory
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress as Bar
+    from rich.table import Table
 
-    from rollouts.compose.plan import Plan
     from rollouts.plugins.manager import PluginFault
     from rollouts.training.rollout_gen.groups import Group
 
-__all__ = ["Progress"]
-
 CONVERSATIONS = 3  # shown during a run: at the first step, and evenly after it
-LINES = 24  # plain lines of a whole run, where the output is no terminal
+LINES, EVALUATION_LINES = 24, 10  # plain lines of a whole run, where the output is no terminal
 CHARACTERS_MAX = 400  # of one message
+
+_STEP_METRICS = (
+    ("reward", "reward/mean", "{:.3f}"),
+    ("loss", "policy/loss", "{:+.4f}"),
+    ("entropy", "policy/entropy", "{:.3f}"),
+    ("gen tok/s", "perf/gen_tok_s", "{:.0f}"),
+    ("train tok/s", "perf/train_tok_s", "{:.0f}"),
+)
 
 
 class Progress:
-    """Implements `rollouts.compose.watch.Watcher` on standard output."""
+    """Implements `rollouts.runs.observer.Observer` on standard output, or on another console."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._terminal = Terminal(console)
-        self._steps = 0
+        from rich.console import Console
+
+        self._console = console or Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self._bar: Bar | None = None
+        self._shown_faults: set[str] = set()
+        self._total = 0
         self._first: int | None = None  # the step that this process began with
         self._started = time.perf_counter()
-        self._before: dict[str, Any] | None = None
         self._folder = Path()
 
-    def begin(self, plan: Plan, folder: Path, notes: Sequence[str]) -> None:
+    def begin(self, title: str, total: int, folder: Path, notes: Sequence[str]) -> None:
         """Say what runs and where it is written."""
-        settings = plan.settings
-        self._steps, self._folder = settings.steps, folder
-        self._first, self._before, self._started = None, None, time.perf_counter()  # a run may have a second phase
-        size = f"{settings.prompts_per_step} prompts"
-        if settings.mode == "rl":
-            size += f" × {settings.samples_per_prompt} rollouts"
-        lora = f", LoRA rank {settings.lora_rank}" if settings.lora_rank else ""
-        self._terminal.say(
-            f"{plan.env_name} · {plan.one('loss').name} · {settings.model}{lora} · "
-            f"{settings.steps} steps of {size} · lr {plan.lr:g} · seed {settings.seed}"
-        )
-        self._terminal.say(f"writing to {folder}")
+        self._total, self._folder = total, folder
+        self._first, self._started = None, time.perf_counter()  # a run may have a second phase
+        self._say(title)
+        self._say(f"writing to {folder}")
         for note in notes:
             self.note(note)
 
     def evaluation(self, when: str, evaluation: dict[str, Any]) -> None:
         """One line; the table comes at the end."""
-        sampled, greedy = (number_words(evaluation[name]) for name in ("reward_mean", "greedy_mean"))
-        self._terminal.say(f"held-out, {when}: sampled {sampled}, greedy {greedy} ({_tasks(evaluation, ' tasks')})")
+        sampled, greedy = (_number(evaluation[name]) for name in ("reward_mean", "greedy_mean"))
+        self._say(f"held-out, {when}: sampled {sampled}, greedy {greedy} ({_tasks(evaluation, ' tasks')})")
         if when == "before":
-            self._before = evaluation
             self._started = time.perf_counter()
 
     def step(self, step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
         """The step's numbers; now and then a conversation."""
         done = step + 1
         self._first = step if self._first is None else self._first
-        words = self._words(metrics)
-        if self._terminal.console.is_terminal:
-            self._terminal.advance(done, self._steps, words)
-        elif step == self._first or done == self._steps or done % max(1, self._steps // LINES) == 0:
-            self._terminal.say(f"step {done}/{self._steps}  {words}  {self._left(done)}")
-        if groups and step % max(1, self._steps // CONVERSATIONS) == 0:
+        words = "  ".join(f"{word} {form.format(metrics[n])}" for word, n, form in _STEP_METRICS if n in metrics)
+        if self._console.is_terminal:
+            self._advance(done, words)
+        elif step == self._first or done == self._total or done % max(1, self._total // LINES) == 0:
+            left = int((time.perf_counter() - self._started) / (done - self._first) * (self._total - done))
+            self._say(f"step {done}/{self._total}  {words}  {left // 60}:{left % 60:02d} left")
+        if groups and step % max(1, self._total // CONVERSATIONS) == 0:
             self._converse(done, groups)
+
+    def episode(self, done: int, reward_mean: float | None) -> None:
+        """How far an evaluation is."""
+        words = f"reward {_number(reward_mean)}"
+        if self._console.is_terminal:
+            self._advance(done, words)
+        elif done == self._total or done % max(1, self._total // EVALUATION_LINES) == 0:
+            self._say(f"{done}/{self._total}  {words}")
 
     def note(self, words: str) -> None:
         """One line."""
-        self._terminal.say(f"note: {words}")
+        self._say(f"note: {words}")
 
     def faults(self, faults: Sequence[PluginFault]) -> None:
         """Each fault once."""
-        self._terminal.tell_faults(faults)
+        for fault in faults:
+            if str(fault) not in self._shown_faults:
+                self._shown_faults.add(str(fault))
+                self._say(f"plugin fault: {fault}")
 
     def end(self, summary: dict[str, Any]) -> None:
-        """The closing table, where the run was finished."""
-        self._terminal.stop()
+        """The closing table."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        if "evaluation" in summary:
+            self._end_training(summary)
+        elif summary.get("episodes"):
+            self._console.print(_evaluation_table(summary))
+            self._say(f"{summary['wall_seconds']:.0f} s · {self._folder}")
+
+    def finished(self, words: str) -> None:
+        """As it is."""
+        self._say(words)
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+    def _advance(self, done: int, words: str) -> None:
+        """Move the bar, which is made here."""
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        if self._bar is None:
+            description = TextColumn("{task.description}")
+            columns = (MofNCompleteColumn(), BarColumn(bar_width=24), TimeRemainingColumn(), description)
+            self._bar = Bar(*columns, console=self._console)
+            self._bar.add_task("", total=self._total)
+            self._bar.start()
+        self._bar.update(self._bar.task_ids[0], completed=done, description=words)
+
+    def _converse(self, done: int, groups: Sequence[Group]) -> None:
+        episode = groups[0].episodes[0]
+        self._say(f"--- a rollout of step {done} (reward {_number(episode.score.value)}, {episode.status.value})")
+        for line in conversation_lines(episode.trajectory):
+            self._say(f"    {line}")
+        for problem in filter(None, (episode.trajectory.error, episode.score.why)):
+            self._say(f"    ({problem})")
+
+    def _end_training(self, summary: dict[str, Any]) -> None:
+        """Before and after, where the run is done."""
         if summary["status"] != "done":
             return
         before, after = summary["evaluation"]["before"], summary["evaluation"]["after"]
         if before and after:
-            self._table(before, after)
+            self._console.print(_comparison_table(before, after))
         first = summary.get("resumed_from", 0)
         more = "more " if first else ""
-        self._terminal.say(
+        self._say(
             f"{summary['steps'] - first} {more}steps in {summary['wall_seconds']:.0f} s "
             f"({summary['cpu_seconds']:.0f} s of CPU) · {self._folder}"
         )
 
-    def _words(self, metrics: dict[str, float]) -> str:
-        shown = [
-            ("reward", "reward/mean", "{:.3f}"),
-            ("loss", "policy/loss", "{:+.4f}"),
-            ("entropy", "policy/entropy", "{:.3f}"),
-            ("gen tok/s", "perf/gen_tok_s", "{:.0f}"),
-            ("train tok/s", "perf/train_tok_s", "{:.0f}"),
-        ]
-        return "  ".join(f"{word} {form.format(metrics[name])}" for word, name, form in shown if name in metrics)
 
-    def _left(self, done: int) -> str:
-        here = done - (self._first or 0)
-        seconds = (time.perf_counter() - self._started) / here * (self._steps - done)
-        return f"{int(seconds) // 60}:{int(seconds) % 60:02d} left"
+def _comparison_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
+    rows = [("reward, sampled", "reward_mean"), ("reward, greedy", "greedy_mean")]
+    lines = [(label, before[name], after[name]) for label, name in rows]
+    lines += [(f"  {part}", before["parts"].get(part), after["parts"][part]) for part in after["parts"]]
+    for alias, own in after.get("environments", {}).items():
+        earlier = before.get("environments", {}).get(alias, {})
+        lines += [(f"{alias}: {label}", earlier.get(name), own[name]) for label, name in rows]
+    shown = [(label, [_number(earlier), _number(later)]) for label, earlier, later in lines]
+    return _table(f"held-out tasks ({_tasks(after)})", ["before", "after"], shown)
 
-    def _converse(self, done: int, groups: Sequence[Group]) -> None:
-        episode = groups[0].episodes[0]
-        reward = number_words(episode.score.value)
-        self._terminal.say(f"--- a rollout of step {done} (reward {reward}, {episode.status.value})")
-        for line in conversation_lines(episode.trajectory):
-            self._terminal.say(f"    {line}")
-        for problem in filter(None, (episode.trajectory.error, episode.score.why)):
-            self._terminal.say(f"    ({problem})")
 
-    def _table(self, before: dict[str, Any], after: dict[str, Any]) -> None:
-        from rich.table import Table
+def _evaluation_table(summary: dict[str, Any]) -> Table:
+    """The numbers of all tasks together, then of each environment where there are several."""
+    several = summary.get("environments", {})
+    columns = [summary, *several.values()]
+    rows = [("reward", [_with_error(each) for each in columns])]
+    for kind, shown in (("pass@k", "pass@{}"), ("parts", "  {}"), ("metrics", "{}")):
+        names = dict.fromkeys(name for each in columns for name in each[kind])
+        single = kind == "parts" and len(names) == 1  # it is the reward
+        rows += [(shown.format(n), [_number(each[kind].get(n)) for each in columns]) for n in names if not single]
+    counts = (("truncated", "truncated"), ("tool calls", "tool_calls"), ("tool failures", "tool_failures"))
+    rows += [(label, [str(each[name]) for each in columns]) for label, name in counts if summary[name]]
+    rows += [(f"failed: {s}", [str(each["failed"].get(s, 0)) for each in columns]) for s in summary["failed"]]
+    rows.append(("turns", [_number(each["turns_mean"]) for each in columns]))
+    title = f"{summary['tasks']} held-out tasks, {summary['episodes']} episodes"
+    unjudged = summary["episodes"] - summary["judged"]
+    title += f", {unjudged} of them not judged" if unjudged else ""
+    return _table(title, ["all", *several] if several else [], rows)
 
-        table = Table(title=f"held-out tasks ({_tasks(after)})", title_justify="left")
-        for name in ("", "before", "after"):
-            table.add_column(name, justify="left" if not name else "right")
-        rows = [("reward, sampled", "reward_mean"), ("reward, greedy", "greedy_mean")]
-        for label, name in rows:
-            table.add_row(label, number_words(before[name]), number_words(after[name]))
-        for part in after["parts"]:
-            table.add_row(f"  {part}", number_words(before["parts"].get(part)), number_words(after["parts"][part]))
-        for alias, own in after.get("environments", {}).items():
-            earlier = before.get("environments", {}).get(alias, {})
-            for label, name in rows:
-                table.add_row(f"{alias}: {label}", number_words(earlier.get(name)), number_words(own[name]))
-        self._terminal.console.print(table)
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[tuple[str, list[str]]]) -> Table:
+    """A table of labels and numbers; without `columns` it has one of numbers and no head."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", show_header=bool(columns))
+    table.add_column("")
+    for name in columns or [""]:
+        table.add_column(name, justify="right")
+    for label, values in rows:
+        table.add_row(label, *values)
+    return table
 
 
 def conversation_lines(trajectory: Trajectory) -> list[str]:
     """A conversation as lines `role: text`, long messages cut."""
-    return [f"{message.role}: {_cut(_words_of(message))}" for message in trajectory.messages]
-
-
-def _words_of(message: Message) -> str:
-    called = [
-        f"[{call.name}({', '.join(f'{k}={v!r}' for k, v in call.arguments.items())})]" for call in message.tool_calls
-    ]
-    return " ".join(part for part in (message.text.strip(), *called) if part)
-
-
-def _cut(text: str) -> str:
-    flat = text.replace("\n", "⏎ ")
-    return flat if len(flat) <= CHARACTERS_MAX else f"{flat[:CHARACTERS_MAX]}… ({len(flat)} characters)"
+    lines = []
+    for message in trajectory.messages:
+        calls = (
+            f"[{call.name}({', '.join(f'{k}={v!r}' for k, v in call.arguments.items())})]"
+            for call in message.tool_calls
+        )
+        flat = " ".join(filter(None, (message.text.strip(), *calls))).replace("\n", "⏎ ")
+        cut = "" if len(flat) <= CHARACTERS_MAX else f"… ({len(flat)} characters)"
+        lines.append(f"{message.role}: {flat[:CHARACTERS_MAX]}{cut}")
+    return lines
 
 
 def _tasks(evaluation: dict[str, Any], word: str = "") -> str:
     """How many tasks; and how many of them could be judged, where that is fewer: the means are over those."""
     tasks, judged = evaluation["tasks"], evaluation["judged"]
     return f"{tasks}{word}" if judged == tasks else f"{tasks}{word}, only {judged} could be judged"
+
+
+def _number(value: float | None) -> str:
+    """Three digits; a dash where there is no number."""
+    return "–" if value is None else f"{value:.3f}"
+
+
+def _with_error(numbers: dict[str, Any]) -> str:
+    error = numbers["reward_stderr"]
+    return _number(numbers["reward_mean"]) + (f" ± {error:.3f}" if error is not None else "")

@@ -1,39 +1,140 @@
-"""`rollouts run [FILE]`: compose a run from flags and a file, and run it."""
+"""`rollouts run`, `sft`, `eval` and `resume`: compose a run from flags and a file, and run it."""
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from rollouts.cli.options import DOTTED_FLAGS, SettingsCommand, read_settings, setting_options
+from rollouts.cli.ending import silent_when_closed
+from rollouts.cli.options import SettingsCommand, read_settings
+from rollouts.config.settings import EVAL, EVAL_DEFAULTS, Setting, setting_infos
 
-__all__ = ["dry_run_option", "run"]
+if TYPE_CHECKING:
+    from rollouts.cli.progress import Progress
 
-
-def dry_run_option() -> click.Option:
-    """`--dry-run`."""
-    return click.Option(
-        ["--dry-run"],
-        is_flag=True,
-        help="Compose everything, load no weights, print the settings and components, or the first error.",
-    )
+_DRY_RUN = click.Option(
+    ["--dry-run"],
+    is_flag=True,
+    help="Check everything and print the settings and components, or the first error. Load no weights.",
+)
 
 
 def _run(file: str | None, dry_run: bool, **options: Any) -> int:
-    resolved, _ = read_settings(click.get_current_context(), file, options)
-    from rollouts.compose import run_command
+    context = click.get_current_context()
+    mode = {"run": {}, "sft": {"mode": "sft"}, "eval": {"mode": "eval"}}[context.command.name or ""]
+    resolved, _ = read_settings(context, file, options, forced=mode)
+    if dry_run:
+        from rollouts.runs.dry_run import dry_run as description
 
-    return run_command(resolved, dry_run)
+        print(description(resolved))
+        return 0
+    from rollouts.runs import run as run_resolved
+
+    with _progress() as progress:
+        run_resolved(resolved, progress)
+    return 0
+
+
+def _resume(folder: str, steps: str | None, checkpoint: str | None) -> int:
+    from rollouts.config.flags import read_flag
+    from rollouts.runs import resume_run
+
+    given = dict(click.get_current_context().obj or {})
+    if steps is not None:
+        given["steps"] = read_flag(steps)
+    with _progress() as progress:
+        resume_run(folder, given, progress, checkpoint=checkpoint or "")
+    return 0
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Progress]:
+    """The display on standard output, which falls silent when that is closed."""
+    with silent_when_closed("stdout"):
+        from rollouts.cli.progress import Progress
+
+        yield Progress()
 
 
 run = SettingsCommand(
     "run",
     callback=_run,
-    params=[*setting_options(), dry_run_option()],
+    own=[_DRY_RUN],
     help="Train a model by reinforcement in an environment.\n\n"
-    "FILE holds settings (.toml, .json or .py); every one of them is also a flag.\n\n"
+    "FILE contains settings (.toml, .json or .py). Every setting is also a flag.\n\n"
     "\b\nExamples:\n  rollouts run --env calculator --loss grpo\n"
     "  rollouts run configs/calculator_tiny.toml --steps 20 --env.digits 1",
-    epilog=DOTTED_FLAGS,
+)
+
+sft = SettingsCommand(
+    "sft",
+    callback=_run,
+    infos=[info for info in setting_infos() if info.name != "mode"],
+    own=[_DRY_RUN],
+    help="Train a model on the demonstrations of an environment.\n\n"
+    "The same as `rollouts run --mode sft`. FILE contains settings (.toml, .json or .py).\n\n"
+    "\b\nExample:\n  rollouts sft --env calculator --steps 200",
+)
+
+_EVAL_DOCS = {
+    "samples_per_prompt": "Episodes per task. More than one gives pass@k.",
+    "temperature": "The sampling temperature. 0 is greedy.",
+    "model": "The model: a path (also to a run, a checkpoint or an adapter), a name on the hub, or `tiny`.",
+}
+_EVAL_SHOWN = {
+    "out": "runs/<time>-<env>-eval",
+    "max_failures": "stop only if all failed",
+    "seed": "that of the evaluated run, else 0",
+    "eval_tasks": "that of the evaluated run, else 512",
+}
+
+
+def _eval_infos() -> list[Setting]:
+    """The settings of an evaluation, in the words that fit there."""
+    return [
+        info._replace(
+            doc=_EVAL_DOCS.get(info.name, info.doc),
+            default=EVAL_DEFAULTS.get(info.name, info.default),
+            shown=_EVAL_SHOWN.get(info.name, info.shown),
+            group="Sampling" if info.name == "seed" else info.group,
+        )
+        for info in setting_infos()
+        if info.name in EVAL and info.name != "mode"
+    ]
+
+
+evaluate = SettingsCommand(
+    "eval",
+    callback=_run,
+    infos=_eval_infos(),
+    own=[_DRY_RUN],
+    help="Evaluate a model on held-out tasks of an environment. Nothing is trained.\n\n"
+    "FILE contains settings (.toml, .json or .py). It may be a training run's file; training settings are ignored. "
+    "The model can be local (--inference hf), behind your own server, or behind an API.\n\n"
+    "\b\nExamples:\n  rollouts eval --env calculator --model runs/first\n"
+    "  rollouts eval --env calculator --model runs/first/checkpoints/step_000050 --temperature 0\n"
+    "  rollouts eval --env calculator --model gpt-4.1-mini --inference openai --samples-per-prompt 4",
+)
+
+resume = click.Command(
+    "resume",
+    callback=_resume,
+    params=[
+        click.Argument(["folder"], metavar="DIR"),
+        click.Option(["--steps"], metavar="N", help="The total number of steps.  [default: as in DIR/config.toml]"),
+        click.Option(
+            ["--checkpoint"],
+            metavar="NAME",
+            help="Go back to this checkpoint: a name under DIR/checkpoints, or a path.  [default: the last one]",
+        ),
+    ],
+    help="Resume a run, or make it longer.\n\n"
+    "The run continues from its last complete checkpoint, or from the beginning if there is none. "
+    "DIR is the run's folder; its config.toml contains the settings. You can change settings of components: "
+    "--training.processes 4.\n\n"
+    "\b\nExamples:\n  rollouts resume runs/mine\n  rollouts resume runs/mine --steps 200\n"
+    "  rollouts resume runs/mine --checkpoint step_000008",
 )

@@ -1,33 +1,47 @@
-"""Values into types, by msgspec, with messages that say where the value was given and what was expected.
+"""Values into types, by msgspec, with messages that say where the value was given and what was expected; and values
+and types in words: TOML of a value, and what a person would call a type.
 
 Files are strict: a whole number is no text and 3.0 is no whole number. A flag has no type of its own; it was read as
-TOML, and where a setting is text its own characters count. `none` is None wherever a setting admits None.
+TOML, and where a setting is text its own characters count. TOML has no null: `none` is None wherever a setting admits
+None.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import datetime
 import enum
+import json
+import re
+import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollouts.config.files import NOWHERE, Source, where
+from rollouts.config.files import NOWHERE, Source, refusal, unknown_key
 from rollouts.config.flags import Flag, flag_name
-from rollouts.config.secret_names import is_secret
-from rollouts.config.values import admits_none, choices_of, describe_type, members_of, toml_value
-from rollouts.errors import ConfigError, near_misses
+from rollouts.config.settings import Setting, is_secret, without_secrets
+from rollouts.errors import ConfigError, suggestion
 
 if TYPE_CHECKING:
-    from rollouts.plugins.signature import Setting, Signature
-
-__all__ = ["complete_settings", "convert_settings", "convert_value", "plain", "unknown_key"]
+    from rollouts.plugins.signature import Signature
 
 Path = tuple[str, ...]
 SHOWN_MAX = 200  # characters of a wrong value
+
+_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    type(None): "none",
+    Any: "anything",
+    object: "anything",
+}
 
 
 def plain(value: Any) -> Any:
@@ -52,19 +66,15 @@ def convert_value(value: Any, hint: Any, path: Path, source: Source = NOWHERE) -
     elif _means_none(value) and admits_none(hint):
         return None
     _check_keys(value, hint, path, source)
-    attempts = [(plain(value), True)]
-    if isinstance(value, Flag):
-        attempts.append((value.text, True))
-    elif isinstance(value, dict | list):
-        attempts.append((_map_flags(value, lambda flag: flag.text), _flagless(value)))
+    texts = _map_flags(value, lambda flag: flag.text)
     refusal: Exception | None = None
-    for candidate, strict in attempts:
+    for candidate, strict in ((plain(value), True), (texts, isinstance(value, Flag) or texts == value)):
         try:
             return msgspec.convert(candidate, hint, strict=strict, dec_hook=_convert_other)
         except msgspec.ValidationError as error:
             refusal = refusal or error
-        except (TypeError, NotImplementedError):
-            # A type that msgspec does not know; only enums of mixed values are ours.
+        except (TypeError, NotImplementedError, NameError):
+            # A type that msgspec does not know, at any depth; only enums of mixed values are ours.
             return _convert_unknown(candidate, hint, path, value, source)
     raise _mistyped(value, hint, path, source, str(refusal)) from refusal
 
@@ -72,12 +82,6 @@ def convert_value(value: Any, hint: Any, path: Path, source: Source = NOWHERE) -
 def _means_none(value: Any) -> bool:
     text = value.text if isinstance(value, Flag) else value
     return value is None or (isinstance(text, str) and text.lower() == "none")
-
-
-def _flagless(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(_flagless(inner) for inner in value.values())
-    return not isinstance(value, Flag) and not (isinstance(value, list) and not all(map(_flagless, value)))
 
 
 def _convert_other(hint: Any, value: Any) -> Any:
@@ -103,22 +107,18 @@ def _convert_unknown(candidate: Any, hint: Any, path: Path, value: Any, source: 
 
 def _mistyped(value: Any, hint: Any, path: Path, source: Source, detail: str) -> ConfigError:
     given = value.text if isinstance(value, Flag) and isinstance(value.value, str) else plain(value)
+    hidden = without_secrets(given, path[-1])
     try:
-        shown = toml_value(given) if given is not None else "none"
+        shown = toml_value(hidden) if hidden is not None else "none"
     except TypeError:
-        shown = repr(given)
+        shown = repr(hidden)
     shown = shown if len(shown) <= SHOWN_MAX else f"{shown[:SHOWN_MAX]}... ({len(shown)} characters)"
     inside = detail.partition(" - at `$")[2].rstrip("`").lstrip(".")
     hint_of_inside = f" ({detail.partition(' - at ')[0]} at {inside})" if inside else ""
-    message = f"{where(path, value, source)}: expected {describe_type(hint)}; got {shown}{hint_of_inside}"
-    choices = [str(choice) for choice in choices_of(hint)]
-    near = near_misses(str(given), choices)
-    if near:
-        message += f"\ndid you mean: {', '.join(near)}?"
-    elif isinstance(value, Flag):
-        example = _example(hint)
-        message += f"\nfor example: {flag_name(path)} {example}" if example else ""
-    return ConfigError(message)
+    expected = f"expected {describe_type(hint)}; got {shown}{hint_of_inside}"
+    near = suggestion(str(given), map(str, choices_of(hint)))
+    example = "" if near or not isinstance(value, Flag) else _example(hint)
+    return refusal(path, value, source, expected, near, example and f"for example: {flag_name(path)} {example}")
 
 
 def _example(hint: Any) -> str:
@@ -132,35 +132,22 @@ def _example(hint: Any) -> str:
     return examples.get(origin, "") if isinstance(origin, type) else ""
 
 
-def unknown_key(path: Path, value: Any, source: Source, what: str, known: Iterable[str], listing: str) -> ConfigError:
-    """The error for a key that nothing reads: `what` owns the `known` keys, which `listing` describes."""
-    near = near_misses(path[-1], known)
-    message = f"{where(path, value, source)}: {what} has no setting {path[-1]!r}"
-    if near:
-        is_flag = where(path, value, source).startswith("--")
-        written = [flag_name((*path[:-1], name)) if is_flag else name for name in near]
-        message += f"\ndid you mean: {', '.join(written)}?"
-    return ConfigError(f"{message}\nits settings: {listing or 'none'}")
-
-
 def _check_keys(value: Any, hint: Any, path: Path, source: Source) -> None:
     """Refuse keys that a table's type does not have, at every depth (msgspec would drop them for a dataclass)."""
     for member in members_of(hint):
+        arguments = typing.get_args(member)
         if isinstance(value, dict):
             known = _record_fields(member)
-            if known is None:
-                inner = typing.get_args(member)[1] if len(typing.get_args(member)) == 2 else Any
-                for key, each in value.items():
-                    _check_keys(each, inner, (*path, str(key)), source)
-                continue
             for key, each in value.items():
-                if key not in known:
+                if known is not None and key not in known:
                     listing = ", ".join(f"{name} ({describe_type(kind)})" for name, kind in known.items())
-                    raise unknown_key((*path, key), each, source, member.__name__, known, listing)
-                _check_keys(each, known[key], (*path, key), source)
-        elif isinstance(value, list) and typing.get_args(member):
+                    problem = f"{member.__name__} has no setting {key!r}"
+                    raise unknown_key((*path, key), each, source, problem, known, f"its settings: {listing or 'none'}")
+                kind = (known or {}).get(key, arguments[1] if len(arguments) == 2 else Any)
+                _check_keys(each, kind, (*path, str(key)), source)
+        elif isinstance(value, list) and arguments:
             for each in value:
-                _check_keys(each, typing.get_args(member)[0], path, source)
+                _check_keys(each, arguments[0], path, source)
 
 
 def _record_fields(hint: Any) -> dict[str, Any] | None:
@@ -187,17 +174,18 @@ def convert_settings(
 ) -> dict[str, Any]:
     """A component's settings, converted by its signature; what was not given is left to the component's defaults.
 
-    `label` names the component in messages ("environment calculator"); `path` is where its settings stand (("env",) or
+    `label` names the component in messages ("environment calculator"); `path` is that of its settings (("env",) or
     ("reward", alias)). Raises ConfigError for an unknown setting, a mistyped one, and a missing one without default.
     """
-    from rollouts.plugins.signature import REQUIRED
-
     known = {setting.name: setting for setting in signature.settings}
     for key, value in given.items():
         if key not in known:
-            listing = ", ".join(_listed(setting) for setting in signature.settings)
-            raise unknown_key((*path, key), value, source, label, known, listing)
-    missing = [name for name, setting in known.items() if setting.default is REQUIRED and name not in given]
+            listing = ", ".join(
+                f"{each.name} ({describe_type(each.type)}; {default_text(each)})" for each in signature.settings
+            )
+            problem = f"{label} has no setting {key!r}"
+            raise unknown_key((*path, key), value, source, problem, known, f"its settings: {listing or 'none'}")
+    missing = [name for name, setting in known.items() if setting.is_required and name not in given]
     if missing:
         table = ".".join(path)
         raise ConfigError(
@@ -208,20 +196,14 @@ def convert_settings(
     return {key: convert_value(value, known[key].type, (*path, key), source) for key, value in given.items()}
 
 
-def _listed(setting: Setting) -> str:
-    from rollouts.plugins.signature import REQUIRED
-
-    if setting.default is REQUIRED:
-        return f"{setting.name} ({describe_type(setting.type)}; no default)"
-    return f"{setting.name} ({describe_type(setting.type)}; default {default_text(setting.default)})"
-
-
-def default_text(default: Any) -> str:
-    """A default as a file would write it, or as Python shows it where no file could."""
+def default_text(setting: Setting) -> str:
+    """The default as a file would write it, or as Python shows it where no file could; or that there is none."""
+    if setting.is_required:
+        return "no default"
     try:
-        return "none" if default is None else toml_value(default)
+        return f"default {'none' if setting.default is None else toml_value(setting.default)}"
     except TypeError:
-        return repr(default)
+        return f"default {setting.default!r}"
 
 
 def complete_settings(signature: Signature, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -229,16 +211,132 @@ def complete_settings(signature: Signature, settings: Mapping[str, Any]) -> dict
 
     A default that no file could hold, or that a file would leave out as a secret, is left out, which means it.
     """
-    from rollouts.plugins.signature import REQUIRED
-
     complete: dict[str, Any] = {}
     for setting in signature.settings:
         if setting.name in settings:
             complete[setting.name] = settings[setting.name]
-        elif setting.default is not REQUIRED and not is_secret(setting.name):
-            try:
+        elif not setting.is_required and not is_secret(setting.name):
+            with contextlib.suppress(TypeError):
                 toml_value(setting.default)
-            except TypeError:
-                continue
-            complete[setting.name] = setting.default
+                complete[setting.name] = setting.default
     return complete
+
+
+def toml_key(key: str) -> str:
+    """A key, in quotes where it needs them."""
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _quoted(key)
+
+
+def _quoted(text: str) -> str:
+    # JSON's escapes are TOML's, but for DEL, which TOML wants escaped.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def toml_value(value: Any) -> str:
+    """A value as TOML in one line. Raises TypeError for what TOML cannot hold, such as None inside a list.
+
+    >>> toml_value({"a": (1, 2.5), "b": "x"}), toml_value(None)
+    ('{ a = [1, 2.5], b = "x" }', '"none"')
+    """
+    return '"none"' if value is None else _toml(value)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Flag | enum.Enum):
+        return toml_value(value.value)
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str | PurePath):
+        return _quoted(str(value))
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, list | tuple | set | frozenset):
+        items = [_toml(item) for item in value]
+        return "[" + ", ".join(sorted(items) if isinstance(value, set | frozenset) else items) + "]"
+    if isinstance(value, Mapping):
+        inner = ", ".join(f"{toml_key(str(key))} = {_toml(item)}" for key, item in value.items())
+        return "{ " + inner + " }" if inner else "{}"
+    fields = getattr(value, "__dataclass_fields__", getattr(value, "__struct_fields__", None))
+    if fields is not None and not isinstance(value, type):
+        return _toml({name: getattr(value, name) for name in fields})
+    raise TypeError(f"TOML cannot hold {value!r}")
+
+
+def members_of(hint: Any) -> tuple[Any, ...]:
+    """The members of a union (one for anything else), `Annotated` taken off."""
+    if typing.get_origin(hint) is typing.Annotated:
+        return members_of(typing.get_args(hint)[0])
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return tuple(inner for member in typing.get_args(hint) for inner in members_of(member))
+    return (hint,)
+
+
+def admits_none(hint: Any) -> bool:
+    """Whether None is a value of that type."""
+    return any(
+        member in (None, type(None), Any, object)
+        or (typing.get_origin(member) is typing.Literal and None in typing.get_args(member))
+        for member in members_of(hint)
+    )
+
+
+def choices_of(hint: Any) -> list[Any]:
+    """The values of a choice: of `Literal` and enums. None is left out; empty where anything else is possible too."""
+    found: list[Any] = []
+    for member in members_of(hint):
+        if typing.get_origin(member) is typing.Literal:
+            found += [choice for choice in typing.get_args(member) if choice is not None]
+        elif isinstance(member, type) and issubclass(member, enum.Enum):
+            found += [choice.value for choice in member]
+        elif member not in (None, type(None)):
+            return []
+    return found
+
+
+def describe_type(hint: Any) -> str:
+    """A type in a person's words.
+
+    >>> describe_type(int | None), describe_type(list[str])
+    ('a whole number or none', 'a list of text')
+    >>> describe_type(typing.Annotated[float, msgspec.Meta(ge=0, lt=1)])
+    'a number (0 or more, below 1)'
+    """
+    choices = choices_of(hint)
+    if choices:
+        words = [str(choice) for choice in choices] + (["none"] if admits_none(hint) else [])
+        return "one of: " + ", ".join(words)
+    return " or ".join(dict.fromkeys(_describe_member(member) for member in members_of(hint))) + _describe_bounds(hint)
+
+
+def _describe_bounds(hint: Any) -> str:
+    """The bounds that `Annotated[float, msgspec.Meta(ge=0)]` sets, in words."""
+    metas = [meta for meta in getattr(hint, "__metadata__", ()) if isinstance(meta, msgspec.Meta)]
+    words = {"gt": "above {}", "ge": "{} or more", "lt": "below {}", "le": "{} or less"}
+    bounds = [(words[name], getattr(meta, name)) for meta in metas for name in words]
+    found = [word.format(bound) for word, bound in bounds if bound is not None]
+    return f" ({', '.join(found)})" if found else ""
+
+
+def _describe_member(hint: Any) -> str:
+    if hint is None:
+        return "none"
+    origin, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
+    try:
+        if hint in _WORDS:
+            return _WORDS[hint]
+    except TypeError:  # an annotation that cannot be hashed is named below
+        return str(hint)
+    if origin is typing.Literal:
+        return "one of: " + ", ".join(map(str, arguments))
+    if not isinstance(origin, type):
+        return str(hint).replace("typing.", "")
+    if issubclass(origin, PurePath):
+        return "a path"
+    if issubclass(origin, Mapping) or typing.is_typeddict(origin) or dataclasses.is_dataclass(origin):
+        return "a table"
+    if origin in (list, tuple, set, frozenset) or (origin.__module__ == "collections.abc" and len(arguments) == 1):
+        inner = [argument for argument in dict.fromkeys(arguments) if argument is not Ellipsis]
+        return "a list" + (f" of {describe_type(inner[0])}" if len(inner) == 1 and inner[0] is not Any else "")
+    return str(origin.__name__)

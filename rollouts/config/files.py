@@ -1,4 +1,4 @@
-"""Settings files (.toml, .json, .py): reading them, and saying on which line a setting stands.
+"""Settings files (.toml, .json, .py): reading them, and saying on which line a setting is.
 
 Lines are looked up only when there is an error to report, so that reading keeps nothing but the text.
 """
@@ -6,17 +6,20 @@ Lines are looked up only when there is an error to report, so that reading keeps
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rollouts.config.flags import Flag, Tree, flag_name
-from rollouts.errors import ConfigError, near_misses
+from rollouts.config.settings import is_secret
+from rollouts.errors import ConfigError, in_lines, line_in, suggestion
 
-__all__ = ["NOWHERE", "Source", "check_tree", "load_file", "where"]
+Keys = tuple[str, ...]
 
 SUFFIXES = (".toml", ".json", ".py")
 DEPTH_MAX = 50  # tables within tables; none of ours is deeper than ten
@@ -33,11 +36,11 @@ class Source:
 
     def line_of(self, path: Sequence[str]) -> int | None:
         """The line on which the setting at this path, or the nearest table around it, begins; None if there is none."""
-        finder = {".toml": _toml_line, ".json": _json_line, ".py": _py_line}.get(Path(self.path).suffix)
-        if finder is None:
-            return None
-        lines = (finder(self.text, tuple(path[:length])) for length in range(len(path), 0, -1))
-        return next((line for line in lines if line is not None), None)
+        lines: dict[Keys, int] = {}
+        for found, line in _places(self.text, Path(self.path).suffix):
+            lines.setdefault(_underscored(found), line)
+        wanted = _underscored(path)
+        return next((lines[wanted[:n]] for n in range(len(wanted), 0, -1) if wanted[:n] in lines), None)
 
 
 NOWHERE = Source()
@@ -56,15 +59,30 @@ def where(path: Sequence[str], value: Any, source: Source) -> str:
     return f"{source.path}, line {line}: {key}" if line else f"{source.path}: {key}"
 
 
+def refusal(path: Sequence[str], value: Any, source: Source, *lines: str) -> ConfigError:
+    """The error for a setting: where it was given, then the lines that are not empty."""
+    return ConfigError(f"{where(path, value, source)}: {in_lines(*lines)}")
+
+
+def unknown_key(
+    path: Sequence[str], value: Any, source: Source, problem: str, known: Iterable[str], listing: str
+) -> ConfigError:
+    """The error for a key that nothing reads, with those of the known ones that are nearly the same, as flags where it
+    was one; `listing` says which there are.
+    """
+    place, flag = where(path, value, source), flag_name(path)
+
+    def spelled(name: str) -> str:
+        return flag_name((*path[:-1], name)) + place.removeprefix(flag) if place.startswith("--") else name
+
+    return refusal(path, value, source, problem, suggestion(path[-1], known, spelled), listing)
+
+
 def _flag_inside(path: tuple[str, ...], value: Any) -> str | None:
     """The name of the first flag in a value; None where it came from a file."""
-    if isinstance(value, Flag):
-        return flag_name(path)
-    if isinstance(value, dict):
-        found = (_flag_inside((*path, key), inner) for key, inner in value.items())
-        return next((flag for flag in found if flag is not None), None)
-    if isinstance(value, list | tuple):
-        return flag_name(path) if any(isinstance(inner, Flag) for inner in value) else None
+    for inside, _, given in walk({"": value}):
+        if isinstance(given, Flag):
+            return flag_name((*path, *(key.partition("[")[0] for key in inside[1:])))
     return None
 
 
@@ -88,6 +106,10 @@ def load_file(path: str | Path) -> tuple[Tree, Source]:
         tree = reader(source)
     except (RecursionError, MemoryError) as error:
         raise ConfigError(f"{path}: its values are nested too deep; expected {DEPTH_MAX} levels at most") from error
+    except ValueError as error:  # the reader could read it but for one of its numbers
+        huge = _HUGE.search(source.text)
+        line = source.text.count("\n", 0, huge.start()) + 1 if huge else "?"
+        raise ConfigError(f"{path}, line {line}: expected a whole number of 300 digits at most: {error}") from error
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         raise ConfigError(f"{path}: expected a table of settings, got {type(tree).__name__}")
     check_tree(tree, source)
@@ -98,19 +120,30 @@ def check_tree(tree: Tree, source: Source = NOWHERE) -> None:
     """Raise ConfigError where `tree` holds what no settings file can hold: values that are nested too deep or contain
     themselves, whole numbers of thousands of digits, text that is no Unicode.
     """
-    waiting: list[tuple[tuple[str, ...], int, Any]] = [((), 0, tree)]
-    while waiting:
-        path, depth, given = waiting.pop()
+    for path, depth, given in walk(tree):
         value = given.value if isinstance(given, Flag) else given
         problem = _problem_of(value) if depth <= DEPTH_MAX else f"nested more than {DEPTH_MAX} levels deep"
         if problem:
             shown = (*path[:3], "...") if depth > DEPTH_MAX else path
             raise ConfigError(f"{where(shown, given if isinstance(given, Flag) else None, source)}: {problem}")
-        if isinstance(value, dict):
-            waiting += [((*path, str(key)), depth + 1, inner) for key, inner in value.items()]
+
+
+def walk(tree: Tree) -> Iterator[tuple[Keys, int, Any]]:
+    """Every value of a tree with its path and depth, in order. An element of a list is at `name[0]`. What is deeper
+    than DEPTH_MAX is not entered.
+    """
+    waiting: list[tuple[Keys, int, Any]] = [((), 0, tree)]
+    while waiting:
+        path, depth, given = waiting.pop()
+        yield path, depth, given
+        value = given.value if isinstance(given, Flag) else given
+        inside: list[tuple[Keys, Any]] = []
+        if isinstance(value, Mapping):
+            inside = [((*path, str(key)), inner) for key, inner in value.items()]
         elif isinstance(value, list | tuple):
-            *tables, name = path
-            waiting += [((*tables, f"{name}[{place}]"), depth + 1, inner) for place, inner in enumerate(value)]
+            inside = [((*path[:-1], f"{path[-1]}[{place}]"), inner) for place, inner in enumerate(value)]
+        if depth <= DEPTH_MAX:
+            waiting += [(at, depth + 1, inner) for at, inner in reversed(inside)]
 
 
 def _problem_of(value: Any) -> str:
@@ -118,26 +151,19 @@ def _problem_of(value: Any) -> str:
         return f"expected a whole number of 300 digits at most; got one of {value.bit_length()} bits"
     texts = [value] if isinstance(value, str) else list(value) if isinstance(value, dict) else []
     for text in texts:
-        if isinstance(text, str) and any("\ud800" <= character <= "\udfff" for character in text):
+        if isinstance(text, str) and re.search("[\ud800-\udfff]", text):
             return f"expected text; got {text[:80]!r}, which holds half of a surrogate pair and is no Unicode"
     return ""
 
 
 def _no_such_file(path: Path) -> ConfigError:
-    if path.is_file():
-        return ConfigError(f"{path}: a settings file ends in {', '.join(SUFFIXES)}")
-    if path.is_dir():
-        return ConfigError(f"{path} is a folder; a settings file ends in {', '.join(SUFFIXES)}")
-    message = f"{path}: there is no such settings file"
-    folder = path.parent
-    if folder.is_dir():
-        known = [entry.name for entry in folder.iterdir() if entry.suffix in SUFFIXES]
-        near = near_misses(path.name, known)
-        if near:
-            return ConfigError(message + "\ndid you mean: " + ", ".join(str(folder / name) for name in near) + "?")
-    if path.suffix not in SUFFIXES:
-        message += f"\nto choose an environment, type `--env {path}`"
-    return ConfigError(message)
+    if path.exists():
+        is_a = " is a folder;" if path.is_dir() else ":"
+        return ConfigError(f"{path}{is_a} a settings file ends in {', '.join(SUFFIXES)}")
+    beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = suggestion(path.name, (n for n in beside if n.endswith(SUFFIXES)), lambda name: str(path.parent / name))
+    other = "" if near or path.suffix in SUFFIXES else f"to choose an environment, type `--env {path}`"
+    return ConfigError(in_lines(f"{path}: there is no such settings file", near, other))
 
 
 def _read_toml(source: Source) -> Tree:
@@ -150,16 +176,17 @@ def _read_toml(source: Source) -> Tree:
         text = re.sub(r"\s*\(at [^)]*\)$", "", str(error))
         line = found[1] if found and found[1] else str(source.text.count("\n") + 1)
         raise ConfigError(f"{source.path}, line {line}: not TOML: {text}{_quote_hint(source.text, line)}") from error
-    except ValueError as error:
-        raise _huge_number(source, error) from error
 
 
 def _quote_hint(text: str, line: str) -> str:
     """The commonest mistake: text without quotes."""
-    lines = text.splitlines()
+    lines = text.split("\n")
     given = lines[int(line) - 1] if int(line) <= len(lines) else ""
     match = re.fullmatch(r"\s*([\w.-]+)\s*=\s*([A-Za-z./][^\"'#]*?)\s*", given)
-    return f'\ntext stands in quotes: {match[1]} = "{match[2]}"' if match else ""
+    if match is None:
+        return ""
+    text = "..." if is_secret(match[1].rpartition(".")[2]) else match[2]
+    return f'\ntext stands in quotes: {match[1]} = "{text}"'
 
 
 def _read_json(source: Source) -> Any:
@@ -174,15 +201,6 @@ def _read_json(source: Source) -> Any:
         return json.loads(source.text, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{source.path}, line {error.lineno}: not JSON: {error.msg}") from error
-    except ValueError as error:
-        raise _huge_number(source, error) from error
-
-
-def _huge_number(source: Source, error: ValueError) -> ConfigError:
-    """What the error of a reader is that could read the file but for one of its numbers."""
-    found = _HUGE.search(source.text)
-    line = source.text.count("\n", 0, found.start()) + 1 if found else "?"
-    return ConfigError(f"{source.path}, line {line}: expected a whole number of 300 digits at most: {error}")
 
 
 def _read_py(source: Source) -> Any:
@@ -197,7 +215,7 @@ def _read_py(source: Source) -> Any:
     except BaseException as error:  # whatever the user's file raises is the user's to mend, also SystemExit
         import traceback
 
-        line = _line_in_file(error, source.path)
+        line = line_in(source.path, error) or "?"
         words = traceback.format_exception_only(error)[-1].strip()  # also of an error whose `str` raises
         raise ConfigError(f"{source.path}, line {line}: {words}") from error
     if "config" in namespace:
@@ -206,142 +224,67 @@ def _read_py(source: Source) -> Any:
     return {name: namespace[name] for name in names if name in namespace}
 
 
-def _line_in_file(error: BaseException, path: str) -> int | str:
-    import traceback
-
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-    return lines[-1] if lines and lines[-1] else "?"
-
-
-def _assignments(body: Iterable[ast.stmt]) -> list[tuple[str, ast.expr | None]]:
+def _assignments(body: Iterable[ast.stmt]) -> Iterator[tuple[str, ast.expr]]:
     """The names that statements assign, with the expression, in order."""
-    found: list[tuple[str, ast.expr | None]] = []
     for statement in body:
-        if isinstance(statement, ast.Assign):
-            found += [(t.id, statement.value) for t in statement.targets if isinstance(t, ast.Name)]
-        elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            found.append((statement.target.id, statement.value))
-    return found
+        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+        value = getattr(statement, "value", None)
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and value is not None:
+            yield from ((target.id, value) for target in targets if isinstance(target, ast.Name))
 
 
-def _same(key: str, wanted: str) -> bool:
-    """Aliases are compared with dashes as underscores; what stands in an array is `name[0]`."""
-    return wanted in (key, key.replace("-", "_")) or (_index(wanted) is not None and key == wanted.rpartition("[")[0])
+def _underscored(path: Iterable[str]) -> Keys:
+    """Aliases are compared with dashes as underscores."""
+    return tuple(key.replace("-", "_") for key in path)
 
 
-def _has_alias(table: dict[str, Any], wanted: str) -> bool:
-    """Whether this entry of a list has the alias: its own, or the last part of its name."""
-    return _same(str(table.get("alias") or re.split(r"[/:]", str(table.get("name")))[-1]), wanted)
+def _places(text: str, suffix: str) -> Iterator[tuple[Keys, int]]:
+    """Every path of a file with its line. The file is known to be valid; what is computed has no line.
+
+    An element of an array is at `name[0]`, and a table with an alias in an array at that alias too.
+    """
+    if suffix == ".toml":
+        yield from _toml_places(text)
+        return
+    values: dict[str, ast.expr] = {}
+    with warnings.catch_warnings(action="ignore"), contextlib.suppress(SyntaxError, RecursionError, MemoryError):
+        # JSON is read as Python, which has fewer escapes, and may refuse what is nested too deep.
+        values = dict(_assignments(ast.parse(f"config = ({text})" if suffix == ".json" else text).body))
+    if "config" in values:
+        yield from _literal_places(values["config"], (), 1)
+    else:
+        for name, value in values.items():
+            yield from _literal_places(value, (name,), value.lineno)
 
 
-def _index(wanted: str) -> int | None:
-    """The position in an array that a part of a path names: 0 for `schedule[0]`; None for a plain key."""
-    found = re.fullmatch(r".*\[(\d+)\]", wanted, re.DOTALL)
-    return int(found[1]) if found else None
-
-
-def _toml_line(text: str, path: tuple[str, ...]) -> int | None:
-    """The shortest parsable prefix that holds the path ends with its statement; that begins after the one before."""
+def _toml_places(text: str) -> Iterator[tuple[Keys, int]]:
+    """The shortest parsable prefix that holds a path ends with its statement; that begins after the one before."""
     import tomllib
 
-    lines = text.splitlines()
+    lines = text.split("\n")  # as TOML does: U+2028 in a text ends no line
     begin = 1
     for count in range(1, len(lines) + 1):
-        try:
+        with contextlib.suppress(tomllib.TOMLDecodeError):
             tree = tomllib.loads("\n".join(lines[:count]))
-        except tomllib.TOMLDecodeError:
-            continue
-        if _holds(tree, path):
-            return begin
-        begin = count + 1
-    return None
+            yield from ((path, begin) for each in (tree, _by_alias(tree)) for path, _, _ in walk(each))
+            begin = count + 1
 
 
-def _holds(tree: Any, path: tuple[str, ...]) -> bool:
-    for wanted in path:
-        if isinstance(tree, list):  # tables with aliases, such as [[env]]
-            tree = next((each for each in tree if isinstance(each, dict) and _has_alias(each, wanted)), None)
-            if tree is None:
-                return False
-            continue
-        key = next((key for key in tree if _same(key, wanted)), None) if isinstance(tree, dict) else None
-        if key is None:
-            return False
-        tree, index = tree[key], _index(wanted)
-        if index is not None:
-            if not isinstance(tree, list) or len(tree) <= index:
-                return False
-            tree = tree[index]
-    return True
+def _by_alias(value: Any, depth: int = 3) -> Any:
+    """The tree with arrays of tables, such as [[env]] and [[sft.env]], as tables by alias."""
+    if isinstance(value, list) and all(isinstance(each, dict) for each in value):
+        value = {str(each.get("alias") or re.split(r"[/:]", str(each.get("name")))[-1]): each for each in value}
+    is_open = isinstance(value, dict) and depth > 0
+    return {key: _by_alias(inner, depth - 1) for key, inner in value.items()} if is_open else value
 
 
-def _json_line(text: str, path: tuple[str, ...]) -> int | None:
-    """Walk the objects down to the path; the text is known to be valid."""
-    decoder = json.JSONDecoder()
-    space = re.compile(r"[\s,:]*")
-
-    def skip(position: int) -> int:
-        match = space.match(text, position)
-        assert match is not None
-        return match.end()
-
-    position = skip(0)
-    for depth, wanted in enumerate(path):
-        if text[position] != "{":
-            return None
-        position = skip(position + 1)
-        while text[position] != "}":
-            begin = position
-            key, position = decoder.raw_decode(text, position)
-            position = skip(position)
-            if _same(key, wanted):
-                break
-            position = skip(decoder.raw_decode(text, position)[1])
-        else:
-            return None
-        index = _index(wanted)
-        if index is not None:
-            if text[position] != "[":
-                return None
-            position = skip(position + 1)
-            for _ in range(index):
-                if text[position] == "]":
-                    return None
-                position = skip(decoder.raw_decode(text, position)[1])
-            if text[position] == "]":
-                return None
-            begin = position
-        if depth == len(path) - 1:
-            return text.count("\n", 0, begin) + 1
-    return None
-
-
-def _py_line(text: str, path: tuple[str, ...]) -> int | None:
-    """Follow dict displays; what is computed has no line."""
-    top = _assignments(ast.parse(text).body)
-    found = next((value for name, value in reversed(top) if name == "config"), None)
-    if found is None:
-        found = next((value for name, value in reversed(top) if _same(name, path[0])), None)
-        found, path = _element(found, path[0]), path[1:]
-    line = found.lineno if found is not None else None
-    for wanted in path:
-        if not isinstance(found, ast.Dict):
-            return None
-        keys = zip(found.keys, found.values, strict=True)
-        match = next(((k, v) for k, v in keys if isinstance(k, ast.Constant) and _same(str(k.value), wanted)), None)
-        if match is None:
-            return None
-        key, value = match
-        found = _element(value, wanted)
-        if found is None:
-            return None
-        line = key.lineno if found is value else found.lineno
-    return line
-
-
-def _element(found: ast.expr | None, wanted: str) -> ast.expr | None:
-    """The element of a list display that `wanted` names, or the expression itself where it names none."""
-    index = _index(wanted)
-    if index is None:
-        return found
-    return found.elts[index] if isinstance(found, ast.List | ast.Tuple) and index < len(found.elts) else None
+def _literal_places(node: ast.expr, path: Keys, line: int) -> Iterator[tuple[Keys, int]]:
+    """The same of a dict display in Python, which an object of JSON is too."""
+    yield path, line
+    if isinstance(node, ast.Dict):
+        for key, value in zip(node.keys, node.values, strict=True):
+            if isinstance(key, ast.Constant):
+                yield from _literal_places(value, (*path, str(key.value)), key.lineno)
+    elif isinstance(node, ast.List | ast.Tuple) and path:
+        for number, each in enumerate(node.elts):
+            yield from _literal_places(each, (*path[:-1], f"{path[-1]}[{number}]"), each.lineno)

@@ -15,8 +15,6 @@ from typing import Any
 from rollouts.config.settings import SINGLE
 from rollouts.errors import ConfigError
 
-__all__ = ["Flag", "Tree", "flag_name", "read_flag", "take_dotted_flags"]
-
 Tree = dict[str, Any]
 """Nested settings: the core's at the top level, tables for components. Leaves of the command line are `Flag`."""
 
@@ -84,19 +82,16 @@ def take_dotted_flags(argv: Sequence[str]) -> tuple[list[str], Tree]:
         if text is None:
             text = argv[index + 1] if index + 1 < len(argv) else "--"
             if text.startswith("--"):
-                raise _value_missing(f"--{match['path']}")
+                flag = f"--{match['path']}"
+                raise ConfigError(
+                    f"{flag} needs a value, and none follows it\ntype `{flag} VALUE` (`true` or `false` for a switch); "
+                    f"a value that begins with two dashes is written `{flag}=--value`"
+                )
             next(arguments)
         path = tuple(match["path"].replace("-", "_").split("."))
         is_named = path[0] == "sft" and len(path) == 2 and path[1] in SINGLE
         _insert(tree, (*path, "name") if is_named else path, read_flag(text))
     return rest, tree
-
-
-def _value_missing(flag: str) -> ConfigError:
-    return ConfigError(
-        f"{flag} needs a value, and none follows it\ntype `{flag} VALUE` (`true` or `false` for a switch); "
-        f"a value that begins with two dashes is written `{flag}=--value`"
-    )
 
 
 def _insert(tree: Tree, path: tuple[str, ...], flag: Flag) -> None:

@@ -5,33 +5,40 @@ Left out: merging, and what names components (merging.py); components' own setti
 
 from __future__ import annotations
 
+import dataclasses
 import math
-import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollouts.config.convert import convert_value, plain
-from rollouts.config.files import NOWHERE, Source, check_tree, where
-from rollouts.config.flags import Flag, Tree, flag_name
-from rollouts.config.merging import Component, components_of, merge, written_component
-from rollouts.config.of_run import with_settings_of_run
+from rollouts.config.files import NOWHERE, Source, check_tree, load_file, refusal, unknown_key, where
+from rollouts.config.flags import Flag, Tree
+from rollouts.config.foreign import foreign_hint
+from rollouts.config.merging import Component, component_names, components_of, merge
 from rollouts.config.schedule import check_schedule, scheduled_parts
-from rollouts.config.secrets import refuse_left_out, with_secrets_of_run
+from rollouts.config.secrets import (
+    components_without_secrets,
+    refuse_left_out,
+    tree_without_secrets,
+    with_secrets_of_run,
+)
 from rollouts.config.settings import (
     COMPONENT_KINDS,
     EVAL,
     EVAL_DEFAULTS,
-    MULTIPLE,
-    REPEATED,
     SFT,
-    SINGLE,
-    SettingInfo,
+    Setting,
     Settings,
     setting_infos,
 )
-from rollouts.errors import ConfigError, near_misses
+from rollouts.errors import ConfigError, in_lines
 
-__all__ = ["Resolved", "component_names", "resolve"]
+HOLDING_OUT = ("seed", "eval_tasks")
+"""The settings that say what a run holds out: its evaluation takes them over."""
+
+_TABLES = {"template": "--template.enable-thinking false", "sft": "--sft.steps 50"}
+"""The core's settings that are tables, each with an example."""
 
 
 class Resolved(NamedTuple):
@@ -40,6 +47,13 @@ class Resolved(NamedTuple):
     settings: Settings
     components: dict[str, list[Component]]
     source: Source = NOWHERE
+
+    def without_secrets(self) -> Resolved:
+        """The same with LEFT_OUT in place of every secret of a component."""
+        core = tree_without_secrets({"schedule": self.settings.schedule, "sft": self.settings.sft})
+        settings = dataclasses.replace(self.settings, schedule=tuple(core["schedule"]), sft=core["sft"])
+        components = {key: components_without_secrets(chosen) for key, chosen in self.components.items()}
+        return self._replace(settings=settings, components=components)
 
 
 def resolve(tree: Tree, source: Source = NOWHERE, *, allow_left_out: bool = False) -> Resolved:
@@ -56,18 +70,19 @@ def resolve(tree: Tree, source: Source = NOWHERE, *, allow_left_out: bool = Fals
     _refuse_unknown(tree, infos, source)
     mode = plain(tree["mode"]) if tree.get("mode") is not None else "rl"
     if mode == "eval":
-        tree = with_settings_of_run(_of_evaluation(tree, source))
+        tree = _with_settings_of_run(_of_evaluation(tree, source))
         infos["temperature"] = infos["temperature"]._replace(minimum=0.0, above=-math.inf)  # 0: greedy
     tree = with_secrets_of_run(tree)
     if not allow_left_out:
         refuse_left_out(tree, source)
-    defaults: Tree = {key: _default_list(infos[key].default) for key in COMPONENT_KINDS}
+    defaults: Tree = {key: infos[key].default for key in COMPONENT_KINDS}
     if mode == "sft":
         defaults["loss"] = "sft"
+    if tree.get("data") is not None and plain(tree["data"]):
+        defaults["env"] = "prompts"  # rows of a file, and nothing else was named
     chosen = merge(defaults, {key: value for key, value in tree.items() if key in COMPONENT_KINDS})
-    hints = typing.get_type_hints(Settings)
     values = {
-        name: _core_value(tree[name], hints[name], info, source)
+        name: _core_value(tree[name], info, source)
         for name, info in infos.items()
         if name in tree and name not in COMPONENT_KINDS
     }
@@ -77,11 +92,10 @@ def resolve(tree: Tree, source: Source = NOWHERE, *, allow_left_out: bool = Fals
     settings = Settings(**values, **component_names(components))
     if settings.sft and settings.mode != "sft+rl":
         first = next(iter(settings.sft))
-        raise ConfigError(
-            f"{where(('sft', first), tree['sft'][first], source)}: it is for the supervised phase of mode sft+rl, and "
-            f"this run is of mode {settings.mode}\ntype: rollouts run --mode sft+rl, or leave it out"
-        )
-    scheduled_parts(components, settings.schedule, source)  # a table that chooses nothing is told here, not later
+        other = f"it is for the supervised phase of mode sft+rl, and this run is of mode {settings.mode}"
+        again = "type: rollouts run --mode sft+rl, or leave it out"
+        raise refusal(("sft", first), tree["sft"][first], source, other, again)
+    scheduled_parts(components, settings.schedule, source)  # refuse a table that chooses nothing here, not later
     return Resolved(settings, components, source)
 
 
@@ -90,8 +104,7 @@ def _of_evaluation(tree: Tree, source: Source) -> Tree:
     refused where it is of training.
     """
     for key, value in tree.items():
-        place = where((key,), value, source)
-        if key not in EVAL and place.startswith("--"):
+        if key not in EVAL and (place := where((key,), value, source)).startswith("--"):
             raise ConfigError(
                 f"{place.removesuffix('.name')}: an evaluation trains nothing, and this is a setting of training; "
                 "leave it out\n`rollouts eval --help` lists the settings of an evaluation"
@@ -99,96 +112,87 @@ def _of_evaluation(tree: Tree, source: Source) -> Tree:
     return {key: value for key, value in tree.items() if key in EVAL}
 
 
-def component_names(components: Mapping[str, list[Component]]) -> dict[str, Any]:
-    """What the settings that name components say, as `Settings` holds it."""
-    named: dict[str, Any] = {key: next((each.name for each in components[key]), "") for key in SINGLE}
-    for key in REPEATED:
-        if key in MULTIPLE or any(each.alias for each in components[key]):
-            named[key] = tuple(written_component(key, each) for each in components[key])
-    return named
-
-
-def _default_list(default: Any) -> Any:
-    return list(default) if isinstance(default, tuple) else default
-
-
 def _refuse_unknown(tree: Tree, known: Iterable[str], source: Source) -> None:
-    known = list(known)
-    for key, value in tree.items():
-        if key in known:
-            continue
-        place = where((key,), value, source)
-        near = near_misses(key, known)
-        written = near
-        if place.startswith("--"):
-            rest = place[len(flag_name((key,))) :]
-            written = [flag_name((name,)) + rest for name in near]
-        hint = f"\ndid you mean: {', '.join(written)}?" if near else ""
-        raise ConfigError(
-            f"{place}: there is no setting {key!r}{hint}\nthe core's settings: {', '.join(sorted(known))}\n"
+    for key in (key for key in tree if key not in known):
+        listing = (
+            f"the core's settings: {', '.join(sorted(known))}\n"
             "a component's settings go into its table ([loss] clip_high = 0.28) or dotted flags (--loss.clip-high 0.28)"
         )
+        problem = in_lines(f"there is no setting {key!r}", foreign_hint(key))
+        raise unknown_key((key,), tree[key], source, problem, known, listing)
 
 
-def _core_value(value: Any, hint: Any, info: SettingInfo, source: Source, place: tuple[str, ...] = ()) -> Any:
-    """The value of one core setting; `place` is the table in which it stands."""
+def _core_value(value: Any, info: Setting, source: Source, place: tuple[str, ...] = ()) -> Any:
+    """The value of one core setting; `place` is the table that it is in."""
     path = (*place, info.name)
-    if info.name == "template":
-        return _template(value, source)
     if info.name == "schedule":
         return check_schedule(value, source)
-    if info.name == "sft":
-        return _sft(value, source)
+    if info.name in _TABLES:
+        if not isinstance(value, dict):
+            raise refusal(path, value, source, f"expected a table, such as `{_TABLES[info.name]}`")
+        if info.name == "sft":
+            return _sft(value, source)
+        return {key: inner for key, inner in plain(value).items() if inner is not None}  # None is not passed on
     if isinstance(value, dict):
-        raise ConfigError(f"{where(path, value, source)}: `{info.name}` is one value and has no settings of its own")
-    if hint is str and (value is None or (isinstance(value, Flag) and value.value is None)):
+        raise refusal(path, value, source, f"`{info.name}` is one value and has no settings of its own")
+    if info.type is str and (value is None or (isinstance(value, Flag) and value.value is None)):
         return info.default
-    converted = convert_value(value, hint, path, source)
-    if isinstance(converted, int | float):
-        if isinstance(converted, int) and converted.bit_length() >= 64:
-            raise ConfigError(f"{where(path, value, source)}: must be less than 2**63; got {plain(value)}")
-        if not math.isfinite(converted) or converted < info.minimum or converted <= info.above:
-            bound = f"more than {info.above:g}" if math.isfinite(info.above) else f"at least {info.minimum:g}"
-            raise ConfigError(f"{where(path, value, source)}: must be {bound}; got {plain(value)}")
-    if info.name == "max_failures" and isinstance(converted, float) and converted >= 1:
-        raise ConfigError(
-            f"{where(path, value, source)}: must be a whole number of failed rollouts, such as 20, or a share between "
-            f"0 and 1, such as 0.5; got {plain(value)}"
-        )
+    converted = convert_value(value, info.type, path, source)
+    fault = _fault_of_number(info, converted) if isinstance(converted, int | float) else ""
+    if fault:
+        raise refusal(path, value, source, f"must be {fault}; got {plain(value)}")
     return converted
 
 
-def _template(value: Any, source: Source) -> dict[str, Any]:
-    """Free arguments; one that is None is not passed on."""
-    if not isinstance(value, dict):
-        example = "--template.enable-thinking false"
-        raise ConfigError(f"{where(('template',), value, source)}: expected a table, such as `{example}`")
-    return {key: inner for key, inner in plain(value).items() if inner is not None}
+def _fault_of_number(info: Setting, number: float) -> str:
+    """What the number of a core setting must be and is not; empty where it may be this one."""
+    if isinstance(number, int) and number.bit_length() >= 64:
+        return "less than 2**63"
+    if not math.isfinite(number) or number < info.minimum or number <= info.above:
+        return f"more than {info.above:g}" if math.isfinite(info.above) else f"at least {info.minimum:g}"
+    if info.name == "max_failures" and isinstance(number, float) and number >= 1:
+        return "a whole number of failed rollouts, such as 20, or a share between 0 and 1, such as 0.5"
+    return ""
 
 
-def _sft(value: Any, source: Source) -> Tree:
+def _sft(table: Tree, source: Source) -> Tree:
     """The settings of the supervised phase: core ones converted, those that name components as they were given."""
-    if not isinstance(value, dict):
-        raise ConfigError(f"{where(('sft',), value, source)}: expected a table, such as `--sft.steps 50`")
-    hints = typing.get_type_hints(Settings)
     infos = {info.name: info for info in setting_infos()}
     found: Tree = {}
-    for key, inner in value.items():
+    for key, value in table.items():
         if key not in SFT:
-            raise _not_in_sft(key, inner, infos, source)
-        is_core = key not in COMPONENT_KINDS
-        found[key] = _core_value(inner, hints[key], infos[key], source, ("sft",)) if is_core else inner
-    tables = merge({key: inner for key, inner in found.items() if key in COMPONENT_KINDS})
-    return found | tables
+            what = "is the same in both phases, or is for rollouts" if key in infos else "is no setting"
+            listing = f"the supervised phase has: {', '.join(SFT)}"
+            raise unknown_key(("sft", key), value, source, f"{key!r} {what}", SFT, listing)
+        found[key] = value if key in COMPONENT_KINDS else _core_value(value, infos[key], source, ("sft",))
+    return found | merge({key: value for key, value in found.items() if key in COMPONENT_KINDS})
 
 
-def _not_in_sft(key: str, value: Any, known: Iterable[str], source: Source) -> ConfigError:
-    near = near_misses(key, SFT)
-    place = where(("sft", key), value, source)
-    if near:
-        is_flag = place.startswith("--")
-        hint = f"did you mean: {', '.join(flag_name(('sft', name)) if is_flag else name for name in near)}?\n"
-    else:
-        hint = ""
-    what = "is the same in both phases, or is for rollouts" if key in known else "is no setting"
-    return ConfigError(f"{place}: {key!r} {what}\n{hint}the supervised phase has: {', '.join(SFT)}")
+def run_settings_file(model: Any) -> Path | None:
+    """The settings file of the run that wrote this model: its folder or one of its checkpoints; None for other models.
+
+    >>> run_settings_file("tiny") is None
+    True
+    """
+    if not isinstance(model, str) or not model:
+        return None
+    path = Path(model).expanduser().absolute()
+    folders = [path]
+    if path.name == "checkpoints":
+        folders.append(path.parent)
+    elif path.parent.name == "checkpoints":
+        folders.append(path.parents[1])
+    return next((folder / "config.toml" for folder in folders if (folder / "config.toml").is_file()), None)
+
+
+def _with_settings_of_run(tree: Tree) -> Tree:
+    """The settings of an evaluation with the seed and the number of held-out tasks of the run that it evaluates, where
+    they are not given. A run that held nothing out leaves that number at its default.
+
+    Raises ConfigError where the run's settings cannot be read.
+    """
+    file = run_settings_file(plain(tree.get("model")))
+    if file is None or all(name in tree for name in HOLDING_OUT):
+        return tree
+    run, _ = load_file(file)
+    return {name: run[name] for name in HOLDING_OUT if run.get(name) and name not in tree} | tree

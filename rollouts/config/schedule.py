@@ -2,7 +2,7 @@
 
 A table holds `step` and keys of SCHEDULED. It is merged over what is in force before it, by the rules that a file
 follows over the defaults: naming another component drops the old settings, naming the same one keeps them. Settings of
-the algorithm's own parts are dropped with their algorithm. Left out: what the names mean (rollouts.compose).
+the algorithm's own parts are dropped with their algorithm. Left out: what the names mean (rollouts.runs).
 """
 
 from __future__ import annotations
@@ -11,28 +11,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rollouts.config.convert import plain
-from rollouts.config.files import NOWHERE, Source, where
+from rollouts.config.files import NOWHERE, Source, refusal, unknown_key
 from rollouts.config.flags import Tree
 from rollouts.config.merging import Component, component_tables, components_of, merge
 from rollouts.config.settings import MULTIPLE, OWN, OWN_KEYS, SCHEDULED
-from rollouts.errors import ConfigError, near_misses
-
-__all__ = ["ScheduledParts", "check_schedule", "scheduled_parts", "scheduled_table"]
+from rollouts.errors import ConfigError
 
 Path = tuple[str, ...]
 
-_HOW = 'a schedule stands in a file, as tables such as\n[[schedule]]\nstep = 50\nloss = "cispo"'
+_HOW = 'a schedule is in a file, as tables such as\n[[schedule]]\nstep = 50\nloss = "cispo"'
 
 
 class ScheduledParts(NamedTuple):
     """What is in force from `step` on: the components of the keys in SCHEDULED.
 
-    `number` is the place of its table in the file (-1: the run's own settings), `given` the keys that the table names,
-    and `places` where each key was given last, for messages.
+    `given` are the keys that its table names; `places` says where each key was given last, for messages.
     """
 
     step: int
-    number: int
     given: tuple[str, ...]
     components: dict[str, list[Component]]
     places: dict[str, Path]
@@ -46,25 +42,26 @@ def check_schedule(value: Any, source: Source = NOWHERE) -> tuple[dict[str, Any]
     if value is None:
         return ()
     if not isinstance(value, list | tuple) or not all(isinstance(table, dict) for table in value):
-        raise ConfigError(f"{where(('schedule',), value, source)}: expected a list of tables; {_HOW}")
-    steps: dict[int, Path] = {}
+        raise refusal(("schedule",), value, source, f"expected a list of tables; {_HOW}")
+    steps: list[Any] = []
     for number, table in enumerate(value):
         path = (f"schedule[{number}]",)
-        _check_keys(table, path, source)
+        for key in (key for key in table if key != "step" and key not in SCHEDULED):
+            listing = f"a [[schedule]] table holds: step, {', '.join(SCHEDULED)}"
+            problem = "this cannot change at a step"
+            raise unknown_key((*path, key), table[key], source, problem, ("step", *SCHEDULED), listing)
         step = table.get("step")
         if step is None:
-            raise ConfigError(f"{where(path, table, source)}: it says no step; write `step = 50` into it")
-        place = where((*path, "step"), step, source)
+            raise refusal(path, table, source, "it says no step; write `step = 50` into it")
         if isinstance(step, bool) or not isinstance(step, int) or step <= 0:
-            raise ConfigError(
-                f"{place}: expected a whole number, 1 or more; got {step!r}\n"
-                "what is in force from the beginning stands in the settings themselves"
-            )
+            wrong = f"expected a whole number, 1 or more; got {step!r}"
+            itself = "what is in force from the beginning is in the settings themselves"
+            raise refusal((*path, "step"), step, source, wrong, itself)
         if step in steps:
-            raise ConfigError(f"{place}: two tables begin at step {step}; write what changes there into one of them")
-        steps[step] = path
-    tables: tuple[dict[str, Any], ...] = tuple(plain(table) for table in value)
-    return tables
+            twice = f"two tables begin at step {step}; write what changes there into one of them"
+            raise refusal((*path, "step"), step, source, twice)
+        steps.append(step)
+    return tuple(plain(table) for table in value)
 
 
 def scheduled_parts(
@@ -75,17 +72,17 @@ def scheduled_parts(
     Raises ConfigError where a table names what cannot be a component.
     """
     own = {key: components[key] for key in SCHEDULED}
-    parts = [ScheduledParts(0, -1, SCHEDULED, own, {key: (key,) for key in SCHEDULED})]
+    parts = [ScheduledParts(0, SCHEDULED, own, {key: (key,) for key in SCHEDULED})]
     for step, number in sorted((table["step"], number) for number, table in enumerate(schedule)):
         before, place = parts[-1], f"schedule[{number}]"
         given = {key: schedule[number][key] for key in SCHEDULED if key in schedule[number]}
         try:
             merged = _merged(component_tables(before.components), given)
         except ConfigError as error:
-            raise ConfigError(f"{where((place,), None, source)}: {error}") from error
+            raise refusal((place,), None, source, str(error)) from error
         chosen = components_of(merged, SCHEDULED, source, (place,))
         places = before.places | {key: (place, key) for key in given}
-        parts.append(ScheduledParts(step, number, tuple(given), chosen, places))
+        parts.append(ScheduledParts(step, tuple(given), chosen, places))
     return tuple(parts)
 
 
@@ -93,17 +90,6 @@ def scheduled_table(step: int, given: Sequence[str], components: Mapping[str, li
     """The table of a schedule that says the same, with every setting of what it names written down."""
     tables = component_tables(components)
     return {"step": step, **{key: tables[key] or [] for key in given}}
-
-
-def _check_keys(table: Tree, path: Path, source: Source) -> None:
-    for key in table:
-        if key != "step" and key not in SCHEDULED:
-            near = near_misses(key, ("step", *SCHEDULED))
-            hint = f"\ndid you mean: {', '.join(near)}?" if near else ""
-            raise ConfigError(
-                f"{where((*path, key), table[key], source)}: this cannot change at a step{hint}\n"
-                f"a [[schedule]] table holds: step, {', '.join(SCHEDULED)}"
-            )
 
 
 def _merged(before: Tree, given: Tree) -> Tree:

@@ -1,58 +1,20 @@
 """Secrets among components' settings (`--inference.body.api-key sk-1`): they are used, and written nowhere.
 
-The name of a setting says that it is one, at any depth: see `secret_names`. LEFT_OUT is written instead of its value,
+The name of a setting says that it is one, at any depth: see `is_secret`. LEFT_OUT is written instead of its value,
 and a run of such a file asks for it. Left out: the core's own settings, none of which is a secret.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rollouts.config.environments import holds_several
-from rollouts.config.files import Source, where
+from rollouts.config.convert import toml_value
+from rollouts.config.files import Source, refusal, walk
 from rollouts.config.flags import Flag, Tree, flag_name, read_flag
-from rollouts.config.secret_names import is_secret
-from rollouts.config.settings import MULTIPLE
-from rollouts.config.values import toml_value
-from rollouts.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rollouts.config.merging import Component
-    from rollouts.config.resolving import Resolved
-
-__all__ = [
-    "LEFT_OUT",
-    "command_without_secrets",
-    "components_without_secrets",
-    "flat_without_secrets",
-    "leaves_out",
-    "refuse_left_out",
-    "resolved_without_secrets",
-    "tree_without_secrets",
-    "with_secrets_of_run",
-    "without_secrets",
-]
-
-LEFT_OUT = "(a secret, left out)"
-
-
-def without_secrets(settings: Any, name: str = "") -> Any:
-    """A copy of a component's settings with LEFT_OUT in place of every secret: text, a number, a list or a table. What
-    is None, empty or a boolean is none.
-
-    >>> without_secrets({"url": "http://h", "body": {"api_key": "sk-1", "max_tokens": 3}})
-    {'url': 'http://h', 'body': {'api_key': '(a secret, left out)', 'max_tokens': 3}}
-    """
-    if is_secret(name) and not (settings is None or isinstance(settings, bool) or settings in ("", [], (), {})):
-        return LEFT_OUT
-    if isinstance(settings, Mapping):
-        return {key: without_secrets(value, str(key)) for key, value in settings.items()}
-    if isinstance(settings, list | tuple) and not hasattr(settings, "_fields"):
-        return type(settings)(without_secrets(each) for each in settings)
-    return settings
+from rollouts.config.merging import Component, by_alias
+from rollouts.config.settings import LEFT_OUT, MULTIPLE, is_secret, without_secrets
 
 
 def tree_without_secrets(tree: Tree) -> Tree:
@@ -65,7 +27,7 @@ def tree_without_secrets(tree: Tree) -> Tree:
             hidden[key] = tree_without_secrets(value)
         elif key == "schedule":
             hidden[key] = [tree_without_secrets(table) for table in value]
-        elif isinstance(value, Mapping) and (key in MULTIPLE or (key == "env" and holds_several(dict(value)))):
+        elif isinstance(value, Mapping) and by_alias(key, value):
             hidden[key] = {alias: without_secrets(table) for alias, table in value.items()}
         else:
             hidden[key] = without_secrets(value)
@@ -102,29 +64,20 @@ def components_without_secrets(components: Sequence[Component]) -> list[Componen
     ]
 
 
-def resolved_without_secrets(resolved: Resolved) -> Resolved:
-    """The same for all components of a run."""
-    settings = resolved.settings
-    core = tree_without_secrets({"schedule": settings.schedule, "sft": settings.sft})
-    core["schedule"] = type(settings.schedule)(core["schedule"])
-    components = {key: components_without_secrets(chosen) for key, chosen in resolved.components.items()}
-    return resolved._replace(settings=dataclasses.replace(settings, **core), components=components)
-
-
 def leaves_out(value: Any) -> bool:
     """Whether a secret was left out of these settings."""
-    return bool(_left_out(value, ("",)))
+    return bool(_left_out({"": value}))
 
 
 def refuse_left_out(tree: Tree, source: Source) -> None:
     """Raise ConfigError where a secret was left out of a settings file and is not given anew."""
-    missing = _left_out(tree, ())
+    missing = _left_out(tree)
     missing = [path for path in missing if path[0] != "sft" or path[1:] not in missing]
     if not missing:
         return
     flags = dict.fromkeys(flag for path in missing if (flag := _flag_for(path)))
     again = f"type it anew: {' '.join(f'{flag} VALUE' for flag in flags)}" if flags else "write it into the file"
-    raise ConfigError(f"{where(missing[0], None, source)}: a secret, which was left out when this was written\n{again}")
+    raise refusal(missing[0], None, source, "a secret, which was left out when this was written", again)
 
 
 def with_secrets_of_run(tree: Tree) -> Tree:
@@ -161,16 +114,9 @@ def _flag_for(path: Sequence[str]) -> str:
     return flag_name(named) if len(named) > 1 else ""
 
 
-def _left_out(value: Any, path: tuple[str, ...]) -> list[tuple[str, ...]]:
-    if isinstance(value, Flag):
-        value = value.value
-    if isinstance(value, Mapping):
-        return [found for key, inner in value.items() for found in _left_out(inner, (*path, str(key)))]
-    if isinstance(value, list | tuple) and path:
-        *tables, name = path
-        named = [(*tables, f"{name}[{place}]") for place in range(len(value))]
-        return [found for at, inner in zip(named, value, strict=True) for found in _left_out(inner, at)]
-    return [path] if value == LEFT_OUT else []
+def _left_out(tree: Tree) -> list[tuple[str, ...]]:
+    plain = ((path, given.value if isinstance(given, Flag) else given) for path, _, given in walk(tree))
+    return [path for path, value in plain if isinstance(value, str) and value == LEFT_OUT]
 
 
 def command_without_secrets(argv: Sequence[str]) -> list[str]:
@@ -178,17 +124,16 @@ def command_without_secrets(argv: Sequence[str]) -> list[str]:
     written: list[str] = []
     flag = ""
     for word in argv:
-        found = re.fullmatch(r"(--[\w-]+(?:\.[\w-]+)+)(?:=(.*))?", word, re.DOTALL)
+        name, equals, text = word.partition("=")
+        is_dotted = re.fullmatch(r"--[\w-]+(\.[\w-]+)+", name)
         if flag:
             written.append(_value_without_secrets(flag, word))
             flag = ""
-        elif found is None:
-            written.append(word)
-        elif found[2] is None:
-            written.append(word)
-            flag = found[1]
+        elif is_dotted and equals:
+            written.append(f"{name}={_value_without_secrets(name, text)}")
         else:
-            written.append(f"{found[1]}={_value_without_secrets(found[1], found[2])}")
+            written.append(word)
+            flag = name if is_dotted else ""
     return written
 
 

@@ -1,4 +1,5 @@
-"""The core's own settings: one dataclass, with a line of documentation, a default and bounds for each.
+"""The core's own settings: one dataclass, with a line of documentation, a default and bounds for each; and what is
+known of any one setting, the core's or a component's, and whether it is a secret.
 
 The same names are keys at the top level of a file and flags of the command (`prompts_per_step`, `--prompts-per-step`).
 Anything else belongs to a component and is read from its signature; there is no class to write for it.
@@ -7,29 +8,15 @@ This module is light: `rollouts run --help` is made from it.
 
 from __future__ import annotations
 
+import enum
 import math
+import re
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
-__all__ = [
-    "AUTO",
-    "COMPONENT_KINDS",
-    "EVAL",
-    "EVAL_DEFAULTS",
-    "FILE_ONLY",
-    "MULTIPLE",
-    "OWN",
-    "OWN_KEYS",
-    "REPEATED",
-    "SCHEDULED",
-    "SFT",
-    "SINGLE",
-    "WEIGHTED",
-    "SettingInfo",
-    "Settings",
-    "setting_infos",
-]
+from rollouts.config.hints import argument_docs
 
 COMPONENT_KINDS = {
     "env": "environments",
@@ -75,82 +62,100 @@ AUTO = "auto"
 SCHEDULED = ("loss", "advantage", "aggregation", "kl", "correction", "mix", "shaping", "select", "pairs")
 """What may change at a step: the keys of a `[[schedule]]` entry, besides its `step`."""
 
-SFT = (
-    "steps",
-    "lr",
-    "prompts_per_step",
-    "loss",
-    "aggregation",
-    "env",
-    "data",
-    "system",
-    "lora_rank",
-    "inference",
-    "training",
-    "tokens_per_microbatch",
-    "eval_every",
-    "eval_tasks",
-    "checkpoint_every",
-    "checkpoint_seconds",
-    "keep_checkpoints",
-    "profile",
-    "logger",
+SFT = tuple(
+    """
+    steps lr prompts_per_step loss aggregation env data system lora_rank inference training tokens_per_microbatch
+    eval_every eval_tasks checkpoint_every checkpoint_seconds keep_checkpoints profile logger
+    """.split()
 )
 """What the supervised phase of mode sft+rl may have otherwise than the run: the keys of `[sft]`."""
 
-EVAL = (
-    "mode",
-    "env",
-    "reward",
-    "data",
-    "system",
-    "template",
-    "model",
-    "trust_remote_code",
-    "inference",
-    "samples_per_prompt",
-    "max_tokens",
-    "max_turns",
-    "temperature",
-    "on_invalid_reward",
-    "concurrency",
-    "episode_seconds",
-    "setup_seconds",
-    "tasks_seconds",
-    "turn_seconds",
-    "tool_seconds",
-    "reward_seconds",
-    "cleanup_seconds",
-    "retries",
-    "max_failures",
-    "pass_env",
-    "seed",
-    "eval_tasks",
-    "logger",
-    "out",
+EVAL = tuple(
+    """
+    mode env reward data system template model trust_remote_code inference samples_per_prompt max_tokens max_turns
+    temperature on_invalid_reward concurrency episode_seconds setup_seconds tasks_seconds turn_seconds tool_seconds
+    reward_seconds cleanup_seconds retries max_failures pass_env seed eval_tasks logger out
+    """.split()
 )
 """What matters to an evaluation (mode eval). The rest is of training: left out of a file, refused as a flag."""
 
 EVAL_DEFAULTS = {"samples_per_prompt": 1}
 """Defaults that are others in mode eval."""
 
-FILE_ONLY = {
-    "schedule": "[[schedule]] in FILE",
-    "sft": "--sft.SETTING VALUE",
-    "template": "--template.ARGUMENT VALUE",
-}
+FILE_ONLY = {"schedule": "[[schedule]] in FILE", "sft": "--sft.SETTING VALUE", "template": "--template.ARGUMENT VALUE"}
 """Settings without a flag of their own, and how they are given."""
 
 
-def _about(
-    doc: str, group: str, *, minimum: float = -math.inf, above: float = -math.inf, shown: str = ""
-) -> dict[str, Any]:
-    """Metadata of a field: `minimum` is allowed, `above` is not; `shown` says a default that its value does not."""
-    return {"doc": doc, "group": group, "minimum": minimum, "above": above, "shown": shown}
+GROUPS = {
+    "mode": "What",
+    "loss": "Algorithm",
+    "model": "Model",
+    "prompts_per_step": "Sampling",
+    "concurrency": "Time and failure",
+    "steps": "Training",
+    "eval_every": "Evaluation, checkpoints and logs",
+}
+"""The groups in which help and files show the settings, by the first setting of each."""
 
 
-def _setting(default: Any, doc: str, group: str, **about: Any) -> Any:
-    return field(default=default, metadata=_about(doc, group, **about))
+class Required(enum.Enum):
+    """The type of REQUIRED."""
+
+    REQUIRED = "required"
+
+    def __repr__(self) -> str:
+        return "REQUIRED"
+
+
+REQUIRED: Final = Required.REQUIRED
+"""The `default` of a setting that has none."""
+
+
+class Setting(NamedTuple):
+    """One setting, of a component or of the core: its type (Any where nothing says), its default or REQUIRED, and a
+    line about it.
+
+    Those of the core have a group in which help shows them, bounds (`minimum` is allowed, `above` is not), and words
+    where the default's value does not say what it means.
+    """
+
+    name: str
+    type: Any
+    default: Any
+    doc: str
+    group: str = ""
+    shown: str = ""
+    minimum: float = -math.inf
+    above: float = -math.inf
+
+    @property
+    def is_required(self) -> bool:
+        """Whether it has no default."""
+        return self.default is REQUIRED
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The words that it can be; empty where it can be anything of its type."""
+        return typing.get_args(self.type) if typing.get_origin(self.type) is Literal else ()
+
+    @property
+    def flag(self) -> str:
+        """The core's flag that sets it."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def default_text(self) -> str:
+        """The core's default in words."""
+        if self.shown:
+            return self.shown
+        if isinstance(self.default, tuple | dict):
+            return " ".join(map(str, self.default)) or "none"
+        return str(self.default)
+
+
+def _bounded(default: Any, **bound: float) -> Any:
+    """A field with a bound: `minimum` is allowed, `above` is not."""
+    return field(default=default, metadata=bound)
 
 
 @dataclass(frozen=True)
@@ -159,237 +164,202 @@ class Settings:
 
     `reward`, `shaping`, `filter` and `logger` are written as `alias=name:weight` where the parts differ from their
     defaults; the parsed form is in `Resolved.components`. The tables of `schedule` are plain data.
+
+    Settings:
+        mode: How to train: reinforcement (rl), demonstrations (sft), or first one and then the other (sft+rl). eval
+            only evaluates.
+        sft: Mode sft+rl: settings of the supervised phase that differ from the run's: --sft.steps 50.
+        env: The environment: a name, dist/name or ./file.py:Name. Repeat it, as [alias=]name[:weight], to mix several.
+            Default: none.
+        reward: A reward, as [alias=]name[:weight]. `env` means the environment's own. Repeat it to mix several; flags
+            replace the file's list.
+        data: A file of rows (.jsonl or .json) for the environment `prompts`. Default: none.
+        system: A system prompt that comes before every task. Default: none.
+        template: Arguments of the chat template: --template.enable-thinking false.
+        loss: The loss or algorithm. Default: grpo; sft in mode sft.
+        advantage: The advantage. Default: the algorithm's own.
+        aggregation: How token losses become one number. Default: the algorithm's own.
+        kl: A KL term against a reference policy, such as rk3_loss. Default: the algorithm's own.
+        reference: How the reference policy follows the policy. Default: frozen; adapter_off with LoRA.
+        correction: Weights for tokens that another engine, or earlier weights, sampled. `auto` uses `truncated` if
+            there are such tokens; `none` turns it off.
+        mix: How several rewards become one number. Default: the algorithm's own, else a weighted sum.
+        shaping: A change to rewards before the advantage, as [alias=]name. Repeat it for more, or `none`. Default: the
+            algorithm's own.
+        select: Which rollouts are trained on. Default: the algorithm's own, else all.
+        pairs: Which rollouts of a prompt are compared. Default: the algorithm's own.
+        filter: A filter of groups, as [alias=]name. Repeat it for more, or `none`. Default: the algorithm's own.
+        minibatches: Optimizer steps per batch.
+        schedule: Changes to the algorithm at given steps: tables with `step` and the parts that change.
+        model: The model: a path, a name on the hub, or `tiny`, which is part of the package.
+        trust_remote_code: Run Python code that comes with the models of this run: true or false.
+        lora_rank: The rank of LoRA adapters. 0 trains every weight.
+        inference: The inference backend.
+        training: The training backend.
+        critic: A critic: `head` on the policy, or a separate model (a path or a name). Default: none.
+        teacher: A teacher to distil from: a path or a name on the hub. Default: none.
+        teacher_top_k: How many of the teacher's likeliest tokens a loss receives.
+        prompts_per_step: Prompts per step.
+        samples_per_prompt: Rollouts per prompt: the size of a group.
+        over_sampling: Groups to start for each group that a step needs. Above 1, a step does not wait for its slowest
+            groups; they are carried over to the next step.
+        refill: Rounds of new groups in place of those that filters dropped (dynamic sampling).
+        staleness: How many steps sampling may be ahead of training. Older tokens are not trained on. 0: sample, train
+            and sync in turn.
+        max_tokens: How many tokens the model may sample in one episode.
+        max_turns: How many turns the model has in one episode.
+        temperature: The sampling temperature.
+        on_invalid_reward: What to do with a rollout that a reward could not judge.
+        concurrency: How many episodes may run at the same time.
+        episode_seconds: Deadline of an episode.
+        setup_seconds: Deadline of an environment's constructor and `setup`.
+        tasks_seconds: Deadline of an environment's `tasks` for each task.
+        turn_seconds: Deadline of one turn of the model. Default: the episode's.
+        tool_seconds: An upper bound for the deadlines of all tools. Default: each tool's own.
+        reward_seconds: Deadline of a reward or metric.
+        cleanup_seconds: Deadline of an environment's `close`.
+        retries: Retries after an engine or set-up failure.
+        max_failures: Stop the run at this many failed rollouts. A share such as 0.5 applies to the last 200. Default:
+            stop only if all rollouts of a step failed.
+        pass_env: More environment variables for isolated tools and launched servers: names, or patterns such as AWS_*,
+            separated by commas. Default: none.
+        steps: Training steps. Each uses one batch of rollouts or demonstrations.
+        lr: The learning rate. Default: 3e-4 for tiny, else 1e-6 (sft 1e-5); ten times that with LoRA.
+        critic_lr: The learning rate of the critic. Default: ten times the learning rate.
+        tokens_per_microbatch: The largest number of tokens in one forward pass of training.
+        seed: The seed of everything random.
+        sync_every: Steps between updates of the engine's weights, if it has its own. Evaluations update them too.
+        eval_every: Steps between evaluations. 0: only before and after.
+        eval_tasks: Held-out tasks of an evaluation.
+        checkpoint_every: Steps between checkpoints. 0: by time.
+        checkpoint_seconds: Seconds between checkpoints, if no number of steps is set. 0: only at the end.
+        keep_checkpoints: How many of the last checkpoints to keep, besides the best. 0: all that are saved by steps, or
+            the last one that is saved by time.
+        resume: `auto`: continue the run in the folder --out, if there is one.
+        profile: Steps to profile, after the first one, into the run's folder. 0: none.
+        logger: A logger, as [alias=]name. Repeat it for more.
+        out: The folder of the run. Default: runs/<time>-<env>-<loss>.
     """
 
-    mode: Literal["rl", "sft", "sft+rl", "eval"] = _setting(
-        "rl",
-        "What to train by: reinforcement (rl), demonstrations (sft), or the one after the other (sft+rl); eval only "
-        "evaluates.",
-        "What",
-    )
-    sft: dict[str, Any] = field(
-        default_factory=dict,
-        metadata=_about("Mode sft+rl: settings of the supervised phase, where they differ: --sft.steps 50.", "What"),
-    )
-    env: str | tuple[str, ...] = _setting(
-        "",
-        "The environment: a name, dist/name or ./file.py:Name. Repeat it, as [alias=]name[:weight], to mix several.",
-        "What",
-        shown="none",
-    )
-    reward: tuple[str, ...] = _setting(
-        ("env:1",),
-        "A reward, as [alias=]name[:weight]; `env` is the environment's own. Repeat it to mix; "
-        "flags replace the file's list.",
-        "What",
-    )
-    data: str = _setting("", "A file of rows (.jsonl or .json) for the environment `prompts`.", "What", shown="none")
-    system: str = _setting("", "A system prompt, put before every task.", "What", shown="none")
-    template: dict[str, Any] = field(
-        default_factory=dict,
-        metadata=_about("Arguments of the chat template: --template.enable-thinking false.", "What"),
-    )
-    loss: str = _setting("grpo", "The loss or algorithm.", "Algorithm", shown="grpo; sft in mode sft")
-    advantage: str = _setting("", "The advantage.", "Algorithm", shown="the algorithm's own")
-    aggregation: str = _setting(
-        "", "How a loss per token becomes one number.", "Algorithm", shown="the algorithm's own"
-    )
-    kl: str = _setting(
-        "", "A KL term against a reference policy (rk3_loss, say).", "Algorithm", shown="the algorithm's own"
-    )
-    reference: str = _setting(
-        "",
-        "How the reference policy follows the policy, where something needs one.",
-        "Algorithm",
-        shown="frozen; adapter_off with LoRA",
-    )
-    correction: str = _setting(
-        AUTO,
-        "The weight of what another engine, or earlier weights, sampled; `auto` is truncated where one does; `none`.",
-        "Algorithm",
-    )
-    mix: str = _setting(
-        "",
-        "How the parts of a reward become one number.",
-        "Algorithm",
-        shown="the algorithm's own, else a weighted sum",
-    )
-    shaping: tuple[str, ...] = _setting(
-        (OWN,),
-        "What is done to rewards before the advantage, as [alias=]name. Repeat it for more; `none`.",
-        "Algorithm",
-        shown="the algorithm's own",
-    )
-    select: str = _setting("", "Which rollouts are trained on.", "Algorithm", shown="the algorithm's own, else all")
-    pairs: str = _setting("", "Which rollouts of a prompt are compared.", "Algorithm", shown="the algorithm's own")
-    filter: tuple[str, ...] = _setting(
-        (OWN,),
-        "A filter of groups, as [alias=]name. Repeat it for more; `none`.",
-        "Algorithm",
-        shown="the algorithm's own",
-    )
-    minibatches: int = _setting(1, "Optimizer steps a batch.", "Algorithm", minimum=1)
-    schedule: tuple[dict[str, Any], ...] = _setting(
-        (), "Other parts of the algorithm from a step on: tables with `step` and what changes.", "Algorithm"
-    )
-    model: str = _setting(
-        "tiny", "The model: a path, a name on the hub, or `tiny`, which comes with the core.", "Model"
-    )
-    trust_remote_code: bool = _setting(
-        False, "Run Python code that comes with the models of this run: true or false.", "Model"
-    )
-    lora_rank: int = _setting(0, "The rank of LoRA adapters; 0 trains every weight.", "Model", minimum=0)
-    inference: str = _setting("hf", "The inference backend.", "Model")
-    training: str = _setting("torch", "The training backend.", "Model")
-    critic: str = _setting(
-        "", "A critic: `head` on the policy, or a model of its own (a path or a name).", "Model", shown="none"
-    )
-    teacher: str = _setting("", "A teacher to distil from: a path or a name on the hub.", "Model", shown="none")
-    teacher_top_k: int = _setting(32, "How many of the teacher's likeliest tokens a loss is given.", "Model", minimum=1)
-    prompts_per_step: int = _setting(8, "Prompts a step.", "Sampling", minimum=1)
-    samples_per_prompt: int = _setting(8, "Rollouts of each prompt: the size of a group.", "Sampling", minimum=1)
-    over_sampling: float = _setting(
-        1.0,
-        "Groups under way for each one that a step needs. Above 1 no step waits for the slowest: they are carried over "
-        "to the next.",
-        "Sampling",
-        minimum=1,
-    )
-    refill: int = _setting(
-        0, "Rounds of new groups in place of those that filters dropped (dynamic sampling).", "Sampling", minimum=0
-    )
-    staleness: int = _setting(
-        0,
-        "Steps sampled ahead of the one that is trained on, side by side with it; older tokens are not trained on. "
-        "0: sample, train, sync.",
-        "Sampling",
-        minimum=0,
-    )
-    max_tokens: int = _setting(256, "Tokens that the model may sample in one episode.", "Sampling", minimum=1)
-    max_turns: int = _setting(8, "Times that the model may speak in one episode.", "Sampling", minimum=1)
-    temperature: float = _setting(1.0, "The temperature of sampling.", "Sampling", above=0)
-    on_invalid_reward: Literal["drop", "zero", "raise"] = _setting(
-        "drop", "What to do with a rollout that a reward could not judge.", "Sampling"
-    )
-    concurrency: int = _setting(256, "Episodes that may be alive at once.", "Time and failure", minimum=1)
-    episode_seconds: float = _setting(600.0, "How long an episode may take.", "Time and failure", above=0)
-    setup_seconds: float = _setting(
-        300.0, "How long building an environment and its `setup` may take.", "Time and failure", above=0
-    )
-    tasks_seconds: float = _setting(
-        1800.0, "How long an environment's `tasks` may take to give one.", "Time and failure", above=0
-    )
-    turn_seconds: float | None = _setting(
-        None, "How long the model may take for one turn.", "Time and failure", above=0, shown="the episode's"
-    )
-    tool_seconds: float | None = _setting(
-        None, "A bound on the deadlines of all tools.", "Time and failure", above=0, shown="each tool's own"
-    )
-    reward_seconds: float = _setting(30.0, "How long a reward or metric may take.", "Time and failure", above=0)
-    cleanup_seconds: float = _setting(10.0, "How long an environment's `close` may take.", "Time and failure", above=0)
-    retries: int = _setting(
-        1,
-        "How often a rollout that failed of the engine, or before its first turn, is played again.",
-        "Time and failure",
-        minimum=0,
-    )
-    max_failures: int | float | None = _setting(
-        None,
-        "The run stops at so many failed rollouts; a share such as 0.5: of the last 200.",
-        "Time and failure",
-        above=0,
-        shown="only a step in which all failed stops it",
-    )
-    pass_env: str = _setting(
-        "",
-        "Environment variables that isolated tools and launched servers get besides the usual ones: names, or patterns "
-        "such as AWS_*, separated by commas.",
-        "Time and failure",
-        shown="none",
-    )
-    steps: int = _setting(120, "Training steps: a batch of rollouts (or demonstrations) each.", "Training", minimum=0)
-    lr: float | None = _setting(
-        None,
-        "The learning rate.",
-        "Training",
-        above=0,
-        shown="3e-4 for tiny, else 1e-6 (sft 1e-5); ten times that with LoRA",
-    )
-    critic_lr: float | None = _setting(
-        None, "The learning rate of the critic.", "Training", above=0, shown="ten times the learning rate"
-    )
-    tokens_per_microbatch: int = _setting(
-        16384, "Tokens at most in one forward pass of training.", "Training", minimum=1
-    )
-    seed: int = _setting(0, "One seed, one result.", "Training", minimum=0)
-    sync_every: int = _setting(
-        1,
-        "Steps between updates of the engine's weights, where it has its own; an evaluation updates them too.",
-        "Training",
-        minimum=1,
-    )
-    eval_every: int = _setting(0, "Steps between evaluations; 0: only before and after.", "Watching", minimum=0)
-    eval_tasks: int = _setting(512, "Held-out tasks of an evaluation.", "Watching", minimum=0)
-    checkpoint_every: int = _setting(0, "Steps between checkpoints; 0: by the clock.", "Watching", minimum=0)
-    checkpoint_seconds: float = _setting(
-        600.0,
-        "Seconds between checkpoints, where no number of steps is given. 0: only at the end.",
-        "Watching",
-        minimum=0,
-    )
-    keep_checkpoints: int = _setting(
-        0,
-        "How many of the last checkpoints to keep, besides the best. 0: all of --checkpoint-every, one by the clock.",
-        "Watching",
-        minimum=0,
-    )
-    resume: Literal["never", "auto"] = _setting(
-        "never", "`auto`: go on with the run in the folder --out, if there is one.", "Watching"
-    )
-    profile: int = _setting(
-        0, "Steps to profile, after the first one, into the run's folder; 0: none.", "Watching", minimum=0
-    )
-    logger: tuple[str, ...] = _setting(("jsonl",), "A logger, as [alias=]name. Repeat it for more.", "Watching")
-    out: str = _setting("", "The folder of the run.", "Watching", shown="runs/<time>-<env>-<loss>")
+    mode: Literal["rl", "sft", "sft+rl", "eval"] = "rl"
+    sft: dict[str, Any] = field(default_factory=dict)
+    env: str | tuple[str, ...] = ""
+    reward: tuple[str, ...] = ("env:1",)
+    data: str = ""
+    system: str = ""
+    template: dict[str, Any] = field(default_factory=dict)
+    loss: str = "grpo"
+    advantage: str = ""
+    aggregation: str = ""
+    kl: str = ""
+    reference: str = ""
+    correction: str = AUTO
+    mix: str = ""
+    shaping: tuple[str, ...] = (OWN,)
+    select: str = ""
+    pairs: str = ""
+    filter: tuple[str, ...] = (OWN,)
+    minibatches: int = _bounded(1, minimum=1)
+    schedule: tuple[dict[str, Any], ...] = ()
+    model: str = "tiny"
+    trust_remote_code: bool = False
+    lora_rank: int = _bounded(0, minimum=0)
+    inference: str = "hf"
+    training: str = "torch"
+    critic: str = ""
+    teacher: str = ""
+    teacher_top_k: int = _bounded(32, minimum=1)
+    prompts_per_step: int = _bounded(8, minimum=1)
+    samples_per_prompt: int = _bounded(8, minimum=1)
+    over_sampling: float = _bounded(1.0, minimum=1)
+    refill: int = _bounded(0, minimum=0)
+    staleness: int = _bounded(0, minimum=0)
+    max_tokens: int = _bounded(256, minimum=1)
+    max_turns: int = _bounded(8, minimum=1)
+    temperature: float = _bounded(1.0, above=0)
+    on_invalid_reward: Literal["drop", "zero", "raise"] = "drop"
+    concurrency: int = _bounded(256, minimum=1)
+    episode_seconds: float = _bounded(600.0, above=0)
+    setup_seconds: float = _bounded(300.0, above=0)
+    tasks_seconds: float = _bounded(1800.0, above=0)
+    turn_seconds: float | None = _bounded(None, above=0)
+    tool_seconds: float | None = _bounded(None, above=0)
+    reward_seconds: float = _bounded(30.0, above=0)
+    cleanup_seconds: float = _bounded(10.0, above=0)
+    retries: int = _bounded(1, minimum=0)
+    max_failures: int | float | None = _bounded(None, above=0)
+    pass_env: str = ""
+    steps: int = _bounded(120, minimum=0)
+    lr: float | None = _bounded(None, above=0)
+    critic_lr: float | None = _bounded(None, above=0)
+    tokens_per_microbatch: int = _bounded(16384, minimum=1)
+    seed: int = _bounded(0, minimum=0)
+    sync_every: int = _bounded(1, minimum=1)
+    eval_every: int = _bounded(0, minimum=0)
+    eval_tasks: int = _bounded(512, minimum=0)
+    checkpoint_every: int = _bounded(0, minimum=0)
+    checkpoint_seconds: float = _bounded(600.0, minimum=0)
+    keep_checkpoints: int = _bounded(0, minimum=0)
+    resume: Literal["never", "auto"] = "never"
+    profile: int = _bounded(0, minimum=0)
+    logger: tuple[str, ...] = ("jsonl",)
+    out: str = ""
 
 
-class SettingInfo(NamedTuple):
-    """What is known of one core setting without resolving its type: for help, files and bounds."""
-
-    name: str
-    default: Any
-    doc: str
-    group: str
-    minimum: float
-    above: float
-    shown: str
-    choices: tuple[str, ...]
-
-    @property
-    def flag(self) -> str:
-        """The flag that sets it."""
-        return "--" + self.name.replace("_", "-")
-
-    @property
-    def default_text(self) -> str:
-        """The default in words."""
-        if self.shown:
-            return self.shown
-        if isinstance(self.default, tuple | dict):
-            return " ".join(map(str, self.default)) or "none"
-        return str(self.default)
-
-
-def setting_infos() -> tuple[SettingInfo, ...]:
+def setting_infos() -> tuple[Setting, ...]:
     """Every core setting, in the order in which help and files show them."""
-    defaults, hints = Settings(), typing.get_type_hints(Settings)
-    about = SettingInfo._fields[2:-1]
-    return tuple(
-        SettingInfo(
-            f.name,
-            getattr(defaults, f.name),
-            **{key: f.metadata[key] for key in about},
-            choices=typing.get_args(hints[f.name]) if typing.get_origin(hints[f.name]) is Literal else (),
+    defaults, hints, docs = Settings(), typing.get_type_hints(Settings), argument_docs(Settings.__doc__)
+    found: list[Setting] = []
+    for each in fields(Settings):
+        group = GROUPS.get(each.name) or found[-1].group
+        doc, _, shown = docs.get(each.name, "").partition(" Default: ")
+        default = getattr(defaults, each.name)
+        found.append(
+            Setting(each.name, hints[each.name], default, doc, group, shown.removesuffix("."), **each.metadata)
         )
-        for f in fields(Settings)
-    )
+    return tuple(found)
+
+
+LEFT_OUT = "(a secret, left out)"
+"""What is written instead of a secret."""
+
+_KEYS = ("access", "account", "api", "auth", "encryption", "master", "private", "secret", "signing", "ssh")
+"""The words that make a `key` a secret: `api_key`. Others do not: `prompt_key`, `sort_key`, `public_key`."""
+
+_TOKENS = ("bos", "cls", "eos", "mask", "pad", "sep", "stop", "unk")
+"""The words that make a `token` one of a tokenizer: `pad_token`."""
+
+
+def is_secret(name: str) -> bool:
+    """Whether the name of a component's setting says that its value is a secret.
+
+    These do: a name whose last word is `secret`, `password`, `passphrase` or `apikey`; `key` alone, or after a word of
+    `_KEYS`; and `token` after any word but one of `_TOKENS`.
+
+    >>> [is_secret(name) for name in ("key", "openai_api_key", "x-api-key", "client-secret", "password", "hf_token")]
+    [True, True, True, True, True, True]
+    >>> [is_secret(name) for name in ("prompt_key", "api_key_env", "monkey", "keys", "max_tokens", "pad_token")]
+    [False, False, False, False, False, False]
+    """
+    *before, last = re.split(r"[^a-z0-9]+", name.lower())
+    if last == "key":
+        return not before or before[-1] in _KEYS
+    if last == "token":
+        return bool(before) and before[-1] not in _TOKENS
+    return last in ("secret", "password", "passphrase", "apikey")
+
+
+def without_secrets(settings: Any, name: str = "") -> Any:
+    """A copy of a component's settings with LEFT_OUT in place of every secret: text, a number, a list or a table. What
+    is None, empty or a boolean is none.
+
+    >>> without_secrets({"url": "http://h", "body": {"api_key": "sk-1", "max_tokens": 3}})
+    {'url': 'http://h', 'body': {'api_key': '(a secret, left out)', 'max_tokens': 3}}
+    """
+    if is_secret(name) and not (settings is None or isinstance(settings, bool) or settings in ("", [], (), {})):
+        return LEFT_OUT
+    if isinstance(settings, Mapping):
+        return {key: without_secrets(value, str(key)) for key, value in settings.items()}
+    if isinstance(settings, list | tuple) and not hasattr(settings, "_fields"):
+        return type(settings)(without_secrets(each) for each in settings)
+    return settings

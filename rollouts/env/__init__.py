@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from rollouts.lazy import lazy_face
 
 if TYPE_CHECKING:
-    from rollouts.env.authoring import metric, reward, tool
+    from rollouts.env.authoring import metric as metric
+    from rollouts.env.authoring import reward as reward
+    from rollouts.env.authoring import tool as tool
 
-__all__ = ["metric", "reward", "tool"]
-
-__getattr__, __dir__ = lazy_face(__name__, {name: "authoring" for name in __all__})
+__getattr__, __dir__ = lazy_face(__name__)

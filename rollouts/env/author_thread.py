@@ -13,21 +13,21 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from rollouts.author_code import authors_code
+import outcome
 
-__all__ = ["AuthorThread"]
+from rollouts.author_code import authors_code
 
 Request = Callable[[], Any] | None
 
 
 class AuthorThread:
     """Runs one function at a time. The thread ends with this object. `is_late`: a call ran past its deadline.
-    `is_left`: nobody waits for the call that it runs, and the thread is left behind, as a daemon.
+    `is_left`: the call that it runs has no caller any more, and the thread is left behind, as a daemon.
     """
 
     def __init__(self) -> None:
         self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[outcome.Outcome[Any]] = queue.SimpleQueue()
         self.is_late = self.is_left = False
         # No reference to this object: it could not go away while the thread waits.
         arguments = (self._requests, self._results)
@@ -47,23 +47,20 @@ class AuthorThread:
         self._requests.put(function)
         self.is_left = True  # until the result is here: anything may end the wait
         try:
-            result, error = self._results.get(timeout=None if math.isinf(seconds) else seconds)
+            result = self._results.get(timeout=None if math.isinf(seconds) else seconds)
         except queue.Empty:
             self.is_late = True
             raise TimeoutError(f"it took longer than {seconds:g} seconds") from None
         self.is_left = False
-        if error is not None:
-            raise error
-        return result
+        return result.unwrap()
 
 
-def _serve(requests: queue.SimpleQueue[Request], results: queue.SimpleQueue[tuple[Any, Exception | None]]) -> None:
+def _serve(requests: queue.SimpleQueue[Request], results: queue.SimpleQueue[outcome.Outcome[Any]]) -> None:
     while (function := requests.get()) is not None:
-        try:
-            with authors_code():
-                result = function()
-        except Exception as error:  # raised again by the caller
-            results.put((None, error))
-        else:
-            results.put((result, None))
-        function = result = None
+        results.put(outcome.capture(_guarded, function))
+        function = None  # it may hold its caller's objects
+
+
+def _guarded(function: Callable[[], Any]) -> Any:
+    with authors_code():
+        return function()

@@ -12,8 +12,8 @@ out: schemas (`schema.py`), running (`calls.py`), mixing rewards (`mixing.py`).
         @reward
         def correct(self, task, trajectory): ...
 
-Methods may be plain functions, trio-async or asyncio (`calls.py` says how they are told apart). Plain functions run in
-worker threads, one at a time for one environment object, but not always in the same thread.
+Methods may be plain functions, trio-async or asyncio (`calls.py` says how it distinguishes them). Plain functions run
+in worker threads, one at a time for one environment object, but not always in the same thread.
 """
 
 from __future__ import annotations
@@ -25,19 +25,6 @@ from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 from rollouts.env.isolated import check_isolated, check_reference
 from rollouts.errors import EnvironmentDefinitionError
-
-__all__ = [
-    "MetricMethod",
-    "RewardMethod",
-    "ToolMethod",
-    "environment_name",
-    "metric",
-    "metrics_of",
-    "reward",
-    "rewards_of",
-    "tool",
-    "tools_of",
-]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -59,19 +46,12 @@ class ToolMethod(NamedTuple):
     isolate: Isolation | None = None
 
 
-class RewardMethod(NamedTuple):
-    """A reward of an environment's own; `function` is bound where the environment is an object."""
+class JudgeMethod(NamedTuple):
+    """A reward or metric of an environment's own; `function` is bound where the environment is an object."""
 
     name: str
     function: Callable[..., Any]
     weight: float
-
-
-class MetricMethod(NamedTuple):
-    """A metric of an environment's own; `function` is bound where the environment is an object."""
-
-    name: str
-    function: Callable[..., Any]
 
 
 @overload
@@ -85,11 +65,7 @@ def tool(
 
 
 def tool(
-    fn: F | None = None,
-    *,
-    timeout_seconds: float = 30.0,
-    name: str | None = None,
-    isolate: Isolation | None = None,
+    fn: F | None = None, *, timeout_seconds: float = 30.0, name: str | None = None, isolate: Isolation | None = None
 ) -> F | Callable[[F], F]:
     """Offer a method to the model. Its type hints and docstring become the schema; `name` replaces the method's own.
 
@@ -134,7 +110,7 @@ def reward(fn: F | None = None, *, weight: float = 1.0) -> F | Callable[[F], F]:
 
 def metric(fn: F) -> F:
     """A method whose float is logged and never trained: it may name `task`, `trajectory`, `env`."""
-    _mark(fn, METRIC_MARK, True)
+    _mark(fn, METRIC_MARK, 0.0)  # it is never trained on
     return fn
 
 
@@ -162,14 +138,14 @@ def tools_of(env: Any) -> list[ToolMethod]:
     return list(tools.values())
 
 
-def rewards_of(env: Any) -> list[RewardMethod]:
+def rewards_of(env: Any) -> list[JudgeMethod]:
     """The `@reward` methods of an environment (object or class), in definition order, inherited ones first."""
-    return [RewardMethod(name, function, weight) for name, function, weight in _marked(env, REWARD_MARK)]
+    return [JudgeMethod(*marked) for marked in _marked(env, REWARD_MARK)]
 
 
-def metrics_of(env: Any) -> list[MetricMethod]:
+def metrics_of(env: Any) -> list[JudgeMethod]:
     """The `@metric` methods of an environment (object or class), in definition order, inherited ones first."""
-    return [MetricMethod(name, function) for name, function, _ in _marked(env, METRIC_MARK)]
+    return [JudgeMethod(*marked) for marked in _marked(env, METRIC_MARK)]
 
 
 def _mark(function: Callable[..., Any], mark: str, value: Any) -> None:
@@ -183,32 +159,22 @@ def _marked(env: Any, mark: str) -> Iterator[tuple[str, Callable[..., Any], Any]
         yield name, getattr(env, name), value
 
 
-class _Scan(NamedTuple):
-    """What was found in a class, and the attributes of it and its bases at that time."""
-
-    owner: type
-    attributes: list[Any]
-    marks: dict[str, list[tuple[str, Any]]]
-
-
+Marks = dict[str, list[tuple[str, Any]]]  # of each mark the methods that bear it, with what it says
 SCANS_MAX = 64  # attributes refer to their class, so a scan keeps it alive, also one that is made for an episode
-_scans: dict[int, _Scan] = {}  # by identity: a metaclass may leave its classes without a hash
+# A class, the attributes of it and its bases, and what was found in them; by identity: a class may have no hash.
+_scans: dict[int, tuple[type, list[Any], Marks]] = {}
 
 
-def _marks_of(owner: type) -> dict[str, list[tuple[str, Any]]]:
+def _marks_of(owner: type) -> Marks:
     """For each mark the (attribute, mark) of a class's methods: looked for again only where the class has changed."""
     attributes = [value for cls in owner.__mro__[:-1] for value in cls.__dict__.values()]  # `object` never changes
-    known = _scans.get(id(owner))
-    if (
-        known is not None
-        and len(known.attributes) == len(attributes)
-        and all(map(operator.is_, known.attributes, attributes))
-    ):
-        return known.marks
+    _, known, marks = _scans.get(id(owner), (owner, [], {}))
+    if marks and len(known) == len(attributes) and all(map(operator.is_, known, attributes)):
+        return marks
     members: dict[str, Any] = {}  # a name keeps the place of its first definition, and gets the most derived one
     for cls in reversed(owner.__mro__):
         members.update(vars(cls))
-    marks: dict[str, list[tuple[str, Any]]] = {TOOL_MARK: [], REWARD_MARK: [], METRIC_MARK: []}
+    marks = {TOOL_MARK: [], REWARD_MARK: [], METRIC_MARK: []}
     for name, raw in members.items():
         for mark, found in marks.items():
             value = _mark_of(raw, mark)
@@ -216,12 +182,12 @@ def _marks_of(owner: type) -> dict[str, list[tuple[str, Any]]]:
                 found.append((name, value))
     if len(_scans) >= SCANS_MAX:
         _scans.clear()
-    _scans[id(owner)] = _Scan(owner, attributes, marks)
+    _scans[id(owner)] = (owner, attributes, marks)
     return marks
 
 
 def _mark_of(raw: Any, mark: str) -> Any:
-    """The mark on what stands in a class, or on the function inside a staticmethod; None where there is none."""
+    """The mark on an attribute of a class, or on the function inside a staticmethod; None where there is none."""
     while True:
         value = getattr(raw, "__dict__", {}).get(mark)  # not getattr: an attribute of any type may answer to every name
         if value is not None or not isinstance(raw, staticmethod | classmethod):

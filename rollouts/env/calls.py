@@ -27,25 +27,13 @@ import math
 import threading
 import types
 from collections.abc import Awaitable, Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import trio
 
-from rollouts.author_code import authors_code, is_from_outside
-from rollouts.env.threads import run_in_thread
+from rollouts.author_code import authors_code, is_from_outside, unwrapped
+from rollouts.env.threads import of_this_run, run_in_thread
 from rollouts.errors import EnvironmentDefinitionError, RolloutsError
-
-__all__ = [
-    "ABANDONED_MAX",
-    "ASYNCIO_ONLY",
-    "UNDER_TRIO",
-    "AbandonedCallsError",
-    "CallStatistics",
-    "CallTimeoutError",
-    "async_library_of",
-    "call",
-    "statistics",
-]
 
 AsyncLibrary = Literal["trio", "asyncio"]
 
@@ -54,7 +42,7 @@ SLOTS = 64  # worker threads of one trio run that work at the same time
 ASYNCIO_UNDER_TRIO = ("no running event loop", "received unrecognized yield message")  # asyncio's words, trio's words
 DECLARE = 'write `async_library = "asyncio"` in the environment\'s class'
 UNDER_TRIO = "rollout runs under trio: use trio.sleep, trio.open_nursery, ..., and leave asyncio to the tools and setup"
-PLAIN = (str, float, int, bool, types.NoneType)  # converting one runs nobody's code
+PLAIN = (str, float, int, bool, types.NoneType)  # converting one runs no author's code
 GRACE_SECONDS = 2.0  # an asyncio task has this long to clean up after its cancellation
 ASYNCIO_ONLY = frozenset(
     {"aiofiles", "aiohttp", "aiomysql", "aiopg", "aiosqlite", "asyncio", "asyncpg", "asyncssh", "motor", "uvloop"}
@@ -67,13 +55,6 @@ class AbandonedCallsError(RolloutsError):
 
 class CallTimeoutError(trio.TooSlowError):
     """The deadline of a call passed: ours, not one that the function set itself."""
-
-
-class CallStatistics(NamedTuple):
-    """How many threads ran past their deadline: still running, and ever."""
-
-    abandoned: int
-    abandoned_ever: int
 
 
 async def call(
@@ -100,56 +81,43 @@ async def call(
         EnvironmentDefinitionError: it is asyncio code and does not say so.
         Exception: whatever the function raises; what is no Exception, or cannot be read, as RuntimeError.
     """
-    if inspect.iscoroutinefunction(_plain(function)):
-        library = async_library or async_library_of(function)
-        make = functools.partial(function, *args)
-        return await _await(make, library, timeout_seconds, async_library is not None, convert)
-    value = await _call_in_thread(function, args, timeout_seconds, limiter, convert)
-    if inspect.iscoroutine(value):  # a plain function that hands out a coroutine: a wrapper around an async one
-        said = async_library or _declared_library(function)
-        namespace = value.cr_frame.f_globals if value.cr_frame else {}
-        library = said or _library_of_code(value.cr_code, namespace)
-        return await _await(lambda: value, library, timeout_seconds, async_library is not None, convert)
-    return value
+    make: Callable[[], Any] = functools.partial(function, *args)
+    coroutine: types.CoroutineType[Any, Any, Any] | None = None
+    if not inspect.iscoroutinefunction(_plain(function)):
+        value = await _call_in_thread(make, timeout_seconds, limiter, convert)
+        if not inspect.iscoroutine(value):
+            return value
+        coroutine, make = value, lambda: coroutine  # a plain function that hands one out: a wrapper around an async one
+    library = async_library or async_library_of(function, coroutine)
+    with trio.CancelScope(deadline=trio.current_time() + timeout_seconds):
+        value = await (
+            _run_on_asyncio(make) if library == "asyncio" else _run_under_trio(make, async_library is not None)
+        )
+        if convert is None:
+            return value
+        if type(value) in PLAIN:
+            return convert(value)
+        return await _call_in_thread(functools.partial(convert, value), math.inf, None)
+    raise CallTimeoutError
 
 
-def statistics() -> CallStatistics:
-    """The process's abandoned threads, now and ever."""
-    with _lock:
-        return CallStatistics(_abandoned, _abandoned_ever)
-
-
-def async_library_of(function: Callable[..., Any]) -> AsyncLibrary:
-    """Which library a coroutine function is written for, by the rule in the module's docstring.
-
-    Raises EnvironmentDefinitionError where `async_library` names another one.
-    """
-    declared = _declared_library(function)
-    if declared is not None:
-        return declared
-    underlying = inspect.unwrap(_plain(function))
-    code = getattr(underlying, "__code__", None)
-    return "trio" if code is None else _library_of_code(code, underlying.__globals__)
+def abandoned_count() -> int:
+    """How many of the process's threads ran past their deadline and still run."""
+    return _abandoned
 
 
 # --- telling them apart ---------------------------------------------------------------------------------------------
 
 
-def _plain(function: Callable[..., Any]) -> Any:
-    """The plain function inside partials, bound methods and callable objects."""
-    current: Any = function
-    while isinstance(current, functools.partial):
-        current = current.func
-    if not isinstance(current, types.FunctionType | types.MethodType | types.BuiltinFunctionType | type):
-        current = type(current).__call__ if callable(current) else current
-    return getattr(current, "__func__", current)
+def async_library_of(
+    function: Callable[..., Any], coroutine: types.CoroutineType[Any, Any, Any] | None = None
+) -> AsyncLibrary:
+    """Which library a coroutine function, or the `coroutine` that a plain one has returned, is written for, by the rule
+    in the module's docstring.
 
-
-def _declared_library(function: Callable[..., Any]) -> AsyncLibrary | None:
-    bound: Any = function
-    while isinstance(bound, functools.partial):
-        bound = bound.func
-    owner = getattr(bound, "__self__", None)
+    Raises EnvironmentDefinitionError where `async_library` names another one.
+    """
+    owner = getattr(unwrapped(function), "__self__", None)
     declared = getattr(owner, "async_library", None)
     if declared in ("trio", "asyncio"):
         return "trio" if declared == "trio" else "asyncio"
@@ -157,11 +125,15 @@ def _declared_library(function: Callable[..., Any]) -> AsyncLibrary | None:
         raise EnvironmentDefinitionError(
             f"{type(owner).__name__}.async_library is {declared!r}; it may be 'trio' or 'asyncio'"
         )
-    return None
-
-
-def _library_of_code(code: types.CodeType, namespace: dict[str, Any]) -> AsyncLibrary:
-    for roots in (set(code.co_names), _roots_of(code, namespace), _roots_of(None, namespace)):
+    underlying = inspect.unwrap(_plain(function))
+    code: types.CodeType | None = getattr(underlying, "__code__", None)
+    namespace = getattr(underlying, "__globals__", {})
+    if coroutine is not None:
+        code, namespace = coroutine.cr_code, coroutine.cr_frame.f_globals if coroutine.cr_frame else {}
+    if code is None:
+        return "trio"
+    used = [namespace[name] for name in code.co_names if name in namespace]
+    for roots in (set(code.co_names), _roots_of(used), _roots_of(list(namespace.values()))):
         if "trio" in roots:
             return "trio"
         if roots & ASYNCIO_ONLY:
@@ -169,34 +141,21 @@ def _library_of_code(code: types.CodeType, namespace: dict[str, Any]) -> AsyncLi
     return "trio"
 
 
-def _roots_of(code: types.CodeType | None, namespace: dict[str, Any]) -> set[str]:
-    """The top-level packages that the names in a module come from (with `code`, only the names it uses)."""
-    values = namespace.values() if code is None else [namespace[name] for name in code.co_names if name in namespace]
-    names = (
-        value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
-        for value in list(values)
-    )
+def _plain(function: Callable[..., Any]) -> Any:
+    """The plain function inside partials, bound methods and callable objects."""
+    current = unwrapped(function)
+    if not isinstance(current, types.FunctionType | types.MethodType | types.BuiltinFunctionType | type):
+        current = type(current).__call__ if callable(current) else current
+    return getattr(current, "__func__", current)
+
+
+def _roots_of(values: list[Any]) -> set[str]:
+    """The top-level packages that these come from."""
+    names = [getattr(each, "__name__" if isinstance(each, types.ModuleType) else "__module__", None) for each in values]
     return {name.partition(".")[0] for name in names if isinstance(name, str)}
 
 
 # --- trio and asyncio -----------------------------------------------------------------------------------------------
-
-
-async def _await(
-    make: Callable[[], Awaitable[Any]],
-    library: AsyncLibrary,
-    timeout_seconds: float,
-    is_fixed: bool,
-    convert: Callable[[Any], Any] | None,
-) -> Any:
-    with trio.CancelScope(deadline=trio.current_time() + timeout_seconds):
-        value = await (_run_on_asyncio(make) if library == "asyncio" else _run_under_trio(make, is_fixed))
-        if convert is None:
-            return value
-        if type(value) in PLAIN:
-            return convert(value)
-        return await _call_in_thread(convert, (value,), math.inf, None)
-    raise CallTimeoutError
 
 
 async def _run_under_trio(make: Callable[[], Awaitable[Any]], is_fixed: bool) -> Any:
@@ -223,10 +182,8 @@ async def _run_on_asyncio(make: Callable[[], Awaitable[Any]]) -> Any:
     trio_token = trio.lowlevel.current_trio_token()
 
     def wake() -> None:
-        try:
+        with contextlib.suppress(trio.RunFinishedError):  # no task waits any more
             trio_token.run_sync_soon(finished.set)
-        except trio.RunFinishedError:
-            return  # nobody waits any more
 
     bridge = _reserve_bridge(wake)
     try:
@@ -238,7 +195,7 @@ async def _run_on_asyncio(make: Callable[[], Awaitable[Any]]) -> Any:
 class _AsyncioBridge:
     """One asyncio loop in a daemon thread. `run` is called from trio, from any run.
 
-    `waiting` holds what wakes each call that somebody in trio still waits for; it changes under the module's `_lock`.
+    `waiting` holds what wakes each call that a trio task still waits for; it changes under the module's `_lock`.
     An abandoned loop serves those to the end, and then stops.
     """
 
@@ -257,23 +214,20 @@ class _AsyncioBridge:
 
     def _serve(self) -> None:
         try:
-            self._run()
+            while True:
+                # asyncio lets these two through to here from any task; what awaits that task gets them too.
+                with contextlib.suppress(KeyboardInterrupt, SystemExit):
+                    self._loop.run_forever()
+                    break
         finally:
             with _lock:
                 self._has_ended = True
                 left = list(self.waiting)
             self._loop.close()
-            for wake in left:  # somebody's code stopped the loop: nobody else would tell these
+            for wake in left:  # an author's code stopped the loop: nothing else would wake these
                 wake()
             if self._is_abandoned:
                 _count_abandoned(-1)
-
-    def _run(self) -> None:
-        while True:
-            # asyncio lets these two through to here from any task; whoever awaits that task gets them too.
-            with contextlib.suppress(KeyboardInterrupt, SystemExit):
-                self._loop.run_forever()
-                return
 
     def close(self) -> None:
         """Stop the loop and, where it still answers, wait for its thread. At interpreter exit, and when abandoned."""
@@ -315,7 +269,7 @@ class _AsyncioBridge:
         if not finished.is_set():
             self._abandon()
         elif tasks and tasks[0].done() and not tasks[0].cancelled():
-            tasks[0].exception()  # retrieved: what it raised while being cancelled has nobody to go to
+            tasks[0].exception()  # retrieved: what it raised while being cancelled has no receiver
 
     def _in_loop(self, callback: Callable[[], object]) -> bool:
         """Have the loop call it; False where the loop has ended, so that nothing is left to start or to stop."""
@@ -350,8 +304,7 @@ def _reserve_bridge(wake: Callable[[], None]) -> _AsyncioBridge:
     global _bridge
     with _lock:
         if _bridge is None or not _bridge.usable:
-            if _abandoned >= ABANDONED_MAX:
-                raise _too_many(_abandoned)
+            _refuse_too_many()
             _bridge = _AsyncioBridge()
         _bridge.waiting.add(wake)
         return _bridge
@@ -361,92 +314,45 @@ def _reserve_bridge(wake: Callable[[], None]) -> _AsyncioBridge:
 
 _lock = threading.Lock()
 _abandoned = 0
-_abandoned_ever = 0
 _limiter: trio.lowlevel.RunVar[trio.CapacityLimiter] = trio.lowlevel.RunVar("rollouts-calls-limiter")
 
 
 def _count_abandoned(change: int) -> None:
-    global _abandoned, _abandoned_ever
+    global _abandoned
     with _lock:
         _abandoned += change
-        _abandoned_ever += max(change, 0)
 
 
-def _too_many(count: int) -> AbandonedCallsError:
-    return AbandonedCallsError(
-        f"{count} calls into the environment ran past their deadlines and still run in their threads; "
-        "a tool that can hang must have a time limit of its own (a socket or subprocess timeout), "
-        "or be written async, which can be cancelled"
-    )
-
-
-class _Job:
-    """A function in a thread that may be given up. Every change of state is under its lock."""
-
-    def __init__(
-        self, function: Callable[..., Any], args: tuple[Any, ...], convert: Callable[[Any], Any] | None
-    ) -> None:
-        self._function = function
-        self._args = args
-        self._convert = convert
-        self._lock = threading.Lock()
-        self._state = "waiting"  # running, done, abandoned
-
-    def run(self) -> list[Any]:
-        """What the function returns, converted, in a list: trio refuses a bare coroutine."""
-        with self._lock:
-            if self._state != "waiting":
-                return [None]  # given up before it began: its side effects must not come later
-            self._state = "running"
-        try:
-            with authors_code():
-                value = self._function(*self._args)
-                if self._convert is None or inspect.iscoroutine(value):
-                    return [value]
-                return [self._convert(value)]
-        finally:
-            with self._lock:
-                was_abandoned, self._state = self._state == "abandoned", "done"
-            if was_abandoned:
-                _count_abandoned(-1)
-
-    def abandon(self) -> None:
-        """Give it up, unless it is done."""
-        with self._lock:
-            was_running = self._state == "running"
-            if self._state != "done":
-                self._state = "abandoned"
-            if was_running:
-                _count_abandoned(+1)
+def _refuse_too_many() -> None:
+    if _abandoned >= ABANDONED_MAX:
+        raise AbandonedCallsError(
+            f"{_abandoned} calls into the environment ran past their deadlines and still run in their threads; "
+            "a tool that can hang must have a time limit of its own (a socket or subprocess timeout), "
+            "or be written async, which can be cancelled"
+        )
 
 
 async def _call_in_thread(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
+    make: Callable[[], Any],
     timeout_seconds: float,
     limiter: trio.CapacityLimiter | None,
     convert: Callable[[Any], Any] | None = None,
 ) -> Any:
-    if statistics().abandoned >= ABANDONED_MAX:
-        raise _too_many(statistics().abandoned)
-    slots = limiter or _limiter_of_this_run()
-    job = _Job(function, args, convert)
+    _refuse_too_many()
+    slots = limiter or of_this_run(_limiter, lambda: trio.CapacityLimiter(SLOTS))
+
+    def run() -> Any:
+        with authors_code():
+            value = make()
+            return value if convert is None or inspect.iscoroutine(value) else convert(value)
+
     try:
-        slots.acquire_on_behalf_of_nowait(job)  # without the turn of the scheduler that awaiting it takes
+        slots.acquire_on_behalf_of_nowait(run)  # without the turn of the scheduler that awaiting it takes
     except trio.WouldBlock:
-        await slots.acquire_on_behalf_of(job)
+        await slots.acquire_on_behalf_of(run)
     try:
         with trio.CancelScope(deadline=trio.current_time() + timeout_seconds):
-            return (await run_in_thread(job.run))[0]
+            return await run_in_thread(run, _count_abandoned)
         raise CallTimeoutError
     finally:
-        job.abandon()
-        slots.release_on_behalf_of(job)
-
-
-def _limiter_of_this_run() -> trio.CapacityLimiter:
-    try:
-        return _limiter.get()
-    except LookupError:
-        _limiter.set(trio.CapacityLimiter(SLOTS))
-        return _limiter.get()
+        slots.release_on_behalf_of(run)

@@ -10,14 +10,13 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rollouts.config.settings import REQUIRED
 from rollouts.env.authoring import environment_name, metrics_of, rewards_of, tools_of
 from rollouts.env.calls import UNDER_TRIO, async_library_of
 from rollouts.env.mixing import RewardTerm
 from rollouts.env.schema import tool_schema
 from rollouts.errors import EnvironmentDefinitionError, SignatureError, near_misses
-from rollouts.plugins.signature import REQUIRED, check_signature, read_signature
-
-__all__ = ["check_environment", "requests_of", "reward_term"]
+from rollouts.plugins.signature import check_signature, read_signature
 
 METHODS: Mapping[str, tuple[str, ...]] = {
     "tasks": ("split", "rng"),
@@ -36,27 +35,26 @@ def check_environment(env: Any, rewards: Sequence[RewardTerm] | None = None) -> 
     """Raise EnvironmentDefinitionError for the first thing that cannot work; `env` is a class or an object.
 
     Checked: `tasks` exists; the core's calls fit its methods; every tool has a schema; `@reward` and `@metric` methods
-    name only `task`, `trajectory`, `env`; with `rewards` (a run's terms), that somebody judges the rollouts.
+    name only `task`, `trajectory`, `env`; with `rewards` (a run's terms), that the rollouts are judged.
     """
     label = environment_name(env)
     if getattr(env, "tasks", None) is None:
-        near = near_misses("tasks", dir(env))
-        hint = f" (it has {near[0]!r})" if near else ""
+        near = "".join(f" (it has {name!r})" for name in near_misses("tasks", dir(env))[:1])
         raise EnvironmentDefinitionError(
-            f"{label} has no method `tasks`{hint}; write `def tasks(self, split, rng)` that yields Task objects"
+            f"{label} has no method `tasks`{near}; write `def tasks(self, split, rng)` that yields Task objects"
         )
     for name, arguments in METHODS.items():
         _check_method(env, label, name, arguments)
     if not inspect.isclass(env):
         async_library_of(env.tasks)  # refuses a misspelt `async_library`
-    if hasattr(env, "rollout") and not inspect.iscoroutinefunction(env.rollout):
+    has_rollout = hasattr(env, "rollout")
+    if has_rollout and not inspect.iscoroutinefunction(env.rollout):
         raise EnvironmentDefinitionError(
             f"{label}.rollout must be `async def rollout(self, task, model)`: it awaits model.chat(...), under trio"
         )
-    if hasattr(env, "rollout") and getattr(env, "async_library", None) == "asyncio":
+    if has_rollout and getattr(env, "async_library", None) == "asyncio":
         raise EnvironmentDefinitionError(
-            f'{label} says async_library = "asyncio" and has a `rollout`, but {UNDER_TRIO} (without `async_library` '
-            "each method's library is seen from the names it uses)"
+            f'{label}.async_library is "asyncio", but {UNDER_TRIO}; without it the names in each method decide'
         )
     for tool in tools_of(env):
         tool_schema(tool.function, tool.name)
@@ -64,8 +62,15 @@ def check_environment(env: Any, rewards: Sequence[RewardTerm] | None = None) -> 
     for kind, methods in (("rewards", own), ("metrics", metrics_of(env))):
         for method in methods:
             _check_own(env, label, kind, method.name, method.function)
-    if rewards is not None:
-        _check_judged(label, bool(own), rewards)
+    if rewards is None or (rewards and (own or any(term.function is not None for term in rewards))):
+        return
+    if not rewards:
+        raise EnvironmentDefinitionError(f"no reward was named; type --reward env:1 for the rewards of {label} itself")
+    raise EnvironmentDefinitionError(
+        f"{label} has no @reward method, so `--reward env:1` judges nothing; "
+        "type --reward pkg/name or --reward ./file.py:function (rollouts plugins list shows what is installed), "
+        "or give the class a method with @reward if it is yours"
+    )
 
 
 def reward_term(
@@ -99,7 +104,7 @@ def _check_method(env: Any, label: str, name: str, arguments: tuple[str, ...]) -
     try:
         signature = inspect.signature(method)
     except (TypeError, ValueError):
-        return  # no readable signature, as in compiled code: the first episode will tell
+        return  # no readable signature, as in compiled code: the first episode will show it
     try:
         signature.bind(*((env, *arguments) if unbound else arguments))
     except TypeError as error:
@@ -115,9 +120,7 @@ def _check_own(env: Any, label: str, kind: str, name: str, function: Callable[..
         try:
             inspect.signature(function).bind_partial(None)
         except TypeError as error:
-            raise EnvironmentDefinitionError(
-                f"{where} takes no `self`; write `def {name}(self, task, trajectory)`"
-            ) from error
+            raise EnvironmentDefinitionError(f"{where} takes no `self`; write `def {name}(self, task)`") from error
         function = functools.partial(function, None)
     try:
         signature = read_signature(function, kind)
@@ -141,14 +144,3 @@ def _hint(request: str) -> str:
         return f"{may} (a reward of a whole group is a function of its own: --reward ./my_rewards.py:name)"
     near = near_misses(request, OWN_NAMES)
     return f"{may}; did you mean {near[0]!r}?" if near else may
-
-
-def _check_judged(label: str, has_own: bool, rewards: Sequence[RewardTerm]) -> None:
-    if not rewards:
-        raise EnvironmentDefinitionError(f"no reward was named; type --reward env:1 for the rewards of {label} itself")
-    if not has_own and all(term.function is None for term in rewards):
-        raise EnvironmentDefinitionError(
-            f"{label} has no @reward method, so `--reward env:1` judges nothing; "
-            "type --reward pkg/name or --reward ./file.py:function (rollouts plugins list shows what is installed), "
-            "or give the class a method with @reward if it is yours"
-        )

@@ -6,10 +6,12 @@ No function is ever sent: the process imports the module, or the file, as this o
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import inspect
+import operator
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -17,14 +19,12 @@ from typing import Any, NamedTuple
 
 from rollouts.errors import EnvironmentDefinitionError
 
-__all__ = ["Reference", "check_isolated", "check_reference", "find_function", "reference_of"]
-
 MAIN = "__rollouts_main__"  # what the script that is being run is called in another process
 INSTEAD = 'without `self`, with what it needs as arguments:\n    @staticmethod\n    @tool(isolate="process")\n    '
 
 
 class Reference(NamedTuple):
-    """A function that another process finds. `file` is where its module stands, which may have no importable name."""
+    """A function that another process finds. `file` is that of its module, which may have no importable name."""
 
     module: str
     name: str
@@ -38,20 +38,16 @@ def check_isolated(function: Any) -> None:
     """
     plain = _plain(function)
     label = getattr(plain, "__qualname__", repr(plain))
-    if isinstance(function, classmethod):
-        raise EnvironmentDefinitionError(_no_object(label, "cls", plain))
     if inspect.iscoroutinefunction(plain) or inspect.isasyncgenfunction(plain):
-        raise EnvironmentDefinitionError(
-            f'the tool {label} is async, and isolate="process" is for plain functions; leave one of the two out '
-            "(an async tool can be cancelled at its deadline where it is)"
-        )
+        raise _refused(label, 'is async, and isolate="process" is for plain functions; leave one of the two out')
     if not inspect.isfunction(plain):
-        raise EnvironmentDefinitionError(
-            f'the tool {label} is {type(plain).__name__}, and isolate="process" is for functions written with `def`'
-        )
-    first = next(iter(inspect.signature(plain).parameters), None)
-    if first in ("self", "cls"):
-        raise EnvironmentDefinitionError(_no_object(label, first, plain))
+        kind = type(plain).__name__
+        raise _refused(label, f'is {kind}, and isolate="process" is for functions written with `def`')
+    parameters = list(inspect.signature(plain).parameters.values())
+    if parameters and (isinstance(function, classmethod) or parameters[0].name in ("self", "cls")):
+        line = f"def {plain.__name__}({', '.join(map(str, parameters[1:]))})"
+        name = parameters[0].name
+        raise _refused(label, f"names {name!r}, and no object is in another process; write it {INSTEAD}{line}: ...")
 
 
 def check_reference(function: Any) -> Callable[..., Any]:
@@ -66,30 +62,27 @@ def reference_of(function: Callable[..., Any]) -> Reference:
     """How another process finds the function. Raises EnvironmentDefinitionError where it could not."""
     label = function.__qualname__
     if "<locals>" in label or "<lambda>" in label:
-        raise EnvironmentDefinitionError(
-            f"the tool {label} is defined inside a function, where another process does not find it; write it at the "
-            "top of its module, or in a class there"
-        )
+        why = "is defined inside a function, where another process does not find it"
+        raise _refused(label, f"{why}; write it at the top of its module, or in a class there")
     module = sys.modules.get(function.__module__)
-    if module is None or _attribute(module, label) is not function:
-        raise EnvironmentDefinitionError(
-            f"the tool {label}: {function.__module__}.{label} is not this function, so another process would run "
-            "something else; give the function the name under which its module or class holds it"
-        )
+    found = None
+    with contextlib.suppress(AttributeError):
+        found = operator.attrgetter(label)(module)
+    if module is None or found is not function:
+        why = f"is not what another process finds as {function.__module__}.{label}"
+        raise _refused(label, f"{why}; give it the name under which its module or class holds it")
     file = getattr(module, "__file__", None) or ""
     if module.__name__ != "__main__":
         return Reference(module.__name__, label, file)
     if not file:
-        raise EnvironmentDefinitionError(f'the tool {label} was typed at a prompt; isolate="process" needs a file')
+        raise _refused(label, 'was typed at a prompt; isolate="process" needs a file')
     spec = getattr(module, "__spec__", None)  # `python -m package.module` has one
     return Reference(spec.name if spec is not None else MAIN, label, file)
 
 
 def find_function(reference: Reference) -> Callable[..., Any]:
     """The function that was meant, in a process where it may not be imported yet. Raises whatever its module raises."""
-    function: Callable[..., Any] | None = _attribute(_module_of(reference), reference.name)
-    if function is None:
-        raise AttributeError(f"{reference.module} has no {reference.name}")
+    function: Callable[..., Any] = operator.attrgetter(reference.name)(_module_of(reference))
     return function
 
 
@@ -99,39 +92,22 @@ def _module_of(reference: Reference) -> ModuleType:
         return sys.modules[name]
     if name != MAIN and not name.startswith("rollouts_file_") and _is_importable(name):
         return importlib.import_module(name)
-    from rollouts.plugins.files import import_file  # here: authors' machines import the marks, and nothing heavy
+    from rollouts.plugins.loading import import_file  # here: authors' machines import the marks, and nothing heavy
 
     return import_file(name, file)
 
 
 def _is_importable(name: str) -> bool:
-    try:
+    with contextlib.suppress(ImportError):
         return importlib.util.find_spec(name) is not None
-    except ImportError:
-        return False
+    return False
 
 
-def _attribute(module: ModuleType, name: str) -> Any:
-    """The plain function of that qualified name; None where there is none."""
-    value: Any = module
-    for part in name.split("."):
-        try:
-            value = inspect.getattr_static(value, part)
-        except AttributeError:
-            return None
-    return _plain(value)
+def _refused(label: str, why: str) -> EnvironmentDefinitionError:
+    return EnvironmentDefinitionError(f"the tool {label} {why}")
 
 
 def _plain(function: Any) -> Any:
     while isinstance(function, staticmethod | classmethod):
         function = function.__func__
     return function
-
-
-def _no_object(label: str, first: str, function: Callable[..., Any]) -> str:
-    parameters = list(inspect.signature(function).parameters.values())[1:]
-    line = f"def {function.__name__}({', '.join(map(str, parameters))})"
-    return (
-        f'the tool {label} names {first!r}, but isolate="process" runs it in another process, where its object is not; '
-        f"write it {INSTEAD}{line}: ..."
-    )

@@ -6,7 +6,7 @@ NaN, an infinity or something that is no number is a mistake of the reward: Rewa
 
 Parts are logged under their own names: a reward function under its alias, a `@reward` method of the environment under
 its own name, what a reward's `Score.parts` holds under the names given there. Where two would clash, the later one
-gets its alias in front: `env.correct`, `brevity.words`. What is left out: running rewards (`rollouts.agent`).
+gets its alias in front: `env.correct`, `brevity.words`. What is left out: running rewards (`rollouts.agent.episode`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ from rollouts.author_code import authors_code, message_of, printable, shown
 from rollouts.errors import RewardError
 from rollouts.types import Score
 
-__all__ = ["InvalidPolicy", "RewardTerm", "Verdict", "env_term", "mix", "read_verdict"]
-
 InvalidPolicy = Literal["drop", "zero", "raise"]
 
 
 class RewardTerm(NamedTuple):
-    """One reward of a run. `function` None stands for the environment's own `@reward` methods, summed by their weights.
+    """One reward of a run. `function` None means the environment's own `@reward` methods, summed by their weights.
 
     `requests` are the names it asks for, in order; `is_group` rewards see all rollouts of a prompt and return a list.
     """
@@ -52,7 +50,7 @@ class Verdict(NamedTuple):
 
 
 def env_term(weight: float = 1.0, alias: str = "env") -> RewardTerm:
-    """The term that `--reward env:1` stands for."""
+    """The term of `--reward env:1`."""
     return RewardTerm(alias, None, weight)
 
 
@@ -63,9 +61,7 @@ def read_verdict(name: str, weight: float, returned: Any, alias: str = "") -> Ve
     """
     if isinstance(returned, Score):
         if not isinstance(returned.parts, dict) or not all(isinstance(part, str) for part in returned.parts):
-            raise RewardError(
-                f"reward {name!r}: the parts of a Score are a dict of numbers, got {shown(returned.parts)}"
-            )
+            raise RewardError(f"reward {name!r}: a Score's parts are a dict of numbers, got {shown(returned.parts)}")
         parts = {printable(part): _number(f"{name}.{part}", value) for part, value in returned.parts.items()}
         why = printable(returned.why) if isinstance(returned.why, str) else shown(returned.why)
         return Verdict(name, weight, _number(name, returned.value), parts, why, alias or name)
@@ -119,20 +115,16 @@ def _free_name(name: str, alias: str, taken: Mapping[str, Any]) -> str:
 def _number(name: str, value: Any) -> float | None:
     if value is None:
         return None
+    expected = "a reward returns a finite float, a Score, or None where it could not judge"
     if not hasattr(type(value), "__float__"):
-        raise RewardError(
-            f"reward {name!r} returned {shown(value)} ({type(value).__name__}); "
-            "a reward returns a float, a Score, or None where it could not judge"
-        )
+        raise RewardError(f"reward {name!r} returned {shown(value)} ({type(value).__name__}); {expected}")
     try:
         with authors_code():
             number = float(value)
     except Exception as error:  # a class of the author's own may raise anything
         raise RewardError(
-            f"reward {name!r} returned {shown(value)}, which is not one number: {message_of(error)}"
+            f"reward {name!r} returned {shown(value)}, which is no number: {message_of(error)}"
         ) from error
     if not math.isfinite(number):
-        raise RewardError(
-            f"reward {name!r} returned {number}; a reward returns a finite float, or None where it could not judge"
-        )
+        raise RewardError(f"reward {name!r} returned {number}; {expected}")
     return number

@@ -5,7 +5,7 @@ keeps the GIL, a child that it waits for. Processes are started when they are ne
 fork), used again, and end with the trio run, and with this process if it is killed. What a call leaves behind in a
 module is there for the next one, of whatever episode: isolated tools are functions of their arguments.
 
-Left out: what the process does (`worker`), what owns it and all that its tools start (`supervisor`), and which
+Left out: what the process does (`worker`), what owns it and all that its tools start (`rollouts.supervisor`), and which
 functions can go there (`isolated`).
 """
 
@@ -14,51 +14,39 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 import trio
 
 from rollouts.child_environment import child_environment
 from rollouts.env.calls import CallTimeoutError
 from rollouts.env.isolated import Reference, reference_of
-from rollouts.errors import EnvironmentDefinitionError, RolloutsError
-
-__all__ = ["WORKERS_MAX", "Answer", "PoolStatistics", "ProcessError", "call_isolated", "statistics"]
+from rollouts.env.results import ToolOutcome
+from rollouts.env.threads import of_this_run
+from rollouts.errors import EnvironmentDefinitionError, RolloutsError, words_of_exit
+from rollouts.supervisor import status_of, supervised
 
 WORKERS_MAX = max(4, os.cpu_count() or 1)  # processes of one trio run
 START_SECONDS = 60.0  # until a process answers and has imported the tool's module
 END_SECONDS = 5.0  # until a killed process is gone
 CHUNK = 1 << 16
-BOOT = "import sys; sys.path[:] = sys.argv[2:]; from rollouts.env.worker import main; main(int(sys.argv[1]))"
+BOOT = "import sys; sys.path[:] = sys.argv[1:]; from rollouts.env.worker import main; main()"
 
 
 class ProcessError(RolloutsError):
     """A process for a tool could not be started. Inside an episode: Status.ENVIRONMENT_ERROR."""
 
 
-Kind = Literal["text", "raised", "refused", "crashed"]
-WORDS: tuple[Kind, ...] = ("text", "raised", "refused")  # what a process answers to a call
-
-
-class Answer(NamedTuple):
-    """What came of a call, in words for the model: the result, what was raised, why the arguments were refused, or how
-    the process died.
-    """
-
-    kind: Kind
-    words: str
-
-
 class PoolStatistics(NamedTuple):
     """Processes of this trio run: started ever, killed at a deadline (or a cancellation), crashed by themselves."""
 
-    started: int = 0
-    killed: int = 0
-    crashed: int = 0
+    started: int
+    killed: int
+    crashed: int
 
 
 async def call_isolated(
@@ -68,7 +56,7 @@ async def call_isolated(
     label: str,
     timeout_seconds: float,
     characters_max: int = 16_000,
-) -> Answer:
+) -> ToolOutcome:
     """Run the tool `label` with JSON arguments in a process of its own. The wait for a process, and its start, are not
     part of the deadline. Longer text is cut.
 
@@ -80,23 +68,18 @@ async def call_isolated(
         EnvironmentDefinitionError: the tool's module cannot be imported there.
     """
     reference = reference_of(function)
-    request = {
-        "call": reference._asdict(),
-        "label": label,
-        "arguments": dict(arguments),
-        "characters_max": characters_max,
-    }
+    request = dict(call=reference, label=label, arguments=dict(arguments), characters_max=characters_max)
     try:
         _line(request)
     except (TypeError, ValueError, RecursionError) as error:
-        return Answer("refused", f"the arguments of {label} cannot be written as JSON: {error}")
-    return await _pool_of_this_run().call(reference, request, label, timeout_seconds)
+        return ToolOutcome(f"Error: the arguments of {label} cannot be written as JSON: {error}", "bad_arguments")
+    return await of_this_run(_pool, _Pool).call(reference, request, label, timeout_seconds)
 
 
 def statistics() -> PoolStatistics:
-    """What the current trio run's processes came to; call it within the run."""
-    pool = _pool.get(None)
-    return PoolStatistics() if pool is None else pool.statistics
+    """A count of the current trio run's processes; call it within the run."""
+    pool = of_this_run(_pool, _Pool)
+    return PoolStatistics(pool.started, pool.killed, pool.crashed)
 
 
 class _Worker:
@@ -112,7 +95,7 @@ class _Worker:
         self._asked = 0
         self._unread = bytearray()
 
-    async def ask(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
+    async def ask(self, request: Mapping[str, Any]) -> ToolOutcome | None:
         """One request, which gets a number; None where the process died, or answered with what is no answer."""
         assert self.process.stdin is not None and self.process.stdout is not None, "it was started with pipes"
         assert not self.busy, "one request at a time"
@@ -125,9 +108,10 @@ class _Worker:
                 if not isinstance(answer, dict):
                     return None
                 if answer.get("number") == self._asked:  # else it answers an earlier request once more
+                    outcome = msgspec.convert(answer.get("outcome"), ToolOutcome)
                     self.busy = False
-                    return answer
-        except (trio.BrokenResourceError, ValueError):
+                    return outcome
+        except (trio.BrokenResourceError, ValueError, msgspec.ValidationError):
             return None
 
     async def _line_read(self, stream: trio.abc.ReceiveStream) -> bytes:
@@ -157,21 +141,18 @@ class _Worker:
             await self.process.wait()
         if self.process.poll() is None:
             self.process.kill()
-        return self.process.returncode
-
-
-_open_here: set[_Pool] = set()
+        return status_of(self.process.returncode)
 
 
 class _Pool:
     """The processes of one trio run."""
 
     def __init__(self) -> None:
-        self.statistics = PoolStatistics()
+        self.started = self.killed = self.crashed = 0
         self._idle: list[_Worker] = []
         self._places = trio.CapacityLimiter(WORKERS_MAX)
-        self._lifeline: tuple[int, ...] = os.pipe()
-        _open_here.add(self)
+        self._lifeline = os.pipe()  # its end ends the processes
+        trio.lowlevel.spawn_system_task(self.keep)
 
     async def keep(self) -> None:
         """A system task: when the run is over, so are the processes."""
@@ -180,29 +161,26 @@ class _Pool:
         finally:
             while self._idle:
                 await self._idle.pop().end()
-            self.let_go()
+            for end in self._lifeline:
+                os.close(end)
 
-    def let_go(self) -> None:
-        """Close the pipe whose end ends the processes. One that was forked from this one must not keep it open."""
-        _open_here.discard(self)
-        ends, self._lifeline = self._lifeline, ()
-        for end in ends:
-            os.close(end)
-
-    async def call(self, reference: Reference, request: Mapping[str, Any], label: str, seconds: float) -> Answer:
+    async def call(self, reference: Reference, request: Mapping[str, Any], label: str, seconds: float) -> ToolOutcome:
         async with self._places:
             worker = await self._take()
             try:
                 await self._load(worker, reference, label)
                 with trio.move_on_after(seconds):
-                    answer = _read(await worker.ask(request))
-                    return await self._crashed(worker, label) if answer is None else answer
+                    if (outcome := await worker.ask(request)) is not None:
+                        return outcome
+                    self.crashed += 1
+                    how = words_of_exit(await worker.end())
+                    return ToolOutcome(f"Error: {label} crashed its process ({how})", "crashed")
                 raise CallTimeoutError
             finally:
                 if not worker.busy:
                     self._idle.append(worker)
                 elif not worker.has_ended:
-                    self._count(killed=1)
+                    self.killed += 1
                     await worker.end()
 
     async def _take(self) -> _Worker:
@@ -211,8 +189,8 @@ class _Pool:
             worker = self._idle.pop()
             if worker.process.poll() is None:
                 return worker
-            await worker.end()  # somebody else killed it, such as the kernel for want of memory
-        command = [sys.executable, "-c", BOOT, str(self._lifeline[0]), *sys.path]
+            await worker.end()  # something else killed it, such as the kernel for want of memory
+        command = supervised([sys.executable, "-c", BOOT, *sys.path], self._lifeline[0])
         try:
             process = await trio.lowlevel.open_process(
                 command,
@@ -224,75 +202,30 @@ class _Pool:
             )
         except OSError as error:
             raise ProcessError(f"no process could be started for a tool: {error}") from error
-        self._count(started=1)
+        self.started += 1
         return _Worker(process)
 
     async def _load(self, worker: _Worker, reference: Reference, label: str) -> None:
         if reference in worker.loaded:
             return
-        answer = None
+        outcome = None
         with trio.move_on_after(START_SECONDS):
-            answer = await worker.ask({"load": reference._asdict()})
-        if answer is None:
+            outcome = await worker.ask({"load": reference})
+        if outcome is None:
             raise ProcessError(
                 f"the process for the tool {label} died, or did not import {reference.module} in {START_SECONDS:g} s"
             )
-        if "raised" in answer:
+        if outcome.failure is not None:
+            why = outcome.text.removeprefix("Error: ")
             raise EnvironmentDefinitionError(
                 f"the tool {label} cannot run in a process of its own: {reference.module} does not import there "
-                f'({answer["raised"]}); its module must import by itself, or leave isolate="process" out'
+                f'({why}); its module must import by itself, or leave isolate="process" out'
             )
         worker.loaded.add(reference)
 
-    async def _crashed(self, worker: _Worker, label: str) -> Answer:
-        self._count(crashed=1)
-        return Answer("crashed", f"{label} crashed its process ({_words_of_exit(await worker.end())})")
 
-    def _count(self, **more: int) -> None:
-        self.statistics = PoolStatistics(
-            *(getattr(self.statistics, name) + more.get(name, 0) for name in PoolStatistics._fields)
-        )
-
-
-_pool: trio.lowlevel.RunVar[_Pool | None] = trio.lowlevel.RunVar("rollouts-tool-processes")
-
-
-def _pool_of_this_run() -> _Pool:
-    pool = _pool.get(None)
-    if pool is None:
-        pool = _Pool()
-        _pool.set(pool)
-        trio.lowlevel.spawn_system_task(pool.keep)
-    return pool
-
-
-def _let_go_in_child() -> None:
-    for pool in list(_open_here):
-        pool.let_go()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go_in_child)
+_pool: trio.lowlevel.RunVar[_Pool] = trio.lowlevel.RunVar("rollouts-tool-processes")
 
 
 def _line(request: Mapping[str, Any]) -> bytes:
     return json.dumps(request).encode() + b"\n"
-
-
-def _read(answer: dict[str, Any] | None) -> Answer | None:
-    """What the process answered; None where that is no answer."""
-    for kind in WORDS:
-        if answer is not None and isinstance(answer.get(kind), str):
-            return Answer(kind, answer[kind])
-    return None
-
-
-def _words_of_exit(status: int | None) -> str:
-    if status is None:
-        return "how it ended is not known"
-    if status >= 0:
-        return f"exit code {status}"
-    try:
-        return signal.Signals(-status).name
-    except ValueError:
-        return f"signal {-status}"

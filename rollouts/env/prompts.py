@@ -21,8 +21,6 @@ import msgspec
 from rollouts.errors import ConfigError
 from rollouts.types import Message, Task
 
-__all__ = ["Prompts"]
-
 
 @dataclass
 class Prompts:
@@ -41,9 +39,7 @@ class Prompts:
         if not self.data:
             raise ConfigError("the environment prompts needs rows: type --data rows.jsonl")
         if not 0 <= self.eval_fraction < 1:
-            raise ConfigError(
-                f"--env.eval-fraction {self.eval_fraction}: expected a number from 0 up to 1, such as 0.1"
-            )
+            raise ConfigError(f"--env.eval-fraction {self.eval_fraction}: expected 0 or more, below 1, such as 0.1")
         if self.eval_data:
             chosen = read_tasks(Path(self.eval_data if split == "eval" else self.data))
         else:
@@ -68,15 +64,11 @@ def split_tasks(tasks: list[Task], fraction: float) -> tuple[list[Task], list[Ta
 def read_tasks(path: Path) -> list[Task]:
     """The tasks of a .jsonl or .json file, in its order. Raises ConfigError, naming the file and the line or row."""
     if path.suffix not in (".jsonl", ".json"):
-        raise ConfigError(
-            f"{path}: rows are read from .jsonl (one object a line) or .json (a list), not {path.suffix!r}"
-        )
+        raise ConfigError(f"{path}: rows are in .jsonl (one object a line) or .json (a list), not {path.suffix!r}")
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be read: {error.strerror or error}; type --data with the path of the rows"
-        ) from error
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}; type --data PATH-OF-ROWS") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error}") from error
     rows = _rows_of_lines(path, text) if path.suffix == ".jsonl" else _rows_of_list(path, text)

@@ -1,18 +1,25 @@
-"""What came of a tool, as the model reads it: text of what it returned, or of what it raised, and not too much of it.
+"""What came of a tool, as the model reads it: text of what it returned or raised, not too much of it; why it failed.
 
-What is left out: calling the tool (`rollouts.agent_tools`, `worker`).
+What is left out: calling the tool (`rollouts.agent.tools`, `worker`).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from rollouts.author_code import printable
 from rollouts.encoding import encode
 
-__all__ = ["result_text", "shortened"]
+Failure = Literal["malformed", "unknown_tool", "bad_arguments", "timeout", "exception", "crashed"]
+
+
+class ToolOutcome(NamedTuple):
+    """What the model is told, and why the call failed (None: it did not)."""
+
+    text: str
+    failure: Failure | None = None
 
 
 def result_text(returned: Any) -> str:

@@ -1,10 +1,8 @@
-"""The core's own reward functions. There is one: what a run needs where nobody has to judge."""
+"""The core's own reward functions. There is one, for a run in which nothing has to be judged."""
 
 from __future__ import annotations
 
 from rollouts.types import Trajectory
-
-__all__ = ["constant"]
 
 
 def constant(trajectory: Trajectory, *, value: float = 0.0) -> float:

@@ -1,6 +1,6 @@
 """A tool's JSON schema, read from its type hints and docstring; and the model's arguments, converted by the same hints.
 
-What is left out: calling the tool (`rollouts.agent_tools`) and reading calls out of a reply (`rollouts.chat`).
+What is left out: calling the tool (`rollouts.agent.tools`) and reading calls out of a reply (`rollouts.chat`).
 Types are those msgspec knows: str, int, float, bool, None, Literal, enums, list, tuple, set, dict, TypedDict,
 dataclasses, Struct, dates, unions of them, Any. Schemas hold no references, so that chat templates can print them as
 they are.
@@ -8,8 +8,10 @@ they are.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -17,15 +19,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rollouts.author_code import authors_code, message_of, printable, shown
+from rollouts.config.hints import argument_docs
 from rollouts.encoding import plain as plain_json
 from rollouts.errors import EnvironmentDefinitionError, near_misses
-
-__all__ = ["tool_schema", "validate_arguments"]
 
 SECTION = re.compile(
     r"(?:Args|Arguments|Parameters|Returns?|Yields?|Raises|Examples?|Notes?|Attributes|References|See Also):\s*$"
 )
-ARGUMENT = re.compile(r"\*{0,2}(?P<name>\w+)\s*(?:\([^)]*\))?\s*:\s*(?P<text>.*)$")
 
 
 class _Parameter(NamedTuple):
@@ -57,7 +57,7 @@ def tool_schema(fn: Callable[..., Any], name: str | None = None) -> dict[str, An
             "description": _description(inspect.getdoc(fn) or ""),
             "parameters": {
                 "type": "object",
-                "properties": {p.name: _copy(p.schema) for p in parameters},
+                "properties": msgspec.to_builtins({p.name: p.schema for p in parameters}),  # a copy
                 "required": [p.name for p in parameters if p.required],
             },
         },
@@ -106,9 +106,7 @@ def validate_arguments(
 def _parameters_of(fn: Callable[..., Any], label: str) -> tuple[_Parameter, ...]:
     plain = getattr(fn, "__func__", fn)
     owner = getattr(fn, "__self__", None)
-    namespace: Any = None
-    if owner is not None:
-        namespace = owner if inspect.isclass(owner) else type(owner)
+    namespace: Any = owner if owner is None or inspect.isclass(owner) else type(owner)
     return _read_parameters(plain, namespace, plain is not fn, label)
 
 
@@ -117,7 +115,7 @@ def _read_parameters(plain: Callable[..., Any], owner: Any, bound: bool, label: 
     parameters = list(inspect.signature(plain).parameters.values())
     if parameters and (bound or parameters[0].name == "self"):
         parameters = parameters[1:]
-    described = _argument_descriptions(inspect.getdoc(plain) or "")
+    described = argument_docs(inspect.getdoc(plain))
     return tuple(_read_parameter(plain, owner, p, label, described.get(p.name, "")) for p in parameters)
 
 
@@ -126,32 +124,24 @@ def _read_parameter(
 ) -> _Parameter:
     where = f"tool {label!r}, parameter {parameter.name!r}"
     if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-        raise EnvironmentDefinitionError(
-            f"{where}: a tool's parameters are passed by name, so *args, **kwargs and positional-only ones cannot be; "
-            "write them out, such as `expression: str`"
-        )
+        kind = parameter.kind.description
+        raise _refused(where, f" is {kind}, and a model passes arguments by name; write one such as `expression: str`")
     if parameter.annotation is parameter.empty:
-        raise EnvironmentDefinitionError(
-            f"{where} has no type hint; write one, such as `{parameter.name}: str` (the model is told the type)"
-        )
+        raise _refused(where, f" has no type hint; write one, such as `{parameter.name}: str`")
     hint = _resolve(parameter.annotation, plain, owner, where)
     try:
         (schema,), components = msgspec.json.schema_components([hint], ref_template="{name}")
     except TypeError as error:
         reason = str(error).strip().splitlines()[-1]
-        raise EnvironmentDefinitionError(
-            f"{where}: the type {hint!r} cannot be described to a model ({reason}); "
-            "use str, int, float, bool, Literal, an enum, list, dict or a dataclass"
-        ) from error
+        use = "str, int, float, bool, Literal, an enum, list, dict or a dataclass"
+        raise _refused(where, f": the type {hint!r} cannot be described to a model ({reason}); use {use}") from error
     schema = plain_json(_inline(schema, components, ()))
     if description:
         schema["description"] = printable(description)
     if parameter.default is not parameter.empty and parameter.default is not None:
-        try:
-            with authors_code():
-                schema["default"] = plain_json(msgspec.to_builtins(parameter.default))
-        except Exception:  # a default that JSON cannot write is only known to the tool
-            schema.pop("default", None)
+        schema.pop("default", None)  # the hint's, which need not be the tool's
+        with contextlib.suppress(Exception), authors_code():  # what JSON cannot write is only known to the tool
+            schema["default"] = plain_json(msgspec.to_builtins(parameter.default))
     return _Parameter(parameter.name, hint, schema, parameter.default is parameter.empty)
 
 
@@ -163,10 +153,12 @@ def _resolve(annotation: Any, plain: Callable[..., Any], owner: type[Any] | None
     try:
         return eval(annotation, dict(namespace), dict(vars(owner)) if owner else None)
     except Exception as error:  # whatever a hint's expression may raise
-        raise EnvironmentDefinitionError(
-            f"{where}: its type hint {annotation!r} cannot be read ({type(error).__name__}: {error}); "
-            "import the type at the top of the module, not under TYPE_CHECKING"
-        ) from error
+        why = f": its type hint {annotation!r} cannot be read ({type(error).__name__}: {error})"
+        raise _refused(where, f"{why}; import the type at the top of the module, not under TYPE_CHECKING") from error
+
+
+def _refused(where: str, why: str) -> EnvironmentDefinitionError:
+    return EnvironmentDefinitionError(f"{where}{why}")
 
 
 # --- schemas --------------------------------------------------------------------------------------------------------
@@ -205,14 +197,8 @@ def _inline_union(
     return union if len(kinds) == len(alternatives) else {**union, "nullable": True}
 
 
-def _copy(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _copy(inner) for key, inner in value.items()}
-    return [_copy(inner) for inner in value] if isinstance(value, list) else value
-
-
 def _type_words(schema: Mapping[str, Any]) -> str:
-    """The type as the model was told it, in words."""
+    """The type that the model was shown, in words."""
     if "enum" in schema:
         words = "one of " + ", ".join(str(choice) for choice in schema["enum"])
     elif "anyOf" in schema:
@@ -234,37 +220,6 @@ def _usage(parameters: Mapping[str, _Parameter]) -> str:
 
 def _description(doc: str) -> str:
     """The docstring above its first section, paragraphs kept, lines joined."""
-    doc = printable(doc)
-    lines: list[str] = []
-    for line in doc.splitlines():
-        if SECTION.fullmatch(line):
-            break
-        lines.append(line)
+    lines = itertools.takewhile(lambda line: not SECTION.fullmatch(line), printable(doc).splitlines())
     paragraphs = "\n".join(lines).strip().split("\n\n")
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs).strip()
-
-
-def _argument_descriptions(doc: str) -> dict[str, str]:
-    """Parameter -> description, from the `Args:` section of a cleaned docstring."""
-    found: dict[str, list[str]] = {}
-    inside = False
-    depth: int | None = None
-    current = ""
-    for line in doc.splitlines():
-        if not line.strip():
-            continue
-        indent = len(line) - len(line.lstrip())
-        if indent == 0:
-            inside = line.rstrip() in ("Args:", "Arguments:", "Parameters:")
-            depth = None
-            continue
-        if not inside:
-            continue
-        depth = indent if depth is None else depth
-        match = ARGUMENT.match(line.strip()) if indent == depth else None
-        if match:
-            current = match["name"]
-            found[current] = [match["text"]]
-        elif current in found:
-            found[current].append(line.strip())
-    return {name: " ".join(words).strip() for name, words in found.items()}

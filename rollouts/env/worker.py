@@ -1,15 +1,14 @@
 """The process in which tools with `isolate="process"` run: reads a request a line, answers a line, until it is killed.
 
-    {"load": {module, name, file}}                        -> {"loaded": true} | {"raised": words}
-    {"call": {module, name, file}, "label", "arguments",
-     "characters_max"}                                    -> {"text"} | {"raised"} | {"refused"}: words for the model
+    {"load": [module, name, file]}
+    {"call": [module, name, file], "label", "arguments", "characters_max"}
 
-Each request has a `number`, and its answer has the same one. A tool that forks leaves two processes that return from
-it: only the worker itself answers, and reads on.
+Each request has a `number`, and its answer has the same one beside the `outcome`, a ToolOutcome. A tool that forks
+leaves two processes that return from it: only the worker itself answers, and reads on.
 
 JSON both ways: the arguments came from a model as JSON, and what goes back is text. The tool's own standard output goes
 where errors go, since the pipe is ours; its standard input is empty. Left out: who starts it (`processes`), and who
-ends it with all that its tools started (`supervisor`).
+ends it with all that its tools started (`rollouts.supervisor`).
 """
 
 from __future__ import annotations
@@ -19,42 +18,38 @@ import os
 from typing import Any
 
 from rollouts.env.isolated import Reference, find_function
-from rollouts.env.results import result_text, shortened
+from rollouts.env.results import ToolOutcome, result_text, shortened
 from rollouts.env.schema import validate_arguments
-from rollouts.env.supervisor import supervise
 from rollouts.errors import named
 
-__all__ = ["answer", "main"]
 
-
-def main(lifeline: int) -> None:
-    """Serve standard input until it ends. `lifeline` is a pipe that nobody writes to: it closes with its owner."""
-    supervise(lifeline)
+def main() -> None:
+    """Serve standard input until it ends."""
     worker = os.getpid()
     with os.fdopen(os.dup(0), "rb") as requests, os.fdopen(os.dup(1), "wb") as answers:
         _give_away_streams()
         for line in requests:
             request = json.loads(line)
-            found = answer(request)
+            outcome = answer(request)
             if os.getpid() != worker:
                 os._exit(0)
-            answers.write(json.dumps({"number": request["number"], **found}).encode() + b"\n")
+            answers.write(json.dumps({"number": request["number"], "outcome": outcome}).encode() + b"\n")
             answers.flush()
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
+def answer(request: dict[str, Any]) -> ToolOutcome:
     """What came of one request; nothing that a tool raises passes."""
     try:
         if "load" in request:
-            find_function(Reference(**request["load"]))
-            return {"loaded": True}
-        function = find_function(Reference(**request["call"]))
+            find_function(Reference(*request["load"]))
+            return ToolOutcome("")
+        function = find_function(Reference(*request["call"]))
         arguments = validate_arguments(function, request["arguments"], request["label"])
         if isinstance(arguments, str):
-            return {"refused": arguments}
-        return {"text": shortened(result_text(function(**arguments)), request["characters_max"])}
+            return ToolOutcome(shortened(f"Error: {arguments}", request["characters_max"]), "bad_arguments")
+        return ToolOutcome(shortened(result_text(function(**arguments)), request["characters_max"]))
     except BaseException as error:  # a tool may raise anything, also SystemExit
-        return {"raised": shortened(named(error), request.get("characters_max", 1000))}
+        return ToolOutcome(shortened(f"Error: {named(error)}", request.get("characters_max", 1000)), "exception")
 
 
 def _give_away_streams() -> None:

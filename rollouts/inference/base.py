@@ -5,25 +5,13 @@ The caller need not know whether the engine is in this process or behind HTTP, n
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import msgspec
 
-__all__ = [
-    "CanAbort",
-    "CanCheck",
-    "GenerateRequest",
-    "Generation",
-    "Health",
-    "InferenceBackend",
-    "ManyEngines",
-    "Probe",
-    "TensorInfo",
-    "VersionSpan",
-    "WeightUpdate",
-    "members_of",
-]
+from rollouts.errors import ConfigError
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
@@ -116,17 +104,48 @@ class WeightUpdate(msgspec.Struct, frozen=True):
     probe: Probe | None = None
 
 
-class InferenceBackend(Protocol):
-    """An engine. It is an async context manager: entering makes it ready, leaving frees what it holds."""
+class Capabilities(NamedTuple):
+    """What an engine is and can do. The defaults describe an engine with fixed weights, behind a wire.
 
-    trainable: bool  # False: it cannot return token ids with logprobs, so it is good for evaluation only
-    in_process: bool  # True: it computes as the trainer does, in its process, so its logprobs are the trainer's
-    owns_weights: bool  # True: it has weights of its own, and each update must bring the new ones
-    weights_kind: Literal["full", "adapter"]  # what an update must bring then: all of them, or a LoRA adapter's
-    # Engines that take a folder have `weights_as = "folder"` and `weights_folder`, where it is to be written; with
-    # `weights_as = "group"` they receive full weights over torch.distributed (`groups`). Without it an update brings
-    # tensors.
+    `trainable`: it returns token ids with logprobs. False: it is good for evaluation only.
+    `in_process`: it computes as the trainer does, in its process, so its logprobs are the trainer's.
+    `owns_weights`: it has weights of its own, and every update must bring the new ones.
+
+    The rest of the facts matter where it owns weights. `weights_kind`: an update brings all weights, or those of a LoRA
+    adapter. `weights_as`: it brings them as tensors, as a folder in `weights_folder`, or over torch.distributed, full
+    ones only (`servers.dialect`). `tolerance`: how far its logprob of a token may be from the trainer's, in nats; 0:
+    this goes by the type of the weights. `load_seconds`: how long it may take to load them. `scores_alone`: all else
+    waits while it scores, so it is asked for scores only when weights change.
+
+    What it can do besides, each by a method that it has then: `aborts` (`CanAbort`), `checks` (`CanCheck`), `chats`
+    (`CanChat`), `is_pool` (`ManyEngines`).
+    """
+
+    trainable: bool = True
+    in_process: bool = False
+    owns_weights: bool = False
+    weights_kind: Literal["full", "adapter"] = "full"
+    weights_as: Literal["tensors", "folder", "group"] = "tensors"
+    weights_folder: str = ""
+    tolerance: float = 0.0
+    load_seconds: float = 600.0
+    scores_alone: bool = False
+    aborts: bool = False
+    checks: bool = False
+    chats: bool = False
+    is_pool: bool = False
+
+
+class InferenceBackend(Protocol):
+    """An engine. It is an async context manager: entering makes it ready, leaving frees what it holds.
+
+    Every field is required, and known when the engine is made; `context_tokens_max` and `version` may change later.
+    """
+
+    capabilities: Capabilities
     context_tokens_max: int  # prompt and reply together must fit
+    vocabulary_size: int  # ids that it takes are below; 0: it does not say
+    version: int  # the policy version that it serves; 0 before the first update
 
     async def __aenter__(self) -> InferenceBackend: ...
 
@@ -136,31 +155,24 @@ class InferenceBackend(Protocol):
         """Announce an episode before its task runs. An in-process engine forms a batch once every open session waits
         in `generate`.
         """
-        ...
 
     def close_session(self, session: str) -> None:
         """The episode is over; its cache may go. Closing twice is harmless."""
-        ...
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Sample one turn. Raises InferenceError."""
-        ...
 
     async def score(self, tokens: list[int], temperature: float = 1.0) -> list[float]:
         """Logprob of each token [L] given those before it; the first is 0.0. Raises InferenceError."""
-        ...
 
     async def update_weights(self, update: WeightUpdate) -> None:
         """Serve other weights; they are served only after this returns."""
-        ...
 
     async def health(self) -> Health:
         """Whether it can serve, and at which version."""
-        ...
 
 
-@runtime_checkable
-class CanAbort(Protocol):
+class CanAbort(InferenceBackend, Protocol):
     """An engine that gives unfinished replies back. One that cannot is left to finish them."""
 
     async def abort(self, session: str) -> None:
@@ -169,28 +181,55 @@ class CanAbort(Protocol):
         Nothing of it is sampled any more soon after; a request that has not begun comes back with no tokens. Harmless
         where the session waits for nothing. The session stays open.
         """
-        ...
 
 
-@runtime_checkable
-class CanCheck(Protocol):
+class CanCheck(InferenceBackend, Protocol):
     """An engine that can be refused before a run has a folder: a server that is not there, or is another one."""
 
     async def check(self) -> None:
         """Raise UserError where it cannot be used as it is set up. Nothing stays open, nothing is started."""
-        ...
 
 
-@runtime_checkable
-class ManyEngines(Protocol):
+class ManyEngines(InferenceBackend, Protocol):
     """An engine that is several: weights are sent to each of its `members`, and each is probed."""
 
     @property
     def members(self) -> tuple[InferenceBackend, ...]:
         """Those that serve now."""
-        ...
 
 
 def members_of(engine: InferenceBackend) -> tuple[InferenceBackend, ...]:
     """The engines that an engine is: its members, or itself."""
-    return engine.members if isinstance(engine, ManyEngines) else (engine,)
+    return cast(ManyEngines, engine).members if engine.capabilities.is_pool else (engine,)
+
+
+METHOD_OF = {"aborts": "abort", "checks": "check", "chats": "chat", "is_pool": "members"}
+
+
+def check_engine(engine: Any, name: str) -> InferenceBackend:
+    """The same engine, seen to have all that `InferenceBackend` requires, and what its capabilities say. Raises
+    ConfigError, which names the component and what is missing.
+    """
+    required = [key for key, value in vars(InferenceBackend).items() if inspect.iscoroutinefunction(value)]
+    required = [*InferenceBackend.__annotations__, "open_session", "close_session", *required]
+    missing = [key for key in required if not hasattr(engine, key)]
+    own = f"--inference {name}: {type(engine).__name__}"
+    if "capabilities" not in missing:
+        if not isinstance(engine.capabilities, Capabilities):
+            given = type(engine.capabilities).__name__
+            raise ConfigError(f"{own}.capabilities is {given}, expected a rollouts.inference.base.Capabilities")
+        for capability, method in METHOD_OF.items():
+            is_claimed = getattr(engine.capabilities, capability)
+            if is_claimed and not hasattr(engine, method):
+                missing.append(f"{method} (it says {capability})")
+            if hasattr(engine, method) and not is_claimed:
+                raise ConfigError(
+                    f"{own} has {method}, and its capabilities do not say so: give it capabilities = "
+                    f"Capabilities({capability}=True), or {method} another name"
+                )
+    if missing:
+        raise ConfigError(
+            f"{own} has no {', no '.join(missing)}: an engine has every field and method of "
+            "rollouts.inference.base.InferenceBackend, such as `capabilities = Capabilities()`; see docs/inference.md"
+        )
+    return cast(InferenceBackend, engine)

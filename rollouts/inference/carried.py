@@ -1,23 +1,24 @@
-"""The engine as one episode sees it, where the episode may be stopped in the middle of a reply and go on later.
+"""The engine as one episode sees it, where the episode may be stopped in the middle of a reply and resumed later.
 
 A `Seat` stands between an episode and its engine. While its gate is shut, a reply that is under way is kept as far as
-it came, the episode waits, and once the gate lets it in again the same reply goes on: what was sampled is context now,
-the rest of the token budget is asked for, and the random numbers go on where they stopped. To the episode it is one
-reply; each of its tokens has the version of the weights that sampled it. Left out: when the gate opens, and for whom
-(`training.rollout_gen.pool`).
+it came, and the episode waits; its clock waits too. Once the gate opens for it, the same reply continues: what was
+sampled is context now, the rest of the token budget is asked for, and the random numbers continue where they stopped.
+To the episode it is one reply; each of its tokens has the version of the weights that sampled it. Left out: when the
+gate opens, and for which episode (`training.rollout_gen.pool`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import contextlib
+import math
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 import trio
 
 from rollouts.inference.base import GenerateRequest, Generation, InferenceBackend, VersionSpan
-
-__all__ = ["Gate", "HeldEpisode", "Pausable", "Seat", "attend", "held_episode", "join_generations", "remember"]
 
 NOTHING = Generation([], [], "abort", [])
 
@@ -36,32 +37,16 @@ class HeldEpisode(msgspec.Struct):
     partial: Generation
 
 
-Snapshot = Callable[[], Awaitable[tuple[Any, dict[str, Any]] | None]]
-"""The states of environment and conversation; None where the environment cannot be restored."""
-
-
-class Pausable(Protocol):
-    """A clock with the deadlines of an episode."""
-
-    def pause(self) -> None:
-        """Stand still."""
-        ...
-
-    def resume(self) -> None:
-        """Go on."""
-        ...
-
-
 class Gate(Protocol):
     """What lets a seat's episode speak. Every method but `wait` is synchronous."""
 
     @property
     def is_shut(self) -> bool:
-        """Nobody may ask for a reply now."""
+        """No episode may ask for a reply now."""
         ...
 
     async def wait(self, seat: Seat) -> None:
-        """Until the episode may go on: it has a turn then, and a new open session in `seat.session`."""
+        """Until the episode may speak: it has a turn then, and a new open session in `seat.session`."""
         ...
 
     def leave(self, seat: Seat) -> None:
@@ -69,109 +54,152 @@ class Gate(Protocol):
         ...
 
 
-class Seat:
-    """Implements InferenceBackend for one episode, over the engine that it shares with the others.
-
-    `order` is (group, rollout). `may_speak` says that it has a turn, and `session` is the engine's name for it then:
-    the episode keeps the name that it was given first.
+class EpisodeClock:
+    """The deadlines of one episode, in its own seconds, without pauses; to be used within trio. `begin` starts it, and
+    starts it anew. The deadlines of an author's single calls (`rollouts.env`) are not here: their threads cannot pause.
     """
 
-    def __init__(
-        self,
-        inference: InferenceBackend,
-        gate: Gate,
-        order: tuple[int, ...],
-        session: str,
-        resumed: HeldEpisode | None = None,
-    ) -> None:
-        self.order = order
-        self.session = session
-        self.resumed = resumed
-        self.may_speak = True
-        self.has_left = False
-        self.held: HeldEpisode | None = None
-        self.is_stopping = False  # the gate asked for the reply back
-        self.silent = trio.Event()  # no reply is under way: it waits at the gate, or does something else
-        self.silent.set()
-        self._inference = inference
-        self._gate = gate
-        self._clock: Pausable | None = None
-        self._snapshot: Snapshot | None = None
-        self._asking: trio.CancelScope | None = None
+    def __init__(self) -> None:
+        self._zero: float | None = None  # by trio's clock; None: it has not begun
+        self._paused_at: float | None = None  # likewise
+        self._scopes: dict[trio.CancelScope, float] = {}  # each open deadline, as `elapsed` counts
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inference, name)
+    @property
+    def elapsed(self) -> float:
+        """Seconds since `begin`, pauses left out; 0.0 before."""
+        if self._zero is None:
+            return 0.0
+        return (trio.current_time() if self._paused_at is None else self._paused_at) - self._zero
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether it is paused."""
+        return self._paused_at is not None
+
+    def begin(self) -> None:
+        """Count from now."""
+        assert not self._scopes, "a clock begins before its deadlines do"
+        self._zero = trio.current_time()
+        self._paused_at = self._zero if self.is_paused else None
+
+    def pause(self) -> None:
+        """No deadline passes until `resume`. Pausing twice is harmless."""
+        if self._paused_at is None:
+            self._paused_at = trio.current_time()
+            for scope in self._scopes:
+                scope.deadline = math.inf
+
+    def resume(self) -> None:
+        """Count again; every deadline has as much time left as it had. Harmless where it was not paused."""
+        if self._paused_at is None:
+            return
+        if self._zero is not None:
+            self._zero += trio.current_time() - self._paused_at
+        self._paused_at = None
+        for scope, due in self._scopes.items():
+            scope.deadline = trio.current_time() - self.elapsed + due
+
+    @contextlib.contextmanager
+    def move_on_after(self, seconds: float) -> Iterator[trio.CancelScope]:
+        """As `trio.move_on_after`, in this clock's seconds. Infinite: the scope is not entered, which costs time."""
+        if seconds == math.inf:
+            yield trio.CancelScope()
+            return
+        with trio.CancelScope(deadline=math.inf if self.is_paused else trio.current_time() + seconds) as scope:
+            self._scopes[scope] = self.elapsed + seconds
+            try:
+                yield scope
+            finally:
+                del self._scopes[scope]
+
+
+@dataclass(eq=False, repr=False)
+class Seat:
+    """One episode's place at the `engine` that it shares with the others.
+
+    `order` is (group, rollout). `may_speak` says that it has a turn, and `session` is the engine's name for it then.
+    `clock` is paused while the episode waits at the gate; without a gate it never does. `resumed` is what an earlier
+    process left of the episode. Each time that it comes to the gate, `snapshot` is asked for the states of environment
+    and conversation, which a checkpoint keeps (`held`); None: the environment cannot be restored.
+    """
+
+    engine: InferenceBackend
+    gate: Gate | None
+    order: tuple[int, ...]
+    session: str
+    resumed: HeldEpisode | None = None
+    clock: EpisodeClock = field(default_factory=EpisodeClock)
+    snapshot: Callable[[], Awaitable[tuple[Any, dict[str, Any]] | None]] | None = None
+    may_speak: bool = True
+    has_left: bool = False
+    held: HeldEpisode | None = None
+    is_stopping: bool = False  # the gate asked for the reply back
+    silent: trio.Event = field(default_factory=trio.Event)  # set: it waits at the gate, or does something else
+    _asking: trio.CancelScope = field(default_factory=trio.CancelScope)
+
+    def __post_init__(self) -> None:
+        self.silent.set()
 
     def close_session(self, session: str) -> None:
-        """The episode is over, whatever name it has for its session."""
+        """The episode is over, whatever name it has for its session. Closing twice is harmless."""
         if not self.has_left:
             self.has_left = True
-            self._gate.leave(self)
-        self._inference.close_session(self.session)
+            if self.gate is not None:
+                self.gate.leave(self)
+        self.engine.close_session(self.session)
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """One whole reply, however often it is stopped on the way. Raises InferenceError."""
-        said = self._taken_up(request)
+        said = self._earlier_part(request)
         self.silent = trio.Event()
         try:
             while True:
-                while self._gate.is_shut or not self.may_speak:  # it may be shut again before this task has run
-                    await self._park(request, said)
+                while self.gate is not None and (self.gate.is_shut or not self.may_speak):
+                    await self._park(self.gate, request, said)  # it may be shut again before this task has run
                 self.is_stopping = False
-                said = join_generations(said, await self._ask(request, len(said.tokens), said.tokens))
+                offset = len(said.tokens)
+                rest = request
+                if offset or request.session != self.session:
+                    rest = msgspec.structs.replace(
+                        request,
+                        tokens=request.tokens + said.tokens,
+                        max_tokens=request.max_tokens - offset,
+                        session=self.session,
+                        offset=request.offset + offset,
+                    )
+                more = NOTHING
+                with trio.CancelScope() as self._asking:
+                    more = await self.engine.generate(rest)
+                said = join_generations(said, more)
                 if said.finish != "abort" or not self.is_stopping:
                     return said
         finally:
             self.silent.set()
 
     def cut(self) -> None:
-        """Give up the request that is under way: the engine was told to stop, and does not answer."""
-        if self._asking is not None:
-            self._asking.cancel()
+        """Give up the request that is under way: the engine was asked to stop, and does not answer."""
+        self._asking.cancel()
 
-    def attend(self, clock: Pausable) -> None:
-        """The episode's clock stands still while it waits at the gate."""
-        self._clock = clock
-
-    def remember(self, snapshot: Snapshot) -> None:
-        """Ask this, each time that the episode comes to the gate, for what a checkpoint keeps of it."""
-        self._snapshot = snapshot
-
-    def _taken_up(self, request: GenerateRequest) -> Generation:
+    def _earlier_part(self, request: GenerateRequest) -> Generation:
         """The part of this reply that an earlier process sampled."""
         held, self.resumed = self.resumed, None
         if held is None or (held.seed, held.context_length) != (request.seed, len(request.tokens)):
             return NOTHING
         return held.partial if len(held.partial.tokens) < request.max_tokens else NOTHING
 
-    async def _ask(self, request: GenerateRequest, offset: int, tokens: list[int]) -> Generation:
-        if offset or request.session != self.session:
-            request = msgspec.structs.replace(
-                request,
-                tokens=request.tokens + tokens,
-                max_tokens=request.max_tokens - offset,
-                session=self.session,
-                offset=request.offset + offset,
-            )
-        with trio.CancelScope() as self._asking:
-            return await self._inference.generate(request)
-        return NOTHING
-
-    async def _park(self, request: GenerateRequest, said: Generation) -> None:
+    async def _park(self, gate: Gate, request: GenerateRequest, said: Generation) -> None:
         """Wait at the gate; deadlines wait too."""
-        self._inference.close_session(self.session)
-        if self._clock is not None:
-            self._clock.pause()
+        self.engine.close_session(self.session)
+        self.clock.pause()
         try:
-            if self._snapshot is not None and (states := await self._snapshot()) is not None:
+            if self.snapshot is not None and (states := await self.snapshot()) is not None:
                 self.held = HeldEpisode(*states, request.seed, len(request.tokens), said)
             self.silent.set()
-            await self._gate.wait(self)
+            await gate.wait(self)
             self.silent = trio.Event()
         finally:
             self.held = None
-            if self._clock is not None:
-                self._clock.resume()
+            self.clock.resume()
 
 
 def join_generations(first: Generation, second: Generation) -> Generation:
@@ -191,23 +219,3 @@ def join_generations(first: Generation, second: Generation) -> Generation:
             start = spans.pop().start
         spans.append(VersionSpan(span.version, start, end))
     return Generation(first.tokens + second.tokens, first.logprobs + second.logprobs, second.finish, spans)
-
-
-# --- what the agent loop asks of an engine that may be a Seat --------------------------------------------------------
-
-
-def attend(inference: Any, clock: Pausable) -> None:
-    """The episode's clock stands still while the episode waits at the gate."""
-    if isinstance(inference, Seat):
-        inference.attend(clock)
-
-
-def remember(inference: Any, snapshot: Snapshot) -> None:
-    """What a checkpoint keeps of the episode, each time that it waits at the gate."""
-    if isinstance(inference, Seat):
-        inference.remember(snapshot)
-
-
-def held_episode(inference: Any) -> HeldEpisode | None:
-    """What an earlier process left of this episode; None: it begins with its first turn."""
-    return inference.resumed if isinstance(inference, Seat) else None

@@ -8,13 +8,12 @@ marked `evaluation_only`, which is seen before a model loads. Left out: any one 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
+from rollouts.inference.base import InferenceBackend
 from rollouts.types import Message
-
-__all__ = ["CanChat", "ChatReply", "ChatRequest", "evaluation_only", "is_evaluation_only"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 _MARK = "__rollouts_evaluation_only__"
@@ -46,17 +45,14 @@ class ChatReply(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
-@runtime_checkable
-class CanChat(Protocol):
-    """An engine that is spoken to in messages."""
+class CanChat(InferenceBackend, Protocol):
+    """An engine that is spoken to in messages; its capabilities say `chats`, and `checks` where it can be asked."""
 
     async def chat(self, request: ChatRequest) -> ChatReply:
         """The reply to a conversation. A call that cannot be read is a ToolCall with `error`. Raises InferenceError."""
-        ...
 
     async def check(self, tools: Sequence[dict[str, Any]] = (), temperature: float = 1.0) -> None:
         """Raise UserError where it cannot be used as it is set up, with these tools. Nothing stays open."""
-        ...
 
 
 def evaluation_only(factory: F) -> F:

@@ -11,16 +11,9 @@ from typing import TYPE_CHECKING
 from rollouts.lazy import lazy_face
 
 if TYPE_CHECKING:
-    from rollouts.loggers.base import MetricsLogger, import_library, plain_settings
-    from rollouts.loggers.jsonl import JSONLLogger
+    from rollouts.loggers.base import MetricsLogger as MetricsLogger
+    from rollouts.loggers.base import import_library as import_library
+    from rollouts.loggers.base import plain_settings as plain_settings
+    from rollouts.loggers.jsonl import JSONLLogger as JSONLLogger
 
-__all__ = ["JSONLLogger", "MetricsLogger", "import_library", "plain_settings"]
-
-_HOMES = {
-    "JSONLLogger": "jsonl",
-    "MetricsLogger": "base",
-    "import_library": "base",
-    "plain_settings": "base",
-}
-
-__getattr__, __dir__ = lazy_face(__name__, _HOMES)
+__getattr__, __dir__ = lazy_face(__name__)

@@ -14,8 +14,6 @@ from typing import Any, Protocol, runtime_checkable
 
 from rollouts.errors import BrokenPluginError, UserError
 
-__all__ = ["MetricsLogger", "import_library", "plain_settings"]
-
 
 @runtime_checkable
 class MetricsLogger(Protocol):
@@ -27,11 +25,9 @@ class MetricsLogger(Protocol):
         A run that is resumed begins at `first_step`, in the same folder: later steps that were logged before are
         logged again.
         """
-        ...
 
     def close(self) -> None:
         """Write out what is pending. Called once at the end, also when the run failed or was interrupted."""
-        ...
 
 
 def plain_settings(settings: Any) -> dict[str, Any]:
@@ -65,19 +61,14 @@ def import_library(module: str, *, logger: str, install: str) -> Any:
     """
     try:
         return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] != module.split(".")[0]:
-            raise BrokenPluginError(_broken(module, logger, install, error)) from error
-        raise UserError(
-            f"the logger {logger!r} needs the library {module!r}, which is not installed; "
-            f"type `pip install {install}`, or choose another one with `--logger jsonl`"
+    except Exception as error:  # an import may fail in any way; all but one of them are one mistake to the reader
+        needs = f"the logger {logger!r} needs the library {module!r}, which is"
+        missing = isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0]
+        if missing == module.split(".")[0]:
+            raise UserError(
+                f"{needs} not installed; type `pip install {install}`, or choose another one with `--logger jsonl`"
+            ) from error
+        raise BrokenPluginError(
+            f"{needs} installed but does not import ({type(error).__name__}: {error}); "
+            f"type `pip install --force-reinstall {install}`"
         ) from error
-    except Exception as error:  # an import may fail in any way; all of them are one mistake to the reader
-        raise BrokenPluginError(_broken(module, logger, install, error)) from error
-
-
-def _broken(module: str, logger: str, install: str, error: Exception) -> str:
-    return (
-        f"the logger {logger!r} needs the library {module!r}, which is installed but does not import "
-        f"({type(error).__name__}: {error}); type `pip install --force-reinstall {install}`"
-    )

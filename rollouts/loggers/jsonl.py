@@ -1,7 +1,7 @@
 """Metrics as JSON lines: `{"step": 3, "reward/mean": 0.5, ...}`, one object a step, in a file of the run folder.
 
 A line is handed to the operating system as soon as it is logged, so that a run that dies keeps what it wrote and can be
-followed with `tail -f`. A run that is resumed goes on in its file: the lines of steps that it takes again, and a last
+followed with `tail -f`. A run that is resumed continues its file: the lines of steps that it takes again, and a last
 line that a kill cut short, are removed first, in one rename.
 """
 
@@ -15,8 +15,6 @@ from typing import Any
 
 from rollouts.disk import write_whole
 from rollouts.errors import OutputError
-
-__all__ = ["JSONLLogger", "read_lines"]
 
 
 class JSONLLogger:
@@ -42,19 +40,17 @@ class JSONLLogger:
         self.path = Path(folder) / file
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _keep_before(self.path, first_step)
+            kept = b"".join(line for step, _, line in read_lines(self.path) if step < first_step)
+            if self.path.exists() and kept != self.path.read_bytes():
+                write_whole(self.path, kept)
             self._stream = self.path.open("a", encoding="utf-8", newline="\n")
         except OSError as error:
-            raise OutputError(
-                f"cannot write metrics to {self.path}: {error}; name another folder with `--out`"
-            ) from error
+            raise OutputError(f"cannot write metrics to {self.path}: {error}; type `--out FOLDER`") from error
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Write one line and flush it. A value that is no number is refused with a TypeError that names it."""
         assert "step" not in metrics, "`step` is the line's own key, no metric may have that name"
-        line: dict[str, Any] = {"step": int(step)}
-        for name, value in metrics.items():
-            line[name] = _number(name, value)
+        line = {"step": int(step)} | {name: _number(name, value) for name, value in metrics.items()}
         self._stream.write(json.dumps(line, allow_nan=False) + "\n")
         self._stream.flush()
 
@@ -88,10 +84,3 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any], bytes]]:
                 continue
             if isinstance(step, int) and line.endswith(b"\n"):
                 yield step, metrics, line
-
-
-def _keep_before(path: Path, first_step: int) -> None:
-    """Keep the whole lines of steps before `first_step`. Where that changes the file, it is replaced in one rename."""
-    kept = b"".join(line for step, _, line in read_lines(path) if step < first_step)
-    if path.exists() and kept != path.read_bytes():
-        write_whole(path, kept)

@@ -23,18 +23,6 @@ import pluggy
 if TYPE_CHECKING:
     from rollouts.types import Sample
 
-__all__ = [
-    "EVENTS",
-    "hookimpl",
-    "hookspec",
-    "rollouts_find_component",
-    "rollouts_list_components",
-    "rollouts_run_end",
-    "rollouts_run_start",
-    "rollouts_samples",
-    "rollouts_step_end",
-]
-
 hookspec = pluggy.HookspecMarker("rollouts")
 hookimpl = pluggy.HookimplMarker("rollouts")
 

@@ -7,38 +7,27 @@ fails becomes a PluginFault with its distribution, version and cause. Nothing lo
 
 from __future__ import annotations
 
-import builtins
 import inspect
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pluggy
 from pluggy import HookimplOpts, PluginValidationError
 
 from rollouts.author_code import authors_code, shown
-from rollouts.errors import BrokenPluginError, PluginError, UnknownComponentError, near_misses
-from rollouts.plugins import hookspecs
-from rollouts.plugins.index import (
-    KIND_WORDS,
-    KINDS,
-    ComponentRef,
-    cause_of,
-    check_kind,
-    find_component,
-    installed_components,
-    installed_hooks,
-    load_component,
-    names_file,
-    normalise,
-    one_line,
-    scan,
-    sort_refs,
-    unknown_component,
-)
+from rollouts.errors import BrokenPluginError, PluginError, UnknownComponentError, suggestion
+from rollouts.plugins import hookspecs, index
+from rollouts.plugins.index import ComponentRef
+from rollouts.plugins.loading import cause_of, load_component
+from rollouts.plugins.signature import SIGNED_KINDS, check_signature
 
-__all__ = ["PluginFault", "PluginManager"]
-
-_HOOK_NAMES = tuple(sorted(name for name in hookspecs.__all__ if name.startswith("rollouts_")))
+_HOOKS = {
+    name: tuple(inspect.signature(getattr(hookspecs, name)).parameters)
+    for name in sorted(vars(hookspecs))
+    if name.startswith("rollouts_")
+}
+"""The arguments of each hook."""
 
 
 class PluginFault(NamedTuple):
@@ -52,6 +41,11 @@ class PluginFault(NamedTuple):
         return f"{' '.join(part for part in (self.distribution, self.version) if part)}: {self.cause}"
 
 
+Faults = list[PluginFault]
+Refs = list[ComponentRef]
+Texts = list[str]
+
+
 class PluginManager:
     """Finds, lists and loads components, and calls hooks.
 
@@ -59,14 +53,14 @@ class PluginManager:
     """
 
     def __init__(self) -> None:
-        self.faults: builtins.list[PluginFault] = []
+        self.faults: Faults = []
         self._pluggy = _Pluggy()
         self._pluggy.add_hookspecs(hookspecs)
         self._owners: dict[str, tuple[str, str]] = {}
         self._made: dict[ComponentRef, Any] = {}
         self._hooks_loaded = False
 
-    def register(self, plugin: object, *, distribution: str, version: str = "") -> builtins.list[PluginFault]:
+    def register(self, plugin: object, *, distribution: str, version: str = "") -> Faults:
         """Add a hook plugin (a module or an object with `@hookimpl` functions); returns what is wrong with it.
 
         A function that is refused is left out alone; the plugin's other hooks count. Registering it twice does nothing.
@@ -78,14 +72,14 @@ class PluginManager:
         causes = self._pluggy.register_checked(plugin, name)
         return self._note([PluginFault(distribution, version, cause) for cause in causes])
 
-    def load_hooks(self) -> builtins.list[PluginFault]:
+    def load_hooks(self) -> Faults:
         """Load every installed hook plugin, one by one, once; returns the faults of this loading."""
         if self._hooks_loaded:
             return []
         self._hooks_loaded = True
-        faults: builtins.list[PluginFault] = []
+        faults: Faults = []
         # pluggy calls the last one registered first; reversed, calls go by the distributions' names.
-        for ref in reversed(sorted(installed_hooks(), key=lambda ref: (normalise(ref.distribution), ref.name))):
+        for ref in reversed(sorted(index.scan().hooks, key=lambda ref: (index.normalise(ref.distribution), ref.name))):
             try:
                 plugin = load_component(ref)
             except BrokenPluginError as exc:
@@ -101,28 +95,29 @@ class PluginManager:
         Hook plugins load only after metadata failed. Raises UnknownComponentError and AmbiguousComponentError.
         """
         try:
-            return find_component(kind, name)
+            return index.find_component(kind, name)
         except UnknownComponentError:
-            if names_file(name):
+            if index.names_file(name):
                 raise
         self.load_hooks()
-        faults = builtins.list(self.faults)
+        faults = self.faults[:]
         for implementation in self._implementations("rollouts_find_component"):
             distribution, version = self._owners[implementation.plugin_name]
             owner, _, rest = name.partition("/")
-            mine = rest and normalise(owner) == normalise(distribution)
+            mine = rest and index.normalise(owner) == index.normalise(distribution)
             for asked in (rest, name) if mine else (name,):
-                found, new_faults = self._call("rollouts_find_component", implementation, {"kind": kind, "name": asked})
-                faults += self._note(new_faults)
+                found = self._call("rollouts_find_component", implementation, {"kind": kind, "name": asked})
                 if isinstance(found, ComponentRef):
                     return found
-                if found is not None:
+                if isinstance(found, PluginFault):
+                    faults += self._note([found])
+                elif found is not None:
                     ref = ComponentRef(kind, asked, "", distribution, version)
                     self._made[ref] = found
                     return ref
-        known = [*installed_components(), *self._listed(kind)]
+        known = [*index.installed_components(), *self._listed(kind)]
         notes = [f"could not answer: {fault}" for fault in dict.fromkeys(faults)]
-        raise unknown_component(kind, name, known, notes)
+        raise index.unknown_component(kind, name, known, notes)
 
     def load(self, ref: ComponentRef) -> Any:
         """Import a component that `find` or `list` returned. Raises BrokenPluginError, UnknownComponentError."""
@@ -131,114 +126,98 @@ class PluginManager:
             return self._made[found] if found in self._made else load_component(found)
         return load_component(ref)
 
-    def list(self, kind: str | None = None, *, hooks: bool = False) -> builtins.list[ComponentRef]:
+    def list(self, kind: str | None = None, *, hooks: bool = False) -> Refs:
         """Components (of one kind), sorted, from metadata; with `hooks` also those that packs name.
 
         No component's module is imported; `hooks` imports the hook plugins.
         """
-        found = installed_components(kind)
+        found = index.installed_components(kind)
         if hooks:
             self.load_hooks()
-            for each in KINDS if kind is None else (kind,):
+            for each in index.KINDS if kind is None else (kind,):
                 found += self._listed(each)
-        return sort_refs(dict.fromkeys(found))
+        return index.sort_refs(dict.fromkeys(found))
 
-    def call_event(self, name: str, /, **values: Any) -> builtins.list[PluginFault]:
+    def call_event(self, name: str, /, **values: Any) -> Faults:
         """Call every implementation of a run event, one at a time; returns those that raised.
 
         `values` are all the arguments of the specification. Hook plugins are loaded if they are not yet.
         """
         assert name in hookspecs.EVENTS, f"{name!r} is no event; events: {hookspecs.EVENTS}"
-        expected = set(inspect.signature(getattr(hookspecs, name)).parameters)
-        assert set(values) == expected, f"{name} takes {sorted(expected)}, got {sorted(values)}"
+        assert set(values) == set(_HOOKS[name]), f"{name} takes {list(_HOOKS[name])}, got {sorted(values)}"
         self.load_hooks()
-        faults: builtins.list[PluginFault] = []
-        for implementation in self._implementations(name):
-            faults += self._call(name, implementation, values)[1]
-        return faults
+        results = [self._call(name, implementation, values) for implementation in self._implementations(name)]
+        return [result for result in results if isinstance(result, PluginFault)]
 
-    def doctor(self) -> builtins.list[str]:
+    def doctor(self) -> Texts:
         """Everything that is wrong with what is installed, in words; imports every component and hook plugin."""
-        scanned = scan()
-        reports = builtins.list(scanned.faults)
-        for ref in scanned.components:
-            reports += _examine(ref)
+        scanned = index.scan()
+        reports = [*scanned.faults, *filter(None, map(_fault_of, scanned.components))]
         self.load_hooks()
-        reports += [str(fault) for fault in self.faults]
-        reports += self._pluggy.remarks(self._owners)
-        return reports + _clashes(scanned.components)
+        remarks = [PluginFault(*self._owners[name], remark) for name, remark in self._pluggy.remarks]
+        return [*reports, *map(str, self.faults), *map(str, remarks), *_clashes(scanned.components)]
 
-    def _implementations(self, name: str) -> builtins.list[pluggy.HookImpl]:
+    def _implementations(self, name: str) -> Sequence[pluggy.HookImpl]:
         """In pluggy's calling order: the last one registered first, `tryfirst` and `trylast` heeded."""
         caller: pluggy.HookCaller = getattr(self._pluggy.hook, name)
-        return builtins.list(reversed(caller.get_hookimpls()))
+        return caller.get_hookimpls()[::-1]
 
-    def _call(
-        self, name: str, implementation: pluggy.HookImpl, values: Mapping[str, Any]
-    ) -> tuple[Any, builtins.list[PluginFault]]:
-        """One implementation's result, or the fault that names it."""
+    def _call(self, name: str, implementation: pluggy.HookImpl, values: Mapping[str, Any]) -> Any:
+        """One implementation's result, read whole where it is a generator; or the PluginFault that names it."""
         owner = self._owners[implementation.plugin_name]
         try:
             with authors_code():
                 result = implementation.function(*[values[argument] for argument in implementation.argnames])
+                if inspect.iscoroutine(result):
+                    result.close()
+                    return PluginFault(*owner, f"{name} returned a coroutine; hooks are plain functions")
+                return result if result is None or name != "rollouts_list_components" else _checked_names(result)
         except Exception as exc:
-            return None, [PluginFault(*owner, f"{name}: {one_line(exc)}")]
-        if inspect.iscoroutine(result):
-            result.close()
-            return None, [PluginFault(*owner, f"{name} returned a coroutine; hooks are plain functions")]
-        return result, []
+            return PluginFault(*owner, f"{name}: {index.one_line(exc)}")
 
-    def _listed(self, kind: str) -> builtins.list[ComponentRef]:
+    def _listed(self, kind: str) -> Refs:
         """What the packs name of this kind; a pack that fails is noted."""
-        check_kind(kind)
-        refs: builtins.list[ComponentRef] = []
+        index.check_kind(kind)
+        refs: Refs = []
         for implementation in self._implementations("rollouts_list_components"):
-            owner = self._owners[implementation.plugin_name]
-            names, faults = self._call("rollouts_list_components", implementation, {"kind": kind})
-            try:
-                with authors_code():
-                    listed = [] if names is None else _checked_names(names)
-            except Exception as exc:  # a generator raises only here
-                faults, listed = [PluginFault(*owner, f"rollouts_list_components: {one_line(exc)}")], []
-            self._note(faults)
-            refs += [ComponentRef(kind, name, "", *owner) for name in listed]
+            names = self._call("rollouts_list_components", implementation, {"kind": kind})
+            if isinstance(names, PluginFault):
+                self._note([names])
+            elif names is not None:
+                refs += [ComponentRef(kind, name, "", *self._owners[implementation.plugin_name]) for name in names]
         return refs
 
-    def _note(self, faults: builtins.list[PluginFault]) -> builtins.list[PluginFault]:
+    def _note(self, faults: Faults) -> Faults:
         self.faults += [fault for fault in faults if fault not in self.faults]
         return faults
 
 
 class _Pluggy(pluggy.PluginManager):
-    """pluggy's manager, which refuses by function what it could not call honestly, and says why."""
+    """pluggy's manager, which refuses by function what it could not call honestly, and says why.
+
+    `refusals` are those of the plugin that is registered now; `remarks` are functions that look like hooks but are
+    none, each with the plugin's name.
+    """
 
     def __init__(self) -> None:
         super().__init__("rollouts")
-        self._refusals: list[str] = []
-        self._remarks: list[tuple[str, str]] = []
+        self.refusals: list[str] = []
+        self.remarks: list[tuple[str, str]] = []
         self._current = ""
 
     def register_checked(self, plugin: object, name: str) -> list[str]:
         """Register; returns the causes for which the plugin, or functions of it, were refused."""
         if inspect.isclass(plugin):
             return [f"{plugin.__qualname__} is a class; the entry point must name a module or an object"]
-        self._refusals, self._current = [], name
+        self.refusals, self._current = [], name
         try:
             with authors_code():
                 self.register(plugin, name)
-        except PluginValidationError as exc:
-            self._drop(plugin)
-            known = {hook: list(inspect.signature(getattr(hookspecs, hook)).parameters) for hook in _HOOK_NAMES}
-            offered = next((f"; it may take: {', '.join(known[h])}" for h in _HOOK_NAMES if f"{h!r}" in str(exc)), "")
-            return [*self._refusals, " ".join(str(exc).split()) + offered]
-        except Exception as exc:  # an attribute of a strange object that raises when pluggy looks at it
-            self._drop(plugin)
-            return [*self._refusals, f"cannot be registered: {one_line(exc)}"]
-        return self._refusals
-
-    def _drop(self, plugin: object) -> None:
-        if self.is_registered(plugin):  # some versions of pluggy register before they check
-            self.unregister(plugin)
+        except Exception as exc:  # pluggy's own, or that of a strange object's attribute
+            if self.is_registered(plugin):  # some versions of pluggy register before they check
+                self.unregister(plugin)
+            self.refusals.append(_why_refused(exc))
+        return self.refusals
 
     def parse_hookimpl_opts(self, plugin: object, name: str) -> HookimplOpts | None:
         """pluggy's question whether an attribute is an implementation; None leaves it out."""
@@ -246,24 +225,25 @@ class _Pluggy(pluggy.PluginManager):
         if options is None:
             function = getattr(plugin, name, None) if name.startswith("rollouts_") else None
             if inspect.isroutine(function) and not hasattr(function, "rollouts_spec"):
-                self._remarks.append((self._current, f"{name} has no @hookimpl, so it is never called"))
+                self.remarks.append((self._current, f"{name} has no @hookimpl, so it is never called"))
             return None
         hook = options["specname"] or name
-        function = getattr(plugin, name)
-        if hook not in _HOOK_NAMES:
-            near = near_misses(hook, _HOOK_NAMES)
-            meant = f"did you mean {', '.join(near)}?" if near else f"hooks: {', '.join(_HOOK_NAMES)}"
-            self._remarks.append((self._current, f"{name} is no hook of rollouts, so it is never called; {meant}"))
+        if hook not in _HOOKS:
+            meant = suggestion(hook, _HOOKS) or f"hooks: {', '.join(_HOOKS)}"
+            self.remarks.append((self._current, f"{name} is no hook of rollouts, so it is never called; {meant}"))
             return None
-        refusal = _refusal(hook, function, options)
-        if refusal:
-            self._refusals.append(f"{name} {refusal}")
-            return None
-        return options
+        refusal = _refusal(hook, getattr(plugin, name), options)
+        self.refusals += [f"{name} {refusal}"] if refusal else []
+        return None if refusal else options
 
-    def remarks(self, owners: Mapping[str, tuple[str, str]]) -> list[str]:
-        """Functions that look like hooks but are none, each with its distribution."""
-        return [str(PluginFault(*owners[name], remark)) for name, remark in self._remarks]
+
+def _why_refused(exc: Exception) -> str:
+    """Why pluggy did not register a plugin; where an argument is unknown, with those that its hook has."""
+    if not isinstance(exc, PluginValidationError):
+        return f"cannot be registered: {index.one_line(exc)}"
+    text = " ".join(str(exc).split())
+    hook = next((hook for hook in _HOOKS if f"{hook!r}" in text), None)
+    return text + (f"; it may take: {', '.join(_HOOKS[hook])}" if hook else "")
 
 
 def _refusal(hook: str, function: Any, options: HookimplOpts) -> str:
@@ -277,7 +257,7 @@ def _refusal(hook: str, function: Any, options: HookimplOpts) -> str:
     return ""
 
 
-def _checked_names(names: Iterable[str]) -> list[str]:
+def _checked_names(names: Any) -> list[str]:
     if isinstance(names, str):
         raise TypeError(f"returned the text {names!r}; it must return a list of names")
     listed = list(names)
@@ -287,27 +267,25 @@ def _checked_names(names: Iterable[str]) -> list[str]:
     return listed
 
 
-def _examine(ref: ComponentRef) -> list[str]:
-    """What is wrong with one component: it does not import, or asks for what its kind does not offer."""
-    from rollouts.plugins.signature import SIGNED_KINDS, check_signature
-
+def _fault_of(ref: ComponentRef) -> str:
+    """What is wrong with one component: it does not import, or asks for what its kind does not offer; else empty."""
+    label = f"{ref.distribution} {ref.version}: {index.KIND_WORDS[ref.kind]} {ref.name}"
     try:
         component = load_component(ref)
         if ref.kind in SIGNED_KINDS:
-            check_signature(component, ref.kind, f"{ref.distribution} {ref.version}: {KIND_WORDS[ref.kind]} {ref.name}")
+            check_signature(component, ref.kind, label)
     except PluginError as exc:
-        return [str(exc)]
-    return []
+        return str(exc)
+    return ""
 
 
 def _clashes(refs: Iterable[ComponentRef]) -> list[str]:
     """Names that more than one distribution claims."""
-    by_name: dict[tuple[str, str], list[ComponentRef]] = {}
-    for ref in refs:
-        by_name.setdefault((ref.kind, ref.name), []).append(ref)
+    by_name = itertools.groupby(refs, key=lambda ref: (ref.kind, ref.name))  # they are sorted so
+    claimed = [(kind, name, list(found)) for (kind, name), found in by_name]
     return [
-        f"{KIND_WORDS[kind]} {name!r} is offered by {len(found)} distributions; type one of: "
+        f"{index.KIND_WORDS[kind]} {name!r} is offered by {len(found)} distributions; type one of: "
         + ", ".join(ref.qualified for ref in found)
-        for (kind, name), found in by_name.items()
+        for kind, name, found in claimed
         if len(found) > 1
     ]

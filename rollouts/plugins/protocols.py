@@ -1,7 +1,7 @@
 """Typed Protocols, one a kind, for editors and type checkers. Nothing checks them at run time.
 
 A component takes the inputs that it names, in its own order, so a Protocol cannot fix its parameters:
-`(*args, **kwargs)` stands for "any that the vocabulary of its kind has" (`rollouts.plugins.VOCABULARY`), and what is
+`(*args, **kwargs)` means "any that the vocabulary of its kind has" (`rollouts.plugins.VOCABULARY`), and what is
 checked is the result.
 
     from rollouts.plugins.protocols import Reward
@@ -21,27 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rollouts.training.algorithms.aggregation import TokenWeights
     from rollouts.types import Score, Task
-
-__all__ = [
-    "Advantage",
-    "Aggregation",
-    "Correction",
-    "Curriculum",
-    "Environment",
-    "Filter",
-    "GroupReward",
-    "KLEstimator",
-    "Loss",
-    "Metric",
-    "Mixer",
-    "Pairing",
-    "Reference",
-    "Reward",
-    "Selector",
-    "Shaping",
-]
 
 
 class Environment(Protocol):
@@ -124,12 +104,22 @@ class Correction(Protocol):
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
 
 
+class Weights(Protocol):
+    """What an aggregation returns, as `rollouts.training.algorithms.TokenWeights` is."""
+
+    @property
+    def weights(self) -> list[list[float]]: ...
+
+    @property
+    def denominator(self) -> float: ...
+
+
 class Aggregation(Protocol):
     """u of every token and the batch's share of D. May name `masks` `rollout_index` `group_index` `pair_index`
     `max_tokens`.
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> TokenWeights: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Weights: ...
 
 
 class Mixer(Protocol):

@@ -1,83 +1,39 @@
 """What a component receives and what its settings are, both read from its signature.
 
 A component receives what it names: each positional parameter is requested by name out of the vocabulary of its kind.
-Its settings are its keyword-only parameters (for an environment: all that its constructor takes); no config class.
+Its settings are its keyword-only parameters (for an environment: all that its constructor takes). A keyword-only
+parameter whose default is a dataclass instance means several settings: one for each field.
 What is left out: converting a setting's value (`rollouts.config`) and what a tool's parameters mean to a model
 (`rollouts.env.schema`).
 """
 
 from __future__ import annotations
 
-import enum
+import contextlib
+import dataclasses
 import functools
 import inspect
+import sys
 import weakref
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FunctionType, MethodType
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple, Optional
 
-from rollouts.author_code import authors_code
-from rollouts.errors import SignatureError, near_misses
-from rollouts.plugins.hints import hint_scopes, resolve_hint, setting_docs
-from rollouts.plugins.index import KIND_WORDS
-from rollouts.plugins.vocabulary import VOCABULARY, mixing_fault
-
-__all__ = [
-    "REQUIRED",
-    "SIGNED_KINDS",
-    "VOCABULARY",
-    "Required",
-    "Setting",
-    "Signature",
-    "call_with",
-    "check_signature",
-    "read_signature",
-]
-
-
-class Required(enum.Enum):
-    """The type of REQUIRED."""
-
-    REQUIRED = "required"
-
-    def __repr__(self) -> str:
-        return "REQUIRED"
-
-
-REQUIRED: Final = Required.REQUIRED
-"""The `default` of a setting that has none."""
+from rollouts.author_code import authors_code, shown, unwrapped
+from rollouts.config.hints import hint_scopes, resolve_hint, setting_docs
+from rollouts.config.settings import REQUIRED, Setting, without_secrets
+from rollouts.errors import ConfigError, RolloutsError, SignatureError, in_lines, named, suggestion
+from rollouts.plugins.index import a_kind
+from rollouts.plugins.vocabulary import VOCABULARY, mixing_fault, quoted
 
 SIGNED_KINDS = frozenset(VOCABULARY) | {"environments"}
 """The kinds whose signatures `check_signature` has rules for; of the others it refuses only what cannot be read."""
 
 _CLASS_KINDS = frozenset({"environments", "inference", "training", "loggers", "datasets", "tools", "commands"})
-_CALLED_DIRECTLY = frozenset(  # the trainer awaits nothing
-    {
-        "advantages",
-        "aggregations",
-        "corrections",
-        "curricula",
-        "filters",
-        "kl",
-        "losses",
-        "mixers",
-        "pairings",
-        "references",
-        "selectors",
-        "shapings",
-    }
-)
+_CALLED_DIRECTLY = frozenset(VOCABULARY) - _CLASS_KINDS - {"rewards", "metrics"}  # the trainer awaits nothing
 _NOTHING: Mapping[str, Any] = {}
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
-
-class Setting(NamedTuple):
-    """One setting of a component: its type (Any where nothing says), its default or REQUIRED, and a line about it."""
-
-    name: str
-    type: Any
-    default: Any
-    doc: str
 
 
 class Signature(NamedTuple):
@@ -106,49 +62,92 @@ def read_signature(component: Any, kind: str) -> Signature:
     if terms is not None:
         return _union(terms, kind)
     parameters = _parameters(component, _label_of(component))
-    requests = tuple(parameter.name for parameter in parameters if _is_request(parameter, kind))
-    chosen = [
-        parameter
-        for parameter in parameters
-        if parameter.name not in requests
-        and parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    ]
+    positional = () if kind == "environments" else _POSITIONAL
+    requests = tuple(parameter.name for parameter in parameters if parameter.kind in positional)
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    chosen = [each for each in parameters if each.name not in requests and each.kind not in variadic]
     docs = setting_docs(component) if chosen else {}
-    return Signature(requests, tuple(_setting(parameter, component, docs) for parameter in chosen))
+    records = {} if kind == "environments" else _records(component, chosen)
+    settings: list[Setting] = []
+    for parameter in chosen:
+        if parameter.name in records:
+            settings += _field_settings(records[parameter.name], docs)
+        else:
+            settings.append(_setting(parameter, component, docs, _default_of(parameter, component)))
+    return Signature(requests, tuple(settings))
 
 
 def check_signature(component: Any, kind: str, label: str) -> Signature:
     """The signature, where it follows the rules of its kind; `label` says whose it is (`reward acme_rewards/brevity`).
 
     Raises SignatureError, with a message for each: a name that is not in the vocabulary, names that do not go together,
-    `*args`, `**kwargs`, a positional parameter with a default, a class where a function belongs, an async function
-    where nobody awaits it, a callable without a readable signature, something that cannot be called.
+    a dataclass's field with the name of another setting or input, `*args`, `**kwargs`, a positional parameter with a
+    default, a class where a function belongs, an async function that is not awaited, a callable without a readable
+    signature, something that cannot be called.
     """
     terms = _terms_of(component)
     if terms is not None:
         for term in terms:
             check_signature(term.function, kind, f"{label}, term {_label_of(term.function)}")
         return read_signature(component, kind)
-    if inspect.isclass(component) and kind not in _CLASS_KINDS:
-        raise SignatureError(
-            f"{label}: {component.__qualname__} is a class; {_a(kind)} is called for each of its inputs\n"
-            f"name a function, or an object with __call__ (such as `{component.__qualname__.lower()} = "
-            f"{component.__qualname__}()`)"
-        )
-    if kind in _CALLED_DIRECTLY and _is_async(component):
-        raise SignatureError(
-            f"{label}: {_label_of(component)} is async, but {_a(kind)} is called and never awaited (a coroutine would "
-            f"be taken for its result)\nwrite it with `def`"
-        )
-    for parameter in _parameters(component, label):
-        fault = _parameter_fault(parameter, kind)
-        if fault:
-            raise SignatureError(f"{label}: {fault}")
-    signature = read_signature(component, kind)
-    fault = mixing_fault(kind, signature.requests)
+    fault = next(filter(None, _faults(component, kind, label)), "")
     if fault:
         raise SignatureError(f"{label}: {fault}")
-    return signature
+    return read_signature(component, kind)
+
+
+def _faults(component: Any, kind: str, label: str) -> Iterator[str]:
+    """Each way in which a component may break the rules of its kind, as a message; empty where it does not."""
+    name = _label_of(component)
+    if inspect.isclass(component) and kind not in _CLASS_KINDS:
+        yield (
+            f"{name} is a class; {a_kind(kind)} is called for each of its inputs\n"
+            f"name a function, or an object with __call__ (such as `{name.lower()} = {name}()`)"
+        )
+    if kind in _CALLED_DIRECTLY and _is_async(component):
+        yield (
+            f"{name} is async, but {a_kind(kind)} is called and never awaited (a coroutine would be taken for its "
+            "result)\nwrite it with `def`"
+        )
+    for parameter in _parameters(component, label):
+        yield _parameter_fault(parameter, kind)
+    signature = read_signature(component, kind)
+    yield mixing_fault(kind, signature.requests)
+    yield _clash(signature)
+
+
+def keywords_of(component: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings as the keyword arguments of the component: those that are fields of a dataclass, in an instance.
+    Raises ConfigError where the dataclass refuses them.
+
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Retries:
+    ...     count: int = 3
+    ...     wait_seconds: float = 1.0
+    >>> def judge(trajectory, *, strict: bool = True, retries: Retries = Retries()) -> float: ...
+    >>> [setting.name for setting in read_signature(judge, "rewards").settings]
+    ['strict', 'count', 'wait_seconds']
+    >>> keywords_of(judge, {"count": 5, "strict": False})
+    {'strict': False, 'retries': Retries(count=5, wait_seconds=1.0)}
+    """
+    keywords = dict(settings)
+    for parameter, default in _inputs_of(component).records.items() if settings else ():
+        own = {name: keywords.pop(name) for name in _fields(default) if name in keywords}
+        if own:
+            try:
+                with authors_code():
+                    keywords[parameter] = dataclasses.replace(default, **own)
+            except RolloutsError:
+                raise
+            except Exception as error:  # what the dataclass refuses
+                given = ", ".join(f"{name} {shown(value)}" for name, value in without_secrets(own).items())
+                raise ConfigError(f"{_label_of(component)} does not take {given}: {named(error)}") from error
+    return keywords
+
+
+def bind(component: Callable[..., Any], settings: Mapping[str, Any]) -> Callable[..., Any]:
+    """The component with these settings bound."""
+    return functools.partial(component, **keywords_of(component, settings)) if settings else component
 
 
 def call_with(component: Any, available: Mapping[str, Any], settings: Mapping[str, Any] = _NOTHING) -> Any:
@@ -163,7 +162,7 @@ def call_with(component: Any, available: Mapping[str, Any], settings: Mapping[st
     >>> call_with(lambda rewards: max(rewards), {"rewards": [0.0, 1.0], "step": 3})
     1.0
     """
-    requests = _requests(component)
+    requests = _inputs_of(component).requests
     try:
         arguments = [available[name] for name in requests]
     except KeyError as exc:
@@ -175,19 +174,24 @@ def call_with(component: Any, available: Mapping[str, Any], settings: Mapping[st
             f"it can give: {', '.join(sorted(available))}"
         ) from exc
     with authors_code():
-        return component(*arguments, **settings)
+        return component(*arguments, **(keywords_of(component, settings) if settings else _NOTHING))
 
 
-_CACHE: dict[tuple[int, str], tuple[weakref.ref[Any], tuple[str, ...]]] = {}
+class _Inputs(NamedTuple):
+    """How a callable is called: the names of its positional parameters, and the parameters that are dataclasses."""
+
+    requests: tuple[str, ...]
+    records: dict[str, Any]
 
 
-def _requests(component: Any) -> tuple[str, ...]:
-    """The positional names of a callable, cached by identity of the function (or class) that defines them."""
+_CACHE: dict[tuple[int, str], tuple[weakref.ref[Any], _Inputs]] = {}
+
+
+def _inputs_of(component: Any) -> _Inputs:
+    """The inputs of a callable, cached by identity of the function (or class) that defines them."""
     if isinstance(component, MethodType):
         anchor, how = component.__func__, "bound"
-    elif isinstance(component, FunctionType | type | functools.partial):
-        anchor, how = component, "itself"
-    elif isinstance(type(component).__call__, FunctionType):
+    elif isinstance(type(component).__call__, FunctionType) and not isinstance(component, type | functools.partial):
         anchor, how = type(component), "instance"
     else:
         anchor, how = component, "itself"
@@ -197,12 +201,11 @@ def _requests(component: Any) -> tuple[str, ...]:
         return entry[1]
     parameters = _parameters(component, _label_of(component))
     requests = tuple(parameter.name for parameter in parameters if parameter.kind in _POSITIONAL)
-    try:
+    inputs = _Inputs(requests, _records(component, parameters))
+    with contextlib.suppress(TypeError):  # no weak reference: it is read again each time, rather than kept alive
         # The callback runs before the id can be given to another object, so an entry never outlives its anchor.
-        _CACHE[key] = (weakref.ref(anchor, lambda _: _CACHE.pop(key, None)), requests)
-    except TypeError:  # no weak reference to this one: read again each time, rather than keep it alive
-        return requests
-    return requests
+        _CACHE[key] = (weakref.ref(anchor, lambda _: _CACHE.pop(key, None)), inputs)
+    return inputs
 
 
 def _parameters(component: Any, label: str) -> list[inspect.Parameter]:
@@ -210,8 +213,13 @@ def _parameters(component: Any, label: str) -> list[inspect.Parameter]:
         raise SignatureError(
             f"{label}: {type(component).__name__} cannot be called\nname a function, a class or an object with __call__"
         )
+    how: dict[str, Any] = {}
+    if sys.version_info >= (3, 14):  # annotations are lazy there: a name under TYPE_CHECKING must not be evaluated
+        import annotationlib
+
+        how["annotation_format"] = annotationlib.Format.FORWARDREF
     try:
-        return list(_raw_signature(component).parameters.values())
+        return list(inspect.signature(component, **how).parameters.values())
     except (ValueError, TypeError) as exc:
         raise SignatureError(
             f"{label}: {_label_of(component)} has no readable signature ({exc})\n"
@@ -219,38 +227,57 @@ def _parameters(component: Any, label: str) -> list[inspect.Parameter]:
         ) from exc
 
 
-def _raw_signature(component: Any) -> inspect.Signature:
-    import sys
-
-    if sys.version_info >= (3, 14):  # annotations are lazy there: a name under TYPE_CHECKING must not be evaluated
-        import annotationlib
-
-        return inspect.signature(component, annotation_format=annotationlib.Format.FORWARDREF)
-    return inspect.signature(component)
-
-
-def _is_request(parameter: inspect.Parameter, kind: str) -> bool:
-    return kind != "environments" and parameter.kind in _POSITIONAL
+def _records(component: Any, parameters: Iterable[inspect.Parameter]) -> dict[str, Any]:
+    """The keyword-only parameters whose default is an instance of a dataclass, with that instance."""
+    return {
+        each.name: default
+        for each in parameters
+        if each.kind is inspect.Parameter.KEYWORD_ONLY
+        and dataclasses.is_dataclass(default := _default_of(each, component))
+        and not inspect.isclass(default)
+    }
 
 
-def _setting(parameter: inspect.Parameter, component: Any, docs: Mapping[str, str]) -> Setting:
-    name, default = parameter.name, parameter.default
-    if default is inspect.Parameter.empty:
-        default = REQUIRED
-    field = getattr(component, "__dataclass_fields__", {}).get(name) if inspect.isclass(component) else None
+def _fields(record: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(record) if field.init]
+
+
+def _field_settings(record: Any, docs: Mapping[str, str]) -> Iterator[Setting]:
+    """A setting for each field: its default is the instance's, its line the component's, else the dataclass's own."""
+    made = type(record)
+    parameters = {each.name: each for each in _parameters(made, _label_of(made))}
+    docs = {**setting_docs(made), **docs}
+    for name in _fields(record):
+        yield _setting(parameters[name], made, docs, getattr(record, name))
+
+
+def _clash(signature: Signature) -> str:
+    """Which field of a dataclass has the name of another setting or input; empty where none has."""
+    names = Counter((*signature.requests, *(setting.name for setting in signature.settings)))
+    taken = [name for name, count in names.items() if count > 1]
+    if not taken:
+        return ""
+    return (
+        f"the fields of a dataclass are settings, and {quoted(taken)} is the name of another input or setting too\n"
+        "give the field another name"
+    )
+
+
+def _default_of(parameter: inspect.Parameter, component: Any) -> Any:
+    """A parameter's default, else REQUIRED; of a dataclass's field what its factory makes."""
+    field = getattr(component, "__dataclass_fields__", {}).get(parameter.name) if inspect.isclass(component) else None
     if field is not None and callable(field.default_factory):
-        default = field.default_factory()
+        return field.default_factory()
+    return REQUIRED if parameter.default is inspect.Parameter.empty else parameter.default
+
+
+def _setting(parameter: inspect.Parameter, component: Any, docs: Mapping[str, str], default: Any) -> Setting:
+    name = parameter.name
     fallback = Any if default is REQUIRED or default is None else type(default)
     hint = resolve_hint(parameter.annotation, hint_scopes(component, name), fallback)
     if default is None and hint is not Any:
-        hint = hint | None if isinstance(hint, type) else _optional(hint)
+        hint = Optional[hint]  # noqa: UP045 - a hint may not support `|`
     return Setting(name, hint, default, docs.get(name, ""))
-
-
-def _optional(hint: Any) -> Any:
-    from typing import Optional, get_args
-
-    return hint if type(None) in get_args(hint) else Optional[hint]  # noqa: UP045 - a hint may not support `|`
 
 
 def _parameter_fault(parameter: inspect.Parameter, kind: str) -> str:
@@ -281,14 +308,13 @@ def _parameter_fault(parameter: inspect.Parameter, kind: str) -> str:
 
 
 def _unknown_name(name: str, kind: str, vocabulary: Mapping[str, str]) -> str:
-    near = near_misses(name, vocabulary)
-    lines = [f"it asks for {name!r}, which {_a(kind)} is not given"]
-    if near:
-        lines.append(f"did you mean: {', '.join(near)}?")
-    lines.append(f"{_a(kind)} may name:")
-    lines += [f"  {known}: {meaning}" for known, meaning in vocabulary.items()]
-    lines.append(f"if it is a setting, make it keyword-only: `*, {name}=...`")
-    return "\n".join(lines)
+    return in_lines(
+        f"it asks for {name!r}, which {a_kind(kind)} is not given",
+        suggestion(name, vocabulary),
+        f"{a_kind(kind)} may name:",
+        *(f"  {known}: {meaning}" for known, meaning in vocabulary.items()),
+        f"if it is a setting, make it keyword-only: `*, {name}=...`",
+    )
 
 
 def _terms_of(component: Any) -> list[Any] | None:
@@ -301,7 +327,7 @@ def _terms_of(component: Any) -> list[Any] | None:
 
 
 def _union(terms: Iterable[Any], kind: str) -> Signature:
-    """What the terms of a composition request and can be told, each name once."""
+    """What the terms of a composition request and their settings, each name once."""
     requests: dict[str, None] = {}
     settings: dict[str, Setting] = {}
     for term in terms:
@@ -318,21 +344,14 @@ def _union(terms: Iterable[Any], kind: str) -> Signature:
 
 def _is_async(component: Any) -> bool:
     """Whether calling it gives a coroutine or an async generator: a function, or an object whose `__call__` does."""
-    while isinstance(component, functools.partial):
-        component = component.func
+    inner = unwrapped(component)
     return any(
         inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
-        for function in (component, getattr(type(component), "__call__", None))  # noqa: B004 - the function is wanted
+        for function in (inner, getattr(type(inner), "__call__", None))  # noqa: B004 - the function is wanted
     )
 
 
 def _label_of(component: Any) -> str:
-    if isinstance(component, functools.partial):
-        return _label_of(component.func)
-    name = getattr(component, "__qualname__", None)
-    return str(name) if name else f"an object of {type(component).__qualname__}"
-
-
-def _a(kind: str) -> str:
-    word = KIND_WORDS.get(kind, kind.removesuffix("s"))
-    return f"{'an' if word[0] in 'aeiou' else 'a'} {word}"
+    inner = unwrapped(component)
+    name = getattr(inner, "__qualname__", None)
+    return str(name) if name else f"an object of {type(inner).__qualname__}"

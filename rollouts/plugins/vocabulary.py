@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["VOCABULARY", "mixing_fault"]
-
 _BATCH_INDEX = {
     "mask": "[T] weight of each token; 0: not trained",
     "rollout_index": "[T] position 0..N-1 of the token's rollout",
@@ -37,22 +35,28 @@ _LOSS = {
     "step": "the optimizer step, from 0",
 }
 
+_EPISODE = {
+    "task": "the Task that was set",
+    "trajectory": "what the agent did: messages, status, metrics",
+    "env": "the environment object of the episode",
+}
+
+_STEP = {"step": "the step, from 0"}
+
+_TRAINABLE = {
+    "rewards": "[J] of the group's rollouts that may be trained on (judged, not truncated), float64",
+    "lengths": "[J] sampled tokens of each",
+    **_STEP,
+}
+
 VOCABULARY: dict[str, dict[str, str]] = {
     "rewards": {
-        "task": "the Task that was set",
-        "trajectory": "what the agent did: messages, status, metrics",
-        "env": "the environment object of the episode",
+        **_EPISODE,
         "tasks": "a whole group's Tasks [G]; the reward then returns a list of G",
         "trajectories": "a whole group's Trajectories [G]; the reward then returns a list of G",
     },
-    "metrics": {
-        "task": "the Task that was set",
-        "trajectory": "what the agent did: messages, status, metrics",
-        "env": "the environment object of the episode",
-    },
-    "curricula": {
-        "step": "the training step, from 0",
-    },
+    "metrics": _EPISODE,
+    "curricula": {"step": "the training step, from 0"},
     "filters": {
         "rewards": "the group's rewards [G] as the advantage sees them (mixed and shaped), floats or None",
         "scores": "the weighted sums of the rewards [G], before mixing and shaping, floats or None",
@@ -99,25 +103,17 @@ VOCABULARY: dict[str, dict[str, str]] = {
     "mixers": {
         "parts": "[J, P] what each of P rewards said of each of the group's J judged rollouts, float64",
         "weights": "[P] the weights of the rewards",
-        "step": "the step, from 0",
+        **_STEP,
     },
     "shapings": {
         "rewards": "[J] of the group's judged rollouts, float64",
         "lengths": "[J] sampled tokens of each",
         "truncated": "[J] bool: it was cut off by the limit on tokens or by the context",
         "max_tokens": "the longest reply that is allowed, in tokens, or None",
-        "step": "the step, from 0",
+        **_STEP,
     },
-    "selectors": {
-        "rewards": "[J] of the group's rollouts that may be trained on (judged, not truncated), float64",
-        "lengths": "[J] sampled tokens of each",
-        "step": "the step, from 0",
-    },
-    "pairings": {
-        "rewards": "[J] of the group's rollouts that may be trained on (judged, not truncated), float64",
-        "lengths": "[J] sampled tokens of each",
-        "step": "the step, from 0",
-    },
+    "selectors": _TRAINABLE,
+    "pairings": _TRAINABLE,
     "training": {
         "model": "the model's name or path",
         "seed": "the run's seed",
@@ -161,7 +157,7 @@ def mixing_fault(kind: str, requests: Sequence[str]) -> str:
         single = [name for name in requests if name not in _GROUP_REWARD]
         if group and single:
             return (
-                f"it asks for {_quoted(single)} of one episode and for {_quoted(group)} of a whole group\n"
+                f"it asks for {quoted(single)} of one episode and for {quoted(group)} of a whole group\n"
                 f"a reward names some of task, trajectory, env; or, for a whole group, of tasks, trajectories"
             )
     if kind == "advantages":
@@ -169,16 +165,16 @@ def mixing_fault(kind: str, requests: Sequence[str]) -> str:
         group_only = [name for name in requests if name in _GROUP_ADVANTAGE]
         if "batch" in requests and group_only:
             return (
-                f"it asks for 'batch' and for {_quoted(group_only)}, which only a group has\n"
+                f"it asks for 'batch' and for {quoted(group_only)}, which only a group has\n"
                 f"without `batch` it is called for each group, with rewards, lengths, turn_rewards"
             )
         if "batch" not in requests and batch_only:
             return (
-                f"it asks for {_quoted(batch_only)}, which is there only over the whole batch\n"
+                f"it asks for {quoted(batch_only)}, which is there only over the whole batch\n"
                 f"name `batch` too; it is then called once, with rewards [N] and tokens [T]"
             )
     return ""
 
 
-def _quoted(names: Sequence[str]) -> str:
+def quoted(names: Sequence[str]) -> str:
     return ", ".join(repr(name) for name in names)

@@ -16,128 +16,47 @@ from typing import TYPE_CHECKING
 from rollouts.lazy import lazy_face
 
 if TYPE_CHECKING:
-    from rollouts.training.backends.futures import ImmediateTrainFuture, TrainFuture
+    from rollouts.training.backends.futures import ImmediateTrainFuture as ImmediateTrainFuture
+    from rollouts.training.backends.futures import TrainFuture as TrainFuture
+    from rollouts.training.backends.pytorch_factory import PyTorchTrainingBackend as PyTorchTrainingBackend
+    from rollouts.training.backends.pytorch_factory import create_adamw_optimizer as create_adamw_optimizer
+    from rollouts.training.backends.pytorch_factory import create_cross_entropy_loss as create_cross_entropy_loss
+    from rollouts.training.backends.pytorch_factory import create_pytorch_backend as create_pytorch_backend
     from rollouts.training.backends.pytorch_factory import (
-        PyTorchTrainingBackend,
-        create_adamw_optimizer,
-        create_cross_entropy_loss,
-        create_pytorch_backend,
-        create_warmup_cosine_scheduler,
+        create_warmup_cosine_scheduler as create_warmup_cosine_scheduler,
     )
-    from rollouts.training.datasets.buffer import DataBuffer
-    from rollouts.training.datasets.mixing import MixedBuffer, Source
-    from rollouts.training.datasets.sft import collate_batch, prepare_sft_batch
-    from rollouts.training.filters import (
-        check_any_success,
-        check_min_reward,
-        check_quality_and_diversity,
-        check_reasonable_length,
-        check_response_diversity,
-        check_reward_nonzero_std,
-    )
-    from rollouts.training.loops.rl_batch import RLTrainingConfig
-    from rollouts.training.loops.rl_loop import run_rl_training
-    from rollouts.training.loops.sft_loop import SFTTrainingConfig, run_sft_training
-    from rollouts.training.models import load_hf_model
-    from rollouts.training.rollout_gen.manager import AsyncRolloutManager
-    from rollouts.training.rollout_gen.rollout_generation import (
-        RolloutBatch,
-        RolloutManager,
-        apply_sample_transforms,
-        build_batch_metadata,
-        compute_response_lengths,
-        convert_to_batch,
-        extract_sample_fields,
-        generate_rollout_batches,
-    )
-    from rollouts.training.rollout_gen.steps import RolloutConfig
-    from rollouts.training.types import TrainBatch, TrainingBackend
-    from rollouts.training.weight_engines import InferenceEngine, SGLangEngine, VLLMEngine, sync_weights_to_engines
-    from rollouts.training.weight_sync import WeightSyncManager
+    from rollouts.training.datasets.buffer import DataBuffer as DataBuffer
+    from rollouts.training.datasets.mixing import MixedBuffer as MixedBuffer
+    from rollouts.training.datasets.mixing import Source as Source
+    from rollouts.training.datasets.sft import collate_batch as collate_batch
+    from rollouts.training.datasets.sft import prepare_sft_batch as prepare_sft_batch
+    from rollouts.training.filters import check_any_success as check_any_success
+    from rollouts.training.filters import check_min_reward as check_min_reward
+    from rollouts.training.filters import check_quality_and_diversity as check_quality_and_diversity
+    from rollouts.training.filters import check_reasonable_length as check_reasonable_length
+    from rollouts.training.filters import check_response_diversity as check_response_diversity
+    from rollouts.training.filters import check_reward_nonzero_std as check_reward_nonzero_std
+    from rollouts.training.loops.rl_batch import RLTrainingConfig as RLTrainingConfig
+    from rollouts.training.loops.rl_loop import run_rl_training as run_rl_training
+    from rollouts.training.loops.sft_loop import SFTTrainingConfig as SFTTrainingConfig
+    from rollouts.training.loops.sft_loop import run_sft_training as run_sft_training
+    from rollouts.training.models import load_hf_model as load_hf_model
+    from rollouts.training.rollout_gen.manager import AsyncRolloutManager as AsyncRolloutManager
+    from rollouts.training.rollout_gen.rollout_generation import RolloutManager as RolloutManager
+    from rollouts.training.rollout_gen.rollout_generation import apply_sample_transforms as apply_sample_transforms
+    from rollouts.training.rollout_gen.rollout_generation import generate_rollout_batches as generate_rollout_batches
+    from rollouts.training.rollout_gen.steps import RolloutBatch as RolloutBatch
+    from rollouts.training.rollout_gen.steps import RolloutConfig as RolloutConfig
+    from rollouts.training.rollout_gen.steps import build_batch_metadata as build_batch_metadata
+    from rollouts.training.rollout_gen.steps import compute_response_lengths as compute_response_lengths
+    from rollouts.training.rollout_gen.steps import convert_to_batch as convert_to_batch
+    from rollouts.training.rollout_gen.steps import extract_sample_fields as extract_sample_fields
+    from rollouts.training.types import TrainBatch as TrainBatch
+    from rollouts.training.types import TrainingBackend as TrainingBackend
+    from rollouts.training.weights.sync import InferenceEngine as InferenceEngine
+    from rollouts.training.weights.sync import SGLangEngine as SGLangEngine
+    from rollouts.training.weights.sync import VLLMEngine as VLLMEngine
+    from rollouts.training.weights.sync import WeightSyncManager as WeightSyncManager
+    from rollouts.training.weights.sync import sync_weights_to_engines as sync_weights_to_engines
 
-__all__ = [
-    "AsyncRolloutManager",
-    "DataBuffer",
-    "ImmediateTrainFuture",
-    "InferenceEngine",
-    "MixedBuffer",
-    "PyTorchTrainingBackend",
-    "RLTrainingConfig",
-    "RolloutBatch",
-    "RolloutConfig",
-    "RolloutManager",
-    "SFTTrainingConfig",
-    "SGLangEngine",
-    "Source",
-    "TrainBatch",
-    "TrainFuture",
-    "TrainingBackend",
-    "VLLMEngine",
-    "WeightSyncManager",
-    "apply_sample_transforms",
-    "build_batch_metadata",
-    "check_any_success",
-    "check_min_reward",
-    "check_quality_and_diversity",
-    "check_reasonable_length",
-    "check_response_diversity",
-    "check_reward_nonzero_std",
-    "collate_batch",
-    "compute_response_lengths",
-    "convert_to_batch",
-    "create_adamw_optimizer",
-    "create_cross_entropy_loss",
-    "create_pytorch_backend",
-    "create_warmup_cosine_scheduler",
-    "extract_sample_fields",
-    "generate_rollout_batches",
-    "load_hf_model",
-    "prepare_sft_batch",
-    "run_rl_training",
-    "run_sft_training",
-    "sync_weights_to_engines",
-]
-
-_HOMES = {
-    "backends.futures": ("ImmediateTrainFuture", "TrainFuture"),
-    "backends.pytorch_factory": (
-        "PyTorchTrainingBackend",
-        "create_adamw_optimizer",
-        "create_cross_entropy_loss",
-        "create_pytorch_backend",
-        "create_warmup_cosine_scheduler",
-    ),
-    "datasets.buffer": ("DataBuffer",),
-    "datasets.mixing": ("MixedBuffer", "Source"),
-    "datasets.sft": ("collate_batch", "prepare_sft_batch"),
-    "loops.rl_batch": ("RLTrainingConfig",),
-    "loops.rl_loop": ("run_rl_training",),
-    "loops.sft_loop": ("SFTTrainingConfig", "run_sft_training"),
-    "models": ("load_hf_model",),
-    "filters": (
-        "check_any_success",
-        "check_min_reward",
-        "check_quality_and_diversity",
-        "check_reasonable_length",
-        "check_response_diversity",
-        "check_reward_nonzero_std",
-    ),
-    "rollout_gen.manager": ("AsyncRolloutManager",),
-    "rollout_gen.rollout_generation": (
-        "RolloutBatch",
-        "RolloutManager",
-        "apply_sample_transforms",
-        "build_batch_metadata",
-        "compute_response_lengths",
-        "convert_to_batch",
-        "extract_sample_fields",
-        "generate_rollout_batches",
-    ),
-    "rollout_gen.steps": ("RolloutConfig",),
-    "types": ("TrainBatch", "TrainingBackend"),
-    "weight_engines": ("InferenceEngine", "SGLangEngine", "VLLMEngine", "sync_weights_to_engines"),
-    "weight_sync": ("WeightSyncManager",),
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-
-__getattr__, __dir__ = lazy_face(__name__, _HOME_OF)
+__getattr__, __dir__ = lazy_face(__name__)

@@ -2,12 +2,11 @@
 
 A batch is stamped whole (u and D, see algorithms/aggregation.py) before it is split, so no split changes a result. A
 layout says how one microbatch is run: prompts that rows share are run once, and what remains of the rows runs in
-buckets of similar length; packed, the rows of a microbatch are one sequence (algorithms/packing.py).
+buckets of similar length; packed, the rows of a microbatch are one sequence.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections import Counter
@@ -18,22 +17,9 @@ import msgspec
 
 from rollouts.errors import TrainingError
 from rollouts.training.algorithms.aggregation import Masks, aggregate
-from rollouts.training.algorithms.packing import pack_rows
+from rollouts.training.samples import first_live
 from rollouts.training.types import Row, TrainBatch, Unit
 from rollouts.types import Sample
-
-__all__ = [
-    "BUCKET_SAVING_MIN",
-    "MICROBATCH_SAVING_MIN",
-    "Keep",
-    "Layout",
-    "make_batch",
-    "part_batch",
-    "plan_layout",
-    "split_batch",
-    "split_microbatches",
-    "weigh_rows",
-]
 
 Keep = Literal["", "rollout", "pair", "group"]
 
@@ -62,10 +48,8 @@ class Layout(NamedTuple):
 
     def padded_tokens(self, lengths: Sequence[int]) -> int:
         """Tokens that go through the model, padding included, for rows of these lengths."""
-        total = len(self.prefixes) * max((len(prefix) for prefix in self.prefixes), default=0)
-        for bucket in self.buckets:
-            total += len(bucket) * max(lengths[row] - self.starts[row] for row in bucket)
-        return total
+        rests = (len(bucket) * max(lengths[row] - self.starts[row] for row in bucket) for bucket in self.buckets)
+        return len(self.prefixes) * max(map(len, self.prefixes), default=0) + sum(rests)
 
 
 def make_batch(
@@ -90,20 +74,20 @@ def make_batch(
     twice. `max_tokens` is for the aggregation dr_grpo.
     Raises ConfigError for an aggregation that cannot be used. Asserts that every stream is aligned.
     """
-    rollouts = [number if s.rollout_index is None else s.rollout_index for number, s in enumerate(samples)]
+    numbered = [(number if s.rollout_index is None else s.rollout_index, s) for number, s in enumerate(samples)]
+    for rollout, _ in numbered:
+        assert 0 <= rollout < len(advantages), f"rollout_index {rollout} but {len(advantages)} advantages"
     # A sample without a group is one of its own; negative numbers cannot meet given ones.
-    groups = [
-        -1 - rollout if s.group_index is None else s.group_index for rollout, s in zip(rollouts, samples, strict=True)
-    ]
-    masks = _live_masks(samples, rollouts, len(advantages), trained)
+    groups = [-1 - rollout if s.group_index is None else s.group_index for rollout, s in numbered]
+    masks = [_live_mask(s, trained is None or trained[rollout]) for rollout, s in numbered]
     if rewards is None:
-        rewards = _rewards(samples, rollouts, len(advantages))
+        given = {rollout: s.reward for rollout, s in numbered if s.reward is not None}
+        rewards = [given.get(rollout) for rollout in range(len(advantages))]
     known = [math.nan if reward is None else float(reward) for reward in rewards]
-    prefixes = _prefix_lengths(samples, masks, groups)
     rows: list[Row] = []
     segments: Counter[int] = Counter()
-    for number, (sample, mask) in enumerate(zip(samples, masks, strict=True)):
-        rollout = rollouts[number]
+    prefixes = _prefix_lengths(samples, masks, groups)
+    for (rollout, sample), mask, group, prefix in zip(numbered, masks, groups, prefixes, strict=True):
         advantage = float(advantages[rollout])
         assert math.isfinite(advantage), f"rollout {rollout} has advantage {advantage}"
         rows.append(
@@ -114,8 +98,8 @@ def make_batch(
                 advantages=[advantage if weight > 0 else 0.0 for weight in mask],
                 rollout_logprobs=None if sample.rollout_log_probs is None else list(sample.rollout_log_probs),
                 rollout_index=rollout,
-                group_index=groups[number],
-                prefix_length=prefixes[number],
+                group_index=group,
+                prefix_length=prefix,
                 segment=segments[rollout],
             )
         )
@@ -130,16 +114,9 @@ def weigh_rows(
     rows: Sequence[Row], aggregation: str | Callable[..., Any], max_tokens: int | None = None
 ) -> tuple[float, Unit]:
     """Stamp u on the rows (`weights`), as a batch of their own; gives D, and what a loss returns one value for."""
-    given = aggregate(
-        aggregation,
-        Masks(
-            [row.loss_mask for row in rows],
-            [row.rollout_index for row in rows],
-            [row.group_index for row in rows],
-            [row.pair_index for row in rows],
-            max_tokens,
-        ),
-    )
+    names = ("loss_mask", "rollout_index", "group_index", "pair_index")
+    columns = ([getattr(row, name) for row in rows] for name in names)
+    given = aggregate(aggregation, Masks._make([*columns, max_tokens]))
     for row, weights in zip(rows, given.weights, strict=True):
         row.weights = weights
     return given.denominator, given.unit
@@ -168,23 +145,6 @@ def part_batch(
     return parted
 
 
-def split_batch(batch: TrainBatch, parts: int) -> list[TrainBatch]:
-    """The batch in `parts` batches for as many `forward_backward` calls before one `optim_step`.
-
-    u was stamped for the whole, so only the sum of the shares of D matters; they are shared out by live tokens.
-    """
-    assert parts >= 1, f"a batch cannot be split in {parts}"
-    size = math.ceil(len(batch.rows) / parts)
-    chunks = [batch.rows[start : start + size] for start in range(0, len(batch.rows), max(1, size))]
-    live = [sum(weight > 0 for row in chunk for weight in row.loss_mask) for chunk in chunks]
-    total = sum(live)
-    shares = [batch.denominator * count / total if total else 0.0 for count in live]
-    return [
-        msgspec.structs.replace(batch, rows=chunk, denominator=share)
-        for chunk, share in zip(chunks, shares, strict=True)
-    ]
-
-
 def split_microbatches(
     batch: TrainBatch,
     tokens_max: int,
@@ -207,49 +167,70 @@ def split_microbatches(
     their own, where so many tokens are theirs that a pass without backward pays for another microbatch.
     """
     share_prefix = share_prefix and not packed
-    rows = [row for row in batch.rows if any(row.loss_mask) or not only_live]
     sets: dict[Hashable, list[Row]] = {}
-    for number, row in enumerate(rows):
-        sets.setdefault(_set_key(row, number, share_prefix, keep), []).append(row)
-    fill = functools.partial(
-        _microbatches, tokens_max=tokens_max, share_prefix=share_prefix, keep=keep, packed=packed, saving_min=saving_min
-    )
-    flat = [members for members in sets.values() if not any(any(row.advantages) for row in members)]
-    # The backward is two thirds of the work.
-    if not flat_apart or sum(map(_token_count, flat)) * 2 / 3 < saving_min:
-        return fill(list(sets.values()))
-    kept = {id(members) for members in flat}
-    return fill([members for members in sets.values() if id(members) not in kept]) + fill(flat)
-
-
-def _microbatches(
-    sets: Sequence[list[Row]], *, tokens_max: int, share_prefix: bool, keep: Keep, packed: bool, saving_min: int
-) -> list[list[Row]]:
-    """Microbatches of sets of rows that stay together where they fit, or have to."""
-    units: list[list[Row]] = []
-    for members in sets:
-        members.sort(key=lambda row: len(row.tokens))
-        cost = _token_count(members) if packed else _cost(members, share_prefix)
-        if cost <= tokens_max or len(members) == 1:
-            units.append(members)
-        elif keep:
-            raise TrainingError(
-                f"the loss names {keep}_index, so the {len(members)} rows of {keep} {_index(members[0], keep)} must "
-                f"be run together; they take {cost} tokens but tokens_per_microbatch is {tokens_max}. "
-                f"Give --tokens-per-microbatch {cost}"
-            )
-        elif packed:
-            units.extend([row] for row in members)
+    for number, row in enumerate(batch.rows):
+        if not only_live or any(row.loss_mask):
+            shares = share_prefix and row.prefix_length > PREFIX_LENGTH_MIN
+            key = getattr(row, f"{keep}_index") if keep else _prefix_key(row) if shares else number
+            sets.setdefault(key, []).append(row)
+    together, apart = list(sets.values()), []
+    if flat_apart:
+        learning = [members for members in together if any(any(row.advantages) for row in members)]
+        flat = [members for members in together if not any(any(row.advantages) for row in members)]
+        if sum(map(_token_count, flat)) * 2 / 3 >= saving_min:  # the backward is two thirds of the work
+            together, apart = learning, flat
+    microbatches: list[list[Row]] = []
+    for chosen in (together, apart):
+        units = [unit for members in chosen for unit in _units(members, tokens_max, share_prefix, keep, packed)]
+        if packed:
+            bins = pack_rows([_token_count(unit) for unit in units], tokens_max)
+            microbatches += [[row for number in numbers for row in units[number]] for numbers in bins]
+            continue
+        units.sort(key=lambda unit: max(len(row.tokens) for row in unit))
+        if all(len(unit) == 1 for unit in units):
+            cuts = _cuts([len(row.tokens) for (row,) in units], tokens_max, saving_min)
+            microbatches += [[row for (row,) in units[start:stop]] for start, stop in cuts]
         else:
-            units.extend(_fill([[row] for row in members], tokens_max, share_prefix))
-    if packed:
-        bins = pack_rows([_token_count(unit) for unit in units], tokens_max)
-        return [[row for number in chosen for row in units[number]] for chosen in bins]
-    units.sort(key=lambda unit: max(len(row.tokens) for row in unit))
-    if all(len(unit) == 1 for unit in units):
-        cuts = _cuts([len(row.tokens) for (row,) in units], tokens_max, saving_min)
-        return [[row for (row,) in units[start:stop]] for start, stop in cuts]
-    return _fill(units, tokens_max, share_prefix)
+            microbatches += _fill(units, tokens_max, share_prefix)
+    return microbatches
+
+
+def _units(members: list[Row], tokens_max: int, share_prefix: bool, keep: Keep, packed: bool) -> list[list[Row]]:
+    """Rows that belong together, shortest first, in as few parts as fit; in one, whatever its size, of one row."""
+    members.sort(key=lambda row: len(row.tokens))
+    lengths = [len(row.tokens) for row in members]
+    cost = sum(lengths) if packed else plan_layout(members, share_prefix=share_prefix).padded_tokens(lengths)
+    if cost <= tokens_max or len(members) == 1:
+        return [members]
+    if keep:
+        raise TrainingError(
+            f"the loss names {keep}_index, so the {len(members)} rows of {keep} {getattr(members[0], f'{keep}_index')} "
+            f"must be run together; they take {cost} tokens but tokens_per_microbatch is {tokens_max}. Give "
+            f"--tokens-per-microbatch {cost}"
+        )
+    rows = [[row] for row in members]
+    return rows if packed else _fill(rows, tokens_max, share_prefix)
+
+
+def pack_rows(lengths: Sequence[int], tokens_max: int) -> list[list[int]]:
+    """Bins of row numbers, each of at most `tokens_max` tokens; a row longer than that has a bin of its own.
+
+    First-fit decreasing: the longest row first, each into the first bin that has room; at most 11/9 of the fewest
+    possible bins, and one more (Johnson 1973). Equal lengths go in the order of their numbers, so the same lengths
+    always give the same bins. The rows of a bin are in the order of their numbers.
+    """
+    assert tokens_max >= 1, f"bins of {tokens_max} tokens hold nothing"
+    bins: list[list[int]] = []
+    rooms: list[int] = []
+    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
+        assert lengths[row] >= 0, f"row {row} has {lengths[row]} tokens"
+        place = next((place for place, room in enumerate(rooms) if lengths[row] <= room), len(bins))
+        if place == len(bins):
+            bins.append([])
+            rooms.append(tokens_max)
+        bins[place].append(row)
+        rooms[place] -= lengths[row]
+    return [sorted(chosen) for chosen in bins]
 
 
 def plan_layout(
@@ -263,63 +244,37 @@ def plan_layout(
     prefixes: list[list[int]] = []
     prefix_of_row = [-1] * len(rows)
     starts = [0] * len(rows)
-    if share_prefix:
-        sharing: dict[Hashable, list[int]] = {}
-        for number, row in enumerate(rows):
-            if row.prefix_length > PREFIX_LENGTH_MIN:
-                sharing.setdefault(_prefix_key(row), []).append(number)
-        for members in sharing.values():
-            if len(members) < 2:
-                continue
-            start = rows[members[0]].prefix_length - 1
+    sharing: dict[tuple[int, ...], list[int]] = {}
+    for number, row in enumerate(rows):
+        if share_prefix and row.prefix_length > PREFIX_LENGTH_MIN:
+            sharing.setdefault(_prefix_key(row), []).append(number)
+    for (_, *prefix, _), members in sharing.items():
+        if len(members) > 1:
             for number in members:
-                prefix_of_row[number], starts[number] = len(prefixes), start
-            prefixes.append(rows[members[0]].tokens[:start])
+                prefix_of_row[number], starts[number] = len(prefixes), len(prefix)
+            prefixes.append(prefix)
     buckets: list[list[int]] = []
     for continues in (True, False):
         chosen = [number for number in range(len(rows)) if (prefix_of_row[number] >= 0) == continues]
-        chosen.sort(key=lambda number: len(rows[number].tokens) - starts[number], reverse=True)
-        lengths = [len(rows[number].tokens) - starts[number] for number in chosen]
-        buckets.extend(_buckets(chosen, lengths, bucket_saving_min))
+        rests = {number: len(rows[number].tokens) - starts[number] for number in chosen}
+        widest = math.inf
+        # Longest first; cut where going on with the longer padding would cost more than another pass.
+        for place, number in enumerate(sorted(chosen, key=rests.__getitem__, reverse=True)):
+            if (widest - rests[number]) * (len(chosen) - place) >= bucket_saving_min:
+                buckets.append([])
+                widest = rests[number]
+            buckets[-1].append(number)
     return Layout(prefixes, prefix_of_row, starts, buckets)
 
 
-def _buckets(numbers: list[int], lengths: list[int], saving_min: int) -> list[list[int]]:
-    """Cut rows, longest first, where going on with the longer padding would cost more than another pass."""
-    buckets: list[list[int]] = []
-    widest = 0
-    for place, (number, length) in enumerate(zip(numbers, lengths, strict=True)):
-        if not buckets or (widest - length) * (len(numbers) - place) >= saving_min:
-            buckets.append([])
-            widest = length
-        buckets[-1].append(number)
-    return buckets
-
-
-def _live_masks(
-    samples: Sequence[Sample], rollouts: Sequence[int], count: int, trained: Sequence[bool] | None
-) -> list[list[float]]:
-    """What of each sample is trained: nothing where it was not judged, or its rollout is left out."""
-    masks: list[list[float]] = []
-    for sample, rollout in zip(samples, rollouts, strict=True):
-        sample.check()
-        assert 0 <= rollout < count, f"rollout_index {rollout} but {count} advantages"
-        mask = sample.loss_mask
-        assert not len(mask) or (min(mask) >= 0 and sum(mask) < math.inf), f"mask {mask}"
-        if sample.reward is None or (trained is not None and not trained[rollout]):
-            masks.append([0.0] * len(sample.tokens))
-        else:
-            # Nothing comes before the first token, so nothing predicts it.
-            masks.append([0.0, *map(float, mask[1:])] if sample.tokens else [])
-    return masks
-
-
-def _rewards(samples: Sequence[Sample], rollouts: Sequence[int], count: int) -> list[float | None]:
-    rewards: list[float | None] = [None] * count
-    for sample, rollout in zip(samples, rollouts, strict=True):
-        if sample.reward is not None:
-            rewards[rollout] = sample.reward
-    return rewards
+def _live_mask(sample: Sample, trained: bool) -> list[float]:
+    """What of a sample is trained: nothing where it was not judged, or its rollout is left out."""
+    sample.check()
+    mask = sample.loss_mask
+    assert not len(mask) or (min(mask) >= 0 and sum(mask) < math.inf), f"mask {mask}"
+    if sample.reward is None or not trained or not sample.tokens:
+        return [0.0] * len(sample.tokens)
+    return [0.0, *map(float, mask[1:])]  # nothing comes before the first token, so nothing predicts it
 
 
 def _pair_rows(rows: Sequence[Row], pairs: Sequence[tuple[int, int]]) -> list[Row]:
@@ -346,44 +301,22 @@ def _prefix_lengths(samples: Sequence[Sample], masks: Sequence[Sequence[float]],
     sets: dict[tuple[int, int], list[int]] = {}
     for number, (sample, group) in enumerate(zip(samples, groups, strict=True)):
         sets.setdefault((group, sample.prompt_length), []).append(number)
-    lengths = [0] * len(samples)
+    lengths: dict[int, int] = {}
     for members in sets.values():
-        # The smallest and the largest list differ first where any two of them do.
-        smallest = min(samples[number].tokens for number in members)
-        largest = max(samples[number].tokens for number in members)
-        shared = len(smallest)
-        for place, (one, other) in enumerate(zip(smallest, largest, strict=False)):
-            if one != other:
-                shared = place
-                break
-        for number in members:
-            first_live = next((place for place, weight in enumerate(masks[number]) if weight > 0), len(masks[number]))
-            shared = min(shared, first_live)
-        for number in members:
-            lengths[number] = shared
-    return lengths
+        tokens = [samples[number].tokens for number in members]
+        ends = zip(min(tokens), max(tokens), strict=False)  # these differ first where any two of them do
+        shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], ends))
+        unsampled = min(first_live(masks[number]) for number in members)
+        lengths.update(dict.fromkeys(members, min(shared, unsampled)))
+    return [lengths[number] for number in range(len(samples))]
 
 
-def _prefix_key(row: Row) -> Hashable:
+def _prefix_key(row: Row) -> tuple[int, ...]:
     return (row.group_index, *row.tokens[: row.prefix_length])
-
-
-def _set_key(row: Row, number: int, share_prefix: bool, keep: Keep) -> Hashable:
-    if keep:
-        return _index(row, keep)
-    return _prefix_key(row) if share_prefix and row.prefix_length > PREFIX_LENGTH_MIN else number
-
-
-def _index(row: Row, keep: Keep) -> int:
-    return {"rollout": row.rollout_index, "pair": row.pair_index}.get(keep, row.group_index)
 
 
 def _token_count(rows: Sequence[Row]) -> int:
     return sum(len(row.tokens) for row in rows)
-
-
-def _cost(rows: Sequence[Row], share_prefix: bool) -> int:
-    return plan_layout(rows, share_prefix=share_prefix).padded_tokens([len(row.tokens) for row in rows])
 
 
 def _cuts(lengths: list[int], tokens_max: int, saving_min: int) -> list[tuple[int, int]]:
@@ -415,16 +348,14 @@ def _fill(units: list[list[Row]], tokens_max: int, share_prefix: bool) -> list[l
     prefixes = prefix_longest = rest_longest = 0
     for unit in units:
         layout = plan_layout(unit, share_prefix=share_prefix)
-        prefix = max((len(tokens) for tokens in layout.prefixes), default=0)
+        count, prefix = len(layout.prefixes), max(map(len, layout.prefixes), default=0)
         rest = max(len(row.tokens) - start for row, start in zip(unit, layout.starts, strict=True))
-        together = (prefixes + len(layout.prefixes)) * max(prefix_longest, prefix)
         if filled:
-            together += (len(filled[-1]) + len(unit)) * max(rest_longest, rest)
-        if filled and together <= tokens_max:
-            filled[-1].extend(unit)
-            prefixes, prefix_longest = prefixes + len(layout.prefixes), max(prefix_longest, prefix)
-            rest_longest = max(rest_longest, rest)
-        else:
-            filled.append(list(unit))
-            prefixes, prefix_longest, rest_longest = len(layout.prefixes), prefix, rest
+            both = prefixes + count, max(prefix_longest, prefix), max(rest_longest, rest)
+            if both[0] * both[1] + (len(filled[-1]) + len(unit)) * both[2] <= tokens_max:
+                filled[-1].extend(unit)
+                prefixes, prefix_longest, rest_longest = both
+                continue
+        filled.append(list(unit))
+        prefixes, prefix_longest, rest_longest = count, prefix, rest
     return filled

@@ -1,7 +1,7 @@
 """How large a model is, how many operations a step takes, how much memory: arithmetic on shapes, before any weights.
 
 Everything is counted per rank and in bytes, parameters and operations of one token. The formulas, with what they leave
-out, are in docs/memory-and-speed.md. Left out here too: names of models and settings of runs (compose/memory.py).
+out, are in docs/memory-and-speed.md. Left out here too: names of models and settings of runs (`rollouts.runs.dry_run`).
 
     >>> round(train_flops(ModelSize(110, 110, 100, 2, 8, 8, 4, 10, False), tokens=1, sequence_length=5, lora=False))
     1560
@@ -10,20 +10,11 @@ out, are in docs/memory-and-speed.md. Left out here too: names of models and set
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeVar
 
-from rollouts.errors import ConfigError
-
-__all__ = [
-    "MOMENTS",
-    "ModelSize",
-    "estimate_memory",
-    "model_size",
-    "model_size_of",
-    "peak_flops",
-    "tied_refusal",
-    "train_flops",
-]
+F = TypeVar("F", bound=Callable[..., Any])
+_MARK = "__rollouts_memory__"
 
 _DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -36,10 +27,8 @@ MOMENTS = {"adamw": 2, "sgd": 1, "adafactor": 0}
 _PEAKS: tuple[tuple[str, tuple[float | None, float | None, float]], ...] = (
     (r"A100", (312, 312, 19.5)),
     (r"H100\b.*\bPCIe", (756, 756, 51)),
-    (r"H100\b.*\bNVL", (835, 835, 60)),
-    (r"H100", (989, 989, 67)),
-    (r"H200\b.*\bNVL", (835, 835, 60)),
-    (r"G?H200", (989, 989, 67)),
+    (r"H[12]00\b.*\bNVL", (835, 835, 60)),
+    (r"H100|G?H200", (989, 989, 67)),
     (r"GB200", (2500, 2500, 80)),
     (r"B200", (2250, 2250, 75)),
     (r"L4", (121, 121, 30.3)),
@@ -103,11 +92,11 @@ def model_size(config: Any, *, lora_rank: int = 0, lora_targets: str = "all-line
 
     with torch.device("meta"):
         causal: Any = AutoModelForCausalLM.from_config(config)
-    size = model_size_of(causal)
-    if not lora_rank:
-        return size
-    adapters = _adapter_parameters(causal, lora_rank, lora_targets)
-    return size._replace(parameters=size.parameters + adapters, trained=adapters, matmul=size.matmul + adapters)
+        if lora_rank:
+            from rollouts.training.backends.lora import add_lora
+
+            add_lora(causal, rank=lora_rank, alpha=None, targets=lora_targets, seed=0)
+    return model_size_of(causal)
 
 
 def model_size_of(causal: Any) -> ModelSize:
@@ -120,7 +109,8 @@ def model_size_of(causal: Any) -> ModelSize:
     looked_up = {id(m.weight) for m in causal.modules() if isinstance(m, nn.Embedding)}
     named = {id(p): p for p in causal.parameters()}
     multiplied = [p for key, p in named.items() if p.ndim >= 2 and key not in looked_up]
-    embedding, head = (_base_layer(m) for m in (causal.get_input_embeddings(), causal.get_output_embeddings()))
+    ends = (causal.get_input_embeddings(), causal.get_output_embeddings())
+    embedding, head = (m.get_base_layer() if hasattr(m, "get_base_layer") else m for m in ends)  # beneath an adapter
     tied = head is not None and head.weight is embedding.weight
     vocabulary, hidden = embedding.weight.shape
     heads = int(config.num_attention_heads)
@@ -168,7 +158,7 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     if dtype not in _PEAK_DTYPES or re.search(_PART, device_name):
         return None
     for pattern, peaks in _PEAKS:
-        if re.search(rf"\b{pattern}\b", device_name, re.IGNORECASE):
+        if re.search(rf"\b(?:{pattern})\b", device_name, re.IGNORECASE):
             teraflops = peaks[_PEAK_DTYPES.index(dtype)]
             return None if teraflops is None else teraflops * 1e12
     return None
@@ -204,21 +194,41 @@ def estimate_memory(
     moments = MOMENTS[optimizer]
     share = shards if sharded else 1
     running = _activations(size, tokens, compute, gradient_checkpointing, whole_inputs=size.lora and not sharded)
+    beside = 0.0
     if critic is not None:
         running += _activations(critic, tokens, compute, gradient_checkpointing)
+        learns = critic.parameters - (0 if critic.tied else critic.head)  # its own head is never asked for logits
+        beside = trained * (critic.parameters + learns * (1 + moments)) / share
     return {
         "weights": ((size.parameters - size.trained) * weight + size.trained * trained) / share,
         "gradients": size.trained * trained / share,
         "optimizer": size.trained * trained * moments / share,
         "reference": size.trained * trained / share if reference else 0.0,
-        "critic": _critic(critic, trained, moments) / share if critic is not None else 0.0,
+        "critic": beside,
         "teacher": float(teacher.parameters * weight) if teacher is not None else 0.0,
         "activations": running,
         "logits": _logits(size, tokens, compute, whole_logits),
         "unsharded": _unsharded(size, compute) if sharded else 0.0,
-        "engine copy": float(_without_adapters(size) * compute) if engine_copy else 0.0,
+        "engine copy": float((size.parameters - (size.trained if size.lora else 0)) * compute) if engine_copy else 0.0,
         "kv cache": float(cache_bytes),
     }
+
+
+def estimated_as(how: Literal["whole", "sharded", "embedded"]) -> Callable[[F], F]:
+    """Mark the factory of a backend whose memory `estimate_memory` counts. A training backend has the model whole on
+    each rank, or sharded over its ranks; an embedded engine decodes in their processes, with a cache.
+    """
+
+    def mark(factory: F) -> F:
+        setattr(factory, _MARK, how)
+        return factory
+
+    return mark
+
+
+def how_estimated(factory: Any) -> str:
+    """How a factory is marked by `estimated_as`; empty where it is not."""
+    return str(getattr(factory, _MARK, ""))
 
 
 def _activations(
@@ -258,29 +268,6 @@ def _unsharded(size: ModelSize, compute: int) -> float:
     return float((2 * size.block + outside) * compute + largest * (compute + 4))
 
 
-def _critic(critic: ModelSize, number: int, moments: int) -> float:
-    """All of it is trained but a head of its own, which nobody asks for logits."""
-    trained = critic.parameters - (0 if critic.tied else critic.head)
-    return float(critic.parameters * number + trained * number * (1 + moments))
-
-
-def _without_adapters(size: ModelSize) -> int:
-    return size.parameters - (size.trained if size.lora else 0)
-
-
-def tied_refusal(targets: str, layer: str, other: str) -> str:
-    """Why an adapter on such a layer is not trained, and what to type."""
-    return (
-        f"lora_targets {targets!r}: the model ties the weight of {layer} to {other}, and an adapter on one of them "
-        f"cannot be merged into the weight of both; leave {layer.rpartition('.')[2]} out of --training.lora-targets"
-    )
-
-
-def _base_layer(module: Any) -> Any:
-    """The model's own layer beneath an adapter."""
-    return module.get_base_layer() if hasattr(module, "get_base_layer") else module
-
-
 def _visited(parameter: Any, config: Any) -> float:
     """The share of a weight that a token is multiplied by: 1, but of stacked experts those that it is sent to."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -288,29 +275,3 @@ def _visited(parameter: Any, config: Any) -> float:
     if parameter.ndim == 3 and experts and parameter.shape[0] == experts:
         return min(experts, int(getattr(config, "num_experts_per_tok", None) or experts)) / experts
     return 1.0
-
-
-def _adapter_parameters(causal: Any, rank: int, targets: str) -> int:
-    """An adapter of a weight [n, m] has rank * (n + m) numbers. Which layers get one: as peft chooses them."""
-    from torch import nn
-    from transformers.pytorch_utils import Conv1D
-
-    layers = {name: m for name, m in causal.named_modules() if isinstance(m, nn.Linear | Conv1D | nn.Embedding)}
-    if targets == "all-linear":
-        head = causal.get_output_embeddings()
-        chosen = [m for m in layers.values() if m is not head and not isinstance(m, nn.Embedding)]
-    else:
-        wanted = tuple(target.strip() for target in targets.split(",") if target.strip())
-        chosen = [m for name, m in layers.items() if name in wanted or name.endswith(tuple(f".{w}" for w in wanted))]
-    if not chosen:
-        names = sorted({name.rpartition(".")[2] for name in layers})
-        raise ConfigError(
-            f'lora_targets {targets!r} match no layer of {type(causal).__name__}; give "all-linear" or some of: '
-            f"{', '.join(names)}"
-        )
-    for layer in chosen:
-        same = [name for name, each in layers.items() if each.weight is layer.weight]
-        if len(same) > 1:
-            own = next(name for name in same if layers[name] is layer)
-            raise ConfigError(tied_refusal(targets, own, next(name for name in same if name != own)))
-    return sum(rank * sum(layer.weight.shape) for layer in chosen)

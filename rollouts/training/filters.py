@@ -20,21 +20,6 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 
-__all__ = [
-    "accuracy_std",
-    "any_success",
-    "check_any_success",
-    "check_min_reward",
-    "check_quality_and_diversity",
-    "check_reasonable_length",
-    "check_response_diversity",
-    "check_reward_nonzero_std",
-    "min_reward",
-    "nonzero_std",
-    "reasonable_length",
-    "response_diversity",
-]
-
 
 def nonzero_std(rewards: Sequence[float | None], *, spread_min: float = 1e-6) -> bool | str:
     """Drop groups whose rewards are all the same: they have no gradient.
@@ -92,8 +77,7 @@ def min_reward(rewards: Sequence[float | None], *, minimum: float = 0.0) -> bool
     Args:
         minimum: the lowest mean that is kept
     """
-    judged = [reward for reward in rewards if reward is not None]
-    return True if judged and sum(judged) / len(judged) >= minimum else "mean_reward_below_minimum"
+    return _mean_is_at_least(rewards, minimum) or "mean_reward_below_minimum"
 
 
 def response_diversity(samples: Sequence[Sample], *, unique_frac_min: float = 0.5) -> bool | str:
@@ -143,8 +127,7 @@ def check_any_success(samples: Sequence[Sample], threshold: float = 0.0) -> bool
 
 def check_min_reward(samples: Sequence[Sample], min_reward: float = 0.0) -> bool:
     """Whether the mean reward is at least the minimum."""
-    judged = [reward for reward in _rewards(samples) if reward is not None]
-    return bool(judged) and sum(judged) / len(judged) >= min_reward
+    return _mean_is_at_least(_rewards(samples), min_reward)
 
 
 def check_response_diversity(samples: Sequence[Sample], min_unique_ratio: float = 0.5) -> bool:
@@ -168,6 +151,11 @@ def check_quality_and_diversity(
         and check_min_reward(samples, min_reward)
         and check_response_diversity(samples, min_unique_ratio)
     )
+
+
+def _mean_is_at_least(rewards: Sequence[float | None], minimum: float) -> bool:
+    judged = [reward for reward in rewards if reward is not None]
+    return bool(judged) and sum(judged) / len(judged) >= minimum
 
 
 def _live(sample: Sample) -> tuple[int, ...]:

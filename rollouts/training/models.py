@@ -1,40 +1,47 @@
 """Loading a causal language model or a tokenizer by name, with errors that say what to type.
 
 A name is `tiny` (the model that comes with rollouts), a folder, or a repository of the Hugging Face hub. A folder may
-hold a LoRA adapter: the model that it was trained on is loaded, and the adapter merged into it.
+hold a LoRA adapter, with its adapter_config.json: one of our checkpoints, or what peft, TRL and others write. Then
+the model that it was trained on is loaded, and the adapter merged into it as peft does.
 
 A model may bring Python code of its own. It is refused, without a question at the terminal, outside of
-`remote_code(True)`.
+`remote_code(True)`. Left out: training adapters (`rollouts.training.backends.lora`), and writing models
+(`rollouts.training.weights.files`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import warnings
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
 
-from rollouts.errors import ConfigError, ModelError
-from rollouts.training.adapters import base_of, has_tokenizer, is_adapter, merge_adapter
-
-__all__ = [
-    "TINY_PATH",
-    "adapters_beneath",
-    "build_hf_model",
-    "is_remote_code_allowed",
-    "load_config",
-    "load_hf_model",
-    "load_tokenizer",
-    "no_progress_bars",
-    "prepare_gradient_checkpointing",
-    "remote_code",
-    "resolve_device",
-    "resolve_model_name",
-]
+from rollouts.errors import ConfigError, ModelError, first_line
 
 TINY_PATH = Path(__file__).resolve().parent.parent / "tiny"
 
+
+class Bundled(NamedTuple):
+    """A model that comes with rollouts: its folder, and the learning rate that suits it."""
+
+    path: Path
+    lr: float
+
+
+BUNDLED = {"tiny": Bundled(TINY_PATH, lr=3e-4)}
+"""The models that come with rollouts, by name."""
+
+ADAPTER_CONFIG = "adapter_config.json"
+
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
+_ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+_TOKENIZER = (
+    "tokenizer.json tokenizer_config.json tokenizer.model spiece.model tekken.json vocab.json vocab.txt".split()
+)
+_PROBE_TOKENS = 16
+_AGREEMENT = 1e-3  # of the largest logit: float32 sums in another order are far closer, other weights far off
 _remote_code_allowed = False  # of the process: models are loaded in several threads
 
 
@@ -54,16 +61,20 @@ def is_remote_code_allowed() -> bool:
     return _remote_code_allowed
 
 
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
 def resolve_model_name(name: str) -> str:
     """The folder of `tiny`, a folder that exists and holds a model or an adapter, or a hub name. Raises ModelError."""
-    if name == "tiny":
-        return str(TINY_PATH)
+    if name in BUNDLED:
+        return str(BUNDLED[name].path)
     if not name:
         raise ModelError("no model was given; give a folder, a hub name, or `--model tiny`")
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file() and not is_adapter(path):
-            hint = _checkpoint_hint(path)
+            found = [*path.glob("*/config.json"), *path.glob(f"*/{ADAPTER_CONFIG}")]
+            hint = f"; did you mean {path / max(entry.parent.name for entry in found)}?" if found else ""
             raise ModelError(f"the folder {name} holds no config.json, so it is no transformers model{hint}")
         return str(path)
     if path.exists():
@@ -81,13 +92,35 @@ def adapters_beneath(name: str) -> tuple[str, tuple[str, ...]]:
     resolved = resolve_model_name(name)
     while is_adapter(resolved):
         if resolved in folders:
-            raise ModelError(f"the adapter in {resolved} was trained on itself, if its adapter_config.json is right")
+            raise ModelError(f"the adapter in {resolved} was trained on itself, if its {ADAPTER_CONFIG} is right")
         folders.append(resolved)
         try:
-            resolved = resolve_model_name(base_of(resolved))
+            resolved = resolve_model_name(_base_of(Path(resolved)))
         except ModelError as error:
             raise _of_adapter(folders[-1], error) from error
     return resolved, tuple(reversed(folders))
+
+
+def is_adapter(folder: str | Path) -> bool:
+    """Whether the folder holds an adapter and no whole model."""
+    path = Path(folder).expanduser()
+    return (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file()
+
+
+def has_tokenizer(folder: str | Path) -> bool:
+    """Whether a tokenizer lies in the folder, beside the adapter or model."""
+    return any((Path(folder) / name).is_file() for name in _TOKENIZER)
+
+
+def read_adapter_config(folder: str | Path) -> dict[str, Any]:
+    """adapter_config.json as plain data. Raises ModelError."""
+    try:
+        config = json.loads((Path(folder) / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError(f"it holds {type(config).__name__}, and must hold an object")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the {ADAPTER_CONFIG} in {folder} cannot be read: {error}") from error
+    return config
 
 
 def resolve_device(device: str) -> str:
@@ -99,11 +132,49 @@ def resolve_device(device: str) -> str:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch has no error of its own for it
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(
-            f"the device {device!r} cannot be used here: {first}; type auto, cpu, cuda or cuda:1"
-        ) from error
+        what = f"the device {device!r} cannot be used here: {first_line(error)}"
+        raise ConfigError(f"{what}; type auto, cpu, cuda or cuda:1") from error
     return device
+
+
+def _base_of(folder: Path) -> str:
+    """The model that an adapter was trained on: `tiny`, a folder that exists, or a hub name.
+
+    The embedded model is found wherever the package is now. Within a run of mode sft+rl that was moved, the checkpoint
+    of its first phase is found: the adapter is in `OUT/rl/checkpoints/Y`, and the model in `OUT/sft/checkpoints/X`.
+    Raises ModelError, with what to write.
+    """
+    given = read_adapter_config(folder).get("base_model_name_or_path")
+    if not given or not isinstance(given, str):
+        raise ModelError(f"the adapter in {folder} does not say on which model it was trained; {_how_to_say(folder)}")
+    path = Path(given).expanduser()
+    if path.is_dir():
+        return str(path)
+    parts = PurePosixPath(given.replace("\\", "/")).parts
+    if given == "tiny" or parts[-2:] == ("rollouts", "tiny"):
+        return "tiny"
+    above = folder.absolute().parents
+    if parts[-3:-1] == ("sft", "checkpoints") and [each.name for each in above[:2]] == ["checkpoints", "rl"]:
+        moved = above[2].joinpath(*parts[-3:])
+        if moved.is_dir():
+            return str(moved)
+    if path.is_absolute() or len(parts) > 2 or given.startswith((".", "~")) or "\\" in given:
+        what = f"the adapter in {folder} was trained on the model in {given}, and there is no such folder here"
+        raise ModelError(f"{what}; put the model there, or {_how_to_say(folder)}")
+    return given
+
+
+def _how_to_say(folder: str | Path) -> str:
+    return f'write its folder or hub name into {Path(folder) / ADAPTER_CONFIG}, as "base_model_name_or_path"'
+
+
+def _of_adapter(folder: str, error: ModelError) -> ModelError:
+    """The same mistake, with the adapter because of which the model is wanted."""
+    words = str(error)
+    return error if folder in words else ModelError(f"the adapter in {folder} needs its model: {words}")
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
 
 
 def load_hf_model(name: str, *, dtype: str = "float32", device: str = "auto", attention: str = "auto") -> Any:
@@ -115,17 +186,12 @@ def load_hf_model(name: str, *, dtype: str = "float32", device: str = "auto", at
     if dtype not in _DTYPES:
         raise ModelError(f"unknown dtype {dtype!r} (choices: {', '.join(_DTYPES)})")
     place = resolve_device(device)  # before the weights are read
-    chosen = {} if attention == "auto" else {"attn_implementation": attention}
     whole, adapters = adapters_beneath(name)
     try:
-        if not adapters:
-            model = _load_causal(whole, dtype=getattr(torch, dtype), **chosen)
-        else:
-            model = _load_merged(whole, adapters, getattr(torch, dtype), chosen)
+        model = _load_merged(whole, adapters, getattr(torch, dtype), **_attention(attention))
     except ModelError as error:
         raise (_of_adapter(adapters[0], error) if adapters else error) from error
-    model.eval()
-    return model.to(place)
+    return model.eval().to(place)
 
 
 def build_hf_model(name: str, *, dtype: str = "float32", attention: str = "auto") -> Any:
@@ -137,12 +203,15 @@ def build_hf_model(name: str, *, dtype: str = "float32", attention: str = "auto"
     from transformers.initialization import no_init_weights
 
     whole, _ = adapters_beneath(name)
-    chosen: dict[str, Any] = {} if attention == "auto" else {"attn_implementation": attention}
-    chosen["trust_remote_code"] = _remote_code_allowed
+    settings: dict[str, Any] = {"dtype": getattr(torch, dtype), "trust_remote_code": _remote_code_allowed}
     with no_init_weights():
-        model = AutoModelForCausalLM.from_config(load_config(whole), dtype=getattr(torch, dtype), **chosen)
+        model = AutoModelForCausalLM.from_config(load_config(whole), **settings, **_attention(attention))
     model.tie_weights()
     return model.eval()
+
+
+def _attention(name: str) -> dict[str, str]:
+    return {} if name == "auto" else {"attn_implementation": name}
 
 
 def load_tokenizer(name: str) -> Any:
@@ -191,22 +260,22 @@ def no_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _load_merged(whole: str, adapters: tuple[str, ...], dtype: Any, chosen: dict[str, str]) -> Any:
+def _load_merged(whole: str, adapters: tuple[str, ...], dtype: Any, **attention: str) -> Any:
     """The model with the adapters merged in one after the other: in float32 where `dtype` is half precision, so that
     what is rounded is their sum, once.
     """
     import torch
 
-    is_half = dtype in (torch.bfloat16, torch.float16)
-    model = _load_causal(whole, dtype=torch.float32) if is_half else _load_causal(whole, dtype=dtype, **chosen)
-    for folder in adapters:
-        model = merge_adapter(model, folder)
-    if not is_half:
+    if not adapters or dtype not in (torch.bfloat16, torch.float16):
+        model = _load_causal(whole, dtype=dtype, **attention)
+        for folder in adapters:
+            model = merge_adapter(model, folder)
         return model
+    exact = _load_merged(whole, adapters, torch.float32)
     # Some tensors of a half-precision model stay in float32; transformers knows which, and copying keeps their types.
-    half = _load_causal(whole, dtype=dtype, **chosen)
-    half.load_state_dict(model.state_dict())
-    half.name_or_path = half.config._name_or_path = model.name_or_path
+    half = _load_causal(whole, dtype=dtype, **attention)
+    half.load_state_dict(exact.state_dict())
+    half.name_or_path = half.config._name_or_path = exact.name_or_path
     return half
 
 
@@ -216,10 +285,8 @@ def _load_causal(resolved: str, **settings: Any) -> Any:
 
     model = _load(AutoModelForCausalLM, resolved, "model", **settings)
     if getattr(model, "_hf_peft_config_loaded", False):
-        raise ModelError(
-            f"the model {resolved!r} of the hub is a LoRA adapter; download it (`hf download {resolved} --local-dir "
-            "adapter`) and give its folder"
-        )
+        download = f"download it (`hf download {resolved} --local-dir adapter`) and give its folder"
+        raise ModelError(f"the model {resolved!r} of the hub is a LoRA adapter; {download}")
     if Path(resolved).is_dir():
         model.name_or_path = model.config._name_or_path = str(Path(resolved).absolute())
     return model
@@ -236,28 +303,127 @@ def _load(loader: Any, resolved: str, what: str, **settings: Any) -> Any:
 
 
 def _explain(resolved: str, what: str, error: Exception) -> str:
-    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if "trust_remote_code" in str(error):
-        return (
-            f"the {what} of {resolved} is Python code that comes with the model, and would run on this machine; read "
-            "it, then type --trust-remote-code true, or give another model"
-        )
+        code = f"the {what} of {resolved} is Python code that comes with the model, and would run on this machine"
+        return f"{code}; read it, then type --trust-remote-code true, or give another model"
     if Path(resolved).is_dir():
-        return f"the {what} in {resolved} could not be loaded: {first_line}"
-    return (
-        f"the {what} {resolved!r} is no folder here and could not be loaded from the hub: {first_line} "
-        "Check the spelling and the connection, give a folder with the model, or try `--model tiny`, "
-        "which needs neither"
-    )
+        return f"the {what} in {resolved} could not be loaded: {first_line(error)}"
+    missing = f"the {what} {resolved!r} is no folder here and could not be loaded from the hub: {first_line(error)}"
+    hint = "give a folder with the model, or try `--model tiny`, which needs neither"
+    return f"{missing} Check the spelling and the connection, {hint}"
 
 
-def _of_adapter(folder: str, error: ModelError) -> ModelError:
-    """The same mistake, told with the adapter because of which the model is wanted."""
-    words = str(error)
-    return error if folder in words else ModelError(f"the adapter in {folder} needs its model: {words}")
+# --- adapters ---------------------------------------------------------------------------------------------------------
 
 
-def _checkpoint_hint(path: Path) -> str:
-    found = [*path.glob("*/config.json"), *path.glob("*/adapter_config.json")]
-    inside = sorted(entry.parent.name for entry in found)
-    return f"; did you mean {path / inside[-1]}?" if inside else ""
+def merge_adapter(causal: Any, folder: str) -> Any:
+    """The causal LM with the adapter added to its weights; plain again, every weight trainable. `causal` is used up.
+
+    The merged model gives the logits of the model with the adapter beside it, which is checked. Raises ModelError for
+    files that cannot be read, for an adapter of another model, and for one on a weight that the model ties to another.
+    """
+    from safetensors import SafetensorError
+
+    if not any((Path(folder) / name).is_file() for name in _ADAPTER_WEIGHTS):
+        what = f"the adapter in {folder} has no {_ADAPTER_WEIGHTS[0]}"
+        raise ModelError(f"{what}, so it cannot be loaded; give another folder")
+    config = read_adapter_config(folder)
+    if config.get("megatron_config"):
+        # peft would import the module that the file names.
+        raise ModelError(f"the adapter in {folder} is one of Megatron's, which is not supported; give another adapter")
+    try:
+        with no_peft_warnings():
+            merged = _merge(causal, folder, config)
+    except (OSError, SafetensorError, EOFError) as error:
+        raise ModelError(f"the adapter in {folder} cannot be read: {first_line(error)}") from error
+    except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:  # peft has no errors of its own
+        lines = str(error).strip().splitlines()
+        # The first line of torch's says no more than that.
+        detail = lines[1].strip() if lines[1:] and lines[0].startswith("Error(s) in loading") else first_line(error)
+        base = config.get("base_model_name_or_path")
+        what = f"the adapter in {folder} does not fit the model that it names, {base}: {detail}"
+        raise ModelError(f"{what}\nif another model is meant, {_how_to_say(folder)}") from error
+    merged.requires_grad_(True)  # peft froze it
+    merged.name_or_path = merged.config._name_or_path = str(Path(folder).absolute())
+    return merged.eval()
+
+
+def tied_with_adapter(causal: Any) -> tuple[str, str] | None:
+    """Two layers that share one weight, the first of them with an adapter (injected by peft): merged into the weight,
+    it would change the other layer too. None where there are no such layers.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in causal.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name.removesuffix(".weight"))
+    for layers in names.values():
+        adapted = [layer for layer in layers if layer.endswith(".base_layer")]
+        if adapted and len(layers) > 1:
+            other = next(layer for layer in layers if layer != adapted[0])
+            return adapted[0].removesuffix(".base_layer"), other.removesuffix(".base_layer")
+    return None
+
+
+@contextlib.contextmanager
+def no_peft_warnings() -> Iterator[None]:
+    """peft warns of what is looked after elsewhere."""
+    with warnings.catch_warnings():
+        # GPT-2 keeps its linear layers transposed; peft sets fan_in_fan_out itself and warns that it did.
+        warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")
+        # peft reads a property of the model that newer transformers have renamed.
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+        # Both are refused, as errors.
+        warnings.filterwarnings("ignore", message=".*missing adapter keys.*|.*tie_word_embeddings.*")
+        yield
+
+
+def probe_logits(causal: Any) -> Any:
+    """The float32 logits [1, T, V] of a causal LM for a fixed sequence, without gradient."""
+    import torch
+
+    weight = causal.get_input_embeddings().weight
+    ids = (torch.arange(_PROBE_TOKENS) * 7919 % weight.shape[0])[None].to(weight.device)
+    attention = causal.config._attn_implementation
+    if attention not in ("eager", "sdpa"):  # the others need a GPU, or compile
+        causal.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            return causal(input_ids=ids, use_cache=False).logits.float()
+    finally:
+        if attention not in ("eager", "sdpa"):
+            causal.set_attn_implementation(attention)
+
+
+def agree(one: Any, other: Any) -> bool:
+    """Whether two models' `probe_logits` are the same but for rounding."""
+    import torch
+
+    largest = float(one.nan_to_num(0.0, 0.0, 0.0).abs().max())
+    return torch.allclose(one, other, rtol=0.0, atol=_AGREEMENT * max(1.0, largest), equal_nan=True)
+
+
+def _merge(causal: Any, folder: str, config: dict[str, Any]) -> Any:
+    """Raises ModelError, ValueError where the adapter and the model have not the same layers, and what peft raises."""
+    from peft import PeftModel, get_peft_model_state_dict
+    from peft.utils.save_and_load import load_peft_weights
+
+    peft_model = PeftModel.from_pretrained(causal, folder)
+    if not hasattr(peft_model, "merge_and_unload"):
+        kind = config.get("peft_type")
+        raise ModelError(f"the adapter in {folder} is of the kind {kind}, which cannot be merged into weights")
+    # peft passes over layers that only one of the two has.
+    own = set(get_peft_model_state_dict(peft_model, save_embedding_layers=False))
+    stored = set(load_peft_weights(folder, device="cpu"))
+    strange = sorted(own - stored) or sorted(name for name in stored - own if "lora_" in name)
+    if strange:
+        raise ValueError(f"one of them has {strange[0]}, and the other does not")
+    tied = tied_with_adapter(causal)
+    if tied is not None:
+        what = f"the adapter in {folder} changes {tied[0]}, and its model ties the weight of that layer to {tied[1]}"
+        hint = "Serve the adapter beside its model (`rollouts export ... --adapter`), or train one without that layer"
+        raise ModelError(f"{what}: merged, it would change both. {hint}")
+    beside = probe_logits(causal)
+    merged = peft_model.merge_and_unload(safe_merge=True)
+    if not agree(beside, probe_logits(merged)):
+        merging = f"merged into the weights of {config.get('base_model_name_or_path')}, the adapter in {folder}"
+        raise ModelError(f"{merging} gives other logits than beside them, so this version of peft cannot merge it")
+    return merged

@@ -5,14 +5,9 @@ No torch. What is left out: rewards of whole groups and filters (the loop), adva
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from rollouts.types import Sample, Segment, Status, Trajectory
-
-if TYPE_CHECKING:
-    from rollouts.agent import Episode
-
-__all__ = ["episode_samples"]
+from rollouts.types import Episode, Sample, Status, Trajectory
 
 
 def episode_samples(episode: Episode, group_index: int, rollout_index: int) -> list[Sample]:
@@ -60,11 +55,11 @@ def _sample(episode: Episode, trajectory: Trajectory, number: int, position: int
         status=status,
         policy_versions=list(segment.versions),
         rollout_index=rollout_index,
-        prompt_length=_context_length(segment) if (number, position) == (0, 0) else 0,
+        prompt_length=first_live(segment.loss_mask) if (number, position) == (0, 0) else 0,
         parts=dict(episode.score.parts),
     )
 
 
-def _context_length(segment: Segment) -> int:
-    """How many tokens come before the first sampled one."""
-    return next((index for index, weight in enumerate(segment.loss_mask) if weight > 0), len(segment.tokens))
+def first_live(mask: Sequence[float]) -> int:
+    """How many tokens come before the first that is trained; all of them where none is."""
+    return next((index for index, weight in enumerate(mask) if weight > 0), len(mask))

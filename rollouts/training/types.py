@@ -5,24 +5,12 @@ Plain data, no torch: a batch can travel to other ranks. Rows come from `rollout
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
-from rollouts.training.backends.futures import TrainFuture
-
-__all__ = [
-    "Anchor",
-    "Companions",
-    "ForwardOutput",
-    "RankServer",
-    "Row",
-    "StepResult",
-    "TrainBatch",
-    "TrainingBackend",
-    "Unit",
-]
+from rollouts.training.backends.futures import TorchThread, TrainFuture
 
 Unit = Literal["token", "rollout", "pair"]
 """What a loss returns one value for."""
@@ -122,48 +110,63 @@ class RankServer(Protocol):
 
     def serve(self) -> None:
         """Carry out rank 0's commands until the run is over. Raises where a command fails here."""
-        ...
 
 
 class TrainingBackend(Protocol):
-    """Holds model and optimizer. Every call returns a future at once; submission order is execution order."""
+    """Holds model and optimizer. Every call returns a future at once; submission order is execution order.
 
-    version: int
+    Every field is required; some may be None, where it says so.
+    """
+
+    world_size: int  # the number of ranks
+    device: str  # where this process computes: cpu, cuda:0
+    compute_dtype: str  # what the layers compute in: a copy of the model in it gives the same numbers
+    notes: Sequence[str]  # what a user should know about this model, such as fast paths that it cannot take
+    checkpoint_bytes: int | None  # about what a checkpoint takes on the disk; None: unknown
+    can_profile: bool  # whether `start_profile` and `stop_profile` may be called
+    # The causal LM, which an in-process engine may generate with, on `thread`; None where no process has all weights.
+    model: Any
+    thread: TorchThread  # where all torch work happens, in order
+    # What lies beside the weights in a folder that servers load (rollouts.training.weights.files.ModelFiles); None: the
+    # weights cannot be written for servers.
+    model_files: Any
+
+    @property
+    def version(self) -> int:
+        """How many optimizer steps have changed the weights."""
 
     def forward(
         self, batch: TrainBatch, needs: tuple[str, ...] = ("logprobs",), *, only_live: bool = False
     ) -> TrainFuture[ForwardOutput]:
         """What `needs` names (the fields of ForwardOutput), without gradient; at live positions or at all."""
-        ...
 
     def forward_backward(self, batch: TrainBatch) -> TrainFuture[dict[str, float]]:
         """Accumulate gradients and denominators; returns the batch's `policy/...` metrics."""
-        ...
 
     def optim_step(self) -> TrainFuture[StepResult]:
         """Divide by D once, clip, step, zero, version += 1. D = 0 or a non-finite gradient skips the step and says
         so.
         """
-        ...
 
     def get_weights(self, kind: Literal["full", "adapter"] = "full") -> TrainFuture[dict[str, Any]]:
         """A copy of the weights by name."""
-        ...
 
     def load_weights(self, weights: dict[str, Any]) -> TrainFuture[None]:
         """Replace weights by name."""
-        ...
 
     def save(self, path: str, state: Mapping[str, Any] | None = None) -> TrainFuture[None]:
         """Write weights (loadable by transformers), optimizer, counters and the run's own `state` (plain data) into
         the folder, which appears whole or not at all. Raises CheckpointError.
         """
-        ...
 
     def load(self, path: str) -> TrainFuture[dict[str, Any]]:
         """Read back what `save` wrote; gives the run's own `state`. Raises ConfigError, ModelError."""
-        ...
+
+    def start_profile(self) -> TrainFuture[None]:
+        """Begin to profile what the backend does, on every rank."""
+
+    def stop_profile(self, folder: str) -> TrainFuture[None]:
+        """Write what was profiled into `folder`. Raises OutputError."""
 
     def close(self) -> None:
         """End the backend's thread."""
-        ...

@@ -17,9 +17,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from rollouts import Task, tool
-from rollouts.agent import EpisodeLimits, run_episode
+from rollouts.agent.episode import run_episode
+from rollouts.agent.model import EpisodeLimits
 from rollouts.chat import ChatFormat, load_chat_format, tokenize_supervised
-from rollouts.inference.base import GenerateRequest, Generation, VersionSpan
+from rollouts.inference.base import Capabilities, GenerateRequest, Generation, VersionSpan
 from rollouts.training.models import load_tokenizer
 from rollouts.types import Message, Status, ToolCall
 
@@ -194,8 +195,8 @@ class Web:
 class Reader:
     """An engine that calls the tool, and then says that it is done."""
 
-    trainable = in_process = False
-    context_tokens_max = 4096
+    capabilities = Capabilities()
+    context_tokens_max, vocabulary_size, version = 4096, 0, 0
 
     def __init__(self, *said: list[int]) -> None:
         self.said = list(said)
@@ -249,5 +250,6 @@ def test_the_cost_of_control_tokens_in_a_text_is_linear() -> None:
         return time.process_time() - began
 
     seconds(100)
-    few, many = min(seconds(2000) for _ in range(2)), seconds(20_000)
-    assert many < 25 * few, f"ten times the tokens took {many / few:.0f} times as long"
+    few, many = (min(seconds(count) for _ in range(3)) for count in (2000, 20_000))
+    # In C, so that no step of Python can be counted: where lists are copied, it is 80 times.
+    assert many < 40 * few, f"ten times the tokens took {many / few:.0f} times as long"

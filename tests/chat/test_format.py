@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from steps import count_steps
 
 from rollouts.chat import ChatFormat, load_chat_format
 from rollouts.errors import ConfigError, ModelError
@@ -307,13 +307,15 @@ def test_users_mistakes() -> None:
 
 def test_extending_a_short_conversation_is_quick() -> None:
     chat = chat_for("qwen2_5")
-    times = []
-    for index in range(30):
+
+    def steps(index: int) -> int:
         before = [Message("user", f"What is {index}?")]
         chat.encode_prompt(before, TOOLS)
         sampled = sample(chat, spell(chat, "", [{"expression": str(index)}]))
         reply = chat.parse(sampled, TOOLS)
-        begun = time.process_time()
-        assert chat.extend(before, reply, [Message("tool", "4")], TOOLS, sampled) is not None
-        times.append(time.process_time() - begun)
-    assert sorted(times)[len(times) // 2] < 0.005, "measured 0.2 ms; far above it, a cache no longer works"
+        found: list[list[int] | None] = []
+        taken = count_steps(lambda: found.append(chat.extend(before, reply, [Message("tool", "4")], TOOLS, sampled)))
+        assert found[0] is not None
+        return taken
+
+    assert max(map(steps, range(5))) < 3000, "measured 1272; far above it, a cache no longer works"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import json
 import sys
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from steps import count_steps
 
 from rollouts.chat import ChatFormat, load_chat_format, tokenize_supervised
 from rollouts.errors import ModelError
@@ -211,35 +212,40 @@ def test_tools_are_not_written_again_at_each_turn(name: str, monkeypatch: pytest
     assert 0 < count == len([value for value in written if "parameters" in str(value)])
 
 
-def test_a_late_turn_costs_no_more_than_an_early_one() -> None:
+def test_a_late_turn_costs_no_more_than_an_early_one(monkeypatch: pytest.MonkeyPatch) -> None:
     chat = chat_of("tiny")
     said = 'look\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     sampled = [*chat.encode(said), chat.stop_ids[0]]
-    best = [float("inf")] * 50
-    for repeat in range(4):
-        before = [Message("user", f"hello {repeat}")]
+
+    def steps(turns: int) -> list[int]:
+        before = [Message("user", f"hello {turns}")]
         chat.encode_prompt(before, TOOLS)
-        for turn in range(50):
-            reply = chat.parse(sampled, TOOLS)
-            new = [Message("tool", f"{turn} is {repeat} " * 40, tool_call_id=reply.tool_calls[0].id, name="f")]
-            began = time.process_time()
-            assert chat.extend(before, reply, new, TOOLS, sampled) is not None
-            best[turn] = min(best[turn], time.process_time() - began)
-            before = [*before, reply, *new]
-    assert sum(best[-8:]) < 2 * sum(best[2:10]), "measured 1.1 times; without tails it is four times"
+        return [count_steps(functools.partial(play, before, turn)) for turn in range(turns)]
+
+    def play(before: list[Message], turn: int) -> None:
+        reply = chat.parse(sampled, TOOLS)
+        new = [Message("tool", f"{turn} is 3 " * 40, tool_call_id=reply.tool_calls[0].id, name="f")]
+        assert chat.extend(list(before), reply, new, TOOLS, sampled) is not None
+        before += [reply, *new]
+
+    taken = steps(30)
+    assert max(taken[2:]) <= 1.05 * taken[1], taken
+    monkeypatch.setattr(chat, "_tails", None)
+    taken = steps(10)
+    assert taken[9] > 2 * taken[1], "without tails it grows with the turns"
 
 
-def test_supervised_turns_cost_the_same_in_a_long_conversation() -> None:
+def test_supervised_turns_cost_the_same_in_a_long_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
     chat = chat_of("tiny")
+    rows: list[Any] = []
 
-    def seconds(turns: int, repeat: int) -> float:
-        talk = [part for n in range(turns) for part in (Message("user", f"{repeat} {n}"), Message("assistant", "yes"))]
-        began = time.process_time()
-        assert len(tokenize_supervised(talk, [], chat)) == 1
-        return (time.process_time() - began) / turns
+    def steps_a_turn(turns: int) -> float:
+        talk = [part for n in range(turns) for part in (Message("user", f"{turns} {n}"), Message("assistant", "yes"))]
+        return count_steps(lambda: rows.extend(tokenize_supervised(talk, [], chat))) / turns
 
-    short, long = (min(seconds(turns, turns + repeat) for repeat in range(4)) for turns in (6, 60))
-    assert long < 2 * short, "measured 0.9 times; without tails it is three times"
+    assert steps_a_turn(30) <= 1.05 * steps_a_turn(6) and len(rows) == 2
+    monkeypatch.setattr(chat, "_tails", None)
+    assert steps_a_turn(31) > 3 * steps_a_turn(7), "without tails it grows with the turns"
 
 
 def test_a_message_that_changes_in_place_is_seen() -> None:

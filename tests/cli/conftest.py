@@ -81,11 +81,14 @@ def composed(monkeypatch):
     """Replace the run; returns the list of (resolved, dry_run) that it was called with."""
     calls: list[tuple[Resolved, bool]] = []
 
-    def run_command(resolved, dry_run):
-        calls.append((resolved, dry_run))
-        return 0
+    def run(resolved, observer):
+        calls.append((resolved, False))
 
-    module = types.ModuleType("rollouts.compose")
-    module.run_command = run_command  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "rollouts.compose", module)
+    def dry_run(resolved):
+        calls.append((resolved, True))
+
+    for name, function in (("rollouts.runs", run), ("rollouts.runs.dry_run", dry_run)):
+        module = types.ModuleType(name)
+        setattr(module, function.__name__, function)
+        monkeypatch.setitem(sys.modules, name, module)
     return calls

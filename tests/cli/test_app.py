@@ -16,10 +16,10 @@ from rollouts.errors import ConfigError, RewardError
 
 
 def raising(monkeypatch, error):
-    def run_command(resolved, dry_run):
+    def run(resolved, observer):
         raise error
 
-    monkeypatch.setattr(sys.modules["rollouts.compose"], "run_command", run_command)
+    monkeypatch.setattr(sys.modules["rollouts.runs"], "run", run)
 
 
 def test_help_lists_the_commands(capsys):
@@ -105,8 +105,8 @@ def test_a_bug_is_not_hidden(error, monkeypatch, composed):
         main(["run"])
 
 
-def test_the_run_decides_the_exit_code(monkeypatch, composed):
-    monkeypatch.setattr(sys.modules["rollouts.compose"], "run_command", lambda resolved, dry_run: 3)
+def test_the_command_decides_the_exit_code(monkeypatch):
+    monkeypatch.setattr("rollouts.cli.run.run.callback", lambda **options: 3)
     assert main(["run"]) == 3
 
 

@@ -196,7 +196,7 @@ def test_a_signal_ends_a_child_that_an_environment_forked(number):
 def test_a_run_gives_back_what_it_excluded_from_collection(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     frozen = []
-    monkeypatch.setattr("rollouts.compose.launch.freeze_loaded", lambda: (gc.freeze(), frozen.append(True)))
+    monkeypatch.setattr("rollouts.runs.session.freeze_loaded", lambda: (gc.freeze(), frozen.append(True)))
     env = {"name": "calculator", "digits": 1}
     sizes = {"steps": 1, "prompts_per_step": 2, "samples_per_prompt": 2, "eval_tasks": 0, "max_tokens": 16}
     rollouts.run(env=env, out="a", **sizes)

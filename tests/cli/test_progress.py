@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from rollouts.agent import Episode
 from rollouts.cli.progress import CHARACTERS_MAX, Progress, conversation_lines
 from rollouts.plugins.manager import PluginFault
-from rollouts.training.rollout_gen import Group
-from rollouts.types import Message, Score, Status, Task, ToolCall, Trajectory
+from rollouts.runs.jobs.train import title
+from rollouts.training.rollout_gen.groups import Group
+from rollouts.types import Episode, Message, Score, Status, Task, ToolCall, Trajectory
 
 METRICS = {"reward/mean": 0.5, "policy/loss": -0.25, "policy/entropy": 1.0, "perf/gen_tok_s": 1234.0}
 EVALUATION = {"reward_mean": 0.25, "greedy_mean": None, "parts": {"right": 0.25, "new": 1.0}, "tasks": 16, "judged": 16}
@@ -39,7 +39,7 @@ def watch(*, terminal=False, status="done", steps=4, first=0, **changed):
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=terminal, width=100, highlight=False, soft_wrap=True)
     progress = Progress(console)
-    progress.begin(plan(steps=steps, **changed), Path("runs/x"), ["the template drops thinking"])
+    progress.begin(title(plan(steps=steps, **changed)), steps, Path("runs/x"), ["the template drops thinking"])
     if not first:
         progress.evaluation("before", EVALUATION)
     for step in range(first, steps):

@@ -30,6 +30,19 @@ class Tracker:
     def close(self):
         pass
 """
+STRICT = """\
+from dataclasses import dataclass
+
+@dataclass(frozen=True)
+class Judge:
+    api_key: str = ""
+    def __post_init__(self):
+        if self.api_key:
+            raise ValueError("too short")
+
+def judge(trajectory, *, judge: Judge = Judge()) -> float:
+    return 1.0
+"""
 SECRETS = ["--logger.own.api-key", "hush-1", "--logger.own.headers", '{ x = [{ password = "hush-2" }], n = 3 }']
 SMALL = ["--env", "calculator", "--env.digits", "1", "--prompts-per-step", "2", "--samples-per-prompt", "2"]
 SMALL += ["--eval-tasks", "0", "--max-tokens", "16", "--logger", "own=./secret_tracker.py:Tracker"]
@@ -155,11 +168,44 @@ def test_names_that_only_look_like_secrets(here):
     assert main(["resume", "out", "--steps", "1"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "[logger.own]\nname = './secret_tracker.py:Tracker'\napi_key = 123456",
+            "line 3: logger.own.api_key: expected text",
+        ),
+        (
+            "[logger.own]\nname = './secret_tracker.py:Tracker'\napi_key = ['123456']",
+            "logger.own.api_key: expected text",
+        ),
+        ("[logger.own]\nname = './secret_tracker.py:Tracker'\nprompt_key = { password = '123456' }", "expected text"),
+        ("[[logger]]\napi_key = '123456'", "an entry of the list needs a `name`"),
+        ("[[inference]]\nname = 'openai'\napi_key = '123456'", "inference: expected the name of a component"),
+        ("[logger.own]\napi_key = sk-123456", 'text stands in quotes: api_key = "..."'),
+        ("[[env]]\nname = 'a'\nweight = { api_key = '123456' }\n[[env]]\nname = 'b'", "env.a.weight: the weight of"),
+    ],
+)
+def test_an_error_about_settings_holds_no_secret(here, capsys, text, words):
+    (here / "secret.toml").write_text(text)
+    assert main(["run", "secret.toml", "--env", "calculator", "--dry-run"][: 2 if "[[env]]" in text else None]) == 2
+    error = capsys.readouterr().err
+    assert words in error and "123456" not in error
+
+
+def test_a_dataclass_that_refuses_a_secret_does_not_show_it(here, capsys):
+    (here / "strict.py").write_text(STRICT)
+    argv = ["run", "--env", "calculator", "--reward", "./strict.py:judge", "--reward.judge.api-key", "123456"]
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert "does not take api_key" in error and "123456" not in error
+
+
 def test_a_secret_in_an_older_checkpoint_is_not_shown(here, capsys, monkeypatch):
     """Those that were written before secrets were left out have them."""
     older = {"logger.own.api_key": "hush-1", "logger.own.headers.password.b": "hush-4", "lr": 0.5}
     with monkeypatch.context() as patch:
-        patch.setattr("rollouts.compose.course.flat_settings", lambda plan: older)
+        patch.setattr("rollouts.runs.plan.Plan.flat", older)
         assert main(["run", *SMALL, "--steps", "0", "--out", "out"]) == 0
     capsys.readouterr()
     assert main(["resume", "out", "--steps", "1", "--logger.own.api-key", "hush-5"]) == 0

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 import pytest
 
-from rollouts.config.convert import complete_settings, convert_settings, convert_value
+from rollouts.config.convert import complete_settings, convert_settings, convert_value, describe_type
 from rollouts.config.files import Source
 from rollouts.config.flags import Flag, read_flag
-from rollouts.config.values import describe_type
+from rollouts.config.settings import REQUIRED, Setting
 from rollouts.errors import ConfigError
-from rollouts.plugins.signature import REQUIRED, Setting, Signature, read_signature
+from rollouts.plugins.signature import Signature, read_signature
 
 PATH = ("env", "x")
 
@@ -28,6 +28,12 @@ class Colour(enum.Enum):
 class Mixed(enum.Enum):
     A = "a"
     B = 1
+
+
+@dataclass(frozen=True)
+class Rules:
+    limit: int = 1
+    name: str = "r"
 
 
 @dataclass
@@ -165,6 +171,13 @@ def test_unknown_keys_are_refused_at_every_depth(value, hint, words):
         convert_value(value, hint, PATH)
 
 
+def test_a_table_whose_type_has_an_unknown_hint_is_left_to_the_component():
+    hinted = make_dataclass("Hinted", [("limit", "Unknown")])  # as a type under TYPE_CHECKING is
+    assert convert_value({"limit": read_flag("3")}, hinted, PATH) == {"limit": 3}
+    with pytest.raises(ConfigError, match="Hinted has no setting 'limits'"):
+        convert_value({"limits": 3}, hinted, PATH)
+
+
 SIGNATURE = Signature(
     ("task",),
     (Setting("digits", int, 2, "Digits."), Setting("style", str | None, None, ""), Setting("path", str, REQUIRED, "")),
@@ -200,6 +213,17 @@ def test_a_real_signature():
     signature = read_signature(brevity, "rewards")
     given = {"target_tokens": read_flag("50"), "scale": read_flag("2")}
     assert convert_settings(signature, given, "reward brevity") == {"target_tokens": 50, "scale": 2.0}
+
+
+def test_the_fields_of_a_dataclass_are_flat_settings():
+    def judged(trajectory, *, rules: Rules = Rules(limit=2), strict: bool = True): ...
+
+    signature = read_signature(judged, "rewards")
+    converted = convert_settings(signature, {"limit": read_flag("5")}, "reward judged", path=("reward", "judged"))
+    assert converted == {"limit": 5}
+    assert complete_settings(signature, converted) == {"limit": 5, "name": "r", "strict": True}
+    with pytest.raises(ConfigError, match="did you mean: limit"):
+        convert_settings(signature, {"limits": 5}, "reward judged")
 
 
 def test_a_default_that_no_file_can_hold_is_left_out():

@@ -8,9 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollouts.config import Component, merge, read_flag, resolve, take_dotted_flags, to_toml
 from rollouts.config.convert import plain
 from rollouts.config.files import Source
+from rollouts.config.flags import read_flag, take_dotted_flags
+from rollouts.config.merging import Component, merge
+from rollouts.config.render import to_toml
+from rollouts.config.resolving import resolve
 from rollouts.errors import ConfigError
 
 TWO = ("--env", "easy=calculator:2", "--env", "hard=calculator")

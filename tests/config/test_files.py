@@ -71,6 +71,10 @@ def test_the_line_of_a_value_over_several_lines_is_its_first():
     assert Source("a.toml", text).line_of(("last",)) == 8
 
 
+def test_a_separator_within_a_text_ends_no_line_of_toml():
+    assert Source("x.toml", 'system = "a\u2028b"\n\n[loss]\nclip = 1\n').line_of(("loss", "clip")) == 4
+
+
 def test_the_line_of_a_setting_in_json():
     text = json.dumps({"list": [{"digits": 1}], "s": 'a"b: {', **TREE}, indent=1)
     lines = text.splitlines()

@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollouts.config.convert import toml_value
 from rollouts.config.render import to_toml
 from rollouts.config.resolving import resolve
-from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE, SCHEDULED, SFT, SINGLE, setting_infos
-from rollouts.config.values import toml_value
+from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE, REQUIRED, SCHEDULED, SFT, SINGLE, Setting, setting_infos
 from rollouts.errors import ConfigError
-from rollouts.plugins.signature import REQUIRED, Setting
 
 WORD = st.from_regex(r"[a-z]{1,6}", fullmatch=True).filter(lambda word: word not in ("none", "name", "weight", "alias"))
 NAME = st.builds(lambda a, b: "/".join(filter(None, [a, b])), st.sampled_from(["", "dist", "a-b"]), WORD)

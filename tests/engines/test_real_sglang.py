@@ -23,16 +23,19 @@ import trio
 
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import GenerateRequest, WeightUpdate
-from rollouts.inference.dialect import Work
-from rollouts.inference.http.client import HTTPClient
-from rollouts.inference.launching import ServeOptions, ServerCommand
-from rollouts.inference.remote import RemoteEngine
-from rollouts.inference.sglang import SGLang, group_ranks, join_group, leave_group, receive, serve_command
+from rollouts.inference.servers.checks import ServerSetup
+from rollouts.inference.servers.dialect import GroupPlace, Work
+from rollouts.inference.servers.http import PlainClient
+from rollouts.inference.servers.options import ServerOptions
+from rollouts.inference.servers.process import ServerCommand
+from rollouts.inference.servers.server import Server
+from rollouts.inference.servers.sglang import SGLang, group_ranks, join_group, leave_group, receive, serve_command
 from rollouts.training.algorithms.recipes import GRPO
+from rollouts.training.backends.optimizer import TorchSettings
 from rollouts.training.backends.torch import create_torch_backend
 from rollouts.training.types import Row, TrainBatch
-from rollouts.training.weight_files import manifest_of, read_tensors
-from rollouts.training.weight_sync import WeightSyncManager
+from rollouts.training.weights.files import manifest_of, read_tensors
+from rollouts.training.weights.sync import WeightSyncManager
 
 pytestmark = pytest.mark.engines
 
@@ -44,10 +47,10 @@ RANK = 4
 
 def served(serve, log: Path, *extra: str, lora_rank: int = RANK, **env: str) -> str:
     """The URL of a server with these flags and this environment, which ends with the module."""
-    options = ServeOptions(context_tokens=CONTEXT, device="cpu", lora_rank=lora_rank, extra=extra)
+    options = ServerOptions(context_tokens=CONTEXT, device="cpu", flags=extra)
 
     def command(python: str, port: int) -> ServerCommand:
-        made = serve_command(python, str(TINY), port, options)
+        made = serve_command(python, str(TINY), port, options, lora_rank=lora_rank)
         return made._replace(env={**made.env, **env})
 
     return serve(command, log)
@@ -61,7 +64,8 @@ def url(serve, tmp_path_factory):
 @pytest.fixture
 def engine_of(url):
     def make(lora_rank=0, **settings):
-        return RemoteEngine(SGLang(), url, vocabulary_size=VOCABULARY, model="policy", lora_rank=lora_rank, **settings)
+        given = {"vocabulary_size": VOCABULARY, "model": "policy", "lora_rank": lora_rank}
+        return Server(SGLang(), url, ServerSetup(**given, **settings))
 
     return make
 
@@ -73,7 +77,7 @@ def trainer_of():
 
     def make(lora_rank=0):
         given = ("tiny", 0, 10, 1e-3, lora_rank, 4096, {"main": GRPO}, None)
-        made.append(create_torch_backend(*given, device="cpu"))
+        made.append(create_torch_backend(*given, settings=TorchSettings(device="cpu")))
         return made[-1]
 
     yield make
@@ -115,7 +119,7 @@ def apart(ours, theirs) -> float:
 def serves(engine, version: int) -> None:
     """It was given this version past the engine."""
     engine.version = version
-    engine._loaded.append(version)
+    engine._versions.append(version)
 
 
 async def samples(engine, temperature: float, count: int = 4, prompts: int = 2, tokens: int = 24):
@@ -201,7 +205,7 @@ def test_an_adapter_is_the_trainers_and_leaves_the_base_alone(engine_of, trainer
 
     async def main():
         async with engine_of(lora_rank=RANK) as engine:
-            await engine.dialect.load_full(engine._control, WeightUpdate(0, path=str(TINY)), timeout_seconds=60.0)
+            await engine.dialect.load_full(engine._control, WeightUpdate(0, path=str(TINY)))
             before = await engine.score(prompt(0))
             for version in (1, 2, 3):
                 move(backend, version, "adapter")
@@ -215,9 +219,7 @@ def test_an_adapter_is_the_trainers_and_leaves_the_base_alone(engine_of, trainer
                 for temperature in (0.6, 1.0):
                     assert await far(backend, engine, temperature) <= BOUND
                 before = after
-            base = await engine.dialect.score(
-                engine._client, prompt(0), Work("base"), temperature=1.0, timeout_seconds=60.0
-            )
+            base = await engine.dialect.score(engine._client, prompt(0), Work("base"))
             assert apart(base, logprobs_of(plain, prompt(0))) <= BOUND
             # Merged into all the weights, it is the same.
             merged = tmp_path / "merged"
@@ -234,7 +236,7 @@ def test_an_adapter_is_the_trainers_and_leaves_the_base_alone(engine_of, trainer
 
 
 async def models(engine):
-    return (await engine._client.get("/v1/models", dict, timeout_seconds=30.0))["data"]
+    return (await engine._control.get("/v1/models", dict, timeout_seconds=30.0))["data"]
 
 
 @pytest.mark.parametrize("lora_rank", [0, RANK])
@@ -354,7 +356,7 @@ def test_no_cache_of_old_weights_is_read_even_where_it_was_not_flushed(engine_of
             # The control: by the old salt, the old cache is read.
             request = GenerateRequest(prompt(0), 24, (), 1)
             work = Work("stale", "", f"{engine._salt}-1")
-            stale = await engine.dialect.generate(engine._client, request, work, timeout_seconds=60.0)
+            stale = await engine.dialect.generate(engine._client, request, work)
             ours = logprobs_of(backend, prompt(0) + stale.tokens)[len(prompt(0)) :]
             assert apart(ours, stale.logprobs) > 0.1
             serves(engine, 2)
@@ -385,16 +387,13 @@ def test_bad_folders_and_ranks_are_refused_and_it_serves_on(engine_of, url, tmp_
             await engine.update_weights(WeightUpdate(1, path=str(TINY)))
             (tmp_path / "empty").mkdir()
             with pytest.raises(InferenceError, match="still serves the old ones"):
-                await engine.dialect.load_full(
-                    engine._control, WeightUpdate(2, path=str(tmp_path / "empty")), timeout_seconds=60.0
-                )
+                await engine.dialect.load_full(engine._control, WeightUpdate(2, path=str(tmp_path / "empty")))
             assert (await engine.health()).ok
             with pytest.raises(InferenceError, match=r"did not load the adapter of version 2 .*--max-lora-rank"):
                 await engine.dialect.load_adapter(
                     engine._control,
                     WeightUpdate(2, "adapter", path=str(tmp_path / "empty")),
                     old="",
-                    timeout_seconds=60.0,
                 )
             with pytest.raises(InferenceError, match="temperature 1 only") as caught:
                 await engine.score(prompt(0), 0.7)
@@ -402,7 +401,7 @@ def test_bad_folders_and_ranks_are_refused_and_it_serves_on(engine_of, url, tmp_
         with pytest.raises(ConfigError, match=r"rank 4 at most.*--max-lora-rank 16"):
             await engine_of(lora_rank=16).check()
         with pytest.raises(ConfigError, match="serves policy, not 'other'"):
-            await RemoteEngine(SGLang(), url, vocabulary_size=VOCABULARY, model="other").check()
+            await Server(SGLang(), url, ServerSetup(vocabulary_size=VOCABULARY, model="other")).check()
         with pytest.raises(ConfigError, match="another tokenizer"):
             await engine_of(tokenizer=("What is 3 + 4?", [1, 2, 3])).check()
         await engine_of(tokenizer=("What is 3 + 4?", [434, 21, 301, 22, 33])).check()
@@ -459,21 +458,14 @@ def test_weights_arrive_over_torch_distributed(engine_of, url, trainer_of, tmp_p
     backend = trainer_of()
 
     async def main():
-        async with engine_of() as engine, HTTPClient(url) as client:
+        async with engine_of() as engine, PlainClient(url) as client:
             await engine.update_weights(WeightUpdate(1, path=str(TINY)))
             assert await group_ranks(client) == 1
             for attempt in range(2):  # a name can be used again
                 sender = Sender("rollouts-test")
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(trio.to_thread.run_sync, sender.join)
-                    await join_group(
-                        client,
-                        address="127.0.0.1",
-                        port=sender.port,
-                        world_size=2,
-                        name=sender.name,
-                        backend="gloo",
-                    )
+                    await join_group(client, GroupPlace("127.0.0.1", sender.port, 2, sender.name, "gloo"))
                 for version in (2, 3):
                     move(backend, 40 + 2 * attempt + version)
                     backend.save(str(tmp_path / f"{attempt}-{version}")).wait()
@@ -481,8 +473,10 @@ def test_weights_arrive_over_torch_distributed(engine_of, url, trainer_of, tmp_p
                     infos = manifest_of(tensors)
                     start = time.perf_counter()
                     async with trio.open_nursery() as nursery:
-                        call = partial(receive, client, infos, version, name=sender.name, bucket_bytes=2**18)
-                        await nursery.start(call)
+                        begun = trio.Event()
+                        call = partial(receive, name=sender.name, bucket_bytes=2**18, receiving=begun.set)
+                        nursery.start_soon(call, client, infos, version)
+                        await begun.wait()
                         await trio.to_thread.run_sync(sender.send, [tensors[info.name] for info in infos])
                     size = sum(tensor.nbytes for tensor in tensors.values())
                     print(f"over gloo: {time.perf_counter() - start:.3f} s, {size} bytes")
@@ -493,7 +487,7 @@ def test_weights_arrive_over_torch_distributed(engine_of, url, trainer_of, tmp_p
                 await leave_group(client, name=sender.name)
             # Nothing to receive from: it says so at once, and serves on when it is given weights again.
             with pytest.raises(InferenceError, match="did not take the weights of version 9"):
-                await receive(client, infos, 9, name="nobody", timeout_seconds=30.0)
+                await receive(client, infos, 9, name="nobody")
             await engine.update_weights(WeightUpdate(10, path=str(TINY)))
             assert (await engine.health()).ok
 
@@ -521,7 +515,7 @@ def test_a_trainer_that_dies_in_a_broadcast_does_not_hang_the_server(engine_of, 
     """What it left open is closed by the next one."""
 
     async def main():
-        async with engine_of() as engine, HTTPClient(url) as client:
+        async with engine_of() as engine, PlainClient(url) as client:
             infos = manifest_of(read_tensors(TINY))
             with subprocess.Popen(  # noqa: ASYNC220 - it prints one line and waits
                 [sys.executable, "-c", DYING_SENDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -529,11 +523,14 @@ def test_a_trainer_that_dies_in_a_broadcast_does_not_hang_the_server(engine_of, 
                 try:
                     port = int(sender.stdout.readline())
                     name = "rollouts-dies"
-                    await join_group(client, address="127.0.0.1", port=port, world_size=2, name=name, backend="gloo")
+                    await join_group(client, GroupPlace("127.0.0.1", port, 2, name, "gloo"))
                     start = trio.current_time()
                     with pytest.raises(ExceptionGroup) as caught:
                         async with trio.open_nursery() as nursery:
-                            await nursery.start(partial(receive, client, infos, 2, name=name, timeout_seconds=60.0))
+                            begun = trio.Event()
+                            call = partial(receive, name=name, receiving=begun.set)
+                            nursery.start_soon(call, client, infos, 2)
+                            await begun.wait()
                             await trio.sleep(0.5)
                             sender.kill()
                     (error,) = caught.value.exceptions
@@ -543,7 +540,7 @@ def test_a_trainer_that_dies_in_a_broadcast_does_not_hang_the_server(engine_of, 
                     sender.kill()
             await leave_group(client, name=name)
             with pytest.raises(InferenceError, match="did not take the weights of version 3"):
-                await receive(client, infos, 3, name="nobody", timeout_seconds=30.0)
+                await receive(client, infos, 3, name="nobody")
             await engine.update_weights(WeightUpdate(4, path=str(TINY)))
             assert (await engine.health()).ok
 
@@ -559,7 +556,7 @@ def test_keys_raw_logprobs_missing_flags_and_a_damaged_file(serve, tmp_path, cap
     url = served(serve, tmp_path / "log", "--api-key", key, lora_rank=0, SGLANG_RETURN_ORIGINAL_LOGPROB="1")
 
     def engine(**settings):
-        return RemoteEngine(SGLang(), url, vocabulary_size=VOCABULARY, **settings)
+        return Server(SGLang(), url, ServerSetup(vocabulary_size=VOCABULARY, **settings))
 
     async def main():
         for given in ("", "wrong"):
@@ -581,9 +578,7 @@ def test_keys_raw_logprobs_missing_flags_and_a_damaged_file(serve, tmp_path, cap
             with pytest.raises(InferenceError, match="was not asked"):
                 await remote.update_weights(WeightUpdate(1, path=str(damaged)))
             with pytest.raises(InferenceError, match="start it again") as caught:  # had nobody looked
-                await remote.dialect.load_full(
-                    remote._control, WeightUpdate(2, path=str(damaged)), timeout_seconds=60.0
-                )
+                await remote.dialect.load_full(remote._control, WeightUpdate(2, path=str(damaged)))
             assert not caught.value.is_transient and key not in str(caught.value)
             assert not (await remote.health()).ok
 

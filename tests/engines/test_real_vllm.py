@@ -21,16 +21,19 @@ import trio
 
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import GenerateRequest, Generation, WeightUpdate
-from rollouts.inference.dialect import Work
-from rollouts.inference.http import HTTPFailure
-from rollouts.inference.launching import ServeOptions, ServerCommand
-from rollouts.inference.remote import RemoteEngine
-from rollouts.inference.vllm import VLLM, serve_command
+from rollouts.inference.servers.checks import ServerSetup
+from rollouts.inference.servers.dialect import Work
+from rollouts.inference.servers.http import HTTPFailure
+from rollouts.inference.servers.options import ServerOptions
+from rollouts.inference.servers.process import ServerCommand
+from rollouts.inference.servers.server import Server
+from rollouts.inference.servers.vllm import VLLM, serve_command
 from rollouts.training.algorithms.recipes import GRPO
+from rollouts.training.backends.optimizer import TorchSettings
 from rollouts.training.backends.torch import create_torch_backend
 from rollouts.training.models import load_tokenizer
 from rollouts.training.types import Row, TrainBatch
-from rollouts.training.weight_sync import WeightSyncManager
+from rollouts.training.weights.sync import WeightSyncManager
 
 pytestmark = pytest.mark.engines
 
@@ -43,9 +46,9 @@ TEXT = "What is 12 * 34?\n<tool>"
 @pytest.fixture(scope="module")
 def url(serve, tmp_path_factory):
     """A server that takes adapters and all weights; its model is the trainer's."""
-    options = ServeOptions(device="cpu", lora_rank=RANK)
+    options = ServerOptions(device="cpu")
     log = tmp_path_factory.mktemp("vllm") / "server.log"
-    return serve(lambda python, port: serve_command(python, str(TINY), port, options), log)
+    return serve(lambda python, port: serve_command(python, str(TINY), port, options, lora_rank=RANK), log)
 
 
 @pytest.fixture
@@ -54,7 +57,11 @@ def trainers():
 
     def make(lora_rank: int = 0) -> Any:
         algorithms = {"main": GRPO}
-        made.append(create_torch_backend("tiny", 0, 10, 1e-2, lora_rank, 4096, algorithms, None, device="cpu"))
+        made.append(
+            create_torch_backend(
+                "tiny", 0, 10, 1e-2, lora_rank, 4096, algorithms, None, settings=TorchSettings(device="cpu")
+            )
+        )
         return made[-1]
 
     yield make
@@ -62,9 +69,9 @@ def trainers():
         backend.close()
 
 
-def engine_of(url: str, lora_rank: int = 0, **settings: Any) -> RemoteEngine:
+def engine_of(url: str, lora_rank: int = 0, **settings: Any) -> Server:
     given = {"vocabulary_size": VOCABULARY, "model": "policy", "lora_rank": lora_rank, **settings}
-    return RemoteEngine(VLLM(), url, **given)
+    return Server(VLLM(), url, ServerSetup(**given))
 
 
 def prompt(seed: int, length: int = 300) -> list[int]:
@@ -111,11 +118,11 @@ def apart(ours: list[float], theirs: list[float]) -> float:
     return max(abs(one - other) for one, other in zip(ours, theirs, strict=True))
 
 
-async def ask(engine: RemoteEngine, seed: int = 0, tokens: int = 24, **more: Any) -> Generation:
+async def ask(engine: Server, seed: int = 0, tokens: int = 24, **more: Any) -> Generation:
     return await engine.generate(GenerateRequest(prompt(seed), tokens, (STOP,), seed, **more))
 
 
-async def far(backend: Any, engine: RemoteEngine, temperature: float, seeds: int = 6) -> float:
+async def far(backend: Any, engine: Server, temperature: float, seeds: int = 6) -> float:
     """How far apart sampled logprobs and the trainer's are, at most; requests are batched, prompts are shared."""
     worst = 0.0
 
@@ -200,13 +207,11 @@ def test_after_a_step_the_sync_of_the_loop_passes_and_all_numbers_have_moved(url
                 for temperature in (0.6, 1.0):
                     assert await far(backend, engine, temperature) <= BOUND
             if lora_rank:
-                base = await VLLM().score(
-                    engine._client, prompt(0), Work("base"), temperature=1.0, timeout_seconds=60.0
-                )
+                base = await VLLM().score(engine._client, prompt(0), Work("base"))
                 assert apart(base, logprobs_of(plain, prompt(0))) <= BOUND, "the base has not moved"
                 plain.load_weights(backend.get_weights("full").wait()).wait()
                 assert apart(after, logprobs_of(plain, prompt(0))) <= BOUND, "merged it is the same"
-                models = (await engine._client.get("/v1/models", dict, timeout_seconds=30.0))["data"]
+                models = (await engine._control.get("/v1/models", dict, timeout_seconds=30.0))["data"]
                 assert len(models) == 3, "the base and the last two adapters"
 
     run(test)
@@ -233,7 +238,7 @@ def test_no_cache_of_other_weights_is_read(url, trainers, tmp_path):
             await engine.update_weights(updates[0])
             await ask(engine)
             call = {"method": "rollouts_reload", "kwargs": {"folder": updates[1].path}}
-            await engine._client.post("/collective_rpc", call, bytes, timeout_seconds=60)
+            await engine._control.post("/collective_rpc", call, bytes, timeout_seconds=60)
             assert await far(second, engine, 1.0, seeds=2) > 0.1
 
     run(test)
@@ -306,8 +311,8 @@ def test_a_request_that_is_left_stops_at_the_server(url):
     run(test)
 
 
-async def running(engine: RemoteEngine) -> float:
-    text = (await engine._client.get("/metrics", bytes, timeout_seconds=30.0)).decode()
+async def running(engine: Server) -> float:
+    text = (await engine._control.get("/metrics", bytes, timeout_seconds=30.0)).decode()
     return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith("vllm:num_requests_run"))
 
 
@@ -468,7 +473,7 @@ def test_a_server_without_what_is_needed_is_told_which_flag(serve, tmp_path):
 
 def test_a_server_whose_logprobs_are_of_temperature_1_is_refused_at_another(serve, tmp_path):
     def raw(python: str, port: int) -> ServerCommand:
-        command = serve_command(python, str(TINY), port, ServeOptions(device="cpu"))
+        command = serve_command(python, str(TINY), port, ServerOptions(device="cpu"))
         argv = [each.replace("processed_logprobs", "raw_logprobs") for each in command.argv]
         env = {name: value for name, value in command.env.items() if name != "VLLM_SERVER_DEV_MODE"}
         return ServerCommand(argv, env)

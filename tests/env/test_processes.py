@@ -18,7 +18,7 @@ import psutil
 import pytest
 import trio
 
-from rollouts.agent_tools import run_tool
+from rollouts.agent.tools import run_tool
 from rollouts.env import processes, tool
 from rollouts.env.authoring import tools_of
 from rollouts.env.calls import CallTimeoutError
@@ -122,6 +122,25 @@ def test_a_daemon_that_a_tool_started_does_not_outlive_the_run(name, text, tmp_p
     answered = outcome(name, file=str(tmp_path / "pid"))
     assert text in answered.text
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process can leave its group")
+def test_a_process_that_a_list_of_processes_misses_is_killed_all_the_same():
+    """It was started while the list was read, and what had started it had ended by then."""
+    code = """if True:
+        import os, sys
+        from rollouts import supervisor
+        lists, left = [[]], supervisor._left
+        supervisor._left = lambda *given: lists.pop() if lists else left(*given)
+        sys.exit(supervisor.main(0, os.getppid(), 0.0, ["sh", "-c", "sleep 60 & echo $!; exit 3"]))
+    """
+    command = [sys.executable, "-c", code]
+    supervisor = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    assert supervisor.stdin is not None and supervisor.stdout is not None
+    with supervisor, supervisor.stdin, supervisor.stdout:
+        pid = int(supervisor.stdout.readline())
+        assert supervisor.wait() == 3
+    assert not psutil.pid_exists(pid)
 
 
 @pytest.mark.parametrize(("name", "words"), [("segfault", "SIGSEGV"), ("vanish", "exit code 3"), ("garble", "SIGKILL")])
@@ -262,11 +281,11 @@ def test_a_tool_of_a_file_and_of_the_script_itself(tmp_path):
 
             if __name__ == "__main__":
                 import trio
-                from rollouts.agent_tools import run_tool
+                from rollouts.agent.tools import run_tool
                 from rollouts.env.authoring import tools_of
                 from rollouts.types import ToolCall
-                from rollouts.plugins.files import find_in_file, load_from_file
-                for env in (Env, load_from_file(find_in_file("environments", f"{__file__}:Env"))):
+                from rollouts.plugins import find_component, load_component
+                for env in (Env, load_component(find_component("environments", f"{__file__}:Env"))):
                     tools = {tool.name: tool for tool in tools_of(env())}
                     print(trio.run(run_tool, tools, ToolCall("triple", {"n": 2})).text)
         """)
@@ -285,7 +304,7 @@ def test_processes_end_when_their_owner_is_killed(name, tmp_path):
         import time
         import trio
         from isolated_tools import Isolated
-        from rollouts.agent_tools import run_tool
+        from rollouts.agent.tools import run_tool
         from rollouts.env.authoring import tools_of
         from rollouts.types import ToolCall
         tools = {{each.name: each._replace(timeout_seconds=60) for each in tools_of(Isolated())}}
@@ -351,27 +370,27 @@ def test_what_another_process_would_not_find_is_refused():
         def go() -> int:
             return 1
 
-    with pytest.raises(EnvironmentDefinitionError, match="defined inside a function"):
+    with pytest.raises(EnvironmentDefinitionError, match="inside a function, where another process does not find it"):
         tools_of(Local())
 
     def other() -> int:
         return 2
 
     other.__qualname__, other.__module__ = "at_the_top", "isolated_tools"
-    with pytest.raises(EnvironmentDefinitionError, match="is not this function"):
+    with pytest.raises(EnvironmentDefinitionError, match=r"not what .* finds as isolated_tools\.at_the_top"):
         reference_of(other)
 
 
 def test_the_worker_answers_in_words():
     reference = reference_of(at_the_top)
     assert find_function(reference) is at_the_top
-    request = {"call": reference._asdict(), "label": "at_the_top", "characters_max": 10}
-    assert answer({"load": reference._asdict()}) == {"loaded": True}
-    assert answer(request | {"arguments": {"n": 4}}) == {"text": "8"}
-    assert "refused" in answer(request | {"arguments": {}})
-    missing = Reference("isolated_tools", "nobody")._asdict()
-    assert "has no nobody" in answer({"load": missing})["raised"]
-    assert "raised" in answer({"load": Reference("no_such_module", "f", "/nowhere.py")._asdict()})
+    request = {"call": reference, "label": "at_the_top", "characters_max": 10}
+    assert answer({"load": reference}) == ("", None)
+    assert answer(request | {"arguments": {"n": 4}}) == ("8", None)
+    assert answer(request | {"arguments": {}}).failure == "bad_arguments"
+    missing = Reference("isolated_tools", "nobody")
+    assert "no attribute 'nobody'" in answer({"load": missing}).text
+    assert answer({"load": Reference("no_such_module", "f", "/nowhere.py")}).failure == "exception"
 
 
 def test_a_deadline_of_the_tools_own_is_no_deadline_of_ours():

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -130,9 +131,9 @@ def strange(x: Colour | Point | complex) -> None: ...
     ("fn", "words"),
     [
         (untyped, "tool 'untyped', parameter 'x' has no type hint"),
-        (star, "parameter 'words': a tool's parameters are passed by name"),
-        (stars, "parameter 'words': a tool's parameters are passed by name"),
-        (positional, "parameter 'x': a tool's parameters are passed by name"),
+        (star, "parameter 'words' is variadic positional, and a model passes arguments by name"),
+        (stars, "parameter 'words' is variadic keyword"),
+        (positional, "parameter 'x' is positional-only"),
         (unread, "parameter 'y': its type hint 'Decimal' cannot be read"),
         (strange, "parameter 'x': the type .* cannot be described to a model"),
     ],
@@ -140,6 +141,16 @@ def strange(x: Colour | Point | complex) -> None: ...
 def test_what_cannot_be_described_is_refused_by_name(fn: Any, words: str) -> None:
     with pytest.raises(EnvironmentDefinitionError, match=words):
         tool_schema(fn)
+
+
+def test_a_default_of_the_hint_does_not_stand_for_one_that_json_cannot_write() -> None:
+    hint = Annotated[int, msgspec.Meta(extra_json_schema={"default": 7})]
+
+    def search(limit: Any = ..., most: Any = 9) -> None: ...
+
+    search.__annotations__ = {"limit": hint, "most": hint}
+    described = tool_schema(search)["function"]["parameters"]["properties"]
+    assert described == {"limit": {"type": "integer"}, "most": {"type": "integer", "default": 9}}
 
 
 def test_arguments_are_converted() -> None:

@@ -9,19 +9,19 @@ import torch
 import trio
 import trio.testing
 
-from rollouts.inference.base import CanAbort, GenerateRequest, Generation
+from rollouts.inference.base import GenerateRequest, Generation
 from rollouts.inference.carried import join_generations
-from rollouts.inference.hf import HFInference
-from rollouts.inference.sampling import BLOCK, UniformStream
+from rollouts.inference.embedded.decode import BLOCK, uniforms
+from rollouts.inference.embedded.hf import HFInference
 
 LENGTH = 90
 
 
 @pytest.mark.parametrize("offset", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 3])
 def test_a_stream_can_begin_anywhere(offset):
-    whole, late = UniformStream(11), UniformStream(11, offset)
-    numbers = [whole.draw() for _ in range(offset + 70)]
-    assert [late.draw() for _ in range(70)] == numbers[offset:]
+    whole, late = uniforms(11), uniforms(11, offset)
+    numbers = [next(whole) for _ in range(offset + 70)]
+    assert [next(late) for _ in range(70)] == numbers[offset:]
 
 
 def request(session: str, member: int, said: tuple[int, ...] = ()) -> GenerateRequest:
@@ -64,7 +64,7 @@ async def together(engine: HFInference, sessions: list[str], said: list[Generati
 @pytest.mark.parametrize("rows_max", [256, 2])
 def test_streams_are_those_of_an_unbroken_generation(models, name, rows_max):
     async def body(engine: HFInference) -> tuple[list[Generation], int]:
-        assert isinstance(engine, CanAbort)
+        assert engine.capabilities.aborts
         said = [Generation([], [], "abort", [])] * 5
         breaks = 0
         for abort_at in (40, 70, None):
@@ -124,7 +124,7 @@ def test_a_cancelled_wait_leaves_nothing_to_abort(models):
         with trio.move_on_after(0.02):
             await engine.generate(request(session, 0))
         await engine.abort(session)
-        assert not engine._book._launched and not engine._book._waiting
+        assert not engine._scheduler._launched and not engine._scheduler._waiting
         engine.close_session(session)
 
     use(models("qwen3"), body)

@@ -7,28 +7,26 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.cache_utils import DynamicLayer
 
 from rollouts.errors import InferenceError
-from rollouts.inference.decode import Row, SavedCache, SessionCaches, common_prefix
-from rollouts.inference.engine import HFEngine, plan_batches
-from rollouts.inference.kv_cache import SlotCache
-from rollouts.inference.sampling import UniformStream
+from rollouts.inference.embedded.cache import SavedCache, SessionCaches, SlotCache
+from rollouts.inference.embedded.decode import Decoder, common_prefix, plan_batches, uniforms
+from rollouts.inference.embedded.lanes import Row
 
 FAST = ["qwen3", "qwen3_eager", "llama", "gpt_neox", "gpt2"]
 SLOW = ["gemma3", "mamba"]
 
 
-def engine_of(
-    model: Any, rows_max: int = 64, cache_bytes: int = 1 << 28, prefill_tokens_max: int = 1 << 14
-) -> HFEngine:
-    return HFEngine(model, rows_max=rows_max, cache_bytes=cache_bytes, prefill_tokens_max=prefill_tokens_max)
+def engine_of(model: Any, rows_max: int = 64, cache_bytes: int = 1 << 28, prefill_tokens_max: int = 1 << 14) -> Decoder:
+    return Decoder(model, rows_max=rows_max, cache_bytes=cache_bytes, prefill_tokens_max=prefill_tokens_max)
 
 
 def row_of(tokens, seed, *, max_tokens=9, temperature=1.0, session=None, stop_ids=()) -> Row:
-    return Row(list(tokens), max_tokens, frozenset(stop_ids), temperature, UniformStream(seed), session)
+    return Row(list(tokens), max_tokens, frozenset(stop_ids), temperature, uniforms(seed), session)
 
 
-def run(engine: HFEngine, rows: list[Row], version: int = 0) -> list[Row]:
+def run(engine: Decoder, rows: list[Row], version: int = 0) -> list[Row]:
     delivered: list[Row] = []
     engine.run(rows, version, delivered.extend)
     assert sorted(map(id, delivered)) == sorted(map(id, rows))
@@ -49,7 +47,7 @@ def worst_error(model: Any, rows: list[Row]) -> float:
     return max((torch.tensor(row.logprobs) - expected_logprobs(model, row)).abs().max().item() for row in rows)
 
 
-def play(engine: HFEngine, *, turns: int = 3, seed: int = 0) -> list[Row]:
+def play(engine: Decoder, *, turns: int = 3, seed: int = 0) -> list[Row]:
     """Groups that share prompts of mixed lengths, several turns each, temperatures and limits mixed, a stop id."""
     chance = random.Random(seed)
     episodes: list[tuple[str, list[int], float]] = []
@@ -171,6 +169,19 @@ def test_the_probe_refuses_a_cache_that_shows_what_it_must_hide(models, monkeypa
     assert worst_error(model, rows) < 1e-5
 
 
+def test_a_model_with_a_layer_that_keeps_no_keys_takes_the_slower_way(models):
+    engine = engine_of(models("qwen3"))
+    right = engine.network.forward
+
+    def forward(ids, **arguments):
+        logits, cache = right(ids, **arguments)
+        cache.layers.append(DynamicLayer())  # of a layer that uses another one's keys
+        return logits, cache
+
+    engine.network.forward = forward  # type: ignore[method-assign]
+    assert engine.verdict.shape is None and engine.verdict.reason == "some of its layers keep no keys"
+
+
 def test_a_group_is_prefilled_once_and_a_turn_only_what_is_new(models):
     engine = engine_of(models("qwen3"))
     assert engine.verdict
@@ -244,7 +255,7 @@ def test_the_modes_of_modules_are_restored(make_model):
 def test_an_abandoned_row_leaves_at_the_next_step(models):
     engine = engine_of(models("qwen3"))
     rows = [row_of([1, 2], 0, max_tokens=30), row_of([3], 1, max_tokens=5)]
-    rows[1].stream.draw = lambda: setattr(rows[0], "abandoned", True) or 0.5  # type: ignore[method-assign]
+    rows[1].numbers = (setattr(rows[0], "abandoned", True) or 0.5 for _ in range(9))
     run(engine, rows)
     assert len(rows[0].sampled) == 1 and len(rows[1].sampled) == 5
 
@@ -302,7 +313,7 @@ def test_batches_are_bounded_by_rows_and_tokens():
 
 
 def test_a_buffer_of_many_short_rows_is_not_widened_for_a_few_long_ones(models, monkeypatch):
-    from rollouts.inference import engine as room
+    from rollouts.inference.embedded import decode as room
 
     monkeypatch.setattr(room, "GROWTH", 8)
     model = models("qwen3")

@@ -456,7 +456,7 @@ def in_thread(call: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, "it never came"
         time.sleep(0.005)

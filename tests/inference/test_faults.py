@@ -21,13 +21,14 @@ import trio
 
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import GenerateRequest, Generation, WeightUpdate
-from rollouts.inference.http.client import Retries
-from rollouts.inference.pool import EnginePool, Patience, Slot
-from rollouts.inference.remote import RemoteEngine
-from rollouts.inference.sglang import SGLang
-from rollouts.inference.vllm import VLLM
-from rollouts.training import weight_sync
-from rollouts.training.weight_sync import WeightSyncManager
+from rollouts.inference.servers.checks import ServerSetup
+from rollouts.inference.servers.http import Retries
+from rollouts.inference.servers.pool import ServerPool
+from rollouts.inference.servers.server import Server
+from rollouts.inference.servers.sglang import SGLang
+from rollouts.inference.servers.vllm import VLLM
+from rollouts.training.weights import files as weight_files
+from rollouts.training.weights.sync import WeightSyncManager
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "servers")]
 from fake_engines import FakeServers, FakeTrainer, started, write_model  # noqa: E402
@@ -39,7 +40,7 @@ ADAPTER_TENSOR = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight
 PROMPT = [(11 * i + 5) % VOCABULARY for i in range(40)]
 SECRET = "sk-open-sesame-1234"
 EXACT = 1e-6
-QUICK = Patience(health_seconds=2.0, watch_seconds=0.2, back_seconds=0.05, give_up_seconds=5.0)
+QUICK = {"health_seconds": 2.0, "watch_seconds": 0.2, "back_seconds": 0.05}
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def servers() -> Iterator[FakeServers]:
 @pytest.fixture(autouse=True)
 def names_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fake trainer's tensors have the files' names already; to ask transformers takes seconds."""
-    monkeypatch.setattr(weight_sync, "file_tensors", lambda weights, *_: dict(weights))
+    monkeypatch.setattr(weight_files, "file_tensors", lambda weights, *_: dict(weights))
 
 
 @pytest.fixture(params=sorted(DIALECTS))
@@ -81,7 +82,7 @@ class Room(NamedTuple):
         """A server, as new."""
         return self.servers.take(self.kind, self.model_folder, **options)
 
-    def engine(self, url: str, **options: Any) -> RemoteEngine:
+    def engine(self, url: str, **options: Any) -> Server:
         """An engine of ours for the server there."""
         options = {
             "vocabulary_size": VOCABULARY,
@@ -89,7 +90,7 @@ class Room(NamedTuple):
             "weights_folder": str(self.weights_folder),
         } | options
         options = {"retries": Retries(attempts_max=2, first_seconds=0.01)} | options
-        return RemoteEngine(DIALECTS[self.kind](), url, **options)
+        return Server(DIALECTS[self.kind](), url, ServerSetup(**options))
 
     def trainer(self, way: str = "full") -> FakeTrainer:
         """Of that model."""
@@ -237,7 +238,7 @@ def test_files_that_are_not_the_trainers_are_seen_before_any_server_is_asked(
     room: Room, way: str, harm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = ADAPTER_TENSOR if way == "adapter" else TENSOR
-    write = weight_sync.write_folder
+    write = weight_files.write_folder
 
     def harmed(parent: Any, version: int, form: Any, tensors: dict[str, Any], *rest: Any, **more: Any) -> Path:
         tensors = {each: value.clone() for each, value in tensors.items() if (harm, each) != ("drop", name)}
@@ -254,7 +255,7 @@ def test_files_that_are_not_the_trainers_are_seen_before_any_server_is_asked(
             async with room.engine(server.url, **lora(way)) as engine:
                 trainer, sync = room.trainer(way), WeightSyncManager([engine])
                 trainer.nudge()
-                monkeypatch.setattr(weight_sync, "write_folder", harmed)
+                monkeypatch.setattr(weight_files, "write_folder", harmed)
                 loads = server.statistics()["loads"]
                 if not harm:
                     await sync.sync(trainer)
@@ -350,9 +351,8 @@ def test_an_id_outside_the_vocabulary_is_not_sent(room: Room) -> None:
 # --- servers that go away --------------------------------------------------------------------------------------------
 
 
-def pool_of(room: Room, *urls: str, patience: Patience = QUICK, **options: Any) -> EnginePool:
-    slots = [Slot(f"server {i}", lambda url: room.engine(url, **options), url=url) for i, url in enumerate(urls)]
-    return EnginePool(slots, patience=patience)
+def pool_of(room: Room, *urls: str, give_up_seconds: float = 5.0, **options: Any) -> ServerPool:
+    return ServerPool([room.engine(url, **QUICK | options) for url in urls], give_up_seconds=give_up_seconds)
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -387,7 +387,7 @@ def test_killed_in_the_middle_of_a_generation_its_rollouts_finish_elsewhere(room
                 found = pool.statistics()
                 assert found.moved >= 1 and found.failed == 0 and len(pool.members) == 1
                 states = {each.name: (each.state, each.deaths) for each in found.members}
-                assert states == {"server 0": ("down", 1), "server 1": ("serving", 0)}
+                assert states == {one.url: ("down", 1), two.url: ("ready", 0)}
 
     run(main)
 
@@ -447,7 +447,7 @@ def test_a_server_that_returns_with_a_fault_does_not_serve(room: Room) -> None:
                     await until(lambda: again.statistics()["loads"] >= 1)
                     await check_served(pool, trainer)
                     await trio.sleep(0.2)
-                    (reason,) = [each.reason for each in pool.statistics().members if each.state != "serving"]
+                    (reason,) = [each.reason for each in pool.statistics().members if each.state != "ready"]
                     assert "does not serve the weights of version 1" in reason, reason
                     again.plant()
                     await until(lambda: len(pool.members) == 2)
@@ -475,8 +475,7 @@ def test_an_engine_that_is_dead_and_says_that_it_is_well(room: Room) -> None:
 def test_with_no_server_left_the_reasons_are_given(room: Room) -> None:
     async def main() -> None:
         with room.take() as one:
-            slots = [Slot("the only one", room.engine, url=one.url)]
-            async with EnginePool(slots, patience=QUICK._replace(give_up_seconds=0.5)) as pool:
+            async with pool_of(room, one.url, give_up_seconds=0.5) as pool:
                 await pool.generate(GenerateRequest(PROMPT, 4, (), 0))
                 one.kill()
                 with pytest.raises(InferenceError, match=one.url):
@@ -492,7 +491,7 @@ def test_a_server_that_was_restarted_behind_our_back_is_seen(room: Room, way: st
 
     async def main() -> None:
         with room.take() as one:
-            async with pool_of(room, one.url, patience=QUICK._replace(watch_seconds=60.0), **lora(way)) as pool:
+            async with pool_of(room, one.url, watch_seconds=60.0, **lora(way)) as pool:
                 trainer, sync = room.trainer(way), WeightSyncManager([pool])
                 trainer.nudge()
                 await sync.sync(trainer)
@@ -814,7 +813,7 @@ def test_an_abort_takes_nothing_of_another_run_at_the_same_server(room: Room) ->
             async with room.engine(server.url) as one, room.engine(server.url) as other:
                 replies: dict[str, Generation] = {}
 
-                async def ask(name: str, engine: RemoteEngine) -> None:
+                async def ask(name: str, engine: Server) -> None:
                     replies[name] = await engine.generate(GenerateRequest(PROMPT, 60, (), 1, session="0-0-0"))
 
                 async with trio.open_nursery() as nursery:

@@ -11,10 +11,9 @@ import torch
 import trio
 import trio.testing
 
-import rollouts.inference as face
 from rollouts.errors import ConfigError, InferenceError, ModelError
 from rollouts.inference.base import GenerateRequest, Generation, InferenceBackend, WeightUpdate
-from rollouts.inference.hf import HFInference, create_hf_inference
+from rollouts.inference.embedded.hf import HFInference, create_hf_inference
 from rollouts.training.backends.futures import TorchThread
 
 
@@ -88,7 +87,7 @@ def test_with_training_it_shares_model_thread_and_version(make_model):
     training = Training(make_model("qwen3"))
 
     async def body(engine: HFInference) -> None:
-        assert engine.model is training.model and engine.trainable and engine.context_tokens_max == 256
+        assert engine.model is training.model and engine.capabilities.trainable and engine.context_tokens_max == 256
         reply = await engine.generate(request([1, 2, 3]))
         assert reply.finish == "length" and reply.versions == [3] * 6 and len(reply.logprobs) == 6
         with torch.no_grad():
@@ -312,20 +311,16 @@ def test_settings_out_of_bounds_are_refused_before_weights_are_read(name, value,
 
 def test_it_is_an_inference_backend(models):
     engine: InferenceBackend = HFInference(models("qwen3"))
-    assert engine.trainable
+    assert engine.capabilities.trainable
     asked = [name for name in vars(InferenceBackend) if not name.startswith("_")]
     assert asked and all(callable(getattr(HFInference, name)) for name in asked)
     engine._thread.close()  # type: ignore[attr-defined]
 
 
-def test_the_face_is_sorted_complete_and_lazy():
-    assert face.__all__ == sorted(face.__all__)
-    assert all(getattr(face, name).__name__ == name for name in face.__all__)
-    with pytest.raises(AttributeError, match="nothing"):
-        _ = face.nothing
+def test_the_engine_is_imported_without_torch():
     code = "import sys, rollouts.inference; assert not {'torch', 'trio', 'transformers', 'msgspec'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
-    code = "import sys, rollouts.inference.hf; assert not {'torch', 'transformers'} & set(sys.modules)"
+    code = "import sys, rollouts.inference.embedded.hf; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -15,8 +15,8 @@ import pytest
 import trio
 
 from rollouts.errors import ConfigError, InferenceError
-from rollouts.inference import launching
-from rollouts.inference.launching import ServerCommand, ServerProcess, free_port, meaningful_lines
+from rollouts.inference.servers import process as launching
+from rollouts.inference.servers.process import ServerCommand, ServerProcess, free_port, meaningful_lines
 
 # A server with a child that has left its group; the ids of both stand in the file `ids`, as does what it was told.
 SERVER = """
@@ -64,7 +64,7 @@ def lives(pid: int) -> bool:
         return False
 
 
-def gone(pids: list[int], seconds: float = 5.0) -> bool:
+def gone(pids: list[int], seconds: float = 30.0) -> bool:
     deadline = time.monotonic() + seconds
     while any(map(lives, pids)) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -116,7 +116,7 @@ def test_one_that_does_not_listen_to_sigterm_is_killed(tmp_path):
         with trio.CancelScope() as scope:
             scope.cancel()
             await process.end()  # shielded
-        assert process.has_ended and 0.3 <= time.monotonic() - began < 5
+        assert process.has_ended and 0.3 <= time.monotonic() - began < 30
         assert gone(ids_of(tmp_path))
 
     trio.run(main)
@@ -136,9 +136,9 @@ def test_one_that_dies_says_how_and_takes_its_children_along(tmp_path):
     trio.run(main)
 
 
-@pytest.mark.parametrize("guardian", ["lives", "is killed"])
-def test_killing_us_leaves_no_server(tmp_path, guardian):
-    """By SIGKILL, so that nothing of ours can run; once more with the guardian killed first."""
+@pytest.mark.parametrize("supervisor", ["lives", "is killed"])
+def test_killing_us_leaves_no_server(tmp_path, supervisor):
+    """By SIGKILL, so that nothing of ours can run; once more with the supervisor killed first."""
     source = f"""
         import os, signal, sys, trio
         sys.path.insert(0, {str(Path(launching.__file__).parents[2])!r})
@@ -148,7 +148,7 @@ def test_killing_us_leaves_no_server(tmp_path, guardian):
         async def main():
             process = server(Path({str(tmp_path)!r}))
             await process.start(smoke)
-            if {guardian!r} == "is killed":
+            if {supervisor!r} == "is killed":
                 os.kill(process._process.pid, signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
         trio.run(main)
@@ -157,7 +157,7 @@ def test_killing_us_leaves_no_server(tmp_path, guardian):
     assert done.returncode == -signal.SIGKILL, done.stderr
     server_pid, child = ids_of(tmp_path)
     assert gone([server_pid])
-    if guardian == "lives":
+    if supervisor == "lives":
         assert gone([child])
     elif lives(child):  # it has left the group, and nobody is there who could know it
         os.kill(child, signal.SIGKILL)

@@ -13,21 +13,28 @@ import pytest
 import trio
 
 from rollouts import Message, Task, reward, tool
-from rollouts.agent import Episode, EpisodeLimits, run_episode
+from rollouts.agent.episode import run_episode
+from rollouts.agent.model import EpisodeLimits
 from rollouts.env.mixing import env_term
 from rollouts.errors import ConfigError, InferenceError
-from rollouts.inference.chatting import CanChat, ChatRequest, is_evaluation_only
-from rollouts.inference.http.client import Retries
-from rollouts.inference.openai import OPENAI_URL, OpenAIInference, create_openai_inference
+from rollouts.inference.chatting import ChatRequest, is_evaluation_only
+from rollouts.inference.servers import openai
+from rollouts.inference.servers.http import Retries
+from rollouts.inference.servers.openai import OPENAI_URL, OpenAIInference, OpenAIOptions, create_openai_inference
 from rollouts.plugins.checks import run_check
-from rollouts.run_folder import trajectory_record
-from rollouts.types import Status
+from rollouts.runs.folder import episode_records
+from rollouts.types import Episode, Score, Status
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "servers"))
 from mock_engine import started
 
-QUICK = Retries(attempts_max=3, first_seconds=0.01, longest_seconds=0.02)
+ATTEMPTS = 3
 FAST = {"delay_seconds": 0.0}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai, "RETRIES", Retries(first_seconds=0.01, longest_seconds=0.02))
 
 
 class Sums:
@@ -48,7 +55,7 @@ def play(url: str, env: Any = Sums, seed: int = 0, own: dict[str, Any] | None = 
     """One episode of `env` with the model behind this URL."""
 
     async def run() -> Episode:
-        async with OpenAIInference(f"{url}/v1", "m1", retries=QUICK, **own or {}) as engine:
+        async with OpenAIInference("m1", OpenAIOptions(url=f"{url}/v1", attempts=ATTEMPTS, **own or {})) as engine:
             return await run_episode(
                 Task("what is 12 + 34?", answer=46),
                 make_env=env,
@@ -93,7 +100,7 @@ def test_an_episode_is_played_in_messages():
     assert trajectory.metrics == counts
     # No token id is made up; the record of it is written and read as any other.
     assert trajectory.segments == [] and trajectory.sampled_count == 0
-    record = trajectory_record(trajectory, order=(0, 0), reward=1.0, parts={}, why="", advantage=None, dropped=None)
+    (record,) = episode_records(Episode((0, 0), trajectory.task, [trajectory], Score(1.0), {}))
     assert msgspec.json.decode(msgspec.json.encode(record))["segments"] == []
     assert [each["max_tokens"] for each in asked] == [200, 184, 168, 152]  # what the server says it sampled is spent
     assert {each["temperature"] for each in asked} == {0.7} and {each["model"] for each in asked} == {"m1"}
@@ -204,7 +211,7 @@ def test_a_bad_request_is_not_asked_again():
 
 def test_failures_of_the_moment_are_asked_again():
     with started(faults={"429": 0.2, "500": 0.2, "close": 0.1}, retry_after_seconds=0.0, **FAST) as server:
-        own = {"connections_max": 2}
+        own = {"connections": 2}
         episodes = [play(server.url, seed=seed, own=own) for seed in range(4)]
         assert server.statistics()["faults"]
     assert {episode.status for episode in episodes} <= {Status.COMPLETED, Status.INFERENCE_ERROR}
@@ -216,7 +223,7 @@ def test_a_conversation_that_grows_too_long_is_truncated_and_one_that_begins_so_
     with started(chat_status=400, chat_body=body, **FAST) as server:
 
         async def ask(messages: list[Message]) -> Any:
-            async with OpenAIInference(f"{server.url}/v1", "m", retries=QUICK) as engine:
+            async with OpenAIInference("m", OpenAIOptions(url=f"{server.url}/v1", attempts=ATTEMPTS)) as engine:
                 return await engine.chat(ChatRequest(messages, [], 8, 0))
 
         spoken = [Message("user", "a"), Message("assistant", "b"), Message("user", "c")]
@@ -234,8 +241,8 @@ def test_a_conversation_that_grows_too_long_is_truncated_and_one_that_begins_so_
     with started(**FAST) as server:
 
         async def run() -> Episode:
-            async with Late(f"{server.url}/v1", "m", retries=QUICK) as engine:
-                assert isinstance(engine, CanChat)
+            async with Late("m", OpenAIOptions(url=f"{server.url}/v1", attempts=ATTEMPTS)) as engine:
+                assert engine.capabilities.chats
                 return await run_episode(
                     Task("x", answer=46), make_env=Sums, chat=None, inference=engine, limits=EpisodeLimits(),
                     rewards=[env_term(1.0, "env")], session="s", order=(0, 0), seed=0,
@@ -253,8 +260,9 @@ def test_a_turn_that_takes_too_long():
 
 
 def test_it_has_no_tokens():
-    engine = OpenAIInference("http://127.0.0.1:9/v1", "m")
-    assert not engine.trainable and not engine.in_process and engine.context_tokens_max > 10**6
+    engine = OpenAIInference("m", OpenAIOptions(url="http://127.0.0.1:9/v1"))
+    assert not engine.capabilities.trainable and not engine.capabilities.in_process
+    assert engine.context_tokens_max > 10**6
     for ask in (lambda: engine.score([1]), lambda: engine.update_weights(None), lambda: engine.generate(None)):
         with pytest.raises(InferenceError, match="no token ids"):
             trio.run(ask)
@@ -264,7 +272,7 @@ def test_it_has_no_tokens():
 
 
 def refused(url: str, key: str = "", name: str = "", tools: Any = ()) -> str:
-    engine = OpenAIInference(url, "m1", api_key=key, key_name=name, retries=QUICK)
+    engine = OpenAIInference("m1", OpenAIOptions(url=url, attempts=ATTEMPTS), api_key=key, key_name=name)
     with pytest.raises(ConfigError) as caught:
         trio.run(engine.check, tools)
     assert not key or key not in str(caught.value)
@@ -288,7 +296,8 @@ def test_api_keys(monkeypatch):
         assert "--inference.api-key-env" in refused(url)
         assert "variable MY_KEY is refused" in refused(url, "sk-wrong", "MY_KEY")
         monkeypatch.setenv("MY_KEY", "sk-right\n")
-        engine = create_openai_inference("m1", None, 0, url=f"{url}/chat/completions", api_key_env="MY_KEY")
+        options = OpenAIOptions(url=f"{url}/chat/completions", api_key_env="MY_KEY")
+        engine = create_openai_inference("m1", None, 0, options=options)
         trio.run(engine.check)
 
 
@@ -335,10 +344,10 @@ def test_openai_s_key_goes_to_openai_only(monkeypatch):
     assert create_openai_inference("m", None, 0)._api_key == "sk-openai"
     assert create_openai_inference("m", None, 0).url == OPENAI_URL
     with started(**FAST) as server:
-        assert create_openai_inference("m", None, 0, url=f"{server.url}/v1")._api_key == ""
+        assert create_openai_inference("m", None, 0, options=OpenAIOptions(url=f"{server.url}/v1"))._api_key == ""
 
 
 @pytest.mark.parametrize("wrong", [{"connections": 0}, {"attempts": 0}, {"request_seconds": math.nan}])
 def test_bounds(wrong):
     with pytest.raises(ConfigError, match="must be at least 1"):
-        create_openai_inference("m", None, 0, url="http://127.0.0.1:9/v1", **wrong)
+        OpenAIOptions(url="http://127.0.0.1:9/v1", **wrong)

@@ -1,4 +1,4 @@
-"""EnginePool: who is asked, what becomes of requests whose server dies, and which weights are served.
+"""ServerPool: who is asked, what becomes of requests whose server dies, and which weights are served.
 
 The servers are fakes in this process, and time is made up: `trio.testing.MockClock`.
 """
@@ -6,7 +6,6 @@ The servers are fakes in this process, and time is made up: `trio.testing.MockCl
 from __future__ import annotations
 
 import functools
-import itertools
 from typing import Any
 
 import pytest
@@ -17,24 +16,24 @@ from hypothesis import strategies as st
 
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import (
-    CanAbort,
-    CanCheck,
+    Capabilities,
     GenerateRequest,
     Generation,
-    Health,
-    ManyEngines,
     Probe,
-    VersionSpan,
     WeightUpdate,
     members_of,
 )
-from rollouts.inference.http.failures import HTTPFailure
-from rollouts.inference.pool import EnginePool, Patience, Slot
+from rollouts.inference.servers import server
+from rollouts.inference.servers.checks import ServerSetup
+from rollouts.inference.servers.dialect import Sampled, ServerInfo
+from rollouts.inference.servers.http import HTTPFailure
+from rollouts.inference.servers.pool import ServerPool
+from rollouts.inference.servers.server import ALIVE, Server
 
 TURN_SECONDS = 1.0
 
 
-class Server:
+class Machine:
     """A model server: it lives or not, and has the weights it was given last in this life (0: those it began with)."""
 
     def __init__(self, name: str, log: list[str] | None = None) -> None:
@@ -68,54 +67,35 @@ class Server:
         raise HTTPFailure("refused", f"{self.name}: no connection", retryable=True)
 
 
-class Engine:
-    trainable, in_process, owns_weights, weights_kind = True, False, True, "full"
-    weights_as, weights_folder, vocabulary_size = "folder", "w", 64
+class Speech:
+    """The dialect of a Machine. What it samples is by the weights that the machine has, whatever is believed."""
 
-    def __init__(self, server: Server, context_tokens_max: int = 100) -> None:
-        self.server, self.version, self.is_open = server, 0, False
-        self.context_tokens_max = context_tokens_max
-        self.sessions: dict[str, tuple[int, ...]] = {}
+    keeps_requests = scores_adapters_alone = False
+    adapter_flags = weights_flags = logprobs_flags = "--flag"
+
+    def __init__(self, machine: Machine, context_tokens_max: int = 100) -> None:
+        self.machine, self.context_tokens_max = machine, context_tokens_max
+        self.software = f"fake {machine.name}"
         self.aborted: dict[str, trio.Event] = {}
-        self.numbers = itertools.count()
-        self.asked, self.loading = 0, list[trio.Event]()
 
-    def __repr__(self) -> str:
-        return f"fake {self.server.name}"
-
-    async def check(self) -> None:
+    async def greet(self, client):
         await trio.lowlevel.checkpoint()
-        if not self.server.is_up:
-            raise ConfigError(f"{self!r} is not there")
+        if not self.machine.is_up:
+            raise HTTPFailure("refused", "it is not there", retryable=True)
+        await self.machine.ask(0.01)
+        self.machine.log.append(f"{self.machine.name} is well")
+        return ServerInfo(self.software, ("policy",), self.context_tokens_max)
 
-    async def __aenter__(self):
-        await self.check()
-        self.is_open = True
-        return self
-
-    async def __aexit__(self, *exc):
-        assert self.is_open
-        self.is_open = False
-
-    def open_session(self, order):
-        name = f"own-{next(self.numbers)}"
-        self.sessions[name] = order
-        return name
-
-    def close_session(self, session):
-        self.sessions.pop(session, None)
-
-    async def generate(self, request):
-        assert self.is_open and (request.session is None or request.session in self.sessions), request
-        while self.loading:
-            await self.loading[0].wait()
-        self.server.working += 1
-        self.asked += 1
-        version = self.version
-        aborted = self.aborted[str(request.session)] = trio.Event()
+    async def generate(self, client, request, work):
+        if request is ALIVE:
+            await self.machine.ask(0.01)
+            return Sampled([0], [-1.0], "length")
+        self.machine.working += 1
+        version = int(work.salt.rpartition("-")[2])
+        aborted = self.aborted[work.name] = trio.Event()
         try:
-            if self.server.faults:
-                raise self.server.faults.pop(0)
+            if self.machine.faults:
+                raise self.machine.faults.pop(0)
             async with trio.open_nursery() as nursery:
 
                 async def stop() -> None:
@@ -123,63 +103,54 @@ class Engine:
                     nursery.cancel_scope.cancel()
 
                 nursery.start_soon(stop)
-                await self.server.ask(TURN_SECONDS)
+                await self.machine.ask(TURN_SECONDS)
                 nursery.cancel_scope.cancel()
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:
-            self.server.working -= 1
-            self.asked -= 1
+            self.machine.working -= 1
         if aborted.is_set():
-            return Generation([request.seed], [-1.0], "abort", [VersionSpan(version, 0, 1)])
-        # What it samples is by the weights that it has, whatever its client believes.
-        assert version == self.server.weights, "an old version was served"
-        self.server.generated.append(request.seed)
-        return Generation([request.seed, 1], [-1.0, -1.0], "stop", [VersionSpan(version, 0, 2)])
+            return Sampled([request.seed], [-1.0], "abort")
+        assert version == self.machine.weights, "an old version was served"
+        self.machine.generated.append(request.seed)
+        return Sampled([request.seed, 1], [-1.0, -1.0], "stop")
 
-    async def abort(self, session):
-        if self.server.hangs:
+    async def abort(self, client, names):
+        if self.machine.hangs:
             raise HTTPFailure("timeout", "no answer", retryable=True)
-        self.aborted[session].set()
+        for name in names:
+            self.aborted[name].set()
 
-    async def score(self, tokens, temperature=1.0):
-        await self.server.ask(0.01)
-        return [0.0, *(-float(self.server.weights + 1) for _ in tokens[1:])]
+    async def score(self, client, tokens, work):
+        await self.machine.ask(0.01)
+        return [0.0, *(-float(self.machine.weights + 1) for _ in tokens[1:])]
 
-    async def update_weights(self, update):
-        """New requests wait, those under way end first."""
-        self.loading.append(trio.Event())
-        try:
-            while self.asked:  # noqa: ASYNC110 - time is made up
-                await trio.sleep(0.01)
-            with trio.move_on_after(30):
-                await self.load(update)
-                return
-            raise HTTPFailure("timeout", "no answer", retryable=True)
-        finally:
-            self.loading.pop().set()
+    async def load_full(self, client, update):
+        with trio.move_on_after(30):
+            await self.machine.ask(0.1)
+            if self.machine.refuses_weights:
+                self.machine.refuses_weights -= 1
+                raise InferenceError("the file is damaged")
+            self.machine.weights = update.version
+            self.machine.log.append(f"{self.machine.name} loads {update.version}")
+            return
+        raise HTTPFailure("timeout", "no answer", retryable=True)
 
-    async def load(self, update):
-        await self.server.ask(0.1)
-        if self.server.refuses_weights:
-            self.server.refuses_weights -= 1
-            raise InferenceError("the file is damaged")
-        self.server.weights = self.version = update.version
-        self.server.log.append(f"{self.server.name} loads {update.version}")
 
-    async def health(self):
-        try:
-            await self.server.ask(0.01)
-        except InferenceError as error:
-            return Health(False, self.version, str(error))
-        self.server.log.append(f"{self.server.name} is well")
-        return Health(True, self.version)
+@pytest.fixture(autouse=True)
+def no_files(monkeypatch):
+    """That files are looked at, in a thread, is for `test_server`: here time is made up."""
+
+    async def check(*_):
+        await trio.lowlevel.checkpoint()
+
+    monkeypatch.setattr(server, "check_update", check)
 
 
 class Process:
-    """Starts a Server here."""
+    """Starts a Machine here."""
 
-    def __init__(self, server: Server, start_seconds: float = 20.0) -> None:
+    def __init__(self, server: Machine, start_seconds: float = 20.0) -> None:
         self.server, self.start_seconds = server, start_seconds
         self.url, self.starts, self.fails = "", 0, 0
         server.is_up = False
@@ -207,13 +178,17 @@ class Process:
         return "  out of memory"
 
 
-PATIENCE = Patience(health_seconds=10, watch_seconds=5, back_seconds=0.5, give_up_seconds=100, restarts_max=3)
+GIVE_UP_SECONDS = 100.0
+SETUP = ServerSetup(
+    vocabulary_size=64, weights_folder="w", tolerance=0.25, load_seconds=30, health_seconds=10, watch_seconds=5,
+    back_seconds=0.5, restarts_max=3,
+)  # fmt: skip
 
 
-def pool_of(*servers: Server, launched: tuple[Process, ...] = (), patience: Patience = PATIENCE, **settings):
-    slots = [Slot(each.name, lambda url, each=each: Engine(each), url=f"http://{each.name}") for each in servers]
-    slots += [Slot(each.server.name, lambda url, each=each: Engine(each.server), process=each) for each in launched]
-    return EnginePool(slots, patience=patience, **settings)
+def pool_of(*machines: Machine, launched: tuple[Process, ...] = (), **settings):
+    servers = [Server(Speech(each), f"http://{each.name}", SETUP) for each in machines]
+    servers += [Server(Speech(each.server), "", SETUP, process=each, name=each.server.name) for each in launched]
+    return ServerPool(servers, give_up_seconds=GIVE_UP_SECONDS, **settings)
 
 
 def run(main, *arguments):
@@ -229,7 +204,7 @@ def update(version: int) -> WeightUpdate:
     return WeightUpdate(version, path=f"v{version}", probe=Probe([1, 2], [0.0, -float(version + 1)], 1e-4))
 
 
-def where(*servers: Server) -> list[int]:
+def where(*servers: Machine) -> list[int]:
     return [len(server.generated) for server in servers]
 
 
@@ -237,33 +212,34 @@ def where(*servers: Server) -> list[int]:
 
 
 def test_it_is_what_it_should_be():
-    a, b = Server("a"), Server("b")
+    a, b = Machine("a"), Machine("b")
 
     async def main():
-        pool = EnginePool(
-            [Slot("a", lambda url: Engine(a, 100), url="x"), Slot("b", lambda url: Engine(b, 60), url="y")]
-        )
-        for protocol in (CanAbort, CanCheck, ManyEngines):
-            assert isinstance(pool, protocol)
-        assert (pool.trainable, pool.in_process, pool.owns_weights, pool.weights_kind) == (True, False, True, "full")
-        assert (pool.weights_as, pool.weights_folder, pool.vocabulary_size) == ("folder", "w", 64)
+        pool = ServerPool([Server(Speech(a, 100), "http://a", SETUP), Server(Speech(b, 60), "http://b", SETUP)])
+        assert pool.capabilities == Capabilities(
+            owns_weights=True, weights_as="folder", weights_folder="w", tolerance=0.25, load_seconds=30, aborts=True,
+            checks=True, is_pool=True,
+        )  # fmt: skip
+        assert pool.vocabulary_size == 64
         await pool.check()
         assert members_of(pool) == ()
         async with pool:
             assert pool.context_tokens_max == 60
-            assert [repr(member) for member in members_of(pool)] == ["fake a", "fake b"]
-            assert not any(isinstance(member, ManyEngines) for member in members_of(pool))
-            assert isinstance(members_of(pool)[0], CanAbort)
-            assert (await pool.health()).ok
-        b.kill()
-        with pytest.raises(ConfigError, match="fake b is not there"):
+            assert [repr(member) for member in members_of(pool)] == ["fake a at http://a", "fake b at http://b"]
+            assert not any(member.capabilities.is_pool for member in members_of(pool))
+            assert members_of(pool)[0].capabilities.aborts
+            assert (await pool.health()).ok and not (await pool.health()).detail
+            b.kill()
+            health = await pool.health()
+            assert health.ok and "http://b" in health.detail and "http://a" not in health.detail, "those at fault"
+        with pytest.raises(ConfigError, match="fake b at http://b cannot be used: it is not there"):
             await pool.check()
 
     run(main)
 
 
 def test_the_least_loaded_is_asked_and_an_episode_stays():
-    a, b = Server("a"), Server("b")
+    a, b = Machine("a"), Machine("b")
 
     async def main():
         async with pool_of(a, b) as pool, trio.open_nursery() as nursery:
@@ -284,7 +260,7 @@ def test_the_least_loaded_is_asked_and_an_episode_stays():
 
 
 def test_rollouts_of_one_prompt_share_a_server_unless_it_is_much_busier():
-    a, b = Server("a"), Server("b")
+    a, b = Machine("a"), Machine("b")
 
     async def main(groups, rollouts):
         a.generated.clear(), b.generated.clear()
@@ -305,11 +281,11 @@ def test_rollouts_of_one_prompt_share_a_server_unless_it_is_much_busier():
 
 
 def test_requests_of_a_dead_server_are_carried_elsewhere():
-    a, b = Server("a"), Server("b")
+    a, b = Machine("a"), Machine("b")
     told = []
 
     async def main():
-        async with pool_of(a, b, told=told.append) as pool:
+        async with pool_of(a, b, changed=told.append) as pool:
             answers = {}
 
             async def ask(seed):
@@ -323,8 +299,8 @@ def test_requests_of_a_dead_server_are_carried_elsewhere():
                 a.kill()
             assert {seed: answer.tokens for seed, answer in answers.items()} == {n: [n, 1] for n in range(8)}
             assert where(a, b) == [0, 8] and pool.statistics().moved == 4
-            assert [each.state for each in pool.statistics().members] == ["down", "serving"]
-            assert members_of(pool) == (pool._members[1],)
+            assert [each.state for each in pool.statistics().members] == ["down", "ready"]
+            assert members_of(pool) == (pool.servers[1],)
             a.revive()
             await trio.sleep(5)
             assert len(members_of(pool)) == 2
@@ -332,14 +308,14 @@ def test_requests_of_a_dead_server_are_carried_elsewhere():
             assert where(a, b) == [1, 8]
 
     run(main)
-    heads = [line.partition(":")[0] for line in told]
-    assert sorted(heads[:2]) == ["fake a serves", "fake b serves"]
-    assert heads[2:] == ["fake a is down", "fake a serves again"]
+    heads = [line.partition(": ")[0] for line in told]
+    assert sorted(heads[:2]) == ["fake a at http://a serves", "fake b at http://b serves"]
+    assert heads[2:] == ["fake a at http://a is down", "fake a at http://a serves again"]
 
 
 def test_one_that_hangs_is_found_out():
     """No connection breaks, and nobody asks for anything else: the watch sees it."""
-    a, b = Server("a"), Server("b")
+    a, b = Machine("a"), Machine("b")
 
     async def main():
         async with pool_of(a, b) as pool:
@@ -354,14 +330,14 @@ def test_one_that_hangs_is_found_out():
                 for seed in range(4):
                     nursery.start_soon(ask, seed)
             assert len(answers) == 4 and where(a, b) == [0, 4]
-            assert trio.current_time() - start < PATIENCE.watch_seconds + PATIENCE.health_seconds + 2 * TURN_SECONDS
+            assert trio.current_time() - start < SETUP.watch_seconds + SETUP.health_seconds + 2 * TURN_SECONDS
             assert "did not generate in 10 seconds" in pool.statistics().members[0].reason
 
     run(main)
 
 
 def test_a_failure_of_one_that_lives_is_asked_again_and_what_it_refuses_is_not():
-    a, b = Server("a"), Server("b")
+    a, b = Machine("a"), Machine("b")
 
     async def main():
         async with pool_of(a, b) as pool:
@@ -378,14 +354,14 @@ def test_a_failure_of_one_that_lives_is_asked_again_and_what_it_refuses_is_not()
             b.faults = list(a.faults)
             with pytest.raises(HTTPFailure, match="429"):
                 await pool.generate(request(4))
-            assert all(each.state == "serving" and not each.deaths for each in pool.statistics().members)
+            assert all(each.state == "ready" and not each.deaths for each in pool.statistics().members)
             assert len(await pool.score([1, 2, 3])) == 3
 
     run(main)
 
 
 def test_a_request_that_kills_servers_is_given_up():
-    processes = tuple(Process(Server(name), 1.0) for name in "ab")
+    processes = tuple(Process(Machine(name), 1.0) for name in "ab")
 
     async def main():
         async with pool_of(launched=processes) as pool:
@@ -408,7 +384,7 @@ def test_a_request_that_kills_servers_is_given_up():
 
 
 def test_nobody_left_names_everybody():
-    a, b = Server("a"), Server("b")
+    a, b = Machine("a"), Machine("b")
 
     async def main():
         async with pool_of(a, b) as pool:
@@ -416,10 +392,13 @@ def test_nobody_left_names_everybody():
             a.kill(), b.kill()
             with pytest.raises(InferenceError) as caught:
                 await pool.generate(request(1))
-            assert PATIENCE.give_up_seconds <= trio.current_time() - start <= PATIENCE.give_up_seconds + 5
+            assert GIVE_UP_SECONDS <= trio.current_time() - start <= GIVE_UP_SECONDS + 5
             words = str(caught.value)
             assert "no server has served for 100 seconds" in words
-            assert "fake a, down: fake a is not there" in words and "fake b, down" in words
+            assert (
+                "fake a at http://a, down: fake a at http://a cannot be used" in words
+                and "fake b at http://b, down" in words
+            )
             with pytest.raises(InferenceError, match="no server has served"):  # the next one does not wait again
                 await pool.update_weights(update(1))
             assert not (await pool.health()).ok
@@ -428,7 +407,7 @@ def test_nobody_left_names_everybody():
 
 
 def test_a_request_waits_for_a_server_to_come_back():
-    a = Server("a")
+    a = Machine("a")
 
     async def main():
         async with pool_of(a) as pool, trio.open_nursery() as nursery:
@@ -445,7 +424,7 @@ def test_a_request_waits_for_a_server_to_come_back():
 
 
 def test_one_that_was_started_here_is_started_again_and_lost_in_the_end():
-    process = Process(Server("a"))
+    process = Process(Machine("a"))
 
     async def main():
         async with pool_of(launched=(process,)) as pool:
@@ -456,14 +435,24 @@ def test_one_that_was_started_here_is_started_again_and_lost_in_the_end():
             assert (await pool.generate(request(1))).tokens == [1, 1]
             assert process.starts == 2
             found = pool.statistics().members[0]
-            assert (found.state, found.deaths, found.restarts) == ("serving", 1, 1)
+            assert (found.state, found.deaths, found.restarts) == ("ready", 1, 1)
             assert "its process ended (SIGKILL); its log ends with\n  out of memory" in found.reason
             process.fails = 99
             process.server.kill()
             with pytest.raises(InferenceError, match=r"no server is left:\n  .*lost: it ended before it was ready"):
                 await pool.generate(request(2))
-            assert process.starts == 2 + PATIENCE.restarts_max
+            assert process.starts == 2 + SETUP.restarts_max
         assert not process.server.is_up
+        assert pool.statistics().members[0].state == "lost", "also when the pool has ended"
+
+    run(main)
+
+
+def test_one_that_serves_to_the_end_is_down_then_and_not_lost():
+    async def main():
+        async with pool_of(launched=(process := Process(Machine("a")),)) as pool:
+            assert pool.statistics().members[0].state == "ready"
+        assert pool.statistics().members[0].state == "down" and not process.server.is_up
 
     run(main)
 
@@ -473,7 +462,7 @@ def test_one_that_was_started_here_is_started_again_and_lost_in_the_end():
 
 def test_a_returning_server_has_the_weights_before_it_serves():
     log: list[str] = []
-    a, b = Server("a", log), Server("b", log)
+    a, b = Machine("a", log), Machine("b", log)
 
     async def main():
         async with pool_of(a, b) as pool:
@@ -495,13 +484,13 @@ def test_a_returning_server_has_the_weights_before_it_serves():
 
 
 def test_a_server_that_was_restarted_unseen_is_given_its_weights_again():
-    a = Server("a")
+    a = Machine("a")
 
     async def main():
         async with pool_of(a) as pool:
             await pool.update_weights(update(3))
             a.revive()  # somebody else's doing, between two requests
-            await trio.sleep(PATIENCE.watch_seconds + 1)
+            await trio.sleep(SETUP.watch_seconds + 1)
             assert a.weights == 3 and pool.statistics().members[0].deaths == 1
             assert "does not serve the weights of version 3" in pool.statistics().members[0].reason
             assert (await pool.generate(request(1))).versions == [3, 3]
@@ -510,7 +499,7 @@ def test_a_server_that_was_restarted_unseen_is_given_its_weights_again():
 
 
 def test_an_adapter_that_is_gone_is_loaded_again():
-    a = Server("a")
+    a = Machine("a")
 
     async def main():
         async with pool_of(a) as pool:
@@ -526,7 +515,7 @@ def test_an_adapter_that_is_gone_is_loaded_again():
 
 
 def test_weights_that_are_not_taken():
-    a, b, process = Server("a"), Server("b"), Process(Server("c"))
+    a, b, process = Machine("a"), Machine("b"), Process(Machine("c"))
 
     async def main():
         async with pool_of(a, b, launched=(process,)) as pool:
@@ -542,7 +531,7 @@ def test_weights_that_are_not_taken():
             await trio.sleep(60)
             assert process.server.weights == 2
             a.refuses_weights = 1  # it is somebody else's, and lives: that is for a person to see
-            with pytest.raises(InferenceError, match=r"fake a: it did not take the weights of version 3"):
+            with pytest.raises(InferenceError, match=r"fake a at http://a did not load version 3: the file is damaged"):
                 await pool.update_weights(update(3))
 
     run(main)
@@ -550,7 +539,7 @@ def test_weights_that_are_not_taken():
 
 @pytest.mark.parametrize("kind", ["there", "launched"])
 def test_a_server_that_dies_while_it_loads(kind):
-    a, b = Server("a"), Server("b")
+    a, b = Machine("a"), Machine("b")
     process = Process(b)
     if kind == "there":
         b.is_up = True
@@ -580,7 +569,7 @@ def test_a_server_that_dies_while_it_loads(kind):
 
 @pytest.mark.parametrize("how", ["working", "hanging", "nobody serves"])
 def test_abort_gives_back_what_there_is(how):
-    a = Server("a")
+    a = Machine("a")
 
     async def main():
         async with pool_of(a) as pool, trio.open_nursery() as nursery:
@@ -598,7 +587,7 @@ def test_abort_gives_back_what_there_is(how):
             nursery.start_soon(ask)
             await trio.sleep(0.5)
             await pool.abort(session)
-            with trio.fail_after(PATIENCE.health_seconds + 10):
+            with trio.fail_after(SETUP.health_seconds + 10):
                 await over.wait()
             assert found[0].finish == "abort"
             assert found[0].tokens == ([7] if how == "working" else [])
@@ -610,24 +599,27 @@ def test_abort_gives_back_what_there_is(how):
 
 
 def test_a_reply_that_a_server_gives_up_by_itself_is_asked_again():
-    a, b = Server("a"), Server("b")
+    a, b = Machine("a"), Machine("b")
 
     async def main():
         async with pool_of(a, b) as pool:
             pool.open_session((0, 0))
-            engine = pool._members[0].engine
+            dialect = pool.servers[0].dialect
+            generate = dialect.generate
 
-            async def gives_up(request):
-                return Generation([5], [-1.0], "abort", [VersionSpan(0, 0, 1)])
+            async def gives_up(client, request, *arguments, **settings):
+                if request is ALIVE:
+                    return await generate(client, request, *arguments, **settings)
+                return Sampled([5], [-1.0], "abort")
 
-            engine.generate = gives_up
+            dialect.generate = gives_up
             assert (await pool.generate(request(1))).finish == "stop"
 
     run(main)
 
 
 def test_leaving_ends_everything_and_raises_what_was_raised():
-    process = Process(Server("a"))
+    process = Process(Machine("a"))
 
     async def main():
         with pytest.raises(ValueError, match="mine"):
@@ -645,7 +637,7 @@ def test_leaving_ends_everything_and_raises_what_was_raised():
 
 
 def test_one_that_cannot_be_started_ends_the_others():
-    good, bad = Process(Server("good"), 5.0), Process(Server("bad"), 1.0)
+    good, bad = Process(Machine("good"), 5.0), Process(Machine("bad"), 1.0)
     bad.fails = 1
 
     async def main():
@@ -680,12 +672,12 @@ EVENTS = st.lists(
 @given(EVENTS, st.integers(1, 24))
 def test_every_request_is_answered_once_by_weights_that_are_current(events, episodes):
     """Two servers that are there, and one that is started here; every one may die at any time, in any order."""
-    servers = [Server(name) for name in "abc"]
+    servers = [Machine(name) for name in "abc"]
     process = Process(servers[2], 3.0)
     served: dict[tuple[int, int], list[Generation]] = {}
     synced = [0]
 
-    async def episode(pool: EnginePool, number: int) -> None:
+    async def episode(pool: ServerPool, number: int) -> None:
         session = pool.open_session((number // 4, number % 4))
         for turn in range(4):
             before = synced[0]
@@ -695,7 +687,7 @@ def test_every_request_is_answered_once_by_weights_that_are_current(events, epis
             await trio.sleep(0.1)
         pool.close_session(session)
 
-    async def weather(pool: EnginePool) -> None:
+    async def weather(pool: ServerPool) -> None:
         for event, seconds in events:
             await trio.sleep(seconds)
             word, _, number = event.partition(" ")
@@ -705,14 +697,14 @@ def test_every_request_is_answered_once_by_weights_that_are_current(events, epis
                 servers[int(number)].hangs = True
             elif word == "revive":
                 servers[int(number)].kill()
-                await trio.sleep(2 * PATIENCE.watch_seconds)  # a model takes its time to load
+                await trio.sleep(2 * SETUP.watch_seconds)  # a model takes its time to load
                 servers[int(number)].revive()
             elif word == "fault":
                 servers[int(number)].faults.append(HTTPFailure("reset", "it broke", retryable=True))
             else:
                 await pool.update_weights(update(synced[0] + 1))
                 synced[0] += 1
-                assert {member.server.weights for member in members_of(pool)} <= {synced[0]}  # type: ignore[attr-defined]
+                assert {member.dialect.machine.weights for member in members_of(pool)} <= {synced[0]}  # type: ignore[attr-defined]
 
     async def main() -> None:
         async with pool_of(*servers[:2], launched=(process,)) as pool:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -8,27 +9,27 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollouts.inference import sampling
-from rollouts.inference.sampling import UniformStream, sample
+from rollouts.inference.embedded import decode
+from rollouts.inference.embedded.decode import sample, uniforms
 
 
 def test_a_stream_is_its_seed():
-    first, second = UniformStream(3), UniformStream(3)
-    numbers = [first.draw() for _ in range(200)]
-    assert numbers == [second.draw() for _ in range(200)]
-    assert numbers != [UniformStream(4).draw() for _ in range(200)]
+    first, second = uniforms(3), uniforms(3)
+    numbers = [next(first) for _ in range(200)]
+    assert numbers == [next(second) for _ in range(200)]
+    assert numbers != list(itertools.islice(uniforms(4), 200))
     assert all(0 <= u <= 1 - 2**-24 for u in numbers)
     assert abs(np.mean(numbers) - 0.5) < 0.06
-    UniformStream(-1).draw()
-    UniformStream(2**63).draw()
+    next(uniforms(-1))
+    next(uniforms(2**63))
 
 
 def test_frequencies_follow_the_distribution_at_the_temperature():
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
-    stream = UniformStream(0)
+    stream = uniforms(0)
     for temperature in (1.0, 0.5):
         count = 4000
-        ids, logprobs = sample(logits.expand(count, -1), [stream.draw() for _ in range(count)], [temperature] * count)
+        ids, logprobs = sample(logits.expand(count, -1), [next(stream) for _ in range(count)], [temperature] * count)
         expected = (logits[0] / temperature).softmax(0)
         found = torch.bincount(torch.tensor(ids), minlength=4) / count
         assert (found - expected).abs().max() < 0.03
@@ -64,7 +65,7 @@ def test_rows_do_not_touch_each_other():
 
 
 def test_a_sum_that_is_not_monotone_is_drawn_again_exactly(monkeypatch):
-    monkeypatch.setattr(sampling, "_invert", lambda logprobs, uniforms: torch.tensor([2]))  # an id of probability 0
+    monkeypatch.setattr(decode, "_invert", lambda logprobs, uniforms: torch.tensor([2]))  # an id of probability 0
     logits = torch.tensor([[0.0, 0.0, -math.inf, 0.0]])
     assert sample(logits, [0.5], [1.0])[0] == [1]
     assert sample(logits, [0.9], [1.0])[0] == [3]

@@ -47,6 +47,11 @@ def assert_mistake(done, *words: str) -> None:
         assert word in done.stderr, done.stderr
 
 
+def test_a_setting_out_of_a_strangers_domain_is_refused_before_a_model_loads(rollouts, acme):
+    done = rollouts("run", "--env", "calculator", "--loss", "acme_loss", "--loss.cap=-1", "--dry-run", path=(acme,))
+    assert_mistake(done, "--loss.cap: expected a number (above 0); got -1")
+
+
 def test_four_packages_in_one_command(rollouts, acme, tmp_path):
     chosen = ("--env", "acme_env", "--loss", "acme_loss", "--reward", "env:1", "--reward", "acme_rewards/brevity:-0.1")
     own = ("--env.longest", "3", "--loss.cap", "1.5", "--reward.brevity.target-tokens", "5")

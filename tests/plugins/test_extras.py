@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rollouts.errors import BrokenPluginError
-from rollouts.plugins.index import find_component, install_hint, load_component
+from rollouts.plugins.index import find_component
+from rollouts.plugins.loading import install_hint, load_component
 
 SOURCE = "class Env:\n    def tasks(self, split, rng):\n        return ['x']\n"
 REQUIRES = ['absent-solver>=2; extra == "solver"', 'pytest; extra == "solver"', 'absent-too; extra == "plots"']

@@ -9,7 +9,8 @@ from dataclasses import fields
 import pytest
 
 from rollouts.errors import BrokenPluginError, UnknownComponentError
-from rollouts.plugins.index import find_component, load_component
+from rollouts.plugins.index import find_component
+from rollouts.plugins.loading import load_component
 
 SOURCE = """
 from __future__ import annotations
@@ -100,6 +101,20 @@ def test_missing_attribute():
     assert "did you mean: Calculator?" in str(caught.value)
     assert "it defines: Calculator, brevity" in str(caught.value)
     assert "_private" not in str(caught.value) and "random" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "expected"),
+    [
+        ("def f(): ...\ndef __getattr__(name): return (5).missing", "g", "it defines: f"),
+        ("def f(): ...\ndef __getattr__(name): raise AttributeError(name, name='x', obj=None)", "g", "it defines: f"),
+        ("NUMBER = 5", "NUMBER.raal", "it defines: nothing public"),
+    ],
+)
+def test_an_attribute_that_a_strange_object_lacks(here, source, name, expected):
+    (here / "strange.py").write_text(source)
+    with pytest.raises(UnknownComponentError, match=expected):
+        load_component(find_component("rewards", f"./strange.py:{name}"))
 
 
 @pytest.mark.parametrize(

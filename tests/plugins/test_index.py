@@ -15,13 +15,12 @@ from rollouts.plugins.index import (
     ComponentRef,
     find_component,
     installed_components,
-    installed_hooks,
-    load_component,
     names_file,
     normalise,
     scan,
     unknown_component,
 )
+from rollouts.plugins.loading import load_component
 
 ROOT = Path(__file__).parents[2]
 
@@ -134,7 +133,7 @@ BROKEN = {
     "module": ("acme_broken:X", "import gymnasium_zz", "perhaps: pip install gymnasium_zz"),
     "extra": ("acme_broken:X", "import torch_zz.nn", "pip install 'acme-broken[train]'"),
     "gone": ("acme_gone.deep:X", "", "missing from the distribution itself"),
-    "attribute": ("acme_broken:Brevty", "class Brevity: ...", "did you mean Brevity?"),
+    "attribute": ("acme_broken:Brevty", "class Brevity: ...", "did you mean: Brevity?"),
     "no attribute": ("acme_broken", "", "must name an object in it"),
     "not a value": ("acme broken!", "", "module:attribute"),
     "multi-line": ("acme_broken:X", "raise ValueError('a\\nb')", "ValueError: a b"),
@@ -173,7 +172,7 @@ def test_dotted_attribute_and_hooks_group(make_distribution):
         {"acme_nested": "class Outer:\n    inner = staticmethod(len)"},
     )
     assert load_component(find_component("rewards", "inner")) is len
-    hook = next(ref for ref in installed_hooks() if ref.distribution == "acme")
+    hook = next(ref for ref in scan().hooks if ref.distribution == "acme")
     assert load_component(hook).__name__ == "acme_nested"
     assert hook not in installed_components()
 
@@ -217,7 +216,7 @@ def test_face_is_complete():
     import rollouts.plugins as face
 
     assert sorted(face.__all__, key=lambda name: (not name.isupper(), name)) == face.__all__
-    assert set(face.__all__) == set(face._HOMES) <= set(dir(face))
+    assert {"ComponentRef", "call_with", "hookimpl", "load_component"} <= set(face.__all__) <= set(dir(face))
     assert all(getattr(face, name) is not None for name in face.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = face.nothing

@@ -160,6 +160,9 @@ def test_a_hook_that_returns_a_coroutine_is_named():
     manager.register(plugin(rollouts_run_end=lambda summary: later()), distribution="a")
     (fault,) = manager.call_event("rollouts_run_end", summary={})
     assert "coroutine" in fault.cause
+    manager.register(plugin(rollouts_list_components=lambda kind: later()), distribution="b")
+    manager.list("rewards", hooks=True)
+    assert manager.faults[-1].cause == "rollouts_list_components returned a coroutine; hooks are plain functions"
 
 
 def test_our_own_wrong_calls_are_assertions():
@@ -272,7 +275,7 @@ def test_doctor_reports_each_kind_of_fault(make_distribution):
         "sick 7: reward d_greedy: it asks for 'answer'",
         "sick 7: rollouts_run_end is async",
         "sick 7: rollouts_step_end has no @hookimpl",
-        "sick 7: rollouts_step_ends is no hook of rollouts, so it is never called; did you mean rollouts_step_end",
+        "sick 7: rollouts_step_ends is no hook of rollouts, so it is never called; did you mean: rollouts_step_end",
         "reward 'd_good' is offered by 2 distributions; type one of: sick/d_good, twin/d_good",
     ]
     for part in expected:
@@ -294,7 +297,7 @@ def test_a_pack_refuses_to_be_loaded_past_the_manager():
 
 
 def test_every_hook_is_documented_and_specified():
-    names = [name for name in hookspecs.__all__ if name.startswith("rollouts_")]
+    names = [name for name in vars(hookspecs) if name.startswith("rollouts_")]
     assert set(hookspecs.EVENTS) | {"rollouts_find_component", "rollouts_list_components"} == set(names)
     for name in names:
         assert getattr(hookspecs, name).__doc__

@@ -22,6 +22,7 @@ from fake_model import (  # noqa: E402
     PEFT_PREFIX,
     Array,
     Model,
+    TransformersModel,
     Vector,
     adapter_delta,
     fold_all,
@@ -72,6 +73,7 @@ class Options(NamedTuple):
     token_seconds: float = 0.0
     load_seconds: float = 0.0
     start_seconds: float = 0.0
+    numbers: str = "waves"  # or "transformers": those of the folder's real model
     faults: Sequence[str] = ()
 
 
@@ -119,7 +121,7 @@ class Adapter(NamedTuple):
     path: str
     delta: dict[str, Array]
     key: tuple[str, ...]
-    model: Model
+    model: Model | TransformersModel
 
 
 class Sampling(NamedTuple):
@@ -210,7 +212,9 @@ class Core:
         self.generates = 0
         self._rebuild()
 
-    def _model(self, tensors: Mapping[str, Array]) -> Model:
+    def _model(self, tensors: Mapping[str, Array]) -> Model | TransformersModel:
+        if self.options.numbers == "transformers":
+            return TransformersModel(self.options.model, tensors)
         other = OTHER_MODEL_PHASE if "other_model" in self.faults else 0.0
         return Model.from_phases(fold_all(tensors) + other, self.vocabulary)
 
@@ -384,7 +388,7 @@ class Core:
             return ("all",)
         return (job.salt, *(job.adapter.key if job.adapter else ()))
 
-    def _weights(self, job: Job) -> Model:
+    def _weights(self, job: Job) -> Model | TransformersModel:
         return job.adapter.model if job.adapter else self.base
 
     def _prefill(self, job: Job, score_from: int | None) -> None:

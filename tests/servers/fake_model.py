@@ -189,6 +189,40 @@ class Model(NamedTuple):
         return [0.0, *logprobs[np.arange(len(tokens) - 1), list(tokens[1:])].tolist()]
 
 
+class TransformersModel:
+    """What `Model` does, with the numbers of the folder's real model: a state is all tokens so far, and their count."""
+
+    def __init__(self, folder: str | Path, tensors: Mapping[str, Array]) -> None:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        self._model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).eval()
+        named = {name: torch.tensor(value) for name, value in tensors.items()}
+        missing, unexpected = self._model.load_state_dict(named, strict=False)
+        self._model.tie_weights()
+        assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
+        self._room = int(self._model.config.max_position_embeddings) + 1
+
+    def contexts(self, tokens: Sequence[int], before: Vector | None = None) -> Vector:
+        """All tokens up to each place, and their count in the last column [L, positions + 1]."""
+        past = [] if before is None else before[: int(before[-1])].tolist()
+        found = np.zeros((len(tokens), self._room))
+        for index in range(len(tokens)):
+            known = [*past, *tokens[: index + 1]]
+            found[index, : len(known)], found[index, -1] = known, len(known)
+        return found
+
+    def logits(self, contexts: Vector) -> Vector:
+        """Of the next token, [..., V]. The states of several places are those of one sequence."""
+        import torch
+
+        rows = np.atleast_2d(contexts)
+        count = int(rows[-1, -1])
+        with torch.inference_mode():
+            found = self._model(torch.tensor(rows[-1:, :count].astype(np.int64))).logits[0]
+        return found[count - len(rows) : count].double().numpy().reshape(*contexts.shape[:-1], -1)
+
+
 def fold_all(tensors: Mapping[str, Array]) -> Vector:
     """All tensors as phases [2 * WIDTH]."""
     total = np.zeros(2 * WIDTH)
@@ -213,7 +247,12 @@ class FakeTrainer:
     With `lora_rank` only an adapter is trained, of the layers named `targets`; it says nothing before its first step.
     """
 
-    compute_dtype = "float32"
+    # As `backend_fakes`, which the servers' processes do not find.
+    world_size, device, compute_dtype = 1, "cpu", "float32"
+    notes: tuple[str, ...] = ()
+    checkpoint_bytes: int | None = None
+    can_profile = False
+    thread: Any = None
 
     def __init__(
         self,
@@ -292,7 +331,7 @@ class FakeTrainer:
     @property
     def model_files(self) -> Any:
         """What weight sync writes beside the tensors."""
-        from rollouts.training.weight_files import ModelFiles
+        from rollouts.training.weights.files import ModelFiles
 
         config = json.loads((Path(self.folder) / "config.json").read_text())
         adapter = _Config("adapter_config.json", self.adapter_config) if self.lora_rank else None
@@ -357,3 +396,7 @@ class _Causal:
 
     def __init__(self, config: _Config) -> None:
         self.config = config
+
+    def save_pretrained(self, folder: str, *, state_dict: Mapping[str, Any]) -> None:
+        self.config.save_pretrained(folder)
+        write_tensors(Path(folder) / "model.safetensors", {name: value.numpy() for name, value in state_dict.items()})

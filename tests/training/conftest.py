@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import random
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 
+from rollouts.training.types import TrainBatch
 from rollouts.types import Sample
 
 
@@ -116,7 +119,25 @@ def make_samples(
     return samples
 
 
+def split_batch(batch: TrainBatch, parts: int) -> list[TrainBatch]:
+    """The batch in `parts` batches for as many `forward_backward` calls before one `optim_step`.
+
+    u was stamped for the whole, so only the sum of the shares of D matters; they are shared out by live tokens.
+    """
+    assert parts >= 1, f"a batch cannot be split in {parts}"
+    size = math.ceil(len(batch.rows) / parts)
+    chunks = [batch.rows[start : start + size] for start in range(0, len(batch.rows), max(1, size))]
+    live = [sum(weight > 0 for row in chunk for weight in row.loss_mask) for chunk in chunks]
+    total = sum(live)
+    shares = [batch.denominator * count / total if total else 0.0 for count in live]
+    return [
+        msgspec.structs.replace(batch, rows=chunk, denominator=share)
+        for chunk, share in zip(chunks, shares, strict=True)
+    ]
+
+
 @pytest.fixture
 def tiny() -> SimpleNamespace:
     """The makers of models and samples, by name."""
-    return SimpleNamespace(qwen3=qwen3, llama=llama, gpt2=gpt2, gemma2=gemma2, make_samples=make_samples)
+    makers = {"qwen3": qwen3, "llama": llama, "gpt2": gpt2, "gemma2": gemma2, "make_samples": make_samples}
+    return SimpleNamespace(**makers, split_batch=split_batch)

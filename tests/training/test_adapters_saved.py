@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollouts.cli import main
-from rollouts.compose.export import export
 from rollouts.errors import ModelError
+from rollouts.runs.export import export
 from rollouts.training.algorithms.recipes import GRPO
+from rollouts.training.backends.optimizer import TorchSettings
 from rollouts.training.backends.torch import create_torch_backend
 from rollouts.training.batching import make_batch
 from rollouts.training.models import TINY_PATH, load_hf_model
@@ -44,7 +45,7 @@ def untied(tmp_path_factory):
 
 def make_backend(model, targets):
     return create_torch_backend(
-        model, 0, 2, 1e-2, 2, 1000, {"main": GRPO}, None, device="cpu", lora_targets=targets
+        model, 0, 2, 1e-2, 2, 1000, {"main": GRPO}, None, settings=TorchSettings(device="cpu", lora_targets=targets)
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts.errors import ConfigError, EnvironmentDefinitionError
-from rollouts.training.datasets import DataBuffer, as_task, draw_tasks
+from rollouts.training.datasets.buffer import DataBuffer, as_task, draw_tasks
 from rollouts.types import Message, Task
 
 

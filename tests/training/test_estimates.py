@@ -227,6 +227,7 @@ def test_a_backend_holds_what_was_estimated(tiny, rank, dtype, optimizer):
     """Weights, gradients as the optimizer meets them, and its moments: within a hundredth, the tensors' own bytes."""
     from transformers import AutoConfig
 
+    from rollouts.training.backends.optimizer import TorchSettings
     from rollouts.training.backends.torch import create_torch_backend
 
     seen = {}
@@ -242,7 +243,15 @@ def test_a_backend_holds_what_was_estimated(tiny, rank, dtype, optimizer):
     hooks = [optim_hooks.register_optimizer_step_pre_hook(before)]
     hooks.append(optim_hooks.register_optimizer_step_post_hook(after))
     backend = create_torch_backend(
-        "tiny", 0, 3, 1e-3, rank, 1024, {"main": GRPO}, None, dtype=dtype, optimizer=optimizer, device="cpu"
+        "tiny",
+        0,
+        3,
+        1e-3,
+        rank,
+        1024,
+        {"main": GRPO},
+        None,
+        settings=TorchSettings(dtype=dtype, optimizer=optimizer, device="cpu"),
     )
     try:
         samples = tiny.make_samples()

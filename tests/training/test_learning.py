@@ -8,9 +8,9 @@ import pytest
 import torch
 import trio
 
-from rollouts.agent import Episode
-from rollouts.training.algorithms.algorithm import KL, bind, bind_algorithm
-from rollouts.training.algorithms.kl import k1_reward, rk3_loss
+from rollouts.plugins.signature import bind
+from rollouts.training.algorithms.algorithm import KL, bind_algorithm
+from rollouts.training.algorithms.kl import frozen, k1_reward, rk3_loss
 from rollouts.training.algorithms.recipes import (
     CISPO,
     DAPO,
@@ -26,16 +26,15 @@ from rollouts.training.algorithms.recipes import (
     RFT,
     RLOO,
 )
-from rollouts.training.algorithms.references import frozen
-from rollouts.training.algorithms.selectors import reward_at_least
-from rollouts.training.backends.crew import Alone
-from rollouts.training.backends.torch import TorchBackend, TorchSettings
+from rollouts.training.algorithms.selection import reward_at_least
+from rollouts.training.backends.optimizer import TrainerSettings
+from rollouts.training.backends.torch import Executor, TorchBackend
 from rollouts.training.backends.trainer import Trainer
 from rollouts.training.batching import part_batch
 from rollouts.training.loops.rl_batch import RLTrainingConfig, complete_batch, prepare_rl_batch
-from rollouts.training.rollout_gen import Group
+from rollouts.training.rollout_gen.groups import Group
 from rollouts.training.types import Companions
-from rollouts.types import Message, Score, Segment, Status, Task, Trajectory
+from rollouts.types import Episode, Message, Score, Segment, Status, Task, Trajectory
 
 PROMPT, ARMS, ROLLOUTS = [1, 2, 3], 8, 16
 REWARDS = [arm / (ARMS - 1) for arm in range(ARMS)]
@@ -62,9 +61,12 @@ def pull(backend, generator):
 def train(model, algorithm, *, steps=40, companions=None, minibatches=1, reward=None):
     """The expected reward before and after."""
     backend = TorchBackend(
-        Alone(
+        Executor(
             Trainer(
-                copy.deepcopy(model), {"main": algorithm}, TorchSettings(lr=3e-3, warmup_steps=0), companions=companions
+                copy.deepcopy(model),
+                {"main": algorithm},
+                TrainerSettings(lr=3e-3, warmup_steps=0),
+                companions=companions,
             )
         )
     )

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollouts.errors import ConfigError, EnvironmentDefinitionError
-from rollouts.training.datasets import DataBuffer, MixedBuffer, Source
-from rollouts.training.datasets.mixing import mean_shares, pick, piecewise, share_out, shares_at
+from rollouts.training.datasets.buffer import DataBuffer
+from rollouts.training.datasets.mixing import MixedBuffer, Source, mean_shares, pick, piecewise, share_out, shares_at
 
 WEIGHTS = st.lists(st.floats(0, 10), min_size=1, max_size=4).filter(lambda weights: math.fsum(weights) > 0.01)
 

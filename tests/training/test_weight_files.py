@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from rollouts.errors import ConfigError, InferenceError
-from rollouts.training import weight_files
 from rollouts.training.backends.pytorch_factory import create_pytorch_backend
 from rollouts.training.models import load_hf_model, load_tokenizer
-from rollouts.training.weight_files import (
+from rollouts.training.weights.files import (
     ModelFiles,
-    WritesFiles,
     check_folder,
     file_tensors,
     find_faults,
@@ -22,6 +23,7 @@ from rollouts.training.weight_files import (
     prune_folders,
     read_manifest,
     read_tensors,
+    save_tensors,
     write_folder,
 )
 
@@ -46,7 +48,7 @@ def write(backend, parent, version=7, kind="full", **settings):
     weights = backend.get_weights(kind).wait()
     files = backend.model_files
     tensors = file_tensors(weights, kind, files.causal)
-    return write_folder(parent, version, kind, tensors, files, **settings), manifest_of(tensors)
+    return write_folder(parent, version, kind, weights, files, **settings), manifest_of(tensors)
 
 
 def flip_bit(path, place=-5):
@@ -57,7 +59,7 @@ def flip_bit(path, place=-5):
 
 def test_transformers_loads_a_full_folder(backend, tmp_path):
     path, manifest = write(backend, tmp_path)
-    assert path == tmp_path / "v000007" and isinstance(backend, WritesFiles)
+    assert path == tmp_path / "v000007"
     assert [each.name for each in tmp_path.iterdir()] == ["v000007"]  # and nothing temporary
     loaded, own = load_hf_model(str(path), device="cpu").state_dict(), backend.model.state_dict()
     assert loaded.keys() == own.keys() and all(torch.equal(loaded[name], own[name]) for name in own)
@@ -102,7 +104,7 @@ def test_types_and_shapes_of_all_kinds_are_read_as_safetensors_reads_them(dtype,
         "scalar": torch.tensor(1, dtype=dtype),
         "none": torch.zeros(0, 4, dtype=dtype),
     }
-    weight_files._write_tensors(tmp_path / "model.safetensors", 3, tensors)
+    save_tensors(tmp_path / "model.safetensors", tensors)
     (tmp_path / "config.json").write_text("{}")
     found = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(found[name], tensors[name]) and found[name].dtype == tensors[name].dtype for name in tensors)
@@ -146,7 +148,7 @@ def test_a_dropped_tensor_and_others_that_differ_are_named(backend, tmp_path):
         (lambda path: flip_bit(path / "model.safetensors", 9), "header"),
         (
             lambda path: (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:-9]),
-            "it is cut off",
+            "cut off: .*not fully covered",
         ),
         (
             lambda path: (path / "model.safetensors.index.json").write_text(
@@ -168,13 +170,40 @@ def test_folders_that_are_not_whole(backend, tmp_path, spoil, words):
         read_manifest(tmp_path / "nowhere")
 
 
+CUT_WHILE_CHECKED = """
+import os, sys, zlib
+from rollouts.errors import ConfigError
+from rollouts.training.weights.files import read_manifest
+
+checksum = zlib.crc32
+
+def cut_off_then_checksum(*args):
+    os.truncate(sys.argv[1] + "/model.safetensors", 1000)
+    return checksum(*args)
+
+zlib.crc32 = cut_off_then_checksum
+try:
+    read_manifest(sys.argv[1])
+except ConfigError as error:
+    print(error)
+"""
+
+
+def test_a_file_that_is_cut_off_while_it_is_checked_does_not_end_the_process(tmp_path):
+    save_tensors(tmp_path / "model.safetensors", {name: torch.zeros(4_000_000) for name in "ab"})
+    (tmp_path / "config.json").write_text("{}")
+    done = subprocess.run([sys.executable, "-c", CUT_WHILE_CHECKED, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done
+    assert "model.safetensors cannot be read: it ends too early" in done.stdout
+
+
 def test_a_folder_that_cannot_be_written_leaves_nothing(backend, tmp_path, monkeypatch):
     path, manifest = write(backend, tmp_path)
 
     def full_disk(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(weight_files.os, "fsync", full_disk)
+    monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(InferenceError, match=r"version 7 .*No space left on device; make room .*weights-folder"):
         write(backend, tmp_path)
     assert [each.name for each in tmp_path.iterdir()] == ["v000007"]
@@ -182,6 +211,16 @@ def test_a_folder_that_cannot_be_written_leaves_nothing(backend, tmp_path, monke
     (tmp_path / "file").write_text("")
     with pytest.raises(InferenceError, match="cannot be written"):
         write(backend, tmp_path / "file")
+
+
+def test_a_file_system_without_modes_of_its_own_takes_a_folder(backend, tmp_path, monkeypatch):
+    def refuse(path, mode, **kwargs):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "chmod", refuse)
+    monkeypatch.setattr("pathlib.Path.chmod", refuse)
+    path, manifest = write(backend, tmp_path)
+    check_folder(path, manifest, 7)
 
 
 def test_tied_weights_that_differ_are_refused(backend):

@@ -14,12 +14,12 @@ import trio
 from torch import distributed
 
 from rollouts.errors import InferenceError
-from rollouts.inference.base import WeightUpdate
-from rollouts.training import weight_groups
+from rollouts.inference.base import Capabilities, WeightUpdate
 from rollouts.training.backends.pytorch_factory import create_pytorch_backend
-from rollouts.training.weight_files import manifest_of
-from rollouts.training.weight_groups import send_over_group
-from rollouts.training.weight_sync import WeightSyncManager
+from rollouts.training.weights import groups as weight_groups
+from rollouts.training.weights.files import manifest_of
+from rollouts.training.weights.groups import send_over_group
+from rollouts.training.weights.sync import WeightSyncManager
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conftest import qwen3
@@ -31,8 +31,8 @@ class Receiver:
     amid the broadcast), `absent` (it never joins).
     """
 
-    trainable = owns_weights = True
-    weights_as, weights_kind = "group", "full"
+    capabilities = Capabilities(owns_weights=True, weights_as="group", is_pool=True)
+    context_tokens_max = vocabulary_size = version = 0
 
     def __init__(self, ranks=1, fault=""):
         self.ranks, self.fault, self.url = ranks, fault, "http://127.0.0.1:1"
@@ -146,7 +146,7 @@ def test_one_that_fails_is_told_and_nobody_waits_for_it(fault, words):
 def test_a_broadcast_may_take_as_long_as_the_servers_say(own, expected, monkeypatch):
     engines = [Receiver() for _ in own or [0]]
     for engine, seconds in zip(engines, own, strict=False):
-        engine.load_seconds = seconds
+        engine.capabilities = engine.capabilities._replace(load_seconds=seconds)
     bounds, broadcast = [], weight_groups._broadcast
 
     def noted(group, tensors, device, seconds):
@@ -160,7 +160,8 @@ def test_a_broadcast_may_take_as_long_as_the_servers_say(own, expected, monkeypa
 
 def test_an_engine_that_takes_none_is_refused(tmp_path):
     class Other:
-        weights_as = "group"
+        capabilities = Capabilities(owns_weights=True, weights_as="group")
+        context_tokens_max = vocabulary_size = version = 0
 
     with pytest.raises(InferenceError, match=r"takes no weights over torch\.distributed"):
         send(Other())
@@ -175,11 +176,10 @@ def test_the_address_is_one_that_the_servers_can_reach(monkeypatch):
 class Served(Receiver, FolderEngine):
     """A receiver that serves what it received, or all but one tensor."""
 
-    weights_as = "group"
-
     def __init__(self, base):
         FolderEngine.__init__(self, base, "", name="group")
         Receiver.__init__(self)
+        self.capabilities = Receiver.capabilities
         self.drop = ""
 
     async def update_weights(self, update):

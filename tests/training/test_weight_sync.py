@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 import trio
+from backend_fakes import BackendFields
 
 from rollouts.errors import InferenceError
-from rollouts.inference.base import WeightUpdate
-from rollouts.inference.http.failures import HTTPFailure
-from rollouts.training import weight_sync
+from rollouts.inference.base import Capabilities, WeightUpdate
+from rollouts.inference.servers.http import HTTPFailure
 from rollouts.training.backends.futures import ImmediateTrainFuture
 from rollouts.training.backends.pytorch_factory import create_pytorch_backend
 from rollouts.training.types import ForwardOutput
-from rollouts.training.weight_probe import has_not_moved
-from rollouts.training.weight_sync import WeightSyncManager, parity_tolerance, probe_parity, sync_weights
+from rollouts.training.weights import files as weight_files
+from rollouts.training.weights import probe
+from rollouts.training.weights.probe import Proof, has_not_moved, parity_tolerance, probe_parity
+from rollouts.training.weights.sync import WeightSyncManager, sync_weights
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conftest import qwen3
 from weight_fakes import FolderEngine
 
 
-class Backend:
+class Backend(BackendFields):
     version = 7
 
     def __init__(self, dtype=torch.float32):
@@ -44,11 +47,11 @@ class Backend:
 
 class Engine:
     context_tokens_max = 100
+    vocabulary_size = version = 0
 
-    def __init__(self, owns_weights=None, wrong=0.0):
+    def __init__(self, owns_weights=False, wrong=0.0):
         self.updates, self.wrong = [], wrong
-        if owns_weights is not None:
-            self.owns_weights = owns_weights
+        self.capabilities = Capabilities(owns_weights=owns_weights)
 
     async def update_weights(self, update):
         self.updates.append(update)
@@ -68,7 +71,7 @@ def sync(*engines, backend=None, **settings):
 
 
 def test_shared_parameters_are_told_the_version_only():
-    backend, engines = Backend(), [Engine(), Engine(False)]
+    backend, engines = Backend(), [Engine(), Engine(owns_weights=False)]
     metrics = sync(*engines, backend=backend)
     assert [[(u.version, u.weights) for u in engine.updates] for engine in engines] == [[(7, None)], [(7, None)]]
     assert metrics.keys() == {"sync/version", "sync/seconds"} and metrics["sync/version"] == 7.0
@@ -93,6 +96,18 @@ def test_weights_that_did_not_arrive_are_seen(wrong):
     assert f"{-31 + wrong:.6g} there and -31 in the trainer" in str(caught.value)
 
 
+def test_an_engine_without_a_name_of_its_own_is_named_by_its_class():
+    refusing = Engine(True)
+
+    async def refuse(update):
+        raise InferenceError("no room")
+
+    refusing.update_weights = refuse
+    for engine, words in ((Engine(True, wrong=1.0), "does not serve"), (refusing, "did not take")):
+        with pytest.raises(InferenceError, match=rf"^the engine \(Engine\) {words} the weights of version 7"):
+            sync(engine)
+
+
 def test_the_tolerance_goes_by_the_type_of_the_weights():
     assert parity_tolerance({"a": torch.zeros(1), "n": torch.zeros(1, dtype=torch.int8)}) == 1e-3
     assert parity_tolerance({"a": torch.zeros(1, dtype=torch.bfloat16), "b": torch.zeros(1)}) == 5e-2
@@ -104,10 +119,10 @@ def test_the_tolerance_goes_by_the_type_of_the_weights():
 
 def test_an_engine_may_say_its_own_tolerance():
     engine = Engine(True, wrong=0.01)
-    engine.tolerance = 0.0
+    engine.capabilities = engine.capabilities._replace(tolerance=0.0)
     with pytest.raises(InferenceError, match=r"at most 0\.001"):
         sync(engine)
-    engine.tolerance = 0.02
+    engine.capabilities = engine.capabilities._replace(tolerance=0.02)
     assert sync(engine)["sync/probe"] == pytest.approx(0.01, rel=0.1)
     with pytest.raises(InferenceError, match=r"at most 0\.001"):
         sync(engine, tolerance=1e-3)
@@ -147,7 +162,7 @@ def adapted(base):
 def step(backend, size=0.05, seed=0):
     """The next version of the weights."""
     generator = torch.Generator().manual_seed(seed)
-    kind = "full" if backend.adapter_config is None else "adapter"
+    kind = "full" if backend.model_files.adapter_config is None else "adapter"
     weights = backend.get_weights(kind).wait()
     moved = {n: v + size * torch.randn(v.shape, generator=generator) for n, v in weights.items() if "lm_head" not in n}
     if "lm_head.weight" in weights:
@@ -204,7 +219,7 @@ FAULTS = [
     ({"raw": True}, "temperature 0.7 .* they are those of temperature 1: start the server"),
     (
         {"refuse": True},
-        r"did not take the weights of version 2 after version 1: status 500: .* \(1 of 2 engines failed\)",
+        r"did not take the weights of version 2 after version 1 \(1 of 2 engines failed\): status 500: ",
     ),
 ]
 
@@ -226,11 +241,41 @@ def test_faults_of_full_weights_are_seen_and_named(full, base, tmp_path, fault, 
     after = full.get_weights().wait()
     assert all(torch.equal(kept[name], after[name]) for name in kept)  # whatever was tried to find the tensor
     if "refuse" not in fault:  # the control: without the proof nobody would know
-        monkeypatch.setattr(weight_sync, "_prove", nothing_proved)
+        monkeypatch.setattr(Proof, "prove", nothing_proved)
         go(syncing, full)
 
 
-async def nothing_proved(around, engine):
+def test_checksums_of_all_weights_are_not_computed_in_the_event_loop(full, base, tmp_path, monkeypatch):
+    engine = FolderEngine(base, tmp_path)
+    syncing = WeightSyncManager([engine])
+    go(syncing, full)
+    step(full)
+    engine.faults = {"drop": "model.norm.weight"}
+    threads, manifest_of = [], probe.manifest_of
+
+    def noted(tensors):
+        threads.append(threading.current_thread())
+        return manifest_of(tensors)
+
+    monkeypatch.setattr(probe, "manifest_of", noted)
+    with pytest.raises(InferenceError, match="that tensor did not arrive"):
+        go(syncing, full)
+    assert threads and threading.main_thread() not in threads
+
+
+def test_a_diagnosis_that_cannot_read_the_last_weights_hides_no_failure(full, base, tmp_path):
+    engine = FolderEngine(base, tmp_path)
+    syncing = WeightSyncManager([engine])
+    go(syncing, full)
+    step(full)
+    engine.faults = {"drop": "model.norm.weight"}
+    (tmp_path / "v000000" / "model.safetensors").unlink()
+    words = "Fake at server does not serve the weights of version 1 .* some tensor did not arrive whole"
+    with pytest.raises(InferenceError, match=words):
+        go(syncing, full)
+
+
+async def nothing_proved(proof, engine):
     return [0.0]
 
 
@@ -279,6 +324,19 @@ def test_a_step_smaller_than_the_tolerance_is_seen_not_to_arrive(full, base, tmp
     go(syncing, full)
 
 
+def test_the_sequences_of_a_short_context_fit_into_it():
+    scored, prompt, other, sampled = probe.probe_sequences(16, 100)
+    assert (len(scored), len(prompt), len(other), sampled) == (15, 11, 11, 4)
+    assert len({tuple(prompt), tuple(other)}) == 2 and max(scored + prompt + other) < 88  # the last ids are left out
+
+
+def test_only_numbers_of_the_same_tokens_are_compared():
+    numbers = [0.0, 1.0]
+    for ours, theirs in ((([0.0], numbers), (numbers, numbers)), ((numbers, [0.0, 2.0]), ([0.0], [0.0]))):
+        with pytest.raises(ValueError, match="zip"):
+            has_not_moved(ours, theirs, 1e-4)
+
+
 def test_what_counts_as_not_having_moved():
     generator = torch.Generator().manual_seed(0)
 
@@ -304,7 +362,7 @@ def test_what_counts_as_not_having_moved():
 
 def test_what_is_wrong_on_the_disk_stops_before_a_server_is_asked(full, base, tmp_path, monkeypatch):
     engine = FolderEngine(base, tmp_path)
-    written = weight_sync.write_folder
+    written = weight_files.write_folder
 
     def spoiled(*args, **settings):
         path = written(*args, **settings)
@@ -313,11 +371,11 @@ def test_what_is_wrong_on_the_disk_stops_before_a_server_is_asked(full, base, tm
         (path / "model.safetensors").write_bytes(data)
         return path
 
-    monkeypatch.setattr(weight_sync, "write_folder", spoiled)
+    monkeypatch.setattr(weight_files, "write_folder", spoiled)
     with pytest.raises(InferenceError, match=r"model\.norm\.weight has other bytes|has other bytes \(crc32"):
         trio.run(sync_weights, full, [engine])
     assert engine.updates == []
-    monkeypatch.setattr(weight_sync, "check_folder", lambda *_: None)  # the control: a low bit is below any tolerance
+    monkeypatch.setattr(weight_files, "check_folder", lambda *_: None)  # the control: a low bit is below any tolerance
     trio.run(sync_weights, full, [engine])
     assert len(engine.updates) == 1
 
@@ -325,12 +383,9 @@ def test_what_is_wrong_on_the_disk_stops_before_a_server_is_asked(full, base, tm
 class Pool:
     """Several servers; one that is asked after its death is given up."""
 
-    trainable = owns_weights = True
-    weights_as, weights_kind = "folder", "full"
-
     def __init__(self, *engines):
         self.engines, self.updates = engines, 0
-        self.weights_folder = engines[0].weights_folder
+        self.capabilities = engines[0].capabilities._replace(is_pool=True)
 
     @property
     def members(self):

@@ -10,7 +10,7 @@ import copy
 import torch
 
 from rollouts.errors import InferenceError
-from rollouts.inference.base import Generation, VersionSpan
+from rollouts.inference.base import Capabilities, Generation, VersionSpan
 from rollouts.training.models import load_hf_model
 
 
@@ -20,12 +20,11 @@ class FolderEngine:
     `nan` (a tensor's name).
     """
 
-    trainable = owns_weights = True
-    in_process = False
-    weights_as = "folder"
-
     def __init__(self, base, folder, *, kind="full", name="server", context=96):
-        self.base, self.weights_folder, self.weights_kind, self.name = str(base), str(folder), kind, name
+        self.base, self.name = str(base), name
+        self.capabilities = Capabilities(
+            owns_weights=True, weights_as="folder", weights_kind=kind, weights_folder=str(folder)
+        )
         self.model = load_hf_model(self.base, device="cpu")
         self.context_tokens_max = context
         self.vocabulary_size = self.model.config.vocab_size

@@ -1,14 +1,14 @@
 """Algorithms: pure functions on tensors, put together in NamedTuples.
 
-    algorithm recipes schedule     the composition (Term, KL, Algorithm); the named ones; another from a step on
-    needs evaluate                 what a composition asks of a run; its value on tensors
+    algorithm recipes              the composition (Term, KL, Algorithm), what it asks of a run; the named ones
+    checks evaluate                what is refused before a model loads; its value on tensors
     losses kl corrections          one value a token; KL to the reference; weights of what another engine sampled
-    mixers shaping                 rewards before the advantage
+    rewards                        mixers and shapings, before the advantage
     advantages token_advantages    of one group; of the whole batch (GAE, REINFORCE++)
-    selectors pairings             which rollouts are trained on; which are compared
-    references                     how the reference policy follows the policy
+    selection                      which rollouts are trained on; which are compared
+    calls                          the careful callers of an author's functions
     aggregation                    per-token weights u and the denominator D
-    logprobs packing               logprobs and entropy in chunks; rows in bins
+    logprobs                       logprobs and entropy in chunks
 
 Nothing is imported until it is used.
 """
@@ -20,94 +20,35 @@ from typing import TYPE_CHECKING
 from rollouts.lazy import lazy_face
 
 if TYPE_CHECKING:
-    from rollouts.training.algorithms.advantages import group_advantages
-    from rollouts.training.algorithms.aggregation import TokenWeights, aggregate
-    from rollouts.training.algorithms.algorithm import (
-        KL,
-        Algorithm,
-        Term,
-        algorithm_settings,
-        as_algorithm,
-        bind,
-        bind_algorithm,
-    )
-    from rollouts.training.algorithms.logprobs import logprobs_and_entropy, token_logprobs
-    from rollouts.training.algorithms.needs import check_composition, check_needs
-    from rollouts.training.algorithms.recipes import (
-        CISPO,
-        DAPO,
-        DPO,
-        DR_GRPO,
-        GRPO,
-        GSPO,
-        IS,
-        OPD,
-        PPO,
-        REINFORCE,
-        REINFORCE_PP,
-        RFT,
-        RLOO,
-        SFT,
-    )
-    from rollouts.training.algorithms.schedule import Stage, stage_at
+    from rollouts.plugins.signature import bind as bind
+    from rollouts.training.algorithms.aggregation import TokenWeights as TokenWeights
+    from rollouts.training.algorithms.aggregation import aggregate as aggregate
+    from rollouts.training.algorithms.algorithm import KL as KL
+    from rollouts.training.algorithms.algorithm import Algorithm as Algorithm
+    from rollouts.training.algorithms.algorithm import Stage as Stage
+    from rollouts.training.algorithms.algorithm import Term as Term
+    from rollouts.training.algorithms.algorithm import algorithm_settings as algorithm_settings
+    from rollouts.training.algorithms.algorithm import as_algorithm as as_algorithm
+    from rollouts.training.algorithms.algorithm import bind_algorithm as bind_algorithm
+    from rollouts.training.algorithms.algorithm import stage_at as stage_at
+    from rollouts.training.algorithms.calls import group_advantages as group_advantages
+    from rollouts.training.algorithms.checks import check_composition as check_composition
+    from rollouts.training.algorithms.checks import check_needs as check_needs
+    from rollouts.training.algorithms.logprobs import logprobs_and_entropy as logprobs_and_entropy
+    from rollouts.training.algorithms.logprobs import token_logprobs as token_logprobs
+    from rollouts.training.algorithms.recipes import CISPO as CISPO
+    from rollouts.training.algorithms.recipes import DAPO as DAPO
+    from rollouts.training.algorithms.recipes import DPO as DPO
+    from rollouts.training.algorithms.recipes import DR_GRPO as DR_GRPO
+    from rollouts.training.algorithms.recipes import GRPO as GRPO
+    from rollouts.training.algorithms.recipes import GSPO as GSPO
+    from rollouts.training.algorithms.recipes import IS as IS
+    from rollouts.training.algorithms.recipes import OPD as OPD
+    from rollouts.training.algorithms.recipes import PPO as PPO
+    from rollouts.training.algorithms.recipes import REINFORCE as REINFORCE
+    from rollouts.training.algorithms.recipes import REINFORCE_PP as REINFORCE_PP
+    from rollouts.training.algorithms.recipes import RFT as RFT
+    from rollouts.training.algorithms.recipes import RLOO as RLOO
+    from rollouts.training.algorithms.recipes import SFT as SFT
 
-__all__ = [
-    "CISPO",
-    "DAPO",
-    "DPO",
-    "DR_GRPO",
-    "GRPO",
-    "GSPO",
-    "IS",
-    "KL",
-    "OPD",
-    "PPO",
-    "REINFORCE",
-    "REINFORCE_PP",
-    "RFT",
-    "RLOO",
-    "SFT",
-    "Algorithm",
-    "Stage",
-    "Term",
-    "TokenWeights",
-    "aggregate",
-    "algorithm_settings",
-    "as_algorithm",
-    "bind",
-    "bind_algorithm",
-    "check_composition",
-    "check_needs",
-    "group_advantages",
-    "logprobs_and_entropy",
-    "stage_at",
-    "token_logprobs",
-]
-
-_HOMES = {
-    "advantages": ("group_advantages",),
-    "aggregation": ("TokenWeights", "aggregate"),
-    "algorithm": ("KL", "Algorithm", "Term", "algorithm_settings", "as_algorithm", "bind", "bind_algorithm"),
-    "logprobs": ("logprobs_and_entropy", "token_logprobs"),
-    "needs": ("check_composition", "check_needs"),
-    "recipes": (
-        "CISPO",
-        "DAPO",
-        "DPO",
-        "DR_GRPO",
-        "GRPO",
-        "GSPO",
-        "IS",
-        "OPD",
-        "PPO",
-        "REINFORCE",
-        "REINFORCE_PP",
-        "RFT",
-        "RLOO",
-        "SFT",
-    ),
-    "schedule": ("Stage", "stage_at"),
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-
-__getattr__, __dir__ = lazy_face(__name__, _HOME_OF)
+__getattr__, __dir__ = lazy_face(__name__)

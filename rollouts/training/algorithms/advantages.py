@@ -3,21 +3,18 @@
 A reward that could not be judged (None or NaN) is left out of mean and deviation and gets 0, as does every rollout of a
 group in which nothing can be compared: one judged rollout, or a spread of at most `SPREAD_MIN`. `baseline` and `ones`
 compare nothing, so they act on any group. Pure functions. Left out here: advantages of the whole batch, such as GAE and
-REINFORCE++ (token_advantages.py).
+REINFORCE++ (token_advantages.py), and the call of any advantage function (calls.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from rollouts.training.algorithms.group_calls import per_rollout
 from rollouts.training.algorithms.losses import check_setting
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-__all__ = ["SPREAD_MIN", "baseline", "group_advantages", "group_mean", "group_norm", "ones", "rloo"]
 
 # Never test `std == 0`: eight rewards of 0.1 + 0.2 have a deviation of 6e-17, not of 0.
 SPREAD_MIN = 1e-6
@@ -63,47 +60,15 @@ def baseline(rewards: Tensor | Sequence[float | None], *, value: float = 0.0) ->
     Args:
         value: b, what a reward has to exceed for its rollout to be made likelier
     """
-    import torch
-
     check_setting("value", value, abs(value) < float("inf"), "a finite number", "--advantage.value 0.5")
     values, judged = _judged(rewards)
-    return torch.where(judged, values - value, torch.zeros_like(values))
+    return (values - value).where(judged, 0)
 
 
 def ones(rewards: Tensor | Sequence[float | None]) -> Tensor:
     """1 for every judged rollout [G]: what is trained on is all equally good, as in supervised and rejection tuning."""
     values, judged = _judged(rewards)
     return judged.to(values.dtype)
-
-
-def group_advantages(
-    function: Callable[..., Any],
-    rewards: Sequence[float | None],
-    *,
-    lengths: Sequence[int] | None = None,
-    turn_rewards: Sequence[Any] | None = None,
-    label: str = "",
-) -> list[float]:
-    """Call any per-group advantage function on the judged rollouts of one group; the others get 0.0.
-
-    The function is handed `rewards` [J] (float64) and, where it names them, `lengths` [J] and `turn_rewards`, so no
-    author has to think of None. Raises TrainingError where it does not return J finite numbers.
-    """
-    import torch
-
-    judged = [index for index, reward in enumerate(rewards) if reward is not None]
-    advantages = [0.0] * len(rewards)
-    if not judged:
-        return advantages
-    available: dict[str, Any] = {"rewards": torch.tensor([rewards[index] for index in judged], dtype=torch.float64)}
-    if lengths is not None:
-        available["lengths"] = torch.tensor([lengths[index] for index in judged])
-    if turn_rewards is not None:
-        available["turn_rewards"] = [turn_rewards[index] for index in judged]
-    values = per_rollout("advantage", function, available, len(judged), label)
-    for index, value in zip(judged, values, strict=True):
-        advantages[index] = value
-    return advantages
 
 
 def _judged(rewards: Tensor | Sequence[float | None]) -> tuple[Tensor, Tensor]:
@@ -116,17 +81,12 @@ def _judged(rewards: Tensor | Sequence[float | None]) -> tuple[Tensor, Tensor]:
     elif not rewards.is_floating_point():
         rewards = rewards.double()
     judged = ~rewards.isnan()
-    return torch.where(judged, rewards, torch.zeros_like(rewards)), judged
+    return rewards.where(judged, 0), judged
 
 
 def _centred(values: Tensor, judged: Tensor) -> Tensor:
     """The rewards minus their mean [G]; zeros where there is nothing to compare."""
-    import torch
-
-    count = int(judged.sum())
-    if count < 2:
-        return torch.zeros_like(values)
     known = values[judged]
-    if float(known.max() - known.min()) <= SPREAD_MIN:
-        return torch.zeros_like(values)
-    return torch.where(judged, values - known.mean(), torch.zeros_like(values))
+    if len(known) < 2 or float(known.max() - known.min()) <= SPREAD_MIN:
+        return values.new_zeros(values.shape)
+    return (values - known.mean()).where(judged, 0)

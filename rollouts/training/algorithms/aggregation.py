@@ -9,27 +9,12 @@ counted, not rows, so a rollout in several segments keeps one weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
-from rollouts.errors import ConfigError, RolloutsError, TrainingError, near_misses, words_of
+from rollouts.errors import ConfigError, near_misses
+from rollouts.training.algorithms.calls import call_author, wrong_result
 from rollouts.training.types import Unit
-
-__all__ = [
-    "AGGREGATIONS",
-    "Masks",
-    "TokenWeights",
-    "aggregate",
-    "aggregation_function",
-    "dr_grpo",
-    "group_mean",
-    "pair_mean",
-    "per_rollout",
-    "rollout_mean",
-    "rollout_sum",
-    "sum_all",
-    "token_mean",
-]
 
 
 class Masks(NamedTuple):
@@ -117,16 +102,8 @@ def sum_all(masks: Sequence[Sequence[float]]) -> TokenWeights:
     return TokenWeights([list(mask) for mask in masks], 1.0)
 
 
-AGGREGATIONS: dict[str, Callable[..., TokenWeights]] = {
-    "dr_grpo": dr_grpo,
-    "group_mean": group_mean,
-    "pair_mean": pair_mean,
-    "per_rollout": per_rollout,
-    "rollout_mean": rollout_mean,
-    "rollout_sum": rollout_sum,
-    "sum": sum_all,
-    "token_mean": token_mean,
-}
+_NAMED = (dr_grpo, group_mean, pair_mean, per_rollout, rollout_mean, rollout_sum, token_mean)
+AGGREGATIONS: dict[str, Callable[..., TokenWeights]] = {each.__name__: each for each in _NAMED} | {"sum": sum_all}
 
 
 def aggregation_function(aggregation: str | Callable[..., Any]) -> Callable[..., Any]:
@@ -147,23 +124,12 @@ def aggregate(aggregation: str | Callable[..., Any], batch: Masks) -> TokenWeigh
 
     Raises ConfigError for an unknown name, TrainingError, naming it, where an author's function is at fault.
     """
-    from rollouts.plugins.signature import call_with
-    from rollouts.training.algorithms.algorithm import function_label
-
     function = aggregation_function(aggregation)
     pairs = batch.pair_index or [-1] * len(batch.masks)
-    available: Mapping[str, Any] = batch._replace(pair_index=pairs)._asdict()
-    try:
-        given = call_with(function, available)
-    except RolloutsError:
-        raise
-    except Exception as error:  # the author's code may raise anything
-        raise TrainingError(f"the aggregation {function_label(function)} raised {words_of(error)}") from error
+    given = call_author("aggregation", function, batch._replace(pair_index=pairs)._asdict())
     if not isinstance(given, TokenWeights) or [len(row) for row in given.weights] != [len(row) for row in batch.masks]:
-        raise TrainingError(
-            f"the aggregation {function_label(function)} returned {type(given).__name__}; it has to return "
-            "TokenWeights(weights, denominator) with one weight for each token of each row"
-        )
+        expected = "TokenWeights(weights, denominator) with one weight for each token of each row"
+        raise wrong_result("aggregation", function, type(given).__name__, expected)
     return given
 
 
@@ -175,8 +141,6 @@ def _mean_within(masks: Sequence[Sequence[float]], keys: Sequence[Hashable]) -> 
     totals: dict[Hashable, float] = {}
     for key, mask in zip(keys, masks, strict=True):
         totals[key] = totals.get(key, 0.0) + sum(mask)
-    weights = [
-        [value / totals[key] for value in mask] if totals[key] > 0 else [0.0] * len(mask)
-        for key, mask in zip(keys, masks, strict=True)
-    ]
+    # Where the total is 0, so is each value.
+    weights = [[value / (totals[key] or 1.0) for value in mask] for key, mask in zip(keys, masks, strict=True)]
     return TokenWeights(weights, float(sum(total > 0 for total in totals.values())))

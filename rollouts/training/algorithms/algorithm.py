@@ -1,7 +1,8 @@
 """An algorithm is a composition of small pure functions in a NamedTuple; nothing is inherited from anything.
 
-Here are the shapes (`Term`, `KL`, `Algorithm`) and the functions that put one together and bind its settings. What it
-asks of a run stands in needs.py, what it computes in evaluate.py, what the terms mean in losses.py. No torch.
+Here are the shapes (`Term`, `KL`, `Algorithm`), the functions that put one together and bind its settings, what it asks
+of a run (read from the names of its functions' parameters), and which algorithm of several is in force at a step. What
+it computes is in evaluate.py, what a run refuses in checks.py, what the terms mean in losses.py. No torch.
 """
 
 from __future__ import annotations
@@ -9,31 +10,20 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from rollouts.author_code import unwrapped
+from rollouts.config.settings import Setting
 from rollouts.errors import ConfigError, SignatureError, near_misses
+from rollouts.plugins.signature import Signature, bind, check_signature, read_signature
 from rollouts.training.algorithms.advantages import group_norm
 from rollouts.training.algorithms.losses import check_setting, entropy_bonus
-
-if TYPE_CHECKING:
-    from rollouts.plugins.signature import Setting
-
-__all__ = [
-    "KL",
-    "Algorithm",
-    "Term",
-    "active_terms",
-    "algorithm_settings",
-    "as_algorithm",
-    "bind",
-    "bind_algorithm",
-    "function_label",
-    "refuse_unknown",
-    "setting_of",
-    "unwrapped",
-]
+from rollouts.training.algorithms.selection import best_worst
 
 Function = Callable[..., Any]
+
+FIRST = "main"
+"""The name of the stage that a run begins with."""
 
 
 class Term(NamedTuple):
@@ -83,6 +73,22 @@ class Algorithm(NamedTuple):
     filters: tuple[Function, ...] = ()
 
 
+class Stage(NamedTuple):
+    """The `algorithm` that is in force from `step` on (0-based), and its name with the backend.
+
+    `correction_auto`: its off-policy correction was not asked for, so it is for tokens of other engines or weights.
+    """
+
+    step: int
+    name: str
+    algorithm: Algorithm
+    correction_auto: bool = False
+
+    def inside(self) -> Stage:
+        """The stage for a sampler that is the trainer itself: no correction, unless one was asked for."""
+        return self._replace(algorithm=self.algorithm._replace(correction=None)) if self.correction_auto else self
+
+
 def as_algorithm(component: Any) -> Algorithm:
     """An Algorithm as it is; a bare loss function with the usual advantage, aggregation and an entropy term (0).
 
@@ -91,13 +97,11 @@ def as_algorithm(component: Any) -> Algorithm:
     if isinstance(component, Algorithm):
         return component
     if callable(component) and not isinstance(component, type):
-        from rollouts.training.algorithms.needs import requests
-        from rollouts.training.algorithms.pairings import best_worst
-
-        own = {setting.name for setting in _settings(component)}
-        entropy = () if "entropy_coef" in own else (Term(entropy_bonus, 0.0, "entropy"),)
-        if "pair_index" in requests(component):
+        own = signature_of(component, "losses")
+        if "pair_index" in own.requests:
             return Algorithm(group_norm, "pair_mean", (Term(component),), pairs=best_worst)
+        has_entropy = any(setting.name == "entropy_coef" for setting in own.settings)
+        entropy = () if has_entropy else (Term(entropy_bonus, 0.0, "entropy"),)
         return Algorithm(group_norm, "token_mean", (Term(component), *entropy))
     raise SignatureError(
         f"a loss is a function of what it names (`def my_loss(logprobs, advantages)`) or an Algorithm of such "
@@ -110,38 +114,19 @@ def active_terms(algorithm: Algorithm) -> tuple[Term, ...]:
     return tuple(term for term in algorithm.terms if term.coefficient != 0)
 
 
-def unwrapped(function: Any) -> Any:
-    """The function itself, without the settings that `partial` bound to it."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function
-
-
 def function_label(function: Any) -> str:
-    """The name under which a function is spoken of; settings bound by `partial` do not hide it."""
+    """The name of a function in messages; settings bound by `partial` do not hide it."""
     if isinstance(function, str):
         return function
     return str(getattr(unwrapped(function), "__name__", repr(function)))
 
 
+# --- settings -------------------------------------------------------------------------------------------------------
+
+
 def algorithm_settings(algorithm: Algorithm) -> tuple[Setting, ...]:
     """The keyword-only settings of all terms, each name once, and the coefficients of the terms that have a name."""
-    from rollouts.plugins.signature import Setting
-
-    found: dict[str, Setting] = {}
-    for term in algorithm.terms:
-        for setting in _settings(term.function):
-            bound = _keyword(term.function, setting.name)
-            found.setdefault(setting.name, setting if bound is None else setting._replace(default=bound[0]))
-        if term.name:
-            name = f"{term.name}_coef"
-            found.setdefault(name, Setting(name, float, term.coefficient, f"how much the {term.name} term counts"))
-    return tuple(found.values())
-
-
-def bind(function: Function, settings: Mapping[str, Any]) -> Function:
-    """The function with these settings bound."""
-    return functools.partial(function, **settings) if settings else function
+    return read_signature(algorithm, "losses").settings
 
 
 def bind_algorithm(algorithm: Algorithm, settings: Mapping[str, Any]) -> Algorithm:
@@ -166,36 +151,92 @@ def setting_of(algorithm: Algorithm, name: str) -> Any | None:
     """The value that a setting has in the first term that knows it: bound, else its default; None where no term
     does.
     """
-    for term in active_terms(algorithm):
-        found = _keyword(term.function, name)
-        if found is not None:
-            return found[0]
-        defaults = getattr(unwrapped(term.function), "__kwdefaults__", None) or {}
-        if name in defaults:
-            return defaults[name]
-    return None
+    settings = (
+        setting for term in active_terms(algorithm) for setting in signature_of(term.function, "losses").settings
+    )
+    return next((setting.default for setting in settings if setting.name == name), None)
+
+
+def bind_own(function: Function, kind: str, settings: Mapping[str, Any]) -> Function:
+    """The function with those of the settings bound that it has."""
+    own = {setting.name for setting in signature_of(function, kind).settings}
+    return bind(function, {name: value for name, value in settings.items() if name in own})
 
 
 def _bound_term(term: Term, settings: Mapping[str, Any]) -> Term:
-    own = {setting.name for setting in _settings(term.function)}
-    function = bind(term.function, {name: value for name, value in settings.items() if name in own})
+    function = bind_own(term.function, "losses", settings)
     coefficient = float(settings.get(f"{term.name}_coef", term.coefficient) if term.name else term.coefficient)
     flag = f"--loss.{term.name.replace('_', '-')}-coef"
     check_setting(f"{term.name}_coef", coefficient, math.isfinite(coefficient), "a finite number", f"{flag} 0.001")
     return Term(function, coefficient, term.name)
 
 
-def _keyword(function: Any, name: str) -> tuple[Any] | None:
-    """The value that a partial binds to `name`, in a tuple; None where none does."""
-    while isinstance(function, functools.partial):
-        if name in function.keywords:
-            return (function.keywords[name],)
-        function = function.func
-    return None
+# --- what it asks of a run ------------------------------------------------------------------------------------------
 
 
-def _settings(function: Any) -> tuple[Setting, ...]:
-    from rollouts.training.algorithms.needs import signature_of
+def signature_of(function: Any, kind: str) -> Signature:
+    """The checked signature of a function of this kind, read once. Raises SignatureError."""
+    hashable = type(function).__hash__ is not None
+    return _signature_once(function, kind) if hashable else check_signature(function, kind, function_label(function))
 
-    settings: tuple[Setting, ...] = signature_of(unwrapped(function), "losses").settings
-    return settings
+
+@functools.lru_cache(maxsize=512)
+def _signature_once(function: Function, kind: str) -> Signature:
+    return check_signature(function, kind, function_label(function))
+
+
+def requests(function: Any, kind: str = "losses") -> tuple[str, ...]:
+    """The names that a function asks for, in order. Raises SignatureError for one outside its kind's vocabulary."""
+    return signature_of(function, kind).requests
+
+
+def is_batch_advantage(function: Callable[..., Any]) -> bool:
+    """Whether the advantage is called once for the whole batch: it names `batch`."""
+    return "batch" in requests(function, "advantages")
+
+
+def is_reward_placed(function: Callable[..., Any]) -> bool:
+    """Whether a KL estimator is taken off the rewards: it carries no gradient, for it does not name `logprobs`."""
+    return "logprobs" not in requests(function, "kl")
+
+
+def needs(algorithm: Algorithm) -> frozenset[str]:
+    """The names that the loss asks for: its terms, its KL, its correction. Raises SignatureError."""
+    names = {name for term in active_terms(algorithm) for name in requests(term.function)}
+    if algorithm.kl is not None:
+        names |= set(requests(algorithm.kl.function, "kl"))
+    if algorithm.correction is not None:
+        names |= set(requests(algorithm.correction, "corrections"))
+    return frozenset(names)
+
+
+def forward_needs(algorithm: Algorithm) -> tuple[str, ...]:
+    """What has to be computed for the batch before its loss: fields of ForwardOutput, sorted."""
+    asked = needs(algorithm)
+    of_advantage: frozenset[str] = frozenset()
+    if is_batch_advantage(algorithm.advantage) and algorithm.pairs is None:
+        of_advantage = frozenset(requests(algorithm.advantage, "advantages"))
+    wanted = (asked | of_advantage) & {"ref_logprobs", "teacher_logprobs"}
+    if asked & {"old_values", "returns"} or "values" in of_advantage:
+        wanted |= {"values"}
+    return tuple(sorted(wanted))
+
+
+# --- stages ---------------------------------------------------------------------------------------------------------
+
+
+def stage_name(step: int) -> str:
+    """The name of the stage that begins at this step.
+
+    >>> stage_name(0), stage_name(50)
+    ('main', 'from_step_50')
+    """
+    return f"from_step_{step}" if step else FIRST
+
+
+def stage_at(stages: Sequence[Stage], step: int) -> Stage:
+    """The stage in force at `step`: the last one that has begun. `stages` are sorted, and the first begins at 0."""
+    steps = [stage.step for stage in stages]
+    assert steps and steps[0] == 0 and steps == sorted(set(steps)), f"stages begin at {steps}; they start at 0, sorted"
+    assert step >= 0, f"there is no step {step}"
+    return next(stage for stage in reversed(stages) if stage.step <= step)

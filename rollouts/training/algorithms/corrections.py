@@ -2,7 +2,7 @@
 
 Legend: T tokens of a batch, mu the sampler (`rollout_logprobs`), pi_old the trainer before the step (`old_logprobs`).
 A correction returns detached weights [T], which multiply the loss's numerator and never its denominator. The weight is
-counted once: the engine calls it only where the loss's own ratio starts at pi_old. What stands at masked positions is
+counted once: the engine calls it only where the loss's own ratio starts at pi_old. What is at masked positions is
 not looked at and weighs 1; NaN at a live position stays NaN, so that the engine can name it. A setting outside its
 domain raises ConfigError. Left out: a product over a sequence, for it falls or grows with the length.
 """
@@ -15,8 +15,6 @@ from rollouts.training.algorithms.losses import check_setting, log_ratio, mean_b
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-__all__ = ["icepop", "sequence_mask", "truncated"]
 
 
 def truncated(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, cap: float = 2.0) -> Tensor:

@@ -1,4 +1,5 @@
-"""The KL to a reference policy, one value a token: estimators, how much they count, and which to avoid.
+"""The KL to a reference policy, one value a token: estimators, how much they count, which to avoid; and how the
+reference follows the policy.
 
 Legend: T tokens sampled from mu (`old_logprobs`, the anchor); pi the policy (`logprobs` [T], with gradient); ref
 `ref_logprobs`; r = pi / mu. What matters of an estimator is the expectation of its *gradient*, not of its value:
@@ -13,8 +14,12 @@ A loss is a KL a token: it does not answer for the states that a token leads to.
 comes later (`rewards_to_go`, or what the advantage makes of `token_rewards`) is the KL of whole rollouts.
 
 k1 as a loss has an expected gradient of zero and is refused. The sums of Schulman 2020 (k1, k2, k3) estimate the value;
-Tang and Munos 2025 show what their gradients are. Left out: where the reference comes from (references.py), and the
-cut at a threshold (evaluate.py).
+Tang and Munos 2025 show what their gradients are.
+
+The reference is a copy of every trained tensor, equal to the policy at version 0. A rule (`frozen`, `ema`) is called
+once at version 0 and after every optimizer step: it changes the copy in place and returns nothing; `policy` is only
+read, `version` counts the optimizer steps. Left out: where the copy is kept, how it takes the policy's place while it
+scores (backends/reference.py), and the cut at a threshold (evaluate.py).
 """
 
 from __future__ import annotations
@@ -23,26 +28,15 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from rollouts.author_code import unwrapped
+from rollouts.config.settings import Setting
 from rollouts.errors import ConfigError
-from rollouts.plugins.signature import Setting
-from rollouts.training.algorithms.algorithm import KL, bind, function_label, refuse_unknown, unwrapped
+from rollouts.plugins.signature import bind
+from rollouts.training.algorithms.algorithm import KL, function_label, refuse_unknown, signature_of
 from rollouts.training.algorithms.losses import check_setting, log_ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-__all__ = [
-    "KL_SETTINGS",
-    "check_kl",
-    "forward_kl_loss",
-    "k1_reward",
-    "k2_loss",
-    "k3_loss",
-    "make_kl",
-    "rk3_loss",
-    "steer_coefficient",
-    "warning_of",
-]
 
 STEER_MAX = 0.2  # Ziegler et al. 2019: the relative error counts no further
 _DEFAULTS = KL._field_defaults
@@ -53,7 +47,7 @@ KL_SETTINGS: tuple[Setting, ...] = (
     Setting("target", float | None, _DEFAULTS["target"], "steer coef towards this KL, in nats a token"),
     Setting("horizon", int, _DEFAULTS["horizon"], "with a target: coef changes by up to 0.2 / horizon a step"),
 )
-"""What every KL term can be told, besides the settings of its estimator."""
+"""The settings of every KL term, besides those of its estimator."""
 
 
 def k1_reward(old_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -81,7 +75,7 @@ def rk3_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor) -> Te
     k3 of Schulman 2020 under an importance ratio that is differentiated too. Its gradient is r log(pi / ref) grad log
     pi, that of `k2_loss` at every token; what it has beside it is a value that estimates the KL. Recommended.
     """
-    return log_ratio(logprobs, old_logprobs).exp() * _k3(logprobs, ref_logprobs)
+    return log_ratio(logprobs, old_logprobs).exp() * k3_loss(logprobs, ref_logprobs)
 
 
 def k3_loss(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -89,7 +83,8 @@ def k3_loss(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
     Its value estimates KL(pi || ref), but its expected gradient is that of KL(ref || pi).
     """
-    return _k3(logprobs, ref_logprobs)
+    apart = log_ratio(ref_logprobs, logprobs)
+    return apart.expm1() - apart  # expm1: both are tiny where the policies are close
 
 
 def forward_kl_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -141,11 +136,9 @@ def make_kl(function: Callable[..., Any], settings: Mapping[str, Any]) -> KL:
 
     Raises ConfigError for a setting that neither has, and for a value outside its domain.
     """
-    from rollouts.training.algorithms.needs import signature_of
-
     own = {setting.name: settings.get(setting.name, setting.default) for setting in KL_SETTINGS}
     rest = {name: value for name, value in settings.items() if name not in own}
-    known = [*own, *(setting.name for setting in signature_of(unwrapped(function), "kl").settings)]
+    known = [*own, *(setting.name for setting in signature_of(function, "kl").settings)]
     refuse_unknown(f"the KL estimator {function_label(function)}", rest, known)
     coefficient, threshold, target, horizon = (own[setting.name] for setting in KL_SETTINGS)
     positive = "a number above 0, or none"
@@ -156,6 +149,48 @@ def make_kl(function: Callable[..., Any], settings: Mapping[str, Any]) -> KL:
     return KL(bind(function, rest), coefficient, threshold, target, horizon)
 
 
-def _k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    apart = log_ratio(ref_logprobs, logprobs)
-    return apart.expm1() - apart  # expm1: both are tiny where the policies are close
+# --- how the reference follows --------------------------------------------------------------------------------------
+
+
+def frozen() -> None:
+    """The reference stays the policy that the run began with."""
+
+
+def adapter_off(adapters: list[Tensor]) -> None:
+    """The reference is the base model, whatever the adapters began with: they are zeros in it (LoRA only)."""
+    import torch
+
+    if adapters:
+        torch._foreach_zero_(adapters)
+
+
+def every_n(reference: list[Tensor], policy: list[Tensor], version: int, *, steps: int = 100) -> None:
+    """The reference becomes the policy at every version that `steps` divides, and stays so in between.
+
+    Args:
+        steps: optimizer steps from one copy to the next
+    """
+    import torch
+
+    check_setting("steps", steps, steps >= 1, "a number of 1 or more", "--reference.steps 100")
+    if version % steps == 0 and reference:
+        with torch.no_grad():
+            torch._foreach_copy_(reference, policy)
+
+
+def ema(reference: list[Tensor], policy: list[Tensor], version: int, *, decay: float = 0.99) -> None:
+    """The reference is a moving average of the policy: reference <- decay reference + (1 - decay) policy.
+
+    After k steps it is decay^k policy_0 + (1 - decay) sum_i decay^(k-i) policy_i.
+
+    Args:
+        decay: how much of the average is kept at a step; 1 never moves
+    """
+    import torch
+
+    check_setting("decay", decay, 0 <= decay <= 1, "a number from 0 to 1", "--reference.decay 0.99")
+    if version == 0 or not reference:  # the reference is the policy
+        return
+    with torch.no_grad():
+        # The policy's tensors may be of another precision, which `lerp` does not take.
+        torch._foreach_lerp_(reference, [new.to(old) for new, old in zip(policy, reference, strict=True)], 1 - decay)

@@ -9,21 +9,13 @@ temperature. Left out: heads that are split over devices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
-
-__all__ = [
-    "CHUNK_ELEMENTS_MAX",
-    "logprobs_and_entropy",
-    "logprobs_with_alternatives",
-    "token_logprobs",
-    "topk_logprobs",
-]
 
 # Logits of one chunk: 2**26 fp32 numbers are 256 MiB, and 441 rows of 151,936. Each chunk reads the head's weight, so a
 # quarter of this took a quarter more time. Below this nothing is computed twice.
@@ -36,6 +28,7 @@ _LOGPROB_MIN = -1e30
 _SCRATCH_ELEMENTS_CPU = 1 << 20
 
 Divisor = float | Tensor
+Head = Callable[[Tensor], Tensor]
 
 
 def token_logprobs(logits: Tensor, targets: Tensor, temperature: Divisor = 1.0) -> tuple[Tensor, Tensor]:
@@ -43,12 +36,12 @@ def token_logprobs(logits: Tensor, targets: Tensor, temperature: Divisor = 1.0) 
 
     `temperature` is one number, or one a token [t]. Both results carry gradients.
     """
-    chosen, entropy = _score_logits(logits, targets[:, None], temperature)
-    return chosen.squeeze(-1), entropy
+    found = _TokenLogprobs.apply(logits, targets[:, None], _by_row(temperature))  # type: ignore[no-untyped-call]
+    return found[0].squeeze(-1), found[1].squeeze(-1)
 
 
 def logprobs_and_entropy(
-    head: Callable[[Tensor], Tensor],
+    head: Head,
     hidden: Tensor,
     targets: Tensor,
     *,
@@ -61,12 +54,12 @@ def logprobs_and_entropy(
     `temperature` is one number, or one a token [T].
     """
     size = _rows_a_chunk(targets.shape[0], vocabulary_size, chunk_elements_max)
-    chosen, entropy = _score(head, hidden, targets[:, None], temperature, size)
-    return chosen.squeeze(-1), entropy
+    chosen, entropy = _score(head, hidden, targets[:, None], _by_row(temperature), size)
+    return chosen.squeeze(-1), entropy.squeeze(-1)
 
 
 def logprobs_with_alternatives(
-    head: Callable[[Tensor], Tensor],
+    head: Head,
     hidden: Tensor,
     targets: Tensor,
     alternatives: Tensor,
@@ -78,13 +71,13 @@ def logprobs_with_alternatives(
     """As `logprobs_and_entropy`, and the logprobs [T, K] of the ids `alternatives` [T, K], with gradient too."""
     size = _rows_a_chunk(targets.shape[0], vocabulary_size, chunk_elements_max)
     ids = torch.cat([targets[:, None], alternatives], -1)
-    chosen, entropy = _score(head, hidden, ids, temperature, size)
-    return chosen[:, 0], entropy, chosen[:, 1:]
+    chosen, entropy = _score(head, hidden, ids, _by_row(temperature), size)
+    return chosen[:, 0], entropy.squeeze(-1), chosen[:, 1:]
 
 
 @torch.no_grad()
 def topk_logprobs(
-    head: Callable[[Tensor], Tensor],
+    head: Head,
     features: Tensor,
     k: int,
     *,
@@ -97,31 +90,30 @@ def topk_logprobs(
     size = _rows_a_chunk(features.shape[0], vocabulary_size, chunk_elements_max)
     parts = []
     for part in _parts(features.shape[0], size):
-        logits = _divided(head(features[part]), _of_part(temperature, part))
+        logits = _over(_wide(head(features[part])), _of_part(_by_row(temperature), part))
         values, ids = logits.topk(k, -1)
         parts.append((ids, values - logits.logsumexp(-1, keepdim=True)))
     return torch.cat([ids for ids, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
 
 
-def _score(
-    head: Callable[[Tensor], Tensor], hidden: Tensor, ids: Tensor, temperature: Divisor, size: int
-) -> tuple[Tensor, Tensor]:
-    """Logprobs [T, I] of `ids` [T, I] and entropy [T], `size` rows at a time."""
+def _score(head: Head, hidden: Tensor, ids: Tensor, divisor: Divisor, size: int) -> tuple[Tensor, Tensor]:
+    """Logprobs [T, I] of `ids` [T, I] and entropy [T, 1], `size` rows at a time."""
     count = ids.shape[0]
     graded = torch.is_grad_enabled()
     if count and _is_plain_linear(head, hidden):
         assert isinstance(head, nn.Linear)
         found: tuple[Tensor, Tensor] = _LinearTokenLogprobs.apply(  # type: ignore[no-untyped-call]
-            hidden, head.weight, head.bias, ids, temperature, size, graded
+            hidden, head.weight, head.bias, ids, divisor, size, graded
         )
         return found
 
     def one_chunk(states: Tensor, wanted: Tensor, divisor: Divisor) -> tuple[Tensor, Tensor]:
-        return _score_logits(head(states), wanted, divisor)
+        found: tuple[Tensor, Tensor] = _TokenLogprobs.apply(head(states), wanted, divisor)  # type: ignore[no-untyped-call]
+        return found
 
     pieces: list[tuple[Tensor, Tensor]] = []
     for part in _parts(count, size):
-        arguments = (hidden[part], ids[part], _of_part(temperature, part))
+        arguments = (hidden[part], ids[part], _of_part(divisor, part))
         if graded and part.stop < count:  # the backward begins with the last, so that is kept
             pieces.append(checkpoint(one_chunk, *arguments, use_reentrant=False, preserve_rng_state=False))
         else:
@@ -151,70 +143,53 @@ def _parts(count: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, count))
 
 
-def _of_part(temperature: Divisor, part: slice) -> Divisor:
-    return temperature[part] if isinstance(temperature, Tensor) else temperature
+def _by_row(temperature: Divisor) -> Divisor:
+    """What divides logits [T, V]: one number, or one a row [T, 1]."""
+    return temperature[:, None] if isinstance(temperature, Tensor) else temperature
 
 
-def _score_logits(logits: Tensor, ids: Tensor, temperature: Divisor) -> tuple[Tensor, Tensor]:
-    result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(logits, ids, temperature)  # type: ignore[no-untyped-call]
-    return result
+def _of_part(divisor: Divisor, part: slice) -> Divisor:
+    return divisor[part] if isinstance(divisor, Tensor) else divisor
 
 
-def _divided(logits: Tensor, temperature: Divisor) -> Tensor:
-    """Logits [t, V] in fp32 or fp64, divided by the temperature."""
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    if isinstance(temperature, Tensor):
-        return logits / temperature[:, None]
-    return logits if temperature == 1.0 else logits / temperature
+def _wide(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def _divided_gradients(
-    temperature: Divisor, grad_chosen: Tensor | None, grad_entropy: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients [t, I] and [t] over the temperature: cheaper than that of the logits [t, V] would be."""
-    chosen, entropy = grad_chosen, grad_entropy
-    if isinstance(temperature, Tensor):
-        chosen = None if chosen is None else chosen / temperature[:, None]
-        entropy = None if entropy is None else entropy / temperature
-    elif temperature != 1.0:
-        chosen = None if chosen is None else chosen / temperature
-        entropy = None if entropy is None else entropy / temperature
-    return chosen, entropy
+def _over(values: Tensor, divisor: Divisor) -> Tensor:
+    """Logits, or a gradient [t, ...]: dividing that is cheaper than dividing the gradient of the logits [t, V]."""
+    return values if not isinstance(divisor, Tensor) and divisor == 1.0 else values / divisor
 
 
 def _logit_gradient_(
-    logp: Tensor,
-    scratch: Tensor,
-    ids: Tensor,
-    entropy: Tensor,
-    grad_chosen: Tensor | None,
-    grad_entropy: Tensor | None,
-) -> Tensor:
-    """Gradient [t, V] of the undivided logits, in the place of `logp` [t, V]; `scratch` has t rows or more.
+    logp: Tensor, scratch: Tensor, ids: Tensor, entropy: Tensor, grads: Sequence[Tensor | None], rows: slice
+) -> None:
+    """Gradient [t, V] of the undivided logits, in the place of `logp` [t, V]; `scratch` has t rows or more. The others
+    are of all tokens; `rows` are the t.
 
     d logp_i / d logit_j = [i = j] - p_j,  d H / d logit_j = -p_j (logp_j + H).
     """
+    grad_chosen, grad_entropy = (None if grad is None else grad[rows] for grad in grads)
     total = 0.0 if grad_chosen is None else grad_chosen.sum(-1, keepdim=True)
     if grad_entropy is None:
         logp.exp_().mul_(-total)
     else:
         probabilities = torch.exp(logp, out=scratch[: len(logp)])
-        logp.add_(entropy[:, None]).mul_(-grad_entropy[:, None]).sub_(total).mul_(probabilities)
+        logp.add_(entropy[rows]).mul_(-grad_entropy).sub_(total).mul_(probabilities)
     if grad_chosen is not None:
-        logp.scatter_add_(-1, ids, grad_chosen)
-    return logp
+        logp.scatter_add_(-1, ids[rows], grad_chosen)
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """logits [t, V], ids [t, I] -> (logprobs [t, I], entropy [t]); keeps log-probabilities only, once."""
+    """logits [t, V], ids [t, I] -> (logprobs [t, I], entropy [t, 1]); keeps log-probabilities only, once."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, ids: Tensor, temperature: Divisor) -> tuple[Tensor, Tensor]:
-        logp = torch.log_softmax(_divided(logits, temperature), dim=-1)
+    def forward(ctx: Any, logits: Tensor, ids: Tensor, divisor: Divisor) -> tuple[Tensor, Tensor]:
+        logp = torch.log_softmax(_over(_wide(logits), divisor), dim=-1)
         logp.clamp_(min=_LOGPROB_MIN)
-        entropy = -torch.linalg.vecdot(logp.exp(), logp)
+        entropy = -torch.linalg.vecdot(logp.exp(), logp)[:, None]
         ctx.save_for_backward(logp, ids, entropy)
-        ctx.temperature, ctx.dtype = temperature, logits.dtype
+        ctx.divisor, ctx.dtype = divisor, logits.dtype
         ctx.set_materialize_grads(False)
         return logp.gather(-1, ids), entropy
 
@@ -224,17 +199,16 @@ class _TokenLogprobs(torch.autograd.Function):
         logp, ids, entropy = ctx.saved_tensors
         if grads[0] is None and grads[1] is None:
             return None, None, None
-        divided = _divided_gradients(ctx.temperature, *grads)
-        gradient = logp.clone()  # whoever keeps the graph may come again
+        divided = [None if grad is None else _over(grad, ctx.divisor) for grad in grads]
+        gradient = logp.clone()  # the graph may be kept, and run backward again
         scratch = _scratch(gradient, len(gradient))
         for rows in _parts(len(gradient), max(1, len(scratch))):
-            chosen, spread = (None if each is None else each[rows] for each in divided)
-            _logit_gradient_(gradient[rows], scratch, ids[rows], entropy[rows], chosen, spread)
+            _logit_gradient_(gradient[rows], scratch, ids, entropy, divided, rows)
         return gradient.to(ctx.dtype), None, None
 
 
 class _LinearTokenLogprobs(torch.autograd.Function):
-    """hidden [T, H], weight [V, H], bias [V], ids [T, I] -> (logprobs [T, I], entropy [T]), `size` rows at a time.
+    """hidden [T, H], weight [V, H], bias [V], ids [T, I] -> (logprobs [T, I], entropy [T, 1]), `size` rows at a time.
 
     Keeps two numbers a token, and the log-probabilities of the last chunk: the backward begins with those.
     """
@@ -246,71 +220,68 @@ class _LinearTokenLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         ids: Tensor,
-        temperature: Divisor,
+        divisor: Divisor,
         size: int,
-        graded: bool,
+        keep: bool,
     ) -> tuple[Tensor, Tensor]:
         buffer = _chunk_buffer(hidden, weight, size)
         scratch = _scratch(buffer, size)
         chosen = buffer.new_empty(ids.shape)
-        entropy, norm = chosen.new_empty(len(ids)), chosen.new_empty(len(ids))
+        entropy, norm = chosen.new_empty(len(ids), 1), chosen.new_empty(len(ids), 1)
         logp = buffer
         for part in _parts(len(ids), size):
-            logp = _logits_into(buffer, part, hidden, weight, bias, temperature)
+            logp = _logits_into(buffer, part, hidden, weight, bias, divisor)
             for rows in _parts(len(logp), len(scratch)):
                 block, place = logp[rows], slice(part.start + rows.start, part.start + rows.stop)
                 top = block.amax(-1, keepdim=True)
                 exponentials = torch.exp(block.sub_(top), out=scratch[: len(block)])
-                total = exponentials.sum(-1)
+                total = exponentials.sum(-1, keepdim=True)
                 log_total = total.log()
-                chosen[place] = block.gather(-1, ids[place]).sub_(log_total[:, None])
-                entropy[place] = log_total - torch.linalg.vecdot(exponentials, block) / total
-                norm[place] = log_total + top.squeeze(-1)
-                if graded and part.stop == len(ids):
-                    block.sub_(log_total[:, None])
+                chosen[place] = block.gather(-1, ids[place]).sub_(log_total)
+                entropy[place] = log_total - torch.linalg.vecdot(exponentials, block)[:, None] / total
+                norm[place] = log_total + top
+                if keep and part.stop == len(ids):
+                    block.sub_(log_total)
         ctx.save_for_backward(hidden, weight, bias, ids, entropy, norm)
-        ctx.temperature, ctx.size = temperature, size
-        ctx.kept = logp if graded else None
+        ctx.divisor, ctx.size = divisor, size
+        ctx.kept = logp if keep else None
         ctx.set_materialize_grads(False)
         return chosen, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        nothing = (None,) * 4
         if grads[0] is None and grads[1] is None:
-            return None, None, None, *nothing
+            return (None,) * 7
         hidden, weight, bias, ids, entropy, norm = ctx.saved_tensors
-        kept, ctx.kept = ctx.kept, None  # it is overwritten; whoever comes again gets it computed again
-        grad_chosen, grad_entropy = _divided_gradients(ctx.temperature, *grads)
+        kept, ctx.kept = ctx.kept, None  # it is overwritten; a second backward computes it again
+        divided = [None if grad is None else _over(grad, ctx.divisor) for grad in grads]
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if for_hidden else None
         grad_bias = torch.zeros_like(bias) if for_bias and bias is not None else None
         grad_weight: Tensor | None = None
-        buffer: Tensor | None = None
-        scratch = None
+        buffer = scratch = None
         for part in reversed(list(_parts(len(ids), ctx.size))):
             if kept is not None:
                 logp, kept = kept, None
                 buffer = logp if len(logp) == ctx.size else None
             else:
                 buffer = _chunk_buffer(hidden, weight, ctx.size) if buffer is None else buffer
-                logp = _logits_into(buffer, part, hidden, weight, bias, ctx.temperature).sub_(norm[part, None])
+                logp = _logits_into(buffer, part, hidden, weight, bias, ctx.divisor).sub_(norm[part])
             scratch = _scratch(logp, ctx.size) if scratch is None else scratch
             for rows in _parts(len(logp), len(scratch)):
                 place = slice(part.start + rows.start, part.start + rows.stop)
-                chosen = None if grad_chosen is None else grad_chosen[place]
-                spread = None if grad_entropy is None else grad_entropy[place]
-                _logit_gradient_(logp[rows], scratch, ids[place], entropy[place], chosen, spread)
+                _logit_gradient_(logp[rows], scratch, ids, entropy, divided, place)
             gradient = logp.to(weight.dtype)
             if grad_hidden is not None:
                 torch.mm(gradient, weight, out=grad_hidden[part])
             if for_weight:
-                grad_weight = _add_product(grad_weight, gradient, hidden[part])
+                product = gradient.T, hidden[part]
+                grad_weight = torch.mm(*product) if grad_weight is None else grad_weight.addmm_(*product)
             if grad_bias is not None:
                 grad_bias += gradient.sum(0)
             del logp, gradient
-        return grad_hidden, grad_weight, grad_bias, *nothing
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
 def _chunk_buffer(hidden: Tensor, weight: Tensor, size: int) -> Tensor:
@@ -326,7 +297,7 @@ def _scratch(like: Tensor, size: int) -> Tensor:
 
 
 def _logits_into(
-    buffer: Tensor, part: slice, hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Divisor
+    buffer: Tensor, part: slice, hidden: Tensor, weight: Tensor, bias: Tensor | None, divisor: Divisor
 ) -> Tensor:
     """The divided logits of some rows, in the first rows of `buffer`."""
     logits = buffer[: part.stop - part.start]
@@ -336,18 +307,8 @@ def _logits_into(
             logits.add_(bias)
     else:
         logits.copy_(nn.functional.linear(hidden[part], weight, bias))
-    divisor = _of_part(temperature, part)
-    if isinstance(divisor, Tensor):
-        logits.div_(divisor[:, None])
-    elif divisor != 1.0:
-        logits.div_(divisor)
+    if isinstance(divisor, Tensor) or divisor != 1.0:
+        logits.div_(_of_part(divisor, part))
     if bias is not None:
         logits.clamp_(min=_LOGPROB_MIN)
     return logits
-
-
-def _add_product(total: Tensor | None, gradient: Tensor, hidden: Tensor) -> Tensor:
-    """`total` + gradient^T hidden, in the place of `total` [V, H]."""
-    if total is None:
-        return torch.mm(gradient.T, hidden)
-    return total.addmm_(gradient.T, hidden)

@@ -16,23 +16,6 @@ from rollouts.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "LOG_RATIO_MAX",
-    "check_setting",
-    "cispo",
-    "cross_entropy",
-    "distill_topk",
-    "dpo",
-    "entropy_bonus",
-    "gspo",
-    "importance",
-    "log_ratio",
-    "mean_by_rollout",
-    "ppo_clip",
-    "reinforce",
-    "value_loss",
-]
-
 LOG_RATIO_MAX = 20.0
 """Nats. Beyond it a ratio says no more than "far apart", and its exponential would overflow in what follows."""
 
@@ -45,12 +28,12 @@ def log_ratio(new: Tensor, anchor: Tensor) -> Tensor:
 def mean_by_rollout(values: Tensor, mask: Tensor, rollout_index: Tensor) -> Tensor:
     """Every token gets the mean of `values` over its rollout's live tokens, weighed by the mask: [T].
 
-    What stands at masked positions is not looked at, be it NaN; a rollout with nothing live has the mean 0.
+    What is at masked positions is not looked at, be it NaN; a rollout with nothing live has the mean 0.
     """
     import torch
 
     numbers, place = torch.unique(rollout_index, return_inverse=True)
-    counted = torch.where(mask > 0, values, 0.0) * mask
+    counted = values.where(mask > 0, 0.0) * mask
     zeros = counted.new_zeros(numbers.shape[0])
     totals = zeros.index_add(0, place, counted)
     weights = zeros.index_add(0, place, mask.to(zeros.dtype))
@@ -91,13 +74,11 @@ def ppo_clip(
         clip_high: how far the ratio may rise above 1
         dual_clip: where A < 0 the ratio counts up to this, a number above 1; none: without bound
     """
-    import torch
-
     holds = dual_clip is None or dual_clip > 1
     check_setting("dual_clip", dual_clip, holds, "a number above 1, or none", "--loss.dual-clip 3")
     surrogate = _clipped(log_ratio(logprobs, old_logprobs).exp(), advantages, clip_low, clip_high)
     if dual_clip is not None:
-        surrogate = torch.where(advantages < 0, torch.maximum(surrogate, dual_clip * advantages), surrogate)
+        surrogate = surrogate.maximum(dual_clip * advantages).where(advantages < 0, surrogate)
     return -surrogate
 
 
@@ -121,13 +102,11 @@ def gspo(
         clip_low: how far the rollout's ratio may fall below 1
         clip_high: how far the rollout's ratio may rise above 1
     """
-    import torch
-
     live = mask > 0
     mean = mean_by_rollout(log_ratio(logprobs.detach(), old_logprobs), mask, rollout_index)
-    own_gradient = torch.where(live, logprobs - logprobs.detach(), 0.0)  # its value is 0
+    own_gradient = (logprobs - logprobs.detach()).where(live, 0.0)  # its value is 0
     ratio = (mean + own_gradient).exp()
-    return -_clipped(ratio, torch.where(live, advantages, 0.0), clip_low, clip_high)
+    return -_clipped(ratio, advantages.where(live, 0.0), clip_low, clip_high)
 
 
 def cispo(
@@ -164,11 +143,9 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, value_cli
     Args:
         value_clip: how far a prediction may move from the one before the step; inf: without bound
     """
-    import torch
-
     check_setting("value_clip", value_clip, value_clip > 0, "a number above 0", "--loss.value-clip 0.2")
     near = values.clamp(old_values - value_clip, old_values + value_clip)
-    return 0.5 * torch.maximum((values - returns) ** 2, (near - returns) ** 2)
+    return 0.5 * ((values - returns) ** 2).maximum((near - returns) ** 2)
 
 
 def dpo(logprobs: Tensor, ref_logprobs: Tensor, advantages: Tensor, pair_index: Tensor, *, beta: float = 0.1) -> Tensor:
@@ -185,7 +162,7 @@ def dpo(logprobs: Tensor, ref_logprobs: Tensor, advantages: Tensor, pair_index: 
 
     check_setting("beta", beta, 0 < beta < float("inf"), "a number above 0", "--loss.beta 0.1")
     live = (advantages != 0) & (pair_index >= 0)
-    margins = torch.where(live, logprobs - ref_logprobs, 0.0) * torch.where(live, advantages, 0.0)
+    margins = (logprobs - ref_logprobs).where(live, 0.0) * advantages.where(live, 0.0)
     paired = pair_index >= 0
     numbers, place = torch.unique(pair_index[paired], return_inverse=True)
     differences = margins.new_zeros(numbers.shape[0]).index_add(0, place, margins[paired])
@@ -199,10 +176,8 @@ def distill_topk(topk_logprobs: Tensor, teacher_topk_logprobs: Tensor) -> Tensor
     2015). Over K tokens they make it the KL of unnormalised measures: never negative, and 0 with no gradient where the
     student equals the teacher. Without them an equal student would still be pushed to put everything on the K tokens.
     """
-    import torch
-
     teacher = teacher_topk_logprobs.exp()
-    apart = torch.where(teacher > 0, teacher_topk_logprobs - topk_logprobs, 0.0)
+    apart = (teacher_topk_logprobs - topk_logprobs).where(teacher > 0, 0.0)
     return (teacher * apart - teacher + topk_logprobs.exp()).sum(-1)
 
 
@@ -213,7 +188,5 @@ def _check_clip(low: float, high: float) -> None:
 
 def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
     """min(rA, clip(r, 1-low, 1+high) A): clipping only ever takes gain away, never loss."""
-    import torch
-
     _check_clip(low, high)
-    return torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+    return (ratio * advantages).minimum(ratio.clamp(1 - low, 1 + high) * advantages)

@@ -21,28 +21,10 @@ from rollouts.training.algorithms.losses import (
     reinforce,
     value_loss,
 )
-from rollouts.training.algorithms.pairings import best_worst
-from rollouts.training.algorithms.selectors import reward_at_least
-from rollouts.training.algorithms.shaping import overlong
+from rollouts.training.algorithms.rewards import overlong
+from rollouts.training.algorithms.selection import best_worst, reward_at_least
 from rollouts.training.algorithms.token_advantages import distill, gae, reinforce_pp
 from rollouts.training.filters import accuracy_std
-
-__all__ = [
-    "CISPO",
-    "DAPO",
-    "DPO",
-    "DR_GRPO",
-    "GRPO",
-    "GSPO",
-    "IS",
-    "OPD",
-    "PPO",
-    "REINFORCE",
-    "REINFORCE_PP",
-    "RFT",
-    "RLOO",
-    "SFT",
-]
 
 _ENTROPY = Term(entropy_bonus, 0.0, "entropy")
 _CLIP_HIGHER = Term(functools.partial(ppo_clip, clip_high=0.28))

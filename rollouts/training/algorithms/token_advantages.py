@@ -5,11 +5,11 @@ of a rollout are one sequence of actions); N rollouts; C the most live tokens of
 is above 0. `rewards` [N] are NaN where a rollout was not judged (its tokens are then masked); `token_rewards` [T] is
 what single tokens are given, such as -coefficient * KL.
 
-Only live tokens are actions. Time goes from one to the next, whatever text of tools or templates stands between them,
-so masked tokens change no action's advantage: nothing is discounted across them, and what stands there, NaN included,
+Only live tokens are actions. Time goes from one to the next, whatever text of tools or templates is between them, so
+masked tokens change no action's advantage: nothing is discounted across them, and what is there, NaN included,
 is not looked at. The reward of a rollout is given to its last live token. All is detached, and of the dtype of the [T]
 that comes in (float32 or float64). Masked positions get 0; `distill`, which knows no mask, leaves that to its caller
-(group_calls.py). `batch` is None: naming it asks for the call over the whole batch.
+(calls.py). `batch` is None: naming it asks for the call over the whole batch.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from rollouts.training.algorithms.losses import check_setting, log_ratio
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-__all__ = ["distill", "gae", "reinforce_pp", "rewards_to_go"]
 
 WHITEN_EPS = 1e-8
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import queue
 import threading
 from collections.abc import Callable, Generator
-from typing import Any, Generic, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 import trio
 
-__all__ = ["ImmediateTrainFuture", "TorchThread", "TrainFuture"]
-
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class TrainFuture(Generic[T]):
@@ -35,7 +35,7 @@ class TrainFuture(Generic[T]):
             self._future.set_result(value)
 
     def set_exception(self, error: BaseException) -> None:
-        """Fail the future; whoever awaits it gets the error. The first outcome stays."""
+        """Fail the future; awaiting it raises the error. The first outcome stays."""
         with contextlib.suppress(concurrent.futures.InvalidStateError):
             self._future.set_exception(error)
 
@@ -57,7 +57,7 @@ class TrainFuture(Generic[T]):
                 try:
                     token.run_sync_soon(finished.set)
                 except trio.RunFinishedError:
-                    return  # nobody waits any more
+                    return  # the task that waited has ended
 
             self._future.add_done_callback(wake)
             await finished.wait()
@@ -75,7 +75,7 @@ class ImmediateTrainFuture(TrainFuture[T]):
         self.set_result(value)
 
 
-_Job = tuple[TrainFuture[Any], Callable[..., Any], tuple[Any, ...]]
+_Job = tuple[TrainFuture[Any], Callable[[], Any]]
 
 
 class TorchThread:
@@ -90,12 +90,12 @@ class TorchThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, function: Callable[..., T], *args: Any) -> TrainFuture[T]:
-        """Queue `function(*args)`; returns at once. Raises queue.Full when `pending_max` jobs wait."""
+    def submit(self, function: Callable[..., T], *args: Any, **settings: Any) -> TrainFuture[T]:
+        """Queue `function(*args, **settings)`; returns at once. Raises queue.Full when `pending_max` jobs wait."""
         future: TrainFuture[T] = TrainFuture()
         with self._lock:
             if self._abandoned is None:
-                self._jobs.put_nowait((future, function, args))
+                self._jobs.put_nowait((future, functools.partial(function, *args, **settings)))
                 return future
         future.set_exception(self._abandoned)
         return future
@@ -131,13 +131,30 @@ class TorchThread:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            future, function, args = job
+            future, function = job
             self._current = future
             try:
-                value = function(*args)
+                value = function()
             except BaseException as error:  # handed to the waiter, whatever it is
                 future.set_exception(error)
             else:
                 future.set_result(value)
             self._current = None
-            del job, future, function, args
+            del job, future, function
+
+
+class _HasThread(Protocol):
+    thread: TorchThread
+
+
+S = TypeVar("S", bound=_HasThread)
+
+
+def on_thread(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], TrainFuture[T]]:
+    """Have a method run on the `thread` of its object: a call queues it and gives a future at once."""
+
+    @functools.wraps(method)
+    def submit(self: S, /, *args: P.args, **settings: P.kwargs) -> TrainFuture[T]:
+        return self.thread.submit(method, self, *args, **settings)
+
+    return submit

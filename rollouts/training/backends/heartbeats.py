@@ -1,34 +1,34 @@
-"""Who is still there: every rank says every second what it does, and rank 0 judges from it who died or hangs.
+"""Which rank failed: every rank has a heartbeat, and rank 0 has a failure detector that listens to them.
 
-A rank that waits for another one inside a collective cannot tell why. So each rank has a second thread that goes on
-beating while the first is stuck: it tells the command under way and the line of Python that it is at. Rank 0 reads the
-beats, sees processes end that it started, and gives one verdict: which rank, at which command, and where.
+A rank that waits for another one inside a collective cannot tell why: torch says that a collective timed out or that a
+connection closed, not which rank is at fault nor what it was doing. So each rank has a second thread, whose heartbeat
+goes on while the first thread is stuck; it says which command is under way and at which line of Python it is. Rank 0
+reads the heartbeats, sees the processes end that it started, and declares one fault: which rank, at which command, and
+where (docs/distributed.md says what torch's own tools leave open).
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from rollouts.errors import RankError
-from rollouts.training.backends.messages import Channel
-
-__all__ = ["Beating", "Doing", "Failure", "Watch"]
+from rollouts.errors import RankError, first_line, words_of_exit
+from rollouts.training.backends.rendezvous import Channel
 
 BEAT_SECONDS = 1.0
-SYMPTOM_SECONDS = 3.0  # a failed collective is a symptom: so long its cause has to show, before places decide
-SILENCE_SECONDS = 30.0  # a rank that was not heard of for so long is gone: beats need no collective and no model
+SYMPTOM_SECONDS = 3.0  # a failed collective is a symptom: its cause may show within this time, before places decide
+SILENCE_SECONDS = 30.0  # a rank without a heartbeat for so long is gone: heartbeats need no collective and no model
 
 
-class Doing(msgspec.Struct):
+class RankStatus(msgspec.Struct):
     """What a rank does: its command and which one it is, whether that is `done`, and where it is in Python; `meets`
     while it is inside torch's collectives, where it may wait for others. `progress` counts microbatches.
     """
@@ -41,6 +41,14 @@ class Doing(msgspec.Struct):
     meets: bool = False
     beat: int = 0
 
+    def begin(self, command: str, number: int) -> None:
+        """Another command is under way."""
+        self.command, self.number, self.done = command, number, False
+
+    def where(self) -> str:
+        """For a message: its place, if there is one."""
+        return f"; it is at {self.place}" if self.place else ""
+
     def words(self) -> str:
         """For a message."""
         count = f", command {self.number}" if self.number else ""
@@ -48,7 +56,7 @@ class Doing(msgspec.Struct):
 
 
 class Failure(msgspec.Struct):
-    """Why a rank above 0 ends. A `symptom` is that others did not meet it: somebody else is to blame. What is `known`
+    """Why a rank above 0 ends. A `symptom` is that others did not meet it: another rank is to blame. What is `known`
     is an error of rollouts, which rank 0 most likely raises too.
     """
 
@@ -57,25 +65,26 @@ class Failure(msgspec.Struct):
     known: bool = False
 
 
-class Beating:
-    """This rank's beats, from a thread of their own. `doing` is changed by whoever works."""
+@dataclass(eq=False)
+class Heartbeat:
+    """This rank's heartbeat, from a thread of its own. `status` is changed by the thread that works.
 
-    def __init__(
-        self, channel: Channel, rank: int, *, start_seconds: float, on_silence: Callable[[], None] | None = None
-    ) -> None:
-        """`on_silence` is called when rank 0 is not heard of any more, was not heard of for `start_seconds`, or the
-        store is gone: for the ranks above it.
-        """
-        self.doing = Doing()
-        self._channel = channel
-        self._rank = rank
-        self._on_silence = on_silence
-        self._start_seconds = start_seconds
+    `on_silence` is called when rank 0 is not heard of any more, was not heard of for `start_seconds`, or the store is
+    gone: for the ranks above it.
+    """
+
+    channel: Channel
+    rank: int
+    start_seconds: float
+    on_silence: Callable[[], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.status = RankStatus()
         self._worker = threading.get_ident()
         self._ended = threading.Event()
         self._heard = time.monotonic()
         self._last: bytes | None = None
-        self._thread = threading.Thread(target=self._run, name="rollouts-beat", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="rollouts-heartbeat", daemon=True)
         self._thread.start()
 
     def works_in_this_thread(self) -> None:
@@ -84,97 +93,92 @@ class Beating:
 
     def progressed(self) -> None:
         """One more microbatch."""
-        self.doing.progress += 1
+        self.status.progress += 1
 
     def end(self) -> None:
-        """No more beats, and nothing happens on silence."""
-        self._ended.set()
-
-    def _run(self) -> None:
-        while not self._ended.wait(BEAT_SECONDS):
-            doing = self.doing
-            doing.beat += 1
-            doing.place, doing.meets = _place_of(self._worker)
-            try:
-                self._channel.post(f"beat/{self._rank}", msgspec.msgpack.encode(doing))
-                is_silent = self._on_silence is not None and self._is_silent()
-            except Exception:  # the store is gone, and with it rank 0
-                is_silent = True
-            if is_silent:
-                if self._on_silence is not None and not self._ended.is_set():
-                    self._on_silence()
-                return
-
-    def _is_silent(self) -> bool:
-        last = self._channel.read("beat/0")
-        if last != self._last:
-            self._last, self._heard = last, time.monotonic()
-        limit = self._start_seconds if last is None else SILENCE_SECONDS
-        return self._channel.read("over") is not None or time.monotonic() - self._heard > limit
-
-
-class Watch:
-    """Rank 0's judge. `verdict` is the RankError, once there is one; then `on_verdict` was called with it."""
-
-    def __init__(
-        self,
-        channel: Channel,
-        world_size: int,
-        processes: Mapping[int, subprocess.Popen[bytes]],
-        own: Doing,
-        on_verdict: Callable[[RankError], None],
-        *,
-        start_seconds: float,
-        stall_seconds: float | None = None,
-    ) -> None:
-        """`own` is what rank 0 does: the last command that it gave. A rank may take `start_seconds` from now until its
-        first beat. With `stall_seconds` no rank may pass so long without progress in a command that computes: for
-        devices whose collectives raise no error in time.
+        """No more beats, and nothing happens on silence. Waits for the thread: one that is inside a call of torch's
+        while Python ends makes the process abort.
         """
-        self.verdict: RankError | None = None
-        self._channel = channel
-        self._own = own
-        self._world_size = world_size
-        self._processes = dict(processes)
-        self._on_verdict = on_verdict
-        self._start_seconds = start_seconds
-        self._stall_seconds = stall_seconds
-        self._ended = threading.Event()
-        self._judged = threading.Event()
-        start = time.monotonic()
-        self._doing: dict[int, Doing] = {rank: Doing() for rank in range(world_size)}
-        self._doing[0] = own
-        self._raw: dict[int, bytes] = {}
-        self._heard = dict.fromkeys(range(world_size), start)
-        self._failures: dict[int, tuple[Failure, float]] = {}
-        self._first_waited = False  # rank 0 was where the others should have met it
-        self._moved: tuple[Any, float] = (None, start)
-        self._thread = threading.Thread(target=self._run, name="rollouts-watch", daemon=True)
-        self._thread.start()
-
-    def end(self) -> None:
-        """No more judging: what ends now was told to."""
         self._ended.set()
         self._thread.join(5 * BEAT_SECONDS)
 
-    def judge(self, error: BaseException) -> RankError:
-        """Why a collective failed on rank 0: another rank's fault if one shows in time, else whoever is not where the
-        others wait.
+    def _run(self) -> None:
+        while not self._ended.wait(BEAT_SECONDS):
+            self.status.beat += 1
+            self.status.place, self.status.meets = _place_of(self._worker)
+            try:
+                self.channel.post(f"beat/{self.rank}", msgspec.msgpack.encode(self.status))
+                is_silent = self.on_silence is not None and self._is_silent()
+            except Exception:  # the store is gone, and with it rank 0
+                is_silent = True
+            if is_silent:
+                if self.on_silence is not None and not self._ended.is_set():
+                    self.on_silence()
+                return
+
+    def _is_silent(self) -> bool:
+        last = self.channel.read("beat/0")
+        if last != self._last:
+            self._last, self._heard = last, time.monotonic()
+        limit = self.start_seconds if last is None else SILENCE_SECONDS
+        return self.channel.read("over") is not None or time.monotonic() - self._heard > limit
+
+
+class _Heard(msgspec.Struct):
+    """What was heard of a rank above 0, and when."""
+
+    at: float
+    status: RankStatus = msgspec.field(default_factory=RankStatus)
+    beat: bytes | None = None
+    failure: Failure | None = None
+    failed_at: float = 0.0
+
+
+@dataclass(eq=False)
+class FailureDetector:
+    """Rank 0's, begun when it is made. `fault` is the RankError, once there is one; then `on_fault` was called with it.
+
+    `own` is what rank 0 does: the last command that it gave. A rank may take `start_seconds` from now until its first
+    beat. With `stall_seconds` no rank may pass so long without progress in a command that computes: for devices whose
+    collectives raise no error in time.
+    """
+
+    channel: Channel
+    world_size: int
+    processes: Mapping[int, subprocess.Popen[bytes]]
+    own: RankStatus
+    start_seconds: float
+    stall_seconds: float | None = None
+    on_fault: Callable[[RankError], None] = lambda error: None  # called from the thread that looks
+    fault: RankError | None = None
+
+    def __post_init__(self) -> None:
+        self._ended = threading.Event()
+        self._declared = threading.Event()
+        start = time.monotonic()
+        self._heard = {rank: _Heard(start) for rank in range(1, self.world_size)}
+        self._first_waited = False  # rank 0 was where the others should have met it
+        self._moved: tuple[Any, float] = (None, start)
+        self._thread = threading.Thread(target=self._run, name="rollouts-failures", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Declare nothing any more: ranks that end now are meant to."""
+        self._ended.set()
+        self._thread.join(5 * BEAT_SECONDS)
+
+    def why(self, error: BaseException) -> RankError:
+        """Why a collective failed on rank 0: another rank's fault if one shows in time, else the fault of the rank that
+        is not where the others wait.
         """
         self._first_waited = True
-        self._judged.wait(3 * SYMPTOM_SECONDS)
-        if self.verdict is None:
-            self._declare(self._from_places(_first_line(error)))
-        assert self.verdict is not None, "declared"
-        return self.verdict
+        self._declared.wait(3 * SYMPTOM_SECONDS)
+        return self.fault or self._declare(self._from_places(first_line(error)))
 
     def late(self, rank: int, seconds: float) -> RankError:
         """A rank that did not answer although rank 0 is done."""
-        if self.verdict is None:
-            last = self._own.words()
-            self._declare(f"rank {rank} did not finish {last} within {seconds:g} s of rank 0{self._at(rank)}")
-        assert self.verdict is not None, "declared"
-        return self.verdict
+        words = f"rank {rank} did not finish {self.own.words()} within {seconds:g} s of rank 0"
+        return self.fault or self._declare(words + self._heard[rank].status.where())
 
     def _run(self) -> None:
         while not self._ended.wait(BEAT_SECONDS / 2):
@@ -187,87 +191,82 @@ class Watch:
                 return
 
     def _look(self) -> str:
-        """What is wrong, in words; empty while all is well. Causes come before symptoms, whoever is heard first."""
+        """What is wrong, in words; empty while all is well. Causes come before symptoms, in whatever order they are
+        heard.
+        """
         now = time.monotonic()
         self._listen(now)
-        for rank, (failure, when) in self._failures.items():
+        for rank, heard in self._heard.items():
+            failure = heard.failure
             # Rank 0 raises what all ranks raise, and its own error says it best.
-            if not failure.symptom and (not failure.known or now - when > SYMPTOM_SECONDS):
+            if failure and not failure.symptom and (not failure.known or now - heard.failed_at > SYMPTOM_SECONDS):
                 return f"rank {rank} failed in {failure.words}"
-        for rank, process in self._processes.items():
+        for rank, process in self.processes.items():
             code = process.poll()
-            if code is not None and rank not in self._failures:
-                self._listen(now)  # it may have told why after the first look
-                if rank not in self._failures:
-                    return f"rank {rank} died ({_words_of_exit(code)}); its last command: {self._own.words()}"
-        for rank in range(1, self._world_size):
-            silent = now - self._heard[rank]
-            if rank in self._failures:
+            if code is not None:
+                self._listen(now)  # it may have said why after the first look
+                if self._heard[rank].failure is None:
+                    how = f"killed by {words_of_exit(code)}" if code < 0 else words_of_exit(code)
+                    return f"rank {rank} died ({how}); its last command: {self.own.words()}"
+        for rank, heard in self._heard.items():
+            silent = now - heard.at
+            if heard.failure is not None:
                 continue
-            if rank not in self._raw and silent > self._start_seconds:
+            if heard.beat is None and silent > self.start_seconds:
                 return (
-                    f"rank {rank} did not start within {self._start_seconds:g} s; look at what it wrote, or give it "
+                    f"rank {rank} did not start within {self.start_seconds:g} s; look at what it wrote, or give it "
                     "more time with --training.start-seconds"
                 )
-            if rank in self._raw and silent > SILENCE_SECONDS:
-                last = self._own.words()
-                return f"rank {rank} was not heard of for {silent:.0f} s; its last command: {last}{self._at(rank)}"
-        symptoms = [(when, failure) for failure, when in self._failures.values() if failure.symptom]
-        if symptoms and now - min(when for when, _ in symptoms) > 2 * SYMPTOM_SECONDS:
-            return self._from_places(symptoms[0][1].words)
+            if heard.beat is not None and silent > SILENCE_SECONDS:
+                last = self.own.words() + heard.status.where()
+                return f"rank {rank} was not heard of for {silent:.0f} s; its last command: {last}"
+        symptoms = [(each.failed_at, rank, each.failure.words) for rank, each in self._heard.items() if each.failure]
+        if symptoms and now - min(symptoms)[0] > 2 * SYMPTOM_SECONDS:
+            return self._from_places(min(symptoms)[2])
         return self._stall(now)
 
     def _listen(self, now: float) -> None:
-        for rank in range(1, self._world_size):
-            told = self._channel.read(f"failed/{rank}") if rank not in self._failures else None
-            if told is not None:
-                self._failures[rank] = msgspec.msgpack.decode(told, type=Failure), now
-            raw = self._channel.read(f"beat/{rank}")
-            if raw is not None and raw != self._raw.get(rank):
-                self._raw[rank], self._heard[rank] = raw, now
-                self._doing[rank] = msgspec.msgpack.decode(raw, type=Doing)
+        for rank, heard in self._heard.items():
+            failure = self.channel.read(f"failed/{rank}") if heard.failure is None else None
+            if failure is not None:
+                heard.failure, heard.failed_at = msgspec.msgpack.decode(failure, type=Failure), now
+            beat = self.channel.read(f"beat/{rank}")
+            if beat is not None and beat != heard.beat:
+                heard.beat, heard.at, heard.status = beat, now, msgspec.msgpack.decode(beat, type=RankStatus)
 
     def _stall(self, now: float) -> str:
-        progress = (self._own.number, self._own.done, [doing.progress for doing in self._doing.values()])
+        own = self.own
+        progress = (own.number, own.done, own.progress, [heard.status.progress for heard in self._heard.values()])
         if progress != self._moved[0]:
             self._moved = progress, now
-        computes = self._own.command in ("forward", "forward_backward", "optim_step") and not self._own.done
-        if self._stall_seconds is None or not computes or now - self._moved[1] <= self._stall_seconds:
+        computes = own.command in ("forward", "forward_backward", "optim_step") and not own.done
+        if self.stall_seconds is None or not computes or now - self._moved[1] <= self.stall_seconds:
             return ""
-        return self._from_places(f"no rank got on for {self._stall_seconds:g} s")
+        return self._from_places(f"no rank got on for {self.stall_seconds:g} s")
 
     def _from_places(self, reason: str) -> str:
-        """Who keeps the others waiting: a rank that beats no more, else those that are not inside a collective."""
-        now, last = time.monotonic(), self._own.words()
-        quiet = [
-            rank
-            for rank in range(1, self._world_size)
-            if rank not in self._failures and now - self._heard[rank] > 3 * BEAT_SECONDS
-        ]
-        if quiet:
-            return f"rank {quiet[0]} is gone; its last command: {last}{self._at(quiet[0])} ({reason})"
-        first = 1 if self._first_waited else 0
-        apart = [r for r in range(first, self._world_size) if r not in self._failures and not self._doing[r].meets]
+        """Which rank keeps the others waiting: one without a heartbeat, else those that are not inside a collective."""
+        now, last = time.monotonic(), self.own.words()
+        alive = {rank: heard for rank, heard in self._heard.items() if heard.failure is None}
+        quiet = next((rank for rank, heard in alive.items() if now - heard.at > 3 * BEAT_SECONDS), None)
+        if quiet is not None:
+            return f"rank {quiet} is gone; its last command: {last}{alive[quiet].status.where()} ({reason})"
+        first = {} if self._first_waited else {0: self.own}
+        apart = first | {rank: heard.status for rank, heard in alive.items()}
+        apart = {rank: status for rank, status in apart.items() if not status.meets}
         if apart:
-            places = "; ".join(f"rank {rank}: {self._doing[rank].words()}{self._at(rank)}" for rank in apart)
-            return f"the other ranks waited in vain for rank {apart[0]} at {last} ({places}): {reason}"
+            places = "; ".join(f"rank {rank}: {status.words()}{status.where()}" for rank, status in apart.items())
+            return f"the other ranks waited in vain for rank {min(apart)} at {last} ({places}): {reason}"
         return f"the ranks lost each other at {last}: {reason}"
 
-    def _at(self, rank: int) -> str:
-        place = self._doing[rank].place
-        return f"; it is at {place}" if place else ""
-
-    def _declare(self, fault: str) -> None:
-        self.verdict = self.verdict or RankError(fault)
-        for process in self._processes.values():
+    def _declare(self, fault: str) -> RankError:
+        self.fault = self.fault or RankError(fault)
+        for process in self.processes.values():
             if process.poll() is None:
-                process.kill()  # a stopped one too; whoever waits for it in a collective is woken
-        self._judged.set()
-        self._on_verdict(self.verdict)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+                process.kill()  # a stopped one too; a rank that waits for it in a collective is woken
+        self._declared.set()
+        self.on_fault(self.fault)
+        return self.fault
 
 
 def _place_of(thread: int) -> tuple[str, bool]:
@@ -279,12 +278,3 @@ def _place_of(thread: int) -> tuple[str, bool]:
     if frame is None:
         return "", meets
     return f"{frame.f_code.co_filename}, line {frame.f_lineno}, in {frame.f_code.co_name}", meets
-
-
-def _words_of_exit(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"killed by signal {-code}"

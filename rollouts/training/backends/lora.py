@@ -6,7 +6,6 @@ Only the adapters are trained. Left out: adapters with dropout (ratios would not
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,17 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rollouts.errors import ConfigError
-from rollouts.training.adapters import tied_with_adapter
-from rollouts.training.estimates import tied_refusal
-
-__all__ = [
-    "ADAPTER",
-    "adapter_parameters",
-    "add_lora",
-    "merged_weights",
-    "read_adapter_weights",
-    "wrap_in_adapter",
-]
+from rollouts.training.models import no_peft_warnings, tied_with_adapter
 
 Whole = Callable[[Iterable[tuple[str, Tensor]]], dict[str, Tensor]]
 """CPU copies by name, a sharded tensor put together; ranks above 0 get an empty dict."""
@@ -61,7 +50,11 @@ def add_lora(causal: Any, *, rank: int, alpha: float | None, targets: str, seed:
             ) from error
     tied = tied_with_adapter(causal)
     if tied is not None:
-        raise ConfigError(tied_refusal(targets, *tied))
+        raise ConfigError(
+            f"lora_targets {targets!r}: the model ties the weight of {tied[0]} to {tied[1]}, and an adapter on one of "
+            f"them cannot be merged into the weight of both; leave {tied[0].rpartition('.')[2]} out of "
+            "--training.lora-targets"
+        )
     return wrapped
 
 
@@ -69,13 +62,7 @@ def wrap_in_adapter(causal: Any, config: Any) -> Any:
     """A PeftModel around the causal LM (which is changed in place), by peft's configuration. Raises ValueError."""
     from peft import get_peft_model
 
-    with warnings.catch_warnings():
-        # GPT-2 keeps its linear layers transposed; peft sets fan_in_fan_out itself and warns that it did.
-        warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")
-        # peft reads a property of the model that newer transformers have renamed.
-        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
-        # Of tied weights, which `add_lora` refuses.
-        warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
+    with no_peft_warnings():
         return get_peft_model(causal, config)
 
 
@@ -92,11 +79,12 @@ def adapter_parameters(peft_model: Any) -> dict[str, Tensor]:
     from peft import get_peft_model_state_dict
 
     named = dict(peft_model.named_parameters())
-    # peft leaves the adapter's name out of the names in its files.
-    return {
-        name: named[next(each for each in (name, _inner_name(name), f"{name}.{ADAPTER}") if each in named)]
-        for name in get_peft_model_state_dict(peft_model, adapter_name=ADAPTER, save_embedding_layers=False)
-    }
+    found: dict[str, Tensor] = {}
+    for name in get_peft_model_state_dict(peft_model, adapter_name=ADAPTER, save_embedding_layers=False):
+        stem, _, last = name.rpartition(".")  # peft leaves the adapter's name out of the names in its files
+        own = next(each for each in (name, f"{stem}.{ADAPTER}.{last}", f"{name}.{ADAPTER}") if each in named)
+        found[name] = named[own]
+    return found
 
 
 def merged_weights(causal: Any, whole: Whole) -> dict[str, Tensor]:
@@ -127,11 +115,6 @@ def merged_weights(causal: Any, whole: Whole) -> dict[str, Tensor]:
             base = (base.float() + (delta.T if turned else delta)).to(base.dtype)
         merged[name.replace(".base_layer.", ".")] = base
     return merged
-
-
-def _inner_name(name: str) -> str:
-    stem, _, last = name.rpartition(".")
-    return f"{stem}.{ADAPTER}.{last}"
 
 
 def _layer_names(causal: Any) -> list[str]:

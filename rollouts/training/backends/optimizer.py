@@ -6,23 +6,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, get_args
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from rollouts.errors import ConfigError, near_misses
-
-__all__ = [
-    "TorchSettings",
-    "check_settings",
-    "check_sharded",
-    "check_trained_weights",
-    "lr_factor",
-    "make_optimizer",
-    "make_settings",
-    "optimizer_tensors",
-]
+from rollouts.errors import ConfigError
+from rollouts.plugins.checks import check_bounds, one_of
 
 OptimizerName = Literal["adamw", "adafactor", "sgd"]
 ScheduleName = Literal["constant", "linear", "cosine"]
@@ -30,40 +21,71 @@ ScheduleName = Literal["constant", "linear", "cosine"]
 _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
-class TorchSettings(NamedTuple):
-    """How to optimise (see `create_torch_backend`).
+@dataclass(frozen=True)
+class TorchSettings:
+    """How a backend computes and optimises.
 
-    `betas[0]` is the momentum of sgd too; adafactor has neither `betas` nor `eps`. `steps` is the number of optimizer
-    steps that are planned, by which linear and cosine reach the share `lr_final` of `lr`; 0: nobody knows.
+    Args:
+        dtype: of the weights: float32 or float64; bfloat16 and float16 only with LoRA, whose adapters are float32
+        device: auto, cpu, cuda, cuda:1
+        betas: of AdamW; the first is the momentum of SGD
+        eps: of AdamW
+        weight_decay: of the optimizer; SGD adds it to the gradient, the others shrink weights by it
+        max_grad_norm: gradients are clipped to this global norm, the critic's by themselves
+        optimizer: adamw, adafactor or sgd
+        lr_schedule: after the warm-up: constant, or linear or half a cosine to the end of the run
+        lr_final: the share of the learning rate at the end of linear and cosine
+        warmup_steps: optimizer steps to reach the learning rate (never more than the run has)
+        lora_alpha: scale of the adapters; none is twice the rank
+        lora_targets: "all-linear", or names of layers with commas between them
+        gradient_checkpointing: compute activations again in the backward; saves memory, and shares no prompts
+        layout: rows padded in buckets of similar length, or packed into one sequence; auto packs where the attention
+            skips what its mask hides (flash_attention_2, flex_attention)
+        attention: auto, sdpa, eager, flash_attention_2 or flex_attention, as transformers has them
+        fp32_head: compute the logits of a half-precision model in float32
     """
 
-    lr: float
+    dtype: str = "float32"
+    device: str = "auto"
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
-    warmup_steps: int = 5
-    tokens_per_microbatch: int = 16384
-    share_prefix: bool = True
-    gradient_checkpointing: bool = False
-    layout: Literal["auto", "buckets", "packed"] = "auto"
     optimizer: OptimizerName = "adamw"
     lr_schedule: ScheduleName = "constant"
     lr_final: float = 0.0
+    warmup_steps: int = 5
+    lora_alpha: float | None = None
+    lora_targets: str = "all-linear"
+    gradient_checkpointing: bool = False
+    layout: Literal["auto", "buckets", "packed"] = "auto"
+    attention: str = "auto"
+    fp32_head: bool = False
+
+    def of_run(self, *, lr: float, steps: int, tokens_per_microbatch: int, share_prefix: bool) -> TrainerSettings:
+        """With what the run decides. The warm-up is never longer than the run."""
+        own = vars(self) | {"warmup_steps": min(self.warmup_steps, max(1, steps))}
+        return TrainerSettings(
+            **own, lr=lr, steps=steps, tokens_per_microbatch=tokens_per_microbatch, share_prefix=share_prefix
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerSettings(TorchSettings):
+    """With `lr` and what else a run decides. `steps` is the number of optimizer steps that are planned, by which linear
+    and cosine reach the share `lr_final` of `lr`; 0: unknown. With `share_prefix` a prompt that rows share is run once.
+    """
+
+    lr: float
     steps: int = 0
+    tokens_per_microbatch: int = 16384
+    share_prefix: bool = True
 
 
-def make_settings(values: Mapping[str, Any]) -> TorchSettings:
-    """The settings out of a backend's own, by name. The warm-up is never longer than the run."""
-    chosen = {name: values[name] for name in TorchSettings._fields if name in values}
-    return TorchSettings(**chosen | {"warmup_steps": min(values["warmup_steps"], max(1, values["steps"]))})
-
-
-def check_settings(settings: TorchSettings) -> None:
+def check_settings(settings: TrainerSettings) -> None:
     """Refuse what torch would refuse later with a traceback, or what would train nothing. Raises ConfigError."""
-    above = "a number above 0"
-    whole = "a whole number, 0 or more"
-    checks = (
+    above, whole = "a number above 0", "a whole number, 0 or more"
+    check_bounds(
         ("--lr", settings.lr, 0 < settings.lr < math.inf, above),
         ("--training.betas", settings.betas, all(0 <= b < 1 for b in settings.betas), "two numbers in [0, 1)"),
         ("--training.eps", settings.eps, 0 < settings.eps < math.inf, above),
@@ -73,13 +95,9 @@ def check_settings(settings: TorchSettings) -> None:
         ("--tokens-per-microbatch", settings.tokens_per_microbatch, settings.tokens_per_microbatch >= 1, "1 or more"),
         ("--training.lr-final", settings.lr_final, 0 <= settings.lr_final <= 1, "a share of --lr, from 0 to 1"),
         ("--steps", settings.steps, settings.steps >= 0, whole),
+        one_of("--training.optimizer", settings.optimizer, get_args(OptimizerName)),
+        one_of("--training.lr-schedule", settings.lr_schedule, get_args(ScheduleName)),
     )
-    for flag, value, holds, expected in checks:
-        if not holds:
-            words = list(value) if isinstance(value, tuple) else value
-            raise ConfigError(f"{flag} {words}: expected {expected}")
-    _check_choice("--training.optimizer", settings.optimizer, get_args(OptimizerName))
-    _check_choice("--training.lr-schedule", settings.lr_schedule, get_args(ScheduleName))
     if settings.lr_schedule != "constant" and settings.steps == 0:
         raise ConfigError(
             f"--training.lr-schedule {settings.lr_schedule}: it falls until the last optimizer step, and how many "
@@ -92,22 +110,15 @@ def check_settings(settings: TorchSettings) -> None:
         )
 
 
-def _check_choice(flag: str, given: str, choices: tuple[str, ...]) -> None:
-    if given in choices:
-        return
-    near = near_misses(str(given), choices)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise ConfigError(f"{flag} {given}: expected one of {', '.join(choices)}{hint}")
-
-
 def check_trained_weights(lora_rank: int, lora_alpha: float | None, dtype: str, critic: str = "") -> None:
     """Gradients and the optimizer's moments have the dtype of what is trained: in half precision most steps round to
     nothing, and float16 overflows. Raises ConfigError.
     """
-    if lora_rank < 0:
-        raise ConfigError(f"--lora-rank {lora_rank}: expected 1 or more, or 0 to train all weights")
-    if lora_alpha is not None and not 0 < lora_alpha < math.inf:
-        raise ConfigError(f"--training.lora-alpha {lora_alpha}: expected a number above 0")
+    is_alpha = lora_alpha is None or 0 < lora_alpha < math.inf
+    check_bounds(
+        ("--lora-rank", lora_rank, lora_rank >= 0, "1 or more, or 0 to train all weights"),
+        ("--training.lora-alpha", lora_alpha, is_alpha, "a number above 0"),
+    )
     if not lora_rank and dtype in ("bfloat16", "float16"):
         raise ConfigError(
             f"--training.dtype {dtype}: all weights would be trained in {dtype}, where small steps round to nothing "
@@ -131,7 +142,7 @@ def check_sharded(settings: TorchSettings) -> None:
         )
 
 
-def lr_factor(settings: TorchSettings, version: int) -> float:
+def lr_factor(settings: TrainerSettings, version: int) -> float:
     """What the learning rate is multiplied by in the next step, when `version` steps are done.
 
     With w = `warmup_steps`, N = `steps`, e = `lr_final` and p = min(1, (version - w) / (N - w)):
@@ -145,7 +156,7 @@ def lr_factor(settings: TorchSettings, version: int) -> float:
     transformers (`get_cosine_schedule_with_warmup` and its kin), whose warm-up is one step behind: its first step is
     at 0.
 
-    >>> settings = TorchSettings(lr=1e-3, warmup_steps=2, lr_schedule="linear", lr_final=0.1, steps=11)
+    >>> settings = TrainerSettings(lr=1e-3, warmup_steps=2, lr_schedule="linear", lr_final=0.1, steps=11)
     >>> [round(lr_factor(settings, version), 2) for version in (0, 1, 2, 3, 10, 11, 99)]
     [0.5, 1.0, 1.0, 0.9, 0.2, 0.1, 0.1]
     """
@@ -159,7 +170,7 @@ def lr_factor(settings: TorchSettings, version: int) -> float:
     return settings.lr_final + (1.0 - settings.lr_final) * falling
 
 
-def make_optimizer(sets: list[tuple[list[nn.Parameter], float]], settings: TorchSettings) -> torch.optim.Optimizer:
+def make_optimizer(sets: list[tuple[list[nn.Parameter], float]], settings: TrainerSettings) -> torch.optim.Optimizer:
     """The optimizer over sets of parameters with a learning rate each; one parameter group a set, in their order.
 
     Parameters may be DTensors, but not for adafactor (`check_sharded`). Whatever kernel torch takes, the result is the
@@ -183,7 +194,7 @@ def _kernel(parameters: list[nn.Parameter], optimizer: OptimizerName) -> dict[st
     passes on to the shares; else what torch chooses.
 
     SGD has a fused kernel that DTensor knows nothing of, so it is left out: sharded or not, a step is the same. Where
-    DTensors and plain tensors stand in one list, only the loop over single tensors works.
+    DTensors and plain tensors are in one list, only the loop over single tensors works.
     """
     if optimizer == "adafactor":
         return {}

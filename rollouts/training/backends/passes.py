@@ -1,25 +1,30 @@
-"""Rows through the models that a trainer has: the policy, the critic on it or beside it, the teacher.
+"""Rows through the models that a trainer has, what is stamped on them as tensors, and which rows need no backward.
 
-Left out: which rows when, losses and gradients (`trainer`); one model by itself (`transformer`).
+A group whose rollouts are all rewarded alike has advantages of 0, and most policy losses are then 0 with all their
+gradient (*flat* rows). Whether it is so is not assumed but measured, at what the models gave: the terms are called as
+ever, on logprobs that are the ends of the graph (`cut_off`). So metrics are the same, and a term that does not depend
+on advantages keeps its rows trained in full. Left out: which rows when, losses and gradients (`trainer`); one model by
+itself (`transformer`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from rollouts.training.algorithms.logprobs import logprobs_and_entropy, logprobs_with_alternatives, token_logprobs
-from rollouts.training.backends.companions import Critic, Teacher
-from rollouts.training.backends.streams import targets_of, temperatures_of
-from rollouts.training.backends.transformer import ModelPaths, Selection, run_packed, run_rows
-from rollouts.training.batching import plan_layout
+from rollouts.training.algorithms.algorithm import Algorithm, active_terms, is_reward_placed, requests
+from rollouts.training.algorithms.logprobs import logprobs_with_alternatives, token_logprobs
+from rollouts.training.backends.companions import Asked, Critic, Teacher
+from rollouts.training.backends.transformer import ModelPaths, Selection, run
 from rollouts.training.types import Row
 
-__all__ = ["Models", "Scored"]
+_T = TypeVar("_T")
+_OPTIONAL = ("old_logprobs", "ref_logprobs", "teacher_logprobs", "old_values", "returns")
 
 
 class Scored(NamedTuple):
@@ -27,94 +32,162 @@ class Scored(NamedTuple):
 
     logprobs: Tensor
     entropy: Tensor
-    features: Tensor
+    values: Tensor | None
     selection: Selection
     tokens: tuple[int, int]
     extra: dict[str, Tensor]
 
 
-@dataclass
-class Models:
-    """The policy by its `paths`, and what is beside it. Rows run `packed`, or padded in buckets, of which another one
-    has to save `bucket_saving_min` padded tokens.
-    """
+class Models(NamedTuple):
+    """The policy by its `paths`, and what is beside it."""
 
     paths: ModelPaths
     critic: Critic | None
     teacher: Teacher | None
-    packed: bool
-    bucket_saving_min: int
 
-    @property
-    def shares_prefix(self) -> bool:
-        """Whether prompts that rows share are run once."""
-        return self.paths.share_prefix and not self.packed
-
-    def ask(
-        self, rows: list[Row], wanted: Sequence[Sequence[int]], temperature: float, needs: tuple[str, ...]
-    ) -> tuple[dict[str, Tensor], Selection]:
+    def ask(self, asked: Asked, temperature: float, needs: Sequence[str]) -> tuple[dict[str, Tensor], Selection]:
         """Each of `needs` [T] by the policy, the critic or the teacher."""
-        features, selection, _ = self._run(rows, wanted)
-        targets = targets_of(rows, selection, features.device)
-        divisor = temperatures_of(rows, selection, temperature, features.device)
+        features, selection, _ = run(self.paths, *asked)
+        targets, divisor = _targets(asked[0], selection, temperature, features.device)
         tensors: dict[str, Tensor] = {}
         if {"logprobs", "entropy"} & set(needs):
-            head, size = self.paths.head, self.paths.vocabulary_size
-            both = logprobs_and_entropy(head, features, targets, vocabulary_size=size, temperature=divisor)
-            tensors = {"logprobs": both[0], "entropy": both[1]}
+            tensors["logprobs"], tensors["entropy"] = self.paths.logprobs_and_entropy(features, targets, divisor)
         if self.critic is not None and "values" in needs:
-            tensors["values"] = self.critic.values(rows, wanted, selection, features)
+            tensors["values"] = self.critic.values(asked, selection, features)
         if self.teacher is not None and "teacher_logprobs" in needs:
-            tensors["teacher_logprobs"] = self.teacher.logprobs(rows, wanted, selection, targets, divisor)
+            tensors["teacher_logprobs"] = self.teacher.logprobs(asked, selection, targets, divisor)
         return {name: tensors[name] for name in needs}, selection
 
-    def _run(self, rows: list[Row], wanted: Sequence[Sequence[int]]) -> tuple[Tensor, Selection, tuple[int, int]]:
-        """Features [T, F], which tokens they predict, and (tokens, tokens with padding) that were run."""
-        if self.packed:
-            features, selection = run_packed(self.paths, rows, [list(range(len(rows)))], wanted)
-            real = sum(len(row.tokens) for row in rows)
-            return features, selection, (real, real)
-        layout = plan_layout(rows, share_prefix=self.shares_prefix, bucket_saving_min=self.bucket_saving_min)
-        features, selection = run_rows(self.paths, rows, layout, wanted)
-        lengths = [len(row.tokens) for row in rows]
-        real = sum(map(len, layout.prefixes)) + sum(lengths) - sum(layout.starts)
-        return features, selection, (real, layout.padded_tokens(lengths))
-
-    def score(
-        self,
-        rows: list[Row],
-        wanted: Sequence[Sequence[int]],
-        temperature: float,
-        requested: frozenset[str] = frozenset(),
-    ) -> Scored:
-        """Run the rows; `extra` holds what `requested` names beyond logprobs and entropy: logits, or the teacher's
-        likeliest tokens.
+    def score(self, asked: Asked, temperature: float, requested: frozenset[str]) -> Scored:
+        """Run the rows with gradient; `extra` holds what `requested` names beyond logprobs, entropy and values: logits,
+        or the teacher's likeliest tokens.
         """
-        features, selection, tokens = self._run(rows, wanted)
-        device = features.device
-        targets = targets_of(rows, selection, device)
-        divisor = temperatures_of(rows, selection, temperature, device)
+        features, selection, tokens = run(self.paths, *asked)
+        targets, divisor = _targets(asked[0], selection, temperature, features.device)
         extra: dict[str, Tensor] = {}
         if requested & {"topk_logprobs", "teacher_topk_ids", "teacher_topk_logprobs"}:
             assert self.teacher is not None, "check_needs saw to it"
-            ids, theirs = self.teacher.top(rows, wanted, selection, divisor)
+            ids, theirs = self.teacher.top(asked, selection, divisor)
             extra = {"teacher_topk_ids": ids, "teacher_topk_logprobs": theirs}
         if "logits" in requested:
             logits = self.paths.head(features)
             logits = logits if logits.dtype == torch.float64 else logits.float()
-            logits = logits / (divisor[:, None] if isinstance(divisor, Tensor) else divisor)
-            extra["logits"] = logits
+            logits = extra["logits"] = logits / (divisor[:, None] if isinstance(divisor, Tensor) else divisor)
             logprobs, entropy = token_logprobs(logits, targets)
             if "topk_logprobs" in requested:
                 extra["topk_logprobs"] = torch.log_softmax(logits, -1).gather(-1, extra["teacher_topk_ids"])
+        elif "topk_logprobs" in requested:
+            head, ids, size = self.paths.head, extra["teacher_topk_ids"], self.paths.vocabulary_size
+            logprobs, entropy, extra["topk_logprobs"] = logprobs_with_alternatives(
+                head, features, targets, ids, vocabulary_size=size, temperature=divisor
+            )
         else:
-            head, size = self.paths.head, self.paths.vocabulary_size
-            if "topk_logprobs" in requested:
-                logprobs, entropy, extra["topk_logprobs"] = logprobs_with_alternatives(
-                    head, features, targets, extra["teacher_topk_ids"], vocabulary_size=size, temperature=divisor
-                )
-            else:
-                logprobs, entropy = logprobs_and_entropy(
-                    head, features, targets, vocabulary_size=size, temperature=divisor
-                )
-        return Scored(logprobs, entropy, features, selection, tokens, extra)
+            logprobs, entropy = self.paths.logprobs_and_entropy(features, targets, divisor)
+        values = None
+        if self.critic is not None and "values" in requested:
+            values = self.critic.values(asked, selection, features)
+        return Scored(logprobs, entropy, values, selection, tokens, extra)
+
+
+# --- what is stamped on rows, as tensors [T] in the order in which they were run --------------------------------------
+
+
+def make_streams(
+    rows: list[Row], selection: Selection, rewards: list[float], device: torch.device
+) -> dict[str, Tensor]:
+    """Every stream of the rows that is there, and the numbers of rollout, group, pair and segment. `sampled` is whether
+    the sampler's logprobs are known; where they are not, `rollout_logprobs` holds 0.0.
+
+    `returns` falls back to the rollout's reward where there are values but no estimator gave returns.
+    """
+    chosen = [(rows[row], positions) for row, positions in zip(selection.rows, selection.positions, strict=True)]
+    names = ["loss_mask", "weights", "advantages"]
+    names += [name for name in _OPTIONAL if getattr(rows[0], name) is not None]
+    floats = {
+        name: [value for row, positions in chosen for value in _take(getattr(row, name), positions)] for name in names
+    }
+    floats["rollout_logprobs"] = [
+        value
+        for row, positions in chosen
+        for value in (_take(row.rollout_logprobs, positions) if row.rollout_logprobs else [0.0] * len(positions))
+    ]
+    if "old_values" in floats and "returns" not in floats:
+        floats["returns"] = [rewards[row.rollout_index] for row, positions in chosen for _ in positions]
+    floats["mask"] = floats.pop("loss_mask")
+    counts = [len(positions) for _, positions in chosen]
+    indices = ("rollout_index", "group_index", "pair_index")
+    numbers = {name: [getattr(row, name) for row, _ in chosen] for name in indices}
+    numbers["segments"] = [row.segment for row, _ in chosen]
+    numbers["sampled"] = [int(row.rollout_logprobs is not None) for row, _ in chosen]
+    # numpy reads lists of numbers several times faster than torch
+    table = torch.from_numpy(np.array(list(floats.values()), dtype=np.float32)).to(device)
+    repeated = np.repeat(np.array(list(numbers.values()), dtype=np.int64), counts, axis=1)
+    whole = torch.from_numpy(repeated).to(device)
+    return dict(zip(floats, table, strict=True)) | dict(zip(numbers, whole, strict=True))
+
+
+def unit_weights(tensors: dict[str, Tensor], unit: str) -> Tensor:
+    """u of every value: [T], or one a rollout or pair [U] in the order of their numbers."""
+    if unit == "token":
+        return tensors["weights"]
+    numbers, place = torch.unique(tensors[f"{unit}_index"], return_inverse=True)
+    return tensors["weights"].new_zeros(len(numbers)).scatter_reduce(0, place, tensors["weights"], "amax")
+
+
+def _take(stream: Sequence[_T], positions: Sequence[int]) -> Sequence[_T]:
+    """The stream at these ascending positions; at once where none is left out between them."""
+    if positions and positions[-1] - positions[0] == len(positions) - 1:
+        return stream[positions[0] : positions[-1] + 1]
+    return [stream[t] for t in positions]
+
+
+def _targets(
+    rows: Sequence[Row], selection: Selection, default: float, device: torch.device
+) -> tuple[Tensor, float | Tensor]:
+    """The ids [T] of the selected tokens; and one temperature where all rows have the same, else one a token [T]."""
+    chosen = list(zip(selection.rows, selection.positions, strict=True))
+    ids = [token for row, positions in chosen for token in _take(rows[row].tokens, positions)]
+    targets = torch.from_numpy(np.array(ids, dtype=np.int64)).to(device)
+    own = [default if row.temperature is None else row.temperature for row in rows]
+    if len(set(own)) == 1:
+        return targets, own[0]
+    values = [own[row] for row, positions in chosen for _ in positions]
+    return targets, torch.tensor(values, dtype=torch.float32, device=device)
+
+
+# --- rows without an advantage ----------------------------------------------------------------------------------------
+
+
+def may_be_flat(algorithm: Algorithm) -> bool:
+    """Whether it is worth trying: every term of the loss names the advantages, and no KL is a term of it."""
+    kl = algorithm.kl
+    if kl is not None and not is_reward_placed(kl.function):
+        return False
+    return all("advantages" in requests(term.function) for term in active_terms(algorithm))
+
+
+def is_flat(rows: Sequence[Row]) -> bool:
+    """Whether no token of these rows has an advantage; of no rows that is False."""
+    return bool(rows) and not any(any(row.advantages) for row in rows)
+
+
+def cut_off(scored: Scored) -> tuple[Scored, list[Tensor]]:
+    """The same numbers as ends of a graph of their own, and a list of these ends."""
+    ends: list[Tensor] = []
+
+    def end(tensor: Tensor) -> Tensor:
+        ends.append(tensor.detach().requires_grad_())
+        return ends[-1].clone()  # which a loss may change in place
+
+    extra = {name: end(tensor) if tensor.is_floating_point() else tensor for name, tensor in scored.extra.items()}
+    values = None if scored.values is None else end(scored.values)
+    return scored._replace(logprobs=end(scored.logprobs), entropy=end(scored.entropy), values=values, extra=extra), ends
+
+
+def gradient_size(objective: Tensor, ends: Sequence[Tensor]) -> float:
+    """The largest gradient at the ends; NaN where one is, or where the objective depends on none of them."""
+    if not objective.requires_grad:
+        return math.nan
+    gradients = torch.autograd.grad(objective, ends, allow_unused=True)
+    sizes = [each.abs().amax().double() for each in gradients if each is not None]
+    return float(torch.stack(sizes).amax()) if sizes else math.nan

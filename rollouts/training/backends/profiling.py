@@ -1,6 +1,6 @@
 """A profile of some steps: where a backend's time and memory went, as files in the run's folder.
 
-Whoever does the torch work calls `start` and `finish` in the thread that does it; what other threads run is not seen
+Call `start` and `finish` in the thread that does the torch work; what other threads run is not seen
 (the backward's own threads are). One profile at a time in a process: torch keeps one, and lets a second one end it
 unasked. Left out: which steps (`rollouts.training.loops`), and what the numbers mean (docs/memory-and-speed.md).
 
@@ -12,13 +12,11 @@ unasked. Left out: which steps (`rollouts.training.loops`), and what the numbers
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
 import shutil
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +24,11 @@ import torch
 
 from rollouts.errors import OutputError, TrainingError
 
-__all__ = ["Profile", "peak_gib"]
-
 OPERATORS_MAX = 40
 # Allocations and frees that the snapshot of a GPU's memory looks back on.
 _HISTORY_ENTRIES_MAX = 200_000
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _current: Profile | None = None
 
 
@@ -57,11 +53,15 @@ class Profile:
         """
         from torch.profiler import ProfilerActivity, profile
 
-        self._take()
-        self._thread, self._device = threading.current_thread(), torch.device(device)
-        activities = [ProfilerActivity.CPU]
-        if self._on_gpu and torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
+        global _current
+        with _lock:
+            other = _current
+            if other is not None and other._thread is not None and other._thread.is_alive():
+                raise TrainingError("a profile is running in this process already; finish it before the next one")
+            if other is not None:
+                other.discard()
+            _current, self._thread, self._device = self, threading.current_thread(), torch.device(device)
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._has_gpu else [])]
         try:
             if self._on_gpu:
                 torch.cuda.memory._record_memory_history(max_entries=_HISTORY_ENTRIES_MAX, stacks="python")
@@ -82,45 +82,51 @@ class Profile:
             raise TrainingError("there is no profile to finish: none was started")
         assert self._thread is threading.current_thread(), f"started in {self._thread}"
         try:
-            if self._on_gpu and torch.cuda.is_available():
+            if self._has_gpu:
                 torch.cuda.synchronize(self._device)  # what was launched belongs to it
-            profiler = self._profiler
-            profiler.stop()
-            with _refusals(folder):
-                folder.mkdir(parents=True, exist_ok=True)
-                return [
-                    _write_trace(profiler, folder / f"trace_rank{rank}.json.gz"),
-                    _write_operators(profiler, folder / f"operators_rank{rank}.txt", on_gpu=self._on_gpu),
-                    self._write_memory(profiler, folder, rank),
-                ]
+            self._profiler.stop()
+            folder.mkdir(parents=True, exist_ok=True)
+            return self._write_files(folder, rank)
+        except OSError as error:
+            raise OutputError(
+                f"the profile cannot be written to {folder}: {error.strerror or error}; make room there, give another "
+                "--out, or leave --profile out"
+            ) from error
         finally:
             self._release()
 
     def discard(self) -> None:
-        """Stop and keep nothing; harmless where nothing runs. For whoever ends before `finish`."""
-        if _current is self:
-            self._stop()
-
-    @property
-    def _on_gpu(self) -> bool:
-        return self._device.type == "cuda"
-
-    def _take(self) -> None:
-        global _current
-        with _lock:
-            other = _current
-            if other is not None and _alive(other._thread):
-                raise TrainingError("a profile is running in this process already; finish it before the next one")
-            _current = self
-        if other is not None:
-            other._stop()
-
-    def _stop(self) -> None:
+        """Stop and keep nothing; harmless where nothing runs. For a run that ends before `finish`."""
+        if _current is not self:
+            return
         try:
             if self._profiler is not None:
                 self._profiler.stop()
         finally:
             self._release()
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self._device.type == "cuda"
+
+    @property
+    def _has_gpu(self) -> bool:
+        return self._on_gpu and torch.cuda.is_available()
+
+    def _write_files(self, folder: Path, rank: int) -> list[Path]:
+        averages = self._profiler.key_averages()
+        trace = folder / f"trace_rank{rank}.json.gz"
+        _write_trace(self._profiler, trace)
+        operators = folder / f"operators_rank{rank}.txt"
+        by = "self_cuda_time_total" if self._has_gpu else "self_cpu_time_total"
+        operators.write_text(averages.table(sort_by=by, row_limit=OPERATORS_MAX), encoding="utf-8")
+        memory = folder / f"memory_rank{rank}.{'pickle' if self._on_gpu else 'json'}"
+        if self._on_gpu:
+            torch.cuda.memory._dump_snapshot(str(memory))  # type: ignore[no-untyped-call]  # it has no annotations
+        else:
+            found = {"peak_rss_bytes": _peak_rss(), "rss_bytes": _rss(), "operators": _allocating(averages)}
+            memory.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        return [trace, operators, memory]
 
     def _release(self) -> None:
         global _current
@@ -133,20 +139,6 @@ class Profile:
                 if _current is self:
                     _current = None
 
-    def _write_memory(self, profiler: Any, folder: Path, rank: int) -> Path:
-        if self._on_gpu:
-            path = folder / f"memory_rank{rank}.pickle"
-            torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]  # it has no annotations
-            return path
-        path = folder / f"memory_rank{rank}.json"
-        found = {
-            "peak_rss_bytes": _peak_rss(),
-            "rss_bytes": _rss(),
-            "operators": _allocating(profiler),
-        }
-        path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        return path
-
 
 def peak_gib(device: torch.device | str) -> float:
     """GiB of the device's memory that tensors of this process have held at most; on a CPU, the process's largest
@@ -157,7 +149,7 @@ def peak_gib(device: torch.device | str) -> float:
     return most / 2**30
 
 
-def _write_trace(profiler: Any, path: Path) -> Path:
+def _write_trace(profiler: Any, path: Path) -> None:
     """torch only logs a trace that it cannot write, so it is looked at before it is packed."""
     plain = path.with_suffix("")
     plain.unlink(missing_ok=True)
@@ -173,40 +165,13 @@ def _write_trace(profiler: Any, path: Path) -> Path:
             raise
     finally:
         plain.unlink(missing_ok=True)
-    return path
 
 
-def _write_operators(profiler: Any, path: Path, *, on_gpu: bool) -> Path:
-    by = "self_cuda_time_total" if on_gpu and torch.cuda.is_available() else "self_cpu_time_total"
-    table = profiler.key_averages().table(sort_by=by, row_limit=OPERATORS_MAX)
-    path.write_text(table, encoding="utf-8")
-    return path
-
-
-def _allocating(profiler: Any) -> list[dict[str, Any]]:
+def _allocating(averages: Any) -> list[dict[str, Any]]:
     """The operators that leave most memory allocated, by themselves; what they free again is not counted."""
-    events = [each for each in profiler.key_averages() if each.self_cpu_memory_usage > 0]
-    events.sort(key=lambda each: (-each.self_cpu_memory_usage, each.key))
-    return [
-        {"name": each.key, "calls": int(each.count), "bytes": int(each.self_cpu_memory_usage)}
-        for each in events[:OPERATORS_MAX]
-    ]
-
-
-@contextlib.contextmanager
-def _refusals(folder: Path) -> Iterator[None]:
-    """Raises OutputError for what the disk refuses."""
-    try:
-        yield
-    except OSError as error:
-        raise OutputError(
-            f"the profile cannot be written to {folder}: {error.strerror or error}; make room there, give another "
-            "--out, or leave --profile out"
-        ) from error
-
-
-def _alive(thread: threading.Thread | None) -> bool:
-    return thread is not None and thread.is_alive()
+    found = [(int(each.self_cpu_memory_usage), each.key, int(each.count)) for each in averages]
+    found = sorted((each for each in found if each[0] > 0), key=lambda each: (-each[0], each[1]))
+    return [{"name": name, "calls": calls, "bytes": size} for size, name, calls in found[:OPERATORS_MAX]]
 
 
 def _peak_rss() -> int:

@@ -23,49 +23,30 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from rollouts.errors import ConfigError, TrainingError, near_misses
-from rollouts.plugins.signature import call_with
+from rollouts.plugins.signature import call_with, keywords_of
 from rollouts.training.algorithms import recipes
 from rollouts.training.algorithms.algorithm import Algorithm, as_algorithm
-from rollouts.training.backends.checkpoint import (
-    abandon_checkpoint,
-    begin_checkpoint,
-    check_folder,
-    finish_checkpoint,
-    model_fingerprint,
-    read_state,
-)
-from rollouts.training.backends.checkpoint_writing import cannot_write
-from rollouts.training.backends.futures import TorchThread, TrainFuture
-from rollouts.training.backends.optimizer import TorchSettings, check_settings, lr_factor, make_optimizer
+from rollouts.training.backends.futures import TorchThread, on_thread
+from rollouts.training.backends.optimizer import TrainerSettings, check_settings, lr_factor, make_optimizer
 from rollouts.training.datasets.sft import prepare_sft_batch
 from rollouts.training.models import no_progress_bars
 from rollouts.training.types import Companions, TrainBatch
+from rollouts.training.weights.checkpoint import model_fingerprint
+from rollouts.training.weights.store import check_folder, finish_checkpoint, new_checkpoint, read_state
 from rollouts.types import Sample
 
 if TYPE_CHECKING:
     from rollouts.training.backends.torch import TorchBackend
-
-__all__ = [
-    "PyTorchTrainingBackend",
-    "create_adamw_optimizer",
-    "create_cross_entropy_loss",
-    "create_pytorch_backend",
-    "create_warmup_cosine_scheduler",
-]
 
 _STATE = "trainer.pt"
 _WEIGHTS = "model.pt"
 
 
 def create_adamw_optimizer(
-    model: nn.Module,
-    lr: float,
-    betas: tuple[float, float] = (0.9, 0.95),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
+    model: nn.Module, lr: float, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.0
 ) -> torch.optim.AdamW:
     """AdamW over what of the model requires a gradient, as the backends make it. Raises ConfigError."""
-    settings = TorchSettings(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    settings = TrainerSettings(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
     check_settings(settings)
     optimizer = make_optimizer([([p for p in model.parameters() if p.requires_grad], lr)], settings)
     assert isinstance(optimizer, torch.optim.AdamW), type(optimizer)
@@ -78,7 +59,7 @@ def create_warmup_cosine_scheduler(
     """`lr_factor` as a scheduler of torch: up to the optimizer's learning rate in `warmup_steps`, then half a cosine
     down to `min_ratio` of it at step `num_steps`. Call its `step()` after each of the optimizer's. Raises ConfigError.
     """
-    settings = TorchSettings(
+    settings = TrainerSettings(
         lr=1.0, warmup_steps=warmup_steps, lr_schedule="cosine", lr_final=min_ratio, steps=num_steps
     )
     check_settings(settings)
@@ -128,12 +109,20 @@ def create_pytorch_backend(
 
     chosen = _recipe(algorithm) if isinstance(algorithm, str) else as_algorithm(algorithm)
     return create_torch_backend(
-        model, seed, num_steps, lr, lora_rank, tokens_per_microbatch, {"main": chosen}, companions, **settings
+        model,
+        seed,
+        num_steps,
+        lr,
+        lora_rank,
+        tokens_per_microbatch,
+        {"main": chosen},
+        companions,
+        **keywords_of(create_torch_backend, settings),
     )
 
 
 def _recipe(name: str) -> Algorithm:
-    known = {each.lower(): each for each in recipes.__all__}
+    known = {name.lower(): name for name, each in vars(recipes).items() if isinstance(each, Algorithm)}
     if name not in known:
         near = near_misses(name, known)
         hint = f"; did you mean {', '.join(near)}?" if near else ""
@@ -172,14 +161,15 @@ class PyTorchTrainingBackend:
         self.optimizer = optimizer
         self.weight_version = 0
         self.thread = TorchThread("rollouts-pytorch")
-        # A module's own call takes anything; what it names stands in its forward.
+        # A module's own call takes anything; what it names is in its forward.
         self._loss_fn = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
         self._folder = Path(checkpoint_dir).absolute()
         self._scheduler = scheduler
         self._max_grad_norm = math.inf if max_grad_norm is None else max_grad_norm
         self._denominator = 0.0
 
-    def forward_backward(self, batch: Mapping[str, Any] | TrainBatch) -> TrainFuture[dict[str, float]]:
+    @on_thread
+    def forward_backward(self, batch: Mapping[str, Any] | TrainBatch) -> dict[str, float]:
         """Add up the gradients of a batch: `input_ids` [B, L] (with `attention_mask` and `position_ids`, if there are
         such) go to the model. Gives the mean `loss` of this batch, and `grad_norm` of the mean over all batches so far.
         Raises TrainingError, SignatureError.
@@ -187,39 +177,7 @@ class PyTorchTrainingBackend:
         Of a TrainBatch, as `run_sft_training` makes it, the tokens and masks are taken (see `prepare_sft_batch`).
         """
         if isinstance(batch, TrainBatch):
-            samples = [Sample(tokens=row.tokens, loss_mask=row.loss_mask) for row in batch.rows]
-            batch = prepare_sft_batch(samples)
-        return self.thread.submit(self._forward_backward, batch)
-
-    def optim_step(self) -> TrainFuture[dict[str, float]]:
-        """Step with the gradients added up, divided by the sum of the denominators, and forget them; gives `lr`, and
-        `optim/skipped` 1.0 where the denominators add up to 0.
-        """
-        return self.thread.submit(self._optim_step)
-
-    def get_weights(self) -> TrainFuture[dict[str, Any]]:
-        """A CPU copy of the weights by name."""
-        return self.thread.submit(self._get_weights)
-
-    def load_weights(self, weights: dict[str, Any]) -> TrainFuture[None]:
-        """Replace all weights by name. Raises TrainingError for names or shapes that differ."""
-        return self.thread.submit(self._load_weights, weights)
-
-    async def save_checkpoint(self, step: int, metrics: Mapping[str, float] | None = None) -> Path:
-        """Write `checkpoint_dir`/step_000010, whole or not at all, and give its path: weights (as transformers loads
-        them, if the model is one of its), the optimizer, the scheduler and `metrics`. Raises CheckpointError.
-        """
-        return await self.thread.submit(self._save, step, dict(metrics or {}))
-
-    async def load_checkpoint(self, path: str | Path) -> dict[str, float]:
-        """Read back what `save_checkpoint` wrote; gives its metrics. Raises ConfigError, ModelError."""
-        return await self.thread.submit(self._load, Path(path))
-
-    def close(self) -> None:
-        """Finish what was submitted, then end the thread."""
-        self.thread.close()
-
-    def _forward_backward(self, batch: Mapping[str, Any]) -> dict[str, float]:
+            batch = prepare_sft_batch([Sample(tokens=row.tokens, loss_mask=row.loss_mask) for row in batch.rows])
         if "input_ids" not in batch:
             raise TrainingError(f"the batch has {', '.join(sorted(batch)) or 'nothing'}; it needs input_ids [B, L]")
         device = next(self.model.parameters()).device
@@ -236,21 +194,11 @@ class PyTorchTrainingBackend:
         norm = float(nn.utils.get_total_norm(self._gradients()))
         return {"loss": value, "grad_norm": norm / self._denominator if self._denominator else 0.0}
 
-    def _weight_of(self, tensors: Mapping[str, Any]) -> float:
-        """What the mean of a batch counts: the live weight that its loss function sees, else its rows."""
-        mask = tensors.get("loss_mask")
-        if isinstance(mask, Tensor) and "loss_mask" in inspect.signature(self._loss_fn).parameters:
-            return float(mask[:, 1:].sum())
-        return float(len(tensors["input_ids"]))
-
-    def _gradients(self) -> list[Tensor]:
-        return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-
-    def _forget_gradients(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-        self._denominator = 0.0
-
-    def _optim_step(self) -> dict[str, float]:
+    @on_thread
+    def optim_step(self) -> dict[str, float]:
+        """Step with the gradients added up, divided by the sum of the denominators, and forget them; gives `lr`, and
+        `optim/skipped` 1.0 where the denominators add up to 0.
+        """
         lr = float(self.optimizer.param_groups[0]["lr"])
         if not self._denominator:
             self._forget_gradients()
@@ -266,8 +214,43 @@ class PyTorchTrainingBackend:
         self.weight_version += 1
         return {"lr": lr}
 
-    def _get_weights(self) -> dict[str, Any]:
+    @on_thread
+    def get_weights(self) -> dict[str, Any]:
+        """A CPU copy of the weights by name."""
         return {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
+
+    @on_thread
+    def load_weights(self, weights: dict[str, Any]) -> None:
+        """Replace all weights by name. Raises TrainingError for names or shapes that differ."""
+        self._load_weights(weights)
+
+    async def save_checkpoint(self, step: int, metrics: Mapping[str, float] | None = None) -> Path:
+        """Write `checkpoint_dir`/step_000010, whole or not at all, and give its path: weights (as transformers loads
+        them, if the model is one of its), the optimizer, the scheduler and `metrics`. Raises CheckpointError.
+        """
+        return await self.thread.submit(self._save, step, dict(metrics or {}))
+
+    async def load_checkpoint(self, path: str | Path) -> dict[str, float]:
+        """Read back what `save_checkpoint` wrote; gives its metrics. Raises ConfigError, ModelError."""
+        return await self.thread.submit(self._load, Path(path))
+
+    def close(self) -> None:
+        """Finish what was submitted, then end the thread."""
+        self.thread.close()
+
+    def _weight_of(self, tensors: Mapping[str, Any]) -> float:
+        """What the mean of a batch counts: the live weight that its loss function sees, else its rows."""
+        mask = tensors.get("loss_mask")
+        if isinstance(mask, Tensor) and "loss_mask" in inspect.signature(self._loss_fn).parameters:
+            return float(mask[:, 1:].sum())
+        return float(len(tensors["input_ids"]))
+
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+
+    def _forget_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self._denominator = 0.0
 
     def _load_weights(self, weights: dict[str, Any]) -> None:
         try:
@@ -277,33 +260,23 @@ class PyTorchTrainingBackend:
 
     def _save(self, step: int, metrics: dict[str, float]) -> Path:
         path = self._folder / f"step_{step:06d}"
-        temporary = begin_checkpoint(str(path))
-        try:
-            self._write(temporary)
-        except BaseException as error:
-            abandon_checkpoint(temporary)
-            if isinstance(error, OSError):
-                raise cannot_write(path, error) from error
-            raise
-        finish_checkpoint(
-            temporary,
-            str(path),
-            kind="full",
-            fingerprint=model_fingerprint(self.model.state_dict()),
-            version=self.weight_version,
-            world_size=1,
-            state={"step": step, "weight_version": self.weight_version, "metrics": metrics},
-        )
+        with new_checkpoint(path) as folder:
+            if hasattr(self.model, "save_pretrained"):
+                with no_progress_bars():
+                    self.model.save_pretrained(str(folder))
+            else:
+                torch.save(self.model.state_dict(), folder / _WEIGHTS)
+            scheduler = None if self._scheduler is None else self._scheduler.state_dict()
+            torch.save({"optimizer": self.optimizer.state_dict(), "scheduler": scheduler}, folder / _STATE)
+            finish_checkpoint(
+                folder,
+                kind="full",
+                fingerprint=model_fingerprint(self.model.state_dict()),
+                version=self.weight_version,
+                world_size=1,
+                state={"step": step, "weight_version": self.weight_version, "metrics": metrics},
+            )
         return path
-
-    def _write(self, folder: Path) -> None:
-        if hasattr(self.model, "save_pretrained"):
-            with no_progress_bars():
-                self.model.save_pretrained(str(folder))
-        else:
-            torch.save(self.model.state_dict(), folder / _WEIGHTS)
-        scheduler = None if self._scheduler is None else self._scheduler.state_dict()
-        torch.save({"optimizer": self.optimizer.state_dict(), "scheduler": scheduler}, folder / _STATE)
 
     def _load(self, path: Path) -> dict[str, float]:
         check_folder(str(path), kind="full", fingerprint=model_fingerprint(self.model.state_dict()))

@@ -1,4 +1,4 @@
-"""Several ranks as one crew. Rank 0 runs the program and gives commands; the others carry them out and answer.
+"""Several ranks: how they meet, the executor on rank 0 that commands them, and the worker that serves it on the others.
 
 The others wait for a command on a store, not inside a collective, so that rank 0 may sample, evaluate or talk to
 engines for as long as it likes. A rank that dies, hangs or fails ends the run with one error that names it
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
 import os
 import signal
 import subprocess
@@ -18,102 +17,97 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
-from torch import Tensor
+from torch import distributed
 
 from rollouts.errors import ConfigError, RankError, RolloutsError, words_of
-from rollouts.training.backends.crew import Command, execute
-from rollouts.training.backends.heartbeats import Beating, Failure, Watch
-from rollouts.training.backends.meeting import SECRET, Place, join_ranks, open_here, place_of_this_process
-from rollouts.training.backends.messages import Channel, is_timeout
+from rollouts.training.backends import rendezvous
+from rollouts.training.backends.heartbeats import Failure, FailureDetector, Heartbeat
+from rollouts.training.backends.rendezvous import SECRET, Channel, Place
 from rollouts.training.backends.shares import Share
 from rollouts.training.backends.sums import Reading
+from rollouts.training.backends.torch import Command, CommandName, Executor
 from rollouts.training.backends.trainer import Trainer
 from rollouts.training.types import StepResult
-
-__all__ = [
-    "Gathering",
-    "Team",
-    "Worker",
-    "gather_ranks",
-    "ignore_interrupts",
-    "tell_failure",
-]
 
 _WAIT_SECONDS = 30.0  # how long one wait for a command lasts before it begins again
 _CLOSE_SECONDS = 15.0
 FILES_SECONDS = 1800.0
 _LEAVE_SECONDS = 5.0
+_ANSWERED: dict[str, Any] = {
+    "forward": dict[str, list[list[float]]],
+    "forward_backward": Reading,
+    "save": dict[str, Any],
+    "optim_step": StepResult,
+}
 
 
-class _Meeting(NamedTuple):
-    """This rank's way to the others, and the processes that it started."""
+@dataclass(eq=False)
+class RankGroup:
+    """All ranks of a run, seen from one of them: this process at its `place`, and the `processes` that it started."""
 
     place: Place
     channel: Channel
-    processes: dict[int, subprocess.Popen[bytes]]
+    processes: Mapping[int, subprocess.Popen[bytes]]
+    stall_seconds: float
+    start_seconds: float
+    on_gpus: bool
+    files_group: Any = None  # a process group whose collectives may wait for a slow disk
 
+    def __post_init__(self) -> None:
+        place, start = self.place, self.start_seconds
+        silence = None if place.rank == 0 else _end_this_rank
+        self.heartbeat = Heartbeat(self.channel.clone(), place.rank, start, silence)
+        self.detector: FailureDetector | None = None
+        if place.rank == 0:
+            channel, own = self.channel.clone(), self.heartbeat.status
+            stall = self.stall_seconds if self.on_gpus else None
+            self.detector = FailureDetector(channel, place.world_size, self.processes, own, start, stall)
 
-class Gathering:
-    """Ranks that have met, before their trainers are made. `place` is this process's."""
-
-    def __init__(self, meeting: _Meeting, *, stall_seconds: float, start_seconds: float, on_gpus: bool) -> None:
-        self.place = meeting.place
-        self.stall_seconds = stall_seconds
-        self.start_seconds = start_seconds
-        self._meeting = meeting
-        self.channel = meeting.channel
-        self._on_verdict: Callable[[RankError], None] = lambda error: None
-        is_first = meeting.place.rank == 0
-        self.beating = Beating(
-            meeting.channel.clone(),
-            meeting.place.rank,
-            start_seconds=start_seconds,
-            on_silence=None if is_first else _end_this_rank,
-        )
-        self.files_group: Any = None
-        self.watch: Watch | None = None
-        if is_first:
-            self.watch = Watch(
-                meeting.channel.clone(),
-                meeting.place.world_size,
-                meeting.processes,
-                self.beating.doing,
-                lambda error: self._on_verdict(error),
-                start_seconds=start_seconds,
-                stall_seconds=stall_seconds if on_gpus else None,
-            )
-
-    def call_on_verdict(self, function: Callable[[RankError], None]) -> None:
-        """Whom to tell of a rank's fault, from the judge's thread."""
-        self._on_verdict = function
+    @contextlib.contextmanager
+    def starting(self, backend: str, agreement: str) -> Iterator[None]:
+        """Join the others, make this rank's trainer inside, and wait for theirs. What fails ends all ranks."""
+        rank = self.place.rank
+        if rank > 0:
+            ignore_interrupts()
+        try:
+            self.join(backend, agreement)
+            self.heartbeat.status.command = "loading the model"
+            with self.failures():
+                yield
+            self.meet("ready")
+        except BaseException as error:
+            if rank > 0:
+                report_failure(self.channel, rank, error, self.heartbeat.status.words())
+            self.kill()
+            raise
 
     def join(self, backend: str, agreement: str) -> None:
         """Wait for all ranks to be composed, then make the process group. `agreement` says in words what was composed.
 
         Raises RankError where a rank does not come, ConfigError where one composed something else than rank 0.
         """
-        from torch import distributed
-
-        place = self.place
+        rank = self.place.rank
         self.meet("composed", agreement)
         first = (self.channel.read("composed/0") or b"").decode()
         if first != agreement:
             raise ConfigError(
-                f"rank {place.rank} composed another run than rank 0; start all ranks with the same command\n"
-                f"  rank 0: {first}\n  rank {place.rank}: {agreement}"
+                f"rank {rank} composed another run than rank 0; start all ranks with the same command\n"
+                f"  rank 0: {first}\n  rank {rank}: {agreement}"
             )
+        # On GPUs the failure detector comes first: there torch ends the process without a word.
+        seconds = self.stall_seconds * (1 if backend == "gloo" else 4)
         with self.failures():
             distributed.init_process_group(
                 backend,
                 store=self.channel.group_store(),
-                rank=place.rank,
-                world_size=place.world_size,
-                # On GPUs the judge comes first: there torch ends the process without a word.
-                timeout=datetime.timedelta(seconds=self.stall_seconds * (1 if backend == "gloo" else 4)),
+                rank=rank,
+                world_size=self.place.world_size,
+                timeout=datetime.timedelta(seconds=seconds),
             )
             # Where ranks read and write files, one may be much slower than the others.
             self.files_group = distributed.new_group(backend="gloo", timeout=datetime.timedelta(seconds=FILES_SECONDS))
@@ -140,30 +134,34 @@ class Gathering:
                 )
 
     def check(self) -> None:
-        """Raises the verdict, if there is one."""
-        if self.watch is not None and self.watch.verdict is not None:
-            raise self.watch.verdict
+        """Raises the fault, if there is one."""
+        if self.detector is not None and self.detector.fault is not None:
+            raise self.detector.fault
 
     @contextlib.contextmanager
     def failures(self) -> Iterator[None]:
-        """What fails inside on rank 0 may be another rank's fault: then a RankError says whose."""
+        """What fails inside on rank 0 may be another rank's fault: then a RankError names it."""
         try:
             yield
-        except RankError:
-            raise
         except RuntimeError as error:
-            if self.watch is None or not _is_collective(error):
+            if self.detector is None or not _is_collective(error):
                 raise
-            raise self.watch.judge(error) from error
+            raise self.detector.why(error) from error
 
     def end(self) -> None:
-        """Rank 0: no more judging; what it started is waited for, and the ranks of a launcher told that it is over."""
-        if self.watch is not None:
-            self.watch.end()
-        with contextlib.suppress(Exception):  # the store may be gone with its launcher
-            self.channel.post("over", b"1")
-        self.beating.end()
-        for process in self._meeting.processes.values():
+        """Stop the threads and leave the process group; on rank 0 also say that it is over, and wait for the ranks that
+        it started.
+        """
+        if self.detector is not None:
+            self.detector.end()
+            with contextlib.suppress(Exception):  # the store may be gone with its launcher
+                self.channel.post("over", b"1")
+        self.heartbeat.end()
+        # A launcher's rank that still runs must not keep this one waiting.
+        thread = threading.Thread(target=_leave_group, name="rollouts-leave", daemon=True)
+        thread.start()
+        thread.join(_LEAVE_SECONDS)
+        for process in self.processes.values():
             try:
                 process.wait(_CLOSE_SECONDS)
             except subprocess.TimeoutExpired:
@@ -171,33 +169,33 @@ class Gathering:
                 process.wait()
 
     def kill(self) -> None:
-        """Rank 0: end the others at once, and give up the process group, so that this process may begin another."""
-        for process in self._meeting.processes.values():
+        """As `end`, but the ranks that rank 0 started end at once."""
+        for process in self.processes.values():
             process.kill()
         self.end()
-        # Nobody is left to wait for; but where a launcher's ranks still run, this must not wait either.
-        thread = threading.Thread(target=_leave_group, name="rollouts-leave", daemon=True)
-        thread.start()
-        thread.join(_LEAVE_SECONDS)
 
 
 def gather_ranks(
     processes: int, config: str, *, stall_seconds: float, start_seconds: float, on_gpus: bool
-) -> Gathering:
+) -> RankGroup:
     """Meet the ranks of a launcher, or start `processes` - 1 others here, which compose the run from `config`."""
-    place = place_of_this_process()
-    gather = functools.partial(Gathering, stall_seconds=stall_seconds, start_seconds=start_seconds, on_gpus=on_gpus)
-    if place is None:
-        return gather(_start_others(processes, config))
-    return gather(_Meeting(place, join_ranks(place), {}))
+    place = rendezvous.place_of_this_process()
+    started: dict[int, subprocess.Popen[bytes]] = {}
+    if place is not None:
+        channel = rendezvous.join_ranks(place)
+    else:
+        place = Place(0, processes, 0, False)
+        channel, variables = rendezvous.open_here(processes)
+        started = _start_others(processes, config, variables)
+    return RankGroup(place, channel, started, stall_seconds, start_seconds, on_gpus)
 
 
-def _start_others(processes: int, config: str) -> _Meeting:
-    channel, variables = open_here(processes)
-    shared = variables | {
+def _start_others(processes: int, config: str, variables: Mapping[str, str]) -> dict[int, subprocess.Popen[bytes]]:
+    shared = {
+        **variables,
         "WORLD_SIZE": str(processes),
         "ROLLOUTS_STARTED_BY_RANK_0": str(os.getpid()),
-        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # rank 0 tells what goes wrong
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # rank 0 says what goes wrong
     }
     if "OMP_NUM_THREADS" not in os.environ:
         shared["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // processes))
@@ -208,126 +206,121 @@ def _start_others(processes: int, config: str) -> _Meeting:
             settings.write(config.encode())
             settings.seek(0)
             started[rank] = subprocess.Popen(
-                [sys.executable, "-m", "rollouts.compose.rank"],
+                [sys.executable, "-m", "rollouts.runs.rank"],
                 env=environment,
                 stdin=settings,
                 stdout=sys.__stderr__.fileno() if sys.__stderr__ is not None else subprocess.DEVNULL,
             )
-    return _Meeting(Place(0, processes, 0, False), channel, started)
+    return started
 
 
-class Team:
-    """Implements `Crew` on rank 0."""
+class DistributedExecutor(Executor):
+    """The executor of several ranks, on rank 0. `weights` go to rank 0's trainer only."""
 
-    def __init__(self, trainer: Trainer, gathering: Gathering) -> None:
-        self.trainer = trainer
-        self.size = gathering.place.world_size
-        self._gathering = gathering
+    def __init__(self, trainer: Trainer, group: RankGroup) -> None:
+        super().__init__(trainer)
+        self.size = group.place.world_size
+        self._group = group
         self._number = 0
         self._is_broken = False
 
-    def call(
-        self,
-        command: Command,
-        shares: Sequence[Share] | None = None,
-        weights: Mapping[str, Tensor] | None = None,
-    ) -> list[Any]:
-        """Send it, do it here, and collect the answers. After an error the ranks are out of step, and the crew is
-        over.
+    def each(self, name: CommandName, shares: Sequence[Share | None] = (), **settings: Any) -> list[Any]:
+        """Send the command, carry it out here, and collect the answers. After an error the ranks are out of step, and
+        can do nothing more.
         """
-        self._gathering.check()
-        assert not self._is_broken, f"{command.name} after a command that failed"
+        self._group.check()
+        assert not self._is_broken, f"{name} after a command that failed"
         self._is_broken = True
         self._number += 1
-        doing = self._gathering.beating.doing
-        doing.command, doing.number, doing.done = command.name, self._number, False
-        self._gathering.beating.works_in_this_thread()
-        with self._gathering.failures():
+        status = self._group.heartbeat.status
+        status.begin(name, self._number)
+        self._group.heartbeat.works_in_this_thread()
+        sent = {key: value for key, value in settings.items() if key != "weights"}
+        shares = shares or [None] * self.size
+        with self._group.failures():
             for rank in range(1, self.size):
-                message = msgspec.structs.replace(command, share=shares[rank]) if shares is not None else command
-                self._gathering.channel.send(f"command/{self._number}/{rank}", msgspec.msgpack.encode(message))
-            own = msgspec.structs.replace(command, share=shares[0]) if shares is not None else command
-            results = [execute(self.trainer, own, weights)]
-            results += [self._answer(rank, command) for rank in range(1, self.size)]
-        doing.done = True
+                message = msgspec.msgpack.encode(Command(name, sent, shares[rank]))
+                self._group.channel.send(f"command/{self._number}/{rank}", message)
+            results = [Command(name, settings, shares[0]).run(self.trainer)]
+            results += [self._answer(rank, name) for rank in range(1, self.size)]
+        status.done = True
         self._is_broken = False
         return results
 
     def close(self) -> None:
-        """Tell the others to end; those that cannot hear it are ended."""
-        if self._is_broken:
-            self._gathering.kill()
-            return
-        try:
-            self.call(Command(name="close"))
-        except RankError:
-            self._gathering.kill()
-            return
-        self._gathering.end()
-        _leave_group()
+        """Tell the others to end; those that cannot hear it are killed."""
+        if not self._is_broken:
+            with contextlib.suppress(RankError):
+                self.each("close")
+                self._group.end()
+                return
+        self.trainer.close()
+        self._group.kill()
 
-    def _answer(self, rank: int, command: Command) -> Any:
-        key = f"answer/{self._number}/{rank}"
-        seconds = self._gathering.stall_seconds
-        deadline, pause = time.monotonic() + seconds, 0.0002
-        while not self._gathering.channel.is_there(key):
-            self._gathering.check()
+    def _answer(self, rank: int, name: CommandName) -> Any:
+        group, key = self._group, f"answer/{self._number}/{rank}"
+        deadline, pause = time.monotonic() + group.stall_seconds, 0.0002
+        while not group.channel.is_there(key):
+            group.check()
             if time.monotonic() > deadline:
-                assert self._gathering.watch is not None, "this is rank 0"
-                raise self._gathering.watch.late(rank, seconds)
+                assert group.detector is not None, "this is rank 0"
+                raise group.detector.late(rank, group.stall_seconds)
             time.sleep(pause)
             pause = min(pause * 1.5, 0.01)
-        return _decoded(self._gathering.channel.receive(key, seconds), command)
+        data = group.channel.receive(key, group.stall_seconds)
+        return msgspec.msgpack.decode(data, type=_ANSWERED[name]) if name in _ANSWERED else None
 
 
+@dataclass(eq=False)
 class Worker:
-    """A rank above 0: its trainer, and the commands that it serves until it is told to end."""
+    """A rank above 0: its trainer, and the commands that it serves until rank 0 ends it."""
 
-    def __init__(self, trainer: Trainer, gathering: Gathering) -> None:
-        self._trainer = trainer
-        self._gathering = gathering
+    trainer: Trainer
+    group: RankGroup
 
     def serve(self) -> None:
         """Carry out commands. Returns when the run is over; a command that fails ends this process."""
-        channel, beating = self._gathering.channel, self._gathering.beating
-        rank = self._gathering.place.rank
-        beating.works_in_this_thread()
-        number = 0
-        while True:
+        try:
+            self._serve()
+        finally:
+            self.group.end()
+
+    def _serve(self) -> None:
+        channel, heartbeat, rank = self.group.channel, self.group.heartbeat, self.group.place.rank
+        heartbeat.works_in_this_thread()
+        number, name = 0, ""
+        while name != "close":
             number += 1
-            command = _next_command(channel, f"command/{number}/{rank}")
-            doing = beating.doing
-            doing.command, doing.number, doing.done = command.name, number, False
+            command = self._next(f"command/{number}/{rank}")
+            name = command.name
+            heartbeat.status.begin(name, number)
             try:
-                value = execute(self._trainer, command)
+                value = command.run(self.trainer)
             except BaseException as error:
-                tell_failure(self._gathering, error)
+                report_failure(channel, rank, error, heartbeat.status.words())
                 raise
-            encoded = msgspec.msgpack.encode(value if command.name in _ANSWERED else None)
-            if command.name == "close":
-                beating.end()
-            channel.send(f"answer/{number}/{rank}", encoded)
-            if command.name == "close":
-                return
-            doing.done = True
+            if name == "close":
+                heartbeat.end()  # rank 0 may be gone as soon as it has the answer
+            channel.send(f"answer/{number}/{rank}", msgspec.msgpack.encode(value if name in _ANSWERED else None))
+            heartbeat.status.done = True
+
+    def _next(self, key: str) -> Command:
+        while True:
+            try:
+                return msgspec.msgpack.decode(self.group.channel.receive(key, _WAIT_SECONDS), type=Command)
+            except Exception as error:
+                if not rendezvous.is_timeout(error):
+                    raise
 
 
-_ANSWERED: dict[str, Any] = {
-    "forward": dict[str, list[list[float]]],
-    "forward_backward": Reading,
-    "save": dict[str, Any],
-    "optim_step": StepResult,
-}
-
-
-def tell_failure(gathering: Gathering, error: BaseException) -> None:
-    """Let rank 0 know why this rank ends."""
+def report_failure(channel: Channel, rank: int, error: BaseException, doing: str) -> None:
+    """Let rank 0 know why this rank ends: what it was doing, and the error. The first report stays."""
     known = isinstance(error, RolloutsError)
     symptom = isinstance(error, RuntimeError) and not known and _is_collective(error)
-    told = str(error) if known else words_of(error)
-    failure = Failure(f"{gathering.beating.doing.words()}: {told}", symptom=symptom, known=known)
+    failure = Failure(f"{doing}: {error if known else words_of(error)}", symptom=symptom, known=known)
     with contextlib.suppress(Exception):  # rank 0 may be gone, which is then the reason
-        gathering.channel.post(f"failed/{gathering.place.rank}", msgspec.msgpack.encode(failure))
+        if channel.read(f"failed/{rank}") is None:
+            channel.post(f"failed/{rank}", msgspec.msgpack.encode(failure))
 
 
 def ignore_interrupts() -> None:
@@ -338,24 +331,8 @@ def ignore_interrupts() -> None:
 
 
 def _leave_group() -> None:
-    from torch import distributed
-
     if distributed.is_initialized():
         distributed.destroy_process_group()
-
-
-def _decoded(data: bytes, command: Command) -> Any:
-    kind = _ANSWERED.get(command.name)
-    return msgspec.msgpack.decode(data, type=kind) if kind is not None else None
-
-
-def _next_command(channel: Channel, key: str) -> Command:
-    while True:
-        try:
-            return msgspec.msgpack.decode(channel.receive(key, _WAIT_SECONDS), type=Command)
-        except Exception as error:
-            if not is_timeout(error):
-                raise
 
 
 def _is_collective(error: RuntimeError) -> bool:

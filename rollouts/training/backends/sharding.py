@@ -7,41 +7,29 @@ the engine divides once by D. Left out: how ranks find each other (ranks.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from rollouts.errors import ModelError
-from rollouts.training.backends.heartbeats import Beating
-from rollouts.training.backends.networks import Networks
-
-__all__ = ["Ranks", "Sharding", "load_whole", "make_mesh", "reshard", "shard_networks", "whole_tensor", "whole_tensors"]
-
-
-class Ranks(Protocol):
-    """What a trainer needs of the ranks that it is one of."""
-
-    files_group: Any  # a process group whose collectives may wait for a slow disk
-
-    @property
-    def beating(self) -> Beating:
-        """To say that it gets on."""
-        ...
-
-    def meet(self, name: str) -> None:
-        """Wait until all ranks are here, however long they were busy alone."""
-        ...
+from rollouts.training.backends.companions import Networks
 
 
 class Sharding(NamedTuple):
-    """Over which ranks, and what layers compute in: None is the dtype of the weights, which stay what they are."""
+    """Over which ranks, and what layers compute in: None is the dtype of the weights, which stay what they are.
+
+    `files_group` is a process group whose collectives may wait for a slow disk; `meet` waits on the store until all
+    ranks are here, however long they were busy alone; `progressed` counts one more microbatch.
+    """
 
     mesh: Any
     compute_dtype: torch.dtype | None
     fp32_head: bool
-    ranks: Ranks
+    files_group: Any
+    meet: Callable[[str], None]
+    progressed: Callable[[], None]
 
 
 def make_mesh(device: str, world_size: int, replicas: int) -> Any:
@@ -50,9 +38,8 @@ def make_mesh(device: str, world_size: int, replicas: int) -> Any:
 
     kind = torch.device(device).type
     assert world_size % replicas == 0, f"{world_size} ranks in {replicas} replicas"
-    if replicas == 1:
-        return init_device_mesh(kind, (world_size,), mesh_dim_names=("shard",))
-    return init_device_mesh(kind, (replicas, world_size // replicas), mesh_dim_names=("replicate", "shard"))
+    shape = {"shard": world_size} if replicas == 1 else {"replicate": replicas, "shard": world_size // replicas}
+    return init_device_mesh(kind, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
 def shard_networks(networks: Networks, sharding: Sharding) -> None:

@@ -1,4 +1,6 @@
-"""What each rank does of a batch: rows shared out so that ranks have as many tokens and as many microbatches. Pure.
+"""Each rank's share of a batch, and their outputs as one. Pure.
+
+Rows are shared out so that ranks have about as many tokens, and as many microbatches.
 
 Ranks meet in every layer of every microbatch, so all of them run the same number; one that has fewer runs empty ones. A
 microbatch of several ranks is one pass through the model: buckets and shared prompts, whose number differs from rank to
@@ -13,8 +15,6 @@ import msgspec
 
 from rollouts.training.batching import Keep
 from rollouts.training.types import ForwardOutput, Row, TrainBatch
-
-__all__ = ["Share", "gather_outputs", "share_batch"]
 
 
 class Share(msgspec.Struct):

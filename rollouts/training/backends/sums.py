@@ -6,7 +6,7 @@ Every `.item()` waits for the device; here there is one `.tolist()` a batch and 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -17,9 +17,7 @@ from rollouts.errors import TrainingError
 from rollouts.training.algorithms.evaluate import Evaluation, Metric
 from rollouts.training.algorithms.losses import log_ratio
 
-__all__ = ["Microbatch", "Reading", "Sums", "metrics_of"]
-
-_BAD_MODEL = "the model's logprobs"
+_NAN, _BAD_MODEL = "nan: ", "the model's logprobs"
 _RUNS_OWN = {
     *("data", "env", "eval", "group", "metric", "optim", "perf", "reward", "reward_part", "rollout", "sampler"),
     *("staleness", "sync", "time"),
@@ -27,6 +25,8 @@ _RUNS_OWN = {
 """What a run logs besides training: no loss reports under these names."""
 
 _SAMPLED, _ANCHORED = "sampler/sampled", "sampler/anchored"
+
+_EXTREMES: dict[str, Callable[[float, float], float]] = {"max": max, "min": min}
 
 
 class Microbatch(NamedTuple):
@@ -46,17 +46,16 @@ class Microbatch(NamedTuple):
 
 
 class Reading(msgspec.Struct):
-    """What one rank added up: `sums` by name as (value, number, kind), which of the losses gave NaN, live tokens, and
-    (tokens, tokens with padding) that were run.
+    """What one rank added up: `sums` by name as (value, number, kind), live tokens, and (tokens, tokens with padding)
+    that were run. Which of the losses gave NaN is an extreme among the sums.
 
     `learned` is False where there were microbatches and no loss in them carried a gradient; None where there were
     none. `forward_only` are the numbers of microbatches whose gradient is 0, so that they had no backward.
     """
 
-    sums: dict[str, tuple[float, float, str]]
-    nan: dict[str, bool]
-    count: int
-    tokens: tuple[int, int]
+    sums: dict[str, tuple[float, float, str]] = {}
+    count: int = 0
+    tokens: tuple[int, int] = (0, 0)
     learned: bool | None = None
     forward_only: list[int] = []
 
@@ -66,16 +65,15 @@ class Sums:
 
     def __init__(self) -> None:
         self._metrics: dict[str, Metric] = {}
-        self._nan: dict[str, Tensor] = {}
         self._count = 0
-        self._tokens = [0, 0]
+        self._tokens = (0, 0)
 
     def add(self, part: Microbatch) -> None:
         """Take in one microbatch."""
         tensors = part.tensors
         logprobs = tensors["logprobs"]
         self._count += logprobs.shape[0]
-        self._tokens = [have + new for have, new in zip(self._tokens, part.tokens, strict=True)]
+        self._tokens = (self._tokens[0] + part.tokens[0], self._tokens[1] + part.tokens[1])
         means, maxima = {**_policy(tensors, part.clip), **_value(tensors)}, _maxima(tensors)
         mismatch = _mismatch(tensors)
         for name, value in means.items():
@@ -94,29 +92,24 @@ class Sums:
             is_taken |= placed.partition("/")[0] in _RUNS_OWN
             self._add(f"policy/reported/{name}" if is_taken else placed, metric)
         for label, broken in {**part.evaluation.nan, _BAD_MODEL: logprobs.isnan().any()}.items():
-            self._nan[label] = self._nan[label] | broken if label in self._nan else broken
+            self._add(_NAN + label, Metric(broken.float(), broken.float(), "max"))
 
     def read(self) -> Reading:
         """What was added up, as plain numbers: the device is waited for once."""
         if not self._count:
-            return Reading({}, {}, 0, (0, 0))
-        values = [tensor for metric in self._metrics.values() for tensor in (metric.value, metric.number)]
-        read = iter(torch.stack([v.float() for v in (*values, *self._nan.values())]).tolist())
-        sums: dict[str, tuple[float, float, str]] = {
-            name: (next(read), next(read), metric.kind) for name, metric in self._metrics.items()
-        }
-        broken = {label: bool(flag) for label, flag in zip(self._nan, read, strict=True)}
-        return Reading(sums, broken, self._count, (self._tokens[0], self._tokens[1]))
+            return Reading()
+        pairs = [(metric.value.float(), metric.number.float()) for metric in self._metrics.values()]
+        read = torch.stack([tensor for pair in pairs for tensor in pair]).reshape(-1, 2).tolist()
+        sums = {name: (*pair, self._metrics[name].kind) for name, pair in zip(self._metrics, read, strict=True)}
+        return Reading(sums, self._count, self._tokens)
 
     def _add(self, name: str, new: Metric) -> None:
         have = self._metrics.get(name)
-        if have is None:
-            self._metrics[name] = new
-        elif new.kind in ("max", "min"):
-            better = torch.maximum if new.kind == "max" else torch.minimum
-            self._metrics[name] = Metric(better(have.value, new.value), have.number, new.kind)
-        else:
-            self._metrics[name] = Metric(have.value + new.value, have.number + new.number, new.kind)
+        pick = {"max": torch.maximum, "min": torch.minimum}.get(new.kind, torch.add)
+        if have is not None:
+            number = have.number if new.kind in _EXTREMES else have.number + new.number
+            new = Metric(pick(have.value, new.value), number, new.kind)
+        self._metrics[name] = new
 
 
 def metrics_of(readings: Sequence[Reading], denominator: float) -> dict[str, float]:
@@ -128,10 +121,12 @@ def metrics_of(readings: Sequence[Reading], denominator: float) -> dict[str, flo
     total = functools.reduce(_joined, readings)
     if not total.count:
         return {"policy/loss": 0.0}
-    _check_nan(dict(total.nan))
+    broken = {name.removeprefix(_NAN): bool(value) for name, (value, *_) in total.sums.items() if name.startswith(_NAN)}
+    _check_nan(broken)
     found = {
         name: value / number if kind == "mean" and number else value
         for name, (value, number, kind) in total.sums.items()
+        if not name.startswith(_NAN)
     }
     found["policy/loss"] = found["policy/loss"] / denominator if denominator > 0 else 0.0
     unknown = [] if found.pop(_SAMPLED) else ["mismatch/"]  # as of supervised rows
@@ -146,16 +141,12 @@ def metrics_of(readings: Sequence[Reading], denominator: float) -> dict[str, flo
 def _joined(one: Reading, other: Reading) -> Reading:
     sums = dict(one.sums)
     for name, (value, number, kind) in other.sums.items():
-        if name not in sums:
-            sums[name] = (value, number, kind)
-        elif kind in ("max", "min"):
-            pick = max if kind == "max" else min
-            sums[name] = (pick(sums[name][0], value), number, kind)
-        else:
-            sums[name] = (sums[name][0] + value, sums[name][1] + number, kind)
-    nan = {label: one.nan.get(label, False) or other.nan.get(label, False) for label in {**one.nan, **other.nan}}
+        have, counted, _ = sums.get(name, (None, 0.0, kind))
+        if have is not None:
+            value = _EXTREMES[kind](have, value) if kind in _EXTREMES else have + value
+        sums[name] = (value, number if kind in _EXTREMES else counted + number, kind)
     tokens = (one.tokens[0] + other.tokens[0], one.tokens[1] + other.tokens[1])
-    return Reading(sums, nan, one.count + other.count, tokens)
+    return Reading(sums, one.count + other.count, tokens)
 
 
 def _check_nan(broken: dict[str, bool]) -> None:
@@ -173,11 +164,7 @@ def _policy(tensors: Mapping[str, Tensor], clip: tuple[float, float] | None) -> 
     logprobs, advantages = tensors["logprobs"], tensors["advantages"]
     moved = log_ratio(logprobs, tensors["old_logprobs"])
     ratio = moved.exp()
-    means = {
-        "policy/entropy": tensors["entropy"],
-        "policy/ratio_mean": ratio,
-        "policy/kl_old": _k3(moved),
-    }
+    means = {"policy/entropy": tensors["entropy"], "policy/ratio_mean": ratio, "policy/kl_old": _k3(moved)}
     if clip is not None:
         means["policy/clip_low"] = ((ratio < 1 - clip[0]) & (advantages < 0)).float()
         means["policy/clip_high"] = ((ratio > 1 + clip[1]) & (advantages > 0)).float()

@@ -5,8 +5,11 @@ Four things make this fast where a padded batch through `model(...)` is slow: th
 prompt that several rows share goes through once and the rows continue its keys and values, with gradients; rows are
 padded to similar ones; or, packed, several rows are one sequence without padding, in which positions begin again and no
 row sees another (`run_packed`). Each is checked once against the model's own logits (`inspect_model`) and left where it
-does not agree. Right padding needs no mask: what comes later is not seen under causal attention. Left out: packing rows
-that share a prompt; packing under a mask where layers see a window only.
+does not agree. Right padding needs no mask: what comes later is not seen under causal attention.
+
+`use_float32_head` makes the head of a half-precision model compute in float32. Logits rounded to bfloat16 have 8 bits:
+two engines that round differently then disagree about a token's probability by percents, and the ratio of a policy to
+itself is not 1. Left out: packing rows that share a prompt; packing under a mask where layers see a window only.
 """
 
 from __future__ import annotations
@@ -17,12 +20,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from rollouts.errors import ConfigError
+from rollouts.training.algorithms.logprobs import logprobs_and_entropy
 from rollouts.training.batching import Layout, plan_layout
 from rollouts.training.types import Row
-
-__all__ = ["ModelPaths", "Selection", "inspect_model", "prefers_packing", "run_packed", "run_rows"]
 
 # These find packed rows by their positions and skip what no row sees; the others get a mask and compute all of it.
 _SKIPPING = ("flash_attention_2", "flex_attention")
@@ -36,7 +39,8 @@ class ModelPaths(NamedTuple):
 
     `body(**inputs)` gives features [R, C, F] and a cache; `head(features [t, F])` gives logits [t, vocabulary_size].
     `share_prefix` says whether shared prompts may run once, `packs` whether rows may be packed; `notes` says in words
-    what could not be used, and why.
+    what could not be used, and why. Rows are run `packed` into one sequence, or padded in buckets, of which another one
+    has to save `bucket_saving_min` padded tokens.
     """
 
     causal: Any
@@ -46,6 +50,15 @@ class ModelPaths(NamedTuple):
     share_prefix: bool
     packs: bool = False
     notes: tuple[str, ...] = ()
+    packed: bool = False
+    bucket_saving_min: int = 0
+
+    def logprobs_and_entropy(
+        self, features: Tensor, targets: Tensor, temperature: float | Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Of `targets` [T], each [T]; the logits are computed in chunks."""
+        size = self.vocabulary_size
+        return logprobs_and_entropy(self.head, features, targets, vocabulary_size=size, temperature=temperature)
 
 
 class Selection(NamedTuple):
@@ -56,32 +69,57 @@ class Selection(NamedTuple):
     rows: list[int]
     positions: list[Sequence[int]]
 
+    def tokens(self) -> list[tuple[int, int]]:
+        """(row, position) of each."""
+        return [(row, t) for row, positions in zip(self.rows, self.positions, strict=True) for t in positions]
 
-def inspect_model(causal: Any, *, share_prefix: bool = True) -> ModelPaths:
+
+class _Picked:
+    """Features of chosen positions, piece by piece, and which tokens they predict."""
+
+    def __init__(self) -> None:
+        self._pieces: list[Tensor] = []
+        self._selection = Selection([], [])
+
+    def take(self, features: Tensor, offsets: list[int], positions: list[list[int]], numbers: Sequence[int]) -> None:
+        """The features at offset + position of the rows with these numbers."""
+        index = [offset + t for offset, chosen in zip(offsets, positions, strict=True) for t in chosen]
+        if not index:
+            return
+        for number, chosen in zip(numbers, positions, strict=True):
+            if chosen:
+                self._selection.rows.append(number)
+                self._selection.positions.append(chosen)
+        flat = features.reshape(-1, features.shape[-1])
+        self._pieces.append(flat.index_select(0, torch.tensor(index, device=features.device)))
+
+    def whole(self) -> tuple[Tensor, Selection]:
+        """All of them [T, F]."""
+        assert self._pieces, "no position was asked for"
+        return (self._pieces[0] if len(self._pieces) == 1 else torch.cat(self._pieces)), self._selection
+
+
+def inspect_model(causal: Any, *, share_prefix: bool = True, bucket_saving_min: int = 0) -> ModelPaths:
     """Find the fastest way to run this model that agrees with its own logits to 1e-4 (fp32)."""
-    paths = _separate_head(causal)
-    rows = _probe_rows(_embedding_count(causal))
+    rows = _probe_rows(int(causal.get_input_embeddings().weight.shape[0]))
     notes: list[str] = []
     with torch.no_grad():
         own = causal(input_ids=_padded([row.tokens for row in rows], _device(causal)), use_cache=False).logits
         full = _full_logits(causal, own.shape[-1])
         expected = _probe(full, rows, "plain")
-        if paths is None:
-            paths, reason = full, "it does not show its output embeddings"
-        else:
-            paths, reason = _first_that_agrees(paths, full, rows, expected)
-        if reason:
+        paths, reason = _separate_head(causal), "it does not show its output embeddings"
+        if paths is not None:
+            reason = _disagreement(paths, rows, expected, "plain")
+        if paths is None or reason:
+            paths = full
             notes.append(f"the whole logits are computed, for {reason}")
         if share_prefix:
-            reason = _why_not_shared(causal) or _disagreement(paths, rows, expected, "shared")
-            if reason:
-                notes.append(f"shared prompts are not run once, for {reason}")
+            reason = _why_not(causal, "shared") or _disagreement(paths, rows, expected, "shared")
+            notes += [f"shared prompts are not run once, for {reason}"] if reason else []
             paths = paths._replace(share_prefix=not reason)
-        reason = _why_not_packed(causal) or _disagreement(paths, rows, expected, "packed")
-        if reason:
-            notes.append(f"rows are not packed, for {reason}")
-        paths = paths._replace(packs=not reason)
-    return paths._replace(notes=tuple(notes))
+        reason = _why_not(causal, "packed") or _disagreement(paths, rows, expected, "packed")
+        notes += [f"rows are not packed, for {reason}"] if reason else []
+    return paths._replace(packs=not reason, notes=tuple(notes), bucket_saving_min=bucket_saving_min)
 
 
 def prefers_packing(causal: Any) -> bool:
@@ -89,51 +127,80 @@ def prefers_packing(causal: Any) -> bool:
     return _attention(causal) in _SKIPPING
 
 
+def run(
+    paths: ModelPaths, rows: Sequence[Row], wanted: Sequence[Sequence[int]]
+) -> tuple[Tensor, Selection, tuple[int, int]]:
+    """Features [T, F] that predict the tokens at `wanted` positions (each >= 1) of every row, which they are, and
+    (tokens, tokens with padding) that were run.
+    """
+    lengths = [len(row.tokens) for row in rows]
+    if paths.packed:
+        return *run_packed(paths, rows, [list(range(len(rows)))], wanted), (sum(lengths), sum(lengths))
+    layout = plan_layout(rows, share_prefix=paths.share_prefix, bucket_saving_min=paths.bucket_saving_min)
+    real = sum(map(len, layout.prefixes)) + sum(lengths) - sum(layout.starts)
+    return *run_rows(paths, rows, layout, wanted), (real, layout.padded_tokens(lengths))
+
+
 def run_rows(
     paths: ModelPaths, rows: Sequence[Row], layout: Layout, wanted: Sequence[Sequence[int]]
 ) -> tuple[Tensor, Selection]:
-    """Features [T, F] that predict the tokens at `wanted` positions (each >= 1) of every row, and which they are."""
+    """Features of `wanted` positions (see `run`), rows padded as the layout says."""
     device = _device(paths.causal)
     cache = None
-    pieces: list[Tensor] = []
-    selection = Selection([], [])
+    picked = _Picked()
     if layout.prefixes:
         features, cache = paths.body(input_ids=_padded(layout.prefixes, device), use_cache=True)
         earlier = [[t for t in wanted[row] if t <= layout.starts[row]] for row in range(len(rows))]
-        if any(earlier):
-            offsets = [layout.prefix_of_row[row] * features.shape[1] - 1 for row in range(len(rows))]
-            pieces.append(_select(features, offsets, earlier, selection, list(range(len(rows)))))
+        offsets = [layout.prefix_of_row[row] * features.shape[1] - 1 for row in range(len(rows))]
+        picked.take(features, offsets, earlier, range(len(rows)))
     for bucket in layout.buckets:
         rests = [rows[row].tokens[layout.starts[row] :] for row in bucket]
         inputs: dict[str, Any] = {"input_ids": _padded(rests, device), "use_cache": False}
         if layout.prefix_of_row[bucket[0]] >= 0:
             inputs |= _continue(paths.causal, rows, layout, bucket, cache, inputs["input_ids"].shape[1])
         features, _ = paths.body(**inputs)
-        width = features.shape[1]
         later = [[t for t in wanted[row] if t > layout.starts[row]] for row in bucket]
-        offsets = [place * width - 1 - layout.starts[row] for place, row in enumerate(bucket)]
-        if any(later):
-            pieces.append(_select(features, offsets, later, selection, bucket))
-    assert pieces, "no position was asked for"
-    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)), selection
+        offsets = [place * features.shape[1] - 1 - layout.starts[row] for place, row in enumerate(bucket)]
+        picked.take(features, offsets, later, bucket)
+    return picked.whole()
 
 
 def run_packed(
     paths: ModelPaths, rows: Sequence[Row], bins: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]]
 ) -> tuple[Tensor, Selection]:
     """As `run_rows`, each bin of row numbers (algorithms/packing.py) run as one sequence [1, sum of lengths]."""
-    pieces: list[Tensor] = []
-    selection = Selection([], [])
+    picked = _Picked()
     for chosen in bins:
         positions = [list(wanted[row]) for row in chosen]
-        if not any(positions):
-            continue
-        features, _ = paths.body(**_pack(paths.causal, [rows[row].tokens for row in chosen]))
-        ends = np.cumsum([len(rows[row].tokens) for row in chosen]).tolist()
-        offsets = [start - 1 for start in (0, *ends[:-1])]
-        pieces.append(_select(features, offsets, positions, selection, list(chosen)))
-    assert pieces, "no position was asked for"
-    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)), selection
+        if any(positions):
+            features, _ = paths.body(**_pack(paths.causal, [rows[row].tokens for row in chosen]))
+            ends = np.cumsum([len(rows[row].tokens) for row in chosen]).tolist()
+            picked.take(features, [start - 1 for start in (0, *ends[:-1])], positions, chosen)
+    return picked.whole()
+
+
+def use_float32_head(causal: Any) -> None:
+    """Make the output head of this causal LM compute in float32, in place. Adapters may be injected before or after.
+
+    Nothing changes where it does already. Raises ConfigError for a model that does not show its head.
+    """
+    outer = causal.get_output_embeddings()
+    if outer is None:
+        raise ConfigError(
+            f"the float32 head: {type(causal).__name__} does not show its output embeddings; leave the setting out, or "
+            "load the whole model with --training.dtype float32"
+        )
+    head, embedding = _base_layer(outer), _base_layer(causal.get_input_embeddings())
+    assert isinstance(head.weight, Tensor), f"the head {head} has no weight"
+    dtype = head.weight.dtype
+    if dtype not in (torch.bfloat16, torch.float16):
+        return
+    tied = head.weight is embedding.weight
+    for parameter in head.parameters(recurse=False):
+        parameter.data = parameter.data.float()  # the same Parameter, so what is tied stays tied
+    head.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(), *inputs[1:]))
+    if tied:
+        embedding.register_forward_hook(lambda _, inputs, output: output.to(dtype))
 
 
 def _pack(causal: Any, tokens: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -154,18 +221,6 @@ def _pack(causal: Any, tokens: Sequence[Sequence[int]]) -> dict[str, Any]:
         mask = torch.zeros(1, 1, *visible.shape, dtype=dtype, device=device)
         inputs["attention_mask"] = mask.masked_fill_(~visible, torch.finfo(dtype).min)
     return inputs
-
-
-def _select(
-    features: Tensor, offsets: list[int], positions: list[list[int]], selection: Selection, numbers: list[int]
-) -> Tensor:
-    """The features [t, F] at offset + position; notes down in `selection` which tokens those are."""
-    index = [offset + t for offset, chosen in zip(offsets, positions, strict=True) for t in chosen]
-    for number, chosen in zip(numbers, positions, strict=True):
-        if chosen:
-            selection.rows.append(number)
-            selection.positions.append(chosen)
-    return features.reshape(-1, features.shape[-1]).index_select(0, torch.tensor(index, device=features.device))
 
 
 def _continue(
@@ -212,79 +267,52 @@ def _separate_head(causal: Any) -> ModelPaths | None:
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
 
-    def body(**inputs: Any) -> tuple[Tensor, Any]:
-        output = base(**inputs)
-        return output.last_hidden_state, getattr(output, "past_key_values", None)  # a recurrent model has none
-
-    size = embeddings.weight.shape[0]
-    if scale == 1.0 and not cap:
-        return ModelPaths(causal, body, embeddings, size, share_prefix=False)  # a plain layer has a path of its own
-
     def head(features: Tensor) -> Tensor:
         logits: Tensor = embeddings(features)
         if scale != 1.0:
             logits = logits * scale
         return torch.tanh(logits / cap) * cap if cap else logits
 
-    return ModelPaths(causal, body, head, size, share_prefix=False)
+    is_plain = scale == 1.0 and not cap  # a plain layer has a path of its own
+    body, size = _body(base, "last_hidden_state"), embeddings.weight.shape[0]
+    return ModelPaths(causal, body, embeddings if is_plain else head, size, share_prefix=False)
 
 
 def _full_logits(causal: Any, vocabulary_size: int) -> ModelPaths:
+    return ModelPaths(causal, _body(causal, "logits"), lambda logits: logits, vocabulary_size, share_prefix=False)
+
+
+def _body(module: Any, features: str) -> Callable[..., tuple[Tensor, Any]]:
     def body(**inputs: Any) -> tuple[Tensor, Any]:
-        output = causal(**inputs)
-        return output.logits, getattr(output, "past_key_values", None)
+        output = module(**inputs)
+        return getattr(output, features), getattr(output, "past_key_values", None)  # a recurrent model has none
 
-    return ModelPaths(causal, body, lambda logits: logits, vocabulary_size, share_prefix=False)
-
-
-def _why_not_shared(causal: Any) -> str:
-    """What in the configuration makes continuing a cache with padded rows wrong; empty where nothing does."""
-    attention = _attention(causal)
-    if attention not in _MASKING:
-        return f"the attention implementation {attention} takes no mask per token"
-    return _what_breaks_masks(causal) or _what_needs_the_length(causal)
+    return body
 
 
-def _why_not_packed(causal: Any) -> str:
-    """What in the configuration makes packed rows wrong; empty where nothing does."""
-    attention = _attention(causal)
-    if attention in _SKIPPING:
-        return _layers_beside(causal, {"full_attention", "sliding_attention"}) or _what_needs_the_length(causal)
-    if attention not in _MASKING:
-        return f"nobody has tried it with the attention implementation {attention}"
-    return _what_breaks_masks(causal) or _what_needs_the_length(causal)
+def _why_not(causal: Any, way: _Way) -> str:
+    """What in the configuration makes packed rows wrong, or continuing a cache with padded rows (`shared`); empty where
+    nothing does.
 
-
-def _what_breaks_masks(causal: Any) -> str:
-    """A mask that is given whole is taken by all layers as it is, also by those that see a window only."""
-    config = causal.config.get_text_config(decoder=True)
-    if getattr(config, "layer_types", None):
-        return _layers_beside(causal, {"full_attention"})
-    if getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None):
+    A mask that is given whole is taken by all layers as it is, also by those that see a window only. Layers, such as
+    recurrent ones, may carry one row into the next, and positions may depend on other rows.
+    """
+    attention, config = _attention(causal), causal.config.get_text_config(decoder=True)
+    skips = way == "packed" and attention in _SKIPPING
+    if not skips and attention not in _MASKING:
+        takes_none = f"the attention implementation {attention} takes no mask per token"
+        return takes_none if way == "shared" else f"nobody has tried it with the attention implementation {attention}"
+    layers = set(getattr(config, "layer_types", None) or ())
+    has_window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
+    if has_window and not layers and not skips:
         return "its attention sees a window only"
-    return ""
-
-
-def _layers_beside(causal: Any, known: set[str]) -> str:
-    """Kinds of layers, such as recurrent ones, that carry one row into the next."""
-    config = causal.config.get_text_config(decoder=True)
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
-    return f"it has layers of kind {', '.join(others)}" if others else ""
-
-
-def _what_needs_the_length(causal: Any) -> str:
-    config = causal.config.get_text_config(decoder=True)
+    others = sorted(layers - {"full_attention"} - ({"sliding_attention"} if skips else set()))
+    if others:
+        return f"it has layers of kind {', '.join(others)}"
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in ("dynamic", "longrope"):
         return "its positions depend on the length of the whole input"
     return ""
-
-
-def _first_that_agrees(
-    paths: ModelPaths, full: ModelPaths, rows: list[Row], expected: Tensor
-) -> tuple[ModelPaths, str]:
-    reason = _disagreement(paths, rows, expected, "plain")
-    return (full, reason) if reason else (paths, "")
 
 
 def _disagreement(paths: ModelPaths, rows: list[Row], expected: Tensor, way: _Way) -> str:
@@ -338,10 +366,12 @@ def _hidden_dtype(causal: Any) -> torch.dtype:
     return dtype
 
 
-def _embedding_count(causal: Any) -> int:
-    return int(causal.get_input_embeddings().weight.shape[0])
-
-
 def _device(causal: Any) -> torch.device:
     device: torch.device = causal.get_input_embeddings().weight.device
     return device
+
+
+def _base_layer(module: Any) -> nn.Module:
+    """The model's own layer beneath a LoRA layer: it stays when adapters are merged or removed."""
+    layer: nn.Module = module.get_base_layer() if hasattr(module, "get_base_layer") else module
+    return layer

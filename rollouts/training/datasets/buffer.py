@@ -1,12 +1,13 @@
 """DataBuffer: which task comes next.
 
-The only state is where it stands: `epoch_id` and `sample_offset` (tasks taken in this epoch, skipped ones included). A
+The only state is its position: `epoch_id` and `sample_offset` (tasks taken in this epoch, skipped ones included). A
 sequence is shuffled anew each epoch from the seed and can be sought in; an endless or one-way source is a function of
 the epoch, read forward, and fast-forwarded on resume. Left out: several sources, and curricula (`mixing`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,8 +18,6 @@ import msgspec
 from rollouts.author_code import authors_code, message_of, printable, shown
 from rollouts.errors import ConfigError, EnvironmentDefinitionError, named
 from rollouts.types import Message, Task
-
-__all__ = ["SKIPPED_MAX", "DataBuffer", "as_conversation", "as_task", "draw_tasks", "shuffled"]
 
 SKIPPED_MAX = 10_000  # consecutive excluded tasks before a source counts as exhausted
 SHUFFLE_WINDOW = 1000  # values of an iterator that are held while it is shuffled
@@ -41,10 +40,9 @@ def as_task(value: Any) -> Task:
         reason = ""
     except Exception as error:  # an object of the author's own may raise anything
         reason = f" ({message_of(error) if isinstance(error, msgspec.ValidationError) else named(error)})"
-    raise EnvironmentDefinitionError(
-        f"tasks() gave {shown(value)} ({type(value).__name__}){reason}; it must give rollouts.Task objects, prompts "
-        "(text, or a list of messages), or mappings with `prompt`"
-    )
+    wanted = "rollouts.Task objects, prompts (text, or a list of messages), or mappings with `prompt`"
+    given = f"{shown(value)} ({type(value).__name__}){reason}"
+    raise EnvironmentDefinitionError(f"tasks() gave {given}; it must give {wanted}")
 
 
 def _read_task(value: Any) -> Task | None:
@@ -66,11 +64,12 @@ def _as_id(identity: Any) -> str | None:
 
 def _as_prompt(prompt: Any) -> str | list[Message]:
     """The prompt itself where it is one, else its messages converted. Raises msgspec.ValidationError."""
-    if isinstance(prompt, str):
-        return printable(prompt)
-    if isinstance(prompt, list) and all(isinstance(message, Message) for message in prompt):
-        return prompt
-    return msgspec.convert(prompt, list[Message])
+    return printable(prompt) if isinstance(prompt, str) else _as_messages(prompt)
+
+
+def _as_messages(given: Any) -> list[Message]:
+    is_converted = isinstance(given, list) and all(isinstance(message, Message) for message in given)
+    return given if is_converted else msgspec.convert(given, list[Message])
 
 
 def draw_tasks(source: Iterable[Any], count: int) -> list[Task]:
@@ -93,10 +92,9 @@ def as_conversation(value: Any, label: str) -> list[Message]:
     """
     expected = "a list of Message with at least one of the role 'assistant'"
     try:
-        messages = _as_prompt(value) if isinstance(value, list) else msgspec.convert(value, list[Message])
+        messages = _as_messages(value)
     except msgspec.ValidationError as error:
         raise EnvironmentDefinitionError(f"{label} gave {shown(value)} ({error}); expected {expected}") from error
-    assert not isinstance(messages, str), "a list was converted"
     if all(message.role != "assistant" for message in messages):
         raise EnvironmentDefinitionError(f"{label} gave {shown(value)}, which teaches no reply; expected {expected}")
     return messages
@@ -121,6 +119,7 @@ def shuffled(values: Iterable[Any], rng: random.Random, window: int = SHUFFLE_WI
     yield from held
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class DataBuffer:
     """Hands out tasks, epoch after epoch.
 
@@ -135,20 +134,14 @@ class DataBuffer:
     (['a', 'b', 'c', 'a'], 1)
     """
 
-    def __init__(
-        self,
-        prompts: Sequence[Any] | Callable[[int], Iterable[Any]],
-        *,
-        seed: int = 0,
-        shuffle: bool = True,
-        exclude: frozenset[str] = frozenset(),
-    ) -> None:
-        self.epoch_id = 0
-        self.sample_offset = 0
-        self._prompts = prompts
-        self._seed = seed
-        self._shuffle = shuffle
-        self._exclude = exclude
+    prompts: Sequence[Any] | Callable[[int], Iterable[Any]]
+    _: dataclasses.KW_ONLY
+    seed: int = 0
+    shuffle: bool = True
+    exclude: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        self.epoch_id = self.sample_offset = 0
         self._iterator: Iterator[Any] | None = None
 
     @property
@@ -166,8 +159,8 @@ class DataBuffer:
         return [self._next_task() for _ in range(count)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the buffer stands."""
-        return {"epoch_id": self.epoch_id, "sample_offset": self.sample_offset, "seed": self._seed}
+        """The buffer's position."""
+        return {"epoch_id": self.epoch_id, "sample_offset": self.sample_offset, "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go where `state` says; the source must be the same as when it was taken. Raises ConfigError for another
@@ -176,34 +169,27 @@ class DataBuffer:
         """
         self._check_seed(state)
         if "epoch_id" not in state:
-            raise ConfigError(
-                f"the tasks came from {' and '.join(state['sources'])}, and now they come from one source; name the "
-                "same ones again, or begin a new run"
-            )
-        self.epoch_id = state["epoch_id"]
-        self.sample_offset = state["sample_offset"]
-        self._iterator = None
+            came = f"the tasks came from {' and '.join(state['sources'])}, and now they come from one source"
+            raise ConfigError(f"{came}; name the same ones again, or begin a new run")
+        self.epoch_id, self.sample_offset, self._iterator = state["epoch_id"], state["sample_offset"], None
 
     def _check_seed(self, state: dict[str, Any]) -> None:
-        if state["seed"] != self._seed:
-            raise ConfigError(
-                f"the seed was {state['seed']} and is {self._seed} now, which would order the tasks anew; give seed "
-                f"{state['seed']} again, or begin a new run"
-            )
+        if state["seed"] != self.seed:
+            anew = f"the seed was {state['seed']} and is {self.seed} now, which would order the tasks anew"
+            raise ConfigError(f"{anew}; give seed {state['seed']} again, or begin a new run")
 
     def _open(self) -> Iterator[Any]:
         """The present epoch's tasks, from `sample_offset` on."""
-        if callable(self._prompts):
-            return itertools.islice(iter(self._prompts(self.epoch_id)), self.sample_offset, None)
-        order = list(range(len(self._prompts)))
-        if self._shuffle:
-            random.Random(f"{self._seed}/{self.epoch_id}").shuffle(order)
-        sequence = self._prompts
+        if callable(self.prompts):
+            return itertools.islice(iter(self.prompts(self.epoch_id)), self.sample_offset, None)
+        order = list(range(len(self.prompts)))
+        if self.shuffle:
+            random.Random(f"{self.seed}/{self.epoch_id}").shuffle(order)
+        sequence = self.prompts
         return (sequence[index] for index in order[self.sample_offset :])
 
     def _next_task(self) -> Task:
-        skipped = 0
-        ends = 0
+        skipped = ends = 0
         while skipped < SKIPPED_MAX and ends < 3:
             if self._iterator is None:
                 self._iterator = self._open()
@@ -214,12 +200,10 @@ class DataBuffer:
                 continue
             self.sample_offset += 1
             task = as_task(value)
-            if task.key not in self._exclude:
+            if task.key not in self.exclude:
                 return task
             skipped += 1
-        raise EnvironmentDefinitionError(
-            "the environment has no training task: tasks('train', rng) gave "
-            + (f"only held-out tasks ({skipped} in a row)" if skipped else "nothing")
-            + "; give it more tasks, lower --eval-tasks, or let tasks('eval', rng) give other ones than "
-            "tasks('train', rng)"
-        )
+        given = f"only held-out tasks ({skipped} in a row)" if skipped else "nothing"
+        what = f"the environment has no training task: tasks('train', rng) gave {given}; give it more tasks"
+        other = "let tasks('eval', rng) give other ones than tasks('train', rng)"
+        raise EnvironmentDefinitionError(f"{what}, lower --eval-tasks, or {other}")

@@ -6,7 +6,7 @@ stretch as long as its share, and the seed decides the start. Such points are sp
 not only a long run but every single step has its shares, up to a task or two; throws of dice would give two equal
 sources 8 prompts as 4 and 4 in one step of four. And there is nothing to save but the number n.
 
-Left out: what a source is (`buffer`), and which environment plays a task (`rollouts.compose.environments`).
+Left out: what a source is (`buffer`), and which environment plays a task (`rollouts.runs.environments`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from rollouts.author_code import authors_code, shown
 from rollouts.errors import ConfigError, EnvironmentDefinitionError, words_of
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.types import Task
-
-__all__ = ["MixedBuffer", "Source", "Weight", "mean_shares", "pick", "piecewise", "share_out", "shares_at"]
 
 Weight = float | Callable[[int], float]
 """How much of a mixture: a number, or a function of the training step (0-based). Only ratios count."""
@@ -49,7 +47,7 @@ class MixedBuffer(DataBuffer):
         sources: each with another name; their weights must be >= 0 and not all 0, at every step.
         seed: decides which source comes when, and in which order a sequence is visited.
         shuffle: False visits sequences in their own order.
-        tasks_per_step: how many tasks make a step, where `get_prompts` is not told the step.
+        tasks_per_step: how many tasks make a step, where `get_prompts` is not given the step.
 
     >>> buffer = MixedBuffer([Source("easy", ["a", "b"], 3), Source("hard", ["z"], 1)], shuffle=False)
     >>> [task.prompt for task in buffer.get_prompts(8)].count("z"), buffer.epochs
@@ -86,7 +84,7 @@ class MixedBuffer(DataBuffer):
         return dict(self._drawn)
 
     def get_prompts(self, count: int, *, step: int | None = None) -> list[Task]:
-        """The next `count` tasks, by the weights of training step `step` (None: as many tasks as were drawn tell it).
+        """The next `count` tasks, by the weights of training step `step` (None: computed from the tasks drawn).
 
         Raises:
             ConfigError: a weight is negative or not finite, or all of them are 0.
@@ -98,7 +96,7 @@ class MixedBuffer(DataBuffer):
     def _next(self, step: int | None) -> Task:
         at = self.sample_offset // self._tasks_per_step if step is None else step
         shares = shares_at(self._weights, at)
-        name = list(self._parts)[pick(shares, self._seed, self.sample_offset)]
+        name = list(self._parts)[pick(shares, self.seed, self.sample_offset)]
         try:
             (task,) = self._parts[name].get_prompts(1)
         except EnvironmentDefinitionError as error:
@@ -109,21 +107,20 @@ class MixedBuffer(DataBuffer):
         return task
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the mixture and each of its sources stand."""
+        """The state of the mixture and of each of its sources."""
         parts = {name: part.state_dict() | {"drawn": self._drawn[name]} for name, part in self._parts.items()}
-        return {"seed": self._seed, "drawn": self.sample_offset, "sources": parts}
+        return {"seed": self.seed, "drawn": self.sample_offset, "sources": parts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go where `state` says; weights may be other ones than when it was taken. Raises ConfigError for another seed,
-        and for other sources: nobody could say what of them was used up.
+        and for other sources: what of them was used up is unknown.
         """
         self._check_seed(state)
         there = state.get("sources") or {}
         if set(there) != set(self._parts):
-            raise ConfigError(
-                f"the tasks came from {_listed(there)}, and now they come from {_listed(self._parts)}; name the same "
-                "ones again (one that is no longer wanted can have the weight 0), or begin a new run"
-            )
+            came = f"the tasks came from {_listed(there)}, and now they come from {_listed(self._parts)}"
+            again = "name the same ones again (one that is no longer wanted can have the weight 0)"
+            raise ConfigError(f"{came}; {again}, or begin a new run")
         for name, part in self._parts.items():
             part.load_state_dict(there[name])
             self._drawn[name] = there[name]["drawn"]
@@ -140,28 +137,21 @@ def shares_at(weights: Mapping[str, Weight], step: int) -> list[float]:
     values = {name: _value(name, weight, step) for name, weight in weights.items()}
     total = math.fsum(values.values())
     if not total > 0:
-        raise ConfigError(
-            f"the weights of {_listed(values)} are all 0 at step {step}, so no task can be drawn; give one of them "
-            "more than 0"
-        )
+        zero = f"the weights of {_listed(values)} are all 0 at step {step}, so no task can be drawn"
+        raise ConfigError(f"{zero}; give one of them more than 0")
     return [value / total for value in values.values()]
 
 
 def _value(name: str, weight: Weight, step: int) -> float:
-    value: Any = weight
-    if callable(weight):
-        try:
-            with authors_code():
-                value = weight(step)
-        except Exception as error:  # a user's curriculum may raise anything
-            raise ConfigError(
-                f"the weight of {name} at step {step}: its curriculum raised {words_of(error)}"
-            ) from error
+    what = f"the weight of {name} at step {step}"
+    try:
+        with authors_code():
+            value: Any = weight(step) if callable(weight) else weight
+    except Exception as error:  # a user's curriculum may raise anything
+        raise ConfigError(f"{what}: its curriculum raised {words_of(error)}") from error
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 <= value < 1e308:
-        raise ConfigError(
-            f"the weight of {name} at step {step} is {shown(value)}; it must be a number that is 0 or more"
-        )
+        raise ConfigError(f"{what} is {shown(value)}; it must be a number that is 0 or more")
     return float(value)
 
 

@@ -13,8 +13,6 @@ from rollouts.types import Sample
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["collate_batch", "prepare_sft_batch", "take_batch"]
-
 
 def take_batch(samples: Sequence[Sample], batch_size: int, step: int) -> list[Sample]:
     """The samples of a step, as rollouts of their own: the list is read around and around.
@@ -32,9 +30,8 @@ def collate_batch(samples: list[Sample], batch_size: int, step: int) -> dict[str
     Raises TrainingError where there are no samples.
     """
     if not samples or batch_size < 1:
-        raise TrainingError(
-            f"a batch of {batch_size} cannot be taken from {len(samples)} samples; give 1 or more of each"
-        )
+        what = f"a batch of {batch_size} cannot be taken from {len(samples)} samples"
+        raise TrainingError(f"{what}; give 1 or more of each")
     return prepare_sft_batch(take_batch(samples, batch_size, step))
 
 
@@ -52,10 +49,8 @@ def prepare_sft_batch(samples: list[Sample]) -> dict[str, Tensor]:
 
     for number, sample in enumerate(samples):
         if len(sample.tokens) != len(sample.loss_mask):
-            raise TrainingError(
-                f"sample {number} has {len(sample.tokens)} tokens and {len(sample.loss_mask)} mask entries; it needs "
-                "one for each"
-            )
+            lengths = f"{len(sample.tokens)} tokens and {len(sample.loss_mask)} mask entries"
+            raise TrainingError(f"sample {number} has {lengths}; it needs one for each")
     width = max((len(sample.tokens) for sample in samples), default=0)
     input_ids = torch.zeros(len(samples), width, dtype=torch.int64)
     loss_mask = torch.zeros(len(samples), width)

@@ -1,33 +1,32 @@
 """From played groups to a batch that can be trained on: pure functions, in the order in which the loop calls them.
 
-    prepare_rl_batch     mix and shape rewards, choose rollouts or pairs, advantages of groups, rows
+    prepare_rl_batch     leave out stale tokens, mix and shape rewards, choose rollouts or pairs, advantages, rows
     complete_batch       asks the backend for what the loss needs (reference, teacher, values) and stamps it
     estimate_advantages  token rewards, and advantages of the whole batch
 
-Left out: when this happens (rl_loop), and the mathematics (algorithms).
+A token has lag 0 where it was sampled by the weights that the step begins with, and lag 2 where it was by those of two
+steps before (`lag_of`). Left out: when this happens (rl_loop), and the mathematics (algorithms).
 """
 
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rollouts.training.algorithms.advantages import group_advantages
-from rollouts.training.algorithms.algorithm import KL, Algorithm
-from rollouts.training.algorithms.group_calls import (
-    batch_advantages,
-    call_author,
-    mixed_rewards,
-    paired,
-    selected,
-    shaped_rewards,
+from rollouts.training.algorithms import calls
+from rollouts.training.algorithms.algorithm import (
+    KL,
+    Algorithm,
+    forward_needs,
+    is_batch_advantage,
+    is_reward_placed,
+    requests,
 )
-from rollouts.training.algorithms.needs import forward_needs, is_batch_advantage, is_reward_placed, requests
 from rollouts.training.algorithms.token_advantages import rewards_to_go
 from rollouts.training.batching import make_batch
-from rollouts.training.loops.staleness import drop_stale
 from rollouts.training.rollout_gen.groups import Group, group_samples
 from rollouts.training.types import ForwardOutput, TrainBatch, TrainingBackend
 from rollouts.types import Sample, Status
@@ -35,15 +34,8 @@ from rollouts.types import Sample, Status
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "PreparedBatch",
-    "RLTrainingConfig",
-    "advantage_rewards",
-    "complete_batch",
-    "estimate_advantages",
-    "prepare_rl_batch",
-    "rollout_advantages",
-]
+_STAMPS = {"ref_logprobs": "ref_logprobs", "teacher_logprobs": "teacher_logprobs", "values": "old_values"}
+"""What models give of a row, by the name in ForwardOutput and for an author's function; and the field of the row."""
 
 
 @dataclass(frozen=True)
@@ -63,16 +55,15 @@ class RLTrainingConfig:
     staleness: int = 0
 
     def __post_init__(self) -> None:
-        assert self.num_steps >= 0, f"num_steps must be >= 0, got {self.num_steps}"
-        assert self.sync_every > 0, f"sync_every must be > 0, got {self.sync_every}"
-        assert self.temperature > 0, f"temperature must be > 0, got {self.temperature}"
-        assert self.minibatches > 0, f"minibatches must be > 0, got {self.minibatches}"
-        assert self.staleness >= 0, f"staleness must be >= 0, got {self.staleness}"
+        for name in ("sync_every", "temperature", "minibatches"):
+            assert getattr(self, name) > 0, f"{name} must be > 0, got {getattr(self, name)}"
+        for name in ("num_steps", "staleness"):
+            assert getattr(self, name) >= 0, f"{name} must be >= 0, got {getattr(self, name)}"
 
     @property
     def lag_max(self) -> int | None:
-        """How many steps old the weights may be that sampled a token which is trained on. None: no matter how old, for
-        then nothing is sampled ahead, and what is carried over is meant to be trained on.
+        """How many steps old the weights may be that sampled a token which is trained on. None: any number, for then
+        nothing is sampled ahead, and what is carried over is meant to be trained on.
         """
         return self.staleness + self.sync_every - 1 if self.staleness else None
 
@@ -95,15 +86,14 @@ def prepare_rl_batch(
     step: int,
     *,
     name: str = "main",
-    begun_with: Sequence[int] = (),
+    start_versions: Sequence[int] = (),
 ) -> PreparedBatch:
-    """Samples, advantages and the batch of these groups; `name` is the algorithm's with the backend. `begun_with` are
-    the versions of the policy with which the last steps began, this one last.
+    """Samples, advantages and the batch of these groups; `name` is the algorithm's with the backend. `start_versions`
+    are the versions of the policy with which the last steps began, this one last.
 
     Raises TrainingError, naming the function, where a part of the algorithm is at fault.
     """
-    fresh = drop_stale(group_samples(groups), begun_with, config.lag_max)
-    samples = fresh.samples
+    fresh = drop_stale(group_samples(groups), start_versions, config.lag_max)
     rewards: list[float | None] = []
     advantages: list[float] = []
     trained: list[bool] = []
@@ -118,18 +108,18 @@ def prepare_rl_batch(
             for index, (reward, episode, length) in enumerate(zip(own, group.episodes, lengths, strict=True), first)
         ]
         if of_groups:
-            advantages += group_advantages(algorithm.advantage, own, lengths=lengths)
+            advantages += calls.group_advantages(algorithm.advantage, own, lengths=lengths)
         if algorithm.select is not None:
-            trained += selected(algorithm.select, own, eligible, lengths=lengths, step=step)
+            trained += calls.selected(algorithm.select, own, eligible, lengths=lengths, step=step)
         if algorithm.pairs is not None:
             # One side with tokens left out would be compared by a part of its logprob.
             whole = [fit and index not in fresh.cut for index, fit in enumerate(eligible, first)]
-            found = paired(algorithm.pairs, own, whole, lengths=lengths, step=step)
+            found = calls.paired(algorithm.pairs, own, whole, lengths=lengths, step=step)
             pairs += [(first + chosen, first + rejected) for chosen, rejected in found]
         rewards += own
     advantages = advantages or [0.0] * len(rewards)
     batch = make_batch(
-        samples,
+        fresh.samples,
         advantages,
         aggregation=algorithm.aggregation,
         step=step,
@@ -142,9 +132,80 @@ def prepare_rl_batch(
     )
     # A correction weighs what another engine sampled against the policy as it was: the ratio then starts at 1. It has
     # a weight a token; a loss of one value a rollout keeps the sampler as its anchor, and its ratio corrects.
-    corrected = algorithm.correction is not None and batch.unit == "token"
-    batch.anchor = "current" if corrected else "sampler"
-    return PreparedBatch(samples, advantages, batch, fresh.metrics)
+    if algorithm.correction is not None and batch.unit == "token":
+        batch.anchor = "current"
+    return PreparedBatch(fresh.samples, advantages, batch, fresh.metrics)
+
+
+class Fresh(NamedTuple):
+    """The samples without what is too old, and the `staleness/` metrics: mean and largest lag of the live tokens that
+    are left, and how many were dropped. `cut` are the rollouts that some were dropped of, `emptied` those of which
+    nothing live is left, by `rollout_index`.
+    """
+
+    samples: list[Sample]
+    metrics: dict[str, float]
+    cut: frozenset[int | None] = frozenset()
+    emptied: frozenset[int | None] = frozenset()
+
+
+def lag_of(version: int, start_versions: Sequence[int]) -> int:
+    """How many steps ago a version was last the newest. `start_versions` are those with which the last steps began, the
+    present one last; a version before all of them has the lag of one step more.
+
+    >>> [lag_of(version, [3, 4, 6]) for version in (6, 5, 4, 3, 2)]
+    [0, 1, 1, 2, 3]
+    """
+    return max(0, len(start_versions) - bisect_right(start_versions, version))
+
+
+def drop_stale(samples: Sequence[Sample], start_versions: Sequence[int], lag_max: int | None) -> Fresh:
+    """Mask the live tokens whose lag is above `lag_max` (None: no bound), in copies; rewards stay in their group's
+    baseline. Tokens of an unknown version (-1) have no lag.
+    """
+    fresh, lags, dropped, cut = [], list[int](), 0, set[int | None]()
+    for sample in samples:
+        versions = sample.policy_versions or [-1] * len(sample.tokens)
+        known = {version: lag_of(version, start_versions) for version in set(versions) if version >= 0}
+        live = [
+            known.get(version) if mask > 0 else None for version, mask in zip(versions, sample.loss_mask, strict=True)
+        ]
+        stale = [at for at, lag in enumerate(live) if lag_max is not None and lag is not None and lag > lag_max]
+        if stale:
+            mask = list(sample.loss_mask)
+            for at in stale:
+                mask[at], live[at] = 0.0, None
+            sample, dropped = replace(sample, loss_mask=mask), dropped + len(stale)
+            cut.add(sample.rollout_index)
+        lags += [lag for lag in live if lag is not None]
+        fresh.append(sample)
+    metrics = {
+        "staleness/mean": sum(lags) / len(lags) if lags else 0.0,
+        "staleness/max": float(max(lags, default=0)),
+        "staleness/dropped": float(dropped),
+    }
+    live_ones = {sample.rollout_index for sample in fresh if any(sample.loss_mask)}
+    return Fresh(fresh, metrics, frozenset(cut), frozenset(cut - live_ones))
+
+
+def advantage_rewards(
+    group: Group, algorithm: Algorithm, step: int, *, max_tokens: int | None = None
+) -> list[float | None]:
+    """The group's rewards [G] as filters, selectors and the advantage see them: mixed, then shaped. Raises
+    TrainingError, naming the function that is at fault.
+    """
+    rewards = group.rewards
+    if algorithm.mix is not None:
+        scores = [episode.score for episode in group.episodes]
+        weights = next((score.weights for score in scores if score.value is not None), {})
+        parts = [score.parts if score.value is not None else None for score in scores]
+        rewards = calls.mixed_rewards(algorithm.mix, parts, weights, step=step)
+    truncated = [episode.status is Status.TRUNCATED for episode in group.episodes]
+    for shape in algorithm.shaping:
+        rewards = calls.shaped_rewards(
+            shape, rewards, lengths=group.lengths, truncated=truncated, max_tokens=max_tokens, step=step
+        )
+    return rewards
 
 
 async def complete_batch(
@@ -158,110 +219,61 @@ async def complete_batch(
     """
     names = forward_needs(algorithm)
     unknown = any(row.rollout_logprobs is None and any(row.loss_mask) for row in batch.rows)
-    if (minibatches > 1 and (batch.anchor == "current" or unknown)) or (unknown and _estimates_tokens(algorithm)):
+    if (minibatches > 1 and (batch.anchor == "current" or unknown)) or (unknown and any(_by_token(algorithm))):
         names = (*names, "logprobs")
     if names and any(any(row.loss_mask) for row in batch.rows):
-        output = await backend.forward(batch, names, only_live=True)
-        _stamp(batch, output)
+        _stamp(batch, await backend.forward(batch, names, only_live=True))
     estimate_advantages(batch, algorithm)
+
+
+def _by_token(algorithm: Algorithm) -> tuple[KL | None, bool]:
+    """What gives tokens of one rollout different advantages: a KL that is placed in the reward, and whether the
+    advantage is of the whole batch.
+    """
+    kl = algorithm.kl
+    penalty = kl if kl is not None and is_reward_placed(kl.function) else None
+    return penalty, algorithm.pairs is None and is_batch_advantage(algorithm.advantage)
+
+
+def _stamp(batch: TrainBatch, output: ForwardOutput) -> None:
+    """What the models gave, on the rows. The anchor of a row whose sampler is the anchor stays the sampler."""
+    anchors = output.logprobs
+    if anchors is not None and batch.anchor == "sampler":
+        anchors = [row.rollout_logprobs or anchor for row, anchor in zip(batch.rows, anchors, strict=True)]
+    given = {field: getattr(output, name) for name, field in _STAMPS.items()}
+    for field, streams in {"old_logprobs": anchors, **given}.items():
+        if streams is not None:
+            for row, stream in zip(batch.rows, streams, strict=True):
+                setattr(row, field, stream)
 
 
 def estimate_advantages(batch: TrainBatch, algorithm: Algorithm) -> None:
     """Stamp the advantages of single tokens: the batch's own estimator, and a KL that is placed in the reward."""
-    if not _estimates_tokens(algorithm) or not any(any(row.loss_mask) for row in batch.rows):
+    penalty, is_whole = _by_token(algorithm)
+    if not (penalty or is_whole) or not any(any(row.loss_mask) for row in batch.rows):
         return
-    kl = algorithm.kl
-    penalised = _is_penalised(algorithm)
-    whole = _is_whole(algorithm)
     available = _tensors(batch)
-    count = len(available["mask"])
-    if penalised:
-        assert kl is not None, "penalised says so"
-        available["token_rewards"] = _penalty(kl, available, batch.kl_coefficient)
-    asked = requests(algorithm.advantage, "advantages") if whole else ()
+    if penalty is not None:
+        available["token_rewards"] = _penalties(penalty, available, batch.kl_coefficient)
     advantages, returns = available["advantages"], None
-    if whole:
-        advantages, returns = batch_advantages(algorithm.advantage, available, count)
-    if penalised and "token_rewards" not in asked:
+    if is_whole:
+        advantages, returns = calls.batch_advantages(algorithm.advantage, available, len(available["mask"]))
+    if penalty is not None and not (is_whole and "token_rewards" in requests(algorithm.advantage, "advantages")):
         to_go = rewards_to_go(available["token_rewards"], available["mask"], available["rollout_index"])
         advantages = advantages + to_go
     start = 0
     for row in batch.rows:
         end = start + len(row.tokens)
         row.advantages = advantages[start:end].tolist()
-        if returns is not None:
-            row.returns = returns[start:end].tolist()
+        row.returns = None if returns is None else returns[start:end].tolist()
         start = end
-
-
-def _is_penalised(algorithm: Algorithm) -> bool:
-    return algorithm.kl is not None and is_reward_placed(algorithm.kl.function)
-
-
-def _is_whole(algorithm: Algorithm) -> bool:
-    return algorithm.pairs is None and is_batch_advantage(algorithm.advantage)
-
-
-def _estimates_tokens(algorithm: Algorithm) -> bool:
-    """Whether tokens of a rollout may have different advantages."""
-    return _is_penalised(algorithm) or _is_whole(algorithm)
-
-
-def rollout_advantages(batch: TrainBatch, count: int) -> list[float]:
-    """The mean advantage of each rollout's [N] trained tokens; 0.0 where it has none."""
-    values: list[list[float]] = [[] for _ in range(count)]
-    for row in batch.rows:
-        values[row.rollout_index] += [a for a, live in zip(row.advantages, row.loss_mask, strict=True) if live > 0]
-    return [statistics.fmean(each) if each else 0.0 for each in values]
-
-
-def advantage_rewards(
-    group: Group, algorithm: Algorithm, step: int, *, max_tokens: int | None = None
-) -> list[float | None]:
-    """The group's rewards [G] as filters, selectors and the advantage see them: mixed, then shaped. Raises
-    TrainingError, naming the function that is at fault.
-    """
-    rewards = list(group.rewards)
-    lengths = group.lengths
-    if algorithm.mix is not None:
-        scores = [episode.score for episode in group.episodes]
-        weights = next((score.weights for score in scores if score.value is not None), {})
-        parts = [score.parts if score.value is not None else None for score in scores]
-        rewards = mixed_rewards(algorithm.mix, parts, weights, step=step)
-    truncated = [episode.status is Status.TRUNCATED for episode in group.episodes]
-    for function in algorithm.shaping:
-        rewards = shaped_rewards(
-            function,
-            rewards,
-            lengths=lengths,
-            truncated=truncated,
-            max_tokens=max_tokens,
-            step=step,
-        )
-    return rewards
-
-
-def _stamp(batch: TrainBatch, output: ForwardOutput) -> None:
-    """What the models gave, on the rows. The anchor of a row whose sampler is the anchor stays the sampler."""
-    rows = batch.rows
-    anchors = output.logprobs
-    if anchors is not None and batch.anchor == "sampler":
-        anchors = [row.rollout_logprobs or anchor for row, anchor in zip(rows, anchors, strict=True)]
-    fields = {
-        "old_logprobs": anchors,
-        "ref_logprobs": output.ref_logprobs,
-        "teacher_logprobs": output.teacher_logprobs,
-        "old_values": output.values,
-    }
-    for name, streams in fields.items():
-        if streams is not None:
-            for row, stream in zip(rows, streams, strict=True):
-                setattr(row, name, stream)
 
 
 def _tensors(batch: TrainBatch) -> dict[str, Any]:
     """What an advantage of the whole batch may name: all positions of all rows, one after another [T]."""
     import torch
+
+    rows = batch.rows
 
     def joined(name: str, fallback: str = "") -> Tensor:
         values: list[float] = []
@@ -273,7 +285,6 @@ def _tensors(batch: TrainBatch) -> dict[str, Any]:
             values += [0.0] * len(row.tokens) if stream is None else stream
         return torch.tensor(values, dtype=torch.float64)
 
-    rows = batch.rows
     available: dict[str, Any] = {
         "batch": None,
         "rewards": torch.tensor(batch.rewards, dtype=torch.float64),
@@ -286,19 +297,23 @@ def _tensors(batch: TrainBatch) -> dict[str, Any]:
         "step": batch.step,
     }
     available["token_rewards"] = torch.zeros_like(available["mask"])
-    given = {"ref_logprobs": "ref_logprobs", "teacher_logprobs": "teacher_logprobs", "values": "old_values"}
-    for name, field in given.items():
-        if getattr(rows[0], field) is not None:
-            available[name] = joined(field)
-    return available
+    return available | {name: joined(field) for name, field in _STAMPS.items() if getattr(rows[0], field) is not None}
 
 
-def _penalty(kl: KL, available: dict[str, Any], coefficient: float | None) -> Tensor:
+def _penalties(kl: KL, available: dict[str, Any], coefficient: float | None) -> Tensor:
     """-coefficient * KL [T] at live tokens."""
     import torch
 
-    values = call_author("KL estimator", kl.function, available)
+    values = calls.call_author("KL estimator", kl.function, available)
     if kl.threshold is not None:
         values = values.clamp(max=kl.threshold)
     penalty = -(kl.coefficient if coefficient is None else coefficient) * values
     return torch.where(available["mask"] > 0, penalty, torch.zeros_like(penalty))
+
+
+def rollout_advantages(batch: TrainBatch, count: int) -> list[float]:
+    """The mean advantage of each rollout's [N] trained tokens; 0.0 where it has none."""
+    values: list[list[float]] = [[] for _ in range(count)]
+    for row in batch.rows:
+        values[row.rollout_index] += [a for a, live in zip(row.advantages, row.loss_mask, strict=True) if live > 0]
+    return [statistics.fmean(each) if each else 0.0 for each in values]

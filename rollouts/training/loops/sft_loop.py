@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rollouts.loggers.base import MetricsLogger
-from rollouts.training.algorithms.schedule import Stage, stage_at
+from rollouts.training.algorithms.algorithm import Stage, stage_at
 from rollouts.training.batching import make_batch
 from rollouts.training.datasets.sft import take_batch
 from rollouts.training.types import TrainingBackend
@@ -19,8 +19,6 @@ from rollouts.types import Sample
 
 if TYPE_CHECKING:
     from rollouts.training.backends.pytorch_factory import PyTorchTrainingBackend
-
-__all__ = ["SFTTrainingConfig", "run_sft_training"]
 
 
 @dataclass(frozen=True)
@@ -68,14 +66,13 @@ async def run_sft_training(
             step=step,
             algorithm=stage.name if stage else "main",
         )
-        forward_backward = backend.forward_backward(batch)
-        optim_step = backend.optim_step()
+        forward_backward, optim_step = backend.forward_backward(batch), backend.optim_step()
         metrics = dict(await forward_backward)
         stepped = await optim_step
         metrics |= stepped if isinstance(stepped, dict) else stepped.metrics  # torch objects of one's own say a dict
         seconds = time.perf_counter() - start
-        metrics["time/step"] = seconds
-        metrics["perf/train_tok_s"] = sum(len(sample.tokens) for sample in batch_samples) / seconds
+        tokens = sum(len(sample.tokens) for sample in batch_samples)
+        metrics |= {"time/step": seconds, "perf/train_tok_s": tokens / seconds}
         if on_step is not None:
             metrics |= await on_step(step, metrics)
         if metrics_logger is not None:
@@ -90,11 +87,9 @@ def _renumbered(samples: Sequence[Sample]) -> list[Sample]:
     """Copies whose `rollout_index` counts the batch's conversations from 0; rows of one conversation share theirs, and
     a sample without one is a conversation of its own.
     """
-    numbers: dict[tuple[str, int], int] = {}
-    keys = [
-        ("row", place) if s.rollout_index is None else ("rollout", s.rollout_index) for place, s in enumerate(samples)
-    ]
-    return [
-        replace(sample, rollout_index=numbers.setdefault(key, len(numbers)))
-        for sample, key in zip(samples, keys, strict=True)
-    ]
+    numbers: dict[object, int] = {}
+    renumbered = []
+    for place, sample in enumerate(samples):
+        key = ("alone", place) if sample.rollout_index is None else sample.rollout_index
+        renumbered.append(replace(sample, rollout_index=numbers.setdefault(key, len(numbers))))
+    return renumbered

@@ -1,30 +1,27 @@
-"""From episodes to groups of samples: pure functions.
+"""Groups: all rollouts of one prompt, on the way from episodes to samples.
 
-A group is all rollouts of one prompt. Here a group gets its group rewards, goes through the filters, and becomes
-samples numbered for the batch; and here a batch of groups becomes the metrics that people watch.
+A group gets the rewards that see all of its rollouts (`group_scorer`), passes the filters (`filter_group`), and becomes
+samples that are numbered for the batch (`group_samples`). Left out: the rewards of one rollout, which are asked while
+its environment still lives (`rollouts.agent.episode`), and what is counted (`metrics`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from rollouts.agent import Episode
-from rollouts.author_code import authors_code, printable
-from rollouts.errors import RolloutsError, RunError, words_of
-from rollouts.plugins.signature import call_with
-from rollouts.training.rollout_gen.failures import failure_metrics
+import trio
+
+from rollouts.author_code import authors_code, printable, shown
+from rollouts.env import calls
+from rollouts.env.mixing import InvalidPolicy, RewardTerm, Verdict, mix, read_verdict
+from rollouts.errors import RewardError, RolloutsError, RunError, named, words_of
+from rollouts.plugins.signature import bind, call_with
 from rollouts.training.samples import episode_samples
-from rollouts.types import Sample, Status, Task
-
-__all__ = ["Filter", "Group", "check_judged", "filter_group", "group_samples", "reward_metrics", "rollout_metrics"]
-
-JUDGING = ("reward_failures", "metric_failures")  # counted in the episode: they are not the trajectory's
+from rollouts.types import Episode, Sample, Status, Task
 
 
 class Group(NamedTuple):
@@ -51,70 +48,6 @@ class Group(NamedTuple):
         return [sum(trajectory.sampled_count for trajectory in episode.trajectories) for episode in self.episodes]
 
 
-class Filter(NamedTuple):
-    """A named group filter and its settings. It gives True to keep, False or a reason to drop."""
-
-    name: str
-    function: object
-    settings: dict[str, object]
-
-
-def filter_group(
-    group: Group, filters: Sequence[Filter], *, step: int, see: Callable[[Group, int], list[float | None]] | None = None
-) -> Group:
-    """The group, with `dropped` set by the first filter that refuses it. A group that no reward could judge is
-    dropped too. `see` gives the rewards [G] that the advantage will see, of a group and a step; None: the group's own.
-    """
-    if all(reward is None for reward in group.rewards):
-        return group._replace(dropped="no_reward")
-    if not filters:
-        return group
-    available = _FilterNames(group, group.rewards if see is None else see(group, step), step)
-    for candidate in filters:
-        try:
-            with authors_code():
-                verdict = call_with(candidate.function, available, candidate.settings)
-                kept = isinstance(verdict, str) or bool(verdict)
-        except RolloutsError:
-            raise
-        except Exception as error:  # the author's code may raise anything
-            raise RunError(f"the filter {candidate.name} raised {words_of(error)}") from error
-        if isinstance(verdict, str):
-            return group._replace(dropped=printable(verdict) or candidate.name)
-        if not kept:
-            return group._replace(dropped=candidate.name)
-    return group
-
-
-class _FilterNames(Mapping[str, Any]):
-    """What a filter may name. Samples are made for a filter that names them: they copy every token."""
-
-    def __init__(self, group: Group, rewards: Sequence[float | None], step: int) -> None:
-        def samples() -> list[Sample]:
-            return [
-                dataclasses.replace(each, reward=None if each.reward is None else rewards[each.rollout_index or 0])
-                for each in group_samples([group])
-            ]
-
-        self._make: dict[str, Callable[[], Any]] = {
-            "rewards": lambda: rewards,
-            "scores": lambda: group.rewards,
-            "parts": lambda: [episode.score.parts for episode in group.episodes],
-            "samples": functools.cache(samples),
-            "trajectories": lambda: [episode.trajectory for episode in group.episodes],
-            "step": lambda: step,
-        }
-
-    def __getitem__(self, name: str) -> Any:
-        return self._make[name]()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._make)
-
-    def __len__(self) -> int:
-        return len(self._make)
-
-
 def group_samples(groups: Sequence[Group]) -> list[Sample]:
     """All rows of these groups, numbered 0..N-1 by rollout in the order of groups and rollouts."""
     samples: list[Sample] = []
@@ -130,7 +63,7 @@ def group_samples(groups: Sequence[Group]) -> list[Sample]:
 
 
 def _numbered(sample: Sample, episode: Episode, group_index: int, rollout_index: int) -> Sample:
-    """A sample that was made by a function, with its score and its place; not trained where it may not be."""
+    """A sample that a function made, with its score and its place; its mask is zero where it may not be trained on."""
     reward = None if episode.status.is_infrastructure else episode.score.value
     is_live = episode.status is Status.COMPLETED and reward is not None
     return dataclasses.replace(
@@ -156,72 +89,132 @@ def check_judged(episodes: Sequence[Episode], what: str) -> None:
     raise RunError(f"not one of the {len(episodes)} rollouts of {what} could be judged:\n{tally}")
 
 
-def reward_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """`reward/mean` and `reward/std` over the judged episodes; what authors name is apart from that, so that nothing of
-    theirs takes the place of these: `reward_part/<name>` for each part, `metric/<name>` for each @metric.
+# --- filters ----------------------------------------------------------------------------------------------------------
+
+
+class Filter(NamedTuple):
+    """A named group filter and its settings. It gives True to keep, False or a reason to drop."""
+
+    name: str
+    function: object
+    settings: dict[str, object]
+
+
+class _Lazy(dict[str, Any]):
+    """What a filter may name; each value is computed when a filter names it. Samples copy every token."""
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(name)()
+
+
+def filter_group(
+    group: Group, filters: Sequence[Filter], *, step: int, see: Callable[[Group, int], list[float | None]] | None = None
+) -> Group:
+    """The group, with `dropped` set by the first filter that refuses it. A group that no reward could judge is
+    dropped too. `see` gives the rewards [G] that the advantage will see, of a group and a step; None: the group's own.
     """
-    rewards = [episode.score.value for episode in episodes if episode.score.value is not None]
-    metrics: dict[str, float] = {}
-    if rewards:
-        metrics["reward/mean"] = statistics.fmean(rewards)
-        metrics["reward/std"] = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
-    names = sorted({name for episode in episodes for name in episode.score.parts})
-    for name in names:
-        values = [episode.score.parts.get(name) for episode in episodes]
-        judged = [value for value in values if value is not None]
-        if judged:
-            metrics[f"reward_part/{name}"] = statistics.fmean(judged)
-    for name in sorted({name for episode in episodes for name in episode.metrics if name.startswith("metric/")}):
-        metrics[name] = statistics.fmean(episode.metrics[name] for episode in episodes if name in episode.metrics)
-    return metrics
+    if all(reward is None for reward in group.rewards):
+        return group._replace(dropped="no_reward")
+    if not filters:
+        return group
+    rewards = group.rewards if see is None else see(group, step)
+
+    @functools.cache
+    def samples() -> list[Sample]:
+        return [
+            dataclasses.replace(each, reward=None if each.reward is None else rewards[each.rollout_index or 0])
+            for each in group_samples([group])
+        ]
+
+    available = _Lazy(
+        rewards=lambda: rewards,
+        scores=lambda: group.rewards,
+        parts=lambda: [episode.score.parts for episode in group.episodes],
+        samples=samples,
+        trajectories=lambda: [episode.trajectory for episode in group.episodes],
+        step=lambda: step,
+    )
+    for name, function, settings in filters:
+        try:
+            reason = drop_reason(name, call_with(function, available, settings))
+        except RolloutsError:
+            raise
+        except Exception as error:  # the author's code may raise anything
+            raise RunError(f"the filter {name} raised {words_of(error)}") from error
+        if reason is not None:
+            return group._replace(dropped=reason)
+    return group
 
 
-def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """What a step's rollouts were like, under the names of the metrics page. Empty input gives no metrics."""
-    episodes = [episode for group in groups for episode in group.episodes]
-    if not episodes:
-        return {}
-    trajectories = [trajectory for episode in episodes for trajectory in episode.trajectories]
-    statuses = [episode.status for episode in episodes]
-    calls = sum(trajectory.metrics.get("tool_calls", 0.0) for trajectory in trajectories)
-    failures = sum(trajectory.metrics.get("tool_failures", 0.0) for trajectory in trajectories)
-    latencies = sorted(episode.metrics.get("latency_seconds", 0.0) for episode in episodes)
-    metrics = reward_metrics(episodes)
-    metrics |= {
-        "rollout/tokens": sum(sum(group.lengths) for group in groups) / len(episodes),
-        "rollout/turns": sum(trajectory.turns for trajectory in trajectories) / len(episodes),
-        "rollout/truncated_frac": _fraction(status is Status.TRUNCATED for status in statuses),
-        "rollout/infra_fail_frac": _fraction(status.is_infrastructure for status in statuses),
-        "rollout/tool_fail_frac": failures / calls if calls else 0.0,
-        "rollout/latency_p50": latencies[len(latencies) // 2],
-        "rollout/latency_p95": latencies[math.ceil(0.95 * len(latencies)) - 1],
-        "group/zero_std_frac": _fraction(_is_flat(group.rewards) for group in groups),
-        "group/kept_frac": _fraction(group.dropped is None for group in groups),
-    }
-    metrics |= failure_metrics(episodes)
-    judged = [reward for group in groups for reward in group.rewards if reward is not None]
-    if all(reward in (0.0, 1.0) for reward in judged):  # of graded rewards nobody could say which ones pass
-        metrics["reward/pass@k"] = _fraction(1.0 in group.rewards for group in groups)
-    for name in sorted(_counters(episodes) - {"turns"}):
-        # A rollout of an environment's own may count what it likes, but in the place of nothing that is counted here.
-        mean = sum(episode.metrics.get(name, 0.0) for episode in episodes) / len(episodes)
-        metrics.setdefault(f"rollout/{name}", mean)
-    for reason in sorted({group.dropped for group in groups if group.dropped}):
-        metrics[f"group/drop/{reason}"] = float(sum(group.dropped == reason for group in groups))
-    return metrics
+def drop_reason(name: str, returned: Any) -> str | None:
+    """Why the filter, which returned this, drops the group; None: it is kept. Raises RunError for what is no bool."""
+    if isinstance(returned, str):
+        return printable(returned) or name
+    try:
+        with authors_code():
+            return None if returned else name
+    except Exception as error:  # an array of several numbers is neither true nor false
+        raise RunError(f"the filter {name} returned {shown(returned)}, which is no bool: {named(error)}") from error
 
 
-def _counters(episodes: Sequence[Episode]) -> set[str]:
-    """The names that the agent loop counts, in trajectories or while judging; an episode without one has 0 of it."""
-    counted = {name for episode in episodes for trajectory in episode.trajectories for name in trajectory.metrics}
-    return counted | {name for episode in episodes for name in JUDGING if name in episode.metrics}
+# --- rewards of a whole group: `def f(tasks, trajectories) -> [one number a rollout]` ---------------------------------
+
+GroupScorer = Callable[[Sequence[Episode]], Awaitable[list[Episode]]]
+"""Gives the episodes of one group back with the group rewards mixed into their scores."""
 
 
-def _is_flat(rewards: Sequence[float | None]) -> bool:
-    judged = [reward for reward in rewards if reward is not None]
-    return not judged or max(judged) - min(judged) <= 1e-6
+def group_scorer(
+    terms: Sequence[RewardTerm], on_invalid: InvalidPolicy, *, timeout_seconds: float
+) -> GroupScorer | None:
+    """The scorer of those `terms` that are group rewards; None where there are none.
+
+    Rollouts that the infrastructure failed are not shown to the rewards, and keep their score (None). The scorer
+    raises RewardError for what is no reward, or under the policy `raise`.
+    """
+    own = [term for term in terms if term.is_group]
+
+    async def score(episodes: Sequence[Episode]) -> list[Episode]:
+        played = [episode for episode in episodes if not episode.status.is_infrastructure]
+        columns = [await _ask_group(term, played, timeout_seconds) for term in own] if played else []
+        scores = iter([mix(row, on_invalid, base=e.score) for e, *row in zip(played, *columns, strict=True)])
+        return [e if e.status.is_infrastructure else e._replace(score=next(scores)) for e in episodes]
+
+    return score if own else None
 
 
-def _fraction(flags: Iterable[bool]) -> float:
-    values = list(flags)
-    return sum(values) / len(values) if values else 0.0
+async def _ask_group(term: RewardTerm, episodes: Sequence[Episode], seconds: float) -> list[Verdict]:
+    """One verdict a rollout. A reward that raises, or takes too long, could not judge any of them."""
+    assert term.function is not None, f"group reward {term.alias} has no function"
+    available = {"tasks": [e.task for e in episodes], "trajectories": [e.trajectory for e in episodes]}
+    function = bind(term.function, term.settings)
+    arguments = [available[name] for name in term.requests]
+
+    def read(returned: Any) -> list[Verdict]:
+        values = _one_each(term.alias, returned, len(episodes))
+        return [read_verdict(term.alias, term.weight, value) for value in values]
+
+    try:
+        verdicts: list[Verdict] = await calls.call(function, *arguments, timeout_seconds=seconds, convert=read)
+        return verdicts
+    except trio.TooSlowError:
+        why = f"it took longer than {seconds:g} seconds"
+    except RolloutsError:
+        raise
+    except Exception as error:  # the author's code may raise anything; the policy decides what follows
+        why = named(error)
+    return [Verdict(term.alias, term.weight, None, {}, why, term.alias)] * len(episodes)
+
+
+def _one_each(alias: str, returned: Any, count: int) -> list[Any]:
+    """None judges no rollout; otherwise there has to be one value for each."""
+    if returned is None:
+        return [None] * count
+    try:
+        with authors_code():
+            values = list(returned) if isinstance(returned, Iterable) and not isinstance(returned, str) else None
+    except Exception as error:  # a generator runs only here
+        raise RewardError(f"the group reward {alias!r} raised {words_of(error)}") from error
+    if values is None or len(values) != count:
+        given = f"the group reward {alias!r} returned {shown(returned)} for {count} rollouts"
+        raise RewardError(f"{given}; expected a list of one number (or None) for each")
+    return values

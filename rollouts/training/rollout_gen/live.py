@@ -1,6 +1,6 @@
 """A group that has begun and was not handed out yet, and what a checkpoint keeps of it.
 
-Kept are its number and step, where the data buffer stood before its task was taken, the episodes that are over, and
+Kept are its number and step, the data buffer's state before its task was taken, the episodes that are over, and
 those that wait in mid-reply in an environment with `state()` and `restore()`. The others are played again from their
 first turn, with the same number and seed. Left out: when they are played (`manager`).
 """
@@ -9,26 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
-from rollouts.agent import Episode
 from rollouts.inference.carried import HeldEpisode
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.rollout_gen.groups import Group
 from rollouts.training.rollout_gen.pool import Job
-from rollouts.types import Task
+from rollouts.types import Episode, Task
 
-__all__ = ["LiveGroup", "begin_group", "group_state", "restore_groups"]
-
-Value = TypeVar("Value")
-_NO_TASK = Task("")  # stands for the group's, which comes out of the buffer again
+_NO_TASK = Task("")  # in place of the group's, which comes out of the buffer again
 
 
 @dataclass
 class LiveGroup:
-    """A group on its way. `outcomes` are what its `size` jobs came to, by rollout; `position` is the buffer's state
+    """A group on its way. `outcomes` are the results of its `size` jobs, by rollout; `position` is the buffer's state
     before the task was taken, in `step`; `judged` is the group once its rewards and filters were asked.
     """
 
@@ -47,6 +43,11 @@ class LiveGroup:
         return len(self.outcomes) == self.size
 
     @property
+    def is_kept(self) -> bool:
+        """Whether it was judged, and no filter dropped it."""
+        return self.judged is not None and self.judged.dropped is None
+
+    @property
     def jobs(self) -> list[Job]:
         """What is left to play."""
         left = (index for index in range(self.size) if index not in self.outcomes)
@@ -60,29 +61,34 @@ def begin_group(data_buffer: DataBuffer, number: int, size: int, step: int) -> L
     return LiveGroup(number, task, size, step, position)
 
 
-def group_state(group: LiveGroup, held: Mapping[int, HeldEpisode]) -> dict[str, Any]:
-    """The group as plain data; `held` are those of its episodes that wait in mid-reply and can be restored."""
-    over = {i: _without_task(e) for i, e in group.outcomes.items() if isinstance(e, Episode)}
+def group_state(group: LiveGroup, held: Mapping[tuple[int, ...], HeldEpisode]) -> dict[str, Any]:
+    """The group as plain data; `held` are the episodes that wait in mid-reply and can be restored, by their order."""
+    over = {
+        index: _with_task(episode, _NO_TASK)
+        for index, episode in group.outcomes.items()
+        if isinstance(episode, Episode) and all(each.task == episode.task for each in episode.trajectories)
+    }
+    waiting = {order[1]: each for order, each in held.items() if order[0] == group.number}
     return {
         "number": group.number,
         "step": group.step,
         "position": group.position,
-        "episodes": _plain({i: episode for i, episode in over.items() if episode is not None}),
-        "held": _plain({**group.held, **held}),
+        "episodes": _plain(over),
+        "held": _plain({**group.held, **waiting}),
     }
 
 
 def restore_groups(states: list[dict[str, Any]], data_buffer: DataBuffer, size: int) -> list[LiveGroup]:
-    """The groups of a checkpoint, each with its task; the buffer stands afterwards where it stood before."""
+    """The groups of a checkpoint, each with its task; the buffer is left in the state that it was in."""
     here = data_buffer.state_dict()
     groups = []
     for state in sorted(states, key=lambda each: each["number"]):
         if data_buffer.state_dict() != state["position"]:
             data_buffer.load_state_dict(state["position"])
         group = begin_group(data_buffer, state["number"], size, state["step"])
-        episodes = _restored(state["episodes"], Episode)
-        group.outcomes = {i: _with_task(each, group.task) for i, each in episodes.items() if i < size}
-        group.held = _restored(state["held"], HeldEpisode)
+        episodes = {index: msgspec.convert(episode, Episode) for index, episode in state["episodes"]}
+        group.outcomes = {index: _with_task(each, group.task) for index, each in episodes.items() if index < size}
+        group.held = {index: msgspec.convert(held, HeldEpisode) for index, held in state["held"]}
         groups.append(group)
     if states:
         data_buffer.load_state_dict(here)
@@ -100,18 +106,7 @@ def _plain(values: Mapping[int, Any]) -> list[list[Any]]:
     return pairs
 
 
-def _restored(pairs: list[list[Any]], kind: type[Value]) -> dict[int, Value]:
-    return {index: msgspec.convert(value, kind) for index, value in pairs}
-
-
-def _without_task(episode: Episode) -> Episode | None:
-    """The episode with nothing in place of the group's task; None where it was played for another one."""
-    if any(trajectory.task != episode.task for trajectory in episode.trajectories):
-        return None
-    trajectories = [msgspec.structs.replace(each, task=_NO_TASK) for each in episode.trajectories]
-    return episode._replace(task=_NO_TASK, trajectories=trajectories)
-
-
 def _with_task(episode: Episode, task: Task) -> Episode:
+    """The episode, as if it had been played for this task."""
     trajectories = [msgspec.structs.replace(each, task=task) for each in episode.trajectories]
     return episode._replace(task=task, trajectories=trajectories)

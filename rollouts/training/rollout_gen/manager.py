@@ -3,65 +3,111 @@
     async with AsyncRolloutManager(buffer, RolloutConfig(8, 8, over_sampling_factor=1.5), play=..., inference=...) as m:
         step = await m.generate_batch()
 
-A step ends when enough groups are complete. What is still being played then is stopped in mid-reply, waits in memory
-with its environment, conversation and deadlines, and goes on in the next step, under the weights of then. Every group
-that was begun is at every moment exactly one of kept, dropped, carried or in flight (`statistics`).
+A step ends when enough groups are complete. An episode that is still being played then is stopped in mid-reply, waits
+in memory with its environment, conversation and deadlines, and continues in the next step, under new weights.
+Every group that was begun is at every moment exactly one of kept, dropped, carried or in flight (`statistics`).
 
 With an `over_sampling_factor` of 1 a step waits for everything that it began, nothing is carried over, and one seed is
 one result. Above 1 it is a race: which groups are complete first depends on the clock. With a `staleness` above 0 so
-many steps are played while earlier ones are trained on (`ahead`); whoever changes the weights then does it in `hold`.
-Left out: the playing itself (`pool`, `rollouts.agent`).
+many steps are prefetched, while earlier ones are trained on; weights are then changed in `hold`.
+Left out: the playing itself (`pool`, `rollouts.agent.episode`).
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
-from types import TracebackType
-from typing import Any, NamedTuple, cast
+from dataclasses import KW_ONLY, dataclass
+from types import SimpleNamespace
+from typing import Any, Generic, TypeVar, cast
 
 import trio
 
-from rollouts.agent import Episode
-from rollouts.env import calls
-from rollouts.errors import ConfigError, RolloutsError, RunError, words_of
-from rollouts.inference.base import InferenceBackend
+from rollouts.errors import ConfigError
+from rollouts.inference.base import Capabilities, InferenceBackend
 from rollouts.training.datasets.buffer import DataBuffer
-from rollouts.training.rollout_gen.ahead import Ahead
-from rollouts.training.rollout_gen.failures import Failures
-from rollouts.training.rollout_gen.group_rewards import GroupScorer
-from rollouts.training.rollout_gen.groups import Filter, Group, check_judged, filter_group, group_samples
+from rollouts.training.rollout_gen.failures import FailurePolicy, Failures
+from rollouts.training.rollout_gen.groups import Filter, Group, GroupScorer, check_judged, filter_group
 from rollouts.training.rollout_gen.live import LiveGroup, begin_group, group_state, restore_groups
 from rollouts.training.rollout_gen.pool import EpisodePool, Job, Play
-from rollouts.training.rollout_gen.rollout_generation import (
-    bare_prompt,
-    check_samples,
-    filter_verdict,
-    name_of,
-    sample_episode,
-    score_of,
-    stamp_version,
-    unjudged,
-)
 from rollouts.training.rollout_gen.steps import RolloutConfig, RolloutStatistics, RolloutStep
+from rollouts.training.rollout_gen.user_functions import filter_group_by, generate, reward_group, sample_group
 from rollouts.training.samples import episode_samples
-from rollouts.types import Sample, Score, Status
-
-__all__ = ["AsyncRolloutManager", "RolloutConfig", "RolloutStatistics", "RolloutStep"]
+from rollouts.types import Episode, Sample
 
 RewardFn = Callable[[Sample], Any]
+Step = TypeVar("Step")
 
 
-class _Played(NamedTuple):
-    """A step that was played, and its groups as a checkpoint keeps them."""
+NO_ENGINE = cast(
+    InferenceBackend,
+    SimpleNamespace(
+        capabilities=Capabilities(),
+        open_session=lambda order: ".".join(map(str, order)),
+        close_session=lambda session: None,
+    ),
+)
+"""Where a `generate_fn` brings its own engine, the pool only opens and closes sessions of this one."""
 
-    step: RolloutStep
-    groups: list[LiveGroup]
+
+class Prefetch(Generic[Step]):
+    """Plays steps before they are asked for: `run` in a task of its own, one after another; `take` gives them out.
+
+    While step s is trained on, the steps up to s + `count` may be played. None of them is begun earlier, so what a step
+    trains on was begun at most `count` steps before.
+    """
+
+    def __init__(self, play: Callable[[], Awaitable[Step]], count: int) -> None:
+        assert count > 0, count
+        self.ready: deque[Step] = deque()
+        self._play = play
+        self._count = count
+        self._asked = self._begun = 0
+        self._end: float = math.inf  # steps that will ever be asked for
+        self._moved = trio.Event()
+
+    async def run(self) -> None:
+        """Until it is cancelled. What `play` raises is raised."""
+        while True:
+            while self._asked == 0 or self._begun >= min(self._asked + self._count, self._end):
+                await self._moved.wait()
+            self._begun += 1
+            self.ready.append(await self._play())
+            self._notify()
+
+    async def take(self, wanted: int | None = None) -> Step:
+        """The next step. `wanted` are still to be asked for, this one included; None: it is not known.
+
+        A cancelled call takes nothing.
+        """
+        self._end = math.inf if wanted is None else self._asked + wanted
+        self._asked += 1
+        self._notify()
+        try:
+            while not self.ready:
+                await self._moved.wait()
+        except BaseException:
+            self._asked -= 1
+            raise
+        return self.ready.popleft()
+
+    def _notify(self) -> None:
+        """Wake both sides."""
+        self._moved.set()
+        self._moved = trio.Event()
 
 
+class _PlayedStep(RolloutStep):
+    """A step, and its groups as a checkpoint keeps them until it is handed out."""
+
+    live: list[LiveGroup]
+
+
+@dataclass(eq=False, repr=False)
 class AsyncRolloutManager:
     """Plays groups side by side and hands them out a step at a time.
 
@@ -76,75 +122,65 @@ class AsyncRolloutManager:
     `generate_fn` with logprobs and without versions are of the one that was served when the function was called.
     """
 
-    def __init__(
-        self,
-        data_buffer: DataBuffer,
-        config: RolloutConfig,
-        *,
-        play: Play | None = None,
-        inference: InferenceBackend | None = None,
-        filters: Sequence[Filter] = (),
-        see_rewards: Callable[[Group, int], list[float | None]] | None = None,
-        score_group: GroupScorer | None = None,
-        failures: Failures | None = None,
-    ) -> None:
-        if (play is None) == (config.generate_fn is None):
-            given = "both" if play is not None else "neither"
-            raise ConfigError(
-                f"rollouts are made either by `play` or by the configuration's generate_fn; {given} is given"
-            )
-        self.data_buffer = data_buffer
-        self.config = config
+    data_buffer: DataBuffer
+    config: RolloutConfig
+    _: KW_ONLY
+    play: Play | None = None
+    inference: InferenceBackend | None = None
+    filters: Sequence[Filter] = ()
+    see_rewards: Callable[[Group, int], list[float | None]] | None = None
+    score_group: GroupScorer | None = None
+    failures: Failures | None = None
+
+    def __post_init__(self) -> None:
+        if (self.play is None) == (self.config.generate_fn is None):
+            given = "both" if self.play is not None else "neither"
+            raise ConfigError(f"rollouts are made by `play` or by the configuration's generate_fn; {given} is given")
         self.policy_version: int | None = None
-        self._play = play or self._generate
-        self._inference = inference or cast(InferenceBackend, _NoEngine())
-        self._filters = tuple(filters)
-        self._see_rewards = see_rewards
-        self._score_group = score_group
-        self._failures = failures
-        self._jobs_per_group = 1 if play is None else config.n_samples_per_prompt
-        self._begun = self._kept = self._dropped = self._steps = 0
-        self._live: dict[int, LiveGroup] = {}
+        self._play = self.play or (lambda job, session, seat: generate(self.config, job.task, self.policy_version))
+        self._jobs_per_group = 1 if self.play is None else self.config.n_samples_per_prompt
+        self._begun = self._kept = self._dropped = self._steps = 0  # with steps that were prefetched
+        self._live: dict[int, LiveGroup] = {}  # without them
         self._to_restore: list[dict[str, Any]] = []
         self._pool: EpisodePool | None = None
-        self._ahead: Ahead[_Played] | None = None
-        self._reward_fn: RewardFn | None = None  # of the steps that are played ahead
+        self._prefetch: Prefetch[_PlayedStep] | None = None
+        self._reward_fn: RewardFn | None = None  # of the next step that is begun
         self._is_playing = self._is_held = False
         self._changed = trio.Event()
 
     async def __aenter__(self) -> AsyncRolloutManager:
         assert self._pool is None, "the manager is entered already"
-        pool = EpisodePool(
-            self._play,
-            self._inference,
-            concurrency=self.config.concurrency,
-            on_end=self._end_episode,
-            failures=self._failures,
-        )
+        failures = self.failures or Failures(FailurePolicy(retries=0))
+        inference, concurrency = self.inference or NO_ENGINE, self.config.concurrency
+        pool = EpisodePool(self._play, inference, concurrency, self._end_episode, failures)
         await pool.__aenter__()
         pool.add(job for group in self._live.values() for job in group.jobs)
         self._pool = pool
         if self.config.staleness:
-            self._ahead = Ahead(lambda: self._play_step(pool, self._reward_fn), self.config.staleness)
-            pool.beside(self._ahead.run)
+            self._prefetch = Prefetch(functools.partial(self._play_step, pool), self.config.staleness)
+            pool.nursery.start_soon(self._prefetch.run)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool:
+    async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         pool, self._pool = self._pool, None
         assert pool is not None, "the manager was entered"
         for (number, index), held in pool.held.items():
             self._live[number].held[index] = held
-        if self._ahead is not None:
-            self._take_back(self._ahead)
-            self._ahead = None
-        return await pool.__aexit__(kind, error, traceback)
+        _, self._kept, self._dropped, *_ = self.statistics
+        self._steps -= len(self._ready)
+        for group in self._prefetched:  # they belong to the next steps again
+            group.judged = None
+            self._live[group.number] = group
+        self._prefetch = None
+        await pool.__aexit__(kind, error, traceback)
 
-    async def generate_batch(self, reward_fn: RewardFn | None = None, *, wanted: int | None = None) -> RolloutStep:
-        """The next step's groups: `batch_size` that no filter dropped, and the dropped ones; fewer where none are left
-        in flight and no more may be begun. `reward_fn` stands in for the configuration's (with a `staleness`: in steps
-        that are not begun yet). `wanted` steps are still to come, this one included; nothing is played ahead of them.
+    def generate_batch(
+        self, reward_fn: RewardFn | None = None, *, wanted: int | None = None
+    ) -> Coroutine[Any, Any, RolloutStep]:
+        """Await it for the next step's groups: `batch_size` that no filter dropped, and the dropped ones; fewer where
+        none are left in flight and no more may be begun. `reward_fn` replaces the configuration's (with a
+        `staleness`: in steps that are not begun yet). `wanted` steps are still to come, this one included; nothing is
+        prefetched beyond them.
 
         A cancelled call loses nothing: its groups are in the next one's.
 
@@ -153,40 +189,42 @@ class AsyncRolloutManager:
             RewardError: a reward is none.
         """
         self._reward_fn = reward_fn
-        if self._ahead is not None:
-            return (await self._ahead.take(wanted)).step
-        if self._pool is not None:
-            return (await self._play_step(self._pool, reward_fn)).step
-        step: RolloutStep | None = None
+        if self._pool is None:
+            return self._generate_alone(reward_fn)
+        return self._play_step(self._pool) if self._prefetch is None else self._prefetch.take(wanted)
+
+    async def _generate_alone(self, reward_fn: RewardFn | None) -> RolloutStep:
         async with self:
-            step = await self.generate_batch(reward_fn, wanted=1)
-        assert step is not None, "what is raised in the block goes through it"
-        return step
+            return await self.generate_batch(reward_fn, wanted=1)
 
     @asynccontextmanager
     async def hold(self) -> AsyncIterator[None]:
-        """In here nobody speaks: replies that are under way have come back as far as they were, and go on afterwards.
-        It is where weights change, and where `state_dict` tells all. Without a `staleness` nothing is under way anyway.
+        """Nothing is sampled in here: replies that were under way are kept as far as they came, and continue later.
+        Weights change in here, and `state_dict` is complete. Without a `staleness` nothing is under way anyway.
         """
-        if self._pool is None or self._ahead is None:
+        pool = self._pool
+        if pool is None or self._prefetch is None:
             yield
             return
         assert not self._is_held, "it is held already"
         self._is_held = True
         try:
-            await self._pool.pause()
+            await pool.pause()
             yield
         finally:
             self._is_held = False
             if self._is_playing:
-                self._pool.open()
+                pool.open()
 
     @property
     def statistics(self) -> RolloutStatistics:
         """A frozen count of what became of every group so far."""
-        live = len(self._live) + len(self._to_restore)
-        carried, in_flight = (0, live) if self._is_playing else (live, 0)
-        return RolloutStatistics(self._begun, self._kept, self._dropped, carried, in_flight)
+        waiting = self._prefetched
+        kept = sum(group.is_kept for group in waiting)
+        dropped = len(waiting) - kept
+        in_flight = len(self._live) if self._is_playing else 0
+        carried = len(self._live) + len(waiting) + len(self._to_restore) - in_flight
+        return RolloutStatistics(self._begun, self._kept - kept, self._dropped - dropped, carried, in_flight)
 
     @property
     def partial_samples(self) -> list[Sample]:
@@ -197,22 +235,19 @@ class AsyncRolloutManager:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must keep of the manager: plain data. Between two steps; with a `staleness` in `hold`."""
-        held: dict[int, dict[int, Any]] = {}
-        for (number, index), each in (self._pool.held if self._pool is not None else {}).items():
-            held.setdefault(number, {})[index] = each
-        ready = list(self._ahead.ready) if self._ahead is not None else []
-        waiting = [group for played in ready for group in played.groups]
-        live = sorted([*waiting, *self._live.values()], key=lambda group: group.number)
+        counts = self.statistics
+        held = self._pool.held if self._pool is not None else {}
+        live = sorted([*self._prefetched, *self._live.values()], key=lambda group: group.number)
         return {
-            "begun": self._begun,
-            "kept": self._kept - sum(_is_kept(group) for group in waiting),
-            "dropped": self._dropped - sum(not _is_kept(group) for group in waiting),
-            "steps": self._steps - len(ready),
-            "live": self._to_restore + [group_state(group, held.get(group.number, {})) for group in live],
+            "begun": counts.begun,
+            "kept": counts.kept,
+            "dropped": counts.dropped,
+            "steps": self._steps - len(self._ready),
+            "live": self._to_restore + [group_state(group, held) for group in live],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint; the buffer is told by itself where it stood. Before the first step."""
+        """Continue from a checkpoint, before the first step. The buffer is restored by itself."""
         assert not self._live, f"{len(self._live)} groups are being played"
         self._begun, self._dropped = state["begun"], state["dropped"]
         self._to_restore = list(state.get("live", []))
@@ -221,11 +256,24 @@ class AsyncRolloutManager:
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
-    async def _play_step(self, pool: EpisodePool, reward_fn: RewardFn | None) -> _Played:
-        start = time.perf_counter()
-        size = self.config.batch_size
-        self._restore(pool)
-        self._begin(pool, self.config.ahead(size) - len(self._live))
+    @property
+    def _ready(self) -> Sequence[_PlayedStep]:
+        """The steps that were played and not asked for yet."""
+        return self._prefetch.ready if self._prefetch else ()
+
+    @property
+    def _prefetched(self) -> list[LiveGroup]:
+        """Their groups."""
+        return [group for step in self._ready for group in step.live]
+
+    async def _play_step(self, pool: EpisodePool) -> _PlayedStep:
+        start, config = time.perf_counter(), self.config
+        reward_fn = self._reward_fn or config.reward_fn
+        for group in restore_groups(self._to_restore, self.data_buffer, self._jobs_per_group):
+            self._live[group.number] = group
+            pool.add(group.jobs)
+        self._to_restore = []
+        self._begin(pool, config.in_flight(config.batch_size) - len(self._live))
         refills = refilled = 0
         self._is_playing = True
         if not self._is_held:
@@ -233,11 +281,12 @@ class AsyncRolloutManager:
         try:
             while True:
                 self._changed = trio.Event()
-                missing, playing = await self._judge_complete(reward_fn or self.config.reward_fn)
-                more = self.config.ahead(missing) - playing
+                missing = await self._judge_complete(reward_fn)
+                playing = sum(group.judged is None for group in self._live.values())
                 if missing == 0:
                     break
-                if playing < missing and self.config.refill and refills < self.config.refills_max:
+                if playing < missing and config.refill and refills < config.refills_max:
+                    more = config.in_flight(missing) - playing
                     refills, refilled = refills + 1, refilled + more
                     self._begin(pool, more)
                 elif playing == 0:
@@ -245,17 +294,9 @@ class AsyncRolloutManager:
                 await self._changed.wait()
             await pool.pause()
         finally:
-            pool.shut()
+            pool.is_shut = True
             self._is_playing = False
-        return self._hand_out(start, refilled)
-
-    def _restore(self, pool: EpisodePool) -> None:
-        """Take up what a checkpoint says was being played."""
-        groups = restore_groups(self._to_restore, self.data_buffer, self._jobs_per_group)
-        self._to_restore = []
-        for group in groups:
-            self._live[group.number] = group
-            pool.add(group.jobs)
+        return self._finish(time.perf_counter() - start, refilled)
 
     def _begin(self, pool: EpisodePool, count: int) -> None:
         """Begin so many groups, in one go: their sessions are open before any of them plays."""
@@ -273,129 +314,52 @@ class AsyncRolloutManager:
         if self._live[number].is_complete:
             self._changed.set()
 
-    async def _judge_complete(self, reward_fn: RewardFn | None) -> tuple[int, int]:
-        """Judge groups that are complete while any are wanted; how many are still missing, and how many unjudged."""
-        unjudged_groups = [group for group in self._live.values() if group.judged is None]
-        ready = sorted((group for group in unjudged_groups if group.is_complete), key=lambda group: group.number)
-        if self.config.in_rounds and len(ready) < len(unjudged_groups):
+    async def _judge_complete(self, reward_fn: RewardFn | None) -> int:
+        """Judge groups that are complete while any are wanted; how many are still missing."""
+        unjudged = [group for group in self._live.values() if group.judged is None]
+        ready = sorted((group for group in unjudged if group.is_complete), key=lambda group: group.number)
+        if self.config.in_rounds and len(ready) < len(unjudged):
             ready = []
-        missing = self.config.batch_size - sum(_is_kept(group) for group in self._live.values())
+        missing = self.config.batch_size - sum(group.is_kept for group in self._live.values())
         for group in ready:
             if missing == 0:
                 break
             group.judged = await self._judge(group, reward_fn)
-            missing -= _is_kept(group)
-        return missing, sum(group.judged is None for group in self._live.values())
+            missing -= group.is_kept
+        return missing
 
     async def _judge(self, live: LiveGroup, reward_fn: RewardFn | None) -> Group:
         """Rewards that see the whole group, then the filters."""
-        group = self._as_group(live)
+        if self.config.generate_fn is None:
+            group = Group(live.number, live.task, tuple(live.outcomes[index] for index in range(live.size)))
+        else:
+            group = sample_group(live.number, live.task, live.outcomes[0])
         if reward_fn is not None:
-            group = await _rewarded(group, reward_fn)
-        if self._score_group is not None:
-            group = group._replace(episodes=tuple(await self._score_group(group.episodes)))
-        group = filter_group(group, self._filters, step=self._steps, see=self._see_rewards)
+            group = await reward_group(group, reward_fn)
+        if self.score_group is not None:
+            group = group._replace(episodes=tuple(await self.score_group(group.episodes)))
+        group = filter_group(group, self.filters, step=self._steps, see=self.see_rewards)
         if group.dropped is None and self.config.filter_fn is not None:
-            name = name_of(self.config.filter_fn)
-            group = group._replace(dropped=filter_verdict(name, await _ask_filter(self.config.filter_fn, name, group)))
+            group = await filter_group_by(self.config.filter_fn, group)
         return group
 
-    def _as_group(self, live: LiveGroup) -> Group:
-        outcomes = [live.outcomes[index] for index in range(live.size)]
-        if self.config.generate_fn is None:
-            return Group(live.number, live.task, tuple(outcomes))
-        (samples,) = outcomes
-        episodes = tuple(sample_episode(s, live.task, (live.number, index)) for index, s in enumerate(samples))
-        return Group(live.number, live.task, episodes, samples=tuple(samples))
-
-    def _take_back(self, ahead: Ahead[_Played]) -> None:
-        """What was played and not asked for belongs to the next steps again."""
-        for _, groups in ahead.ready:
-            self._steps -= 1
-            for group in groups:
-                self._kept -= _is_kept(group)
-                self._dropped -= not _is_kept(group)
-                group.judged = None
-                self._live[group.number] = group
-        ahead.ready.clear()
-
-    def _hand_out(self, start: float, refilled: int) -> _Played:
-        judged = sorted((live for live in self._live.values() if live.judged is not None), key=lambda live: live.number)
-        groups = [live.judged for live in judged if live.judged is not None]
-        for live in judged:
-            del self._live[live.number]
-        step, self._steps = self._steps, self._steps + 1
-        self._dropped += sum(group.dropped is not None for group in groups)
-        self._kept += sum(group.dropped is None for group in groups)
-        check_judged([episode for group in groups for episode in group.episodes], f"step {step + 1}")
+    def _finish(self, seconds: float, refilled: int) -> _PlayedStep:
+        """The judged groups as a step; they are live no more. Raises RunError where no rollout could be judged."""
+        judged = sorted((group for group in self._live.values() if group.judged), key=lambda group: group.number)
+        for group in judged:
+            del self._live[group.number]
+        kept = sum(group.is_kept for group in judged)
+        number, self._steps = self._steps, self._steps + 1
+        self._kept += kept
+        self._dropped += len(judged) - kept
+        groups = [group.judged for group in judged if group.judged is not None]
+        check_judged([episode for group in groups for episode in group.episodes], f"step {self._steps}")
         metrics: dict[str, float] = {}
         if not self.config.in_rounds:
-            metrics["rollout/carried_frac"] = sum(live.step < step for live in judged) / max(len(judged), 1)
+            metrics["rollout/carried_frac"] = sum(group.step < number for group in judged) / max(len(judged), 1)
             metrics["group/over_sampled"] = float(len(self._live))
         if self.config.refill:
             metrics["group/refilled"] = float(refilled)
-        seconds = time.perf_counter() - start
-        played = RolloutStep(groups, seconds, metrics=metrics, epoch_id=self.data_buffer.epoch_id, step_id=step)
-        return _Played(played, judged)
-
-    async def _generate(self, job: Job, session: str, inference: InferenceBackend) -> list[Sample]:
-        """One group by the user's function. Where that raises or takes too long, its samples have failed."""
-        count, seconds = self.config.n_samples_per_prompt, self.config.generate_seconds
-        assert self.config.generate_fn is not None, "checked when the manager was made"
-        prompts = [bare_prompt(job.task) for _ in range(count)]
-        served = self.policy_version
-        try:
-            returned = await calls.call(functools.partial(self.config.generate_fn, prompts), timeout_seconds=seconds)
-        except trio.TooSlowError:
-            status, why = Status.TIMEOUT, f"generate_fn took longer than {seconds:g} seconds"
-        except RolloutsError:
-            raise
-        except Exception as error:  # the author's code may raise anything
-            status, why = Status.ENVIRONMENT_ERROR, f"generate_fn: {words_of(error)}"
-        else:
-            return stamp_version(check_samples(returned, count), served)
-        failed = Sample(job.task.prompt, reward=None, status=status, metadata={"error": why})
-        return [replace(failed) for _ in range(count)]
-
-
-class _NoEngine:
-    """Stands where a `generate_fn` brings its own engine."""
-
-    def open_session(self, order: tuple[int, ...]) -> str:
-        return ".".join(map(str, order))
-
-    def close_session(self, session: str) -> None:
-        return None
-
-
-def _is_kept(group: LiveGroup) -> bool:
-    return group.judged is not None and group.judged.dropped is None
-
-
-async def _rewarded(group: Group, reward_fn: RewardFn) -> Group:
-    """The group with the scores that `reward_fn` gives; rollouts that the infrastructure failed keep theirs (None)."""
-    episodes = []
-    for index, episode in enumerate(group.episodes):
-        shown = [group.samples[index]] if group.samples else episode_samples(episode, 0, 0)
-        if episode.status.is_infrastructure or not shown:
-            episodes.append(episode)
-            continue
-        episodes.append(episode._replace(score=await _ask_reward(reward_fn, shown[-1])))
-    return group._replace(episodes=tuple(episodes))
-
-
-async def _ask_reward(reward_fn: RewardFn, sample: Sample) -> Score:
-    try:
-        score: Score = await calls.call(reward_fn, sample, convert=score_of)
-        return score
-    except Exception as error:  # the author's code may raise anything
-        return unjudged(error)
-
-
-async def _ask_filter(filter_fn: Callable[..., Any], name: str, group: Group) -> Any:
-    try:
-        return await calls.call(filter_fn, group_samples([group]))
-    except RolloutsError:
-        raise
-    except Exception as error:  # the author's code may raise anything
-        raise RunError(f"the filter {name} raised {words_of(error)}") from error
+        step = _PlayedStep(groups, seconds, metrics=metrics, epoch_id=self.data_buffer.epoch_id, step_id=number)
+        step.live = judged
+        return step

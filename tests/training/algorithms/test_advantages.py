@@ -8,10 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollouts.config.settings import REQUIRED
 from rollouts.errors import ConfigError, TrainingError
-from rollouts.plugins.signature import REQUIRED, check_signature
-from rollouts.training.algorithms.advantages import baseline, group_advantages, group_mean, group_norm, ones, rloo
-from rollouts.training.algorithms.selectors import top
+from rollouts.plugins.signature import check_signature
+from rollouts.training.algorithms.advantages import baseline, group_mean, group_norm, ones, rloo
+from rollouts.training.algorithms.calls import group_advantages
+from rollouts.training.algorithms.selection import top
 
 GROUPS = st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=9)
 COMPARING = [group_norm, group_mean, rloo]
@@ -139,8 +141,8 @@ def test_what_is_no_result_is_named():
         group_advantages(raising, [1.0, 2.0])
     with pytest.raises(TrainingError, match="advantage nothing got 2 rewards and returned NoneType None"):
         group_advantages(nothing, [1.0, 2.0])
-    with pytest.raises(TrainingError, match="advantage mine got 2"):
-        group_advantages(lambda rewards: [1.0], [1.0, 2.0], label="mine")
+    with pytest.raises(TrainingError, match="advantage <lambda> got 2"):
+        group_advantages(lambda rewards: [1.0], [1.0, 2.0])
     assert group_advantages(top, [1.0, 2.0]) == [0.0, 1.0], "bools are numbers"
 
 

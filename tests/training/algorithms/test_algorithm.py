@@ -9,7 +9,7 @@ import torch
 
 from rollouts.errors import ConfigError, SignatureError, TrainingError
 from rollouts.training.algorithms import algorithm as room
-from rollouts.training.algorithms import needs as asks
+from rollouts.training.algorithms import checks
 from rollouts.training.algorithms.advantages import group_mean, group_norm
 from rollouts.training.algorithms.aggregation import aggregate
 from rollouts.training.algorithms.algorithm import KL, Algorithm, Term
@@ -17,31 +17,31 @@ from rollouts.training.algorithms.evaluate import evaluate as evaluate_algorithm
 from rollouts.training.algorithms.evaluate import importance_weights
 from rollouts.training.algorithms.kl import k1_reward, k2_loss, rk3_loss
 from rollouts.training.algorithms.losses import entropy_bonus, ppo_clip
-from rollouts.training.algorithms.pairings import best_worst
 from rollouts.training.algorithms.recipes import DPO, GRPO, OPD, PPO, RFT, SFT
+from rollouts.training.algorithms.selection import best_worst
 from rollouts.training.algorithms.token_advantages import gae
 
-ALWAYS = asks.available_names()
+ALWAYS = checks.available_names()
 
 
 def test_needs_and_settings_of_compositions():
     both = Algorithm(group_mean, "token_mean", (Term(ppo_clip), Term(entropy_bonus, 0.01)))
-    assert asks.needs(both) == {"logprobs", "old_logprobs", "advantages", "entropy"}
+    assert room.needs(both) == {"logprobs", "old_logprobs", "advantages", "entropy"}
     assert {"clip_low", "clip_high"} <= {setting.name for setting in room.algorithm_settings(both)}
     bound = room.bind_algorithm(both, {"clip_high": 0.28})
     assert room.setting_of(bound, "clip_high") == 0.28 and room.setting_of(bound, "clip_low") == 0.2
     assert room.setting_of(SFT, "clip_low") is None
-    assert asks.needs(bound) == asks.needs(both)
+    assert room.needs(bound) == room.needs(both)
     assert room.setting_of(both, "clip_high") == 0.2, "binding changes nothing in place"
 
 
 def test_a_named_term_has_a_coefficient_and_is_not_computed_at_0():
-    assert "entropy" not in asks.needs(GRPO)
+    assert "entropy" not in room.needs(GRPO)
     with_entropy = room.bind_algorithm(GRPO, {"entropy_coef": 0.01})
-    assert "entropy" in asks.needs(with_entropy) and with_entropy.terms[1].coefficient == 0.01
+    assert "entropy" in room.needs(with_entropy) and with_entropy.terms[1].coefficient == 0.01
     (coefficient,) = (each for each in room.algorithm_settings(PPO) if each.name == "value_coef")
     assert coefficient.default == 0.5
-    assert "values" not in asks.needs(room.bind_algorithm(PPO, {"value_coef": 0.0}))
+    assert "values" not in room.needs(room.bind_algorithm(PPO, {"value_coef": 0.0}))
 
 
 def test_settings_bound_in_a_recipe_are_its_defaults():
@@ -57,14 +57,14 @@ def test_wrong_settings_are_refused():
 
 
 def test_what_has_to_be_computed_before_the_loss():
-    assert asks.forward_needs(GRPO) == ()
-    assert asks.forward_needs(GRPO._replace(kl=KL(rk3_loss))) == ("ref_logprobs",)
-    assert asks.forward_needs(GRPO._replace(kl=KL(k1_reward))) == ("ref_logprobs",)
-    assert asks.forward_needs(PPO) == ("values",)
-    assert asks.forward_needs(OPD) == ("teacher_logprobs",)
-    assert asks.forward_needs(DPO) == ("ref_logprobs",)
-    assert asks.is_reward_placed(k1_reward) and not asks.is_reward_placed(k2_loss)
-    assert asks.is_batch_advantage(gae) and not asks.is_batch_advantage(group_norm)
+    assert room.forward_needs(GRPO) == ()
+    assert room.forward_needs(GRPO._replace(kl=KL(rk3_loss))) == ("ref_logprobs",)
+    assert room.forward_needs(GRPO._replace(kl=KL(k1_reward))) == ("ref_logprobs",)
+    assert room.forward_needs(PPO) == ("values",)
+    assert room.forward_needs(OPD) == ("teacher_logprobs",)
+    assert room.forward_needs(DPO) == ("ref_logprobs",)
+    assert room.is_reward_placed(k1_reward) and not room.is_reward_placed(k2_loss)
+    assert room.is_batch_advantage(gae) and not room.is_batch_advantage(group_norm)
 
 
 def test_a_bare_loss_becomes_an_algorithm():
@@ -87,28 +87,28 @@ def test_what_a_run_cannot_give_is_refused(name, words):
     exec(f"def mine(logprobs, {name}): return logprobs", scope)
     chosen = room.as_algorithm(scope["mine"])
     with pytest.raises(SignatureError, match=f"mine names `{name}`, but this run has {words}"):
-        asks.check_needs(chosen, ALWAYS)
-    asks.check_needs(chosen, {"logprobs", name})
-    asks.check_needs(GRPO, ALWAYS)
+        checks.check_needs(chosen, ALWAYS)
+    checks.check_needs(chosen, {"logprobs", name})
+    checks.check_needs(GRPO, ALWAYS)
 
 
 def test_parts_that_do_not_go_together_are_refused():
-    asks.check_composition(GRPO, 8)
-    asks.check_composition(DPO, 2)
+    checks.check_composition(GRPO, 8)
+    checks.check_composition(DPO, 2)
     with pytest.raises(ConfigError, match="takes 2 or more of them"):
-        asks.check_composition(DPO, 1)
+        checks.check_composition(DPO, 1)
     with pytest.raises(ConfigError, match="--aggregation token_mean: pairs need pair_mean"):
-        asks.check_composition(DPO._replace(aggregation="token_mean"))
+        checks.check_composition(DPO._replace(aggregation="token_mean"))
     with pytest.raises(ConfigError, match="there are no pairs; type --pairs best_worst"):
-        asks.check_composition(GRPO._replace(aggregation="pair_mean"))
+        checks.check_composition(GRPO._replace(aggregation="pair_mean"))
     with pytest.raises(ConfigError, match="ppo_clip does not name `pair_index`"):
-        asks.check_composition(GRPO._replace(pairs=best_worst, aggregation="pair_mean"))
+        checks.check_composition(GRPO._replace(pairs=best_worst, aggregation="pair_mean"))
     with pytest.raises(ConfigError, match="leave --kl out"):
-        asks.check_composition(DPO._replace(kl=KL(rk3_loss)))
+        checks.check_composition(DPO._replace(kl=KL(rk3_loss)))
     with pytest.raises(ConfigError, match="choose one of them"):
-        asks.check_composition(DPO._replace(select=RFT.select))
+        checks.check_composition(DPO._replace(select=RFT.select))
     with pytest.raises(ConfigError, match="dpo compares pairs; type --pairs"):
-        asks.check_composition(DPO._replace(pairs=None, aggregation="token_mean"))
+        checks.check_composition(DPO._replace(pairs=None, aggregation="token_mean"))
 
 
 def test_a_bare_loss_over_pairs_gets_the_usual_pairs():
@@ -117,7 +117,7 @@ def test_a_bare_loss_over_pairs_gets_the_usual_pairs():
 
     found = room.as_algorithm(mine)
     assert found.pairs is best_worst and found.aggregation == "pair_mean"
-    asks.check_composition(found, 4)
+    checks.check_composition(found, 4)
 
 
 def evaluate(function, mask=None, **available):
@@ -237,12 +237,12 @@ def test_an_advantage_that_names_what_the_run_cannot_give_is_refused():
     def by_length(rewards, lengths, *, power: float = 1.0):
         return rewards / lengths**power
 
-    asks.check_advantage(functools.partial(by_length, power=2.0))
+    checks.check_advantage(functools.partial(by_length, power=2.0))
     with pytest.raises(SignatureError, match=r"names `turn_rewards`.*`lengths` and `rewards` only"):
-        asks.check_advantage(by_turn)
+        checks.check_advantage(by_turn)
     with pytest.raises(SignatureError, match="gae names `values`, but this run has no critic; type --critic head"):
-        asks.check_advantage(gae, ALWAYS)
-    asks.check_advantage(gae, asks.available_names(critic=True))
+        checks.check_advantage(gae, ALWAYS)
+    checks.check_advantage(gae, checks.available_names(critic=True))
 
 
 def test_an_aggregation_of_ones_own():

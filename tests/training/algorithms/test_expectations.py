@@ -11,8 +11,8 @@ import itertools
 import pytest
 import torch
 
-from rollouts.training.algorithms.advantages import group_advantages
 from rollouts.training.algorithms.algorithm import KL
+from rollouts.training.algorithms.calls import group_advantages
 from rollouts.training.algorithms.evaluate import evaluate
 from rollouts.training.algorithms.kl import k1_reward
 from rollouts.training.algorithms.recipes import RLOO

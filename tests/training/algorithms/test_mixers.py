@@ -10,11 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollouts.config.settings import REQUIRED
 from rollouts.errors import ConfigError, TrainingError
-from rollouts.plugins.signature import REQUIRED, check_signature
+from rollouts.plugins.signature import check_signature
 from rollouts.training.algorithms.advantages import group_mean, group_norm
-from rollouts.training.algorithms.group_calls import mixed_rewards
-from rollouts.training.algorithms.mixers import lexicographic, minimum, normalised_sum, product, weighted_sum
+from rollouts.training.algorithms.calls import mixed_rewards
+from rollouts.training.algorithms.rewards import lexicographic, minimum, normalised_sum, product, weighted_sum
 
 ALL = [weighted_sum, minimum, product, lexicographic, normalised_sum]
 
@@ -140,7 +141,7 @@ def test_the_caller_takes_the_order_and_counts_what_could_not_be_judged_as_zero(
     parts = [{"right": None, "short": 1.0}, {"right": 1.0, "short": 0.0}]
     weights = {"right": 1.0, "short": 1.0}
     assert mixed_rewards(lexicographic, parts, weights) == [0.0, 1.0]
-    assert mixed_rewards(lexicographic, parts, weights, ["short", "right"]) == [1.0, 0.0]
+    assert mixed_rewards(lexicographic, parts, dict(reversed(weights.items()))) == [1.0, 0.0]
 
     def late(parts, weights, step):
         return parts[:, 0] * step

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollouts.training.algorithms.packing import pack_rows
+from rollouts.training.batching import pack_rows
 
 
 @given(st.lists(st.integers(0, 50)), st.integers(1, 60))
@@ -36,5 +36,5 @@ def test_a_budget_of_nothing_is_our_mistake():
 
 
 def test_no_torch():
-    code = "import sys, rollouts.training.algorithms.packing; sys.exit('torch' in sys.modules)"
+    code = "import sys, rollouts.training.batching; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -9,10 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollouts.config.settings import REQUIRED
 from rollouts.errors import ConfigError, TrainingError
-from rollouts.plugins.signature import REQUIRED, check_signature
-from rollouts.training.algorithms.group_calls import paired
-from rollouts.training.algorithms.pairings import all_pairs, best_worst
+from rollouts.plugins.signature import check_signature
+from rollouts.training.algorithms.calls import paired
+from rollouts.training.algorithms.selection import all_pairs, best_worst
 
 GIVEN = {"lengths": [1, 2, 3, 4], "step": 0}
 

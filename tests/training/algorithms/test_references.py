@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollouts.config.settings import REQUIRED
 from rollouts.errors import ConfigError
-from rollouts.plugins.signature import REQUIRED, call_with, check_signature
-from rollouts.training.algorithms.references import adapter_off, ema, every_n, frozen
+from rollouts.plugins.signature import call_with, check_signature
+from rollouts.training.algorithms.kl import adapter_off, ema, every_n, frozen
 
 
 def follow(rule, policies, *, dtype=torch.float64, adapters=False):

@@ -12,10 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollouts.config.settings import REQUIRED
 from rollouts.errors import ConfigError, TrainingError
-from rollouts.plugins.signature import REQUIRED, check_signature
-from rollouts.training.algorithms.group_calls import selected
-from rollouts.training.algorithms.selectors import max_variance, reward_at_least, top
+from rollouts.plugins.signature import check_signature
+from rollouts.training.algorithms.calls import selected
+from rollouts.training.algorithms.selection import max_variance, reward_at_least, top
 
 
 def select(function, rewards, **settings):

@@ -8,10 +8,11 @@ import math
 import pytest
 import torch
 
+from rollouts.config.settings import REQUIRED
 from rollouts.errors import ConfigError, TrainingError
-from rollouts.plugins.signature import REQUIRED, check_signature
-from rollouts.training.algorithms.group_calls import shaped_rewards
-from rollouts.training.algorithms.shaping import overlong
+from rollouts.plugins.signature import check_signature
+from rollouts.training.algorithms.calls import shaped_rewards
+from rollouts.training.algorithms.rewards import overlong
 
 
 def dapo(length, longest, cache):

@@ -16,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rollouts.config.settings import REQUIRED
 from rollouts.errors import ConfigError, TrainingError
-from rollouts.plugins.signature import REQUIRED, check_signature
-from rollouts.training.algorithms.group_calls import batch_advantages
+from rollouts.plugins.signature import check_signature
+from rollouts.training.algorithms.calls import batch_advantages
 from rollouts.training.algorithms.losses import importance
 from rollouts.training.algorithms.token_advantages import distill, gae, reinforce_pp
 

@@ -6,6 +6,7 @@ python checkpoint_worker.py full-disk FOLDER
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from datetime import timedelta
@@ -15,7 +16,8 @@ import torch
 from torch import distributed
 
 from rollouts.errors import CheckpointError
-from rollouts.training.backends import checkpoint
+from rollouts.training.weights import checkpoint, files, store
+from rollouts.training.weights.files import ModelFiles
 
 SHAPES = {"rows": (5, 3), "few": (1, 4), "vector": (7,), "half": (6, 2)}
 
@@ -41,22 +43,24 @@ def tensors(mesh, fill):
 
 
 def save(mesh, rank, ranks, folder):
-    names: list = [str(checkpoint.begin_checkpoint(str(folder / "step_000003")))] if rank == 0 else [None]
-    distributed.broadcast_object_list(names)
-    temporary = Path(names[0])
-    refuse(mesh, rank, ranks, folder)
-    checkpoint.write_tensors(temporary, tensors(mesh, 0.25))
-    full = export(mesh, rank, temporary)
-    if rank == 0:
-        checkpoint.finish_checkpoint(
-            temporary,
-            str(folder / "step_000003"),
-            kind="full",
-            fingerprint=checkpoint.model_fingerprint(full),
-            version=3,
-            world_size=ranks,
-            state={"backend": {"version": 3}},
-        )
+    with contextlib.ExitStack() as stack:
+        names: list = [None]
+        if rank == 0:
+            names = [str(stack.enter_context(store.new_checkpoint(str(folder / "step_000003"))))]
+        distributed.broadcast_object_list(names)
+        temporary = Path(names[0])
+        refuse(mesh, rank, ranks, folder)
+        checkpoint.write_tensors(temporary, tensors(mesh, 0.25))
+        full = export(mesh, rank, temporary)
+        if rank == 0:
+            store.finish_checkpoint(
+                temporary,
+                kind="full",
+                fingerprint=checkpoint.model_fingerprint(full),
+                version=3,
+                world_size=ranks,
+                state={"backend": {"version": 3}},
+            )
 
 
 def refuse(mesh, rank, ranks, folder):
@@ -94,7 +98,7 @@ def export(mesh, rank, temporary):
     assert checkpoint.model_fingerprint(causal.state_dict()) == before
     full = get_model_state_dict(causal, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if rank == 0:
-        checkpoint.write_weights(temporary, full, causal=causal, source="tiny")
+        files.write_weights(temporary, "full", full, ModelFiles(causal, source="tiny"))
     return full
 
 
@@ -120,18 +124,19 @@ def full_disk(folder):
     causal = load_hf_model("tiny", device="cpu")
     state = dict(causal.state_dict())
     words = {"kind": "full", "fingerprint": "f", "version": 1, "world_size": 1}
-    temporary = checkpoint.begin_checkpoint(str(folder / "step_000001"))
-    checkpoint.write_tensors(temporary, {"optimizer": state})
-    checkpoint.finish_checkpoint(temporary, str(folder / "step_000001"), state={}, **words)
+    with store.new_checkpoint(str(folder / "step_000001")) as temporary:
+        checkpoint.write_tensors(temporary, {"optimizer": state})
+        store.finish_checkpoint(temporary, state={}, **words)
     adapter = lora.add_lora(load_hf_model("tiny", device="cpu"), rank=8, alpha=None, targets="all-linear", seed=0)
     lora_weights = lora.read_adapter_weights(
         adapter, lambda named: {name: each.detach().clone() for name, each in named}
     )
+    config = adapter.peft_config[lora.ADAPTER]
     ways = {
         "tensors": lambda into: checkpoint.write_tensors(into, {"optimizer": state}),
-        "weights": lambda into: checkpoint.write_weights(into, state, causal=causal),
-        "adapter": lambda into: checkpoint.write_weights(into, lora_weights, causal=causal, adapter=adapter),
-        "tokenizer": lambda into: checkpoint.copy_tokenizer("tiny", into),
+        "weights": lambda into: files.write_weights(into, "full", state, ModelFiles(causal)),
+        "adapter": lambda into: files.write_weights(into, "adapter", lora_weights, ModelFiles(causal, config)),
+        "tokenizer": lambda into: files.copy_tokenizer("tiny", into),
         "state": lambda into: None,
     }
     limits = {"tensors": 100_000, "weights": 100_000, "adapter": 20_000, "tokenizer": 5_000, "state": 2_000}
@@ -140,15 +145,14 @@ def full_disk(folder):
     for name, write in ways.items():
         path = str(folder / "step_000001")  # the name that is there already
         resource.setrlimit(resource.RLIMIT_FSIZE, (limits[name], hard))
-        temporary = checkpoint.begin_checkpoint(path)
         try:
-            write(temporary)
-            checkpoint.finish_checkpoint(temporary, path, state={"long": "x" * 5000}, **words)
+            with store.new_checkpoint(path) as temporary:
+                write(temporary)
+                store.finish_checkpoint(temporary, state={"long": "x" * 5000}, **words)
         except CheckpointError as error:
             said[name] = str(error)
-            checkpoint.abandon_checkpoint(temporary)
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-        checkpoint.check_folder(path, kind="full", fingerprint="f")
+        store.check_folder(path, kind="full", fingerprint="f")
         assert [each.name for each in folder.iterdir()] == ["step_000001"], list(folder.iterdir())
     print(json.dumps(said))
 

@@ -7,10 +7,10 @@ import os
 
 import pytest
 
-from rollouts.compose.plan import make_plan
-from rollouts.config import to_toml
+from rollouts.config.render import to_toml
 from rollouts.config.resolving import resolve
 from rollouts.plugins.signature import call_with
+from rollouts.runs.plan import make_plan
 from rollouts.training.batching import make_batch
 
 

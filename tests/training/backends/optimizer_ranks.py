@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import distributed, nn
 
-from rollouts.training.backends.optimizer import TorchSettings, make_optimizer, optimizer_tensors
+from rollouts.training.backends.optimizer import TrainerSettings, make_optimizer, optimizer_tensors
 
 STEPS = 3
 OPTIMIZERS = ("adamw", "sgd")
@@ -41,7 +41,7 @@ def make(name: str, *, mesh=None, kernel=None) -> Trained:
 
         fully_shard(network[0], mesh=mesh)
         fully_shard(network, mesh=mesh)
-    settings = TorchSettings(lr=1e-2, weight_decay=0.1, optimizer=name)
+    settings = TrainerSettings(lr=1e-2, weight_decay=0.1, optimizer=name)
     sets = [(list(network[0].parameters()), 1e-2), ([*network[2].parameters(), *network[3].parameters()], 3e-3)]
     optimizer = make_optimizer(sets, settings)
     for group in optimizer.param_groups if kernel else ():
@@ -121,7 +121,7 @@ def main(folder: Path, rank: int) -> None:
         found["adafactor"] = str(error)
     mixed = make("adamw", mesh=mesh)
     alone = nn.Parameter(torch.ones(3))
-    optimizer = make_optimizer([([*mixed.network.parameters(), alone], 1e-2)], TorchSettings(lr=1e-2))
+    optimizer = make_optimizer([([*mixed.network.parameters(), alone], 1e-2)], TrainerSettings(lr=1e-2))
     alone.grad = torch.ones(3)
     train(mixed._replace(optimizer=optimizer), [0])
     found["mixed"] = alone.detach()

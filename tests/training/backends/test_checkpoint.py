@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 import random
@@ -18,8 +19,10 @@ import pytest
 import torch
 
 from rollouts.errors import CheckpointError, ConfigError, ModelError
-from rollouts.training.backends import checkpoint, checkpoint_files, lora
+from rollouts.training.backends import lora
 from rollouts.training.models import TINY_PATH, load_hf_model
+from rollouts.training.weights import checkpoint, files, store
+from rollouts.training.weights.files import ModelFiles
 
 WORKER = Path(__file__).with_name("checkpoint_worker.py")
 PRINT = "0123456789abcdef"
@@ -38,28 +41,28 @@ def tensors(add=0.0):
 
 def blank():
     found = tensors()
-    for value in checkpoint._flat(found).values():
+    for value in checkpoint.flat(found).values():
         value.fill_(-7)
     return found
 
 
 def same(one, other):
-    one, other = checkpoint._flat(one), checkpoint._flat(other)
+    one, other = checkpoint.flat(one), checkpoint.flat(other)
     return set(one) == set(other) and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def write(path, *, add=0.0, metric=None, kind="full", fingerprint=PRINT, state=None):
-    temporary = checkpoint.begin_checkpoint(str(path))
-    checkpoint.write_tensors(temporary, tensors(add))
-    (temporary / "config.json").write_text("{}")
     run = {"step": 1, "metric": metric} if state is None else state
     words = {"kind": kind, "fingerprint": fingerprint, "version": 5, "world_size": 1}
-    checkpoint.finish_checkpoint(temporary, str(path), state={"backend": {"add": add}, "run": run}, **words)
+    with store.new_checkpoint(str(path)) as folder:
+        checkpoint.write_tensors(folder, tensors(add))
+        (folder / "config.json").write_text("{}")
+        store.finish_checkpoint(folder, state={"backend": {"add": add}, "run": run}, **words)
     return path
 
 
 def check(path):
-    checkpoint.check_folder(str(path), kind="full", fingerprint=PRINT)
+    store.check_folder(str(path), kind="full", fingerprint=PRINT)
 
 
 def names(folder):
@@ -79,7 +82,7 @@ def test_tensors_and_state_come_back(tmp_path):
         checkpoint.read_tensors(path, found)
     assert same(found, tensors(0.5)) and not same(found, tensors())
     assert found["critic"]["linear.weight"].dtype == torch.bfloat16
-    assert checkpoint.read_state(path) == {"backend": {"add": 0.5}, "run": {"step": 1, "metric": None}}
+    assert store.read_state(path) == {"backend": {"add": 0.5}, "run": {"step": 1, "metric": None}}
     assert checkpoint.saved_keys(path) == {
         "optimizer.causal.a.weight.exp_avg",
         "optimizer.causal.a.weight.step",
@@ -106,12 +109,11 @@ def test_a_part_of_the_tensors_can_be_read_into_parameters_that_are_trained(tmp_
 
 
 def test_nothing_to_write_writes_nothing(tmp_path):
-    temporary = checkpoint.begin_checkpoint(str(tmp_path / "step_000000"))
-    checkpoint.write_tensors(temporary, {})
-    checkpoint.write_tensors(temporary, {"optimizer": {}})
-    assert names(temporary) == []
-    checkpoint.abandon_checkpoint(temporary)
-    checkpoint.abandon_checkpoint(temporary)
+    with pytest.raises(RuntimeError, match="given up"), store.new_checkpoint(str(tmp_path / "step_000000")) as folder:
+        checkpoint.write_tensors(folder, {})
+        checkpoint.write_tensors(folder, {"optimizer": {}})
+        assert names(folder) == []
+        raise RuntimeError("given up")
     assert names(tmp_path) == []
     assert checkpoint.saved_keys(tmp_path) == set()
     checkpoint.read_tensors(tmp_path, {"optimizer": {}})
@@ -135,7 +137,7 @@ def test_saving_again_replaces(tmp_path):
     path = write(tmp_path / "step_000001")
     write(path, add=1.0)
     check(path)
-    assert names(tmp_path) == ["step_000001"] and checkpoint.read_state(path)["backend"] == {"add": 1.0}
+    assert names(tmp_path) == ["step_000001"] and store.read_state(path)["backend"] == {"add": 1.0}
 
 
 def test_the_fingerprint_tells_models_apart_and_not_states(tiny):
@@ -179,10 +181,13 @@ def kill_after(monkeypatch):
     return arm
 
 
-def finish(temporary, path, add):
-    (temporary / "weights").write_text(str(add))
+def finish(path, add, arm=lambda: None):
+    """A small checkpoint; `arm` is called once the folder is there."""
     words = {"kind": "full", "fingerprint": PRINT, "version": 1, "world_size": 1}
-    checkpoint.finish_checkpoint(temporary, str(path), state={"add": add}, **words)
+    with store.new_checkpoint(str(path)) as folder:
+        (folder / "weights").write_text(str(add))
+        arm()
+        store.finish_checkpoint(folder, state={"add": add}, **words)
 
 
 @pytest.mark.parametrize("replaces", [False, True])
@@ -194,24 +199,22 @@ def test_a_kill_at_any_step_leaves_what_is_whole(tmp_path, kill_after, replaces)
         shutil.rmtree(folder, ignore_errors=True)
         before = folder / "step_000001"
         path = before if replaces else folder / "step_000002"
-        finish(checkpoint.begin_checkpoint(str(before)), before, 0)
-        temporary = checkpoint.begin_checkpoint(str(path))
-        kill_after(allowed)
+        finish(before, 0)
         try:
-            finish(temporary, path, 1)
+            finish(path, 1, functools.partial(kill_after, allowed))
             done = True
         except KilledError:
             done = False
         kill_after.undo()
-        for each in checkpoint.complete_checkpoints(folder):
+        for each in store.complete_checkpoints(folder):
             check(each)
-        checkpoint.remove_leftovers(folder)
-        last = checkpoint.last_checkpoint(folder)
+        store.remove_leftovers(folder)
+        last = store.last_checkpoint(folder)
         check(last)
-        assert (last / "weights").read_text() == str(checkpoint.read_state(last)["add"])
+        assert (last / "weights").read_text() == str(store.read_state(last)["add"])
         assert names(folder) == sorted({before.name, last.name}), allowed
         check(before)
-        found.append(checkpoint.read_state(last)["add"])
+        found.append(store.read_state(last)["add"])
         if done:
             break
     assert found[-1] == 1 and found[0] == 0 and found == sorted(found) and len(found) > 6
@@ -222,19 +225,17 @@ def test_an_error_at_any_step_is_told_and_leaves_nothing_half_behind(tmp_path, k
     path = tmp_path / "step_000001"
     told = 0
     for allowed in range(100):
-        finish(checkpoint.begin_checkpoint(str(path)), path, 0)
-        temporary = checkpoint.begin_checkpoint(str(path))
-        kill_after(allowed, OSError)
+        finish(path, 0)
         try:
-            finish(temporary, path, 1)
+            finish(path, 1, functools.partial(kill_after, allowed, OSError))
         except CheckpointError as error:
             told += 1
             assert "step_000001 cannot be written: killed" in str(error) and ".writing" not in str(error)
         finally:
             kill_after.undo()
         check(path)
-        assert (path / "weights").read_text() == str(checkpoint.read_state(path)["add"])
-        checkpoint.remove_leftovers(tmp_path)
+        assert (path / "weights").read_text() == str(store.read_state(path)["add"])
+        store.remove_leftovers(tmp_path)
         assert names(tmp_path) == ["step_000001"]
         if len(kill_after.made) <= allowed:
             break
@@ -245,19 +246,17 @@ def test_a_kill_while_removing_leaves_nothing_that_looks_whole(tmp_path, kill_af
     for allowed in range(100):
         shutil.rmtree(tmp_path / "c", ignore_errors=True)
         for step in (1, 2, 3):
-            finish(
-                checkpoint.begin_checkpoint(str(tmp_path / "c" / f"step_{step}")), tmp_path / "c" / f"step_{step}", 0
-            )
+            finish(tmp_path / "c" / f"step_{step}", 0)
         kill_after(allowed)
         try:
-            checkpoint.prune_checkpoints(tmp_path / "c", 1)
+            store.prune_checkpoints(tmp_path / "c", 1)
             done = True
         except KilledError:
             done = False
         kill_after.undo()
-        for each in checkpoint.complete_checkpoints(tmp_path / "c"):
+        for each in store.complete_checkpoints(tmp_path / "c"):
             check(each)
-        checkpoint.remove_leftovers(tmp_path / "c")
+        store.remove_leftovers(tmp_path / "c")
         assert "step_3" in names(tmp_path / "c") and not [n for n in names(tmp_path / "c") if n.startswith(".")]
         if done:
             break
@@ -266,7 +265,7 @@ def test_a_kill_while_removing_leaves_nothing_that_looks_whole(tmp_path, kill_af
 
 def test_every_flipped_bit_of_the_manifest_and_any_of_a_file_is_seen(tmp_path):
     path = tmp_path / "step_000001"
-    finish(checkpoint.begin_checkpoint(str(path)), path, 0)
+    finish(path, 0)
     manifest = path / "manifest.json"
     good, meaning = manifest.read_bytes(), json.loads(manifest.read_text())
     unseen = 0
@@ -298,7 +297,7 @@ def test_every_flipped_bit_of_the_manifest_and_any_of_a_file_is_seen(tmp_path):
     ("change", "error", "words"),
     [
         (shutil.rmtree, ConfigError, "there is no checkpoint .*step_000002; give a folder that a run wrote, such as"),
-        (lambda f: (shutil.rmtree(f), f.write_text("")), ConfigError, "is a file; give the folder"),
+        (lambda f: (shutil.rmtree(f), f.write_text("")), ConfigError, "is a file; give a folder"),
         (lambda f: (f / "manifest.json").unlink(), ConfigError, "did not finish; give an earlier one, .*step_000001$"),
         (
             lambda f: (f / "manifest.json").write_text("{"),
@@ -334,7 +333,7 @@ def test_what_is_no_good_is_refused_in_words(tmp_path, change, error, words):
 
 def edit(folder, **changes):
     manifest = json.loads((folder / "manifest.json").read_text()) | changes
-    manifest["crc32"] = checkpoint_files.manifest_crc(manifest)
+    manifest["crc32"] = store.manifest_crc(manifest)
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -367,18 +366,21 @@ def test_a_trainer_folder_that_cannot_be_read_is_told(tmp_path):
         checkpoint.read_tensors(path, tensors())
     (path / "state.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"state.json of the checkpoint .* cannot be read: it holds a list"):
-        checkpoint.read_state(path)
+        store.read_state(path)
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file" / "step_000001", tmp_path / "file"):
         with pytest.raises(CheckpointError, match=r"cannot be written: .*checkpoints before it are as they were"):
-            checkpoint.begin_checkpoint(str(path))
-    temporary = checkpoint.begin_checkpoint(str(tmp_path / "step_000001"))
-    (temporary / "trainer").write_text("")
-    with pytest.raises(CheckpointError, match=r"step_000001 cannot be written: File exists"):
-        checkpoint.write_tensors(temporary, tensors())
+            finish(path, 0)
+    with (
+        pytest.raises(CheckpointError, match=r"step_000001 cannot be written: File exists"),
+        store.new_checkpoint(str(tmp_path / "step_000001")) as folder,
+    ):
+        (folder / "trainer").write_text("")
+        checkpoint.write_tensors(folder, tensors())
+    assert names(tmp_path) == ["file"]
 
 
 # The checkpoints of a run.
@@ -390,20 +392,20 @@ def metric(value, name="reward/mean", higher=True):
 
 def small(folder, step, given=None):
     path = folder / f"step_{step:06d}"
-    temporary = checkpoint.begin_checkpoint(str(path))
     words = {"kind": "full", "fingerprint": PRINT, "version": step, "world_size": 1}
-    checkpoint.finish_checkpoint(temporary, str(path), state={"run": {"metric": given}}, **words)
+    with store.new_checkpoint(str(path)) as temporary:
+        store.finish_checkpoint(temporary, state={"run": {"metric": given}}, **words)
     return path
 
 
 def test_the_last_one_is_the_one_with_the_highest_number(tmp_path):
-    assert checkpoint.last_checkpoint(tmp_path / "none") is None and checkpoint.last_checkpoint(tmp_path) is None
+    assert store.last_checkpoint(tmp_path / "none") is None and store.last_checkpoint(tmp_path) is None
     paths = [small(tmp_path, step) for step in (2, 10, 999_999, 1_000_000)]
     (tmp_path / "step_9000000").mkdir()  # not finished
     shutil.copytree(paths[0], tmp_path / ".step_9000001.writing-1")
     shutil.copytree(paths[0], tmp_path / "mine")
-    assert checkpoint.complete_checkpoints(tmp_path) == paths
-    assert checkpoint.last_checkpoint(tmp_path) == paths[-1]
+    assert store.complete_checkpoints(tmp_path) == paths
+    assert store.last_checkpoint(tmp_path) == paths[-1]
 
 
 @pytest.mark.parametrize(
@@ -424,10 +426,10 @@ def test_the_last_one_is_the_one_with_the_highest_number(tmp_path):
 )
 def test_pruning_keeps_the_last_and_the_best(tmp_path, metrics, keep, left):
     paths = [small(tmp_path, step, given) for step, given in enumerate(metrics, 1)]
-    removed = checkpoint.prune_checkpoints(tmp_path, keep)
+    removed = store.prune_checkpoints(tmp_path, keep)
     assert names(tmp_path) == [f"step_{step:06d}" for step in left]
     assert removed == [path for path in paths if not path.exists()]
-    assert checkpoint.prune_checkpoints(tmp_path, keep) == []
+    assert store.prune_checkpoints(tmp_path, keep) == []
 
 
 def test_a_checkpoint_that_cannot_be_removed_is_told(tmp_path, monkeypatch):
@@ -440,7 +442,7 @@ def test_a_checkpoint_that_cannot_be_removed_is_told(tmp_path, monkeypatch):
     with pytest.raises(
         CheckpointError, match=r"step_000001 cannot be removed: Permission denied; .*keep-checkpoints 0"
     ):
-        checkpoint.prune_checkpoints(tmp_path, 1)
+        store.prune_checkpoints(tmp_path, 1)
     monkeypatch.undo()
     assert names(tmp_path) == ["step_000001", "step_000002"]
 
@@ -460,14 +462,14 @@ def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path):
     (tmp_path / f".step_000004.old-{dead}" / "manifest.json").unlink()
     shutil.copytree(good, tmp_path / f".step_000005.old-{living}")
     (tmp_path / f".note.writing-{dead}").write_text("a file, not ours")
-    checkpoint.remove_leftovers(tmp_path)
+    store.remove_leftovers(tmp_path)
     assert names(tmp_path) == sorted(
         [f".step_000001.{what}-{living}" for what in ("writing", "removed", "old")]
         + [f".step_000005.old-{living}", f".note.writing-{dead}", "step_000001", "step_000002", "step_000003"]
     )
-    for each in checkpoint.complete_checkpoints(tmp_path):
+    for each in store.complete_checkpoints(tmp_path):
         check(each)
-    checkpoint.remove_leftovers(tmp_path / "none")
+    store.remove_leftovers(tmp_path / "none")
 
 
 # Weights, as transformers and peft load them.
@@ -497,14 +499,14 @@ def test_transformers_loads_the_weights_bit_equal(tiny, tmp_path, make, gathered
         causal = copy.deepcopy(model).to("meta")
         weights = {name: value.clone() for name, value in weights.items()}
     given = dict(weights)
-    checkpoint.write_weights(tmp_path, weights, causal=causal)
+    files.write_weights(tmp_path, "full", weights, ModelFiles(causal))
     assert weights.keys() == given.keys(), "what was given stays as it was"
     loaded = load(tmp_path)
     assert bit_equal(loaded, model) and loaded.dtype == model.dtype
     probe = torch.arange(20)[None]
     assert torch.equal(loaded(probe).logits, model(probe).logits)
     assert torch.equal(
-        checkpoint.read_weights(str(tmp_path), kind="full", dtype=torch.float32)["lm_head.weight"], model.lm_head.weight
+        files.read_weights(str(tmp_path), kind="full", dtype=torch.float32)["lm_head.weight"], model.lm_head.weight
     )
     with safe_open(str(tmp_path / "model.safetensors"), "pt") as file:
         written = set(file.keys())
@@ -513,14 +515,14 @@ def test_transformers_loads_the_weights_bit_equal(tiny, tmp_path, make, gathered
 
 def test_the_state_that_is_given_is_what_is_written(tiny, tmp_path):
     model, other = tiny.qwen3(), tiny.qwen3(seed=9)
-    checkpoint.write_weights(tmp_path, other.state_dict(), causal=model)
+    files.write_weights(tmp_path, "full", other.state_dict(), ModelFiles(model))
     assert bit_equal(load(tmp_path), other) and not bit_equal(load(tmp_path), model)
     assert (tmp_path / "config.json").is_file() and not (tmp_path / "tokenizer.json").exists()
 
 
 def test_the_tokenizer_and_its_template_come_along(tmp_path):
     model = load_hf_model("tiny", device="cpu")
-    checkpoint.write_weights(tmp_path, model.state_dict(), causal=model, source="tiny")
+    files.write_weights(tmp_path, "full", model.state_dict(), ModelFiles(model, source="tiny"))
     from transformers import AutoTokenizer
 
     one, other = AutoTokenizer.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(TINY_PATH)
@@ -530,7 +532,7 @@ def test_the_tokenizer_and_its_template_come_along(tmp_path):
 def test_merged_weights_of_a_model_with_adapters_are_written_as_a_model(tiny, tmp_path):
     model = tiny.qwen3()
     lora.add_lora(model, rank=2, alpha=None, targets="all-linear", seed=0)
-    checkpoint.write_weights(tmp_path, lora.merged_weights(model, copies), causal=model)
+    files.write_weights(tmp_path, "full", lora.merged_weights(model, copies), ModelFiles(model))
     assert bit_equal(load(tmp_path), tiny.qwen3())
 
 
@@ -548,6 +550,10 @@ def adapted(tiny, seed=0):
     return causal, adapter
 
 
+def model_files(causal, adapter):
+    return ModelFiles(causal, None if adapter is None else adapter.peft_config[lora.ADAPTER])
+
+
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 def test_peft_loads_the_adapter_bit_equal_and_its_files_are_pefts(tiny, tmp_path):
     from peft import PeftModel
@@ -555,13 +561,13 @@ def test_peft_loads_the_adapter_bit_equal_and_its_files_are_pefts(tiny, tmp_path
     causal, adapter = adapted(tiny)
     weights = lora.read_adapter_weights(adapter, copies)
     (tmp_path / "ours").mkdir()
-    checkpoint.write_weights(tmp_path / "ours", weights, causal=causal, adapter=adapter)
+    files.write_weights(tmp_path / "ours", "adapter", weights, model_files(causal, adapter))
     adapter.save_pretrained(str(tmp_path / "pefts"), save_embedding_layers=False)
     assert names(tmp_path / "ours") == ["adapter_config.json", "adapter_model.safetensors"]
     for name in names(tmp_path / "ours"):
         assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "pefts" / name).read_bytes(), name
     assert not adapter.peft_config["default"].inference_mode
-    read = checkpoint.read_weights(str(tmp_path / "ours"), kind="adapter", dtype=torch.float32)
+    read = files.read_weights(str(tmp_path / "ours"), kind="adapter", dtype=torch.float32)
     assert set(read) == set(weights) and all(torch.equal(read[name], weights[name]) for name in weights)
     loaded = PeftModel.from_pretrained(tiny.qwen3(), str(tmp_path / "ours")).eval()
     probe = torch.arange(20)[None]
@@ -575,10 +581,10 @@ def test_weights_that_cannot_be_read_are_told(tiny, tmp_path):
         folder.mkdir()
         causal, adapter = adapted(tiny) if kind == "adapter" else (tiny.qwen3(), None)
         weights = lora.read_adapter_weights(adapter, copies) if adapter else causal.state_dict()
-        checkpoint.write_weights(folder, weights, causal=causal, adapter=adapter)
+        files.write_weights(folder, kind, weights, model_files(causal, adapter))
         (folder / name).write_bytes(b"x" * 500)
         with pytest.raises((ConfigError, ModelError), match=r"(cannot be read|could not be loaded)"):
-            checkpoint.read_weights(str(folder), kind=kind, dtype=torch.float32)
+            files.read_weights(str(folder), kind=kind, dtype=torch.float32)
 
 
 # Random states.
@@ -637,7 +643,7 @@ def test_two_ranks_save_and_one_and_four_load(tmp_path):
     run_ranks("save", 2, tmp_path)
     path = tmp_path / "step_000003"
     model = load_hf_model("tiny", device="cpu")
-    checkpoint.check_folder(str(path), kind="full", fingerprint=checkpoint.model_fingerprint(model.state_dict()))
+    store.check_folder(str(path), kind="full", fingerprint=checkpoint.model_fingerprint(model.state_dict()))
     manifest = json.loads((path / "manifest.json").read_text())
     assert manifest["world_size"] == 2 and {"trainer/__0_0.distcp", "trainer/__1_0.distcp"} <= set(manifest["files"])
     assert bit_equal(load(path), model) and (path / "tokenizer.json").is_file()

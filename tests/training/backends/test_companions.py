@@ -9,16 +9,15 @@ import pytest
 import torch
 
 from rollouts.errors import ConfigError, ModelError, TrainingError
-from rollouts.training.algorithms.algorithm import KL, Term, as_algorithm, bind
+from rollouts.plugins.signature import bind
+from rollouts.training.algorithms.algorithm import KL, Term, as_algorithm
 from rollouts.training.algorithms.corrections import truncated
-from rollouts.training.algorithms.kl import rk3_loss
+from rollouts.training.algorithms.kl import adapter_off, ema, every_n, frozen, rk3_loss
 from rollouts.training.algorithms.losses import distill_topk
 from rollouts.training.algorithms.recipes import DPO, GRPO, OPD, PPO, REINFORCE, SFT
-from rollouts.training.algorithms.references import adapter_off, ema, every_n, frozen
-from rollouts.training.backends.crew import Alone
 from rollouts.training.backends.lora import add_lora
-from rollouts.training.backends.optimizer import TorchSettings
-from rollouts.training.backends.torch import TorchBackend
+from rollouts.training.backends.optimizer import TrainerSettings
+from rollouts.training.backends.torch import Executor, TorchBackend
 from rollouts.training.backends.trainer import Trainer
 from rollouts.training.batching import make_batch
 from rollouts.training.loops.rl_batch import estimate_advantages
@@ -33,12 +32,10 @@ def backend_of():
     def make(model, algorithm=GRPO, *, rank=0, companions=None, **settings):
         model = copy.deepcopy(model)
         adapter = add_lora(model, rank=rank, alpha=None, targets="all-linear", seed=0) if rank else None
-        settings = TorchSettings(**{"lr": 1e-2, "warmup_steps": 0, **settings})
+        settings = TrainerSettings(**{"lr": 1e-2, "warmup_steps": 0, "device": "cpu", **settings})
         made.append(
             TorchBackend(
-                Alone(
-                    Trainer(model, {"main": algorithm}, settings, adapter=adapter, companions=companions, device="cpu")
-                )
+                Executor(Trainer(model, {"main": algorithm}, settings, adapter=adapter, companions=companions))
             )
         )
         return made[-1]

@@ -13,9 +13,9 @@ from rollouts.training.algorithms.corrections import truncated
 from rollouts.training.algorithms.kl import rk3_loss
 from rollouts.training.algorithms.losses import entropy_bonus, ppo_clip
 from rollouts.training.algorithms.recipes import CISPO, DAPO, DR_GRPO, GRPO, GSPO, IS, REINFORCE, RLOO
-from rollouts.training.backends.crew import Alone
 from rollouts.training.backends.lora import add_lora
-from rollouts.training.backends.torch import TorchBackend, TorchSettings
+from rollouts.training.backends.optimizer import TrainerSettings
+from rollouts.training.backends.torch import Executor, TorchBackend
 from rollouts.training.backends.trainer import Trainer
 from rollouts.training.batching import make_batch
 
@@ -30,8 +30,8 @@ def backend_of():
     def make(model, algorithm, *, lora_rank=0, **settings):
         causal = copy.deepcopy(model)
         adapter = add_lora(causal, rank=lora_rank, alpha=None, targets="all-linear", seed=0) if lora_rank else None
-        settings = TorchSettings(**{"lr": 1e-2, "warmup_steps": 0, **settings})
-        made.append(TorchBackend(Alone(Trainer(causal, {"main": algorithm}, settings, adapter=adapter))))
+        settings = TrainerSettings(**{"lr": 1e-2, "warmup_steps": 0, **settings})
+        made.append(TorchBackend(Executor(Trainer(causal, {"main": algorithm}, settings, adapter=adapter))))
         return made[-1]
 
     yield make

@@ -10,8 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollouts.errors import ConfigError
-from rollouts.training.backends import transformer
-from rollouts.training.backends.float32_head import use_float32_head
+from rollouts.training.backends import fsdp, transformer
+from rollouts.training.backends.optimizer import TorchSettings
+from rollouts.training.backends.transformer import use_float32_head
 from rollouts.training.batching import make_batch, plan_layout
 
 IDS = torch.tensor([[5, 17, 3, 40, 8, 60, 1, 22, 9, 33, 12, 4]])
@@ -68,6 +69,14 @@ def test_an_fp32_model_stays_as_it_is(tiny):
 def test_a_model_without_a_head_is_a_users_mistake(tiny):
     with pytest.raises(ConfigError, match="does not show its output embeddings"):
         use_float32_head(tiny.qwen3().bfloat16().base_model)
+
+
+def test_float32_weights_that_will_be_sharded_need_no_head(tiny, monkeypatch):
+    """What computes in bfloat16 is then the sharding's business."""
+    headless = tiny.qwen3().base_model
+    monkeypatch.setattr(fsdp, "load_hf_model", lambda *_, **__: headless)
+    settings = TorchSettings(dtype="bfloat16", fp32_head=True)
+    assert fsdp._load("any", 0, settings, 0, is_first=True) == (headless, None)
 
 
 @pytest.mark.parametrize("lora_first", [True, False])

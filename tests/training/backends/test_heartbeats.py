@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from rollouts.training.backends import heartbeats
-from rollouts.training.backends.heartbeats import Doing, Watch
+from rollouts.training.backends.heartbeats import FailureDetector, RankStatus
 
 
 class Clock:
@@ -34,7 +34,7 @@ class Store:
         return self.said.get(name)
 
     def beat(self, rank: int, number: int) -> None:
-        self.said[f"beat/{rank}"] = msgspec.msgpack.encode(Doing(beat=number))
+        self.said[f"beat/{rank}"] = msgspec.msgpack.encode(RankStatus(beat=number))
 
     def wait(self) -> None:
         """Until the judge has looked twice: what came before this call was judged."""
@@ -55,7 +55,7 @@ def judged(monkeypatch):
         verdicts.append(str(error))
         heard.set()
 
-    watch = Watch(store, 3, {}, Doing(), keep, start_seconds=100.0)  # type: ignore[arg-type]
+    watch = FailureDetector(store, 3, {}, RankStatus(), 100.0, on_fault=keep)  # type: ignore[arg-type]
     yield clock, store, verdicts, heard
     watch.end()
 

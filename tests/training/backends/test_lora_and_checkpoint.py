@@ -6,6 +6,7 @@ import copy
 import functools
 import json
 import shutil
+import threading
 
 import pytest
 import torch
@@ -13,9 +14,9 @@ import torch
 from rollouts.errors import CheckpointError, ConfigError, ModelError, TrainingError
 from rollouts.training.algorithms.recipes import GRPO
 from rollouts.training.backends import lora
-from rollouts.training.backends.crew import Alone
+from rollouts.training.backends.optimizer import TorchSettings, TrainerSettings
 from rollouts.training.backends.sharding import whole_tensors
-from rollouts.training.backends.torch import TorchBackend, TorchSettings, create_torch_backend
+from rollouts.training.backends.torch import Executor, TorchBackend, create_torch_backend
 from rollouts.training.backends.trainer import Trainer
 from rollouts.training.batching import make_batch
 
@@ -33,7 +34,7 @@ def backend_of(tiny):
             adapter = lora.add_lora(causal, rank=rank, alpha=None, targets="all-linear", seed=0)
         made.append(
             TorchBackend(
-                Alone(Trainer(causal, {"main": GRPO}, TorchSettings(**{"lr": 1e-2, **settings}), adapter=adapter))
+                Executor(Trainer(causal, {"main": GRPO}, TrainerSettings(**{"lr": 1e-2, **settings}), adapter=adapter))
             )
         )
         return made[-1]
@@ -72,7 +73,15 @@ def test_adapters_of_a_half_precision_model_are_float32(tiny, batch, tmp_path, d
 
     def create():
         return create_torch_backend(
-            str(tmp_path / "model"), 0, 1, 1e-2, 4, 1000, {"main": GRPO}, None, dtype=dtype, device="cpu"
+            str(tmp_path / "model"),
+            0,
+            1,
+            1e-2,
+            4,
+            1000,
+            {"main": GRPO},
+            None,
+            settings=TorchSettings(dtype=dtype, device="cpu"),
         )
 
     backend = create()
@@ -201,6 +210,16 @@ def test_saving_again_replaces_and_leaves_nothing_beside(backend_of, batch, tmp_
     backend.save(str(path)).wait()
     assert json.loads((path / "manifest.json").read_text())["version"] == 2
     assert [entry.name for entry in tmp_path.iterdir()] == ["last"]
+
+
+def test_the_state_is_saved_as_it_was_when_the_save_was_asked_for(backend_of, tmp_path):
+    backend, may_begin, state = backend_of(), threading.Event(), {"step": 1}
+    backend.thread.submit(may_begin.wait)
+    saved = backend.save(str(tmp_path / "last"), state)
+    state["step"] = 2
+    may_begin.set()
+    saved.wait()
+    assert backend.load(str(tmp_path / "last")).wait() == {"step": 1}
 
 
 def test_a_write_that_fails_leaves_nothing(backend_of, tmp_path, monkeypatch):

@@ -7,11 +7,11 @@ import torch
 import trio
 from transformers import AutoModelForCausalLM
 
-from rollouts.compose.export import export
 from rollouts.inference.base import WeightUpdate
-from rollouts.inference.hf import create_hf_inference
+from rollouts.inference.embedded.hf import create_hf_inference
+from rollouts.runs.export import export
 from rollouts.training.types import Row, TrainBatch
-from rollouts.training.weight_sync import sync_weights
+from rollouts.training.weights.sync import sync_weights
 
 pytestmark = pytest.mark.slow
 

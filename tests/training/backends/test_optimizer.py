@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import itertools
 import math
@@ -21,7 +22,7 @@ from torch import nn
 
 from rollouts.errors import ConfigError
 from rollouts.training.backends.optimizer import (
-    TorchSettings,
+    TrainerSettings,
     check_settings,
     check_sharded,
     check_trained_weights,
@@ -43,14 +44,14 @@ plans = st.fixed_dictionaries(
         "lr_final": st.floats(0, 1),
         "steps": st.integers(1, 60),
     }
-).map(lambda chosen: TorchSettings(lr=1e-3, **chosen))
+).map(lambda chosen: TrainerSettings(lr=1e-3, **chosen))
 
 
 @given(plans, st.sampled_from(["constant", None]))
 @settings(max_examples=100, deadline=None)
 def test_learning_rates_rise_through_the_warmup_and_fall_to_their_end(plan, schedule):
     if schedule:
-        plan = plan._replace(lr_schedule=schedule, lr_final=0.0)
+        plan = dataclasses.replace(plan, lr_schedule=schedule, lr_final=0.0)
     check_settings(plan)
     factors = [lr_factor(plan, version) for version in range(plan.steps + plan.warmup_steps + 3)]
     rising, falling = factors[: plan.warmup_steps], factors[plan.warmup_steps :]
@@ -76,7 +77,7 @@ def test_learning_rates_are_those_of_transformers(plan, version):
         get_linear_schedule_with_warmup,
     )
 
-    plan = plan._replace(steps=plan.steps + plan.warmup_steps)
+    plan = dataclasses.replace(plan, steps=plan.steps + plan.warmup_steps)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     linear = plan.lr_schedule == "linear"
     if linear:
@@ -90,17 +91,19 @@ def test_learning_rates_are_those_of_transformers(plan, version):
         assert lr_factor(plan, version) == pytest.approx(theirs.lr_lambdas[0](version + 1))
         return
     version = min(version, plan.steps)  # beyond its end their cosine turns up again
-    whole = plan._replace(lr_final=0.0)
+    whole = dataclasses.replace(plan, lr_final=0.0)
     assert lr_factor(whole, version) == pytest.approx(theirs.lr_lambdas[0](version), abs=1e-12)
     if not linear:
         assert lr_factor(plan, version) == pytest.approx(kept.lr_lambdas[0](version), abs=1e-12)
 
 
 def test_without_a_schedule_the_learning_rate_is_what_it_was():
-    plan = TorchSettings(lr=1e-3)
+    plan = TrainerSettings(lr=1e-3)
     assert [lr_factor(plan, version) for version in (0, 3, 4, 5, 10_000)] == [0.2, 0.8, 1.0, 1.0, 1.0]
-    assert lr_factor(plan._replace(warmup_steps=0), 0) == 1.0
-    assert lr_factor(plan._replace(warmup_steps=4, lr_schedule="cosine", steps=4), 4) == 0.0, "nothing is left to fall"
+    assert lr_factor(dataclasses.replace(plan, warmup_steps=0), 0) == 1.0
+    assert lr_factor(dataclasses.replace(plan, warmup_steps=4, lr_schedule="cosine", steps=4), 4) == 0.0, (
+        "nothing is left to fall"
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,6 +111,7 @@ def test_without_a_schedule_the_learning_rate_is_what_it_was():
     [
         ({"optimizer": "adam"}, r"--training.optimizer adam: .*adamw, adafactor, sgd; did you mean adamw\?"),
         ({"optimizer": "x"}, r"--training.optimizer x: expected one of adamw, adafactor, sgd$"),
+        ({"optimizer": None}, r"--training.optimizer None: expected one of adamw, adafactor, sgd$"),
         ({"lr_schedule": "cosin", "steps": 3}, r"--training.lr-schedule cosin: .*did you mean cosine\?"),
         ({"lr_schedule": "linear"}, r"--training.lr-schedule linear: .*give --steps"),
         ({"lr_final": 0.1}, r"--training.lr-final 0.1: .*--training.lr-schedule cosine"),
@@ -121,7 +125,7 @@ def test_without_a_schedule_the_learning_rate_is_what_it_was():
 )
 def test_settings_that_are_refused(given, message):
     with pytest.raises(ConfigError, match=message):
-        check_settings(TorchSettings(**{"lr": 1e-3, **given}))
+        check_settings(TrainerSettings(**{"lr": 1e-3, **given}))
 
 
 def test_training_all_weights_in_half_precision_is_refused_with_ways_out():
@@ -133,9 +137,9 @@ def test_training_all_weights_in_half_precision_is_refused_with_ways_out():
 
 def test_only_adafactor_is_refused_where_weights_are_sharded():
     for name in ("adamw", "sgd"):
-        check_sharded(TorchSettings(lr=1e-3, optimizer=name))
+        check_sharded(TrainerSettings(lr=1e-3, optimizer=name))
     with pytest.raises(ConfigError, match=r"--training.optimizer adafactor: .*--training.optimizer adamw or sgd"):
-        check_sharded(TorchSettings(lr=1e-3, optimizer="adafactor"))
+        check_sharded(TrainerSettings(lr=1e-3, optimizer="adafactor"))
 
 
 def test_sets_become_groups_with_a_fused_kernel_where_there_is_one():
@@ -144,11 +148,11 @@ def test_sets_become_groups_with_a_fused_kernel_where_there_is_one():
         assert [group["lr"] for group in groups] == [1e-2, 3e-3]
         assert [group.get("fused") for group in groups] == [True if name == "adamw" else None] * 2
     halves = [nn.Parameter(torch.zeros(2, dtype=torch.complex64))]
-    plan = TorchSettings(lr=1.0, betas=(0.5, 0.6), eps=1e-4, weight_decay=0.2)
+    plan = TrainerSettings(lr=1.0, betas=(0.5, 0.6), eps=1e-4, weight_decay=0.2)
     (group,) = make_optimizer([(halves, 1.0)], plan).param_groups
     assert not group["fused"]
     assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.5, 0.6), 1e-4, 0.2)
-    (group,) = make_optimizer([(halves, 1.0)], plan._replace(optimizer="sgd")).param_groups
+    (group,) = make_optimizer([(halves, 1.0)], dataclasses.replace(plan, optimizer="sgd")).param_groups
     assert (group["momentum"], group["weight_decay"]) == (0.5, 0.2)
 
 
@@ -227,7 +231,7 @@ def test_a_parameter_without_a_gradient_keeps_its_zeros():
 
 def test_sgd_without_momentum_has_no_state():
     optimizer = make_optimizer(
-        [([nn.Parameter(torch.ones(2))], 1.0)], TorchSettings(lr=1.0, betas=(0.0, 0.0), optimizer="sgd")
+        [([nn.Parameter(torch.ones(2))], 1.0)], TrainerSettings(lr=1.0, betas=(0.0, 0.0), optimizer="sgd")
     )
     names = {parameter: "w" for parameter in optimizer.param_groups[0]["params"]}
     assert optimizer_tensors(optimizer, names) == {}

@@ -86,12 +86,15 @@ def test_in_the_thread_of_a_backend(profile, tmp_path):
 
 def test_a_backend_s_step(profile, tmp_path, tiny):
     from rollouts.training.algorithms.recipes import GRPO
+    from rollouts.training.backends.optimizer import TorchSettings
     from rollouts.training.backends.torch import create_torch_backend
     from rollouts.training.batching import make_batch
 
     samples = tiny.make_samples()
     batch = make_batch(samples, [math.sin(n + 1) for n in range(12)], aggregation="token_mean", step=0)
-    backend = create_torch_backend("tiny", 0, 3, 1e-3, 0, 1024, {"main": GRPO}, None, device="cpu")
+    backend = create_torch_backend(
+        "tiny", 0, 3, 1e-3, 0, 1024, {"main": GRPO}, None, settings=TorchSettings(device="cpu")
+    )
     try:
         backend.thread.submit(profile.start, "cpu").wait()
         backend.forward_backward(batch).wait()

@@ -24,7 +24,7 @@ from rollouts.training import (
     run_sft_training,
 )
 from rollouts.training.algorithms.recipes import GRPO
-from rollouts.training.backends.optimizer import TorchSettings, lr_factor
+from rollouts.training.backends.optimizer import TrainerSettings, lr_factor
 from rollouts.types import Sample
 
 
@@ -87,7 +87,7 @@ def test_adamw_over_what_requires_a_gradient():
 def test_a_cosine_scheduler_is_the_backends_schedule():
     optimizer = create_adamw_optimizer(Linear(), lr=2e-3)
     scheduler = create_warmup_cosine_scheduler(optimizer, warmup_steps=3, num_steps=10, min_ratio=0.1)
-    plan = TorchSettings(lr=2e-3, warmup_steps=3, lr_schedule="cosine", lr_final=0.1, steps=10)
+    plan = TrainerSettings(lr=2e-3, warmup_steps=3, lr_schedule="cosine", lr_final=0.1, steps=10)
     for version in range(13):
         assert optimizer.param_groups[0]["lr"] == pytest.approx(2e-3 * lr_factor(plan, version))
         optimizer.step()

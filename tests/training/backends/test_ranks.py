@@ -46,7 +46,7 @@ def faulty(tmp_path):
 
 
 def pid_of(crew, rank: int = 1) -> int:
-    return crew.backend._crew._gathering._meeting.processes[rank].pid
+    return crew.backend._executor._group.processes[rank].pid
 
 
 def is_running(pid: int) -> bool:
@@ -127,7 +127,8 @@ def test_of_three_ranks_the_guilty_one_is_named(fault, tiny, model, crew_of, fau
 
 def test_what_rank_0_does_alone_may_take_longer_than_a_stall(tiny, model, crew_of, tmp_path, monkeypatch):
     """Reading a model or a checkpoint: the others do not wait for it in a collective."""
-    from rollouts.training.backends import checkpoint, fsdp
+    from rollouts.training.backends import fsdp
+    from rollouts.training.weights import checkpoint, files
 
     def slow(function):
         def call(*args, **kwargs):
@@ -140,7 +141,7 @@ def test_what_rank_0_does_alone_may_take_longer_than_a_stall(tiny, model, crew_o
     crew = crew_of(model, 2, training={"stall_seconds": 2})
     batch = crew.batch(tiny.make_samples(1, 2))
     crew.train(batch, 1)
-    monkeypatch.setattr(checkpoint, "read_weights", slow(checkpoint.read_weights))
+    monkeypatch.setattr(files, "read_weights", slow(files.read_weights))
     monkeypatch.setattr(checkpoint, "write_tensors", slow(checkpoint.write_tensors))
     crew.backend.save(str(tmp_path / "c")).wait(60)
     crew.backend.load(str(tmp_path / "c")).wait(60)
@@ -170,7 +171,7 @@ def test_ranks_end_with_rank_0(tiny, model, tmp_path):
             sys.path.insert(0, {os.path.dirname(__file__)!r})
             from conftest import Crew
             crew = Crew({str(model)!r}, {{"training": {{"name": "fsdp", "processes": 2}}}})
-            (process,) = crew.backend._crew._gathering._meeting.processes.values()
+            (process,) = crew.backend._executor._group.processes.values()
             print(process.pid, flush=True)
             time.sleep(600)
             """

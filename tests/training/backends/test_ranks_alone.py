@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,8 +14,8 @@ from torch.distributed import HashStore, TCPStore
 
 from rollouts.cli import main
 from rollouts.errors import ConfigError, RankError
-from rollouts.training.backends.messages import Channel
 from rollouts.training.backends.ranks import gather_ranks
+from rollouts.training.backends.rendezvous import Channel
 
 SECRET = "ROLLOUTS_RANKS_SECRET"
 LISTENS = "0A"
@@ -68,7 +71,6 @@ def test_ranks_of_one_machine_listen_on_loopback_only(launcher, monkeypatch):
             assert agent.check(["rollouts/0/port"]) and agent.num_keys() <= 3, "the launcher's store has the port only"
     finally:
         gathering.end()
-        __import__("torch").distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["run", "dry run"])
@@ -95,7 +97,7 @@ def test_ranks_with_another_secret_are_told(monkeypatch):
             gathering.meet("composed")
         with pytest.raises(ConfigError, match="what rank 0 says is not signed"):
             other.meet("composed")
-        other.beating.end()
+        other.heartbeat.end()
     finally:
         gathering.end()
 
@@ -123,3 +125,71 @@ def test_a_signed_message_arrives_and_any_other_is_refused(size):
     assert own.read("failed/1") == b"notice" and own.read("failed/2") is None, "signed for its place"
     store.set("failed/1", b"")
     assert own.read("failed/1") is None
+    assert "secret" not in repr(own)
+
+
+ENDING = """
+import os, sys, threading
+from torch import distributed
+from rollouts.training.backends import heartbeats
+from rollouts.training.backends.ranks import DistributedExecutor, Worker, gather_ranks
+
+heartbeats.BEAT_SECONDS = 0.01
+
+class Trainer:
+    def close(self):
+        pass
+
+    def save(self):
+        raise ValueError("the disk is full")
+
+def slow(self, key, data, post=heartbeats.Channel.post):
+    post(self, key, data)
+    if key.startswith("beat/"):
+        threading.Event().wait(0.03)
+
+heartbeats.Channel.post = slow
+group = gather_ranks(2, "", stall_seconds=20.0, start_seconds=60.0, on_gpus=False)
+with group.starting("gloo", "the same"):
+    trainer = Trainer()
+try:
+    if group.place.rank > 0:
+        Worker(trainer, group).serve()
+    else:
+        executor = DistributedExecutor(trainer, group)
+        try:
+            if sys.argv[1] == "fails":
+                executor.call("save")
+        finally:
+            executor.close()
+except ValueError:
+    pass
+left = [thread.name for thread in threading.enumerate() if thread.name.startswith("rollouts-")]
+assert not left, left
+assert not distributed.is_initialized(), "the process group is left"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ends", "fails"])
+def test_a_rank_that_ended_leaves_no_thread_and_no_process_group(how):
+    """Either one may be inside torch while Python ends, which aborts the process: a launcher sees a run that failed."""
+    variables = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", ENDING, how],
+            env={**os.environ, **variables, "RANK": rank},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    said = [rank.communicate(timeout=120)[1] for rank in ranks]
+    codes = [rank.returncode for rank in ranks]
+    # Once the run has failed, rank 0 may end before rank 1 has: it says so, and exits with 1.
+    assert codes == [0, 0] or (how == "fails" and codes == [0, 1] and "rank 0 is gone" in said[1]), said

@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from backend_fakes import BackendFields
 
 from rollouts.errors import ConfigError, ModelError, SignatureError, TrainingError
 from rollouts.training.algorithms.advantages import group_norm
@@ -15,10 +16,11 @@ from rollouts.training.algorithms.algorithm import Algorithm, Term, as_algorithm
 from rollouts.training.algorithms.corrections import truncated
 from rollouts.training.algorithms.losses import entropy_bonus, ppo_clip
 from rollouts.training.algorithms.recipes import CISPO, GRPO, IS, REINFORCE, SFT
-from rollouts.training.backends.crew import Alone
-from rollouts.training.backends.torch import TorchBackend, TorchSettings, create_torch_backend
+from rollouts.training.backends.optimizer import TorchSettings, TrainerSettings
+from rollouts.training.backends.torch import Executor, TorchBackend, create_torch_backend
 from rollouts.training.backends.trainer import Trainer
-from rollouts.training.batching import make_batch, split_batch
+from rollouts.training.batching import make_batch
+from rollouts.training.types import TrainingBackend
 from rollouts.types import Sample
 
 AGGREGATIONS = ("token_mean", "rollout_mean", "rollout_sum", "dr_grpo", "group_mean", "sum")
@@ -32,11 +34,11 @@ def backend_of():
     def make(model, algorithm=GRPO, *, adapter=None, **settings):
         made.append(
             TorchBackend(
-                Alone(
+                Executor(
                     Trainer(
                         copy.deepcopy(model),
                         {"main": algorithm},
-                        TorchSettings(**{"lr": 1e-3, **settings}),
+                        TrainerSettings(**{"lr": 1e-3, **settings}),
                         adapter=adapter,
                     )
                 )
@@ -74,6 +76,16 @@ def close(one, other, relative=1e-4):
     return (one - other).norm() <= relative * other.norm()
 
 
+def test_it_has_every_member_of_the_protocol(tiny, backend_of):
+    """Nothing asks whether a field is there, so a fake has the fields too."""
+    members = {name for name in {**vars(TrainingBackend), **TrainingBackend.__annotations__} if name[0] != "_"}
+    assert {"version", "model_files", "can_profile", "stop_profile"} <= members
+    backend = backend_of(tiny.qwen3())
+    assert not [name for name in members if not hasattr(backend, name)]
+    fields = {name for name in members if not callable(getattr(TrainingBackend, name, None))}
+    assert not fields - vars(BackendFields).keys()
+
+
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_gradients_do_not_depend_on_the_split(tiny, backend_of, aggregation):
     model, samples = tiny.qwen3(), tiny.make_samples()
@@ -84,9 +96,9 @@ def test_gradients_do_not_depend_on_the_split(tiny, backend_of, aggregation):
             backend = backend_of(model, share_prefix=share, tokens_per_microbatch=tokens)
             found, _ = gradient_of(backend, [batch])
             assert close(found, reference), (share, tokens)
-        found, parts = gradient_of(backend_of(model, share_prefix=share), split_batch(batch, 3))
+        found, parts = gradient_of(backend_of(model, share_prefix=share), tiny.split_batch(batch, 3))
         assert close(found, reference)
-        shares = [part.denominator / batch.denominator for part in split_batch(batch, 3)]
+        shares = [part.denominator / batch.denominator for part in tiny.split_batch(batch, 3)]
         losses = [part["policy/loss"] * share for part, share in zip(parts, shares, strict=True)]
         assert sum(losses) == pytest.approx(metrics[0]["policy/loss"], rel=1e-4)
     order = copy.deepcopy(batch)
@@ -429,7 +441,7 @@ def test_supervised_batches_report_no_sampler(tiny, backend_of):
 
 def test_wrong_settings_are_refused(tiny, tmp_path):
     with pytest.raises(ConfigError, match=r"--lr 0.0: expected a number above 0"):
-        TorchBackend(Alone(Trainer(tiny.qwen3(), {"main": GRPO}, TorchSettings(lr=0.0))))
+        TorchBackend(Executor(Trainer(tiny.qwen3(), {"main": GRPO}, TrainerSettings(lr=0.0))))
     with pytest.raises(SignatureError, match="no critic; type --critic head"):
         create_torch_backend("nowhere", 0, 1, 1e-3, 0, 100, {"main": as_algorithm(lambda values: values)}, None)
 
@@ -453,17 +465,30 @@ def test_wrong_settings_are_refused(tiny, tmp_path):
 )
 def test_settings_out_of_bounds_are_refused_before_weights_are_read(name, value, words):
     given = {"lr": 1e-3, "lora_rank": 0, "tokens_per_microbatch": 100, "algorithms": {"main": GRPO}}
-    given |= {"companions": None, name: value}
+    of_backend = name in TorchSettings.__dataclass_fields__
+    given |= {"companions": None} | ({"settings": TorchSettings(**{name: value})} if of_backend else {name: value})
     with pytest.raises(ConfigError) as caught:
         create_torch_backend("./nowhere", 0, 1, **given)
     assert words in str(caught.value)
     with pytest.raises(ModelError, match="there is no folder"):  # control: right settings come as far as the weights
-        create_torch_backend("./nowhere", 0, 1, 1e-3, 4, 100, {"main": GRPO}, None, dtype="bfloat16", warmup_steps=0)
+        create_torch_backend(
+            "./nowhere",
+            0,
+            1,
+            1e-3,
+            4,
+            100,
+            {"main": GRPO},
+            None,
+            settings=TorchSettings(dtype="bfloat16", warmup_steps=0),
+        )
 
 
 def test_created_from_a_folder_by_name(tiny, tmp_path):
     tiny.qwen3().save_pretrained(tmp_path / "model")
-    backend = create_torch_backend(str(tmp_path / "model"), 0, 3, 1e-3, 0, 1000, {"main": GRPO}, None, device="cpu")
+    backend = create_torch_backend(
+        str(tmp_path / "model"), 0, 3, 1e-3, 0, 1000, {"main": GRPO}, None, settings=TorchSettings(device="cpu")
+    )
     backend.forward_backward(batch_of(tiny.make_samples())).wait()
     assert backend.optim_step().wait().metrics["optim/lr"] == pytest.approx(1e-3 / 3), "warm-up ends within the run"
     backend.close()

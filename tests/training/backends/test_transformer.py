@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from rollouts.training.algorithms.logprobs import logprobs_and_entropy, token_logprobs
-from rollouts.training.algorithms.packing import pack_rows
 from rollouts.training.backends import transformer
-from rollouts.training.batching import make_batch, plan_layout
+from rollouts.training.batching import make_batch, pack_rows, plan_layout
 
 MODELS = ("qwen3", "llama", "gpt2", "gemma2")
 
@@ -213,9 +212,9 @@ def test_why_rows_are_not_packed(tiny):
     assert reason(model) == "rows are not packed, for its positions depend on the length of the whole input"
     model = tiny.gemma2()
     model.config._attn_implementation_internal = "flash_attention_2"
-    assert transformer._why_not_packed(model) == "", "there transformers keeps windows within rows"
+    assert transformer._why_not(model, "packed") == "", "there transformers keeps windows within rows"
     model.config._attn_implementation_internal = "paged"
-    assert "nobody has tried it" in transformer._why_not_packed(model)
+    assert "nobody has tried it" in transformer._why_not(model, "packed")
 
 
 def test_a_recurrent_model_is_found_out_by_its_logits():

@@ -7,17 +7,16 @@ import math
 import pytest
 import torch
 import trio
+from backend_fakes import BackendFields
 
-from rollouts.agent import Episode
 from rollouts.errors import TrainingError
 from rollouts.training.algorithms.advantages import group_norm
-from rollouts.training.algorithms.algorithm import KL, Algorithm, Term
+from rollouts.training.algorithms.algorithm import KL, Algorithm, Stage, Term
 from rollouts.training.algorithms.kl import k1_reward, rk3_loss
 from rollouts.training.algorithms.losses import ppo_clip
-from rollouts.training.algorithms.mixers import minimum
 from rollouts.training.algorithms.recipes import DAPO, DPO, GRPO, OPD, PPO, REINFORCE_PP, RFT
-from rollouts.training.algorithms.schedule import Stage
-from rollouts.training.algorithms.selectors import reward_at_least
+from rollouts.training.algorithms.rewards import minimum
+from rollouts.training.algorithms.selection import reward_at_least
 from rollouts.training.backends.futures import ImmediateTrainFuture
 from rollouts.training.loops.rl_batch import (
     RLTrainingConfig,
@@ -26,11 +25,12 @@ from rollouts.training.loops.rl_batch import (
     prepare_rl_batch,
     rollout_advantages,
 )
-from rollouts.training.rollout_gen import Group, rollout_metrics
-from rollouts.training.rollout_gen.rollout_generation import sample_episode
+from rollouts.training.rollout_gen.groups import Group
+from rollouts.training.rollout_gen.metrics import rollout_metrics
+from rollouts.training.rollout_gen.user_functions import sample_episode
 from rollouts.training.samples import episode_samples
 from rollouts.training.types import ForwardOutput
-from rollouts.types import Message, Score, Segment, Status, Task, Trajectory
+from rollouts.types import Episode, Message, Score, Segment, Status, Task, Trajectory
 
 TASK = Task("question")
 CONFIG = RLTrainingConfig(1, response_tokens_max=8)
@@ -103,7 +103,7 @@ def test_a_correction_anchors_at_the_policy_unless_the_sampler_is_the_trainer():
     assert asked_for.correction is algorithm.correction
 
 
-class Backend:
+class Backend(BackendFields):
     """Answers `forward` with constants and keeps what was asked."""
 
     def __init__(self):
@@ -181,6 +181,14 @@ def test_a_row_without_the_samplers_logprobs_is_anchored_at_the_policy():
     batch, asked = complete(groups, GRPO._replace(kl=KL(k1_reward, 0.5)))
     assert asked == [(("ref_logprobs", "logprobs"), True)]
     assert live(batch.rows[0], "advantages")[0] == prepare_rl_batch(groups, GRPO, CONFIG, 0).advantages[0]
+
+
+def test_a_row_that_is_not_live_needs_no_logprobs():
+    (group,) = unsampled(groups_of([1.0, 0.0, 0.5]), 0)
+    group = group._replace(episodes=(episode((0, 0), 1.0, status=Status.TRUNCATED), *group.episodes[1:]))
+    batch, asked = complete([group], REINFORCE_PP)
+    assert asked == [] and batch.rows[0].rollout_logprobs is None and not any(batch.rows[0].advantages)
+    assert live(batch.rows[1], "advantages")[0] < 0 < live(batch.rows[2], "advantages")[0]
 
 
 def test_rollouts_of_a_function_without_logprobs_are_selected_and_compared():

@@ -6,24 +6,28 @@ import math
 
 import pytest
 import trio
+from backend_fakes import BackendFields
 
-from rollouts.agent import Episode
 from rollouts.errors import InferenceError, RunError, TrainingError
-from rollouts.training.algorithms.algorithm import KL
+from rollouts.inference.base import Capabilities
+from rollouts.training.algorithms.algorithm import KL, Stage
 from rollouts.training.algorithms.kl import rk3_loss
 from rollouts.training.algorithms.recipes import GRPO
-from rollouts.training.algorithms.schedule import Stage
 from rollouts.training.backends.futures import ImmediateTrainFuture
-from rollouts.training.datasets import DataBuffer
-from rollouts.training.loops import LoopState, RLTrainingConfig, prepare_rl_batch, run_rl_training, sync_weights
-from rollouts.training.rollout_gen import AsyncRolloutManager, Filter, Group, RolloutConfig
+from rollouts.training.datasets.buffer import DataBuffer
+from rollouts.training.loops.rl_batch import RLTrainingConfig, prepare_rl_batch
+from rollouts.training.loops.rl_loop import LoopState, run_rl_training
+from rollouts.training.rollout_gen.groups import Filter, Group
+from rollouts.training.rollout_gen.manager import AsyncRolloutManager
+from rollouts.training.rollout_gen.steps import RolloutConfig
 from rollouts.training.types import ForwardOutput, StepResult
-from rollouts.types import Message, Score, Segment, Status, Task, Trajectory
+from rollouts.training.weights.sync import sync_weights
+from rollouts.types import Episode, Message, Score, Segment, Status, Task, Trajectory
 
 TASK = Task("question")
 
 
-class Backend:
+class Backend(BackendFields):
     """Keeps the batches; every optimizer step succeeds unless D is 0."""
 
     def __init__(self, log):
@@ -54,6 +58,9 @@ class Resolved(ImmediateTrainFuture):
 
 
 class Engine:
+    capabilities = Capabilities()
+    context_tokens_max = vocabulary_size = version = 0
+
     def __init__(self, log):
         self.log, self.versions = log, []
 
@@ -142,8 +149,43 @@ def test_metrics_are_returned_and_logged():
     assert [line["data/epoch"] for line in history] == [0.0, 1.0, 1.0]
     for metrics in history:
         assert metrics["reward/mean"] == 0.5
+        assert 0 < metrics["time/wait"] < metrics["time/step"] and metrics["perf/train_tok_s"] > 16
         assert {"time/generate", "time/step", "perf/gen_tok_s", "perf/train_tok_s", "policy/loss"} <= metrics.keys()
         assert "policy/clip_low" not in metrics, "a NaN says nothing, and is no JSON"
+
+
+class Several(Backend):
+    """Each optimizer step of a batch reports other numbers; those named in `skipped` are skipped."""
+
+    skipped: tuple[int, ...] = ()
+
+    def forward_backward(self, batch):
+        super().forward_backward(batch)
+        number = len(self.batches)
+        report = {"policy/loss": float(number), "policy/ratio_max": 10.0 - number, "mismatch/kl": 0.5 * number}
+        return ImmediateTrainFuture(report | ({"policy/rare": 7.0} if number == 2 else {}))
+
+    def optim_step(self):
+        skipped = len(self.batches) in self.skipped
+        self.version += not skipped
+        return ImmediateTrainFuture(StepResult({"optim/skipped": float(skipped)}, self.version))
+
+
+@pytest.mark.parametrize(
+    ("skipped", "expected"),
+    [
+        ((), {"loss": 1.5, "max": 9.0, "kl": 0.5, "rare": 7.0, "skipped": 0.0}),
+        ((1,), {"loss": 2.0, "max": 8.0, "kl": 1.0, "rare": 7.0, "skipped": 0.5}),
+        ((2,), {"loss": 1.0, "max": 9.0, "kl": 0.5, "rare": None, "skipped": 0.5}),
+        ((1, 2), {"loss": 1.5, "max": 9.0, "kl": 0.5, "rare": 7.0, "skipped": 1.0}),
+    ],
+)
+def test_the_reports_of_several_optimizer_steps_become_one(skipped, expected):
+    """Means, the largest of a maximum, and the first mismatch, over those that were not skipped unless all were."""
+    backend = type("Some", (Several,), {"skipped": skipped})
+    (line,), *_ = train(1, backend=backend, minibatches=2)
+    names = ("policy/loss", "policy/ratio_max", "mismatch/kl", "policy/rare", "optim/skipped")
+    assert dict(zip(expected, map(line.get, names), strict=True)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("every", "versions"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4]), (9, [])])
@@ -261,6 +303,7 @@ def test_an_engine_that_refuses_the_weights_ends_the_run():
 def test_config_is_checked(wrong):
     with pytest.raises(AssertionError, match="must be"):
         RLTrainingConfig(**wrong)
+    assert RLTrainingConfig(1) == RLTrainingConfig(1, 1, 1.0, None, 1, 0)
 
 
 def groups_of(*rewards, **changed):

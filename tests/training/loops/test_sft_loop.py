@@ -6,18 +6,22 @@ import random
 
 import pytest
 import trio
+from backend_fakes import BackendFields
 
 from rollouts.training.algorithms.recipes import SFT
 from rollouts.training.backends.futures import ImmediateTrainFuture
+from rollouts.training.backends.optimizer import TorchSettings
 from rollouts.training.backends.torch import create_torch_backend
-from rollouts.training.loops import SFTTrainingConfig, run_sft_training
+from rollouts.training.loops.sft_loop import SFTTrainingConfig, run_sft_training
 from rollouts.training.types import StepResult
 from rollouts.types import Sample
 
 
 @pytest.fixture
 def backend():
-    made = create_torch_backend("tiny", 0, 10, 1e-3, 0, 4096, {"main": SFT}, None, warmup_steps=1)
+    made = create_torch_backend(
+        "tiny", 0, 10, 1e-3, 0, 4096, {"main": SFT}, None, settings=TorchSettings(warmup_steps=1)
+    )
     yield made
     made.close()
 
@@ -51,7 +55,7 @@ def test_it_lowers_the_loss(backend):
 def test_it_goes_on_where_it_stood():
     """The same batches as those of the whole run, from that step on; a step is logged before it is saved."""
 
-    class Backend:
+    class Backend(BackendFields):
         def __init__(self):
             self.batches = []
 
@@ -102,7 +106,7 @@ def test_config_is_checked(wrong):
 def test_rows_of_one_conversation_count_once():
     """Two rows of conversation 7, one of 3, one without a number: three rollouts of the same weight."""
 
-    class Backend:
+    class Backend(BackendFields):
         def forward_backward(self, batch):
             self.batch = batch
             return ImmediateTrainFuture({})

@@ -8,22 +8,25 @@ from typing import Any
 import pytest
 import trio
 
-from rollouts.agent import Episode, EpisodeLimits, run_episode
+from rollouts.agent.episode import run_episode
+from rollouts.agent.model import EpisodeLimits
 from rollouts.chat.format import load_chat_format
 from rollouts.env import reward
 from rollouts.env.mixing import env_term
 from rollouts.errors import ConfigError
 from rollouts.inference.base import WeightUpdate
-from rollouts.inference.hf import HFInference
+from rollouts.inference.embedded.hf import HFInference
 from rollouts.training.algorithms.recipes import DPO, GRPO, RFT
-from rollouts.training.algorithms.selectors import top
+from rollouts.training.algorithms.selection import top
 from rollouts.training.backends.torch import create_torch_backend
-from rollouts.training.datasets import DataBuffer
-from rollouts.training.loops import RLTrainingConfig, prepare_rl_batch, run_rl_training
-from rollouts.training.loops.staleness import drop_stale
+from rollouts.training.datasets.buffer import DataBuffer
+from rollouts.training.loops.rl_batch import RLTrainingConfig, drop_stale, prepare_rl_batch
+from rollouts.training.loops.rl_loop import run_rl_training
 from rollouts.training.models import load_tokenizer
-from rollouts.training.rollout_gen import AsyncRolloutManager, Group, RolloutConfig
-from rollouts.types import Message, Sample, Score, Segment, Status, Task, Trajectory
+from rollouts.training.rollout_gen.groups import Group
+from rollouts.training.rollout_gen.manager import AsyncRolloutManager
+from rollouts.training.rollout_gen.steps import RolloutConfig
+from rollouts.types import Episode, Message, Sample, Score, Segment, Status, Task, Trajectory
 
 
 def sample(versions: list[int], mask: list[float] | None = None) -> Sample:
@@ -50,6 +53,11 @@ def test_what_is_not_live_or_of_an_unknown_version_has_no_lag():
     masked, unknown = sample([0, 0], mask=[0.0, 0.0]), Sample(tokens=[1, 2], loss_mask=[0.0, 1.0])
     fresh = drop_stale([masked, unknown, sample([5, 5])], [1, 5], 0)
     assert [s.loss_mask for s in fresh.samples] == [[0.0, 0.0], [0.0, 1.0], [1.0, 1.0]]
+    assert fresh.metrics == {"staleness/mean": 0.0, "staleness/max": 0.0, "staleness/dropped": 0.0}
+
+
+def test_without_live_tokens_there_is_no_lag():
+    fresh = drop_stale([sample([0, 0], mask=[0.0, 0.0])], [1], 0)
     assert fresh.metrics == {"staleness/mean": 0.0, "staleness/max": 0.0, "staleness/dropped": 0.0}
 
 
@@ -131,13 +139,13 @@ def group(*versions: int) -> Group:
 
 
 def test_what_is_too_old_is_neither_compared_nor_selected():
-    config, begun_with = RLTrainingConfig(10, staleness=1), [6, 7, 8, 9]
-    batch = prepare_rl_batch([group(0, 9)], DPO, config, 9, begun_with=begun_with).batch
+    config, start_versions = RLTrainingConfig(10, staleness=1), [6, 7, 8, 9]
+    batch = prepare_rl_batch([group(0, 9)], DPO, config, 9, start_versions=start_versions).batch
     assert not any(any(row.loss_mask) for row in batch.rows) and batch.denominator == 0, "one side is no pair"
-    batch = prepare_rl_batch([group(0, 8, 9)], DPO, config, 9, begun_with=begun_with).batch
+    batch = prepare_rl_batch([group(0, 8, 9)], DPO, config, 9, start_versions=start_versions).batch
     assert batch.denominator == 1 and [any(row.loss_mask) for row in batch.rows] == [True, True]
     selected = RFT._replace(select=functools.partial(top, count=1))
-    batch = prepare_rl_batch([group(0, 9)], selected, config, 9, begun_with=begun_with).batch
+    batch = prepare_rl_batch([group(0, 9)], selected, config, 9, start_versions=start_versions).batch
     assert batch.denominator == 3, "the best that can be trained on"
 
 

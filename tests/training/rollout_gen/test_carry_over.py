@@ -14,13 +14,14 @@ import trio.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollouts.agent import Episode
 from rollouts.env import reward, tool
 from rollouts.errors import ConfigError, RewardError
 from rollouts.inference.base import GenerateRequest, Generation, VersionSpan
-from rollouts.training.datasets import DataBuffer
-from rollouts.training.rollout_gen import AsyncRolloutManager, Filter, RolloutConfig
-from rollouts.types import Score, Status, Trajectory
+from rollouts.training.datasets.buffer import DataBuffer
+from rollouts.training.rollout_gen.groups import Filter
+from rollouts.training.rollout_gen.manager import AsyncRolloutManager
+from rollouts.training.rollout_gen.steps import RolloutConfig
+from rollouts.types import Episode, Score, Status, Trajectory
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from agent_fakes import END
@@ -233,22 +234,20 @@ def test_an_error_in_the_block_is_raised_as_it_is():
 
 def test_an_engine_that_cannot_abort_is_waited_for_until_its_replies_are_whole():
     class Deaf(TokenEngine):
-        abort = None
+        capabilities = TokenEngine.capabilities._replace(aborts=False)
+
+        async def abort(self, session):
+            raise AssertionError("it cannot abort")
 
     async def main():
         engine = Deaf(lengths)
-        del Deaf.abort, TokenEngine.abort
         async with manager(engine) as own:
             first = await own.generate_batch()
             assert not engine.stops, "nothing is under way when weights change"
             second = await own.generate_batch()
         return first, second
 
-    abort = TokenEngine.abort
-    try:
-        first, second = under_trio(main)
-    finally:
-        TokenEngine.abort = abort
+    first, second = under_trio(main)
     assert len(first.kept) == len(second.kept) == 2
 
 
@@ -463,7 +462,7 @@ def test_every_prompt_is_exactly_one_of_the_states(chance, size, members, factor
                 if cut == "step":
                     take(own, await own.generate_batch())
                 state = own.state_dict(), own.data_buffer.state_dict()
-                engine = own._inference
+                engine = own.inference
             assert not engine.sessions and not engine.stops
             if cut == "resume":
                 own = make()

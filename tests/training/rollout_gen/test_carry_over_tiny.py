@@ -8,15 +8,17 @@ import pytest
 import torch
 import trio
 
-from rollouts.agent import Episode, EpisodeLimits, run_episode
+from rollouts.agent.episode import run_episode
+from rollouts.agent.model import EpisodeLimits
 from rollouts.chat.format import load_chat_format
 from rollouts.env import reward
-from rollouts.inference.hf import HFInference
+from rollouts.inference.embedded.hf import HFInference
 from rollouts.training.backends.futures import TorchThread
-from rollouts.training.datasets import DataBuffer
+from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.models import load_hf_model, load_tokenizer
-from rollouts.training.rollout_gen import AsyncRolloutManager, RolloutConfig
-from rollouts.types import Task
+from rollouts.training.rollout_gen.manager import AsyncRolloutManager
+from rollouts.training.rollout_gen.steps import RolloutConfig
+from rollouts.types import Episode, Task
 
 
 class Talk:

@@ -8,16 +8,19 @@ import pytest
 import trio
 import trio.testing
 
-from rollouts.agent import Episode
 from rollouts.errors import EnvironmentDefinitionError, RewardError
-from rollouts.training.rollout_gen import Job, run_episodes
-from rollouts.types import Score, Status, Task, Trajectory
+from rollouts.inference.base import Capabilities
+from rollouts.training.rollout_gen.pool import Job, run_episodes
+from rollouts.types import Episode, Score, Status, Task, Trajectory
 
 JOBS = [Job(Task(str(number)), (number // 2, number % 2)) for number in range(7)]
 
 
 class Engine:
     """Only its sessions."""
+
+    capabilities = Capabilities()
+    context_tokens_max = vocabulary_size = version = 0
 
     def __init__(self):
         self.open = set()
@@ -172,7 +175,7 @@ def test_cancellation_closes_every_session():
 
 def test_a_job_sees_the_rest_of_the_engine():
     async def play(job, session, inference):
-        assert inference.most == 7
+        assert inference.engine.most == 7
         return episode(job)
 
     run(play)

@@ -8,17 +8,13 @@ import pytest
 import trio
 import trio.testing
 
-from rollouts.agent import Episode
 from rollouts.errors import RunError
-from rollouts.training.rollout_gen import Group, Job, rollout_metrics, run_episodes
-from rollouts.training.rollout_gen.failures import (
-    WINDOW,
-    FailurePolicy,
-    Failures,
-    failure_metrics,
-    is_failure,
-)
-from rollouts.types import Sample, Score, Status, Task, Trajectory
+from rollouts.inference.base import Capabilities
+from rollouts.training.rollout_gen.failures import WINDOW, FailurePolicy, Failures, is_failure
+from rollouts.training.rollout_gen.groups import Group
+from rollouts.training.rollout_gen.metrics import failure_metrics, rollout_metrics
+from rollouts.training.rollout_gen.pool import Job, run_episodes
+from rollouts.types import Episode, Sample, Score, Status, Task, Trajectory
 
 TASK = Task("2 + 2?")
 
@@ -55,7 +51,7 @@ def test_one_is_played_again_as_often_as_the_policy_says():
         }
     )
     assert LOST.trajectory.metrics == {"turns": 1.0}, "the argument stays as it was"
-    assert failures.statistics == (1, {"inference_error": 1}, 2)
+    assert (failures.budget.settled, failures.budget.by_status, failures.retried) == (1, {"inference_error": 1}, 2)
     assert failures.settle(LOST, (0, 0)) is None, "what comes later under this order begins anew"
 
 
@@ -79,7 +75,8 @@ def test_samples_that_have_all_failed_are_made_again_and_counted():
     assert failures.settle(lost, (4, 0)) is None
     kept = failures.settle(lost, (4, 0))
     assert [sample.metadata["retried/environment_error"] for sample in kept] == [1.0, 1.0]
-    assert failures.statistics == (2, {"environment_error": 2}, 1) and lost[0].metadata == {"error": "no disk"}
+    assert (failures.budget.settled, failures.budget.by_status, failures.retried) == (2, {"environment_error": 2}, 1)
+    assert lost[0].metadata == {"error": "no disk"}
     failures.settle(lost, (5, 0))
     with pytest.raises(RunError, match=r"3 of 3 rollouts failed(.|\n)*no disk"):
         failures.settle(lost, (5, 0))
@@ -157,7 +154,8 @@ def test_metrics_name_each_cause():
 
 
 class Engine:
-    in_process = False
+    capabilities = Capabilities()
+    context_tokens_max = vocabulary_size = version = 0
 
     def __init__(self):
         self.open = set()
@@ -204,7 +202,7 @@ def test_every_job_ends_once_whatever_fails(concurrency, retries):
     for each in episodes:
         assert each.metrics.get("retried", 0.0) == attempts[each.order] - 1 <= retries
         assert not is_failure(each.status) or attempts[each.order] == retries + 1
-    assert failures.statistics.retried == sum(attempts.values()) - len(jobs)
+    assert failures.retried == sum(attempts.values()) - len(jobs)
     assert not engine.open
 
 
@@ -231,7 +229,7 @@ def test_an_engine_that_is_away_is_waited_for():
 
 def test_an_engine_in_this_process_is_not_waited_for():
     engine = Engine()
-    engine.in_process = True
+    engine.capabilities = Capabilities(in_process=True)
 
     async def play(job, session, inference):
         return LOST._replace(order=job.order)

@@ -9,20 +9,11 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollouts.agent import Episode
 from rollouts.env.mixing import RewardTerm
 from rollouts.errors import RewardError, RunError
-from rollouts.training.rollout_gen import (
-    Filter,
-    Group,
-    filter_group,
-    group_samples,
-    group_scorer,
-    reward_metrics,
-    rollout_metrics,
-)
-from rollouts.training.rollout_gen.groups import check_judged
-from rollouts.types import Message, Score, Segment, Status, Task, Trajectory
+from rollouts.training.rollout_gen.groups import Filter, Group, check_judged, filter_group, group_samples, group_scorer
+from rollouts.training.rollout_gen.metrics import reward_metrics, rollout_metrics
+from rollouts.types import Episode, Message, Score, Segment, Status, Task, Trajectory
 
 TASK = Task("2 + 2?", answer=4)
 

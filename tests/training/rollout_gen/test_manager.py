@@ -5,13 +5,18 @@ from __future__ import annotations
 import pytest
 import trio
 
-from rollouts.agent import Episode
-from rollouts.training.datasets import DataBuffer
-from rollouts.training.rollout_gen import AsyncRolloutManager, Filter, RolloutConfig, RolloutStatistics
-from rollouts.types import Score, Status, Trajectory
+from rollouts.inference.base import Capabilities
+from rollouts.training.datasets.buffer import DataBuffer
+from rollouts.training.rollout_gen.groups import Filter
+from rollouts.training.rollout_gen.manager import AsyncRolloutManager
+from rollouts.training.rollout_gen.steps import RolloutConfig, RolloutStatistics
+from rollouts.types import Episode, Score, Status, Trajectory
 
 
 class Engine:
+    capabilities = Capabilities()
+    context_tokens_max = vocabulary_size = version = 0
+
     def open_session(self, order):
         return str(order)
 

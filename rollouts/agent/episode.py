@@ -1,0 +1,334 @@
+"""One task, one episode: build the environment, let the model act in it, judge what it did, clean up.
+
+    episode = await run_episode(task, make_env=Calculator, chat=chat, inference=engine, limits=EpisodeLimits(), ...)
+
+A failed episode is data (`Status`), never an exception; an error of the core itself is no failed episode, and ends the
+run. The standard loop: the model speaks; its tool calls are carried out and answered; without a call the environment's
+`reply` may speak; where it does not either, the episode is complete. What is left out: many episodes at once
+(`training.rollout_gen`), rewards of a whole group, and the conversation's tokens (`model`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from rollouts.agent.model import ChatModel, EpisodeLimits, EpisodeOver, plain_state
+from rollouts.author_code import message_of, shown
+from rollouts.env import calls
+from rollouts.env.authoring import metrics_of, rewards_of, tools_of
+from rollouts.env.checks import requests_of
+from rollouts.env.mixing import InvalidPolicy, RewardTerm, Verdict, mix, read_verdict
+from rollouts.env.processes import ProcessError
+from rollouts.env.schema import tool_schema
+from rollouts.errors import EnvironmentDefinitionError, InferenceError, ModelError, RewardError, leaves_of, named
+from rollouts.inference.base import InferenceBackend
+from rollouts.inference.carried import Seat
+from rollouts.plugins.signature import bind
+from rollouts.types import Episode, Message, Score, Status, Task, Trajectory
+
+if TYPE_CHECKING:
+    from rollouts.chat.format import ChatFormat
+
+
+async def run_episode(
+    task: Task,
+    *,
+    make_env: Callable[[], Any],
+    chat: ChatFormat | None,
+    inference: InferenceBackend | Seat,
+    limits: EpisodeLimits,
+    rewards: Sequence[RewardTerm],
+    session: str,
+    order: tuple[int, int],
+    seed: int,
+    on_invalid_reward: InvalidPolicy = "drop",
+) -> Episode:
+    """Play one episode in an environment of its own, and judge it.
+
+    `chat` is None for an engine that is spoken to in messages (`CanChat`). `session` was opened by the caller and is
+    closed here as soon as the model will not speak again. The environment's `close` runs in every case, also on
+    cancellation, shielded, for at most `limits.cleanup_seconds`; where it fails, so does the episode. Rewards and
+    metrics see the environment before it is closed, and only where the policy played the episode out (COMPLETED,
+    TRUNCATED). Of several trajectories the one that `rollout` returned is judged, else the last. While the episode
+    waits between two steps (a `Seat` at its gate), its deadlines stand still.
+
+    Raises:
+        RewardError: a reward returned NaN or no number, or could not judge under the policy `raise`.
+        EnvironmentDefinitionError: the environment cannot be used as it is written.
+        Exception: a mistake of the core's own, also where the environment's `rollout` caught it.
+    """
+    seat = inference if isinstance(inference, Seat) else Seat(inference, None, order, session)
+    seat.clock.begin()
+    play = _Play(seat, task, make_env, chat, limits, seed)
+    seat.snapshot = play.snapshot
+    score, counts = Score(None), dict[str, float]()
+    try:
+        status, error = await play.out()
+        seat.close_session(session)
+        judged = play.finish(status, error)
+        if not judged.status.is_infrastructure:
+            score, counts = await _judge(play.env, judged, rewards, limits.reward_seconds, on_invalid_reward)
+    finally:
+        seat.close_session(session)
+        close_error = await _close(play.env, limits.cleanup_seconds)
+    if close_error is not None and not judged.status.is_infrastructure:
+        judged = play.finish(Status.ENVIRONMENT_ERROR, close_error)
+    if judged.status.is_infrastructure:
+        score = Score(None, {}, f"{judged.status.value}: {judged.error}")
+    for trajectory in play.trajectories:
+        for name, value in trajectory.metrics.items():
+            counts[name] = counts.get(name, 0.0) + value
+    counts["latency_seconds"] = seat.clock.elapsed
+    return Episode(order, task, play.trajectories, score, counts, play.judged, play.may_retry)
+
+
+# --- playing --------------------------------------------------------------------------------------------------------
+
+BUILDING, SETUP = "building the environment", "running setup"
+
+
+@dataclass(eq=False)
+class _Play:
+    """What there is of an episode so far, so that a failure at any point knows what to close and what to report."""
+
+    seat: Seat
+    task: Task
+    make_env: Callable[[], Any]
+    chat: ChatFormat | None
+    limits: EpisodeLimits
+    seed: int
+    stage: str = BUILDING
+    may_retry: bool = False
+    env: Any = None
+    model: ChatModel | None = None
+    chosen: Trajectory | None = None  # by a loop of the environment's own, to be judged
+    trajectories: list[Trajectory] = field(default_factory=list)
+    judged: int = -1
+
+    @property
+    def can_restore(self) -> bool:
+        """Whether the episode can continue in another process: a loop of the environment's own has no middle."""
+        env = self.env
+        return hasattr(env, "state") and hasattr(env, "restore") and not hasattr(env, "rollout")
+
+    async def out(self) -> tuple[Status, str | None]:
+        """Play under the episode's deadline; what goes wrong becomes a status, with the reason in words."""
+        seconds, status = self.limits.episode_seconds, Status.COMPLETED
+        why: str | None = None
+        try:
+            with self.seat.clock.move_on_after(seconds) as deadline:
+                model = await self.set_up()
+                messages: list[Message] | None = model.asked or self.task.messages
+                if hasattr(self.env, "rollout"):
+                    self.stage, messages = "running rollout", None
+                    returned = await _ask_env(self.env.rollout, self.task, model, under_trio=True)
+                    self.chosen = returned if isinstance(returned, Trajectory) else None
+                while messages is not None:
+                    self.stage = "waiting for the model"
+                    reply = await model.chat(messages)
+                    messages = await self.respond(model, reply)
+        except Exception as error:  # also a group of errors
+            status, why, self.may_retry = _outcome_of(error, self.stage)
+        else:
+            if deadline.cancelled_caught:
+                status, why = Status.TIMEOUT, f"the episode's deadline of {seconds:g} seconds passed while {self.stage}"
+        if self.model is not None and self.model.failure is not None:
+            raise self.model.failure  # an environment's `rollout` may have caught it, or raised something else over it
+        return status, why
+
+    async def set_up(self) -> ChatModel:
+        """The environment, ready, and the model that speaks in it."""
+        seconds, held = self.limits.setup_seconds, self.seat.resumed
+        try:
+            self.env = await _ask_env(self.make_env, seconds=seconds)
+            tools = {tool.name: tool for tool in tools_of(self.env)}
+            schemas = [tool_schema(tool.function, tool.name) for tool in tools.values()]
+            self.model = ChatModel(self.seat, self.task, self.chat, self.limits, self.seed, tools, schemas)
+            if hasattr(self.env, "setup"):
+                self.stage = SETUP
+                await _ask_env(self.env.setup, self.task, seconds=seconds)
+            if held is not None and self.can_restore:
+                self.stage = "running restore"
+                await _ask_env(self.env.restore, held.env, seconds=seconds)
+                self.model.load_state_dict(held.model)
+        except calls.CallTimeoutError as error:
+            raise EpisodeOver(Status.TIMEOUT, f"{self.stage} took longer than {seconds:g} seconds") from error
+        return self.model
+
+    async def respond(self, model: ChatModel, reply: Message) -> list[Message] | None:
+        """The conversation with the answer to a reply, by tools or the environment; None where the episode ends."""
+        trajectory = model.trajectory
+        assert trajectory is not None, "a model that spoke has a trajectory"
+        if trajectory.status is Status.TRUNCATED:
+            return None
+        if reply.tool_calls:
+            self.stage = f"running the tool {shown(reply.tool_calls[0].name)}"
+            answer = await model.call_tools(reply)
+        else:
+            self.stage = "running reply"
+            answer = await _env_reply(self.env, trajectory)
+        return [*trajectory.messages, *answer] if answer else None
+
+    async def snapshot(self) -> tuple[Any, dict[str, Any]] | None:
+        """What a checkpoint keeps of environment and conversation; None where the episode has to begin again.
+
+        Raises EnvironmentDefinitionError where `state()` gives what cannot be written down.
+        """
+        if self.model is None or not self.can_restore:
+            return None
+        try:
+            state = await calls.call(self.env.state, timeout_seconds=self.limits.setup_seconds)
+        except calls.CallTimeoutError:
+            return None
+        except EnvironmentDefinitionError:
+            raise
+        except Exception:  # an author's code may raise anything; the episode itself is as well as before
+            return None
+        conversations = self.model.state_dict()
+        return None if conversations is None else (plain_state(type(self.env).__name__, state), conversations)
+
+    def finish(self, status: Status, error: str | None) -> Trajectory:
+        """Stamp and check the trajectories; an episode in which the model never spoke has an empty one. Gives the one
+        that rewards see: the chosen one, else the last.
+        """
+        if self.model is not None:
+            self.model.close(status, error)
+            self.trajectories = self.model.trajectories
+        if not self.trajectories or self.model is None:
+            self.trajectories = [Trajectory(self.task, self.task.messages, status=status, error=error)]
+        last = len(self.trajectories) - 1
+        self.judged = next((index for index, each in enumerate(self.trajectories) if each is self.chosen), last)
+        return self.trajectories[self.judged]
+
+
+class _EnvironmentFault(Exception):
+    """What the environment's own code raised, so that it is not taken for a mistake of the core, nor the reverse."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(message_of(error))
+        self.error = error
+
+
+async def _ask_env(
+    function: Callable[..., Any], *args: Any, under_trio: bool = False, seconds: float = math.inf
+) -> Any:
+    try:
+        return await calls.call(function, *args, timeout_seconds=seconds, async_library="trio" if under_trio else None)
+    except calls.CallTimeoutError:
+        raise
+    except Exception as error:  # calls.call lets nothing else of the author's through
+        raise _EnvironmentFault(error) from error
+
+
+async def _env_reply(env: Any, trajectory: Trajectory) -> list[Message]:
+    """What the environment says when no tool was called; nothing ends the episode."""
+    returned = await _ask_env(env.reply, trajectory) if hasattr(env, "reply") else None
+    answers = returned if isinstance(returned, list | tuple) else [] if returned is None else [returned]
+    for answer in answers:
+        if not isinstance(answer, str | Message):
+            words = f"it returned {type(answer).__name__}, expected text, a Message, a list of them, or None"
+            raise _EnvironmentFault(TypeError(words))
+    return [Message("user", answer) if isinstance(answer, str) else answer for answer in answers]
+
+
+def _outcome_of(error: Exception, stage: str) -> tuple[Status, str, bool]:
+    """What an exception makes of the episode, why, and whether the same episode may go right another time: neither the
+    policy nor a deadline has failed it. Raises what ends the run: two errors of the environment, and all that the core
+    itself should never have raised.
+    """
+    ours = list(leaves_of(error))
+    inner = [leaf.error if isinstance(leaf, _EnvironmentFault) else leaf for leaf in ours]
+    leaves = [leaf for each in inner for leaf in leaves_of(each)]
+    for leaf in leaves:
+        if isinstance(leaf, RewardError | EnvironmentDefinitionError):
+            raise leaf
+    for leaf in leaves:
+        if isinstance(leaf, EpisodeOver):
+            return leaf.status, leaf.reason, False
+    failures = [leaf for leaf in leaves if isinstance(leaf, InferenceError)]
+    if failures:
+        return Status.INFERENCE_ERROR, message_of(failures[0]), all(leaf.is_transient for leaf in failures)
+    known = _EnvironmentFault | ModelError | calls.AbandonedCallsError | ProcessError
+    if not all(isinstance(leaf, known) for leaf in ours):
+        raise error
+    return Status.ENVIRONMENT_ERROR, f"{stage}: {named(leaves[0])}", stage in (BUILDING, SETUP)
+
+
+async def _close(env: Any, seconds: float) -> str | None:
+    """Run the environment's `close` whatever is being cancelled; what went wrong, in words."""
+    if not hasattr(env, "close"):
+        return None
+    with trio.CancelScope(shield=True):
+        try:
+            # A limiter of its own: cleaning up must not wait for other episodes' tools.
+            await calls.call(env.close, timeout_seconds=seconds, limiter=trio.CapacityLimiter(1))
+        except calls.CallTimeoutError:
+            return f"close took longer than {seconds:g} seconds"
+        except EnvironmentDefinitionError:
+            raise
+        except Exception as error:  # an author's code may raise anything
+            return f"running close: {named(error)}"
+    return None
+
+
+# --- judging --------------------------------------------------------------------------------------------------------
+
+
+async def _judge(
+    env: Any, trajectory: Trajectory, terms: Sequence[RewardTerm], seconds: float, on_invalid: InvalidPolicy
+) -> tuple[Score, dict[str, float]]:
+    """The score of every term that is not a group's, and the environment's metrics."""
+    available = {"task": trajectory.task, "trajectory": trajectory, "env": env}
+    verdicts: list[Verdict] = []
+    for term in terms:
+        if term.is_group:
+            continue
+        own = [] if term.function is not None else rewards_of(env)
+        asked = [RewardTerm(o.name, o.function, term.weight * o.weight, {}, requests_of(o.function)) for o in own]
+        for each in asked if term.function is None else [term]:
+            verdict = await _ask(each, available, seconds)
+            verdicts.append(verdict._replace(alias=term.alias))
+    values = {metric.name: await _measure(metric.function, available, seconds) for metric in metrics_of(env)}
+    metrics = {f"metric/{name}": value for name, value in values.items() if value is not None}
+    if failures := len(values) - len(metrics):
+        metrics["metric_failures"] = float(failures)
+    if failures := sum(1 for verdict in verdicts if verdict.value is None):
+        metrics["reward_failures"] = float(failures)
+    return mix(verdicts, on_invalid), metrics
+
+
+async def _ask(term: RewardTerm, available: Mapping[str, Any], seconds: float) -> Verdict:
+    """One reward's verdict; one that raises, or takes too long, could not judge."""
+    assert term.function is not None, "the environment's own methods are terms of their own here"
+    try:
+        verdict: Verdict = await calls.call(
+            bind(term.function, term.settings),
+            *(available[request] for request in term.requests),
+            timeout_seconds=seconds,
+            convert=functools.partial(read_verdict, term.alias, term.weight),
+        )
+    except calls.CallTimeoutError:
+        return Verdict(term.alias, term.weight, None, {}, f"it took longer than {seconds:g} seconds")
+    except (RewardError, EnvironmentDefinitionError):
+        raise
+    except Exception as error:  # a stranger's reward may raise anything
+        return Verdict(term.alias, term.weight, None, {}, named(error))
+    return verdict
+
+
+async def _measure(function: Callable[..., Any], available: Mapping[str, Any], seconds: float) -> float | None:
+    """A metric's value; None where it raised, took too long, or is no finite number: a metric never harms a rollout."""
+    arguments = [available[request] for request in requests_of(function)]
+    try:
+        value: float = await calls.call(function, *arguments, timeout_seconds=seconds, convert=float)
+    except EnvironmentDefinitionError:
+        raise
+    except Exception:  # counted by the caller as metric_failures
+        return None
+    return value if math.isfinite(value) else None

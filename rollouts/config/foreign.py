@@ -1,0 +1,76 @@
+"""What settings of TRL, verl, prime-rl and verifiers are called here, for those who type their names."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+_NAMES = {
+    "--samples-per-prompt": "num_generations group_size rollout_n n_samples_per_prompt rollouts_per_example",
+    "--prompts-per-step": "batch_size train_batch_size per_device_train_batch_size rollout_batch_size",
+    "--tokens-per-microbatch": """gradient_accumulation_steps micro_batch_size ppo_micro_batch_size_per_gpu
+        ppo_max_token_len_per_gpu max_tokens_per_gpu""",
+    "--minibatches": "num_iterations steps_per_generation ppo_mini_batch_size ppo_epochs num_steps_per_rollout",
+    "--steps": "max_steps num_steps total_steps total_training_steps num_rollout epochs num_train_epochs total_epochs",
+    "--lr": "learning_rate actor_lr",
+    "--max-tokens": """max_completion_length max_completion_tokens max_response_length max_new_tokens response_length
+        rollout_max_response_len""",
+    "--max-turns": "max_tool_calling_iterations max_assistant_turns max_user_turns",
+    "--inference.context-tokens": "max_length max_seq_length max_seq_len seq_len max_prompt_length max_model_len",
+    "--temperature": "rollout_temperature sampling_temperature",
+    "--loss": "algorithm algo adv_estimator loss_type trainer",
+    "--advantage": "scale_rewards advantage_estimator",
+    "--aggregation": "loss_agg_mode",
+    "--loss.clip-low": "epsilon eps_clip clip_range clip_ratio clip_ratio_low",
+    "--loss.clip-high": "epsilon_high eps_clip_high clip_ratio_high",
+    "--kl rk3_loss --kl.coef 0.01": "beta kl_coef kl_loss_coef init_kl_coef use_kl_loss",
+    "--loss.entropy-coef": "entropy_coef entropy_coeff ent_coef",
+    "--filter nonzero_std --refill 8": "filter_groups dynamic_sampling dynamic_sampling_filter_path",
+    "--model": "model_name model_name_or_path model_path pretrained hf_checkpoint",
+    "--critic": "value_model critic_model",
+    "--teacher": "teacher_model teacher_model_name_or_path",
+    "--env": "environment env_id environment_factory taskset",
+    "--reward": "reward_funcs reward_func reward_fn reward_function rm_path custom_reward_function",
+    "--reward NAME:WEIGHT": "reward_weights",
+    "--data": "dataset dataset_name train_dataset train_file train_files prompt_data",
+    "--system": "system_prompt",
+    "--inference vllm": "use_vllm vllm_mode",
+    "--inference.memory-share": "gpu_memory_utilization vllm_gpu_memory_utilization mem_fraction_static",
+    "--inference.gpus": "num_gpus n_gpus_per_node tensor_parallel_size vllm_tensor_parallel_size",
+    "--staleness": "max_async_level async_level max_off_policy_steps",
+    "--concurrency": "max_concurrent num_workers max_workers",
+    "--lora-rank": "lora_r peft_config use_peft",
+    "--training.lora-alpha": "lora_alpha",
+    "--training.lora-targets": "lora_target_modules target_modules",
+    "--training.dtype": "bf16 fp16 torch_dtype dtype",
+    "--training.gradient-checkpointing": "gradient_checkpointing",
+    "--training.optimizer": "optim optimizer",
+    "--training.weight-decay": "weight_decay",
+    "--training.max-grad-norm": "max_grad_norm grad_clip clip_grad",
+    "--training.warmup-steps": "warmup_steps warmup_ratio lr_warmup_steps",
+    "--training.lr-schedule": "lr_scheduler_type lr_scheduler",
+    "--training fsdp": "fsdp nproc_per_node",
+    "--out": "output_dir output save_dir default_local_dir run_name",
+    "--checkpoint-every": "save_steps save_freq save_interval save_every ckpt_interval",
+    "--keep-checkpoints": "save_total_limit max_ckpt_to_keep",
+    "--eval-every": "eval_steps test_freq eval_interval eval_freq",
+    "--eval-tasks": "num_eval_examples eval_size num_examples",
+    "--logger": "report_to log_with",
+    "--logger wandb": "use_wandb wandb",
+    "rollouts resume DIR": "resume_from_checkpoint load resume_from",
+}
+FOREIGN = {name: ours for ours, names in _NAMES.items() for name in names.split()}
+"""By their name, with underscores: what to type here."""
+
+
+def foreign_hint(name: str, known: Collection[str] = ()) -> str:
+    """The line of an error for a name from elsewhere; empty for any other, and for a setting that is not among the
+    `known` flags of the command, if any are given: an evaluation has no learning rate under any name.
+
+    >>> foreign_hint("--num-generations")
+    'in rollouts this is: --samples-per-prompt'
+    >>> foreign_hint("--steps")
+    ''
+    """
+    ours = FOREIGN.get(name.lstrip("-").replace("-", "_").lower(), "")
+    flag = ours.partition(" ")[0].partition(".")[0]
+    return f"in rollouts this is: {ours}" if ours and (not known or flag in known or flag == "rollouts") else ""

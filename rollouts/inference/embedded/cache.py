@@ -1,0 +1,225 @@
+"""One preallocated buffer of keys and values for all rows that are decoded together.
+
+A slot is a row of the buffer; token p of a row lies in column p, always. So a row's positions, its write column and
+what it may see (columns <= position) are one number, and rows of any lengths share a batch with no alignment and no
+holes: what lies beyond a row's length is never visible. Writes go to places computed once per forward pass; nothing
+is concatenated. It is a transformers `Cache`, so any model that takes a `DynamicCache` of full-attention layers takes
+it. What a session keeps between its turns is a compact copy of its row (`SessionCaches`). Left out: sliding windows and
+linear attention (`lanes.PlainLanes` serves those).
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+COLUMN_STEP = 16  # visible width grows in such steps: views are made anew less often, and kernels like multiples
+
+
+def whole_columns(columns: int) -> int:
+    """How many columns a buffer for so many has.
+
+    >>> whole_columns(17)
+    32
+    """
+    return -(-columns // COLUMN_STEP) * COLUMN_STEP
+
+
+class KVShape(NamedTuple):
+    """What a token leaves in the cache: `layers` x `heads` keys of `key_dim` and values of `value_dim` numbers."""
+
+    layers: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes per token."""
+        return self.layers * self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+
+class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
+    """Keys [layers, slots + 1, heads, columns, key_dim] and values alike; the last slot takes what padding writes.
+
+    Before each forward pass `point` names the slots and the positions; `update` is then called by the model's layers.
+    """
+
+    def __init__(self, shape: KVShape, slots: int, columns: int) -> None:
+        super().__init__(layers=[])
+        self.shape, self.slots = shape, slots
+        self._allocate(columns)
+        # Numbers to add, not booleans: attention would turn those into numbers again in every layer.
+        self._shown = torch.zeros((), dtype=shape.dtype, device=shape.device)
+        self._hidden = torch.full((), torch.finfo(shape.dtype).min, dtype=shape.dtype, device=shape.device)
+
+    def _allocate(self, columns: int) -> None:
+        shape = self.shape
+        self.columns = whole_columns(columns)
+        lead = (shape.layers, self.slots + 1, shape.heads, self.columns)
+        # Zeros, not empty: a hidden value is weighed by an exact 0, and 0 * NaN would still be NaN.
+        self.keys = torch.zeros(*lead, shape.key_dim, dtype=shape.dtype, device=shape.device)
+        self.values = torch.zeros(*lead, shape.value_dim, dtype=shape.dtype, device=shape.device)
+        self._flat = [
+            (k.view(-1, shape.key_dim), v.view(-1, shape.value_dim))
+            for k, v in zip(self.keys, self.values, strict=True)
+        ]
+        slot, head = (torch.arange(n, device=shape.device) for n in lead[1:3])
+        self._bases = (slot.unsqueeze(1) * shape.heads + head) * self.columns  # [slots + 1, heads]
+        self._column_ids = torch.arange(self.columns, device=shape.device)
+        self._window: tuple[int, int, int] = (0, 0, 0)
+        self._views: list[tuple[Tensor, Tensor]] = []
+
+    def reserve(self, columns: int, columns_max: int) -> None:
+        """Make room for positions below `columns`, keeping what is stored. What is made ready ahead of need ends at
+        `columns_max`.
+        """
+        if columns <= self.columns:
+            return
+        keys, values, width = self.keys, self.values, self.columns
+        self._allocate(max(columns, min(width + width // 2, columns_max)))
+        self.keys[..., :width, :] = keys
+        self.values[..., :width, :] = values
+
+    def point(self, start: int, positions: Tensor, real: Tensor | None, width: int) -> Tensor:
+        """Aim the next forward pass at slots [start, start + n); returns its additive mask [n, 1, S, W], W >= width.
+
+        `positions` [n, S] says where each token goes; `real` [n, S] (None: all) which tokens are not padding.
+        """
+        count = positions.shape[0]
+        width = min(whole_columns(width), self.columns)
+        self._aim(start, positions, real, width)
+        visible = self.visible(positions, width).view(count, 1, -1, width)
+        return torch.where(visible, self._shown, self._hidden)
+
+    def point_causal(self, start: int, positions: Tensor) -> None:
+        """Aim a pass over whole contexts of one length: it needs no mask, so that the fastest kernels can serve it."""
+        self._aim(start, positions, None, positions.shape[1])
+
+    def _aim(self, start: int, positions: Tensor, real: Tensor | None, width: int) -> None:
+        stop = start + positions.shape[0]
+        assert stop <= self.slots and width <= self.columns, (
+            f"slots to {stop} of {self.slots}, {width=} {self.columns=}"
+        )
+        places = self._bases[start:stop].unsqueeze(2) + positions.unsqueeze(1)  # [n, heads, S]
+        if real is not None:
+            places = torch.where(real.unsqueeze(1), places, self._bases[self.slots].unsqueeze(1))
+        self._places = places.view(-1)
+        if self._window != (start, stop, width):
+            self._window = (start, stop, width)
+            self._views = [
+                (k[start:stop, :, :width], v[start:stop, :, :width])
+                for k, v in zip(self.keys, self.values, strict=True)
+            ]
+
+    def visible(self, positions: Tensor, width: int) -> Tensor:
+        """Which columns a token may see: those up to its own [n, S, width]."""
+        return self._column_ids[:width] <= positions.unsqueeze(-1)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: object, **_kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Called by the model's attention: store new keys and values [n, heads, S, dim], return those of the window."""
+        keys, values = self._flat[layer_idx]
+        keys.index_copy_(0, self._places, key_states.reshape(-1, keys.shape[1]))
+        values.index_copy_(0, self._places, value_states.reshape(-1, values.shape[1]))
+        return self._views[layer_idx]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """0: positions are always given explicitly."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Asked only in a pass without a mask, which sees itself and nothing else."""
+        return query_length, 0
+
+    def copy_slots(self, sources: list[int], targets: list[int], width: int) -> None:
+        """Copy the first `width` columns of slots; sources are read before targets are written."""
+        for store in (self.keys, self.values):
+            if len(sources) == 1:  # the usual case, and several times cheaper than indexing with lists
+                store[:, targets[0], :, :width] = store[:, sources[0], :, :width]
+            else:
+                store[:, targets, :, :width] = store[:, sources, :, :width]
+
+    def read(self, slot: int, length: int) -> tuple[Tensor, Tensor]:
+        """A compact copy of one row's first `length` tokens: keys and values [layers, heads, length, dim]."""
+        return self.keys[:, slot, :, :length].clone(), self.values[:, slot, :, :length].clone()
+
+    def write(self, slot: int, length: int, keys: Tensor, values: Tensor) -> None:
+        """Put back the first `length` tokens of what `read` gave."""
+        self.keys[:, slot, :, :length] = keys[:, :, :length]
+        self.values[:, slot, :, :length] = values[:, :, :length]
+
+
+class SavedCache(NamedTuple):
+    """A session's keys and values [layers, heads, K, dim] for `tokens` [K], computed by policy `version`."""
+
+    version: int
+    tokens: list[int]
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def bytes(self) -> int:
+        """Memory it holds."""
+        return int(self.keys.nbytes + self.values.nbytes)
+
+
+class SessionCaches:
+    """The caches that live sessions keep between turns, at most `bytes_max` in all.
+
+    The trio side opens and closes sessions, the torch thread stores and reads: hence the lock. A cache is dropped
+    when its session closes or when the weights have changed.
+    """
+
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        self._lock = threading.Lock()
+        self._live: dict[str, SavedCache | None] = {}
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return sum(1 for saved in self._live.values() if saved is not None)
+
+    def open(self, session: str) -> None:
+        """From now on the session may store a cache."""
+        with self._lock:
+            self._live.setdefault(session, None)
+
+    def close(self, session: str) -> None:
+        """Drop what the session kept; harmless if it is not open."""
+        with self._lock:
+            self._forget(session)
+            self._live.pop(session, None)
+
+    def has_room(self, session: str, size: int) -> bool:
+        """Whether the session is live and `size` bytes more may be kept."""
+        with self._lock:
+            return session in self._live and self._bytes + size <= self.bytes_max
+
+    def store(self, session: str, saved: SavedCache) -> None:
+        """Keep it, unless the session has closed meanwhile."""
+        with self._lock:
+            if session in self._live:
+                self._forget(session)
+                self._live[session] = saved
+                self._bytes += saved.bytes
+
+    def take(self, session: str, version: int) -> SavedCache | None:
+        """Hand over what the session kept; None if there is nothing, or other weights computed it."""
+        with self._lock:
+            saved = self._live.get(session)
+            self._forget(session)
+        return saved if saved is not None and saved.version == version else None
+
+    def _forget(self, session: str) -> None:
+        saved = self._live.get(session)
+        if saved is not None:
+            self._live[session] = None
+            self._bytes -= saved.bytes

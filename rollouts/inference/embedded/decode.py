@@ -1,0 +1,250 @@
+"""The torch side of the embedded engine: sample the rows of a wave, and score given sequences.
+
+Each request has its own random stream, keyed by its seed and nothing else, and spends one number per token. Sampling
+inverts the cumulative distribution at that number, so neither the size of a batch nor the order of its rows can touch
+any draw. The loop knows nothing of caches: it asks lanes (`lanes.py`) for the logits of the rows now decoding, lets
+finished rows leave at once and rows still queued join. Everything here runs in the torch thread. Given the same rows
+in the same order it does the same operations; nothing depends on time. Versions of weights are passed in.
+
+Left out: top-p, top-k, min-p (the trainer would have to replay them, see numerics.md).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollouts.errors import InferenceError
+from rollouts.inference.embedded.cache import SessionCaches, SlotCache, whole_columns
+from rollouts.inference.embedded.lanes import Lanes, Network, PlainLanes, Row, SlotLanes, Verdict, probe
+from rollouts.inference.embedded.scheduler import InferenceStatistics
+
+BLOCK = 64  # random numbers drawn at a time
+GROWTH = 64  # columns made ready for replies at first; longer replies grow the buffer
+WIDE = 2048  # rows this wide share no batch with those half as wide: attention would be mostly padding
+SCORE_ROWS = 1024  # positions whose float32 log-probabilities are held at a time
+
+
+class Decoder:
+    """Decodes rows with a transformers causal LM, wrapped by peft or not. Call it in one thread only.
+
+    A wave is split into batches that fit `cache_bytes` of keys and values, and each row starts from what its session
+    kept. `prefill_tokens_max` bounds the context in one forward pass.
+    """
+
+    def __init__(self, model: Any, *, rows_max: int, cache_bytes: int, prefill_tokens_max: int) -> None:
+        self.model = model
+        self.statistics = InferenceStatistics()
+        self.network = Network(model, self.statistics)
+        self.sessions = SessionCaches(cache_bytes)
+        self.rows_max, self.cache_bytes, self.prefill_tokens_max = rows_max, cache_bytes, prefill_tokens_max
+        self._cache: SlotCache | None = None
+
+    @functools.cached_property
+    def verdict(self) -> Verdict:
+        """How this model is decoded; found out at the first call."""
+        with evaluating(self.model):
+            return probe(self.network)
+
+    def run(self, rows: list[Row], version: int, deliver: Callable[[list[Row]], None]) -> None:
+        """Sample every row by weights `version`; `deliver` gets rows as soon as they finish.
+
+        Raises InferenceError where the model's logits are not finite.
+        """
+        self.statistics.waves += 1
+        with evaluating(self.model):
+            for row in rows:
+                saved = None if row.session is None else self.sessions.take(row.session, version)
+                if saved is not None:
+                    # As far as the contexts agree; the last token is always computed.
+                    row.cached = common_prefix(saved.tokens, row.tokens[:-1])
+                    row.saved = saved if row.cached else None
+            for queue, slots in self._plan(rows):
+                lanes = self._lanes(queue, slots, version)
+                active: list[Row] = []
+                while queue or active:
+                    if any(row.abandoned for row in queue):
+                        deliver([row for row in queue if row.abandoned])
+                        queue[:] = [row for row in queue if not row.abandoned]
+                        continue
+                    joining = lanes.take(len(active), queue)
+                    if joining:
+                        drawing, logits = lanes.admit(joining, len(active))
+                        active += drawing
+                    else:
+                        drawing, logits = active, lanes.step(active)
+                    self._draw(drawing, logits)
+                    finished = [index for index, row in enumerate(active) if row.abandoned or row.finish is not None]
+                    if finished:
+                        done = [active[index] for index in finished]
+                        active = lanes.release(active, finished)
+                        deliver(done)
+                del lanes  # and its buffer, before another is made
+
+    def _draw(self, rows: list[Row], logits: Tensor) -> None:
+        """One more token for each of these rows."""
+        ids, logprobs = sample(logits, [next(row.numbers) for row in rows], [row.temperature for row in rows])
+        if not all(map(math.isfinite, logprobs)):
+            raise InferenceError(
+                "the model's logits are not finite, so nothing can be sampled. Its weights have diverged: "
+                "take an earlier checkpoint or a smaller --lr"
+            )
+        self.statistics.sampled += len(rows)
+        for row, token, logprob in zip(rows, ids, logprobs, strict=True):
+            row.sampled.append(token)
+            row.logprobs.append(logprob)
+
+    def rest(self) -> None:
+        """Give back the buffer between phases of generation; sessions keep what they have."""
+        self._cache = None
+
+    def score(self, tokens: list[int], temperature: float) -> list[float]:
+        """Logprob of each token [L] given those before it, in float32; the first is 0.0."""
+        with evaluating(self.model):
+            ids = torch.tensor([tokens], device=self.network.device)
+            logits = self.network.model(input_ids=ids, use_cache=False).logits[0, :-1]
+            scores = [0.0]
+            for start in range(0, len(tokens) - 1, SCORE_ROWS):
+                part = torch.log_softmax(logits[start : start + SCORE_ROWS].float() / (temperature or 1.0), dim=-1)
+                targets = ids[0, start + 1 : start + 1 + part.shape[0]].unsqueeze(1)
+                scores += part.gather(1, targets).squeeze(1).tolist()
+        return scores
+
+    def _plan(self, rows: list[Row]) -> list[tuple[list[Row], int]]:
+        """The batches of a wave, each with the number of lanes that may decode at once."""
+        if self.verdict.shape is None:
+            return [(sorted(rows, key=lambda row: len(row.tokens)), self.rows_max)]
+        return plan_batches(rows, self.rows_max, max(1, self.cache_bytes // self.verdict.shape.token_bytes))
+
+    def _lanes(self, batch: list[Row], slots: int, version: int) -> Lanes:
+        shape = self.verdict.shape
+        if shape is None:
+            return PlainLanes(self.network, slots, self.verdict.padded)
+        longest = max(row.width_max for row in batch)
+        columns = min(longest, max(len(row.tokens) for row in batch) + GROWTH)
+        cache = self._cache
+        # A buffer left from many short rows would be widened for all its slots.
+        if (
+            cache is None
+            or cache.slots < slots
+            or cache.columns < columns
+            or (cache.slots + 1) * max(cache.columns, whole_columns(longest)) * shape.token_bytes > self.cache_bytes
+        ):
+            self._cache = cache = None  # free the old one first
+            self._cache = cache = SlotCache(shape, slots, columns)
+        return SlotLanes(self.network, cache, self.sessions, version, slots, longest, self.prefill_tokens_max)
+
+
+def plan_batches(rows: list[Row], rows_max: int, tokens_max: int) -> list[tuple[list[Row], int]]:
+    """Split a wave in batches by length, each with the number of lanes that may decode at once.
+
+    Rows in a batch run from short to long contexts (equal lengths in the given order); (lanes + 1) x columns, which is
+    what a `SlotCache` takes, stay within `tokens_max`, unless a single row needs more. One batch is best while it
+    fits: lanes cost less than passes. Where it does not, or where contexts are so long that attention to padding would
+    cost more than passes, rows half as long form their own.
+    """
+    batches = []
+    rest = sorted(rows, key=lambda row: row.width_max)
+    while rest:
+        width = rest[-1].width_max
+        slots = max(1, min(rows_max, tokens_max // whole_columns(width) - 1))
+        fits = slots >= min(rows_max, len(rest)) and width <= WIDE
+        first = 0 if fits else next(i for i, row in enumerate(rest) if 2 * row.width_max > width)
+        # The sort is stable: a group's equal prompts stay side by side, to be prefilled once.
+        batch = sorted(rest[first:], key=lambda row: len(row.tokens))
+        batches.append((batch, min(slots, len(batch))))
+        del rest[first:]
+    return batches
+
+
+def common_prefix(left: list[int], right: list[int]) -> int:
+    """How many leading tokens two lists share.
+
+    >>> common_prefix([1, 2, 3], [1, 2, 4, 5])
+    2
+    """
+    size = min(len(left), len(right))
+    if left[:size] == right[:size]:
+        return size
+    return next(index for index in range(size) if left[index] != right[index])
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """No gradients, and every module in eval mode; leaving restores exactly the modules that were training."""
+    # Not inference_mode: what a module caches in passing (rotary tables) is used in training too.
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+# --- sampling --------------------------------------------------------------------------------------------------------
+
+
+def uniforms(seed: int, offset: int = 0) -> Iterator[float]:
+    """Uniform float32 numbers in [0, 1 - 2**-24], decided by the seed alone; the first `offset` are left out.
+
+    >>> first, second = uniforms(7), uniforms(7, offset=1)
+    >>> [next(first), next(first)][1] == next(second)
+    True
+    """
+    generator = np.random.Generator(np.random.Philox(key=seed % 2**128))
+    generator.random(offset, dtype=np.float32)
+    while True:
+        yield from generator.random(BLOCK, dtype=np.float32).tolist()
+
+
+def sample(logits: Tensor, uniforms: list[float], temperatures: list[float]) -> tuple[list[int], list[float]]:
+    """One id and its logprob for each row.
+
+    `logits` is [n, V] in any float type; `uniforms` [n] in [0, 1); `temperatures` [n], where 0 means the likeliest
+    id, with its logprob at temperature 1. Logprobs are natural logarithms, computed in float32, never above 0. An id
+    of probability 0 is never drawn. A row whose logits are not finite gets a NaN logprob.
+    """
+    assert logits.shape[0] == len(uniforms) == len(temperatures), (logits.shape, len(uniforms), len(temperatures))
+    scores = logits.float()
+    if any(t not in (0.0, 1.0) for t in temperatures):
+        divisors = torch.tensor([t or 1.0 for t in temperatures], device=logits.device)
+        scores = scores / divisors.unsqueeze(1)
+    logprobs = torch.log_softmax(scores, dim=-1)
+    ids = _invert(logprobs, torch.tensor(uniforms, device=logits.device))
+    if 0.0 in temperatures:
+        greedy = torch.tensor([t == 0.0 for t in temperatures], device=logits.device)
+        ids = torch.where(greedy, logprobs.argmax(dim=-1), ids)
+    chosen = logprobs.gather(1, ids.unsqueeze(1)).squeeze(1)
+    # Both answers in one transfer: on an accelerator each one waits for the device.
+    packed = torch.stack((ids.int(), chosen.view(torch.int32))).cpu().numpy()
+    drawn, values = packed[0].tolist(), packed[1].view(np.float32).tolist()
+    for row, value in enumerate(values):
+        if value == -np.inf:
+            drawn[row], values[row] = _draw_exactly(logprobs[row], uniforms[row])
+    return drawn, values
+
+
+def _invert(logprobs: Tensor, uniforms: Tensor) -> Tensor:
+    """The first id whose cumulative probability exceeds the number [n]; `right` steps over ids of probability 0."""
+    cumulative = logprobs.exp().cumsum(dim=-1)
+    thresholds = uniforms.unsqueeze(1) * cumulative[:, -1:]  # always below the total, as a number is at most 1 - 2**-24
+    ids = torch.searchsorted(cumulative, thresholds, right=True).squeeze(1)
+    return ids.clamp_max_(logprobs.shape[1] - 1)  # only a NaN row needs it
+
+
+def _draw_exactly(logprobs: Tensor, uniform: float) -> tuple[int, float]:
+    """The same draw in float64 on the host: a parallel sum on an accelerator need not be monotone to the last bit."""
+    probabilities = logprobs.double().exp().cpu().numpy()
+    cumulative = np.cumsum(probabilities)
+    index = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
+    return index, float(logprobs[index])

@@ -1,0 +1,345 @@
+"""Any chat-completions API as an engine for evaluation: OpenAI's, OpenRouter's, vLLM's, SGLang's, llama.cpp's.
+
+    rollouts eval --env calculator --inference openai --inference.url http://127.0.0.1:8000/v1 --model policy
+
+Messages and tool schemas go out, the assistant's message comes back: its text, its reasoning where the server keeps it
+apart, its tool calls. There are no token ids, so nothing can be trained on what it says; trajectories hold messages and
+the server's own counts of tokens. Of the base install only: no torch, no tokenizer. Left out: streaming, several
+choices, images, and giving earlier reasoning back (servers disagree about it).
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, Self
+
+import msgspec
+
+from rollouts.chat.families import read_call
+from rollouts.errors import ConfigError, InferenceError
+from rollouts.inference.base import Capabilities, GenerateRequest, Generation, Health, WeightUpdate
+from rollouts.inference.chatting import ChatReply, ChatRequest, evaluation_only
+from rollouts.inference.servers.http import HTTPFailure, PlainClient, Retries, message_of, read_url
+from rollouts.plugins.checks import checked_by
+from rollouts.training.models import BUNDLED
+from rollouts.types import Message, ToolCall
+
+OPENAI_URL = "https://api.openai.com/v1"
+COMPLETIONS = "/chat/completions"
+CHECK_SECONDS = 120.0  # a server may load its model when it is asked first
+CHECK_TOKENS = 16  # some models refuse to say less
+RETRIES = Retries(longest_seconds=30.0)
+UNBOUNDED = 2**31 - 1
+SEEDS = 2**31  # what every server takes
+_TOO_LONG = re.compile(r"context[ _-]?(length|size|window)|prompt is too long", re.IGNORECASE)
+_OWN_KEYS = ("messages", "model", "n", "stream", "tools")
+
+
+# --- what is answered -------------------------------------------------------------------------------------------------
+
+
+class _Said(msgspec.Struct, frozen=True):
+    content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[Any] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    message: _Said
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class _Completion(msgspec.Struct, frozen=True):
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None  # some servers put errors here, with status 200
+
+
+# --- the engine -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenAIOptions:
+    """The settings of a chat-completions API.
+
+    Args:
+        url: What comes before /chat/completions; it mostly ends in /v1.
+        api_key_env: The environment variable with the API key. Empty: OPENAI_API_KEY at api.openai.com, none elsewhere.
+        served_model: The name that the server has for the model; empty: that of --model.
+        stop: Texts that end a reply.
+        body: More keys of each request, such as top_p or reasoning_effort.
+        leave_out: Keys that the server does not take, and that are not sent: seed, say, or temperature.
+        connections: Requests that may be in flight at once; the rest wait their turn.
+        request_seconds: How long one reply may take, with all attempts.
+        attempts: How often a request that failed for the moment is asked.
+
+    Raises ConfigError for settings that cannot work.
+    """
+
+    url: str = OPENAI_URL
+    api_key_env: str = ""
+    served_model: str = ""
+    stop: tuple[str, ...] = ()
+    body: dict[str, Any] | None = None
+    leave_out: tuple[str, ...] = ()
+    connections: int = 64
+    request_seconds: float = 600.0
+    attempts: int = 6
+
+    def __post_init__(self) -> None:
+        for key in self.body or {}:
+            if key in _OWN_KEYS:
+                raise ConfigError(f"--inference.body.{key}: it is decided by the run; leave it out")
+        if self.connections < 1 or self.attempts < 1 or not self.request_seconds > 0:
+            raise ConfigError(
+                "--inference.connections, --inference.attempts and --inference.request-seconds must be at least 1; got "
+                f"{self.connections}, {self.attempts} and {self.request_seconds:g}"
+            )
+
+
+class OpenAIInference:
+    """Implements InferenceBackend and CanChat for one chat-completions API. `key_name` is the environment variable
+    that the key came from, for messages (empty: there is no key).
+    """
+
+    capabilities = Capabilities(trainable=False, checks=True, chats=True)
+    context_tokens_max = UNBOUNDED  # the server's business
+    vocabulary_size = version = 0
+
+    def __init__(
+        self, model: str, options: OpenAIOptions, *, api_key: str = "", key_name: str = "", seed: int = 0
+    ) -> None:
+        self.model, self._options, self._api_key, self._key_name = model, options, api_key, key_name
+        self._client = PlainClient(
+            _url_of(options),
+            is_direct=False,
+            api_key=api_key,
+            connections_max=options.connections,
+            retries=RETRIES._replace(attempts_max=options.attempts),
+            seed=seed,
+        )
+        self.url = self._client.url
+        self._limit_name = "max_tokens"
+        self._numbers = itertools.count()
+
+    def __repr__(self) -> str:
+        return f"{self.model} at {self.url}"
+
+    async def __aenter__(self) -> Self:
+        await self._client.__aenter__()
+        return self
+
+    async def __aexit__(self, *exc: Any) -> None:
+        await self._client.aclose()
+
+    # --- speaking -----------------------------------------------------------------------------------------------------
+
+    async def chat(self, request: ChatRequest) -> ChatReply:
+        """The reply to a conversation.
+
+        Raises InferenceError: no usable answer, after as many attempts as are allowed (`is_transient` False: asking
+        again would not help). A first turn that is too long for the model's context is one too: nothing was said yet.
+        """
+        try:
+            completion = await self._ask(self._client, request, self._options.request_seconds)
+        except HTTPFailure as failure:
+            has_spoken = any(message.role == "assistant" for message in request.messages)
+            if failure.status == 400 and has_spoken and _TOO_LONG.search(str(failure)):
+                return ChatReply(Message("assistant"), "context", detail=str(failure))
+            raise InferenceError(str(failure), is_transient=failure.retryable) from failure
+        return self._read(completion)
+
+    async def check(self, tools: Sequence[dict[str, Any]] = (), temperature: float = 1.0) -> None:
+        """Ask for a few tokens, as the run will. Raises ConfigError where that is refused, with what to type."""
+        request = ChatRequest([Message("user", "Say hello.")], list(tools), CHECK_TOKENS, 0, temperature)
+        async with PlainClient(self.url, is_direct=False, api_key=self._api_key, connections_max=1) as client:
+            try:
+                try:
+                    completion = await self._ask(client, request, CHECK_SECONDS)
+                except HTTPFailure as failure:
+                    if failure.status != 400 or "max_completion_tokens" not in str(failure):
+                        raise
+                    self._limit_name = "max_completion_tokens"  # what OpenAI's newer models call it
+                    completion = await self._ask(client, request, CHECK_SECONDS)
+                self._read(completion)
+            except HTTPFailure as failure:
+                raise ConfigError(self._refusal(failure)) from failure
+            except InferenceError as error:
+                raise ConfigError(f"{self!r} cannot be used: {error}") from error
+
+    async def _ask(self, client: PlainClient, request: ChatRequest, seconds: float) -> _Completion:
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": [_message_body(message) for message in request.messages],
+            self._limit_name: request.max_tokens,
+            "temperature": request.temperature,
+            "seed": request.seed % SEEDS,
+        }
+        if request.tools:
+            body["tools"] = request.tools
+        if self._options.stop:
+            body["stop"] = self._options.stop
+        body |= self._options.body or {}
+        body = {key: value for key, value in body.items() if key not in self._options.leave_out}
+        return await client.post(COMPLETIONS, body, _Completion, timeout_seconds=seconds)
+
+    def _read(self, completion: _Completion) -> ChatReply:
+        """The only choice as a message. Raises InferenceError."""
+        choices = completion.choices or []
+        if len(choices) != 1:
+            said = f": {message_of({'error': completion.error})}" if completion.error else ""
+            raise InferenceError(f"{self.url} was asked for one answer and returned {len(choices)}{said}")
+        choice = choices[0]
+        if choice.finish_reason == "error":
+            raise InferenceError(f"{self.url} ended its answer with an error")
+        answer, usage = choice.message, completion.usage or _Usage()
+        calls = [read_call(raw) for raw in answer.tool_calls or ()]
+        # The answer to a call must name its id.
+        calls = [msgspec.structs.replace(call, id=call.id or f"call_{place}") for place, call in enumerate(calls)]
+        reasoning = answer.reasoning_content or answer.reasoning or None
+        message = Message("assistant", answer.content or "", calls, reasoning=reasoning)
+        is_cut = choice.finish_reason == "length"
+        return ChatReply(message, "length" if is_cut else "stop", usage.prompt_tokens, usage.completion_tokens)
+
+    def _refusal(self, failure: HTTPFailure) -> str:
+        """Why the first request was refused, and what to do about it."""
+        words = f"{self!r} cannot be used: {failure}"
+        if failure.status in (401, 403) and self._key_name:
+            return f"{words}\nthe API key in the variable {self._key_name} is refused; see whether it is right"
+        if failure.status in (401, 403):
+            return f"{words}\nput an API key into an environment variable, and type --inference.api-key-env ITS_NAME"
+        if failure.status == 404:
+            return (
+                f"{words}\nsee whether the server has the model {self.model!r} (else type --model, or "
+                "--inference.served-model), and whether the URL is the one before /chat/completions: it mostly ends in "
+                "/v1"
+            )
+        if "tool" in str(failure) and failure.status == 400:
+            return (
+                f"{words}\nthe environment has tools, and this server refuses them; vLLM wants "
+                "--enable-auto-tool-choice --tool-call-parser hermes (or the model's own), SGLang --tool-call-parser"
+            )
+        if failure.kind in ("refused", "reset", "timeout"):
+            return f"{words}\nsee whether the server runs, and whether this is its URL: --inference.url"
+        if failure.kind == "garbage":
+            return f"{words}\nwhat answers there is no chat-completions API; see --inference.url"
+        if failure.status == 400:
+            return f"{words}\n--inference.leave-out '[\"seed\"]' leaves keys out, --inference.body.KEY VALUE adds some"
+        return words
+
+    # --- what every engine has ----------------------------------------------------------------------------------------
+
+    def open_session(self, order: tuple[int, ...]) -> str:
+        """A name for the episode; the server knows nothing of it."""
+        return f"{'-'.join(map(str, order))}-{next(self._numbers)}"
+
+    def close_session(self, session: str) -> None:
+        """Nothing is kept for a session."""
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Raises InferenceError: there are no token ids here."""
+        self._refuse()
+
+    async def score(self, tokens: list[int], temperature: float = 1.0) -> list[float]:
+        """Raises InferenceError, as `generate`."""
+        self._refuse()
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        """Raises InferenceError: the model is served as it is."""
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise InferenceError(
+            f"{self!r} is a chat API: it takes messages, and returns no token ids with logprobs", is_transient=False
+        )
+
+    async def health(self) -> Health:
+        """Whether it answers a request for a few tokens."""
+        try:
+            await self.check()
+        except ConfigError as error:
+            return Health(False, 0, str(error))
+        return Health(True, 0)
+
+
+# --- composing --------------------------------------------------------------------------------------------------------
+
+
+def _check(values: Mapping[str, Any]) -> None:
+    """Everything that the factory checks, before anything is asked: nothing is opened by it. Raises ConfigError."""
+    names = inspect.signature(create_openai_inference).parameters
+    create_openai_inference(**{name: values[name] for name in names})
+
+
+def _url_of(options: OpenAIOptions) -> str:
+    """What comes before /chat/completions, also where that was given too."""
+    return options.url.rstrip("/").removesuffix(COMPLETIONS)
+
+
+def _key_of(name: str, url: str) -> tuple[str, str]:
+    """The API key and the name of its variable. Raises ConfigError where there should be one and is none.
+
+    OpenAI's own key goes to OpenAI only, unless its variable is named.
+    """
+    is_openai = read_url(url)[1] == read_url(OPENAI_URL)[1]
+    name = name or ("OPENAI_API_KEY" if is_openai else "")
+    key = os.environ.get(name, "").strip() if name else ""
+    if name and not key:
+        raise ConfigError(
+            f"the environment variable {name} holds no API key, and {url} is asked with one; type: export {name}=... "
+            "(or name another variable with --inference.api-key-env, or another server with --inference.url)"
+        )
+    return key, name
+
+
+@checked_by(_check)
+@evaluation_only
+def create_openai_inference(
+    model: str,
+    training: Any,
+    seed: int,
+    *,
+    options: OpenAIOptions = OpenAIOptions(),
+) -> OpenAIInference:
+    """Any chat-completions API, for evaluation only. Raises ConfigError."""
+    if not options.served_model and (not model or model in BUNDLED):
+        raise ConfigError(
+            "--inference openai: name the model as its server knows it, such as --model gpt-4.1-mini; for a server "
+            f"that really calls its own {model or 'model'!r}, type --inference.served-model {model or 'NAME'}"
+        )
+    if training is not None:
+        raise ConfigError(
+            "--inference openai: a chat API returns no token ids with logprobs, so nothing can be trained on what it "
+            "says; type --inference hf to train, or `rollouts eval` to evaluate"
+        )
+    key, name = _key_of(options.api_key_env, _url_of(options))
+    return OpenAIInference(options.served_model or model, options, api_key=key, key_name=name, seed=seed)
+
+
+def _message_body(message: Message) -> dict[str, Any]:
+    """A message as the API takes it. A call that could not be read is shown without arguments."""
+    body: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        body["content"] = message.content or None
+        body["tool_calls"] = [_call_body(call) for call in message.tool_calls]
+    if message.role == "tool":
+        body["tool_call_id"] = message.tool_call_id or ""
+    elif message.name:
+        body["name"] = message.name
+    return body
+
+
+def _call_body(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": msgspec.json.encode(call.arguments).decode()}
+    return {"id": call.id, "type": "function", "function": function}

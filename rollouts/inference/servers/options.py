@@ -1,0 +1,419 @@
+"""The settings that all engines behind an address have, and the pool of servers that they describe.
+
+With URLs the servers that are there are used; without, they are started here, each with a log in the run's folder, and
+end with the run. A model that a server cannot load as it is (`tiny`, an adapter) is made into a folder that it can.
+
+    def create_vllm_inference(model, training, seed, ..., *, options: ServerOptions = ServerOptions()) -> ServerPool:
+        return create_server_pool(VLLM(), serve_command, PACKAGE, ServedRun(model, training, seed, ...), options)
+
+Left out: what a kind of server is asked (`vllm`, `sglang`), and how one is kept (`server`).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import trio
+
+from rollouts.child_environment import child_environment
+from rollouts.errors import ConfigError, ModelError, OutputError
+from rollouts.inference.servers.checks import ServerSetup
+from rollouts.inference.servers.dialect import Dialect, GroupCalls
+from rollouts.inference.servers.http import read_url
+from rollouts.inference.servers.pool import ServerPool
+from rollouts.inference.servers.process import ServerCommand, ServerProcess, has_gpu
+from rollouts.inference.servers.server import Server
+from rollouts.training.weights.probe import TOLERANCE_HALF
+
+PROBE_TEXT = 'Tokens in, tokens out:\n\n  12 * 34 = 408; "naïve" café 東京 🙂 <tool>{"a": [1, 2]}</tool>'
+SPARE_CONNECTIONS = 8  # so that whether a server lives can be asked while every episode waits for it
+FIND_SECONDS = 60.0
+RESTART_SECONDS = 120.0  # on top of a server's start, before a pool without any gives up
+
+SERVED_MODEL = "policy"  # what a server that is started here calls the model, where no setting says
+
+Serve = Callable[..., ServerCommand]
+"""The command that starts a server: given an interpreter, a model, a port, the options of one server, and by name the
+`lora_rank` and the `seed`.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """The settings of an engine whose servers are somewhere else, or started here.
+
+    Args:
+        url: Where servers run already, such as http://127.0.0.1:8000; several with commas between. Empty: start them.
+        servers: How many are started.
+        python: The interpreter of the environment that the engine is installed in. Empty: this one.
+        gpus: GPUs of the servers that are started: 0,1,2,3 is dealt out, 0,1;2,3 says who gets which. Empty: all.
+        served_model: The name that the server has for the model. Empty: its first.
+        api_key_env: The environment variable that holds the API key, if servers ask for one.
+        weights_folder: Where new weights are written for the servers, in a folder for this run that goes when it ends;
+            on a disk that they see. Empty: the run's folder.
+        context_tokens: Tokens of a prompt and its reply together. 0: what the model allows.
+        dtype: What servers that are started compute in. auto: as the trainer does; float32 without a GPU.
+        device: cpu keeps servers that are started off the GPUs.
+        memory_share: The part of a GPU's memory that a server that is started takes. 0: what it takes by itself.
+        tolerance: Nats a token that a server's logprobs may be off the trainer's. 0: 1e-4 in float32, 0.05 in 16 bits;
+            what servers at a URL compute in is not known, only what is trained in.
+        flags: More flags for servers that are started.
+        request_seconds: How long one reply may take.
+        load_seconds: How long a server may take to load new weights.
+        start_seconds: How long a server may take to start.
+        give_up_seconds: How long the run waits where no server serves.
+
+    Raises ConfigError for settings that cannot work together.
+    """
+
+    url: str | tuple[str, ...] = ""
+    servers: int = 1
+    python: str = ""
+    gpus: str = ""
+    served_model: str = ""
+    api_key_env: str = ""
+    weights_folder: str = ""
+    context_tokens: int = 0
+    dtype: str = "auto"
+    device: str = "auto"
+    memory_share: float = 0.0
+    tolerance: float = 0.0
+    flags: tuple[str, ...] = ()
+    request_seconds: float = 600.0
+    load_seconds: float = 600.0
+    start_seconds: float = 600.0
+    give_up_seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("servers", 1), ("context_tokens", 0), ("memory_share", 0), ("tolerance", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{_flag(name)} {getattr(self, name)}: expected {least} or more")
+        if self.memory_share > 1:
+            raise ConfigError(f"{_flag('memory_share')} {self.memory_share}: expected a part of 1, such as 0.5")
+        for name in ("request_seconds", "load_seconds", "start_seconds", "give_up_seconds"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{_flag(name)} {getattr(self, name)}: expected a number above 0")
+        urls = urls_of(self.url)
+        for name in ("python", "gpus", "servers", "memory_share", "flags", "dtype", "device", "start_seconds"):
+            if urls and getattr(self, name) not in (type(self).__dataclass_fields__[name].default, [], "", None):
+                there = "--inference.url names some that are there; leave one of them out"
+                raise ConfigError(f"{_flag(name)} is for servers that are started here, and {there}")
+        gpus_of_each(self.gpus, self.servers)
+        if not urls:
+            _interpreter(self.python)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether servers that are started compute without a GPU."""
+        return self.device == "cpu" or (self.device == "auto" and not has_gpu())
+
+    @property
+    def gpu_count(self) -> int:
+        """How many GPUs they are given; 0: they take what they find."""
+        return len(self.gpus.split(",")) if self.gpus else 0
+
+
+class EnginePackage(NamedTuple):
+    """The Python package of an engine: its import name, how it is installed, and the oldest version that will do."""
+
+    name: str
+    install: str  # "pip install 'vllm>=0.32'"
+    minimum: str = ""
+
+
+class ServedRun(NamedTuple):
+    """What the factories of served engines request of a run. `training` None: an evaluation, so that servers need not
+    take weights.
+    """
+
+    model: str
+    training: Any
+    seed: int
+    temperature: float
+    folder: str
+    concurrency: int
+    lora_rank: int = 0
+
+
+def create_server_pool(
+    dialect: Dialect,
+    serve: Serve,
+    package: EnginePackage,
+    run: ServedRun,
+    options: ServerOptions,
+    *,
+    groups: GroupCalls | None = None,
+) -> ServerPool:
+    """The servers at `url`, or `servers` of them that entering the pool starts. Nothing is started or written here.
+
+    Raises ConfigError (no engine to start; a version too old) and ModelError.
+    """
+    from rollouts.training.models import adapters_beneath
+
+    urls = urls_of(options.url)
+    # Logs of servers that no run has started go to a folder that is made when something is written.
+    temporary = Path(tempfile.gettempdir()) / f"rollouts-{secrets.token_hex(6)}"
+    place = Path(run.folder).absolute() if run.folder else temporary
+    weights = place / "weights"
+    if options.weights_folder:  # others may write into it, too, whose versions look like ours
+        weights = Path(options.weights_folder).expanduser().absolute() / f"{place.name}-{secrets.token_hex(4)}"
+    is_half = not urls and options.dtype in ("bfloat16", "float16")
+    setup = ServerSetup(
+        vocabulary_size=_vocabulary_size(run.model, run.training),
+        model=options.served_model or ("" if urls else SERVED_MODEL),
+        lora_rank=run.lora_rank,
+        temperature=run.temperature,
+        tokenizer=(PROBE_TEXT, _ids_of(run.model, PROBE_TEXT)),
+        context_tokens_max=options.context_tokens,
+        weights_folder=str(weights),
+        takes_weights=run.training is not None,
+        tolerance=options.tolerance or (TOLERANCE_HALF if is_half else 0.0),
+        groups=groups,
+        api_key=os.environ.get(options.api_key_env, ""),
+        connections_max=run.concurrency + SPARE_CONNECTIONS,
+        request_seconds=options.request_seconds,
+        load_seconds=options.load_seconds,
+        seed=run.seed,
+    )
+    whole, adapters = adapters_beneath(run.model)
+    merged = place / "servers" / "model" if adapters and not urls else None
+
+    async def prepare() -> None:
+        if merged is not None:
+            await trio.to_thread.run_sync(_write_merged, run.model, whole, merged, options.dtype)
+
+    async def finish() -> None:
+        """Remove what servers were to read: none does any more, and a checkpoint has the last weights."""
+        for each in filter(None, (weights, merged)):
+            await trio.to_thread.run_sync(functools.partial(shutil.rmtree, each, ignore_errors=True))
+
+    if urls:
+        servers = [Server(dialect, each, setup) for each in urls]
+    else:
+        model = str(merged or (Path(whole).absolute() if Path(whole).is_dir() else whole))
+        processes = _processes(serve, package, run, options, place, model)
+        servers = [Server(dialect, "", setup, process=each, name=each.name) for each in processes]
+    restart = 0.0 if urls else options.start_seconds + RESTART_SECONDS
+    return ServerPool(
+        servers,
+        give_up_seconds=max(options.give_up_seconds, restart),
+        prepare=prepare,
+        finish=finish,
+        changed=functools.partial(_note, place / "servers" / "pool.log"),
+    )
+
+
+def _processes(
+    serve: Serve, package: EnginePackage, run: ServedRun, options: ServerOptions, place: Path, model: str
+) -> list[ServerProcess]:
+    """The servers to start, none of them started yet. Raises ConfigError."""
+    from rollouts.training.models import is_remote_code_allowed
+
+    python, _ = find_engine(options.python, package)
+    trusted = ("--trust-remote-code",) if is_remote_code_allowed() else ()
+    trained_in = getattr(run.training, "compute_dtype", None) or "auto"
+    dtype = options.dtype if options.dtype != "auto" else trained_in
+
+    def process(index: int, gpus: str) -> ServerProcess:
+        own = replace(options, servers=1, gpus=gpus, dtype=dtype, flags=(*trusted, *options.flags))
+        name, seconds = f"{package.name}-{index}", options.start_seconds
+
+        def command(port: int) -> ServerCommand:
+            return serve(python, model, port, own, lora_rank=run.lora_rank, seed=run.seed + index)
+
+        return ServerProcess(command, name=name, folder=place, gpus=gpus, start_seconds=seconds)
+
+    return [process(*each) for each in enumerate(gpus_of_each(options.gpus, options.servers))]
+
+
+def _note(path: Path, words: str) -> None:
+    """A line of the pool's log: when which server served, and why it did not. Raises OutputError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {words}\n")
+    except OSError as error:
+        raise OutputError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+# --- what a setting says ----------------------------------------------------------------------------------------------
+
+
+def urls_of(url: str | Sequence[str]) -> tuple[str, ...]:
+    """One URL or several: in a list, or with commas between them. Raises ConfigError for what is none.
+
+    >>> urls_of("http://gpu1:8000, http://gpu2:8000/")
+    ('http://gpu1:8000', 'http://gpu2:8000')
+    """
+    texts = [url] if isinstance(url, str) else list(url)
+    try:
+        read = [read_url(part) for each in texts for part in each.split(",") if part.strip()]
+    except ConfigError as error:
+        raise ConfigError(f"--inference.url: {error}") from None
+    found = tuple(origin + prefix for origin, _, _, prefix in read)
+    for each in found:
+        if found.count(each) > 1:
+            raise ConfigError(f"--inference.url names {each} twice; each server is one")
+    return found
+
+
+def gpus_of_each(gpus: str, servers: int) -> list[str]:
+    """The GPUs of each server: groups between semicolons, or one list that is dealt out. Raises ConfigError.
+
+    >>> gpus_of_each("0,1;2,3", 2), gpus_of_each("4,5,6,7", 2), gpus_of_each("", 2)
+    (['0,1', '2,3'], ['4,5', '6,7'], ['', ''])
+    """
+    groups = [[gpu.strip() for gpu in group.split(",") if gpu.strip()] for group in str(gpus).split(";")]
+    if groups == [[]]:
+        return [""] * servers
+    if len(groups) == 1 and len(groups[0]) % servers == 0:
+        share = len(groups[0]) // servers
+        groups = [groups[0][index * share : (index + 1) * share] for index in range(servers)]
+    each = [gpu for group in groups for gpu in group]
+    if len(groups) != servers or not all(groups) or len(set(each)) != len(each):
+        raise ConfigError(
+            f"--inference.gpus {gpus}: {servers} servers need {servers} groups of GPUs, no GPU twice, such as "
+            + ";".join(f"{2 * index},{2 * index + 1}" for index in range(servers))
+        )
+    return [",".join(group) for group in groups]
+
+
+def offline(model: str) -> dict[str, str]:
+    """What keeps a server that is started off the network, where its model is a folder."""
+    return {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"} if Path(model).is_dir() else {}
+
+
+def _flag(name: str) -> str:
+    return f"--inference.{name.replace('_', '-')}"
+
+
+# --- the engine's package ---------------------------------------------------------------------------------------------
+
+_LOOK = """
+import importlib.metadata as metadata, importlib.util, json, sys
+name = sys.argv[1]
+names = [name, name + "-cpu", *metadata.packages_distributions().get(name, ())]
+versions = {each.metadata["name"]: each.version for each in reversed(list(metadata.distributions()))}
+found = importlib.util.find_spec(name) is not None
+print(json.dumps(next((versions[each] for each in names if each in versions), "") if found else None))
+"""
+
+
+def find_engine(python: str, package: EnginePackage) -> tuple[str, str]:
+    """The interpreter `python` (of a virtual environment: that folder will do; empty: this one) and the version of the
+    engine that it has. The engine is not imported. Raises ConfigError, with the command that installs it.
+    """
+    interpreter = _interpreter(python)
+    try:
+        done = subprocess.run(
+            [interpreter, "-c", _LOOK, package.name],
+            capture_output=True,
+            text=True,
+            timeout=FIND_SECONDS,
+            stdin=subprocess.DEVNULL,
+            env=child_environment(),
+        )
+        version: str | None = json.loads(done.stdout.strip().splitlines()[-1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        words = f"--inference.python {python}: {interpreter} does not run as a Python interpreter ({error})"
+        raise ConfigError(f"{words}; give the one of an environment that has {package.name}") from error
+    if version is None:
+        where = "this environment" if not python else interpreter
+        raise ConfigError(
+            f"{where} has no {package.name}, and no --inference.url says where one runs. Install it, best in an "
+            f"environment of its own, and name that with --inference.python:\n  {package.install}"
+        )
+    if version and version_numbers(version) < version_numbers(package.minimum):
+        needed = f"{package.minimum} or newer is needed:\n  {package.install}"
+        raise ConfigError(f"{interpreter} has {package.name} {version}, and {needed}")
+    return interpreter, version
+
+
+def _interpreter(python: str) -> str:
+    """Raises ConfigError where there is none."""
+    path = Path(python or sys.executable).expanduser()
+    for each in (path, path / "bin" / "python", path / "Scripts" / "python.exe"):
+        if each.is_file() and os.access(each, os.X_OK):
+            return str(each.absolute())  # not resolved: a link is how an environment is known
+    on_path = shutil.which(python)
+    if on_path is None:
+        advice = "give the folder of a virtual environment, or its bin/python"
+        raise ConfigError(f"--inference.python {python}: there is no such interpreter; {advice}")
+    return on_path
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """
+    >>> version_numbers("0.32.0rc1+cpu") < version_numbers("0.5.22"), version_numbers("0.5.23.post1")
+    (False, (0, 5, 23))
+    """
+    found = []
+    for part in version.partition("+")[0].split("."):
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        if not digits:
+            break
+        found.append(int(digits))
+    return tuple(found)
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+def _write_merged(model: str, whole: str, folder: Path, dtype: str) -> None:
+    """Write `model`, which is adapters on `whole`, as one that servers can load. Raises ModelError, OutputError."""
+    from rollouts.training.models import load_config, load_hf_model, load_tokenizer, no_progress_bars
+
+    if dtype == "auto":
+        dtype = str(getattr(load_config(whole), "dtype", None) or "float32").removeprefix("torch.")
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        with no_progress_bars():
+            load_hf_model(model, dtype=dtype, device="cpu").save_pretrained(folder)
+            load_tokenizer(model).save_pretrained(folder)
+    except OSError as error:
+        raise OutputError(f"the model {model} cannot be written to {folder}, for a server to load: {error}") from error
+
+
+def context_of(model: str) -> int:
+    """The longest context, in tokens, that a model in a folder or on the hub was made for; 0 where nothing says."""
+    try:  # transformers need not know the model
+        config = json.loads((Path(model) / "config.json").read_bytes())
+        context = config.get("text_config", config).get("max_position_embeddings")
+    except (OSError, ValueError):
+        context = None
+    if not context:
+        from rollouts.training.models import load_config
+
+        try:
+            context = getattr(load_config(model).get_text_config(decoder=True), "max_position_embeddings", None)
+        except (ImportError, ModelError):  # there is no transformers; or whatever is wrong, the server will say
+            context = None
+    return int(context or 0)
+
+
+def _vocabulary_size(model: str, training: Any) -> int:
+    """How many rows its embedding has: ids beyond them kill some servers."""
+    from rollouts.training.models import adapters_beneath, load_config
+
+    network = getattr(training, "model", None)
+    if network is not None:
+        return int(network.get_input_embeddings().weight.shape[0])
+    return int(load_config(adapters_beneath(model)[0]).get_text_config(decoder=True).vocab_size)
+
+
+def _ids_of(model: str, text: str) -> list[int]:
+    from rollouts.training.models import load_tokenizer
+
+    return [int(token) for token in load_tokenizer(model)(text, add_special_tokens=False)["input_ids"]]

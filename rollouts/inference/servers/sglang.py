@@ -1,0 +1,334 @@
+"""SGLang: what its servers speak (`SGLang`, the dialect), and how one is started.
+
+Ids go to `POST /generate`, and ids with logprobs come back. Seen on 0.5.23, and reckoned with here:
+
+- Logprobs of a reply are of the sampling temperature (of 1 where that is 0), before top-p, unless the server was
+  started with SGLANG_RETURN_ORIGINAL_LOGPROB: nothing says so, so `greet` measures it. Logprobs of a prompt are always
+  of temperature 1.
+- Seeds are sent, but only a server with --enable-deterministic-inference obeys them, which its attention backends for
+  GPUs can (fa3, flashinfer, triton; from its source). It draws by seed and position: a reply that goes on after an
+  abort gets the numbers that it would have got.
+- The model's own end-of-text ids end a reply even where they are not among `stop_ids`, unless all stop ids are off: it
+  is asked to go on then.
+- A prompt must be shorter than --context-length by seven tokens.
+- Beside a prompt's logprobs the last id of the vocabulary is called 0.
+- An abort by name takes all names that begin so: ours are closed with a dot.
+- Replies under way outlive a reload (a pause with `retract`): each says which of its tokens are of which weights.
+- A folder that lacks a tensor is loaded: the old one stays, and nothing is said. A damaged file ends the server.
+- An adapter that was unloaded, or had to make room, is loaded again from its folder, unasked, when a request names it:
+  a name means one folder for ever, which has to stay while it is in use.
+- A server that was started again serves its first weights, and only `weight_version` in its replies tells.
+
+Left out: whether weights have arrived (`training.weights.sync`), and --dp-size above 1, with which SGLang itself takes
+neither adapters nor broadcasts (start several servers). Weights over torch.distributed are in `sglang_wire`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from rollouts.errors import ConfigError, InferenceError
+from rollouts.inference.base import GenerateRequest, WeightUpdate
+from rollouts.inference.servers import sglang_wire as wire
+from rollouts.inference.servers.dialect import FINISHES, GroupCalls, Sampled, ServerInfo, Work, ids_of_text
+from rollouts.inference.servers.http import HTTPClient, HTTPFailure, PlainClient
+from rollouts.inference.servers.options import (
+    SERVED_MODEL,
+    EnginePackage,
+    ServedRun,
+    ServerOptions,
+    create_server_pool,
+    offline,
+    version_numbers,
+)
+from rollouts.inference.servers.pool import ServerPool
+from rollouts.inference.servers.process import ServerCommand
+from rollouts.inference.servers.sglang_wire import group_ranks, join_group, leave_group, receive
+from rollouts.plugins.checks import checked_by
+
+MINIMUM_VERSION = "0.5.22"  # from there on updates over torch.distributed have a begin and an end
+PACKAGE = EnginePackage("sglang", f"pip install 'sglang>={MINIMUM_VERSION}'", MINIMUM_VERSION)
+SEEDS = 2**63  # it is an i64 there
+PROBE_IDS, PROBE_TEMPERATURE, PROBE_TOP = [1, 2, 3], 4.0, 20
+
+
+class _Card(msgspec.Struct, frozen=True):
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct, frozen=True):
+    data: list[_Card]
+
+
+class SGLang:
+    """Implements `Dialect`."""
+
+    software = "SGLang"
+    keeps_requests = True
+    scores_adapters_alone = False
+    adapter_flags = "--enable-lora --max-lora-rank {rank} --lora-target-modules all"
+    weights_flags = ""  # it can always be given some
+    logprobs_flags = "SGLANG_RETURN_ORIGINAL_LOGPROB=0 in its environment"
+
+    async def greet(self, client: PlainClient) -> ServerInfo:
+        """Who is there, and whether its logprobs are of the sampling temperature. Raises ConfigError, HTTPFailure."""
+        info = await wire.server_info(client)
+        if version_numbers(info.version) < version_numbers(MINIMUM_VERSION):
+            needed = f"{MINIMUM_VERSION} or newer is needed; {PACKAGE.install} where it runs, and start it again"
+            raise ConfigError(f"SGLang {info.version} at {client.url} is too old: {needed}")
+        await _check_control(client)
+        models = await client.get("/v1/models", _Models)
+        limits = [info.max_req_input_len, *(card.max_model_len for card in models.data[:1])]
+        return ServerInfo(
+            software=f"SGLang {info.version}",
+            models=(info.served_model_name,),
+            context_tokens_max=min((limit for limit in limits if limit), default=0),
+            logprobs=await _convention(client),
+            loads_adapters=bool(info.enable_lora) and info.dp_size == 1,
+            lora_rank_max=(info.max_lora_rank or 0) if info.enable_lora else 0,
+        )
+
+    async def generate(self, client: HTTPClient, request: GenerateRequest, work: Work) -> Sampled:
+        """Sample one turn; its ids end with the stop id. What was aborted comes back as far as it came.
+
+        The seed is sent as it is: see above for who obeys it. Raises InferenceError.
+        """
+        tokens = list(request.tokens)
+        logprobs: list[float] = []
+        spans: list[tuple[str, int, int]] = []
+        while True:
+            start = len(tokens) - len(request.tokens)
+            sampling = wire.Sampling(
+                request.max_tokens - start,
+                request.temperature,
+                request.stop_ids,
+                ignore_eos=not request.stop_ids,  # it turns every stop id off
+                sampling_seed=request.seed % SEEDS,
+            )
+            reply = await wire.ask(client, wire.body_of(work, tokens, sampling))
+            meta = reply.meta_info
+            finish = _read_finish(meta.finish_reason, client.url)
+            logprobs += wire.read_logprobs(meta.output_token_logprobs, reply.output_ids, client.url)
+            for span in meta.weight_versions:
+                if spans and spans[-1][0] == span.version:
+                    spans[-1] = (span.version, spans[-1][1], start + span.end)
+                elif span.end > span.start:
+                    spans.append((span.version, start + span.start, start + span.end))
+            tokens += reply.output_ids
+            sampled = tokens[len(request.tokens) :]
+            if finish != "stop" or not sampled or sampled[-1] in request.stop_ids:
+                return Sampled(sampled, logprobs, finish, tuple(spans))
+            if len(sampled) >= request.max_tokens:
+                return Sampled(sampled, logprobs, "length", tuple(spans))
+
+    async def score(self, client: HTTPClient, tokens: list[int], work: Work) -> list[float]:
+        """Logprob of each token [L] at temperature 1, the first 0.0. Raises InferenceError."""
+        body = wire.body_of(work, tokens, wire.Sampling(0, 1.0), logprob_start_len=0)
+        found = (await wire.ask(client, body)).meta_info.input_token_logprobs
+        if len(found) != len(tokens):
+            asked = f"the logprobs of {len(tokens)} prompt tokens"
+            raise InferenceError(f"{client.url} was asked for {asked} and gave {len(found)}")
+        # It calls the last id of the vocabulary 0.
+        named = [(value, said or token, text) for (value, said, text), token in zip(found, tokens, strict=True)]
+        return [0.0, *wire.read_logprobs(named[1:], tokens[1:], client.url)]
+
+    async def abort(self, client: PlainClient, names: Sequence[str]) -> None:
+        """Give back what these requests have. One that is not there (any more, or yet) is passed over in silence, and
+        one that came while the server was paused until it goes on.
+        """
+        for name in names:
+            await client.post("/abort_request", {"rid": wire.rid_of(name)}, bytes)
+
+    async def load_full(self, client: PlainClient, update: WeightUpdate) -> None:
+        """Serve the weights in the folder `update.path`, with all caches flushed. Replies under way go on with them,
+        their keys and values computed anew. Raises InferenceError.
+        """
+        assert update.path is not None, f"version {update.version} has no folder"
+        body = {
+            "model_path": update.path,
+            "load_format": "auto",  # else as it was started, with `dummy` perhaps
+            "weight_version": str(update.version),
+            "flush_cache": True,
+        }
+        try:
+            async with wire.paused(client):
+                await client.post("/update_weights_from_disk", body, bytes, attempts_max=1)
+        except HTTPFailure as failure:
+            raise _load_failure(client.url, update, failure) from failure
+
+    async def load_adapter(self, client: PlainClient, update: WeightUpdate, *, old: str) -> str:
+        """Load the adapter in the folder `update.path` by a name that was never used, and unload `old`.
+
+        The folder must stay until the name is not used any more. Raises InferenceError.
+        """
+        assert update.path is not None, f"version {update.version} has no folder"
+        name = f"{wire.ADAPTER_PREFIX}{update.version}-{secrets.token_hex(4)}"
+        body = {"lora_name": name, "lora_path": update.path}
+        try:
+            await client.post("/load_lora_adapter", body, bytes, attempts_max=1)
+        except HTTPFailure as failure:
+            raise InferenceError(
+                f"{client.url} did not load the adapter of version {update.version} in {update.path}: {failure}; see "
+                "its rank against --max-lora-rank, its layers against --lora-target-modules, and whether the server, "
+                "on its machine, can read that folder",
+                is_transient=failure.retryable,
+            ) from failure
+        if old:
+            await self.unload_adapter(client, old)
+        return name
+
+    async def unload_adapter(self, client: PlainClient, name: str) -> None:
+        """Forget it, once no request names it any more. Raises HTTPFailure."""
+        body = {"lora_name": name}
+        try:
+            await client.post("/unload_lora_adapter", body, bytes, attempts_max=1)
+        except HTTPFailure as failure:
+            if failure.status != 400:  # 400: it had to make room before
+                raise
+
+    async def tokenize(self, client: PlainClient, text: str) -> list[int] | None:
+        """None where it was started without a tokenizer."""
+        return await ids_of_text(client, text, without_tokenizer=(400, 404, 500, 501))
+
+
+async def _check_control(client: PlainClient) -> None:
+    """That the server goes on, and that we may tell it what to do. Raises ConfigError, HTTPFailure."""
+    try:
+        await client.get("/ready", bytes, attempts_max=1)
+    except HTTPFailure as failure:
+        if failure.status != 503:
+            raise
+        raise ConfigError(
+            f"the SGLang server at {client.url} is not ready: it still loads, or was left paused in the midst of an "
+            f"update; if so, type: curl -X POST -H 'content-type: application/json' -d '{{}}' "
+            f"{client.url}/continue_generation"
+        ) from None
+    try:
+        await client.post("/abort_request", {"rid": wire.rid_of("nobody")}, bytes)
+    except HTTPFailure as failure:
+        if failure.status not in (401, 403):
+            raise
+        raise ConfigError(
+            f"{client.url} has an admin key (--admin-api-key) and takes neither aborts nor weights without it: start "
+            "it with --api-key alone, or with --admin-api-key alone and give that one"
+        ) from None
+
+
+async def _convention(client: PlainClient) -> Literal["processed", "raw"]:
+    """Whether the likeliest tokens of one place lie closer together when it is sampled at a higher temperature."""
+    spreads = []
+    for temperature in (1.0, PROBE_TEMPERATURE):
+        rid = wire.rid_of(f"greet-{secrets.token_hex(4)}")
+        body = wire.Ask(rid, PROBE_IDS, wire.Sampling(1, temperature), return_logprob=True, top_logprobs_num=PROBE_TOP)
+        meta = (await client.post("/generate", body, wire.Reply)).meta_info
+        values = [entry[0] for entry in (meta.output_top_logprobs or [None])[0] or [] if entry[0] is not None]
+        spreads.append(max(values) - min(values) if values else 0.0)
+    # Halfway between what either convention gives. A flat place says nothing, and there it does not matter.
+    return "raw" if spreads[1] > spreads[0] * (1 + 1 / PROBE_TEMPERATURE) / 2 else "processed"
+
+
+def _read_finish(reason: wire.Finish, url: str) -> Literal["stop", "length", "abort"]:
+    """Raises InferenceError; HTTPFailure where the abort was not asked for."""
+    finish = FINISHES.get(reason.type)
+    if finish is None:
+        raise InferenceError(f"{url} ended a reply with {reason.type!r}, expected {', '.join(FINISHES)}")
+    if reason.status_code is not None:
+        words = f"{url} gave a request up: {reason.message}"
+        raise HTTPFailure("server", words, retryable=reason.status_code != 400, status=reason.status_code)
+    return finish
+
+
+def _load_failure(url: str, update: WeightUpdate, failure: HTTPFailure) -> InferenceError:
+    if failure.status == 400 and "weights iterator" in str(failure):
+        advice = "it still serves the old ones; can it, on its machine, read that folder?"
+    elif failure.status is not None and failure.status < 500:
+        advice = wire.NEITHER
+    else:
+        advice = "it has died of them, or hangs: start it again, and see its log"
+    what = f"the weights of version {update.version} from {update.path}"
+    return InferenceError(f"{url} did not load {what}: {failure}; {advice}", is_transient=False)
+
+
+# --- starting a server ------------------------------------------------------------------------------------------------
+
+
+SGLANG_OPTIONS = ServerOptions(api_key_env="SGLANG_API_KEY")
+
+
+def _check(values: Mapping[str, Any]) -> None:
+    """Raises ConfigError."""
+    rank = values.get("lora_rank", 0)
+    if values.get("transport") == "distributed" and rank:
+        full = f"is for full weights, and --lora-rank {rank} trains an adapter"
+        advice = "type --inference.transport disk, or --lora-rank 0"
+        raise ConfigError(f"--inference.transport distributed {full}; {advice}")
+
+
+@checked_by(_check)
+def create_sglang_inference(
+    model: str,
+    training: Any,
+    seed: int,
+    temperature: float,
+    folder: str,
+    concurrency: int,
+    lora_rank: int,
+    *,
+    options: ServerOptions = SGLANG_OPTIONS,
+    transport: Literal["disk", "distributed"] = "disk",
+) -> ServerPool:
+    """SGLang servers: those at `url`, or `servers` of them that are started here and end with the run.
+
+    Args:
+        url: Where servers run already, such as http://127.0.0.1:30000; several with commas between. Empty: start them.
+        python: The interpreter of the environment that SGLang is installed in. Empty: this one.
+        transport: How new weights come to the servers: disk, as files that they read, or distributed, broadcast
+            by the trainer over torch.distributed (not for adapters).
+        context_tokens: Tokens of a prompt and its reply together, of which SGLang keeps 6. 0: what the model allows.
+        memory_share: The part of a GPU's memory that a server that is started takes. 0: what SGLang takes by itself.
+        flags: More flags for servers that are started, as SGLang takes them.
+
+    Raises ConfigError, ModelError.
+    """
+    run = ServedRun(model, training, seed, temperature, folder, concurrency, lora_rank)
+    groups = GroupCalls(group_ranks, join_group, receive, leave_group) if transport == "distributed" else None
+    return create_server_pool(SGLang(), serve_command, PACKAGE, run, options, groups=groups)
+
+
+def serve_command(
+    python: str, model: str, port: int, options: ServerOptions, *, lora_rank: int = 0, seed: int = 0
+) -> ServerCommand:
+    """How a server is started by the interpreter `python`, on loopback only.
+
+    Without a GPU: the settings with which the wheel for CUDA runs on a CPU, once what it imports of CUDA has stand-ins
+    (docs/engines.md); without its two thread settings it is twenty times slower.
+    """
+    is_cpu, served = options.on_cpu, options.served_model or SERVED_MODEL
+    argv = [python, "-m", "sglang.launch_server", "--model-path", model, "--served-model-name", served]
+    argv += ["--host", "127.0.0.1", "--port", str(port), "--random-seed", str(seed % 2**31)]
+    argv += ["--log-level-http", "warning"]  # no line for each request
+    argv += ["--dtype", "float32" if is_cpu and options.dtype == "auto" else options.dtype]
+    env = offline(model)
+    if options.context_tokens:
+        argv += ["--context-length", str(options.context_tokens)]
+    if is_cpu:
+        env |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0"}
+        argv += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
+        argv += ["--disable-overlap-schedule", "--skip-server-warmup", "--max-running-requests", "32"]
+        argv += ["--max-total-tokens", str(max(16_384, 8 * options.context_tokens))]
+    elif options.gpu_count > 1:
+        argv += ["--tp-size", str(options.gpu_count)]
+    memory = options.memory_share or (0.3 if is_cpu else 0.0)
+    if memory:
+        argv += ["--mem-fraction-static", f"{memory:g}"]
+    if lora_rank:
+        # In one batch there may be the adapter, the one before it, and the base model, which counts.
+        argv += ["--enable-lora", "--max-lora-rank", str(lora_rank), "--lora-target-modules", "all"]
+        argv += ["--max-loras-per-batch", "3", "--max-loaded-loras", "4"]
+        if is_cpu:
+            argv += ["--lora-backend", "torch_native"]
+    return ServerCommand([*argv, *options.flags], env, ready_path="/ready")

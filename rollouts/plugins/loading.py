@@ -1,0 +1,195 @@
+"""Import the component that was chosen: an entry point's object, or the attribute of a file.
+
+A file becomes a module with a name of its own, registered in `sys.modules` so that dataclasses, type hints and pickling
+work. Its folder goes to the end of `sys.path`, so that the file may import its neighbours as a script can, and shadows
+nothing that is installed. An error names the distribution, its version and the cause, and says what to install where a
+module is missing. What is left out: finding a component by name (`rollouts.plugins.index`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rollouts.author_code import authors_code
+from rollouts.errors import BrokenPluginError, UnknownComponentError, in_lines, line_in, suggestion
+from rollouts.plugins.index import HOOKS, KIND_WORDS, ComponentRef, is_installed, normalise, one_line
+
+_VALUE = re.compile(r"^\s*(?P<module>\w+(?:\.\w+)*)\s*(?::\s*(?P<attr>\w+(?:\.\w+)*)\s*)?(?:\[.*\]\s*)?$")
+
+
+def load_component(ref: ComponentRef) -> Any:
+    """Import what the reference names.
+
+    Raises BrokenPluginError, which names the distribution, its version and the cause in one line; for a file also
+    UnknownComponentError where the file has no such attribute. An entry point may name extras of its distribution
+    (`module:attr [extra]`): where a package that they ask for is not installed, the error says so before anything is
+    imported.
+    """
+    if not ref.distribution:
+        return _load_from_file(ref)
+    assert ref.value, f"{ref.qualified} is made by a pack's hook: load it with PluginManager.load"
+    owner = f"{ref.distribution} {ref.version}: its {KIND_WORDS.get(ref.kind, 'hook plugin')} {ref.name!r}"
+    extras = _extras_of(ref)
+    wanted = {normalise(extra) for extra in extras}
+    absent = [
+        package
+        for package, extra, only_extra in _requirements_of_extras(ref.distribution if extras else "")
+        if only_extra and normalise(extra) in wanted and not is_installed(package)
+    ]
+    if absent:
+        raise BrokenPluginError(
+            f"{owner} needs {' and '.join(absent)}, which {'is' if len(absent) == 1 else 'are'} not installed\n"
+            f"type: pip install '{ref.distribution}[{','.join(extras)}]'"
+        )
+    try:
+        with authors_code():
+            return _import(ref)
+    except Exception as exc:  # a module may raise anything
+        raise BrokenPluginError(f"{owner} ({ref.value}) does not import\n{cause_of(exc, ref)}") from exc
+
+
+def cause_of(exc: BaseException, ref: ComponentRef) -> str:
+    """`type: message` in one line; a second line says what to install where a module is missing."""
+    hint = install_hint(exc, ref)
+    return one_line(exc) + (f"\n{hint}" if hint else "")
+
+
+def install_hint(exc: BaseException, ref: ComponentRef) -> str:
+    """What to type where an error of this component is that a module is missing; empty for any other error.
+
+    It names an extra of the distribution that brings the module, else guesses a package from the module's name.
+    """
+    if not isinstance(exc, ModuleNotFoundError) or not exc.name:
+        return ""
+    missing = exc.name.partition(".")[0]
+    if ref.distribution and missing == ref.value.partition(":")[0].partition(".")[0].strip():
+        return f"the module is missing from the distribution itself: pip install --force-reinstall {ref.distribution}"
+    for package, extra, _ in _requirements_of_extras(ref.distribution):
+        if normalise(package) == normalise(missing):
+            return f"it comes with an extra: pip install '{ref.distribution}[{extra}]'"
+    if _extras_of(ref):
+        return f"it may come with an extra: pip install '{ref.distribution}[{','.join(_extras_of(ref))}]'"
+    return f"perhaps: pip install {missing}"
+
+
+def import_file(name: str, file: str) -> ModuleType:
+    """The module in this file, imported as `name`; nothing of it is left where that raises. Raises ImportError where
+    no module can be in such a file, and whatever the module raises.
+    """
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"there is no module {name} at {file!r}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+# --- entry points ---------------------------------------------------------------------------------------------------
+
+
+def _import(ref: ComponentRef) -> Any:
+    parsed = _VALUE.match(ref.value)
+    if parsed is None:
+        raise ValueError(f"the entry point's value must be `module:attribute`, not {ref.value!r}")
+    path = parsed["attr"]
+    if path is None and ref.kind != HOOKS:
+        raise ValueError(f"the entry point names a module; it must name an object in it, `{ref.value}:attribute`")
+    module = importlib.import_module(parsed["module"])
+    value, missing = _attribute(module, path) if path else (module, "")
+    if missing:
+        near = suggestion(missing, (known for known in dir(value) if not known.startswith("_")))
+        raise AttributeError(f"{parsed['module']} has no attribute {path!r}{near and f' ({near})'}")
+    return value
+
+
+def _attribute(value: Any, path: str) -> tuple[Any, str]:
+    """What lies at a dotted path; or the last object on the way, and the name that it lacks. An AttributeError does not
+    say which: it may be of the code that a lazy module runs to find the name.
+    """
+    for name in path.split("."):
+        if not hasattr(value, name):
+            return value, name
+        value = getattr(value, name)
+    return value, ""
+
+
+def _extras_of(ref: ComponentRef) -> list[str]:
+    """The extras that the entry point names: `module:attr [extra, other]`."""
+    found = re.search(r"\[(.*)\]\s*$", ref.value) if ref.distribution else None
+    return [extra.strip() for extra in found[1].split(",") if extra.strip()] if found else []
+
+
+def _requirements_of_extras(distribution: str) -> Iterator[tuple[str, str, bool]]:
+    """Each package that an extra of the distribution asks for, the extra, and whether nothing else (a platform, a
+    version of Python) decides on it; read from `Requires-Dist`.
+    """
+    from importlib.metadata import PackageNotFoundError, requires
+
+    try:
+        lines = requires(distribution) if distribution else None
+    except PackageNotFoundError:
+        lines = None
+    for line in lines or ():
+        package = re.match(r"[A-Za-z0-9._-]+", line.strip())
+        marker = line.partition(";")[2].strip()
+        extra = re.search(r"extra\s*==\s*['\"]([^'\"]+)['\"]", marker)
+        if package and extra:
+            yield package[0], extra[1], extra[0] == marker
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def _load_from_file(ref: ComponentRef) -> Any:
+    """Run the file (once for each content) and take the attribute."""
+    path_text, _, attribute = ref.value.rpartition(":")
+    path = Path(path_text)
+    try:
+        with authors_code():
+            module = _module_of(path)
+    except Exception as exc:  # a file may raise anything
+        line = line_in(str(path), exc)
+        where = f"{path}, line {line}" if line else str(path)
+        raise BrokenPluginError(
+            f"{where}: the file of {KIND_WORDS[ref.kind]} {attribute!r} does not import\n{cause_of(exc, ref)}"
+        ) from exc
+    value, missing = _attribute(module, attribute)
+    if not missing:
+        return value
+    public = {name: each for name, each in getattr(value, "__dict__", {}).items() if not name.startswith("_")}
+    mine = [name for name, each in public.items() if getattr(each, "__module__", "") == module.__name__]
+    own = [name for name in mine if callable(public[name])]
+    raise UnknownComponentError(
+        in_lines(
+            f"{path} has no {attribute!r}, which was given as {KIND_WORDS[ref.kind]}",
+            suggestion(missing, public),
+            f"it defines: {', '.join(own) or 'nothing public'}",
+        )
+    )
+
+
+def _module_of(path: Path) -> ModuleType:
+    """The file's module. Its name tells files of one name apart, and changes with the file's content."""
+    import hashlib
+
+    stem = re.sub(r"\W", "_", path.stem)
+    digest = hashlib.sha256(str(path).encode() + b"\0" + path.read_bytes()).hexdigest()[:12]
+    name = f"rollouts_file_{stem}_{digest}"
+    if name in sys.modules:
+        return sys.modules[name]
+    folder = str(path.parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    return import_file(name, str(path))

@@ -1,0 +1,82 @@
+"""Names become functions, only here: a resolved configuration becomes a plan, and a plan a run.
+
+plan.py          every component found, imported, checked and given its settings; no model is loaded
+components.py    one component: found, and given its settings
+environments.py  the chosen environments: tasks, demonstrations, shares
+algorithms.py    the chosen ones as Algorithms, a stage each, and every check of them
+dry_run.py       a plan in words, with the memory it will take: what `--dry-run` prints
+session.py       one run in its folder, from the opened folder to summary.json
+jobs/            what a session runs: train, evaluate
+sft_then_rl.py   one run after another: demonstrations, then reinforcement
+resume.py        which checkpoint a run resumes from, and what is taken back
+folder.py        the files of a run
+manifest.py      what the run was made of
+observer.py      who watches a run
+rank.py          a rank above 0 of a distributed backend
+export.py        a checkpoint becomes a model
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollouts.config.flags import Tree
+    from rollouts.config.resolving import Resolved
+    from rollouts.runs.observer import Observer
+
+__all__ = ["resume_run", "run"]
+
+
+def run(
+    resolved: Resolved, observer: Observer | None = None, *, folder: Path | None = None, checkpoint: str = ""
+) -> dict[str, Any]:
+    """Compose and run; returns what summary.json holds. A run that is finished is left as it is.
+
+    `folder` is that of an earlier run, which resumes from its last checkpoint, or from the one named `checkpoint`.
+    Loaded objects stay excluded from garbage collection; call `gc.unfreeze()` if the process goes on. Raises UserError,
+    RunError, KeyboardInterrupt.
+    """
+    started = time.perf_counter()
+    from rollouts.child_environment import pass_on
+    from rollouts.runs.folder import choose_folder, default_out
+    from rollouts.runs.observer import NullObserver
+    from rollouts.runs.plan import make_plan
+    from rollouts.runs.resume import finished, finished_words, named_checkpoint, run_to_resume
+    from rollouts.training.models import remote_code
+
+    settings, observer = resolved.settings, observer or NullObserver()
+    home = Path.cwd()  # where relative paths begin; an author's code may go elsewhere
+    folder = folder or run_to_resume(resolved)
+    summary = finished(folder, settings.steps) if folder is not None and not checkpoint else None
+    if folder is not None and summary is not None:
+        if os.environ.get("RANK", "0") == "0":  # under a launcher one rank is enough to say it
+            observer.finished(finished_words(folder, summary))
+        return summary
+    pass_on(settings.pass_env)
+    with remote_code(settings.trust_remote_code):
+        if settings.mode == "eval":
+            from rollouts.runs.jobs.evaluate import evaluate
+
+            return evaluate(make_plan(resolved), observer, started, home)
+        if settings.mode == "sft+rl":
+            from rollouts.runs.sft_then_rl import train_phases
+
+            return train_phases(resolved, observer, started, home, resume=folder, checkpoint=checkpoint)
+        from rollouts.runs.jobs.train import train
+
+        plan = make_plan(resolved)
+        make_folder = choose_folder(settings.out, default_out(plan.env_name, plan.one("loss").name), home, folder)
+        chosen = named_checkpoint(folder, checkpoint, home) if folder is not None and checkpoint else None
+        held_out = plan.eval_tasks()
+        return train(plan, held_out, make_folder, observer, started, resumes=folder is not None, checkpoint=chosen)
+
+
+def resume_run(folder: str, given: Tree, observer: Observer | None = None, *, checkpoint: str = "") -> dict[str, Any]:
+    """Resume the run in `folder`, with the `given` settings over its own; the rest as `run`."""
+    from rollouts.runs.resume import read_run
+
+    return run(read_run(Path(folder), given), observer, folder=Path(folder), checkpoint=checkpoint)

@@ -1,0 +1,294 @@
+"""Chosen components become Algorithms, one for each stage of the schedule, and every one of them is checked.
+
+What the stages need beside the policy is known then: a reference, a critic, a teacher. Everything is checked here,
+before a model loads. Left out: finding components and giving them their settings (`components`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from rollouts.config.resolving import Resolved
+from rollouts.config.schedule import scheduled_parts, scheduled_table
+from rollouts.config.settings import AUTO, OWN, Settings
+from rollouts.errors import ConfigError, SignatureError, said_of
+from rollouts.plugins.manager import PluginManager
+from rollouts.plugins.signature import bind, check_signature
+from rollouts.runs.components import Chosen, bind_each, choose, completed
+from rollouts.training.algorithms import checks
+from rollouts.training.algorithms.aggregation import aggregation_function
+from rollouts.training.algorithms.algorithm import (
+    Algorithm,
+    Stage,
+    active_terms,
+    bind_algorithm,
+    function_label,
+    is_batch_advantage,
+    needs,
+    requests,
+    stage_name,
+)
+from rollouts.training.algorithms.checks import CRITIC_NAMES, TEACHER_NAMES
+from rollouts.training.algorithms.kl import adapter_off, frozen, make_kl, warning_of
+from rollouts.training.types import Companions
+
+# What demonstrations do not have: nothing was sampled, and nothing is asked of a model before the loss.
+_NOT_IN_SFT = CRITIC_NAMES.union(
+    "advantages old_logprobs pair_index ref_logprobs rewards rollout_logprobs teacher_logprobs".split()
+)
+_ROLLOUTS_ONLY = ("advantage", "kl", "reference", "correction", "mix", "shaping", "select", "pairs", "filter")
+
+
+class Composed(NamedTuple):
+    """The algorithms of a run by stage, and the models beside its policy (None: none).
+
+    `stages_chosen` are the components of each stage after the first. `schedule` is the setting of that name with every
+    setting of what it names; `notes` are what a user should know beforehand.
+    """
+
+    stages: tuple[Stage, ...]
+    stages_chosen: tuple[dict[str, list[Chosen]], ...]
+    schedule: tuple[dict[str, Any], ...]
+    companions: Companions | None
+    notes: tuple[str, ...]
+
+
+def compose(
+    manager: PluginManager, resolved: Resolved, chosen: Mapping[str, list[Chosen]], critic_lr: float
+) -> Composed:
+    """The algorithm of each stage; `chosen` are the run's own components. Raises UserError."""
+    settings = resolved.settings
+    planned = scheduled_parts(resolved.components, settings.schedule, resolved.source)[1:]
+    later = tuple(choose(manager, each.components, resolved.source, each.places) for each in planned)
+    composed: list[Stage] = []
+    notes: list[str] = []
+    for step, parts in ((0, chosen), *((each.step, parts) for each, parts in zip(planned, later, strict=True))):
+        with said_of(_from_step(step)):
+            _check_mode(parts, settings)
+            algorithm = _compose(parts, settings)
+            _check(algorithm, parts, settings)
+        notes += _notes_of(algorithm, parts, settings, step)
+        auto = algorithm.correction is not None and _is_auto(parts)
+        composed.append(Stage(step, stage_name(step), algorithm, auto))
+    if settings.minibatches > settings.prompts_per_step:
+        raise ConfigError(
+            f"--minibatches {settings.minibatches}: a batch is parted by prompts, and --prompts-per-step is "
+            f"{settings.prompts_per_step}; type --minibatches {settings.prompts_per_step} or less"
+        )
+    asked = frozenset(name for stage in composed for name in asked_names(stage.algorithm))
+    reference = _reference(chosen, settings, asked)
+    for stage in composed:
+        with said_of(_from_step(stage.step)):
+            checks.probe_settings(stage.algorithm, reference, settings.max_tokens)
+    critic, teacher = settings.critic if asked & CRITIC_NAMES else "", settings.teacher if asked & TEACHER_NAMES else ""
+    notes += _unused(chosen, settings, asked)
+    companions = None
+    if reference is not None or critic or teacher:
+        companions = Companions(reference, critic, critic_lr, teacher, settings.teacher_top_k)
+    _check_backend(chosen, companions)
+    tables = tuple(
+        scheduled_table(each.step, each.given, completed(each.components, parts))
+        for each, parts in zip(planned, later, strict=True)
+    )
+    return Composed(tuple(composed), later, tables, companions, tuple(dict.fromkeys(notes)))
+
+
+def asked_names(algorithm: Algorithm) -> frozenset[str]:
+    """All that the algorithm asks a run for: the names of its loss, and of an advantage of the whole batch."""
+    names = needs(algorithm)
+    if algorithm.pairs is None and is_batch_advantage(algorithm.advantage):
+        names |= set(requests(algorithm.advantage, "advantages"))
+    return names
+
+
+def _from_step(step: int) -> str:
+    """A later stage, as its mistakes and notes name it."""
+    return f"[[schedule]], from step {step}" if step else ""
+
+
+def _compose(parts: Mapping[str, list[Chosen]], settings: Settings) -> Algorithm:
+    """The algorithm with every part replaced that was named, and every setting bound."""
+    (loss,) = parts["loss"]
+    algorithm = bind_algorithm(loss.component, loss.settings)
+    for key in ("advantage", "aggregation", "mix", "select", "pairs"):
+        for each in parts[key]:
+            replaced: dict[str, Any] = {key: bind(each.component, each.settings)}
+            algorithm = algorithm._replace(**replaced)
+    for each in parts["kl"]:
+        algorithm = algorithm._replace(kl=make_kl(each.component, each.settings))
+    if algorithm.kl is not None and algorithm.kl.coefficient == 0:  # as of any term: at 0 it is not computed
+        algorithm = algorithm._replace(kl=None)
+    shaping: list[Any] = []
+    for each in parts["shaping"]:
+        is_own = isinstance(each.component, tuple)
+        shaping += bind_each(each.component, each.settings) if is_own else [bind(each.component, each.settings)]
+    algorithm = algorithm._replace(shaping=tuple(shaping), correction=None)
+    for each in parts["correction"]:
+        if settings.mode == "rl" and (_is_weighed(algorithm) or not _is_auto(parts)):
+            algorithm = algorithm._replace(correction=bind(each.component, each.settings))
+    return algorithm
+
+
+def _is_weighed(algorithm: Algorithm) -> bool:
+    """Whether a correction would weigh anything: a value a token, of a term that is a mean over what was sampled."""
+    if algorithm.pairs is not None or checks.unit_of(algorithm) == "rollout":
+        return False
+    return any({"advantages", "old_logprobs"} & set(requests(term.function)) for term in active_terms(algorithm))
+
+
+def _is_auto(parts: Mapping[str, list[Chosen]]) -> bool:
+    """Whether the run decides on the correction: neither the user nor the algorithm named one."""
+    (loss,) = parts["loss"]
+    return loss.component.correction is None and [each.name for each in parts["correction"]] == [AUTO]
+
+
+def _check(algorithm: Algorithm, parts: Mapping[str, list[Chosen]], settings: Settings) -> None:
+    """Refuse what does not go together or what this run cannot give. Raises ConfigError, SignatureError."""
+    (loss,) = parts["loss"]
+    is_rl = settings.mode == "rl"
+    beside = {"critic": bool(settings.critic), "teacher": bool(settings.teacher), "reference": is_rl}
+    available = checks.available_names(pairs=algorithm.pairs is not None, **beside)
+    if not is_rl:
+        _check_demonstrations(algorithm, loss.name)
+    wanted = asked_names(algorithm) & CRITIC_NAMES
+    if wanted and not settings.critic:
+        raise SignatureError(
+            f"--loss {loss.name}: {_who_asks(algorithm, wanted)}, but this run has no critic; type --critic head (or a "
+            "model's name or folder), or --loss grpo, whose baseline is the group's mean"
+        )
+    checks.check_needs(algorithm, available)
+    if is_rl:
+        checks.check_advantage(algorithm.advantage, available)
+    checks.check_composition(algorithm, settings.samples_per_prompt if is_rl else None)
+
+
+def _who_asks(algorithm: Algorithm, wanted: Iterable[str]) -> str:
+    """The parts that name one of these, with what they name."""
+    asking = [(function_label(term.function), requests(term.function)) for term in active_terms(algorithm)]
+    asking.append((function_label(algorithm.advantage), requests(algorithm.advantage, "advantages")))
+    found = [(label, [f"`{name}`" for name in names if name in set(wanted)]) for label, names in asking]
+    return " and ".join(f"{label} names {', '.join(names)}" for label, names in found if names)
+
+
+def _check_mode(parts: Mapping[str, list[Chosen]], settings: Settings) -> None:
+    """Refuse, in mode sft, what was named although it is only for rollouts. Raises ConfigError."""
+    if settings.mode == "rl":
+        return
+    given = [
+        (key, each.name or "(its settings)")
+        for key in _ROLLOUTS_ONLY
+        for each in parts.get(key, ())
+        if each.name not in ("", OWN, AUTO) or (each.settings and not each.name)
+    ]
+    given += [("critic", settings.critic)] if settings.critic else []
+    given += [("minibatches", str(settings.minibatches))] if settings.minibatches > 1 else []
+    for flag, value in given:
+        raise ConfigError(
+            f"--{flag} {value}: mode sft trains on demonstrations, and this is for rollouts; leave it out, or type "
+            "--mode rl"
+        )
+
+
+def _check_demonstrations(algorithm: Algorithm, loss: str) -> None:
+    """Refuse an algorithm that needs more than demonstrations have. Raises ConfigError."""
+    own = {
+        "a KL term": algorithm.kl and algorithm.kl.function,
+        "a selector": algorithm.select,
+        "a pair selector": algorithm.pairs,
+        "a mixer": algorithm.mix,
+        "a shaping": next(iter(algorithm.shaping), None),
+    }
+    brings = [f"{what} ({function_label(function)})" for what, function in own.items() if function is not None]
+    found = (("asks for", sorted(_NOT_IN_SFT & needs(algorithm))), ("brings", brings))
+    words = [f"{verb} {', '.join(names)}" for verb, names in found if names]
+    if words:
+        raise ConfigError(
+            f"--loss {loss} {' and '.join(words)}, which demonstrations do not have; type --loss sft, or --mode rl"
+        )
+    function = aggregation_function(algorithm.aggregation)
+    bound = getattr(algorithm.aggregation, "keywords", {})
+    if "max_tokens" in requests(function, "aggregations") and bound.get("length") is None:
+        raise ConfigError(
+            f"--aggregation {function_label(function)} divides by the length of a rollout, and mode sft has none; type "
+            "--aggregation.length with a number of tokens, or --aggregation token_mean"
+        )
+
+
+def _reference(
+    chosen: Mapping[str, list[Chosen]], settings: Settings, asked: frozenset[str]
+) -> Callable[..., Any] | None:
+    """The rule of the reference policy, or None where nothing needs one. Raises ConfigError."""
+    for each in chosen["reference"]:
+        if "adapters" in requests(each.component, "references") and not settings.lora_rank:
+            raise ConfigError(
+                f"--reference {each.name}: it needs adapters, and this run trains all weights; type --lora-rank 16, "
+                "or --reference frozen"
+            )
+    if "ref_logprobs" not in asked:
+        return None
+    for each in chosen["reference"]:
+        return bind(each.component, each.settings)
+    return adapter_off if settings.lora_rank else frozen
+
+
+def _check_backend(chosen: Mapping[str, list[Chosen]], companions: Companions | None) -> None:
+    """Refuse a training backend that takes no model beside the policy, where the run needs one. Raises ConfigError."""
+    (training,) = chosen["training"]
+    if companions is None or "companions" in check_signature(training.component, "training", "").requests:
+        return
+    wanted = [f"a reference policy ({function_label(companions.reference)})"] if companions.reference else []
+    wanted += [f"a critic ({companions.critic})"] if companions.critic else []
+    wanted += [f"a teacher ({companions.teacher})"] if companions.teacher else []
+    raise ConfigError(
+        f"--training {training.name}: it trains no model beside the policy (it does not name `companions`), and this "
+        f"run needs {', '.join(wanted)}; type --training torch, or leave out what needs it (--kl, --critic, --teacher)"
+    )
+
+
+def _unused(chosen: Mapping[str, list[Chosen]], settings: Settings, asked: frozenset[str]) -> list[str]:
+    """What was given and nothing asks for, in words."""
+    notes = []
+    if "ref_logprobs" not in asked:
+        notes += [
+            f"--reference {each.name} is not used: nothing names `ref_logprobs`; --kl rk3_loss would"
+            for each in chosen["reference"]
+        ]
+    of_teacher = "`teacher_logprobs` or `teacher_topk_logprobs`; --loss opd or --loss opd_topk"
+    beside = (
+        ("critic", settings.critic, CRITIC_NAMES, "`values`, `old_values` or `returns`; --loss ppo"),
+        ("teacher", settings.teacher, TEACHER_NAMES, of_teacher),
+    )
+    for flag, given, names, who in beside:
+        if given and not asked & names:
+            notes.append(f"--{flag} {given} is not used, and not loaded: nothing names {who} would")
+    if settings.critic_lr is not None and not settings.critic:
+        notes.append(f"--critic-lr {settings.critic_lr:g} is not used: there is no critic")
+    return notes
+
+
+def _notes_of(algorithm: Algorithm, parts: Mapping[str, list[Chosen]], settings: Settings, step: int) -> list[str]:
+    """What a user should know of one stage beforehand."""
+    notes = []
+    place = f"{_from_step(step)}: " if step else ""
+    if algorithm.kl is not None and warning_of(algorithm.kl.function):
+        notes.append(warning_of(algorithm.kl.function))
+    if settings.steps and step >= settings.steps:
+        notes.append(f"[[schedule]]: step {step} is never reached; the run has {settings.steps} steps")
+    (loss,) = parts["loss"]
+    if step and loss.component.filters:
+        names = " ".join(f"--filter {function_label(each)}" for each in loss.component.filters)
+        notes.append(f"{place}the filters of {loss.name} are not used, for filters do not change; type {names}")
+    if algorithm.pairs is not None:
+        notes += [
+            f"{place}--advantage {each.name} is not used: pairs are compared"
+            for each in parts["advantage"]
+            if each.name
+        ]
+    if not _is_weighed(algorithm):
+        notes += [
+            f"{place}--correction {each.name} is not used: {loss.name} has no value a token that it would weigh"
+            for each in parts["correction"]
+            if each.name != AUTO
+        ]
+    return notes

@@ -1,0 +1,190 @@
+"""Names become functions here: a component found, imported, checked, and given its settings.
+
+A component that was not named may be the algorithm's own (`OWN_KEYS`, and the word `algorithm` of `shaping` and
+`filter`): its settings are then read from that one. Left out: what is made of what was chosen (`algorithms`, `plan`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from rollouts.config.convert import complete_settings, convert_settings
+from rollouts.config.files import Source, where
+from rollouts.config.merging import Component
+from rollouts.config.settings import AUTO, COMPONENT_KINDS, MULTIPLE, OWN, OWN_KEYS, Setting
+from rollouts.errors import ConfigError, SignatureError, said_of
+from rollouts.plugins.index import KIND_WORDS, ComponentRef
+from rollouts.plugins.manager import PluginManager
+from rollouts.plugins.signature import Signature, check_signature, keywords_of
+from rollouts.training.algorithms.aggregation import aggregation_function
+from rollouts.training.algorithms.algorithm import KL, Algorithm, algorithm_settings, as_algorithm, bind_own
+from rollouts.training.algorithms.corrections import truncated
+from rollouts.training.algorithms.kl import KL_SETTINGS, check_kl
+
+Path = tuple[str, ...]
+
+_EXAMPLES = {
+    "kl": "rk3_loss",
+    "mix": "lexicographic",
+    "select": "reward_at_least",
+    "pairs": "best_worst",
+    "shaping": "overlong",
+    "filter": "nonzero_std",
+}
+
+
+class Chosen(NamedTuple):
+    """A component with its settings. `ref` is None for what has no entry point: the environment's own rewards, and an
+    algorithm's own parts (of `shaping` and `filter` a tuple of functions).
+    """
+
+    name: str
+    component: Any
+    settings: dict[str, Any]
+    ref: ComponentRef | None
+    alias: str = ""
+
+
+def choose(
+    manager: PluginManager,
+    components: Mapping[str, list[Component]],
+    source: Source,
+    places: Mapping[str, Path] | None = None,
+) -> dict[str, list[Chosen]]:
+    """Every component of these keys, found and given its settings. Where keys of the algorithm are among them, the loss
+    is too.
+
+    `places` says where each key is in its file. Raises UserError of one kind or another, with what to type.
+    """
+    chosen: dict[str, list[Chosen]] = {}
+    for key in sorted(components, key=lambda key: key != "loss"):  # the others may be the loss's own
+        (loss,) = chosen.get("loss", (None,))
+        place = (places or {}).get(key, (key,))
+        chosen[key] = [
+            _choose(manager, key, each, loss, source, (*place, each.alias) if each.alias else place)
+            for each in components[key]
+        ]
+    return {key: chosen[key] for key in components}
+
+
+def _choose(
+    manager: PluginManager, key: str, component: Component, loss: Chosen | None, source: Source, path: Path
+) -> Chosen:
+    """One component with its settings converted and completed."""
+    kind, name = COMPONENT_KINDS[key], component.name
+    ref: ComponentRef | None = None
+    if key == "reward" and name == "env":
+        found, signature, label = None, Signature((), ()), "the environment's own rewards"
+    elif loss is not None and key == "correction" and name == AUTO:
+        # An algorithm that brings a correction wants it; else it is the usual one, where another engine samples.
+        found, label = loss.component.correction or truncated, "--correction auto"
+        signature = check_signature(found, kind, label)
+    elif loss is not None and ((key in OWN_KEYS and not name) or (key in ("shaping", "filter") and name == OWN)):
+        label = f"the {KIND_WORDS[kind]} of {loss.name}"
+        found, signature = _own_part(key, component, loss, label, source, path)
+    else:
+        if key == "kl":
+            check_kl(name)
+        label = f"{KIND_WORDS[kind]} {name}"
+        ref = manager.find(kind, name)
+        found, signature = signed(manager.load(ref), kind, label)
+    settings = _converted(signature, component.settings, label, source, path)
+    if key == "env" and component.alias:  # the table of one of several says these itself
+        settings = {name: value for name, value in settings.items() if name not in ("alias", "weight")}
+    if callable(found) and key != "env":
+        keywords_of(found, settings)  # what a dataclass refuses
+    return Chosen(name, found, settings, ref, component.alias)
+
+
+def curriculum(manager: PluginManager, component: Component, source: Source) -> Chosen:
+    """The curriculum that an environment's weight names, with its settings. Raises UserError."""
+    assert isinstance(component.weight, dict), f"the weight of {component.alias} is {component.weight}"
+    name = component.weight["name"]
+    given = {key: value for key, value in component.weight.items() if key != "name"}
+    ref = manager.find("curricula", name)
+    label = f"the curriculum {name}"
+    found, signature = signed(manager.load(ref), "curricula", label)
+    if not callable(found) or signature.requests != ("step",):
+        raise SignatureError(
+            f"{label}: write `def {ref.name}(step) -> float`; it takes {signature.requests or 'nothing'}"
+        )
+    settings = _converted(signature, given, label, source, ("env", component.alias, "weight"))
+    return Chosen(name, found, settings, ref, component.alias)
+
+
+def _converted(signature: Signature, given: Mapping[str, Any], label: str, source: Source, path: Path) -> Any:
+    return complete_settings(signature, convert_settings(signature, given, label, source, path))
+
+
+def completed(
+    components: Mapping[str, list[Component]], chosen: Mapping[str, list[Chosen]]
+) -> dict[str, list[Component]]:
+    """The chosen ones of the components with every setting filled in, so that writing them down repeats the run."""
+    return {
+        key: [each._replace(settings=found.settings) for each, found in zip(components[key], parts, strict=True)]
+        for key, parts in chosen.items()
+    }
+
+
+def signed(found: Any, kind: str, label: str) -> tuple[Any, Signature]:
+    """The component as it is used (a loss as an Algorithm), what it asks for, and all its settings.
+
+    Raises SignatureError.
+    """
+    if kind == "losses":
+        with said_of(label):
+            algorithm = as_algorithm(found)
+        return algorithm, Signature(check_signature(found, kind, label).requests, algorithm_settings(algorithm))
+    signature = check_signature(found, kind, label)
+    if kind == "kl":
+        taken = {setting.name for setting in KL_SETTINGS} & {setting.name for setting in signature.settings}
+        if taken:
+            raise SignatureError(
+                f"{label}: its settings {', '.join(sorted(taken))} have the names of settings that every KL term has\n"
+                "give them other names"
+            )
+        signature = signature._replace(settings=(*KL_SETTINGS, *signature.settings))
+    return found, signature
+
+
+def bind_each(functions: Iterable[Any], settings: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Each function with those of the settings bound that it has."""
+    return tuple(bind_own(function, "", settings) for function in functions)
+
+
+def _own_part(
+    key: str, component: Component, loss: Chosen, label: str, source: Source, path: Path
+) -> tuple[Any, Signature]:
+    """The algorithm's own part for a key, and its settings. Raises ConfigError where it has none and settings are given
+    for it.
+    """
+    functions = _own_functions(loss.component, key)
+    kind = COMPONENT_KINDS[key]
+    if not functions:
+        if component.settings:
+            first, value = next(iter(component.settings.items()))
+            raise ConfigError(
+                f"{where((*path, first), value, source)}: the loss {loss.name} has no {KIND_WORDS[kind]} of its own, "
+                f"and none is chosen that could have this setting\ntype: --{key} {_EXAMPLES[key]}; "
+                f"`rollouts plugins list --kind {kind}` shows what is installed"
+            )
+        return (), Signature((), ())
+    settings: dict[str, Setting] = {}
+    for function in functions:
+        for setting in signed(function, kind, label)[1].settings:
+            settings.setdefault(setting.name, setting)
+    if key == "kl":  # its own numbers are in the algorithm, not in the function's signature
+        for setting, own in zip(KL_SETTINGS, loss.component.kl[1:], strict=True):
+            settings[setting.name] = setting._replace(default=own)
+    return functions if key in MULTIPLE else functions[0], Signature((), tuple(settings.values()))
+
+
+def _own_functions(algorithm: Algorithm, key: str) -> tuple[Any, ...]:
+    """The algorithm's own part for a key: one function or none, for `shaping` and `filter` any number."""
+    if key == "aggregation":
+        return (aggregation_function(algorithm.aggregation),)
+    if key in ("shaping", "filter"):
+        return algorithm.shaping if key == "shaping" else algorithm.filters
+    part = getattr(algorithm, key)
+    return () if part is None else (part.function if isinstance(part, KL) else part,)

@@ -1,0 +1,316 @@
+"""A plan in words, without loading weights: what `--dry-run` prints."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollouts.author_code import unwrapped
+from rollouts.config.render import to_toml
+from rollouts.config.resolving import Resolved
+from rollouts.config.settings import OWN, without_secrets
+from rollouts.env.authoring import tools_of
+from rollouts.errors import ModelError, RolloutsError, first_line, said_of
+from rollouts.plugins.signature import read_signature
+from rollouts.runs.components import Chosen
+from rollouts.runs.environments import demonstrations, task_buffer
+from rollouts.runs.folder import check_out
+from rollouts.runs.plan import Plan, make_plan
+from rollouts.runs.resume import run_to_resume
+from rollouts.training.algorithms.algorithm import Algorithm, active_terms, function_label, is_reward_placed
+from rollouts.training.datasets.mixing import shares_at
+from rollouts.training.estimates import ModelSize, estimate_memory, how_estimated, model_size
+from rollouts.training.models import adapters_beneath, load_config, remote_code, resolve_device
+from rollouts.training.types import Companions
+from rollouts.types import Task
+
+_SHOWN_MIN = 0.01  # of the total; smaller parts are counted, but have no line
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+def dry_run(resolved: Resolved) -> str:
+    """What a run of this configuration would be, in words. Raises the first UserError that it would meet."""
+    with remote_code(resolved.settings.trust_remote_code):
+        if resolved.settings.mode != "sft+rl":
+            return describe(make_plan(resolved))
+        from rollouts.runs.sft_then_rl import RL, SFT, SUPERVISED, compose_phases
+
+        if resolved.settings.out:
+            check_out(resolved.settings.out)
+        plans = compose_phases(resolved)
+        with said_of(SUPERVISED):
+            first = describe(plans.sft)
+        return (
+            f"# The supervised phase, in OUT/{SFT}\n{first}\n\n# Reinforcement, in OUT/{RL}; its model is the last "
+            f"checkpoint of the supervised phase\n{describe(plans.rl)}"
+        )
+
+
+def describe(plan: Plan) -> str:
+    """Settings, components with their distributions, tasks; of a training run what the loss needs, and an estimate of
+    memory.
+
+    Draws the first tasks and reads the model's configuration; raises the first UserError that a run would meet there.
+    """
+    trains = plan.settings.mode != "eval"
+    if plan.settings.out and not (trains and run_to_resume(plan.resolved)):
+        check_out(plan.settings.out)
+    held_out = plan.eval_tasks()
+    if plan.settings.mode == "rl":
+        task_buffer(plan.environments, held_out, plan.settings.prompts_per_step)
+    elif trains:
+        next(demonstrations(plan.environments, held_out, plan.settings.prompts_per_step))
+    samples = plan.settings.samples_per_prompt
+    times = "once" if samples == 1 else f"{samples} times"
+    tools = [(env, [tool.name for tool in tools_of(env.make())]) for env in plan.environments]
+    takes = "messages: no tokenizer, no chat template" if plan.is_chat else "token ids"
+    lines = [
+        to_toml(plan.resolved.without_secrets()).rstrip(),
+        "",
+        "# Composed",
+        *(_environment_lines(plan) if trains else (_component_line("env", each) for each in plan.chosen["env"])),
+        *(
+            _component_line(key, each)
+            for key, chosen in plan.chosen.items()
+            for each in chosen
+            if key != "env" and each.component != ()
+        ),
+        *_scheduled_lines(plan),
+        *(f"tools{env.alias and f' of {env.alias}'}: {', '.join(names) or 'none'}" for env, names in tools),
+        f"held-out tasks: {len(held_out)}{_counted_words(plan, held_out)}{'' if trains else f', each played {times}'}",
+        *(_training_lines(plan) if trains else (f"the engine takes {takes}",)),
+        *(f"note: {note}" for note in plan.notes),
+        "nothing was loaded or written" if trains else "nothing was loaded, asked or written",
+    ]
+    return "\n".join(lines)
+
+
+def _training_lines(plan: Plan) -> Iterator[str]:
+    for stage in plan.schedule:
+        begin = f"objective from step {stage.step}" if stage.step else "objective"
+        yield f"{begin}: {objective_words(stage.algorithm, correction_auto=stage.correction_auto)}"
+    yield f"the loss needs: {', '.join(plan.needs)}"
+    if beside := plan.companions:
+        yield from [f"reference: {_call_words(beside.reference)}"] if beside.reference is not None else []
+        yield from [f"critic: {beside.critic}, learning rate {beside.critic_lr:g}"] if beside.critic else []
+        of_teacher = f"{beside.teacher}, {beside.teacher_top_k} likeliest tokens where a loss asks for them"
+        yield from [f"teacher: {of_teacher}"] if beside.teacher else []
+    yield f"learning rate: {plan.lr:g}"
+    yield from memory_lines(plan)
+
+
+def _environment_lines(plan: Plan) -> Iterator[str]:
+    """The environment; of several how they are mixed, at the first step and at the last where that changes."""
+    weights = {env.alias: env.weight for env in plan.environments}
+    ends = (shares_at(weights, step) for step in (0, max(0, plan.settings.steps - 1)))
+    for env, chosen, first, last in zip(plan.environments, plan.chosen["env"], *ends, strict=True):
+        line = _component_line("env", chosen)
+        if env.alias:
+            line = f"env {env.alias}{line.removeprefix('env')}, share {first:.3g}"
+            line += "" if first == last else f" to {last:.3g}, of the whole run {env.share:.3g}"
+            line += "" if env.curriculum is None else f" ({_component_line('curriculum', env.curriculum)})"
+        yield line
+
+
+def _counted_words(plan: Plan, tasks: Sequence[Task]) -> str:
+    """How many of the tasks each of several environments has."""
+    if not plan.environments[0].alias:
+        return ""
+    counts = Counter(task.env for task in tasks)
+    return f" ({', '.join(f'{env.alias} {counts[env.alias]}' for env in plan.environments)})"
+
+
+def _component_line(key: str, chosen: Chosen) -> str:
+    if chosen.ref is None:
+        return f"{key}: {'the algorithm’s own' if chosen.name in ('', OWN) else chosen.name}"
+    origin = f"{chosen.ref.distribution} {chosen.ref.version}".strip() or chosen.ref.value
+    return f"{key}: {chosen.name} ({origin})"
+
+
+def _scheduled_lines(plan: Plan) -> Iterator[str]:
+    """The components that only later stages bring."""
+    known = {each.ref for several in plan.chosen.values() for each in several}
+    for stage, chosen in zip(plan.schedule[1:], plan.stages_chosen, strict=True):
+        for key, several in chosen.items():
+            for each in several:
+                if each.ref is not None and each.ref not in known:
+                    yield f"from step {stage.step}: {_component_line(key, each)}"
+
+
+def objective_words(algorithm: Algorithm, *, correction_auto: bool = False) -> str:
+    """What is trained, in one line: terms with their coefficients, then each part that is used.
+
+    >>> from rollouts.training.algorithms.recipes import GRPO
+    >>> objective_words(GRPO)
+    'ppo_clip; advantage group_norm; aggregation token_mean'
+    """
+    terms = [f"{_times(term.coefficient)}{_call_words(term.function)}" for term in active_terms(algorithm)]
+    kl, notes = algorithm.kl, []
+    if kl is not None:
+        off = is_reward_placed(kl.function)
+        words = f"{_times(kl.coefficient)}{_call_words(kl.function)} {'off the advantages' if off else 'in the loss'}"
+        words += f", cut at {kl.threshold:g}" if kl.threshold is not None else ""
+        notes.append(f"KL {words}" + (f", steered to {kl.target:g} nats a token" if kl.target is not None else ""))
+    compared = algorithm.pairs is not None
+    if not compared:
+        notes.append(f"advantage {_call_words(algorithm.advantage)}")
+    notes.append(f"aggregation {_call_words(algorithm.aggregation)}")
+    named = {"mix": algorithm.mix, "select": algorithm.select, "pairs": algorithm.pairs}
+    notes += [f"{key} {_call_words(function)}" for key, function in named.items() if function is not None]
+    if algorithm.shaping:
+        notes.append(f"shaping {', '.join(map(_call_words, algorithm.shaping))}")
+    if algorithm.correction is not None:
+        where = " where another engine samples" if correction_auto else ""
+        notes.append(f"correction {_call_words(algorithm.correction)}{where}")
+    return "; ".join([" + ".join(terms), *notes])
+
+
+def _times(coefficient: float) -> str:
+    return "" if coefficient == 1 else f"{coefficient:g} * "
+
+
+def _call_words(function: Any) -> str:
+    """A function with what was bound to it, where that is not its own default: `ema(decay=0.9)`."""
+    if isinstance(function, str):
+        return function
+    defaults = {setting.name: setting.default for setting in read_signature(unwrapped(function), "").settings}
+    bound = {setting.name: setting.default for setting in read_signature(function, "").settings}
+    shown = [f"{name}={value}" for name, value in without_secrets(bound).items() if defaults[name] != value]
+    return function_label(function) + (f"({', '.join(shown)})" if shown else "")
+
+
+class _NotKnown(Exception):
+    """Why there is no estimate, in words."""
+
+
+def memory_lines(plan: Plan) -> list[str]:
+    """Parameters and memory per rank, part by part, from the models' configurations alone; one line that says why,
+    where they cannot be estimated. What is counted, and by which formulas: docs/memory-and-speed.md.
+
+    A dry run answers at once, so no hub is asked. Raises ModelError and ConfigError for what the run would refuse.
+    """
+    training, inference, settings = plan.one("training"), plan.one("inference"), plan.settings
+    how, given = how_estimated(training.component), training.settings
+    if not how:
+        return [f"memory: not estimated: how the training backend {training.name} keeps a model is its own affair"]
+    dtype = str(given.get("dtype", "float32"))
+    if dtype not in _DTYPES:
+        raise ModelError(f"unknown dtype {dtype!r} (choices: {', '.join(_DTYPES)})")
+    sharded = how == "sharded"
+    ranks = _ranks(training) if sharded else 1
+    optimizer = str(given.get("optimizer", "adamw"))
+    beside = plan.companions or Companions()
+    try:
+        size, positions = _size_of(settings.model, settings.lora_rank, str(given.get("lora_targets", "all-linear")))
+        # A head is nothing beside a model.
+        critic = None if beside.critic in ("", "head") else _size_of(beside.critic)[0]
+        teacher = _size_of(beside.teacher)[0] if beside.teacher else None
+    except _NotKnown as why:
+        return [f"memory: cannot be estimated: {why}"]
+    has_engine = how_estimated(inference.component) == "embedded"
+    parts = estimate_memory(
+        size,
+        tokens=settings.tokens_per_microbatch,
+        # Sharded weights that are trained stay float32, whatever layers compute in; a base that is only read does not.
+        dtype="float32" if sharded and not size.lora else dtype,
+        compute_dtype=dtype,
+        optimizer=optimizer,
+        shards=max(1, ranks // int(given.get("replicas", 1) or 1)),
+        sharded=sharded,
+        gradient_checkpointing=bool(given.get("gradient_checkpointing", False)),
+        reference=beside.reference is not None,
+        critic=critic,
+        teacher=teacher,
+        engine_copy=sharded and has_engine,
+        whole_logits="logits" in plan.needs,
+        cache_bytes=_cache_bytes(plan, size, positions, dtype) if has_engine else 0.0,
+    )
+    words = {
+        "optimizer": f"moments of {optimizer}",
+        "reference": "reference policy",
+        "critic": f"critic ({_count(critic.parameters)})" if critic is not None else "",
+        "teacher": f"teacher ({_count(teacher.parameters)})" if teacher is not None else "",
+        "activations": f"activations of {settings.tokens_per_microbatch} tokens",
+        "logits": "logits" if "logits" in plan.needs else "logits, a chunk",
+        "unsharded": "layers put together",
+        "engine copy": "the engine's copy",
+        "kv cache": "keys and values, at most",
+    }
+    trained = f"{_count(size.trained)} of them trained" if size.lora else "all of them trained"
+    return [f"parameters: {_count(size.parameters)}, {trained}", *_table(parts, words, ranks)]
+
+
+def _table(parts: dict[str, float], words: dict[str, str], ranks: int) -> list[str]:
+    """The total, and below it every part that is more than a hundredth of it."""
+    total = sum(parts.values())
+    digits = 2 if total >= 2**30 else 4
+    shown = [(words.get(name, name), number) for name, number in parts.items() if number > _SHOWN_MIN * total]
+    width = max(len(label) for label, _ in shown)
+    of = f" of {ranks}" if ranks > 1 else ""
+    return [
+        f"memory per rank{of} (an estimate): {total / 2**30:.{digits}f} GiB",
+        *(f"  {label:<{width}}  {number / 2**30:.{digits}f} GiB" for label, number in shown),
+    ]
+
+
+def _size_of(name: str, lora_rank: int = 0, lora_targets: str = "all-linear") -> tuple[ModelSize, int]:
+    """The model's size, and how many positions it knows (0 where it does not say). Raises _NotKnown, and ModelError
+    for a folder that holds no causal language model.
+    """
+    whole, _ = adapters_beneath(name)
+    try:
+        config: Any = load_config(whole, local_files_only=True)
+    except ModelError as error:
+        if not Path(whole).is_dir() and "--trust-remote-code" not in str(error):
+            raise _NotKnown(
+                f"the configuration of {whole} is not on this machine, and a dry run asks no hub; "
+                f"`hf download {whole} config.json` fetches it"
+            ) from error
+        raise
+    try:
+        size = model_size(config, lora_rank=lora_rank, lora_targets=lora_targets)
+    except RolloutsError:
+        raise
+    except ValueError as error:
+        raise ModelError(f"{name} is no causal language model: {first_line(error)}") from error
+    except Exception as error:  # a model's own code may refuse to be built without memory in any way
+        raise _NotKnown(f"{name} cannot be built without weights: {first_line(error)}") from error
+    return size, int(getattr(config.get_text_config(decoder=True), "max_position_embeddings", 0) or 0)
+
+
+def _cache_bytes(plan: Plan, size: ModelSize, positions: int, dtype: str) -> float:
+    """What the embedded engine may keep: keys and values of the rows that are decoded, and those of the sessions that
+    wait, either within its `cache_gib` and within as many rows as there can be.
+    """
+    settings, engine = plan.settings, plan.one("inference").settings
+    most = float(engine.get("cache_gib", 4.0)) * 2**30
+    live = max(settings.prompts_per_step * settings.samples_per_prompt, settings.eval_tasks)
+    context = int(engine.get("context_tokens", 0) or 0)
+    columns = min(context or positions, positions or context)
+    if not columns:
+        return 2 * most
+    number = {"float64": 8, "float32": 4}.get(dtype, 2)
+    row = columns * 2 * size.layers * size.kv_width * number
+    return min(most, min(live, int(engine.get("rows_max", 256))) * row) + min(most, live * row)
+
+
+def _ranks(training: Chosen) -> int:
+    """As many as a launcher has started; else as the setting says, 0 being one a GPU."""
+    import torch
+
+    launched = os.environ.get("WORLD_SIZE", "")
+    if launched.isdigit():
+        return max(1, int(launched))
+    gpus = torch.cuda.device_count() if resolve_device(str(training.settings.get("device", "auto"))) != "cpu" else 0
+    return int(training.settings.get("processes", 0)) or max(1, gpus)
+
+
+def _count(parameters: int) -> str:
+    """
+    >>> _count(355_712), _count(72_703_307_776)
+    ('0.36 M', '72.70 B')
+    """
+    return f"{parameters / 1e9:.2f} B" if parameters >= 1e9 else f"{parameters / 1e6:.2f} M"

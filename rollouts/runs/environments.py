@@ -1,0 +1,346 @@
+"""The environments of a run: their tasks and demonstrations, and in which shares they are mixed.
+
+An environment that is alone has no alias, and its random numbers are named by the run's seed only; of several, each has
+random numbers of its own, and its tasks say whose they are (`Task.env`). What an author's code raises becomes one
+EnvironmentDefinitionError that names it, with what to install where a module is missing. What is held out for the
+evaluation is neither a training task nor demonstrated. The order is a function of the seed, so that a resumed run goes
+on where it was: the number of steps does not change it. Left out: how episodes are played, and how a conversation
+becomes tokens (`chat.masks`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from random import Random
+from typing import Any, NamedTuple
+
+import msgspec
+
+from rollouts.author_code import authors_code
+from rollouts.config.files import Source
+from rollouts.config.merging import Component
+from rollouts.config.settings import Settings
+from rollouts.env.author_thread import AuthorThread
+from rollouts.errors import EnvironmentDefinitionError, RolloutsError, said_of, words_of
+from rollouts.plugins.loading import install_hint
+from rollouts.plugins.manager import PluginManager
+from rollouts.plugins.signature import bind
+from rollouts.runs.components import Chosen, curriculum
+from rollouts.training.datasets import mixing
+from rollouts.training.datasets.buffer import SKIPPED_MAX, DataBuffer, as_conversation, as_task, draw_tasks, shuffled
+from rollouts.types import Message, Task
+
+
+class Environment(NamedTuple):
+    """One environment of a run. `share` is its mean share over the run's steps; `curriculum` the chosen component where
+    its weight is one.
+    """
+
+    chosen: Chosen
+    weight: mixing.Weight
+    curriculum: Chosen | None
+    share: float
+    seed: int
+    system: str
+    tasks_seconds: float = math.inf
+
+    @property
+    def alias(self) -> str:
+        """Its name in this run; empty where it is the only one."""
+        return self.chosen.alias
+
+    @property
+    def name(self) -> str:
+        """The component's name."""
+        return self.chosen.name
+
+    def make(self) -> Any:
+        """A new environment object; two of them share no list."""
+        return self.chosen.component(**copy.deepcopy(dict(self.chosen.settings)))
+
+    def make_checked(self) -> Any:
+        """The same; what its constructor raises is an EnvironmentDefinitionError."""
+        with self._authors_code(f"building the environment {self.name}"):
+            return self.make()
+
+    def held_out(self, count: int) -> list[Task]:
+        """The first `count` different tasks of the split "eval"; fewer where there are fewer."""
+        if count == 0:
+            return []
+        return [self._ours(task) for task in draw_tasks(self._tasks("eval", self._rng("eval")), count)]
+
+    def training_source(self) -> Sequence[Task] | Callable[[int], Iterator[Task]]:
+        """The training tasks: a sequence to shuffle, or a function of the epoch that reads them in their order."""
+        first = self._tasks("train", self._rng("train/0"), whole=True)
+        if isinstance(first, Sequence):
+            return [self._ours(as_task(task)) for task in first]
+        return lambda epoch: (self._ours(as_task(task)) for task in self._tasks("train", self._rng(f"train/{epoch}")))
+
+    def demonstrations(self) -> Iterator[list[Message]]:
+        """Expert conversations for supervised training, each once: a sequence in an order that the seed decides, an
+        iterator as `shuffled` has it. Raises EnvironmentDefinitionError where there are none.
+        """
+        env = self.make_checked()
+        label = f"{self.name}.demonstrations('train', rng)"
+        if not hasattr(env, "demonstrations"):
+            raise EnvironmentDefinitionError(
+                f"the environment {self.name} has no demonstrations; write `def demonstrations(self, split, "
+                "rng)` that yields lists of Message, or train it with `rollouts run`"
+            )
+        conversation = None
+        thread = AuthorThread()
+        rng = self._rng("demonstrations")
+        given = self._in_time(thread, lambda: env.demonstrations("train", rng), label)
+        for conversation in self._in_order(given, thread, label):
+            yield [*self._system_messages(), *as_conversation(conversation, label)]
+        if conversation is None:
+            raise EnvironmentDefinitionError(
+                f"the environment {self.name} has no demonstration: demonstrations('train', rng) gave "
+                "nothing; it has to yield lists of Message"
+            )
+
+    def demonstration_order(self, count: int, epoch: int) -> list[int]:
+        """The order of `count` demonstrations in an epoch: a function of the seed and the epoch alone."""
+        order = list(range(count))
+        self._rng(f"demonstrations/{epoch}").shuffle(order)
+        return order
+
+    def _rng(self, purpose: str) -> Random:
+        return Random("/".join(filter(None, (str(self.seed), self.alias, purpose))))
+
+    def _in_order(self, given: Any, thread: AuthorThread, label: str) -> Iterator[Any]:
+        """The demonstrations that the author's code gave, in the order of the first epoch."""
+        if not isinstance(given, Sequence):
+            return shuffled(self._guarded(given, thread, label), self._rng("demonstrations/0"))
+        order = self.demonstration_order(self._in_time(thread, lambda: len(given), label), 0)
+        return self._guarded((given[index] for index in order), thread, label)
+
+    def _tasks(self, split: str, rng: Random, *, whole: bool = False) -> Iterable[Any]:
+        """What `tasks` gives; with `whole` a sequence is read to its end."""
+        label = f"{self.name}.tasks({split!r}, rng)"
+        thread = AuthorThread()
+        tasks = self._in_time(thread, lambda: self.make().tasks(split, rng), label)
+        if inspect.isawaitable(tasks) or not isinstance(tasks, Iterable):
+            if inspect.iscoroutine(tasks):
+                tasks.close()
+            raise EnvironmentDefinitionError(
+                f"{label} gave {type(tasks).__name__}, which cannot be iterated; "
+                "it must be a plain generator or return a list of Task"
+            )
+        if isinstance(tasks, list | tuple):
+            return tasks
+        if whole and isinstance(tasks, Sequence):
+            drawn: list[Any] = self._in_time(thread, lambda: list(tasks), label)
+            return drawn
+        return self._guarded(tasks, thread, label)
+
+    def _system_messages(self) -> list[Message]:
+        return [Message("system", self.system)] if self.system else []
+
+    def _ours(self, task: Task) -> Task:
+        """The task with the run's system prompt before it, and this environment's alias; its key stays that of the
+        task as it was written.
+        """
+        if self.system:
+            prompt = [*self._system_messages(), *task.messages]
+            return Task(prompt, task.answer, task.info, task.id or task.key, self.alias)
+        return task if task.env == self.alias else msgspec.structs.replace(task, env=self.alias)
+
+    @contextlib.contextmanager
+    def _authors_code(self, label: str) -> Iterator[None]:
+        """What an environment's own code raises becomes one EnvironmentDefinitionError that names it."""
+        try:
+            with authors_code():
+                yield
+        except RolloutsError:
+            raise
+        except Exception as error:  # the author's code may raise anything
+            hint = install_hint(error, self.chosen.ref) if self.chosen.ref else ""
+            raise EnvironmentDefinitionError(f"{label} raised {words_of(error)}" + (hint and f"\n{hint}")) from error
+
+    def _in_time(self, thread: AuthorThread, function: Callable[[], Any], label: str) -> Any:
+        """What the environment's own code returns, in at most `tasks_seconds`."""
+        with self._authors_code(label):
+            try:
+                return thread.call(function, self.tasks_seconds)
+            except TimeoutError as error:
+                if not thread.is_late:
+                    raise
+                raise EnvironmentDefinitionError(
+                    f"{label} gave nothing for {self.tasks_seconds:g} seconds, and --tasks-seconds is its deadline; "
+                    "type a larger one, or let it load its data faster"
+                ) from error
+
+    def _guarded(self, values: Iterable[Any], thread: AuthorThread, label: str) -> Iterator[Any]:
+        """The same values, one at a time; the author's code runs at each step."""
+        iterator = self._in_time(thread, lambda: iter(values), label)
+        end = object()
+        while True:
+            value = self._in_time(thread, lambda: next(iterator, end), label)
+            if value is end:
+                return
+            yield value
+
+
+def plan_environments(
+    manager: PluginManager,
+    components: Sequence[Component],
+    chosen: Sequence[Chosen],
+    settings: Settings,
+    source: Source,
+) -> tuple[Environment, ...]:
+    """The environments of a run with their weights. Raises UserError: a curriculum that is not there, or cannot be
+    used, and weights that are negative or all 0, at any step of the run.
+    """
+    environments: list[Environment] = []
+    for component, found in zip(components, chosen, strict=True):
+        given, rule = component.weight, None
+        weight: mixing.Weight
+        if isinstance(given, dict):
+            rule = curriculum(manager, component, source)
+            weight = bind(rule.component, rule.settings)
+        else:
+            weight = mixing.piecewise(given) if isinstance(given, list) else given
+        environments.append(
+            Environment(found, weight, rule, 0.0, settings.seed, settings.system, settings.tasks_seconds)
+        )
+    shares = mixing.mean_shares({env.alias: env.weight for env in environments}, settings.steps)
+    return tuple(env._replace(share=share) for env, share in zip(environments, shares, strict=True))
+
+
+def held_out_tasks(environments: Sequence[Environment], count: int) -> list[Task]:
+    """`count` held-out tasks of all environments together, shared out by their mean shares over the run."""
+    counts = mixing.share_out(count, [env.share for env in environments])
+    return [task for env, own in zip(environments, counts, strict=True) for task in env.held_out(own)]
+
+
+def task_identity(task: Task) -> str:
+    """The task's key; that of a prompt does not depend on the system prompt of a run."""
+    return task.key.removeprefix("id:") if task.key.startswith("id:prompt:") else task.key
+
+
+def task_buffer(environments: Sequence[Environment], held_out: Sequence[Task], tasks_per_step: int) -> DataBuffer:
+    """Where training tasks come from: one environment's own, or a mixture. No held-out task is among them; where two
+    environments have one prompt, it is held out of both (an id means something in its own environment only).
+
+    Raises EnvironmentDefinitionError where an environment that has a share has no training task.
+    """
+    parts = []
+    for env in environments:
+        if env.share == 0:
+            parts.append(mixing.Source(env.alias, (), 0.0))
+            continue
+        exclude = frozenset(
+            task.key for task in held_out if task.env == env.alias or task.key.startswith(("prompt:", "id:prompt:"))
+        )
+        prompts = env.training_source()
+        with said_of(env.alias):
+            DataBuffer(prompts, seed=env.seed, exclude=exclude).get_prompts(1)
+        parts.append(mixing.Source(env.alias, prompts, env.weight, exclude))
+    first = parts[0]
+    if not first.name:
+        return DataBuffer(first.prompts, seed=environments[0].seed, exclude=first.exclude)
+    return mixing.MixedBuffer(parts, seed=environments[0].seed, tasks_per_step=tasks_per_step)
+
+
+class Demonstration(NamedTuple):
+    """An expert conversation, and the environment whose tools it uses; `number` identifies it among the environment's,
+    and is the same in every epoch.
+    """
+
+    env: Environment
+    number: int
+    messages: list[Message]
+
+
+def demonstrations(
+    environments: Sequence[Environment], held_out: Sequence[Task], per_step: int
+) -> Iterator[Demonstration]:
+    """Expert conversations without end, mixed by the environments' weights at the step for which each one is.
+
+    Those of one environment are shuffled, each epoch anew. None answers one of the tasks that are held out. Raises
+    EnvironmentDefinitionError where an environment has none besides.
+    """
+    prompts = HeldOutPrompts(held_out)
+    streams = [_without_end(env, prompts) for env in environments]
+    if len(environments) == 1:
+        yield from streams[0]
+    weights = {env.alias: env.weight for env in environments}
+    for number in itertools.count():
+        shares = mixing.shares_at(weights, number // per_step)
+        yield next(streams[mixing.pick(shares, environments[0].seed, number)])
+
+
+def _without_end(env: Environment, prompts: HeldOutPrompts) -> Iterator[Demonstration]:
+    """The demonstrations of one environment, epoch after epoch."""
+    known: list[Demonstration] = []
+    skipped = 0
+    for messages in env.demonstrations():
+        if prompts.asks(messages):
+            skipped += 1
+            if skipped == SKIPPED_MAX:
+                break
+            continue
+        skipped = 0
+        known.append(Demonstration(env, len(known), messages))
+        yield known[-1]
+    if not known:
+        raise EnvironmentDefinitionError(
+            f"the environment {env.name} has only demonstrations of held-out tasks ({skipped} in a row); give it more, "
+            "lower --eval-tasks, or let tasks('eval', rng) give other ones"
+        )
+    for epoch in itertools.count(1):
+        yield from (known[index] for index in env.demonstration_order(len(known), epoch))
+
+
+class HeldOutPrompts:
+    """The prompts of held-out tasks, by which a demonstration of one is known.
+
+    Text is compared without the space around it. A system message counts only where several held-out tasks of one
+    environment share the rest of their prompts: a demonstration may have another system message, or none. `shared`
+    counts the tasks that share their whole prompt with another one of their environment: nothing in a demonstration
+    says which of them it answers.
+
+    >>> prompts = HeldOutPrompts([Task("2 + 2?"), Task("Play.", id="a"), Task("Play.", id="b")])
+    >>> prompts.asks([Message("system", "Be brief."), Message("user", "2 + 2?"), Message("assistant", "4")])
+    True
+    >>> prompts.asks([Message("user", "Play."), Message("assistant", "e4")]), prompts.shared
+    (False, 2)
+    """
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        # One id may mean another prompt in each of two phases, and one task may have another system message in each.
+        known = [(task.env, task_identity(task), *_keys(task.messages)) for task in tasks]
+        whole = Counter((env, whole) for env, _, whole in {(env, task, whole) for env, task, whole, _ in known})
+        rest = Counter((env, rest) for env, _, rest in {(env, task, rest) for env, task, _, rest in known})
+        self.shared = sum(count for count in whole.values() if count > 1)
+        self._whole = {key for (_, key), count in whole.items() if count == 1}
+        self._rest = {key for (_, key), count in rest.items() if count == 1 and key != b"[]"}
+
+    def asks(self, messages: Sequence[Message]) -> bool:
+        """Whether the conversation answers one of these prompts, with any turn of the assistant."""
+        for place, message in enumerate(messages):
+            if message.role == "assistant":
+                whole, rest = _keys(messages[:place])
+                if whole in self._whole or rest in self._rest:
+                    return True
+        return False
+
+
+def _keys(messages: Sequence[Message]) -> tuple[bytes, bytes]:
+    """What a prompt is known by: all of it, and all but its system messages."""
+    said = [
+        (
+            message.role,
+            message.text.strip(),
+            [part for part in message.content if isinstance(part, dict) and part.get("type") != "text"],
+        )
+        for message in messages
+    ]
+    return msgspec.json.encode(said), msgspec.json.encode([each for each in said if each[0] != "system"])

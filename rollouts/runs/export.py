@@ -1,0 +1,123 @@
+"""A checkpoint becomes a model that others serve: adapters merged, whole weights, tokenizer and template beside them.
+
+The folder appears under its name in one rename, whole, or not at all. Left out: other formats than transformers' (which
+vLLM and SGLang load as well) and peft's.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+from rollouts.disk import new_folder
+from rollouts.errors import ConfigError, ModelError, OutputError, first_line
+from rollouts.training import models
+from rollouts.training.weights.files import ModelFiles, write_weights
+from rollouts.training.weights.store import STATE, check_folder, newest_checkpoint
+
+_ADAPTER_FILES = ("adapter_*", "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*")
+
+
+class Exported(NamedTuple):
+    """What was written: from which folder, of which kind (`full` or `adapter`), and how large it is. `merged` counts
+    the adapters that went into the weights.
+    """
+
+    source: Path
+    out: Path
+    kind: str
+    dtype: str
+    merged: int
+    total_bytes: int
+    has_tokenizer: bool
+
+    def words(self) -> str:
+        """One line for a person."""
+        what = "the adapter alone" if self.kind == "adapter" else f"a whole model in {self.dtype}"
+        merged = f", {self.merged} adapter{'s' if self.merged > 1 else ''} merged in" if self.merged else ""
+        without = "" if self.has_tokenizer else "; there was no tokenizer beside it, so there is none"
+        return f"{self.source} -> {self.out}: {what}{merged}, {self.total_bytes / 1e6:.1f} MB{without}"
+
+
+def export(source: str, out: str, *, dtype: str = "", adapter: bool = False) -> Exported:
+    """Write the model of a run, a checkpoint or an adapter to the new folder `out`.
+
+    `dtype` "" is that of the stored weights, for an adapter that of the model beneath it. `adapter`: only the adapter,
+    in peft's format. What was written is loaded once more, and its logits compared, before it gets its name. Raises
+    OutputError where `out` exists or cannot be written, ConfigError, ModelError.
+    """
+    target = Path(out)
+    if target.exists():
+        raise OutputError(f"{out} exists already and is kept as it is; give the name of a new folder")
+    if adapter and dtype:
+        raise ConfigError(
+            "--dtype is for whole models, and --adapter writes the adapter as it is; leave one of them out"
+        )
+    folder = find_checkpoint(source)
+    if (folder / STATE).exists():
+        check_folder(str(folder))
+    try:
+        with new_folder(target, replaces=False) as inside:
+            written = _write_adapter(folder, inside) if adapter else _write_model(folder, inside, dtype)
+            total = sum(file.stat().st_size for file in inside.rglob("*") if file.is_file())
+    except OSError as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise OutputError(f"{target} cannot be written: {reason}; give another folder, or make room") from error
+    return written._replace(out=target, total_bytes=total)
+
+
+def find_checkpoint(source: str) -> Path:
+    """The folder with the weights: `source` itself, or the last checkpoint of the run in it. Raises ConfigError."""
+    path = Path(source).expanduser()
+    if not path.is_dir():
+        what = "is a file" if path.exists() else "does not exist"
+        raise ConfigError(f"{source} {what}; give the folder of a run, a checkpoint, a model or a LoRA adapter")
+    if (path / "config.json").is_file() or models.is_adapter(path):
+        return path
+    phases = [path / phase for phase in ("rl", "sft") if (path / phase).is_dir()]  # of a run of mode sft+rl
+    for run in (*phases, path):
+        found = newest_checkpoint(run / "checkpoints") or newest_checkpoint(run)
+        if found is not None:
+            return found
+    if (path / "config.toml").is_file():
+        raise ConfigError(f"the run in {source} has no checkpoint yet; `rollouts resume {source}` goes on with it")
+    raise ConfigError(
+        f"the folder {source} holds no run, no checkpoint, no model and no adapter; give a folder that a run wrote, "
+        "such as runs/first or runs/first/checkpoints/step_000120"
+    )
+
+
+def _write_model(folder: Path, inside: Path, dtype: str) -> Exported:
+    """The whole model and its tokenizer."""
+    whole, adapters = models.adapters_beneath(str(folder))
+    chosen = dtype or str(getattr(models.load_config(whole), "dtype", None) or "float32").removeprefix("torch.")
+    model = models.load_hf_model(str(folder), dtype=chosen, device="cpu")
+    wanted = models.probe_logits(model)
+    # Where no tokenizer lies in a folder, transformers would make one up for some architectures.
+    own = not Path(whole).is_dir() or any(models.has_tokenizer(each) for each in (whole, *adapters))
+    has = write_weights(inside, "full", model.state_dict(), ModelFiles(model, source=str(folder) if own else None))
+    del model  # two do not have to fit
+    if not models.agree(wanted, models.probe_logits(models.load_hf_model(str(inside), dtype=chosen, device="cpu"))):
+        raise ModelError(
+            f"loaded again, the model that was written gives other logits than the one in {folder}, so nothing was "
+            "exported; see whether the disk is sound, and which version of transformers wrote the checkpoint"
+        )
+    return Exported(folder, inside, "full", chosen, len(adapters), 0, has)
+
+
+def _write_adapter(folder: Path, inside: Path) -> Exported:
+    """The adapter's own files, with the place of its model as it is now."""
+    if not models.is_adapter(folder):
+        raise ConfigError(f"{folder} holds a whole model and no adapter; leave --adapter out")
+    config = models.read_adapter_config(folder)
+    files = {file for pattern in _ADAPTER_FILES for file in folder.glob(pattern) if file.is_file()}
+    for file in files:
+        shutil.copyfile(file, inside / file.name)
+    whole, adapters = models.adapters_beneath(str(folder))
+    base = adapters[-2] if len(adapters) > 1 else whole
+    if Path(base).is_dir():
+        config["base_model_name_or_path"] = str(Path(base).absolute())
+        (inside / models.ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return Exported(folder, inside, "adapter", "", 0, 0, any(file.name.startswith("tokenizer") for file in files))

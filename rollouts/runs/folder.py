@@ -1,0 +1,396 @@
+"""A run is a folder that explains itself: config.toml, manifest.json, trajectories/, checkpoints/, summary.json.
+
+(`metrics.jsonl` is the logger `jsonl`'s.) Files are written whole or not at all. One process at a time writes to a
+folder: it holds a lock, which the system frees when the process ends, however it ends. A forked child does not hold it.
+Left out: what is in a checkpoint (training.backends), and which one a run resumes from (`resume`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import re
+import shlex
+import shutil
+import socket
+import time
+import tomllib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollouts.config.files import Source, load_file
+from rollouts.config.flags import Tree
+from rollouts.disk import partial_name, sync_file, sync_folder, write_whole
+from rollouts.encoding import encode, encode_indented
+from rollouts.errors import ConfigError, OutputError
+from rollouts.types import Episode
+
+CONFIG = "config.toml"
+SUMMARY = "summary.json"
+LOCK = ".lock"
+PARTS = ("trajectories", "checkpoints")
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system that has none
+
+
+def default_out(env: str, loss: str) -> str:
+    """`runs/<time>-<env>-<loss>`; names of files and packs lose what a folder's name cannot hold."""
+    words = (re.sub(r"[^\w.-]+", "-", Path(name.partition(":")[0]).stem).strip("-.") for name in (env, loss))
+    return str(Path("runs") / "-".join((time.strftime("%Y%m%d-%H%M%S"), *words)))
+
+
+def check_out(out: str, home: Path | None = None) -> Path:
+    """The folder that a run may be written to, absolute; what is relative begins at `home` (None: the working
+    directory). Nothing is created.
+
+    Raises:
+        OutputError: it exists and is not an empty folder, or its nearest existing parent cannot be written.
+    """
+    path = (home or Path()).absolute() / out
+    if path.exists() and (not path.is_dir() or not _is_blank(path)):
+        raise OutputError(f"the output folder {out} exists already and is kept as it is; type --out with another name")
+    parent = next(each for each in (path, *path.parents) if each.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise OutputError(
+            f"the output folder {out} cannot be made: {parent} cannot be written; type --out with another"
+        )
+    return path
+
+
+def holds_run(path: Path) -> bool:
+    """Whether a run was begun in this folder."""
+    return (path / CONFIG).is_file()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object in a file; empty where there is no such file, or it cannot be read."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError):
+        return {}
+
+
+def load_config(folder: Path) -> tuple[Tree, Source]:
+    """The settings in a run's config.toml. Raises ConfigError, with what to type, also where the file is empty."""
+    try:
+        tree, source = load_file(folder / CONFIG)
+        if not tree:
+            raise ConfigError(f"{folder / CONFIG} is empty")
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}\nmend the file; if a crash of the machine has torn it, write it again: rollouts config SETTINGS "
+            f"> {shlex.quote(str(folder / CONFIG))} ({folder / 'manifest.json'} has the command that began the run)"
+        ) from error
+    return tree, source
+
+
+def numbered(name: str) -> Iterator[str]:
+    """The name, and then `name`-2, `name`-3 and so on without end."""
+    return itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+
+
+class RunFolder:
+    """Writes one run's files. Raises OutputError where the disk refuses, or another process writes to the folder.
+
+    `RunFolder(path)` makes the folder of a new run, `RunFolder.new(path)` makes it under another name where that one is
+    taken, `RunFolder.reopen(path)` opens one that exists. `parts` are the folders inside it.
+
+    A relative path begins at `home` (None: the working directory). `path` is absolute, so that nothing depends on the
+    working directory of the moment; `shown` is the same for messages.
+    """
+
+    def __init__(
+        self, path: Path, home: Path | None = None, parts: Sequence[str] = PARTS, *, reopens: bool = False
+    ) -> None:
+        self.home = (home or Path()).absolute()
+        self.path = self.home / path
+        is_below = self.path.is_relative_to(self.home) and self.path != self.home
+        self.shown = self.path.relative_to(self.home) if is_below else self.path
+        self._is_new = not reopens
+        self._made: list[Path] = []  # the folders to remove where the run is refused before it begins
+        self._synced: dict[str, tuple[int, int]] = {}
+        self._lock: int | None = None
+        if self._is_new:
+            check_out(str(self.shown), self.home)
+            self._made = [each for each in (self.path, *self.path.parents) if not each.exists()]
+        elif not holds_run(self.path):
+            raise ConfigError(f"{path} holds no run: it has no {CONFIG}; give the folder that a run has written")
+        self._open(parts)
+        if self._is_new and holds_run(self.path):  # a process that was faster has written it and ended meanwhile
+            self.close()
+            check_out(str(self.shown), self.home)
+
+    @classmethod
+    def new(cls, path: Path, home: Path | None = None, parts: Sequence[str] = PARTS) -> RunFolder:
+        """The folder of a new run at `path`, or where that name is taken at `path`-2, `path`-3 and so on. Of several
+        processes each gets another one.
+        """
+        wanted = (home or Path()).absolute() / path
+        made = [each for each in wanted.parents if not each.exists()]
+        for free in map(wanted.with_name, numbered(wanted.name)):
+            try:
+                free.parent.mkdir(parents=True, exist_ok=True)
+                free.mkdir()
+                break
+            except FileExistsError:
+                continue
+            except OSError as error:
+                raise _cannot_make(path, error) from error
+        folder = cls(free, home, parts)
+        folder._made = [free, *made]
+        return folder
+
+    @classmethod
+    def reopen(cls, path: Path, home: Path | None = None, parts: Sequence[str] = PARTS) -> RunFolder:
+        """The folder of a run that exists. Raises ConfigError where there is none."""
+        return cls(path, home, parts, reopens=True)
+
+    def _open(self, parts: Sequence[str]) -> None:
+        """Make what is missing, bring its names to the disk, and take the lock."""
+        try:
+            for part in (self.path, *(self.path / name for name in parts)):
+                part.mkdir(parents=True, exist_ok=True)
+            self._lock = _take_lock(self.path, self.shown)
+            _open_here.add(self)
+            for made in (self.path, *(each.parent for each in self._made)):
+                sync_folder(made)
+        except OSError as error:
+            self.close()
+            raise _cannot_make(self.shown, error) from error
+
+    def in_words(self, text: str) -> str:
+        """The text with the paths below `home` as the user would type them."""
+        beginning = re.escape(str(self.home / "_")[:-1])
+        return re.sub(rf"(?<![\w./\\-]){beginning}", "", text)  # where a path begins, not inside one
+
+    def close(self) -> None:
+        """Let other processes write to the folder. Closing twice is harmless."""
+        _open_here.discard(self)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def discard(self) -> None:
+        """Remove everything that was written, and the folders that were made for it: the run never began. What was
+        there before, because the folder was reopened, stays.
+        """
+        if self._is_new:
+            for entry in self.path.iterdir():
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            for made in self._made:
+                with contextlib.suppress(OSError):  # another run has written beside it meanwhile
+                    made.rmdir()
+        self.close()
+
+    def forget_end(self) -> None:
+        """Remove what says that the run has ended."""
+        with _refused(self.path):
+            (self.path / SUMMARY).unlink(missing_ok=True)
+            sync_folder(self.path)
+
+    def forget_steps(self, first: int) -> None:
+        """Remove what tells of steps from `first` on (0-based), of the end, and what a kill has left half written: a
+        run that resumes there writes them again.
+        """
+        self.forget_end()
+        with _refused(self.path):
+            for path in (self.path / "trajectories").iterdir():
+                step = re.fullmatch(r"step_(\d+)\.jsonl", path.name)
+                if path.suffix == ".partial" or (step is not None and int(step[1]) >= first):
+                    path.unlink()
+
+    def write_config(self, text: str) -> None:
+        """Write config.toml. One that has the same settings already stays, with the comments in it. Raises ConfigError
+        where it cannot be read.
+        """
+        if not holds_run(self.path) or load_config(self.path)[0] != tomllib.loads(text):
+            self.write_text(CONFIG, text)
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a file whole: to a temporary name first, then renamed."""
+        with _refused(self.path / name):
+            write_whole(self.path / name, text.encode())
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Write `value` as indented JSON, whole; what JSON cannot hold is replaced, as `rollouts.encoding` says."""
+        self.write_text(name, encode_indented(value))
+
+    def write_trajectories(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
+        """Write records as JSON lines into `trajectories/<name>.jsonl`, whole, encoded as `write_json` does; `sync`
+        brings them to the disk.
+        """
+        lines = b"".join(encode(record) + b"\n" for record in records)
+        target = self.path / "trajectories" / f"{name}.jsonl"
+        with _refused(target):
+            write_whole(target, lines, synced=False)
+
+    def sync(self) -> None:
+        """Bring to the disk all that has changed since the last call, but for checkpoints and the weights of servers.
+        To be called before a checkpoint is written: after a crash of the machine nothing is missing of what the
+        checkpoint refers to. Files that others remove meanwhile, or that cannot be read here, are passed over.
+        """
+        with _refused(self.path, "brought to the disk"):
+            for folder, files in _below(self.path, without=("checkpoints", "weights")):
+                changed = {file.path: _stamp(file) for file in files}
+                changed = {path: stamp for path, stamp in changed.items() if self._synced.get(path) != stamp}
+                for path in changed:
+                    with contextlib.suppress(FileNotFoundError, PermissionError):
+                        sync_file(Path(path))
+                if changed:
+                    with contextlib.suppress(FileNotFoundError):
+                        sync_folder(folder)
+                self._synced |= changed
+
+    def relative(self, path: Path) -> str:
+        """The path of something in this folder, as its files have it: checkpoints/step_000010."""
+        return path.relative_to(self.path).as_posix()
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the checkpoints are."""
+        return self.path / "checkpoints"
+
+    def checkpoint_path(self, step: int) -> Path:
+        """Where the checkpoint after `step` steps goes."""
+        return self.checkpoints / f"step_{step:06d}"
+
+
+MakeFolder = Callable[[Sequence[str]], RunFolder]
+"""Makes a run's folder, with these parts, and locks it."""
+
+
+def choose_folder(out: str, default: str, home: Path, resume: Path | None = None) -> MakeFolder:
+    """How the folder of a run is made: by reopening the one to `resume`, else as the new one `out`,
+    else under `default` or a free name like it; relative paths begin at `home`. Raises OutputError where a new run may
+    not write there. Nothing is created.
+    """
+    if resume is not None:
+        return partial(RunFolder.reopen, resume, home)
+    path = Path(out or default)
+    if out or not (home / path).exists():
+        check_out(str(path), home)
+    return partial(RunFolder if out else RunFolder.new, path, home)
+
+
+_open_here: weakref.WeakSet[RunFolder] = weakref.WeakSet()
+"""The folders that this process has locked."""
+
+
+def _release_in_child() -> None:
+    """A child that was forked shares the lock, and would hold it when this process is dead."""
+    for folder in list(_open_here):
+        folder.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_release_in_child)
+
+
+@contextlib.contextmanager
+def _refused(path: Path, what: str = "written") -> Iterator[None]:
+    """What the disk refuses becomes an OutputError."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"{path} cannot be {what}: {error.strerror or error}") from error
+
+
+def _cannot_make(path: Path, error: OSError) -> OutputError:
+    return OutputError(f"the output folder {path} cannot be made: {error.strerror or error}")
+
+
+def _below(top: Path, *, without: tuple[str, ...]) -> Iterator[tuple[Path, list[os.DirEntry[str]]]]:
+    """Each folder below `top` with its plain files, but those named `without` in `top`; inner folders come first."""
+    inner, files = [], []
+    with os.scandir(top) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                inner.append(entry)
+            elif entry.is_file(follow_symlinks=False):
+                files.append(entry)
+    for entry in inner:
+        if entry.name not in without:
+            with contextlib.suppress(FileNotFoundError, PermissionError):
+                yield from _below(Path(entry.path), without=())
+    yield top, files
+
+
+def _stamp(file: os.DirEntry[str]) -> tuple[int, int]:
+    try:
+        stat = file.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return (0, 0)
+    return (stat.st_mtime_ns, stat.st_size)
+
+
+def _is_blank(path: Path) -> bool:
+    """Whether the folder is empty, or holds no more than what a run has made that was killed as it began."""
+    return all(
+        not any(entry.iterdir())
+        if entry.name in PARTS and entry.is_dir()
+        else entry.name in (LOCK, partial_name(CONFIG))
+        for entry in path.iterdir()
+    )
+
+
+def _take_lock(path: Path, shown: Path) -> int | None:
+    """Lock the folder for this process; returns the file descriptor that holds the lock, None where there are no locks.
+
+    The file stays behind: to remove it would let two processes hold locks on two files of its name.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return None
+    lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.pread(lock, 200, 0).decode(errors="replace").strip()
+        os.close(lock)
+        if error.errno in _NO_LOCKS:
+            return None
+        if not isinstance(error, BlockingIOError):
+            raise
+        raise OutputError(
+            f"{shown} is being written to by another process{holder and f' ({holder})'}; wait until it ends, or end it"
+        ) from error
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    return lock
+
+
+def episode_records(
+    episode: Episode, *, advantage: float | None = None, dropped: str | None = None
+) -> Iterator[dict[str, Any]]:
+    """The lines of one episode in `trajectories/`: all that was said and sampled, and what it was worth."""
+    for trajectory in episode.trajectories:
+        yield {
+            "group": episode.order[0],
+            "rollout": episode.order[1],
+            "task": trajectory.task,
+            "status": trajectory.status.value,
+            "error": trajectory.error,
+            "reward": episode.score.value,
+            "parts": episode.score.parts,
+            "why": episode.score.why,
+            "advantage": advantage,
+            "dropped": dropped,
+            "metrics": trajectory.metrics,
+            "messages": trajectory.messages,
+            "segments": [
+                {
+                    "tokens": segment.tokens,
+                    "loss_mask": [int(weight) if weight in (0.0, 1.0) else weight for weight in segment.loss_mask],
+                    "logprobs": [round(logprob, 6) for logprob in segment.logprobs],
+                    "versions": segment.versions,
+                }
+                for segment in trajectory.segments
+            ],
+        }

@@ -1,0 +1,1 @@
+"""What a session runs: `train` (reinforcement or demonstrations) or `evaluate`."""

@@ -1,0 +1,170 @@
+"""An evaluation from its plan to its end: the engine is made and asked, every held-out task is played, numbers are
+written. Nothing is trained, and no trainer is made.
+
+The folder holds every episode that was over: also after Ctrl-C, and where too many have failed. Left out: what the
+numbers are (`rollouts.evaluate`), and what a session does for every run (`session`).
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import signal
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from rollouts.evaluate import numbers_of
+from rollouts.inference.base import InferenceBackend
+from rollouts.runs.folder import CONFIG, choose_folder, default_out, episode_records
+from rollouts.runs.manifest import MANIFEST, make_manifest
+from rollouts.runs.observer import Observer
+from rollouts.runs.plan import Plan
+from rollouts.runs.session import Player, Session, load_chat, make_inference, second_interrupt_at_once, status_of
+from rollouts.training.rollout_gen.failures import FailurePolicy, Failures
+from rollouts.training.rollout_gen.groups import check_judged, group_scorer
+from rollouts.training.rollout_gen.pool import Job, Play, run_episodes
+from rollouts.types import Episode, Score, Task
+
+TRAJECTORIES = "eval"  # trajectories/eval.jsonl
+
+
+def evaluate(plan: Plan, observer: Observer, started: float, home: Path) -> dict[str, Any]:
+    """Play the evaluation to its end; returns what summary.json holds. `started` is `time.perf_counter()` at the start.
+    Relative paths begin at `home`.
+
+    Raises:
+        UserError: before anything is written, or where an environment shows its mistake only when it is played.
+        RunError: not one episode could be judged, or too many failed; the folder keeps what was done.
+        KeyboardInterrupt: likewise.
+    """
+    settings = plan.settings
+    make_folder = choose_folder(settings.out, default_out(plan.env_name, "eval"), home)
+    tasks = plan.eval_tasks()
+    chat = None if plan.is_chat else load_chat(settings, plan.environments)
+    with Session(observer, started, plan.manager) as session:
+        folder = session.open(make_folder, parts=("trajectories",))
+        engine_gets = plan.inference_arguments(None, str(folder.path))
+        inference = make_inference(plan.one("inference"), engine_gets, plan.environments, must_train=False)
+        folder.write_text(CONFIG, plan.config)
+        folder.write_json(MANIFEST, make_manifest(settings.seed, plan.references))
+        # One more than a run's own evaluations have: a checkpoint that is evaluated again gives the same numbers.
+        player = Player(settings, plan.environments, plan.rewards, chat)
+        job = EvaluationJob(plan, session, tasks, player.at(settings.temperature, settings.seed + 1), inference)
+        session.begin(job, job.title, job.total, job.notes, plan.plain)
+        trio.run(job.run, signal.getsignal(signal.SIGINT), restrict_keyboard_interrupt_to_checkpoints=True)
+    return job.summary
+
+
+class EvaluationJob:
+    """The episodes of an evaluation, while they are played; `summary` is filled at the end."""
+
+    def __init__(
+        self, plan: Plan, session: Session, tasks: Sequence[Task], play: Play, inference: InferenceBackend
+    ) -> None:
+        settings = plan.settings
+        samples = settings.samples_per_prompt
+        self._plan, self._session, self._play, self._inference = plan, session, play, inference
+        self._jobs = [Job(task, (index, sample)) for index, task in enumerate(tasks) for sample in range(samples)]
+        self.total = len(self._jobs)
+        size = f"{len(tasks)} tasks" + (f" × {samples}" if samples > 1 else "")
+        self.title = (
+            f"{plan.env_name} · {settings.model} · {plan.one('inference').name} · {size} · temperature "
+            f"{settings.temperature:g} · seed {settings.seed}"
+        )
+        few = f"there are {len(tasks)} different held-out tasks, --eval-tasks asked for {settings.eval_tasks}"
+        self.notes = [*plan.notes, *([few] if len(tasks) != settings.eval_tasks else [])]
+        self._scorer = group_scorer(plan.rewards, settings.on_invalid_reward, timeout_seconds=settings.reward_seconds)
+        self._episodes: dict[tuple[int, int], Episode] = {}  # those that are over, by (task, sample)
+        self._rewards: list[float] = []
+        self.summary: dict[str, Any] = {
+            "status": "done",
+            "model": settings.model,
+            **_server_of(plan.one("inference").settings),
+            "temperature": settings.temperature,
+            "samples_per_prompt": samples,
+            "episodes_asked": self.total,
+        }
+
+    async def run(self, interrupt_handler: Any) -> None:
+        """Play every episode. `interrupt_handler` is the handler of SIGINT outside of trio. Raises RunError where
+        nothing could be judged.
+        """
+        settings = self._plan.settings
+        with second_interrupt_at_once(interrupt_handler):
+            failures = Failures(FailurePolicy(settings.retries, settings.max_failures))
+            async with self._inference:
+                await run_episodes(
+                    self._jobs,
+                    self._play,
+                    self._inference,
+                    concurrency=settings.concurrency,
+                    failures=failures,
+                    on_end=self._keep,
+                )
+            if self._scorer is not None:
+                for group in _by_task(list(self._episodes.values())):
+                    for episode in await self._scorer(group):
+                        self._episodes[episode.order] = episode
+                self._scorer = None  # all are asked
+            check_judged(list(self._episodes.values()), "the evaluation")
+
+    def finish(self, failure: BaseException | None) -> None:
+        """The numbers, the trajectories and the metrics."""
+        episodes = [self._episodes[order] for order in sorted(self._episodes)]
+        if self._scorer is not None:  # what only a part of its rewards have judged is not judged
+            unasked = Score(None, {}, f"{status_of(failure)} before the rewards of whole groups were asked")
+            episodes = [e if e.status.is_infrastructure else e._replace(score=unasked) for e in episodes]
+        self.summary |= numbers_of(_by_task(episodes))
+        session = self._session
+        session.folder.write_trajectories(TRAJECTORIES, (line for each in episodes for line in episode_records(each)))
+        session.write_summary(failure)  # before a logger is made: it may wait for a server, and be killed there
+        session.loggers.open(self._plan.chosen["logger"], session.folder.path, self._plan.plain, 0)
+        session.loggers.log(_metrics(self.summary), 0)
+
+    def message(self, failure: BaseException) -> str:
+        """How many episodes are done, and how to begin again."""
+        path = self._session.folder.shown
+        where = f"{len(self._episodes)} of {self.total} episodes are done, {path} keeps them"
+        again = f"to begin again: rollouts eval {shlex.quote(str(path / CONFIG))}"
+        if isinstance(failure, KeyboardInterrupt):
+            return f"interrupted: {where}; {again}"
+        return f"{failure}\n{where}; {again}"
+
+    def _keep(self, job: Job, episode: Episode) -> None:
+        self._episodes[job.order] = episode
+        if episode.score.value is not None:
+            self._rewards.append(episode.score.value)
+        reward_mean = statistics.fmean(self._rewards) if self._rewards else None
+        self._session.observer.episode(len(self._episodes), reward_mean)
+
+
+def _server_of(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The servers that were evaluated, and their own name of the model, where an engine had none started."""
+    given = {"url": settings.get("url"), "served_model": settings.get("served_model")}
+    if not given["url"]:
+        return {}
+    return {key: value if isinstance(value, str) else ",".join(value) for key, value in given.items() if value}
+
+
+def _by_task(episodes: Sequence[Episode]) -> list[list[Episode]]:
+    """The episodes of each task, in order."""
+    groups: dict[int, list[Episode]] = {}
+    for episode in sorted(episodes, key=lambda each: each.order):
+        groups.setdefault(episode.order[0], []).append(episode)
+    return list(groups.values())
+
+
+def _metrics(summary: dict[str, Any]) -> dict[str, float]:
+    """The numbers of the summary for loggers, under `eval/`."""
+    flat: dict[str, Any] = {name: value for name, value in summary.items() if not isinstance(value, dict)}
+    flat |= {f"pass@{k}": value for k, value in summary["pass@k"].items()}
+    flat |= {f"reward_part/{name}": value for name, value in summary["parts"].items()}
+    flat |= {f"metric/{name}": value for name, value in summary["metrics"].items()}
+    for alias, own in summary.get("environments", {}).items():
+        flat[f"{alias}/reward_mean"] = own["reward_mean"]
+    numbers = {name: value for name, value in flat.items() if isinstance(value, int | float)}
+    return {f"eval/{name}": float(value) for name, value in numbers.items() if math.isfinite(value)}

@@ -1,0 +1,122 @@
+"""When a run saves, whether the disk has room for it, and which earlier checkpoints are removed.
+
+A run saves every `checkpoint_every` steps; without that, by the clock, after `checkpoint_seconds`; and at its end. What
+is saved by the clock is there to resume from: the next checkpoint replaces it, and it is left out where it would take
+the room that the last one needs. Left out: what is in a checkpoint (`train`).
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from rollouts.config.settings import Settings
+from rollouts.runs.folder import RunFolder
+from rollouts.runs.manifest import update_manifest
+from rollouts.training.weights.store import complete_checkpoints, prune_checkpoints, remove_checkpoint
+
+Occasion = Literal["", "steps", "clock"]
+
+
+@dataclass
+class Saving:
+    """The checkpoints of one run, from now on. `bytes_each` is what one takes, None as long as that is not known;
+    `by_clock` is the last one, where the next one replaces it. `warn` gets what the user should know.
+    """
+
+    folder: RunFolder
+    settings: Settings
+    bytes_each: int | None
+    by_clock: Path | None
+    warn: Callable[[str], None]
+    _saved_at: float = field(default_factory=time.monotonic)
+    _has_warned: bool = False
+
+    def occasion(self, done: int) -> Occasion:
+        """Whether to save after `done` steps, and by which rule. The run's end saves anyway."""
+        settings = self.settings
+        if done >= settings.steps:
+            return ""
+        if settings.checkpoint_every:
+            return "steps" if done % settings.checkpoint_every == 0 else ""
+        if not 0 < settings.checkpoint_seconds <= time.monotonic() - self._saved_at:
+            return ""
+        return "clock" if self._has_room_by_clock() else ""
+
+    def begin(self, first: int) -> None:
+        """Warn where the disk has no room for what a run that begins after `first` steps will keep."""
+        settings, each = self.settings, self.bytes_each
+        if each is None:
+            return
+        count = settings.keep_checkpoints + 2 if settings.checkpoint_seconds else 1
+        if settings.checkpoint_every:
+            several = -(-(settings.steps - first) // settings.checkpoint_every)
+            count = min(several, settings.keep_checkpoints + 2) if settings.keep_checkpoints else several
+        if count * each > self._free():
+            what = "the checkpoint takes" if count == 1 else f"{count} checkpoints take"
+            self._has_warned = True
+            self.warn(
+                f"warning: {what} about {_words(count * each)}, and the disk of {self.folder.shown} has "
+                f"{_words(self._free())} free; make room, or keep fewer (--keep-checkpoints)"
+            )
+
+    def watch(self) -> None:
+        """To be called after each step: warn once when the next checkpoint would not fit any more."""
+        lacks = self.bytes_each is not None and self._free() < self.bytes_each
+        if lacks and not self._has_warned:
+            self.warn(
+                f"warning: the next checkpoint takes about {_words(self.bytes_each or 0)}, and the disk of "
+                f"{self.folder.shown} has {_words(self._free())} free; make room before it is written"
+            )
+        self._has_warned = lacks
+
+    def saved(self, path: Path, occasion: Occasion) -> None:
+        """A checkpoint is written: say so in the run's manifest, then remove those that are not kept. Raises
+        OutputError, CheckpointError.
+        """
+        folder, keep = self.folder, self.settings.keep_checkpoints
+        for note in update_manifest(folder, lambda before: before | {"checkpoint": folder.relative(path)}):
+            self.warn(note)
+        if keep:
+            prune_checkpoints(folder.checkpoints, keep)
+        elif self.by_clock is not None and self.by_clock != path and self.by_clock.exists():
+            remove_checkpoint(self.by_clock)
+        self.by_clock = path if occasion == "clock" else None
+        self.bytes_each = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        self._saved_at = time.monotonic()
+
+    def failed_by_clock(self, error: Exception) -> None:
+        """One by the clock did not fit: warn, and wait as long again."""
+        self._saved_at = time.monotonic()
+        self.warn(f"warning: {error}; the run goes on, and tries again")
+
+    def _has_room_by_clock(self) -> bool:
+        """Whether the disk has room for one now, and still for the last one. It waits as long again where not."""
+        if self.bytes_each is None:
+            return True
+        free, keep = self._free(), self.settings.keep_checkpoints
+        replaces = len(complete_checkpoints(self.folder.checkpoints)) > keep if keep else self.by_clock is not None
+        if free >= self.bytes_each and free + (self.bytes_each if replaces else 0) >= 2 * self.bytes_each:
+            return True
+        self._saved_at = time.monotonic()
+        self.warn(
+            f"warning: no checkpoint was written: each takes about {_words(self.bytes_each)}, the disk of "
+            f"{self.folder.shown} has {_words(free)} free, and the last one needs room too; a run that dies now "
+            "goes on from an earlier one"
+        )
+        return False
+
+    def _free(self) -> int:
+        return shutil.disk_usage(self.folder.path).free
+
+
+def _words(count: float) -> str:
+    """
+    >>> _words(3 * 2**30), _words(1_000_000)
+    ('3.0 GiB', '1.0 MiB')
+    """
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 / 10 else f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,515 @@
+"""Training, from a plan to its end: evaluate, train, evaluate, save; between the steps what the settings ask for.
+
+The checkpoint of a step is written after its trajectories and metrics, and refers to nothing that is not on the disk.
+A kill between the two is met by taking them back on resume. Left out: what a session does for every run (`session`),
+and which checkpoint a run resumes from (`resume`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import trio
+
+from rollouts.chat.format import ChatFormat
+from rollouts.chat.masks import SupervisedRow, tokenize_supervised
+from rollouts.config.settings import Settings
+from rollouts.env.authoring import tools_of
+from rollouts.env.schema import tool_schema
+from rollouts.errors import CheckpointError, ConfigError
+from rollouts.evaluate import Evaluation, evaluate
+from rollouts.inference.base import InferenceBackend
+from rollouts.loggers.jsonl import JSONLLogger, read_lines
+from rollouts.plugins.signature import call_with
+from rollouts.runs.environments import Environment, HeldOutPrompts, demonstrations, task_buffer
+from rollouts.runs.folder import MakeFolder, episode_records
+from rollouts.runs.jobs.saving import Occasion, Saving
+from rollouts.runs.manifest import MANIFEST, make_manifest
+from rollouts.runs.observer import Observer
+from rollouts.runs.plan import Plan
+from rollouts.runs.resume import REVISION, Resumed, RunState, restore, resume_command, take_back
+from rollouts.runs.session import Player, Session, load_chat, make_inference, second_interrupt_at_once
+from rollouts.training.algorithms.algorithm import stage_at
+from rollouts.training.datasets.buffer import DataBuffer
+from rollouts.training.loops.rl_batch import RLTrainingConfig, advantage_rewards
+from rollouts.training.loops.rl_loop import LoopState, StepReport, run_rl_training
+from rollouts.training.loops.sft_loop import SFTTrainingConfig, run_sft_training
+from rollouts.training.rollout_gen.failures import FailurePolicy, Failures
+from rollouts.training.rollout_gen.groups import Group, group_scorer
+from rollouts.training.rollout_gen.manager import AsyncRolloutManager
+from rollouts.training.rollout_gen.metrics import environment_metrics
+from rollouts.training.rollout_gen.steps import RolloutConfig
+from rollouts.training.types import RankServer, TrainingBackend
+from rollouts.training.weights.sync import WeightSyncManager
+from rollouts.types import Sample, Task
+
+SAVE_SECONDS = 1800.0
+EVALUATION_TEMPERATURES = (1.0, 0.0)  # sampled, greedy
+
+
+def train(
+    plan: Plan,
+    held_out: Sequence[Task],
+    make_folder: MakeFolder,
+    observer: Observer,
+    started: float,
+    *,
+    resumes: bool = False,
+    checkpoint: Path | None = None,
+    also_held_out: Sequence[Task] = (),
+    on_begin: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Run the plan to its end, with its held-out tasks; returns what summary.json holds. `started` is
+    `time.perf_counter()` at the start.
+
+    One that `resumes` goes on from the last checkpoint in the folder, or from `checkpoint`; where the plan's own
+    setting `resume` is `auto`, from the last one that is whole. The tasks in `also_held_out` are not demonstrated
+    either, though this run does not evaluate them. `on_begin` is called before anything in the folder changes, when
+    nothing can be refused any more. On a rank above 0 of a distributed backend this serves rank 0, and gives {}.
+
+    Raises:
+        UserError: before anything is written, or where an environment shows its mistake only when it is played.
+        RunError: the run failed; the folder says how far it came.
+        KeyboardInterrupt: likewise.
+    """
+    settings, environments = plan.settings, plan.environments
+    run_title, of_tasks = title(plan), _held_out_notes(settings, len(environments), held_out, also_held_out)
+    buffer = task_buffer(environments, held_out, settings.prompts_per_step) if settings.mode == "rl" else DataBuffer([])
+    chat = load_chat(settings, environments)
+    everything = [*held_out, *also_held_out]
+    samples = demonstration_samples(environments, everything, settings, chat) if settings.mode == "sft" else []
+    with Session(observer, started, plan.manager) as session:
+        backend = make_training(plan)
+        if isinstance(backend, RankServer):
+            backend.serve()
+            return {}
+        session.resources.callback(backend.close)
+        folder = session.open(make_folder)
+        loggers, manifest = plan.chosen["logger"], make_manifest(settings.seed, plan.references)
+        engine_gets = plan.inference_arguments(backend, str(folder.path))
+        inference = make_inference(plan.one("inference"), engine_gets, environments, must_train=settings.mode == "rl")
+        own = [each for each in loggers if each.component is JSONLLogger]
+        resumed, first = None, 0
+        if resumes:
+            files = [folder.path / each.settings.get("file", "metrics.jsonl") for each in own]
+            logged = {file.name: {step: "time/save" in line for step, line, _ in read_lines(file)} for file in files}
+            resumed = restore(backend, folder, settings, plan.flat, logged, checkpoint)
+            first = resumed.state.step
+            if resumed.state.data:
+                buffer.load_state_dict(resumed.state.data)
+        else:  # a run from here on, that can be resumed: a logger may wait for a server, and be killed there
+            folder.write_config(plan.config)
+            folder.write_json(MANIFEST, manifest)
+        # A logger that refuses does so before anything in a run changes; the run's own takes back lines of it.
+        session.loggers.open([each for each in loggers if each not in own], folder.path, plan.plain, first)
+        on_begin()
+        if resumed is not None:
+            resumed = take_back(backend, folder, resumed, manifest)
+            folder.write_config(plan.config)
+        session.loggers.open(loggers, folder.path, plan.plain, first)
+        if resumed is not None:
+            folder.forget_steps(first)
+        job = Training(plan, session, chat, backend, inference, held_out, buffer, samples, resumed)
+        report = chat.report
+        of_template = [] if report.append_only and not report.refusals else report.words()
+        notes = [*plan.notes, *of_template, *backend.notes, *of_tasks, *(resumed.notes if resumed is not None else ())]
+        session.begin(job, run_title, settings.steps, notes, plan.plain)
+        trio.run(job.run, signal.getsignal(signal.SIGINT), restrict_keyboard_interrupt_to_checkpoints=True)
+    return job.summary
+
+
+@dataclasses.dataclass(eq=False)
+class Training:
+    """One run from its beginning, or from where it resumes, to its end; `summary` is filled as it goes. It trains on
+    the tasks of the `buffer` (mode rl) or on `samples` (mode sft).
+
+    Its state is what the next checkpoint needs: what was evaluated, the last step's metrics, and how long the last
+    save took.
+    """
+
+    plan: Plan
+    session: Session
+    chat: ChatFormat
+    backend: TrainingBackend
+    inference: InferenceBackend
+    held_out: Sequence[Task]
+    buffer: DataBuffer
+    samples: Sequence[Sample]
+    resumed: Resumed | None
+
+    def __post_init__(self) -> None:
+        settings, resumed = self.plan.settings, self.resumed
+        self._settings, self._folder = settings, self.session.folder
+        self._start = resumed.state if resumed is not None else RunState(0, settings.mode, {})
+        self._resumes = resumed is not None and resumed.checkpoint is not None
+        self._evaluations: dict[str, dict[str, Any] | None] = {"before": None, "after": None}
+        self._player = Player(settings, self.plan.environments, self.plan.rewards, self.chat)
+        self._metrics: dict[str, float] = {}
+        self._loop: dict[str, Any] = {}  # the states of buffer, manager and loop, where there are any
+        self._save_seconds: float | None = None
+        self._saving = Saving(
+            self._folder,
+            settings,
+            bytes_each=self.backend.checkpoint_bytes,
+            by_clock=resumed.checkpoint if resumed is not None and resumed.is_own and self._start.by_clock else None,
+            warn=self.session.observer.note,
+        )
+        self._syncing = WeightSyncManager([self.inference], temperature=settings.temperature)
+        self._failures = Failures(FailurePolicy(settings.retries, settings.max_failures))
+        self._score_group = group_scorer(
+            self.plan.rewards, settings.on_invalid_reward, timeout_seconds=settings.reward_seconds
+        )
+        self._profiled = profiled_steps(self._start.step, settings.steps, settings.profile)
+        self.summary: dict[str, Any] = {"status": "done", "steps": self._start.step, "evaluation": self._evaluations}
+        if resumed is not None:
+            self.summary["resumed_from"] = self._start.step
+
+    async def run(self, interrupt_handler: Any) -> None:
+        """Evaluate, train, evaluate, save. `interrupt_handler` is the handler of SIGINT outside of trio."""
+        self._saving.begin(self._start.step)
+        with second_interrupt_at_once(interrupt_handler):
+            async with self.inference:
+                await self._syncing.sync(self.backend)
+                if self._resumes:
+                    self._evaluations["before"] = self._start.evaluation.get("before")
+                else:
+                    await self._evaluate("before")
+                await self._profile_before(self._start.step)
+                if self._settings.mode == "sft":
+                    await self._supervised()
+                else:
+                    async with self._manager() as manager:
+                        await self._reinforcement(manager)
+                await self._finish()
+
+    def finish(self, failure: BaseException | None) -> None:
+        """The summary is complete already."""
+
+    def message(self, failure: BaseException) -> str:
+        """How far the run came, and how to resume it."""
+        where = f"{self.summary['steps']} of {self._settings.steps} steps"
+        again = f"go on with: {resume_command(self._folder.shown)}"
+        if isinstance(failure, KeyboardInterrupt):
+            return f"interrupted after {where}; {again}"
+        return f"{failure}\nthe run failed after {where}; {self._folder.shown} keeps what was done; {again}"
+
+    async def _finish(self) -> None:
+        """The last evaluation and checkpoint, unless the run resumes after them."""
+        steps = self._settings.steps
+        path = self._folder.checkpoint_path(steps)
+        if self._resumes and self._start.step == steps and "after" in self._start.evaluation:
+            self._evaluations["after"] = self._start.evaluation["after"]
+        else:
+            await self._serve_newest()
+            self._metrics |= await self._evaluate("after")
+            await self._save(path, steps, self._evaluations, "steps")
+        self.summary["checkpoint"] = self._folder.relative(path)
+
+    def _manager(self) -> AsyncRolloutManager:
+        """What samples the groups, as it was at the checkpoint."""
+        plan, settings = self.plan, self._settings
+        manager = AsyncRolloutManager(
+            self.buffer,
+            RolloutConfig(
+                settings.prompts_per_step,
+                settings.samples_per_prompt,
+                settings.over_sampling,
+                concurrency=settings.concurrency,
+                refill=settings.refill > 0,
+                refills_max=max(1, settings.refill),
+                staleness=settings.staleness,
+            ),
+            play=self._player.at(settings.temperature, settings.seed),
+            inference=self.inference,
+            filters=plan.filters,
+            see_rewards=lambda group, step: advantage_rewards(
+                group, stage_at(plan.schedule, step).algorithm, step, max_tokens=settings.max_tokens
+            ),
+            score_group=self._score_group,
+            failures=self._failures,
+        )
+        if self._start.rollouts:
+            manager.load_state_dict(self._start.rollouts)
+        return manager
+
+    def _reinforcement(self, manager: AsyncRolloutManager) -> Awaitable[Any]:
+        """The loop of mode rl, to be awaited."""
+        plan, settings = self.plan, self._settings
+        kept = self._start.loop
+        loop = LoopState(self._start.step, kept.get("kl_coefficients", {}), kept.get("begun_with", ()))
+
+        def state(loop: LoopState) -> dict[str, Any]:
+            own = {"kl_coefficients": dict(loop.kl_coefficients), "begun_with": list(loop.start_versions)}
+            return {"data": self.buffer.state_dict(), "rollouts": manager.state_dict(), "loop": own}
+
+        async def on_step(report: StepReport) -> dict[str, float]:
+            self._folder.write_trajectories(f"step_{report.step:06d}", step_records(report))
+            own = environment_metrics(report.groups, self.buffer.epochs)
+            return own | await self._between(report.step, report.metrics | own, report.groups)
+
+        async def on_logged(report: StepReport) -> None:
+            self._loop = state(report.state)
+            await self._after(report.step, report.metrics)
+
+        self._loop = state(loop)
+        # What is carried over or sampled ahead is of earlier weights: then the trainer's own tokens are weighed too.
+        is_synchronous = settings.over_sampling == settings.sync_every == 1 and settings.staleness == 0
+        is_current = self.inference.capabilities.in_process and is_synchronous
+        config = RLTrainingConfig(
+            settings.steps,
+            settings.sync_every,
+            temperature=settings.temperature,
+            response_tokens_max=settings.max_tokens,
+            minibatches=settings.minibatches,
+            staleness=settings.staleness,
+        )
+        return run_rl_training(
+            self.backend,
+            self.buffer,
+            manager,
+            [self.inference],
+            config,
+            self.session.loggers,
+            algorithm=plan.algorithm,
+            schedule=[stage.inside() for stage in plan.schedule] if is_current else plan.schedule,
+            on_samples=lambda samples, step: self.session.call_hooks("rollouts_samples", samples=samples, step=step),
+            on_step=on_step,
+            on_logged=on_logged,
+            syncing=self._syncing,
+            start=loop,
+        )
+
+    def _supervised(self) -> Awaitable[Any]:
+        """The loop of mode sft, to be awaited."""
+
+        async def on_step(step: int, metrics: dict[str, float]) -> dict[str, float]:
+            # Weights are sent where they are used: in evaluations.
+            synced = {} if self.inference.capabilities.owns_weights else await self._syncing.sync(self.backend)
+            return synced | await self._between(step, metrics | synced, [])
+
+        settings, schedule = self._settings, self.plan.schedule
+        return run_sft_training(
+            self.backend,
+            self.samples,
+            SFTTrainingConfig(settings.steps, settings.prompts_per_step, schedule[0].algorithm.aggregation),
+            self.session.loggers,
+            schedule=schedule,
+            on_step=on_step,
+            on_logged=self._after,
+            first_step=self._start.step,
+        )
+
+    async def _between(self, step: int, metrics: dict[str, float], groups: Sequence[Group]) -> dict[str, float]:
+        """What is done after a step (0-based) and logged with it: an evaluation; and the observer is informed."""
+        settings, done = self._settings, step + 1
+        self.summary["steps"] = done
+        if step in self._profiled[-1:]:
+            await self.backend.stop_profile(str(self._folder.path / "profile"))
+        extra: dict[str, float] = {}
+        if self._save_seconds is not None:
+            extra["time/save"], self._save_seconds = self._save_seconds, None
+        # The run's end evaluates anyway.
+        if settings.eval_every and done % settings.eval_every == 0 and done < settings.steps:
+            extra |= await self._serve_newest()
+            extra |= await self._evaluate(f"step {done}")
+        self.session.observer.step(step, metrics | extra, groups)
+        self.session.call_hooks("rollouts_step_end", metrics=metrics | extra, step=step)
+        return extra
+
+    async def _after(self, step: int, metrics: dict[str, float]) -> None:
+        """What is done once a step (0-based) is logged: a checkpoint."""
+        done = step + 1
+        self._metrics = dict(metrics)
+        self._saving.watch()
+        occasion = self._saving.occasion(done)
+        if occasion:
+            began = time.perf_counter()
+            path = self._folder.checkpoint_path(done)
+            if await self._save(path, done, {"before": self._evaluations["before"]}, occasion):
+                self._save_seconds = time.perf_counter() - began
+        await self._profile_before(done)
+
+    async def _serve_newest(self) -> dict[str, float]:
+        """Send the newest weights, also where `sync_every` has not, since an evaluation is of them; gives `sync/`
+        metrics.
+        """
+        is_served = self._syncing.version == self.backend.version
+        return {} if is_served else await self._syncing.sync(self.backend)
+
+    async def _evaluate(self, when: str) -> dict[str, float]:
+        """Both passes over the held-out tasks; gives `eval/` metrics, none where there are no such tasks. What comes
+        `before` and `after` the run is kept.
+        """
+        if not self.held_out or not self.plan.rewards:
+            return {}
+        reports = [
+            await evaluate(
+                self.held_out,
+                play=self._player.at(temperature, self._settings.seed + 1),
+                inference=self.inference,
+                score_group=self._score_group,
+                concurrency=self._settings.concurrency,
+                failures=self._failures.beside(),
+            )
+            for temperature in EVALUATION_TEMPERATURES
+        ]
+        evaluation = Evaluation(*reports)
+        if when in self._evaluations:
+            self._evaluations[when] = evaluation.as_dict()
+        self.session.observer.evaluation(when, evaluation.as_dict())
+        return evaluation.as_metrics()
+
+    async def _save(self, path: Path, done: int, evaluations: Mapping[str, Any], occasion: Occasion) -> bool:
+        """Write a checkpoint that transformers loads, tokenizer and template included, with all that a resume needs;
+        then remove older ones, as the settings say. One by the clock that does not fit on the disk is left out: False.
+
+        The files that it refers to are brought to the disk first: a crash of the machine loses none of them.
+        """
+        state = RunState(
+            done,
+            self._settings.mode,
+            self.plan.flat,
+            **self._loop,
+            evaluation=dict(evaluations),
+            metric=self._metric(),
+            by_clock=occasion == "clock",
+            revision=REVISION,
+        )
+        await trio.to_thread.run_sync(self._folder.sync)
+        try:
+            with trio.fail_after(SAVE_SECONDS):
+                await self.backend.save(str(path), msgspec.to_builtins(state))
+        except trio.TooSlowError as error:
+            raise CheckpointError(
+                f"the checkpoint {path} was not written in {SAVE_SECONDS:g} s; see whether the disk answers"
+            ) from error
+        except CheckpointError as error:
+            if occasion != "clock" or not error.is_full:
+                raise
+            self._saving.failed_by_clock(error)
+            return False
+        await trio.to_thread.run_sync(self._saving.saved, path, occasion)
+        return True
+
+    def _metric(self) -> dict[str, Any] | None:
+        """The metric that ranks the run's checkpoints; None where this step does not have it."""
+        is_supervised = self._settings.mode == "sft"
+        evaluates = self._settings.eval_every and self.held_out
+        name = "policy/loss" if is_supervised else "eval/reward_mean" if evaluates else "reward/mean"
+        value = self._metrics.get(name)
+        if value is None or not math.isfinite(value):
+            return None
+        return {"name": name, "value": value, "higher_is_better": not is_supervised}
+
+    async def _profile_before(self, step: int) -> None:
+        """Start the profiler where the first profiled step comes next."""
+        if step in self._profiled[:1]:
+            await self.backend.start_profile()
+
+
+def make_training(plan: Plan) -> TrainingBackend | RankServer:
+    """The training backend with its model loaded; on a rank above 0 of a distributed one, what serves rank 0.
+
+    Raises UserError, also where a launcher started several processes of a backend that is in one.
+    """
+    settings, chosen = plan.settings, plan.one("training")
+    available = plan.training_arguments() | {"config": plan.config_of_ranks}
+    backend: TrainingBackend | RankServer = call_with(chosen.component, available, chosen.settings)
+    if isinstance(backend, RankServer):
+        return backend
+    launched = os.environ.get("WORLD_SIZE", "1")
+    if launched != "1" and backend.world_size == 1:
+        backend.close()
+        raise ConfigError(
+            f"a launcher started {launched} processes (WORLD_SIZE), but --training {chosen.name} trains in one; type "
+            "--training fsdp, or start it without a launcher"
+        )
+    if settings.profile and not backend.can_profile:
+        backend.close()
+        raise ConfigError(
+            f"--profile {settings.profile}: the training backend {chosen.name} cannot be profiled; leave --profile "
+            "out, or choose another one, such as --training torch"
+        )
+    return backend
+
+
+def demonstration_samples(
+    environments: Sequence[Environment], held_out: Sequence[Task], settings: Settings, chat: ChatFormat
+) -> list[Sample]:
+    """Rows of the environments' expert conversations, in the order in which the run trains on them, as many as it can
+    use; the assistant's tokens are live. None is of a task that is held out.
+    """
+    count = max(1, settings.steps * settings.prompts_per_step)
+    endless = demonstrations(environments, held_out, settings.prompts_per_step)
+    known: dict[tuple[str, int], list[SupervisedRow]] = {}
+    tools: dict[str, list[dict[str, Any]]] = {}
+    samples: list[Sample] = []
+    for place, (env, number, messages) in enumerate(itertools.islice(endless, count)):
+        if env.alias not in tools:
+            tools[env.alias] = [tool_schema(tool.function, tool.name) for tool in tools_of(env.make_checked())]
+        if (key := (env.alias, number)) not in known:
+            known[key] = tokenize_supervised(messages, tools[env.alias], chat)
+        samples += [Sample(messages, tokens=r.tokens, loss_mask=r.loss_mask, rollout_index=place) for r in known[key]]
+    return samples
+
+
+def title(plan: Plan) -> str:
+    """The run in one line: what is trained on what, and how."""
+    settings = plan.settings
+    rollouts = f" × {settings.samples_per_prompt} rollouts" if settings.mode == "rl" else ""
+    lora = f", LoRA rank {settings.lora_rank}" if settings.lora_rank else ""
+    return (
+        f"{plan.env_name} · {plan.one('loss').name} · {settings.model}{lora} · {settings.steps} steps of "
+        f"{settings.prompts_per_step} prompts{rollouts} · lr {plan.lr:g} · seed {settings.seed}"
+    )
+
+
+def _held_out_notes(
+    settings: Settings, environments: int, held_out: Sequence[Task], also_held_out: Sequence[Task]
+) -> list[str]:
+    """What is unusual about the held-out tasks of so many environments, in words."""
+    notes = []
+    if len(held_out) < settings.eval_tasks:
+        gave = "environment gave" if environments == 1 else "environments gave"
+        asked = f"--eval-tasks asked for {settings.eval_tasks}"
+        notes.append(f"the {gave} {len(held_out)} different held-out tasks, {asked}")
+    shared = HeldOutPrompts([*held_out, *also_held_out]).shared if settings.mode == "sft" else 0
+    if shared:
+        notes.append(
+            f"{shared} held-out tasks have the prompt of another one, so that their demonstrations cannot be told "
+            "apart: see that demonstrations('train', rng) gives none of them"
+        )
+    return notes
+
+
+def profiled_steps(first: int, steps: int, count: int) -> range:
+    """The steps (0-based) to profile of those that this process takes: the first one warms up, unless it is the only
+    one.
+
+    >>> profiled_steps(0, 10, 2), profiled_steps(4, 5, 2), profiled_steps(5, 5, 2)
+    (range(1, 3), range(4, 5), range(5, 5))
+    """
+    begin = first + 1 if steps - first > 1 else first
+    return range(begin, min(begin + count, steps))
+
+
+def step_records(report: StepReport) -> list[dict[str, Any]]:
+    """The lines of `trajectories/step_*.jsonl`."""
+    advantages = iter(report.advantages)
+    return [
+        record
+        for group in report.groups
+        for episode in group.episodes
+        for record in episode_records(
+            episode, advantage=next(advantages) if group.dropped is None else None, dropped=group.dropped
+        )
+    ]

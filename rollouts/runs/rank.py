@@ -1,0 +1,50 @@
+"""A rank above 0 of a distributed training backend: composes the run that rank 0 composed, and serves it.
+
+    python -m rollouts.runs.rank
+
+is how rank 0 starts it on its own machine; a launcher's ranks get here from `rollouts run`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tomllib
+import traceback
+
+from rollouts.config.resolving import resolve
+from rollouts.runs.jobs.train import make_training
+from rollouts.runs.plan import make_plan
+from rollouts.training.models import remote_code
+from rollouts.training.types import RankServer
+
+
+def main() -> int:
+    """Compose from what rank 0 gave on standard input, and serve; returns the exit code."""
+    from rollouts.training.backends.ranks import ignore_interrupts, report_failure
+    from rollouts.training.backends.rendezvous import join_ranks, place_of_this_process
+
+    ignore_interrupts()
+    place = place_of_this_process()
+    assert place is not None, "rank 0 says which one this is"
+    text = sys.stdin.buffer.read()
+    channel = join_ranks(place)
+    try:
+        resolved = resolve(tomllib.loads(text.decode()))
+        with remote_code(resolved.settings.trust_remote_code):
+            backend = make_training(make_plan(resolved))
+            assert isinstance(backend, RankServer), f"{backend} on a rank above 0"
+            backend.serve()
+    except Exception as error:  # rank 0 says it; it is the only one that does
+        if os.environ.get("ROLLOUTS_TRACEBACK") == "1":
+            traceback.print_exception(error)
+        report_failure(channel, place.rank, error, "starting")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # the teardown of a process group whose other ranks have gone may abort

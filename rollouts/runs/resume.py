@@ -1,0 +1,440 @@
+"""Resuming a run: which checkpoint, what is in it, what has changed since, and what is taken back.
+
+`read_run` and `finished` need the folder only; `restore` and `take_back` the backend too. Left out: what a checkpoint's
+files hold (training.backends).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from rollouts.config.flags import Tree
+from rollouts.config.merging import merge
+from rollouts.config.resolving import Resolved, resolve
+from rollouts.config.secrets import flat_without_secrets
+from rollouts.config.settings import Settings
+from rollouts.disk import sync_folder
+from rollouts.errors import CheckpointError, ConfigError, DamagedCheckpointError, ModelError, UserError
+from rollouts.runs.folder import CONFIG, SUMMARY, RunFolder, holds_run, load_config, numbered, read_json
+from rollouts.runs.manifest import MANIFEST, resumed_manifest, update_manifest
+from rollouts.training.models import resolve_model_name
+from rollouts.training.types import TrainingBackend
+from rollouts.training.weights.store import all_checkpoints, complete_checkpoints, remove_leftovers, step_of
+
+ASIDE = ".aside"
+
+Logged = Mapping[str, Mapping[int, bool]]
+"""The steps in each file of metrics, each with whether a save came before it, whose time is logged with it."""
+
+REVISION = 1
+"""What a run makes of its settings, numbered: raise it when the same settings begin to mean another run, and say so in
+`_revised`. 1: demonstrations are shuffled, and those of held-out tasks left out; `rloo` sums over tokens.
+"""
+
+
+class RunState(msgspec.Struct):
+    """What a checkpoint keeps of a run, besides the backend's own: all that is needed to go on as if nothing had been.
+
+    `step` steps are done. `data`, `rollouts` and `loop` are the states of the buffer, the manager and the loop (mode
+    rl); `evaluation` holds those that were played: `before`, and at the end `after`; `metric` is what the best
+    checkpoint is known by: name, value, higher_is_better. `by_clock`: the next checkpoint replaces this one.
+    `revision` is the REVISION that wrote it; 0 for checkpoints from before there was one.
+    """
+
+    step: int
+    mode: str
+    settings: dict[str, Any]
+    data: dict[str, Any] = {}
+    rollouts: dict[str, Any] = {}
+    loop: dict[str, Any] = {}
+    evaluation: dict[str, Any] = {}
+    metric: dict[str, Any] | None = None
+    by_clock: bool = False
+    revision: int = 0
+
+
+class Resumed(NamedTuple):
+    """Where a run resumes: the checkpoint (None: there was none, it begins again), its state, and notes for the user.
+
+    `is_own`: the run itself has come there. Else these are the weights of another run, or of this one before it went
+    back.
+    """
+
+    checkpoint: Path | None
+    state: RunState
+    notes: tuple[str, ...] = ()
+    is_own: bool = True
+
+
+def resume_command(folder: Path, checkpoint: Path | None = None, *, more: str = "") -> str:
+    """What to type to resume the run in this folder."""
+    words = ["rollouts", "resume", shlex.quote(str(folder))]
+    if checkpoint is not None:
+        is_inside = checkpoint.parent == folder / "checkpoints"
+        words += ["--checkpoint", shlex.quote(checkpoint.name if is_inside else str(checkpoint))]
+    return " ".join([*words, *filter(None, [more])])
+
+
+def read_run(folder: Path, given: Tree, *, allow_left_out: bool = False) -> Resolved:
+    """The settings of the run in this folder, with the `given` ones over them. `allow_left_out` is that of `resolve`.
+
+    Raises ConfigError.
+    """
+    if not holds_run(folder):
+        raise ConfigError(f"{folder} holds no run: it has no {CONFIG}{_hint(folder)}")
+    for name in ("out", "resume"):
+        if name in given:
+            raise ConfigError(f"{name}: a run that is resumed stays in its folder, {folder}; leave {name} out")
+    tree, source = load_config(folder)
+    resolved = resolve(merge(tree, given), source, allow_left_out=allow_left_out)
+    if resolved.settings.mode == "eval":
+        again = shlex.quote(str(folder / CONFIG))
+        raise ConfigError(f"{folder} holds an evaluation, which is not gone on with; type: rollouts eval {again}")
+    return resolved._replace(settings=dataclasses.replace(resolved.settings, out=str(folder)))
+
+
+def _hint(folder: Path) -> str:
+    """What may have been meant by a folder that holds no run."""
+    path = Path(os.path.abspath(folder))
+    if path.parent.name == "checkpoints" and holds_run(path.parents[1]):
+        return f", it is a checkpoint of one\ntype: {resume_command(folder.parent.parent, folder)}"
+    inside = sorted(each for each in path.iterdir() if holds_run(each)) if path.is_dir() else []
+    if inside:
+        return f"\ndid you mean: {', '.join(str(folder / each.name) for each in inside[-3:])}?"
+    return "\nto begin one, type: rollouts run --env NAME --out " + shlex.quote(str(folder))
+
+
+def finished(folder: Path, steps: int) -> dict[str, Any] | None:
+    """The summary of a run that has done all of its steps; None where there is something left to do."""
+    summary = read_json(folder / SUMMARY)
+    done = summary.get("status") == "done" and isinstance(summary.get("steps"), int) and summary["steps"] >= steps
+    return summary if done else None
+
+
+def finished_words(folder: Path, summary: Mapping[str, Any]) -> str:
+    """That the run with this summary has done all of its steps, and how to make it longer."""
+    steps: int = summary["steps"]
+    longer = resume_command(folder, more=f"--steps {max(1, 2 * steps)}")
+    return f"{folder} is finished: all of its {steps} steps are done\nto make it longer, type: {longer}"
+
+
+def run_to_resume(resolved: Resolved) -> Path | None:
+    """The folder of the run that these settings resume by themselves (`resume = "auto"`); None: they begin a run.
+
+    Raises ConfigError where no folder is named.
+    """
+    settings = resolved.settings
+    if settings.resume != "auto":
+        return None
+    if not settings.out:
+        names = (settings.env or "NAME",) if isinstance(settings.env, str) else settings.env
+        envs = " ".join(f"--env {name}" for name in names)
+        raise ConfigError(
+            "--resume auto goes on with the run in the folder --out, and no folder is named\n"
+            f"type: rollouts run {envs} --out runs/NAME --resume auto"
+        )
+    folder = Path(settings.out)
+    if not holds_run(folder):
+        return None
+    load_config(folder)
+    return folder
+
+
+def named_checkpoint(folder: Path, name: str, home: Path) -> Path:
+    """The checkpoint of this name under the run's checkpoints/, or at this path, absolute; what is relative begins at
+    `home`. Raises ConfigError.
+    """
+    inside = home / folder / "checkpoints" / name
+    if inside.is_dir():
+        return inside
+    path = home / name
+    if path.is_dir():
+        folder = home / folder
+        is_inside = path.resolve().parent == (folder / "checkpoints").resolve()
+        return folder / "checkpoints" / path.name if is_inside else path
+    known = [each.name for each in complete_checkpoints(home / folder / "checkpoints")]
+    raise ConfigError(
+        f"--checkpoint {name}: there is no such folder, neither here nor under {folder / 'checkpoints'}\n"
+        f"the run's checkpoints: {', '.join(known) or 'none'}"
+    )
+
+
+def restore(
+    backend: TrainingBackend,
+    folder: RunFolder,
+    settings: Settings,
+    flat: Mapping[str, Any],
+    logged: Logged,
+    chosen: Path | None,
+) -> Resumed:
+    """Load the `chosen` checkpoint into the backend, or the last one; with the setting `resume` at `auto`, an earlier
+    one where the last one is damaged. `flat` are the settings as `Plan.flat` has them, `logged` its metrics.
+
+    The folder is this process's alone. Raises ConfigError and ModelError: where the checkpoint is damaged, naming the
+    earlier one and what to type.
+    """
+    remove_leftovers(folder.checkpoints)
+    there = complete_checkpoints(folder.checkpoints)
+    candidates = [chosen] if chosen is not None else all_checkpoints(folder.checkpoints)[::-1]
+    auto = settings.resume == "auto" and chosen is None
+    notes = _missing_checkpoint(logged, folder, auto=auto) if chosen is None else []
+    for path in candidates:
+        earlier = _before(path, there)
+        try:
+            state = _checked(backend.load(str(path)).wait(), path, settings, folder.path)
+        except UserError as error:
+            words = str(error)
+            if isinstance(error, DamagedCheckpointError):  # for what else is refused, so would be an earlier one
+                if auto and earlier is not None:
+                    notes.append(folder.in_words(f"{error}; going on from {earlier.name} instead"))
+                    continue
+                words += f"\n{_instead(folder.path, earlier, is_other=path not in there and bool(there))}"
+            error.args = (folder.in_words(words),)
+            raise
+        is_own = path == folder.checkpoint_path(state.step)
+        shown = path.name if path.parent == folder.checkpoints else folder.in_words(str(path))
+        notes.append(f"going on after step {state.step} of {settings.steps}, from {shown}")
+        if not is_own and state.step:
+            notes.append(
+                f"metrics.jsonl and trajectories/ tell of the steps before as this run took them; {shown} has not come "
+                "from them"
+            )
+        notes += _missing_steps(logged, folder, state.step, with_trajectories=settings.mode == "rl")
+        notes += _revised(state, settings)
+        notes += changed_settings(flat_without_secrets(state.settings), flat)
+        return Resumed(path, state, tuple(notes), is_own)
+    notes.append("the run has no checkpoint yet: it begins again")
+    return Resumed(None, RunState(0, settings.mode, {}), tuple(notes))
+
+
+def _revised(state: RunState, settings: Settings) -> list[str]:
+    """Notes on what the same settings meant when the checkpoint was written, where that has changed."""
+    if state.revision >= 1 or not state.step:
+        return []
+    notes = []
+    if settings.mode == "sft":
+        notes.append(
+            "warning: an earlier version wrote this checkpoint. It took the demonstrations in their written order, "
+            "those of held-out tasks too. They are shuffled now, so that some may come twice and others never"
+        )
+    if settings.loss == "rloo" and not settings.aggregation:
+        notes.append(
+            "warning: an earlier version wrote this checkpoint. Its loss rloo had the aggregation rollout_mean, and "
+            f"has rollout_sum now; to go on as before, choose rollout_mean as the aggregation in {CONFIG}"
+        )
+    return notes
+
+
+def _missing_checkpoint(logged: Logged, folder: RunFolder, *, auto: bool) -> list[str]:
+    """Refuse a run whose checkpoint is gone: to begin again would overwrite what it has done. With `auto` an earlier
+    checkpoint will do, and a note says so. Raises DamagedCheckpointError.
+    """
+    named = [read_json(folder.path / name).get("checkpoint") for name in (MANIFEST, SUMMARY)]
+    written = [step for each in named if isinstance(each, str) and (step := step_of(Path(each))) is not None]
+    written += [step for lines in logged.values() for step, is_saved in lines.items() if is_saved]
+    last = folder.checkpoint_path(max(written, default=0))
+    there = complete_checkpoints(folder.checkpoints)
+    is_there = any(each.name.partition(ASIDE)[0] == last.name for each in folder.checkpoints.iterdir())
+    newer = [each for each in all_checkpoints(folder.checkpoints) if (step_of(each) or 0) > (step_of(last) or 0)]
+    if not written or is_there or newer:
+        return []
+    lost = f"the run has written the checkpoint {folder.shown / 'checkpoints' / last.name}, which is missing"
+    if auto and there:
+        return [f"{lost}; going on from {there[-1].name} instead"]
+    raise DamagedCheckpointError(
+        f"{lost}; to begin again would overwrite what the run has done, so nothing was changed\n"
+        f"put it back, or {_instead(folder.shown, there[-1] if there else None, is_other=False)}"
+    )
+
+
+def _missing_steps(logged: Logged, folder: RunFolder, steps: int, *, with_trajectories: bool) -> list[str]:
+    """A note for each file that lacks some of the run's first `steps` steps."""
+    found = {name: set(lines) for name, lines in logged.items()}
+    if with_trajectories:
+        files = [path for path in (folder.path / "trajectories").iterdir() if path.stat().st_size]
+        names = [re.fullmatch(r"step_(\d+)\.jsonl", path.name) for path in files]
+        found["trajectories/"] = {int(name[1]) for name in names if name is not None}
+    lost = {name: sorted(set(range(steps)) - each) for name, each in found.items()}
+    return [
+        f"warning: {name} lacks {len(each)} of the {steps} steps before (the first is step {each[0]}): something has "
+        "removed or damaged them; the run goes on without"
+        for name, each in lost.items()
+        if each
+    ]
+
+
+def _instead(folder: Path, earlier: Path | None, *, is_other: bool) -> str:
+    """What to type instead of a damaged checkpoint; `is_other`: it is none of the run's, which has some."""
+    if earlier is not None:
+        return f"go on from {earlier.name} with: {resume_command(folder, folder / 'checkpoints' / earlier.name)}"
+    if is_other:
+        return f"go on with the run as it is with: {resume_command(folder)}"
+    return f"begin again with: rollouts run {shlex.quote(str(folder / CONFIG))} --out FOLDER"
+
+
+def _before(path: Path, there: Sequence[Path]) -> Path | None:
+    """The last of the run's checkpoints before this one."""
+    own = step_of(path.with_name(path.name.partition(ASIDE)[0]))
+    earlier = [each for each in there if own is not None and (step_of(each) or 0) < own]
+    return earlier[-1] if earlier else None
+
+
+def _checked(found: Mapping[str, Any], path: Path, settings: Settings, folder: Path) -> RunState:
+    """The run's state, where a run of these settings can resume from it. Raises ConfigError."""
+    try:
+        state = msgspec.convert(dict(found), RunState)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"the checkpoint {path} does not say how far its run was ({error}); to begin a new run from its weights, "
+            f"type --model {shlex.quote(str(path))}"
+        ) from error
+    if state.mode != settings.mode:
+        raise ConfigError(
+            f"the checkpoint {path} was written in mode {state.mode}, and {folder / CONFIG} says {settings.mode}; to "
+            f"begin a new run from its weights, type: rollouts run --mode {settings.mode} --model "
+            f"{shlex.quote(str(path))} ..."
+        )
+    if state.step > settings.steps:
+        more = f"--steps {max(state.step, settings.steps)}"
+        raise ConfigError(
+            f"{state.step} steps are done in the checkpoint {path}, and the run is to have {settings.steps}; go back "
+            f"with --checkpoint NAME, or make it longer: {resume_command(folder, more=more)}"
+        )
+    _check_same(state.settings, settings, path, folder)
+    return state
+
+
+def _check_same(before: Mapping[str, Any], settings: Settings, path: Path, folder: Path) -> None:
+    """Refuse settings that would make the resumed run another one: its model, and what comes next of the tasks or
+    demonstrations. Raises ConfigError.
+    """
+    begin = (
+        f"or begin a new run from its weights: rollouts run --mode {settings.mode} --model {shlex.quote(str(path))} ..."
+    )
+    old = {
+        name: before.get(name, getattr(settings, name)) for name in ("model", "seed", "prompts_per_step", "eval_tasks")
+    }
+    if not _is_same_model(old["model"], settings.model, path, folder):
+        raise ConfigError(
+            f"the checkpoint {path} was written by a run of the model {old['model']}, and this one has the model "
+            f"{settings.model}; give --model {old['model']} (in a run's folder: model in {CONFIG}), {begin}"
+        )
+    differ = {name for name in old if old[name] != getattr(settings, name)}
+    is_sft = settings.mode == "sft"
+    refused = (
+        ("the seed", "seed", True, "would order the tasks or demonstrations anew"),
+        ("prompts_per_step", "prompts_per_step", is_sft, "would give some demonstrations twice and others never"),
+        (
+            "eval_tasks",
+            "eval_tasks",
+            is_sft or settings.eval_tasks > old["eval_tasks"],
+            "would hold out other tasks, and some of them may have been trained on",
+        ),
+    )
+    for words, name, matters, why in refused:
+        if matters and name in differ:
+            raise ConfigError(
+                f"{words} was {old[name]} and is {getattr(settings, name)} now, which {why}; give {old[name]} again, "
+                f"{begin}"
+            )
+
+
+def _is_same_model(old: str, new: str, checkpoint: Path, folder: Path) -> bool:
+    """Whether two names mean one model, so far as names tell: a folder that was moved has its name still."""
+    then, now = _place_of(old), _place_of(new)
+    if old == new or then == now:
+        return True
+    if not now.is_dir():
+        return False  # two names of the hub
+    if checkpoint.parent == folder / "checkpoints" and _is_phase_before(then, now, folder):
+        return True
+    return not then.exists() and _tail(then) == _tail(now)
+
+
+def _place_of(model: str) -> Path:
+    """Its folder; of a name of the hub, and of a folder that is not there any more, some path that does not exist."""
+    try:
+        return Path(resolve_model_name(model)).resolve()
+    except ModelError:
+        return Path(model).expanduser().resolve()
+
+
+def _is_phase_before(old: Path, new: Path, folder: Path) -> bool:
+    """Whether both are the checkpoint of the supervised phase before this run (mode sft+rl), whose folder was copied or
+    moved as a whole.
+    """
+    return new.parent == folder.resolve().parent / "sft" / "checkpoints" and old.parts[-3:] == new.parts[-3:]
+
+
+def _tail(path: Path) -> tuple[str, ...]:
+    """The end of a path by which a model is known: of a checkpoint also the run it is of."""
+    return path.parts[-3:] if path.parent.name == "checkpoints" else path.parts[-1:]
+
+
+def take_back(backend: TrainingBackend, folder: RunFolder, resumed: Resumed, manifest: Mapping[str, Any]) -> Resumed:
+    """Make the checkpoint that the run resumes from its last one; `manifest` is that of a run that begins now. Adds
+    notes.
+
+    This comes before anything that the steps after it have left goes away, and after the summary: a resume after a kill
+    in between finds a run that has not ended, and a checkpoint no later than its other files.
+    """
+    step, path = resumed.state.step, resumed.checkpoint
+    own = folder.checkpoint_path(step)
+
+    def change(before: dict[str, Any]) -> dict[str, Any]:
+        shown = None if path is None else folder.in_words(str(path))
+        changed = resumed_manifest(before, manifest, step, shown)
+        if path is not None and not resumed.is_own:
+            changed["resumed"][-1]["from"] = str(path)
+        return changed | {"checkpoint": None if path is None else folder.relative(own)}
+
+    folder.forget_end()
+    moved = set_aside(folder, step + 1 if resumed.is_own else step)
+    if path is not None and not resumed.is_own:  # from here on the run has it too
+        folder.sync()
+        backend.save(str(own), msgspec.to_builtins(resumed.state)).wait()
+    notes = update_manifest(folder, change)
+    if moved:
+        names = ", ".join(sorted(each.name for each in moved))
+        notes.append(f"set aside in {folder.shown / 'checkpoints'}: {names}")
+    return resumed._replace(notes=(*resumed.notes, *notes))
+
+
+def set_aside(folder: RunFolder, first: int) -> list[Path]:
+    """Rename the checkpoints after `first` steps or more, which will be taken again, to `<name>.aside` (then `.aside-2`
+    and so on), so that no later resume finds them; gives their new names.
+
+    The newest goes first: a kill in between leaves those up to some step. Raises CheckpointError.
+    """
+    later = [(step, path) for path in folder.checkpoints.iterdir() if (step := step_of(path)) is not None]
+    moved = []
+    for _, path in sorted((each for each in later if each[0] >= first), reverse=True):
+        target = next(each for name in numbered(path.name + ASIDE) if not (each := path.with_name(name)).exists())
+        try:
+            path.rename(target)
+        except OSError as error:
+            raise CheckpointError(f"the checkpoint {path} cannot be renamed: {error.strerror or error}") from error
+        moved.append(target)
+    sync_folder(folder.checkpoints)
+    return moved
+
+
+def changed_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """One note for each setting that is another one now: `lr: 0.001 -> 0.0003`."""
+
+    def shown(settings: Mapping[str, Any], name: str) -> str:
+        return msgspec.json.encode(settings[name]).decode() if name in settings else "not there"
+
+    return [
+        f"{name}: {shown(old, name)} -> {shown(new, name)}"
+        for name in dict.fromkeys([*old, *new])
+        if (name in old) != (name in new) or old.get(name) != new.get(name)
+    ]

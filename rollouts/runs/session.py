@@ -1,0 +1,329 @@
+"""A session: one run in its folder, from the opened folder to summary.json.
+
+Training and evaluating differ in their job. What they share is here: the session itself, loggers, the chat format, and
+how an episode is played. Every mistake of the user's that can be seen is raised before a job begins, and leaves no new
+folder. Whatever happens after that, the folder says how far the run came.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, NamedTuple, Protocol, Self, cast
+
+import trio
+
+from rollouts.agent.episode import run_episode
+from rollouts.agent.model import EpisodeLimits
+from rollouts.author_code import authors_code
+from rollouts.chat.format import ChatFormat, load_chat_format
+from rollouts.config.settings import Settings
+from rollouts.env.authoring import tools_of
+from rollouts.env.mixing import RewardTerm
+from rollouts.env.schema import tool_schema
+from rollouts.errors import ConfigError, ModelError, RolloutsError, RunError, cause_of, named
+from rollouts.inference.base import CanCheck, InferenceBackend, check_engine
+from rollouts.inference.carried import Seat
+from rollouts.inference.chatting import CanChat
+from rollouts.loggers.base import MetricsLogger
+from rollouts.plugins.manager import PluginFault, PluginManager
+from rollouts.plugins.signature import call_with
+from rollouts.runs.components import Chosen
+from rollouts.runs.environments import Environment
+from rollouts.runs.folder import PARTS, SUMMARY, MakeFolder, RunFolder
+from rollouts.runs.observer import Observer
+from rollouts.training.models import load_tokenizer
+from rollouts.training.rollout_gen.pool import Job as EpisodeJob
+from rollouts.training.rollout_gen.pool import Play
+from rollouts.types import Episode
+
+
+class Job(Protocol):
+    """What a session runs. It fills `summary`, which becomes summary.json."""
+
+    summary: dict[str, Any]
+
+    def finish(self, failure: BaseException | None) -> None:
+        """Complete the summary, and write what belongs beside it; `failure` is what ended the job early. May raise an
+        error of its own.
+        """
+        ...
+
+    def message(self, failure: BaseException) -> str:
+        """The message of the error to raise: how far the job came, and what to type."""
+        ...
+
+
+class Session:
+    """A context manager around one run. It owns the folder, the loggers and the `resources` that end with it.
+
+    An error before `begin` discards a new folder and is raised as it is. After that the session ends the job, closes
+    the loggers, writes summary.json, calls the hook `rollouts_run_end`, and only then raises one error that says how
+    far the job came. After an interrupt it is not interrupted again until everything is closed.
+    """
+
+    def __init__(self, observer: Observer, started: float, manager: PluginManager | None = None) -> None:
+        self.observer = observer
+        self.loggers = Loggers()
+        self.job: Job | None = None
+        self._started, self._manager = started, manager
+        self._folder: RunFolder | None = None
+        self._interrupts = contextlib.ExitStack()
+        self.resources = contextlib.ExitStack()
+        self.resources.push(self._interrupts)  # left last
+
+    def __enter__(self) -> Self:
+        return self
+
+    @property
+    def folder(self) -> RunFolder:
+        """The folder that was opened."""
+        assert self._folder is not None, "open the folder first"
+        return self._folder
+
+    def open(self, make_folder: MakeFolder, parts: Sequence[str] = PARTS) -> RunFolder:
+        """Make or reopen the run's folder, locked for this process."""
+        self._folder = make_folder(parts)
+        self.resources.callback(self._folder.close)
+        return self._folder
+
+    def begin(self, job: Job, title: str, total: int, notes: Sequence[str], settings: Mapping[str, Any]) -> None:
+        """Everything is there: announce the job. From here on the folder is kept."""
+        self.job = job
+        self.observer.begin(title, total, self.folder.shown, notes)
+        self.call_hooks("rollouts_run_start", settings=settings, folder=str(self.folder.path))
+        freeze_loaded()
+
+    def call_hooks(self, event: str, **values: Any) -> None:
+        """Call the hooks of an event. Those that fail are reported, and stop nothing."""
+        if self._manager is not None:
+            self.observer.faults(self._manager.call_event(event, **values))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self.resources:
+            if self.job is not None:
+                failure = self._end(self.job, error and cause_of(error))
+            else:
+                failure = error
+                self.loggers.close()
+                if self._folder is not None:
+                    self._folder.discard()
+        if failure is not None and failure is not error:
+            raise failure from failure.__cause__
+
+    def _end(self, job: Job, failure: BaseException | None) -> BaseException | None:
+        """End the job; gives the error to raise, the first one that came."""
+        if isinstance(failure, KeyboardInterrupt):
+            self._interrupts.enter_context(without_interrupts())
+        summary = job.summary
+        summary |= {"wall_seconds": time.perf_counter() - self._started, "cpu_seconds": time.process_time()}
+        try:
+            job.finish(failure)
+        except BaseException as late:  # of a stranger's logger, or Ctrl-C: the summary is written all the same
+            failure = failure or late
+        self.loggers.close()
+        if self.loggers.faults:
+            summary["faults"] = [str(fault) for fault in self.loggers.faults]
+        self.observer.faults(self.loggers.faults)
+        try:
+            self.write_summary(failure)
+        except RolloutsError as late:
+            failure = failure or late
+        self.call_hooks("rollouts_run_end", summary=summary)
+        self.observer.end(summary)
+        if isinstance(failure, KeyboardInterrupt):
+            return KeyboardInterrupt(job.message(failure))
+        if isinstance(failure, RolloutsError):
+            failure.args = (job.message(failure),)
+        return failure
+
+    def write_summary(self, failure: BaseException | None) -> None:
+        """Write summary.json, with the status of a job that this ended."""
+        assert self.job is not None, "begin first"
+        summary = self.job.summary
+        summary["status"] = status_of(failure)
+        if summary["status"] == "failed":
+            summary["error"] = f"{type(failure).__name__}: {failure}"
+        self.folder.write_json(SUMMARY, summary)
+
+
+def status_of(failure: BaseException | None) -> str:
+    """The status of a run that this ended, as summary.json has it."""
+    if failure is None:
+        return "done"
+    return "interrupted" if isinstance(failure, KeyboardInterrupt) else "failed"
+
+
+class Loggers:
+    """Several loggers as one MetricsLogger. One that fails is named: a run whose numbers are lost is not a run."""
+
+    def __init__(self) -> None:
+        self.faults: list[PluginFault] = []
+        self._loggers: dict[str, MetricsLogger] = {}
+
+    def open(self, chosen: Sequence[Chosen], folder: Path, settings: Mapping[str, Any], first_step: int) -> None:
+        """Make every logger of the run that is not made yet. Raises UserError."""
+        available = {"folder": str(folder), "settings": settings, "first_step": first_step}
+        for each in chosen:
+            if each.alias not in self._loggers:
+                self._loggers[each.alias] = call_with(each.component, available, each.settings)
+        # They log in the order in which they were chosen, also where some were made before the others.
+        self._loggers = {each.alias: self._loggers[each.alias] for each in chosen}
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """Log with each of them; each has a copy of its own. Raises RunError, naming the logger."""
+        for name, logger in self._loggers.items():
+            try:
+                with authors_code():
+                    logger.log(dict(metrics), step)
+            except RolloutsError:
+                raise
+            except Exception as error:  # a stranger's logger may raise anything
+                raise RunError(f"the logger {name} failed: {named(error)}") from error
+
+    def close(self) -> None:
+        """Close every one, whatever the others do; `faults` names those that failed."""
+        while self._loggers:
+            name = next(iter(self._loggers))
+            logger = self._loggers.pop(name)
+            try:
+                with authors_code():
+                    logger.close()
+            except Exception as error:  # a failure here must hide no other error
+                self.faults.append(PluginFault(f"logger {name}", "", f"close failed: {named(error)}"))
+
+
+def load_chat(settings: Settings, environments: Sequence[Environment]) -> ChatFormat:
+    """The model's chat format. Raises ModelError where its template cannot show what the environment needs."""
+    tokenizer = load_tokenizer(settings.model)
+    chat = load_chat_format(tokenizer, settings.template)
+    with_tools = [env.name for env in environments if tools_of(env.make())]
+    if with_tools and not chat.report.tools:
+        raise ModelError(
+            f"the environment {with_tools[0]} has tools, but the chat template of {settings.model} cannot show them "
+            f"({'; '.join(chat.report.refusals) or 'it ignores them'}); choose a model whose template takes tools, "
+            "such as --model tiny or a Qwen"
+        )
+    if settings.system and not chat.report.system:
+        raise ModelError(f"--system: the chat template of {settings.model} refuses system messages")
+    return chat
+
+
+def make_inference(
+    chosen: Chosen, available: Mapping[str, Any], environments: Sequence[Environment], *, must_train: bool
+) -> InferenceBackend:
+    """The engine, not entered. One that can be asked whether it will do is asked. Raises UserError, also where it
+    `must_train` and what it returns cannot be trained on.
+    """
+    engine = check_engine(call_with(chosen.component, available, chosen.settings), chosen.name)
+    if must_train and not engine.capabilities.trainable:
+        raise ConfigError(
+            f"--inference {chosen.name}: it returns no token ids with logprobs, so it is good for evaluation only; "
+            "type --inference hf to train"
+        )
+    if engine.capabilities.checks and engine.capabilities.chats:
+        tools = [tool_schema(tool.function, tool.name) for env in environments for tool in tools_of(env.make())]
+        trio.run(cast(CanChat, engine).check, tools, available["temperature"])
+    elif engine.capabilities.checks:
+        trio.run(cast(CanCheck, engine).check)
+    return engine
+
+
+class Player(NamedTuple):
+    """How the episodes of a run are played. `chat` is None for an engine that takes messages."""
+
+    settings: Settings
+    environments: Sequence[Environment]
+    rewards: Sequence[RewardTerm]
+    chat: ChatFormat | None
+
+    def at(self, temperature: float, seed: int) -> Play:
+        """One episode at this temperature; `seed` and the episode's order decide its random numbers."""
+        settings = self.settings
+        make_env = {env.alias: env.make for env in self.environments}
+        limits = EpisodeLimits(
+            settings.max_tokens,
+            settings.max_turns,
+            temperature,
+            episode_seconds=settings.episode_seconds,
+            cleanup_seconds=settings.cleanup_seconds,
+            reward_seconds=settings.reward_seconds,
+            setup_seconds=settings.setup_seconds,
+            turn_seconds=settings.turn_seconds or math.inf,
+            tool_seconds=settings.tool_seconds or math.inf,
+        )
+
+        def play(job: EpisodeJob, session: str, inference: Seat) -> Coroutine[Any, Any, Episode]:
+            return run_episode(
+                job.task,
+                make_env=make_env[job.task.env],
+                chat=self.chat,
+                inference=inference,
+                limits=limits,
+                rewards=self.rewards,
+                session=session,
+                order=job.order,
+                seed=seed,
+                on_invalid_reward=settings.on_invalid_reward,
+            )
+
+        return play
+
+
+def freeze_loaded() -> None:
+    """Exclude loaded objects from garbage collection: hundreds of thousands, of imported packages, which each full
+    collection would walk through, a fifth of what a turn costs. They stay excluded at the end of a run, so that the
+    process ends a second sooner. If you go on in the same process, call `gc.unfreeze()`.
+    """
+    gc.unfreeze()  # those of an earlier run, which can be collected now
+    gc.collect()
+    gc.freeze()
+
+
+@contextlib.contextmanager
+def second_interrupt_at_once(before: Any) -> Iterator[None]:
+    """Within `trio.run`: the first Ctrl-C comes at a checkpoint, and tears no context manager in the middle of its
+    exit. A second one comes at once, since a function that blocks has no checkpoints. `before` is the handler outside.
+    """
+    found, owner = signal.getsignal(signal.SIGINT), os.getpid()
+    if found is before:  # trio has installed none: not the main thread, or not its business
+        yield
+        return
+    trios = found if callable(found) else signal.default_int_handler
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        # A child that was forked has no trio.
+        (trios if os.getpid() == owner else signal.default_int_handler)(number, frame)
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is interrupt:
+            signal.signal(signal.SIGINT, trios)
+
+
+@contextlib.contextmanager
+def without_interrupts() -> Iterator[None]:
+    """Ignore Ctrl-C, and the signals that act as it does: a run that was interrupted ends in order. Does nothing
+    outside the main thread, which alone can have handlers.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)

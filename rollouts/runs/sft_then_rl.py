@@ -1,0 +1,292 @@
+"""Mode sft+rl: a supervised phase, then reinforcement that begins with its checkpoint; one run from one config.
+
+Each phase is a whole run in a folder of its own, OUT/sft and OUT/rl; OUT itself holds the settings of both and one
+summary. Both are composed before the first begins, so that a mistake in the second is found at once. Left out: how a
+phase runs (`jobs.train`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rollouts.config.flags import Tree
+from rollouts.config.merging import Component, component_names, component_tables, components_of, merge
+from rollouts.config.render import to_toml
+from rollouts.config.resolving import Resolved, resolve
+from rollouts.config.settings import COMPONENT_KINDS, Settings
+from rollouts.errors import ConfigError, DamagedCheckpointError, RolloutsError, UserError, said_of
+from rollouts.runs.environments import demonstrations, task_buffer
+from rollouts.runs.folder import SUMMARY, RunFolder, choose_folder, default_out, holds_run, read_json
+from rollouts.runs.jobs.train import train
+from rollouts.runs.observer import NullObserver, Observer
+from rollouts.runs.plan import Plan, config_text, make_plan
+from rollouts.runs.resume import changed_settings, finished, named_checkpoint, read_run, resume_command
+from rollouts.runs.session import Session
+from rollouts.training.weights.store import check_folder, newest_checkpoint
+from rollouts.types import Task
+
+SFT, RL = "sft", "rl"
+SUPERVISED = "the supervised phase"
+
+_SHARED = ("env", "reward", "inference", "training", "logger")
+"""The components that the supervised phase has too, unless `[sft]` says otherwise. The others are for rollouts."""
+
+_FOR_ROLLOUTS = ("critic", "critic_lr", "lr", "minibatches", "schedule", "teacher", "teacher_top_k")
+"""Settings that the supervised phase has at their defaults; the learning rate is another one by nature."""
+
+
+class PhasePlans(NamedTuple):
+    """Both phases, composed, and what OUT/config.toml says of them."""
+
+    sft: Plan
+    rl: Plan
+    whole: Resolved
+
+
+def phases(resolved: Resolved) -> tuple[Resolved, Resolved]:
+    """The settings of the supervised phase and of the reinforcement after it, each of a run by itself.
+
+    The second has the run's own model still: where the checkpoint of the first will be is known only once it is there.
+    """
+    settings = resolved.settings
+    rl = dataclasses.replace(settings, mode="rl", sft={}, out=_inside(settings.out, RL))
+    given = {key: value for key, value in settings.sft.items() if key in COMPONENT_KINDS}
+    core = {key: value for key, value in settings.sft.items() if key not in COMPONENT_KINDS}
+    tables = component_tables(resolve({"mode": "sft"}).components)
+    tables |= component_tables({key: resolved.components[key] for key in _SHARED})
+    components = components_of(merge(tables, given), COMPONENT_KINDS, resolved.source, ("sft",))
+    defaults = Settings()
+    values = {key: getattr(defaults, key) for key in _FOR_ROLLOUTS} | component_names(components)
+    if _env_names(components) != _env_names(resolved.components):
+        # Another environment's demonstrations: data and rewards are not for it.
+        values |= {"data": "", "eval_tasks": 0}
+    values |= core | {"mode": "sft", "sft": {}, "out": _inside(settings.out, SFT)}
+    sft = dataclasses.replace(settings, **values)
+    return Resolved(sft, components, resolved.source), resolved._replace(settings=rl)
+
+
+def train_phases(
+    resolved: Resolved,
+    observer: Observer,
+    started: float,
+    home: Path,
+    *,
+    resume: Path | None = None,
+    checkpoint: str = "",
+) -> dict[str, Any]:
+    """Run both phases to their end; returns what OUT/summary.json holds. `started` is `time.perf_counter()` at the
+    start.
+
+    `resume` is the folder of an earlier run of this mode, which resumes in the phase where it stopped, from the last
+    checkpoint of that phase or from the one named `checkpoint`. Relative paths begin at `home`. Raises as `train` does;
+    a mistake in either phase is raised before anything is written.
+    """
+    default = default_out(_env_names(resolved.components, "alias"), resolved.settings.loss)
+    make_folder = choose_folder(resolved.settings.out, default, home, resume)
+    plans = compose_phases(resolved)
+    if resume is None:
+        _check_data(plans)
+    else:
+        _check_resumed(home / resume, plans)
+    with Session(NullObserver(), started) as session:
+        folder = session.open(make_folder, parts=())
+        job = _BothPhases(folder, config_text(plans.whole))
+        if resume is None:
+            job.begin()
+        sft, rl = (_with(plan, out=str(folder.path / name)) for plan, name in ((plans.sft, SFT), (plans.rl, RL)))
+        try:
+            with _worded_for_both(folder):
+                if not holds_run(folder.path / RL):
+                    _train_phase(sft, observer, started, home, checkpoint, job.begin, plans.rl.eval_tasks())
+                    started, checkpoint = time.perf_counter(), ""
+                begins_with = newest_checkpoint(folder.path / SFT / "checkpoints")
+                if begins_with is None:
+                    raise ConfigError(
+                        f"the supervised phase in {folder.path / SFT} has no checkpoint, so there is nothing to begin "
+                        "with"
+                    )
+                # The learning rate stays that of the run's model, and is written down.
+                rl = _with(rl, model=str(begins_with), lr=rl.lr)
+                _train_phase(rl, observer, started, home, checkpoint, job.begin)
+                job.begin()  # where nothing was left to do
+        finally:
+            if job.has_begun and holds_run(folder.path / SFT):
+                session.job = job
+    return job.summary
+
+
+def compose_phases(resolved: Resolved) -> PhasePlans:
+    """Both phases as plans. Raises UserError, which says where it is in the supervised one."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            "--mode sft+rl: under a launcher each process composes one run; let the backend start its ranks "
+            "(--training fsdp --training.processes 2), or type `rollouts sft ... --out OUT` and then `rollouts run ... "
+            "--model OUT/checkpoints/step_N`"
+        )
+    first, second = phases(resolved)
+    rl = make_plan(second)
+    with said_of(SUPERVISED):
+        sft = make_plan(first)
+    tables = component_tables(sft.resolved.components)
+    own: Tree = {"steps": sft.settings.steps}  # written down: those of the run may be others when it is resumed
+    own |= {key: tables[key] if key in COMPONENT_KINDS else value for key, value in resolved.settings.sft.items()}
+    settings = dataclasses.replace(rl.resolved.settings, mode="sft+rl", sft=own, out="", resume="never")
+    return PhasePlans(sft, rl, rl.resolved._replace(settings=settings))
+
+
+def _check_data(plans: PhasePlans) -> None:
+    """There are demonstrations, and there are tasks. Raises EnvironmentDefinitionError."""
+    held_out = plans.rl.eval_tasks()
+    with said_of(SUPERVISED):
+        both = [*plans.sft.eval_tasks(), *held_out]
+        next(demonstrations(plans.sft.environments, both, plans.sft.settings.prompts_per_step))
+    task_buffer(plans.rl.environments, held_out, plans.rl.settings.prompts_per_step)
+
+
+def _check_resumed(out: Path, plans: PhasePlans) -> None:
+    """Refuse what would change a phase on which another one is built already. Raises ConfigError."""
+    begun = read_run(out, {}, allow_left_out=True)
+    before = begun.settings
+    if before.mode != "sft+rl":
+        raise ConfigError(
+            f"{out} holds a run of mode {before.mode}, and this one is of mode sft+rl; type another --out"
+        )
+    if plans.whole.settings.eval_tasks > before.eval_tasks and holds_run(out / SFT):
+        raise ConfigError(
+            f"eval_tasks was {before.eval_tasks} and is {plans.whole.settings.eval_tasks} now, which would hold out "
+            f"tasks that may have been demonstrated; give {before.eval_tasks} again, or another --out"
+        )
+    changed = changed_settings(_supervised_as_written(begun), _supervised_as_written(plans.whole))
+    if changed and holds_run(out / RL):
+        raise ConfigError(
+            f"the supervised phase of {out} is over, and reinforcement has begun with it; this would change it: "
+            f"{', '.join(f'sft.{each}' for each in changed)}\nleave that as it was, or give another --out"
+        )
+
+
+def _supervised_as_written(resolved: Resolved) -> Tree:
+    """The table `sft` as the run's file has it: without secrets, and with the word `none` for None."""
+    written: Tree = tomllib.loads(to_toml(resolved.without_secrets())).get("sft", {})
+    return written
+
+
+class _BothPhases:
+    """One summary of both phases, in the words of a run's; its steps are those of the second."""
+
+    def __init__(self, folder: RunFolder, config: str) -> None:
+        self._folder, self._config = folder, config
+        self.has_begun = False
+        self.summary: dict[str, Any] = {"status": "done"}
+
+    def begin(self) -> None:
+        """A phase begins, or goes on: from here on the folder is no longer as it was."""
+        if not self.has_begun:
+            self._folder.write_config(self._config)
+            self._folder.forget_end()
+            self.has_begun = True
+
+    def finish(self, failure: BaseException | None) -> None:
+        """Put the phases' summaries together."""
+        parts = {name: read_json(self._folder.path / name / SUMMARY) or None for name in (SFT, RL)}
+        first, last = parts[SFT] or {}, parts[RL] or {}
+        self.summary |= {
+            "steps": last.get("steps", 0),
+            "evaluation": {
+                "before": first.get("evaluation", {}).get("before"),
+                "after": last.get("evaluation", {}).get("after"),
+            },
+            "phases": parts,
+        }
+        checkpoints = [f"{name}/{part['checkpoint']}" for name, part in parts.items() if part and "checkpoint" in part]
+        if checkpoints:
+            self.summary["checkpoint"] = checkpoints[-1]
+
+    def message(self, failure: BaseException) -> str:
+        """That of the phase."""
+        return str(failure)
+
+
+def _train_phase(
+    plan: Plan,
+    observer: Observer,
+    started: float,
+    home: Path,
+    checkpoint: str,
+    on_begin: Callable[[], None],
+    also: Sequence[Task] = (),
+) -> None:
+    """Begin the phase or resume it; `also` are tasks that are held out besides its own. One that is done is left as it
+    is, unless it is to go back.
+    """
+    folder = Path(plan.settings.out)
+    if checkpoint or not _is_over(plan):
+        os.chdir(home)  # a tool of the first phase may have gone elsewhere; the second one's files are loaded now
+        resumes = holds_run(folder)
+        make_folder = choose_folder(plan.settings.out, "", home, folder if resumes else None)
+        chosen = named_checkpoint(folder, checkpoint, home) if checkpoint else None
+        held_out = plan.eval_tasks()
+        train(
+            plan,
+            held_out,
+            make_folder,
+            observer,
+            started,
+            resumes=resumes,
+            checkpoint=chosen,
+            also_held_out=also,
+            on_begin=on_begin,
+        )
+
+
+def _is_over(plan: Plan) -> bool:
+    """Whether nothing of the phase is left to do. The supervised one is not over where what the reinforcement is to
+    begin with is damaged: resuming it falls back, or says what to type.
+    """
+    folder = Path(plan.settings.out)
+    if finished(folder, plan.settings.steps) is None:
+        return False
+    if plan.settings.mode == "sft":
+        try:
+            last = newest_checkpoint(folder / "checkpoints")
+            if last is not None:
+                check_folder(str(last))
+        except DamagedCheckpointError:
+            return False
+    return True
+
+
+@contextlib.contextmanager
+def _worded_for_both(folder: RunFolder) -> Iterator[None]:
+    """An error of one phase says how to resume both."""
+    try:
+        yield
+    except (RolloutsError, KeyboardInterrupt) as error:
+        words = str(error)
+        for phase in (SFT, RL):
+            words = words.replace(resume_command(folder.shown / phase), resume_command(folder.shown))
+        if isinstance(error, UserError) and finished(folder.path / SFT, 0) and not holds_run(folder.path / RL):
+            words += f"\nthe supervised phase is done; go on with: {resume_command(folder.shown)}"
+        if words != str(error):
+            error.args = (words,)
+        raise
+
+
+def _with(plan: Plan, **changes: Any) -> Plan:
+    settings = dataclasses.replace(plan.settings, **changes)
+    return plan._replace(resolved=plan.resolved._replace(settings=settings))
+
+
+def _env_names(components: Mapping[str, list[Component]], prefer: str = "name") -> str:
+    """The environments in words: their names, or where they have them their aliases."""
+    return " + ".join(getattr(each, prefer) or each.name for each in components["env"])
+
+
+def _inside(out: str, phase: str) -> str:
+    return str(Path(out) / phase) if out else ""

@@ -1,0 +1,217 @@
+"""What is refused before any model loads: parts that ask for what a run cannot give, that do not go together, or that
+have a setting outside its domain. No torch until a setting is probed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from types import FunctionType
+from typing import Any
+
+from rollouts.author_code import unwrapped
+from rollouts.errors import ConfigError, SignatureError, UserError
+from rollouts.plugins.signature import call_with
+from rollouts.plugins.vocabulary import VOCABULARY
+from rollouts.training.algorithms.aggregation import aggregation_function
+from rollouts.training.algorithms.algorithm import (
+    Algorithm,
+    Term,
+    active_terms,
+    function_label,
+    is_batch_advantage,
+    is_reward_placed,
+    requests,
+)
+
+CRITIC_NAMES = frozenset({"old_values", "returns", "values"})
+TEACHER_NAMES = frozenset({"teacher_logprobs", "teacher_topk_ids", "teacher_topk_logprobs", "topk_logprobs"})
+
+# What an advantage of one group may name in this version: no environment gives rewards by turn yet.
+GROUP_ADVANTAGE_AVAILABLE: frozenset[str] = frozenset({"lengths", "rewards"})
+
+_REASONS = {
+    **dict.fromkeys(CRITIC_NAMES, "this run has no critic; type --critic head (or a model's name)"),
+    **dict.fromkeys(TEACHER_NAMES, "this run has no teacher; type --teacher with a model's name or folder"),
+    "pair_index": "this run makes no pairs of rollouts; type --pairs best_worst --aggregation pair_mean",
+    "ref_logprobs": "this run has no reference policy",
+}
+
+
+def available_names(
+    *, critic: bool = False, teacher: bool = False, pairs: bool = False, reference: bool = True
+) -> frozenset[str]:
+    """What a loss may name in a run that has these."""
+    given = (critic, CRITIC_NAMES), (teacher, TEACHER_NAMES), (pairs, {"pair_index"}), (reference, {"ref_logprobs"})
+    return frozenset(VOCABULARY["losses"]).difference(*(names for has, names in given if not has))
+
+
+def check_needs(algorithm: Algorithm, available: Collection[str]) -> None:
+    """Refuse, before any model loads, a part of the loss that names what this run cannot give. Raises
+    SignatureError.
+    """
+    parts = [(term.function, "losses", "loss") for term in active_terms(algorithm)]
+    parts += [(algorithm.kl.function, "kl", "KL estimator")] if algorithm.kl is not None else []
+    for function, kind, word in parts:
+        for name in requests(function, kind):
+            if name not in available:
+                reason, known = _REASONS.get(name, f"this run does not offer `{name}`"), ", ".join(sorted(available))
+                raise _refused(word, function, name, f"{reason}; it may name here: {known}")
+
+
+def check_advantage(function: Callable[..., Any], available: Collection[str] = ()) -> None:
+    """Refuse an advantage that names what this run cannot give; `available` are the loss's names. Raises
+    SignatureError.
+    """
+    asked = requests(function, "advantages")
+    for name in asked:
+        if "batch" not in asked and name not in GROUP_ADVANTAGE_AVAILABLE:
+            known = " and ".join(f"`{each}`" for each in sorted(GROUP_ADVANTAGE_AVAILABLE))
+            raise _refused("advantage", function, name, f"this run offers a group's {known} only")
+        if "batch" in asked and name in _REASONS and name not in available:
+            raise _refused("advantage", function, name, _REASONS[name])
+
+
+def _refused(word: str, function: Callable[..., Any], name: str, reason: str) -> SignatureError:
+    return SignatureError(f"the {word} {function_label(function)} names `{name}`, but {reason}")
+
+
+def check_composition(algorithm: Algorithm, samples_per_prompt: int | None = None) -> None:
+    """Refuse parts that do not go together. Raises ConfigError.
+
+    `samples_per_prompt` None leaves out what depends on the size of a group.
+    """
+    terms, select = active_terms(algorithm), algorithm.select
+    if not terms:
+        flags = ", ".join(f"--loss.{term.name.replace('_', '-')}-coef" for term in algorithm.terms)
+        raise ConfigError(f"every term of the loss counts 0, so there is nothing to train on; raise one of {flags}")
+    if select is not None and is_batch_advantage(algorithm.advantage):
+        reason = "is estimated on what is trained, so it would see only what was selected; type --advantage group_norm"
+        label = function_label(algorithm.advantage)
+        raise ConfigError(f"--select {function_label(select)}: the advantage {label} {reason}")
+    if algorithm.pairs is not None:
+        _check_pairs(algorithm, algorithm.pairs, samples_per_prompt)
+    unit, aggregation = unit_of(algorithm), function_label(algorithm.aggregation)
+    if (unit == "pair") != (algorithm.pairs is not None):
+        reason = "there are no pairs; type --pairs best_worst" if unit == "pair" else "pairs need pair_mean"
+        raise ConfigError(f"--aggregation {aggregation}: {reason}")
+    if algorithm.kl is not None:
+        _check_kl(algorithm.kl.function, terms, unit, aggregation)
+    for term in terms:
+        if algorithm.pairs is None and "pair_index" in requests(term.function):
+            raise ConfigError(f"the loss {function_label(term.function)} compares pairs; type --pairs best_worst")
+
+
+def _check_pairs(algorithm: Algorithm, pairs: Callable[..., Any], samples_per_prompt: int | None) -> None:
+    flag, size = f"--pairs {function_label(pairs)}", samples_per_prompt
+    if algorithm.select is not None:
+        raise ConfigError(f"{flag} and --select {function_label(algorithm.select)}: choose one of them")
+    for term in active_terms(algorithm):
+        if "pair_index" not in requests(term.function):
+            reason = f"the loss {function_label(term.function)} does not name `pair_index`, so it cannot compare pairs"
+            raise ConfigError(f"{flag}: {reason}; type --loss dpo, or leave --pairs out")
+    if size is not None and size < 2:
+        reason = "compares rollouts of one prompt, which takes 2 or more of them"
+        raise ConfigError(f"--samples-per-prompt {size}: {flag} {reason}")
+
+
+def _check_kl(function: Callable[..., Any], terms: Sequence[Term], unit: str, aggregation: str) -> None:
+    flag = f"--kl {function_label(function)}"
+    if unit != "token":
+        other = "leave" if unit == "pair" else "type --aggregation rollout_mean, or leave"
+        reason = f"a KL term has one value a token, and {aggregation} takes one a {unit}"
+        raise ConfigError(f"{flag}: {reason}; {other} --kl out")
+    if is_reward_placed(function) and not any("advantages" in requests(term.function) for term in terms):
+        names = " + ".join(function_label(term.function) for term in terms)
+        reason = f"is taken off the advantages, and the loss {names} does not name them"
+        raise ConfigError(f"{flag} {reason}; type --kl rk3_loss")
+
+
+def unit_of(algorithm: Algorithm) -> str:
+    """What a loss returns one value for, as the aggregation says for two invented rows: a token, a rollout, a pair."""
+    return str(getattr(_probe(aggregation_function(algorithm.aggregation), _two_rows(8)), "unit", "token"))
+
+
+def probe_settings(
+    algorithm: Algorithm, reference: Callable[..., Any] | None = None, max_tokens: int | None = None
+) -> None:
+    """Call every function of the algorithm once, on three invented tokens of two rollouts; `max_tokens` is the run's.
+
+    Raises ConfigError where a function refuses one of its settings, and where a loss does not return one value for each
+    token, rollout or pair, as the aggregation asks. Whatever else a function raises or returns is left for the first
+    batch, for it may not like invented numbers. An object that is called is left out: it may keep what it has seen.
+    """
+    kl = None if algorithm.kl is None else algorithm.kl.function
+    parts = (kl, algorithm.correction, algorithm.mix, algorithm.select, algorithm.pairs, reference)
+    for function in (algorithm.advantage, *algorithm.shaping, *(part for part in parts if part is not None)):
+        _probe(function, _three_tokens(max_tokens))
+    _probe(aggregation_function(algorithm.aggregation), _two_rows(max_tokens))
+    unit, units = unit_of(algorithm), {"token": 3, "rollout": 2, "pair": 1}
+    for term in active_terms(algorithm):
+        returned = _probe(term.function, _three_tokens(max_tokens))
+        values = returned[0] if isinstance(returned, tuple) and returned else returned
+        gives = next((name for name, count in units.items() if getattr(values, "shape", ()) == (count,)), unit)
+        if gives != unit:
+            takes = f"--aggregation {function_label(algorithm.aggregation)} takes one value a {unit}"
+            other = f"type --aggregation {'pair_mean' if gives == 'pair' else 'token_mean'}"
+            raise ConfigError(f"{takes}, and the loss {function_label(term.function)} gives one a {gives}; {other}")
+
+
+def _probe(function: Callable[..., Any], available: dict[str, Any]) -> Any:
+    """What a function returns for invented numbers; None where it is no plain function, or raises. Raises UserError
+    where it refuses its settings: it does not refuse these numbers without them.
+    """
+    plain = unwrapped(function)
+    if not isinstance(plain, FunctionType):
+        return None
+    try:
+        return call_with(function, available)
+    except UserError:
+        if not _refuses(plain, available):
+            raise
+    except Exception:  # the author's code may raise anything
+        return None
+
+
+def _refuses(function: Callable[..., Any], available: dict[str, Any]) -> bool:
+    try:
+        call_with(function, available)
+    except Exception as error:  # without a setting that it requires it raises a TypeError
+        return isinstance(error, UserError)
+    return False
+
+
+def _two_rows(max_tokens: int | None) -> dict[str, Any]:
+    """Something for every name of an aggregation."""
+    rows = {"masks": [[0.0, 1.0, 1.0], [0.0, 1.0]], "rollout_index": [0, 1], "max_tokens": max_tokens}
+    return rows | {"group_index": [0, 0], "pair_index": [0, 0]}
+
+
+def _three_tokens(max_tokens: int | None) -> dict[str, Any]:
+    """Something for every name of every other kind of function that an algorithm is made of."""
+    import torch
+
+    halves = torch.tensor([-0.5, -0.7, -0.9], dtype=torch.float64)
+    zeros = torch.zeros(3, dtype=torch.int64)
+    streams = ("logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs", "teacher_logprobs")
+    more = ("entropy", "values", "old_values", "returns", "token_rewards")
+    alternatives = torch.tensor([[-0.5, -1.5], [-0.7, -1.2], [-0.6, -1.3]], dtype=torch.float64)
+    return {
+        **dict.fromkeys((*streams, *more), halves),
+        **dict.fromkeys(("topk_logprobs", "teacher_topk_logprobs", "logits"), alternatives),
+        **dict.fromkeys(("group_index", "pair_index", "segments"), zeros),
+        **{name: [torch.zeros(1)] for name in ("reference", "policy", "adapters")},
+        "rollout_index": torch.tensor([0, 0, 1]),
+        "teacher_topk_ids": torch.tensor([[0, 0], [0, 0], [1, 1]]),
+        "advantages": torch.tensor([1.0, 1.0, -1.0], dtype=torch.float64),
+        "rewards": torch.tensor([1.0, 0.0], dtype=torch.float64),
+        "mask": torch.ones(3, dtype=torch.float64),
+        "lengths": torch.tensor([1, 1]),
+        "truncated": torch.tensor([False, False]),
+        "turn_rewards": [[1.0], [0.0]],
+        "parts": torch.tensor([[1.0, 0.5], [0.0, 0.5]], dtype=torch.float64),
+        "weights": torch.ones(2, dtype=torch.float64),
+        "max_tokens": max_tokens,
+        "batch": None,
+        "step": 0,
+        "version": 1,
+    }

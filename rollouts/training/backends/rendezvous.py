@@ -1,0 +1,216 @@
+"""Where ranks meet: a store of torch's, and the signed messages that they leave there for each other.
+
+Where all ranks are on one machine, the store listens on loopback only. Ranks of several hosts meet at MASTER_ADDR and
+MASTER_PORT, where anything on that network can connect; they need the same secret in their environment. torch's store
+has no authentication: anything that can connect may read and write. So every message carries an HMAC under the secret
+of the run, and a message that is not signed is not obeyed. Nothing is encrypted, and nothing stops a stranger from
+deleting. A store holds values of some megabytes at most, so longer messages go in pieces.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import hmac
+import os
+import secrets
+import socket
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch.distributed import DistStoreError, PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from rollouts.errors import ConfigError, RankError
+
+SECRET = "ROLLOUTS_RANKS_SECRET"
+_LOOPBACK = "127.0.0.1"
+_SECRET_LENGTH_MIN = 16
+_TIMEOUT = datetime.timedelta(seconds=300)
+# libuv's server refuses payloads of 8 MiB.
+_PIECE_BYTES = 4 << 20
+_TAG_BYTES = hashlib.sha256().digest_size
+
+
+class Place(NamedTuple):
+    """Which of how many ranks this process is; `launched` by torchrun or the like, or by rank 0 itself."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    launched: bool
+
+
+def place_of_this_process() -> Place | None:
+    """The place that a launcher gave this process by RANK and WORLD_SIZE; None where no launcher did.
+
+    Raises ConfigError where only some of the variables are set, or they are no numbers.
+    """
+    given = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    if not given["RANK"] and not given["WORLD_SIZE"]:
+        return None
+    try:
+        rank, world_size = int(given["RANK"]), int(given["WORLD_SIZE"])
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        int(given["MASTER_PORT"])
+        if not given["MASTER_ADDR"]:
+            raise ValueError("MASTER_ADDR")
+    except ValueError as error:
+        shown = ", ".join(f"{name}={value or '(not set)'}" for name, value in given.items())
+        raise ConfigError(
+            f"this process was launched as a rank, but its variables are {shown}; start it with "
+            "`torchrun --nproc-per-node N -m rollouts run …`, or type --training.processes N without a launcher"
+        ) from error
+    return Place(rank, world_size, local_rank, "ROLLOUTS_STARTED_BY_RANK_0" not in os.environ)
+
+
+def secret_of(place: Place) -> bytes:
+    """The secret of this rank's run. Empty where there is none and all ranks are on this machine.
+
+    Raises ConfigError where it is missing, or too short to be one.
+    """
+    secret = os.environ.get(SECRET, "")
+    make = f"type `export {SECRET}=$(openssl rand -hex 32)` on one host, and give all ranks the same value"
+    if not secret and not _all_here(place):
+        raise ConfigError(
+            f"the {place.world_size} ranks are on several hosts, and {SECRET} is not set: commands to ranks are signed "
+            f"with it; {make}"
+        )
+    if secret and len(secret) < _SECRET_LENGTH_MIN:
+        raise ConfigError(f"{SECRET} has {len(secret)} characters: expected {_SECRET_LENGTH_MIN} or more; {make}")
+    return secret.encode()
+
+
+def open_here(world_size: int) -> tuple[Channel, dict[str, str]]:
+    """Rank 0: a store on loopback with a new secret, and the variables by which ranks that it starts find them."""
+    store, port = _listen(world_size, 0)
+    secret = secrets.token_hex(32)
+    variables = {"MASTER_ADDR": _LOOPBACK, "MASTER_PORT": str(port), SECRET: secret} | _stay_on_loopback()
+    return Channel(PrefixStore("rollouts/0", store), secret.encode(), "/0"), variables
+
+
+def join_ranks(place: Place) -> Channel:
+    """The channel of a rank that a launcher started, or rank 0. Raises ConfigError where the secret is missing."""
+    secret, size, is_first = secret_of(place), place.world_size, place.rank == 0
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a launcher's store outlives what it restarts
+    launcher_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not _all_here(place):
+        store = _connect(address, port, size, is_master=is_first and not launcher_has_store)
+    else:
+        _stay_on_loopback()
+        if launcher_has_store:
+            # The launcher's store listens on every interface, so it gets the port of ours and nothing else.
+            shared = PrefixStore(f"rollouts/{attempt}", _connect(address, port, size))
+            if is_first:
+                store, port = _listen(size, 0)
+                shared.set("port", str(port))
+            else:
+                store = _connect(_LOOPBACK, int(shared.get("port")), size)
+        else:
+            store = _listen(size, port)[0] if is_first else _connect(_LOOPBACK, port, size)
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return Channel(PrefixStore(f"rollouts/{attempt}", store), secret, f"{run}/{attempt}")
+
+
+def _all_here(place: Place) -> bool:
+    """Whether all ranks are on this machine, as far as the launcher says."""
+    address = os.environ["MASTER_ADDR"]
+    is_loopback = address in ("localhost", "::1") or address.startswith("127.")
+    return is_loopback or os.environ.get("LOCAL_WORLD_SIZE") == str(place.world_size)
+
+
+def _stay_on_loopback() -> dict[str, str]:
+    """Have gloo listen on loopback, whatever the machine's name resolves to; gives the variable for other ranks."""
+    name = "GLOO_SOCKET_IFNAME"
+    loopback = next((each for _, each in socket.if_nameindex() if each in ("lo", "lo0")), None)
+    return {} if loopback is None else {name: os.environ.setdefault(name, loopback)}
+
+
+def _listen(world_size: int, port: int) -> tuple[Any, int]:
+    """A store on loopback, and its port; 0 is any that is free."""
+    try:
+        listener = socket.create_server((_LOOPBACK, port))
+    except OSError as error:
+        raise ConfigError(f"MASTER_PORT {port} is taken ({error.strerror}); give the ranks another one") from error
+    port = int(listener.getsockname()[1])
+    return _connect(_LOOPBACK, port, world_size, is_master=True, master_listen_fd=listener.detach()), port
+
+
+def _connect(address: str, port: int, world_size: int, *, is_master: bool = False, **settings: Any) -> Any:
+    return TCPStore(
+        address, port, world_size, is_master=is_master, wait_for_workers=False, timeout=_TIMEOUT, **settings
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Channel:
+    """One rank's way to the store. Not for two threads at once: give each a `clone`. `run` is part of what is signed,
+    so that a message of one run says nothing in another one.
+    """
+
+    store: Any
+    secret: bytes = field(repr=False)
+    run: str = ""
+
+    def clone(self) -> Channel:
+        """Another connection to the same store."""
+        return Channel(self.store.clone(), self.secret, self.run)
+
+    def group_store(self) -> Any:
+        """Where torch makes a process group of the ranks; torch signs nothing."""
+        return PrefixStore("group", self.store)
+
+    def send(self, key: str, data: bytes) -> None:
+        """Leave a message under a key that was never used."""
+        pieces = range(0, max(1, len(data)), _PIECE_BYTES)
+        for number, start in enumerate(pieces):
+            self.store.set(f"{key}/{number}", data[start : start + _PIECE_BYTES])
+        self.post(key, len(pieces).to_bytes(4, "big") + hashlib.sha256(data).digest())
+
+    def is_there(self, key: str) -> bool:
+        """Whether a message, signed or not, waits under this key."""
+        found: bool = self.store.check([key])
+        return found
+
+    def receive(self, key: str, timeout_seconds: float) -> bytes:
+        """Wait for the message, take it, and remove it. Raises RankError for one that this run did not sign, and what
+        the store raises: see `is_timeout`.
+        """
+        self.store.wait([key], datetime.timedelta(seconds=timeout_seconds))
+        head = self._verified(key, self.store.get(key))
+        if head is None:
+            raise _unsigned(key)
+        names = [f"{key}/{number}" for number in range(int.from_bytes(head[:4], "big"))]
+        data = b"".join(self.store.get(name) for name in names)
+        if not hmac.compare_digest(head[4:], hashlib.sha256(data).digest()):
+            raise _unsigned(key)
+        for name in (key, *names):
+            self.store.delete_key(name)
+        return data
+
+    def post(self, key: str, data: bytes) -> None:
+        """Write a short notice, over an older one."""
+        self.store.set(key, self._tag(key, data) + data)
+
+    def read(self, key: str) -> bytes | None:
+        """The notice, which stays; None where there is none that this run signed."""
+        return self._verified(key, self.store.get(key)) if self.store.check([key]) else None
+
+    def _tag(self, key: str, data: bytes) -> bytes:
+        return hmac.digest(self.secret, f"{self.run}\0{key}\0".encode() + data, "sha256")
+
+    def _verified(self, key: str, value: bytes) -> bytes | None:
+        tag, data = value[:_TAG_BYTES], value[_TAG_BYTES:]
+        return data if hmac.compare_digest(tag, self._tag(key, data)) else None
+
+
+def is_timeout(error: Exception) -> bool:
+    """Whether the store raised this because nothing came in time, and not because it is gone."""
+    return isinstance(error, DistStoreError) and "imeout" in str(error)
+
+
+def _unsigned(key: str) -> RankError:
+    return RankError(
+        f"the message {key} in the ranks' store is not signed with the secret of this run: something else writes "
+        "there; let nothing but the ranks reach MASTER_ADDR and MASTER_PORT"
+    )

@@ -1,0 +1,102 @@
+"""The metrics of a step's rollouts, under the names of the metrics page. Pure functions on episodes and groups."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from rollouts.training.rollout_gen.groups import Group
+from rollouts.types import Episode, Status
+
+JUDGING = ("reward_failures", "metric_failures")  # counted in the episode: they are not the trajectory's
+
+
+def reward_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """`reward/mean` and `reward/std` over the judged episodes; what authors name is apart from that, so that nothing of
+    theirs takes the place of these: `reward_part/<name>` for each part, `metric/<name>` for each @metric.
+    """
+    rewards = [episode.score.value for episode in episodes if episode.score.value is not None]
+    metrics: dict[str, float] = {}
+    if rewards:
+        metrics["reward/mean"] = statistics.fmean(rewards)
+        metrics["reward/std"] = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
+    for name in sorted({name for episode in episodes for name in episode.score.parts}):
+        judged = [part for episode in episodes if (part := episode.score.parts.get(name)) is not None]
+        if judged:
+            metrics[f"reward_part/{name}"] = statistics.fmean(judged)
+    for name in sorted({name for episode in episodes for name in episode.metrics if name.startswith("metric/")}):
+        metrics[name] = statistics.fmean(episode.metrics[name] for episode in episodes if name in episode.metrics)
+    return metrics
+
+
+def failure_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """`rollout/fail/<status>`: the share of these episodes that ended so, for each status that one did."""
+    counts = Counter(episode.status.value for episode in episodes if episode.status.is_infrastructure)
+    return {f"rollout/fail/{status}": count / len(episodes) for status, count in sorted(counts.items())}
+
+
+def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """What a step's rollouts were like. Empty input gives no metrics."""
+    episodes = [episode for group in groups for episode in group.episodes]
+    if not episodes:
+        return {}
+    trajectories = [trajectory for episode in episodes for trajectory in episode.trajectories]
+    calls = sum(trajectory.metrics.get("tool_calls", 0.0) for trajectory in trajectories)
+    failures = sum(trajectory.metrics.get("tool_failures", 0.0) for trajectory in trajectories)
+    latencies = sorted(episode.metrics.get("latency_seconds", 0.0) for episode in episodes)
+    metrics = reward_metrics(episodes)
+    metrics |= {
+        "rollout/tokens": sum(sum(group.lengths) for group in groups) / len(episodes),
+        "rollout/turns": sum(trajectory.turns for trajectory in trajectories) / len(episodes),
+        "rollout/truncated_frac": statistics.fmean(episode.status is Status.TRUNCATED for episode in episodes),
+        "rollout/infra_fail_frac": statistics.fmean(episode.status.is_infrastructure for episode in episodes),
+        "rollout/tool_fail_frac": failures / calls if calls else 0.0,
+        "rollout/latency_p50": latencies[len(latencies) // 2],
+        "rollout/latency_p95": latencies[math.ceil(0.95 * len(latencies)) - 1],
+        "group/zero_std_frac": statistics.fmean(_is_flat(group.rewards) for group in groups),
+        "group/kept_frac": statistics.fmean(group.dropped is None for group in groups),
+    }
+    metrics |= failure_metrics(episodes)
+    judged = [reward for group in groups for reward in group.rewards if reward is not None]
+    if all(reward in (0.0, 1.0) for reward in judged):  # graded rewards do not say which rollouts pass
+        metrics["reward/pass@k"] = statistics.fmean(1.0 in group.rewards for group in groups)
+    # What the agent loop counts, in trajectories or while judging; an episode without a count has 0 of it.
+    counted = {name for trajectory in trajectories for name in trajectory.metrics}
+    counted |= {name for episode in episodes for name in JUDGING if name in episode.metrics}
+    for name in sorted(counted - {"turns"}):
+        # A rollout of an environment's own may count what it likes, but it replaces nothing that is counted here.
+        mean = sum(episode.metrics.get(name, 0.0) for episode in episodes) / len(episodes)
+        metrics.setdefault(f"rollout/{name}", mean)
+    dropped = Counter(group.dropped for group in groups if group.dropped)
+    return metrics | {f"group/drop/{reason}": float(count) for reason, count in sorted(dropped.items())}
+
+
+def environment_metrics(groups: Sequence[Group], epochs: Mapping[str, int]) -> dict[str, float]:
+    """`env/<alias>/...` for every environment that had a group in this step; nothing where there is only one.
+
+    `reward` (the mean), `reward_part/<name>`, `metric/<name>`, `share` (of the step's groups), `kept_frac`,
+    `infra_fail_frac` and `epoch`.
+    """
+    metrics: dict[str, float] = {}
+    for alias in sorted({group.task.env for group in groups} - {""}):
+        own = [group for group in groups if group.task.env == alias]
+        episodes = [episode for group in own for episode in group.episodes]
+        rewards = reward_metrics(episodes)
+        values = {
+            "share": len(own) / len(groups),
+            "kept_frac": sum(group.dropped is None for group in own) / len(own),
+            "infra_fail_frac": sum(episode.status.is_infrastructure for episode in episodes) / len(episodes),
+            "epoch": float(epochs.get(alias, 0)),
+        }
+        if "reward/mean" in rewards:
+            values["reward"] = rewards["reward/mean"]
+        values |= {name: value for name, value in rewards.items() if not name.startswith("reward/")}
+        metrics |= {f"env/{alias}/{name}": value for name, value in values.items()}
+    return metrics
+
+
+def _is_flat(rewards: Sequence[float | None]) -> bool:
+    judged = [reward for reward in rewards if reward is not None]
+    return not judged or max(judged) - min(judged) <= 1e-6

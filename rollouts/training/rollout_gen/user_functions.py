@@ -1,0 +1,130 @@
+"""The functions that a RolloutConfig may bring: they are called, what they return is checked, and it becomes a group.
+
+`generate_fn(prompts)` gives one Sample a prompt; `reward_fn(sample)` its reward, or None where it cannot judge;
+`filter_fn(samples)` sees the samples of one prompt and gives True to keep them, False or a reason to drop them. Each
+may be a plain function or a coroutine function.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import trio
+
+from rollouts.env import calls
+from rollouts.env.mixing import mix, read_verdict
+from rollouts.errors import RolloutsError, RunError, words_of
+from rollouts.training.rollout_gen.groups import Group, drop_reason, group_samples
+from rollouts.training.rollout_gen.steps import RolloutConfig
+from rollouts.training.samples import episode_samples
+from rollouts.types import Episode, Message, Sample, Score, Segment, Status, Task, Trajectory
+
+
+async def generate(config: RolloutConfig, task: Task, version: int | None) -> list[Sample]:
+    """One group by `generate_fn`; samples with logprobs and without versions are of `version` (None: unknown).
+
+    Where the function raises or takes too long, its samples have failed. Raises RunError for what are no samples.
+    """
+    assert config.generate_fn is not None, "checked when the manager was made"
+    count, seconds = config.n_samples_per_prompt, config.generate_seconds
+    prompts = [bare_prompt(task) for _ in range(count)]
+    try:
+        returned = await calls.call(functools.partial(config.generate_fn, prompts), timeout_seconds=seconds)
+    except trio.TooSlowError:
+        status, why = Status.TIMEOUT, f"generate_fn took longer than {seconds:g} seconds"
+    except RolloutsError:
+        raise
+    except Exception as error:  # the author's code may raise anything
+        status, why = Status.ENVIRONMENT_ERROR, f"generate_fn: {words_of(error)}"
+    else:
+        return [_stamped(sample, version) for sample in check_samples(returned, count)]
+    return [Sample(task.prompt, reward=None, status=status, metadata={"error": why}) for _ in range(count)]
+
+
+def bare_prompt(task: Task) -> Any:
+    """What `generate_fn` is given: the prompt alone where the task is nothing else, as it was put into the buffer."""
+    return task.prompt if task == Task(task.prompt) else task
+
+
+def check_samples(returned: Any, count: int) -> list[Sample]:
+    """What `generate_fn` returned, checked. Raises RunError."""
+    samples = list(returned) if isinstance(returned, Sequence) else None
+    if samples is None or len(samples) != count or not all(isinstance(sample, Sample) for sample in samples):
+        shown = type(returned).__name__
+        if samples is not None:
+            shown = f"{len(samples)} of {[type(sample).__name__ for sample in samples[:3]]}"
+        raise RunError(f"generate_fn returned {shown} for {count} prompts; expected a list of one Sample for each")
+    for sample in samples:
+        try:
+            sample.check()
+        except AssertionError as error:
+            raise RunError(f"generate_fn returned a Sample that is not whole: {error}") from error
+    return samples
+
+
+def _stamped(sample: Sample, version: int | None) -> Sample:
+    if version is None or sample.rollout_log_probs is None or sample.policy_versions is not None:
+        return sample
+    return dataclasses.replace(sample, policy_versions=[version if weight > 0 else -1 for weight in sample.loss_mask])
+
+
+def sample_group(number: int, task: Task, samples: Sequence[Sample]) -> Group:
+    """The samples of one task as a group."""
+    episodes = [sample_episode(sample, task, (number, index)) for index, sample in enumerate(samples)]
+    return Group(number, task, tuple(episodes), samples=tuple(samples))
+
+
+def sample_episode(sample: Sample, task: Task, order: tuple[int, int]) -> Episode:
+    """A sample as an episode. One that does not say how it ended was completed."""
+    status = Status.COMPLETED if sample.status is Status.PENDING else sample.status
+    segments = []
+    if sample.rollout_log_probs is not None:
+        versions = sample.policy_versions if sample.policy_versions is not None else [-1] * len(sample.tokens)
+        mask, logprobs = list(sample.loss_mask), list(sample.rollout_log_probs)
+        segments = [Segment(list(sample.tokens), mask, logprobs, list(versions))]
+    messages = [*task.messages, Message("assistant", sample.response)]
+    trajectory = Trajectory(task, messages, segments, status, {"turns": 1.0})
+    score = Score(None if status.is_infrastructure else sample.reward, dict(sample.parts))
+    return Episode(order, task, [trajectory], score, {"turns": 1.0})
+
+
+def score_of(returned: Any) -> Score:
+    """What `reward_fn` returned, as a score. Raises RewardError for what is no reward."""
+    return mix([read_verdict("reward_fn", 1.0, returned)])
+
+
+async def reward_group(group: Group, reward_fn: Callable[..., Any]) -> Group:
+    """The group with the scores that `reward_fn` gives; rollouts that the infrastructure failed keep theirs (None)."""
+    episodes = []
+    for index, episode in enumerate(group.episodes):
+        samples = [group.samples[index]] if group.samples else episode_samples(episode, 0, 0)
+        if samples and not episode.status.is_infrastructure:
+            try:
+                score = await calls.call(reward_fn, samples[-1], convert=score_of)
+            except RolloutsError:
+                raise
+            except Exception as error:  # the author's code may raise anything
+                score = Score(None, {"reward_fn": None}, f"reward_fn could not judge: {words_of(error)}")
+            episode = episode._replace(score=score)
+        episodes.append(episode)
+    return group._replace(episodes=tuple(episodes))
+
+
+async def filter_group_by(filter_fn: Callable[..., Any], group: Group) -> Group:
+    """The group, with `dropped` set where `filter_fn` refuses it. Raises RunError where that raises."""
+    name = name_of(filter_fn)
+    try:
+        returned = await calls.call(filter_fn, group_samples([group]))
+    except RolloutsError:
+        raise
+    except Exception as error:  # the author's code may raise anything
+        raise RunError(f"the filter {name} raised {words_of(error)}") from error
+    return group._replace(dropped=drop_reason(name, returned))
+
+
+def name_of(function: Any) -> str:
+    """A function's name, for people."""
+    return getattr(function, "__name__", None) or type(function).__name__

@@ -1,0 +1,322 @@
+"""Weights as folders that transformers, peft and servers load, and as a manifest that says what must lie in one.
+
+    v000012/   of all weights: config.json, generation_config.json, the tokenizer's files, model.safetensors
+               of an adapter: adapter_config.json, adapter_model.safetensors
+
+A checkpoint holds the same files (`write_weights`, `read_weights`). Names are those of transformers' and peft's own
+files; a weight that the model ties to another one is not written. A folder for servers appears under its name in one
+rename, and `check_folder` reads every byte of it back. Left out: sending (`sync`), and the rest of a checkpoint
+(`checkpoint`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from rollouts.disk import HIDDEN_NAME, new_folder
+from rollouts.errors import ConfigError, InferenceError, ModelError
+from rollouts.inference.base import TensorInfo
+from rollouts.training.models import load_hf_model, load_tokenizer, no_progress_bars
+from rollouts.training.weights.store import crc32_of, damaged
+
+Kind = Literal["full", "adapter"]
+
+WEIGHTS: Mapping[Kind, str] = {"full": "model.safetensors", "adapter": "adapter_model.safetensors"}
+CONFIGS: Mapping[Kind, str] = {"full": "config.json", "adapter": "adapter_config.json"}
+_INDEX = "model.safetensors.index.json"
+_HEADER_BYTES_MAX = 100_000_000  # safetensors' own bound
+_VERSIONED = re.compile(r"v(\d{6,})")
+
+
+class ModelFiles(NamedTuple):
+    """What a folder holds beside the tensors: of `causal` only the class, the config and which weights are tied are
+    used, so its own parameters may be sharded or on the meta device; `adapter_config` is peft's (None: all weights are
+    trained); `source` is where the tokenizer lies, if anywhere.
+    """
+
+    causal: Any
+    adapter_config: Any = None
+    source: str | None = None
+
+
+# --- in a checkpoint --------------------------------------------------------------------------------------------------
+
+
+def write_weights(folder: Path, kind: Kind, weights: Mapping[str, Any], files: ModelFiles) -> bool:
+    """Write weights as transformers loads them, an adapter's as peft does, and the tokenizer; gives whether there is
+    one. `weights` is the full state on the CPU by the names of the causal LM, or of peft's files; it alone is written.
+    Raises OSError.
+    """
+    if kind == "full":
+        with no_progress_bars(), _os_errors():
+            files.causal.save_pretrained(str(folder), state_dict=_without_tied(weights, files.causal))
+    else:
+        assert files.adapter_config is not None, "a backend that gives an adapter's weights has its configuration"
+        config = copy.copy(files.adapter_config)
+        config.inference_mode = True  # as peft writes it: who loads it by default wants to use it
+        config.save_pretrained(str(folder))
+        save_tensors(folder / WEIGHTS["adapter"], weights)
+    return copy_tokenizer(files.source, folder)
+
+
+def read_weights(path: str, *, kind: str, dtype: Any) -> dict[str, Any]:
+    """The weights by name, on the CPU: of the model, in torch's `dtype`, or of the adapter. Raises ModelError or
+    ConfigError.
+    """
+    try:
+        if kind == "adapter":
+            return read_tensors(path)
+        return dict(load_hf_model(path, dtype=str(dtype).removeprefix("torch."), device="cpu").state_dict())
+    except (OSError, ConfigError) as error:
+        raise damaged(path, f"the weights of the checkpoint {path} cannot be read: {error}") from error
+
+
+def copy_tokenizer(source: str | None, folder: Path) -> bool:
+    """Put the tokenizer and its chat template beside the weights, so that the folder can be given as a model. Nothing,
+    and False, where `source` is None or has none. Raises OSError.
+    """
+    if source is None:
+        return False
+    try:
+        tokenizer = load_tokenizer(source)
+    except ModelError:
+        return False  # weights alone are a model too; a run that needed one refused it when it was composed
+    with _os_errors(Exception):  # tokenizers has no error of its own for a disk that is full
+        tokenizer.save_pretrained(str(folder))
+    return True
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Any]) -> None:
+    """Write CPU tensors as one file of safetensors. Raises OSError."""
+    from safetensors.torch import save_file
+
+    with _os_errors():
+        save_file({name: each.detach().contiguous() for name, each in tensors.items()}, path, {"format": "pt"})
+
+
+@contextlib.contextmanager
+def _os_errors(*kinds: type[Exception]) -> Iterator[None]:
+    """What libraries in Rust raise for a disk, errors of safetensors and these `kinds`, as OSError."""
+    from safetensors import SafetensorError
+
+    caught: tuple[type[Exception], ...] = (SafetensorError, *kinds)
+    try:
+        yield
+    except OSError:
+        raise
+    except caught as error:
+        raise OSError(str(error)) from error
+
+
+# --- the manifest -----------------------------------------------------------------------------------------------------
+
+
+def tied_weights(causal: Any) -> Mapping[str, str]:
+    """The weights that the model ties, by name, and to which one of them each is tied."""
+    return getattr(causal, "all_tied_weights_keys", None) or {}
+
+
+def file_tensors(weights: Mapping[str, Any], kind: Kind, causal: Any) -> dict[str, Any]:
+    """The tensors that a folder holds, by the names of transformers' or peft's files; of tied ones the first only.
+
+    `weights` are a training backend's (`get_weights`). Raises InferenceError where weights that the model ties differ,
+    as those of an adapter on the output layer do: no server could load them.
+    """
+    if kind == "adapter":
+        return dict(weights)
+    from transformers.core_model_loading import revert_weight_conversion
+
+    tensors = _without_tied(weights, causal)
+    for name, source in tied_weights(causal).items():
+        if name in tensors and source in tensors:
+            what = f"the model ties {name} to {source}, but here they differ, so a server cannot load them"
+            own = "take an engine that shares the trainer's weights (--inference hf)"
+            hint = f"leave the output layer out of --training.lora-targets, or {own}"
+            raise InferenceError(f"{what}; {hint}", is_transient=False)
+    for pattern in getattr(causal, "_keys_to_ignore_on_save", None) or ():
+        tensors = {name: tensor for name, tensor in tensors.items() if not re.search(pattern, name)}
+    return dict(revert_weight_conversion(causal, tensors))
+
+
+def manifest_of(tensors: Mapping[str, Any]) -> tuple[TensorInfo, ...]:
+    """Name, shape, type and crc32 (of the bytes in C order) of each CPU tensor, in their order."""
+    import torch
+
+    found = []
+    for name, tensor in tensors.items():
+        assert tensor.device.type == "cpu", tensor.device
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        found.append(_info(name, tensor, zlib.crc32(data)))
+    return tuple(found)
+
+
+def _info(name: str, tensor: Any, crc32: int) -> TensorInfo:
+    return TensorInfo(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), crc32)
+
+
+def find_faults(wanted: Sequence[TensorInfo], found: Sequence[TensorInfo]) -> list[str]:
+    """What `found` has otherwise than `wanted`, a tensor a line."""
+    there = {each.name: each for each in found}
+    faults = []
+    for each in wanted:
+        other = there.pop(each.name, None)
+        if other is None:
+            faults.append(f"{each.name} {list(each.shape)} is missing")
+        elif (other.shape, other.dtype) != (each.shape, each.dtype):
+            given, wanted_one = (f"{info.dtype} {list(info.shape)}" for info in (other, each))
+            faults.append(f"{each.name} is {given}, and must be {wanted_one}")
+        elif other.crc32 != each.crc32:
+            faults.append(f"{each.name} has other bytes (crc32 {other.crc32:08x}, and must be {each.crc32:08x})")
+    return faults + [f"{name} does not belong there" for name in there]
+
+
+def _without_tied(weights: Mapping[str, Any], causal: Any) -> dict[str, Any]:
+    """The same weights but those that the model ties to another one and that are equal to it."""
+    import torch
+
+    tied = tied_weights(causal)
+    return {
+        name: value
+        for name, value in weights.items()
+        if not (name in tied and tied[name] in weights and torch.equal(value, weights[tied[name]]))
+    }
+
+
+# --- a folder for servers ---------------------------------------------------------------------------------------------
+
+
+def version_folder(parent: str | Path, version: int) -> Path:
+    """Where the weights of a version lie."""
+    return Path(parent) / f"v{version:06d}"
+
+
+def write_folder(
+    parent: str | Path,
+    version: int,
+    kind: Kind,
+    weights: Mapping[str, Any],
+    files: ModelFiles,
+    *,
+    like: str | Path | None = None,
+) -> Path:
+    """Write `parent`/v000012 (one that is there is replaced) in one rename, and give its path. From `like`, an earlier
+    folder of the same run, what is missing beside the weights is taken over: the tokenizer.
+
+    Raises InferenceError where it cannot be written; nothing stays then.
+    """
+    folder = version_folder(parent, version)
+    try:
+        with new_folder(folder) as inside:
+            earlier = [] if like is None or not Path(like).is_dir() else [*Path(like).iterdir()]
+            needs_tokenizer = kind == "full" and not earlier
+            write_weights(inside, kind, weights, files if needs_tokenizer else files._replace(source=None))
+            for entry in earlier:
+                target = inside / entry.name
+                if entry.is_file() and not target.exists():
+                    with contextlib.suppress(OSError):  # a file system without links
+                        target.hardlink_to(entry)
+                        continue
+                    shutil.copyfile(entry, target)
+    except OSError as error:
+        size = sum(tensor.nbytes for tensor in weights.values()) / 2**30
+        what = f"the weights of version {version} ({size:.2g} GiB) cannot be written to {folder}"
+        hint = "make room for two such folders there, or choose another place with --inference.weights-folder"
+        raise InferenceError(f"{what}: {error.strerror or error}; {hint}", is_transient=False) from error
+    return folder
+
+
+def prune_folders(parent: str | Path, keep: Collection[int]) -> None:
+    """Remove the folders of all versions but these, and what a process that was killed has left there."""
+    kept = {version_folder(parent, version).name for version in keep}
+    for entry in Path(parent).iterdir():
+        hidden = HIDDEN_NAME.fullmatch(entry.name)
+        is_version = _VERSIONED.fullmatch(hidden["name"] if hidden else entry.name) is not None
+        if is_version and entry.name not in kept and entry.is_dir():
+            shutil.rmtree(entry, ignore_errors=True)  # what stays is removed the next time
+
+
+def check_folder(path: str | Path, manifest: Sequence[TensorInfo], version: int) -> None:
+    """Read what was written, and compare it with the manifest. Raises InferenceError, which names the tensors."""
+    try:
+        faults = find_faults(manifest, read_manifest(path))
+    except ConfigError as error:
+        faults = [str(error)]
+    if faults:
+        more = f" ({len(faults)} such faults among {len(manifest)} tensors)" if len(faults) > 1 else ""
+        what = f"the weights of version {version} in {path} are not the trainer's: {faults[0]}{more}"
+        hint = "see whether the disk is sound, and whether something else writes there"
+        raise InferenceError(f"{what}. No engine was asked to load them; {hint}", is_transient=False)
+
+
+def read_manifest(path: str | Path) -> tuple[TensorInfo, ...]:
+    """What lies in a folder: of a model (one file, or several with an index) or of an adapter. Every byte is read.
+
+    Raises ConfigError for a folder that is not there, not whole, or no model.
+    """
+    return tuple(_read(path, _infos_of))
+
+
+def read_tensors(path: str | Path) -> dict[str, Any]:
+    """The tensors of such a folder by name, mapped: their bytes are read as they are used. Raises ConfigError."""
+    from safetensors.torch import load_file
+
+    return dict(_read(path, lambda file: load_file(file).items()))
+
+
+def _read(path: str | Path, read: Callable[[Path], Iterable[Any]]) -> Iterator[Any]:
+    """What `read` gives of each file of weights, one file after the other. Raises ConfigError."""
+    from safetensors import SafetensorError
+
+    for file in _weight_files(Path(path)):
+        try:
+            yield from read(file)
+        except SafetensorError as error:
+            raise ConfigError(f"{file} is no safetensors file, or cut off: {error}") from error
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from error
+
+
+def _infos_of(file: Path) -> Iterator[TensorInfo]:
+    """Its tensors, whose bytes are read in pieces and not mapped: where a disk fails, or a file is cut off meanwhile,
+    reading raises OSError, but using a mapped byte ends the process.
+    """
+    from safetensors import safe_open
+
+    with file.open("rb") as data:
+        header = data.read(min(int.from_bytes(data.read(8), "little"), _HEADER_BYTES_MAX))
+        with safe_open(file, "pt") as checked:
+            start, places = data.tell(), json.loads(header)
+            for name in checked.keys():
+                tensor = checked.get_tensor(name)  # for its type and shape
+                data.seek(start + places[name]["data_offsets"][0])
+                yield _info(name, tensor, crc32_of(data, tensor.nbytes))
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}; give one with a model's weights, or with an adapter's")
+    if (folder / _INDEX).is_file():
+        try:
+            names = set(json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ConfigError(f"{folder / _INDEX} cannot be read: {error!r}") from error
+        missing = sorted(name for name in names if not (folder / name).is_file())
+        if missing:
+            raise ConfigError(f"the folder {folder} lacks {missing[0]}, which {_INDEX} names ({len(missing)} such)")
+        files = [folder / name for name in sorted(names)]
+    else:
+        files = [folder / name for name in WEIGHTS.values() if (folder / name).is_file()][:1]
+    if not files:
+        raise ConfigError(f"the folder {folder} holds no {' and no '.join(WEIGHTS.values())}")
+    config = CONFIGS["adapter" if files[0].name == WEIGHTS["adapter"] else "full"]
+    if not (folder / config).is_file():
+        raise ConfigError(f"the folder {folder} holds no {config}")
+    return files

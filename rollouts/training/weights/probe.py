@@ -1,0 +1,393 @@
+"""The proof that an engine serves the trainer's weights: both must give the same numbers for the same tokens.
+
+Two computations of the same weights agree within rounding, whatever the engine. Where they do not, the numbers often
+say why: they are those of an earlier version, or those of the new weights with one tensor of the old ones. Left out:
+how weights are sent, and when engines are probed (`sync`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import trio
+
+from rollouts.errors import ConfigError, InferenceError, TrainingError
+from rollouts.inference.base import GenerateRequest, Generation, InferenceBackend, members_of
+from rollouts.inference.servers.http import HTTPFailure
+from rollouts.training.types import Row, TrainBatch, TrainingBackend
+from rollouts.training.weights.files import Kind, manifest_of, read_manifest, read_tensors, tied_weights
+
+E = TypeVar("E")
+T = TypeVar("T")
+
+SCORED_TOKENS = 128
+PROMPT_TOKENS = 160  # fills a block of every server's cache: the largest holds 128
+SAMPLED_TOKENS = 12
+TOLERANCE = 1e-3  # nats a token, of float32 and wider, of engines that compute as the trainer does
+TOLERANCE_SERVER = 1e-4  # of servers in float32: seen are 7e-6
+TOLERANCE_HALF = 5e-2  # of weights of 16 bits and fewer
+NOISE_SHARE = 0.1  # of the tolerance: what two computations of the same weights differ by
+MOVED_NOISES = 20.0  # a trainer that moved so many times the noise is seen to have moved
+FIND_SECONDS = 60.0
+COPY_TOKENS = 32  # that engines in this process score
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+class Sequences(NamedTuple):
+    """Fixed ids, all over the vocabulary: what engines score, what they continue, and a prompt for those that want
+    another than before; at most `sampled` ids are asked for.
+    """
+
+    scored: list[int]
+    prompt: list[int]
+    other: list[int]
+    sampled: int
+
+
+class Apart(NamedTuple):
+    """Where two computations differ most: the token's place, both numbers, how far apart, how far they may be."""
+
+    place: int
+    ours: float
+    theirs: float
+    apart: float
+    allowed: float
+
+    @property
+    def agrees(self) -> bool:
+        """A NaN is no agreement."""
+        return self.apart <= self.allowed
+
+    def words(self, what: str) -> str:
+        """`what` is the sequence, for a person."""
+        return (
+            f"token {self.place} of {what} has the log-probability {self.theirs:.6g} there and {self.ours:.6g} in the "
+            f"trainer, {self.apart:.2g} apart (at most {self.allowed:g})"
+        )
+
+
+def probe_sequences(context_tokens: int, vocabulary_size: int) -> Sequences:
+    """The sequences for engines with contexts so long and so many ids."""
+    assert context_tokens >= 4 and vocabulary_size >= 1, (context_tokens, vocabulary_size)
+    sampled = min(SAMPLED_TOKENS, context_tokens // 4)
+    prompt = min(PROMPT_TOKENS, context_tokens - sampled - 1)
+    scored = min(SCORED_TOKENS, context_tokens - 1)
+    # The last ids of a vocabulary are often placeholders, which some servers do not take.
+    ids = max(1, vocabulary_size - vocabulary_size // 8)
+    return Sequences(_spread(scored, ids, 1), _spread(prompt, ids, 2), _spread(prompt, ids, 3), sampled)
+
+
+def _spread(length: int, ids: int, seed: int) -> list[int]:
+    """Ids as random as they have to be, the same everywhere (a generator of Lehmer's)."""
+    state, found = 48271 * seed, []
+    for _ in range(length):
+        state = state * 48271 % 2147483647
+        found.append(state % ids)
+    return found
+
+
+def parity_tolerance(weights: Mapping[str, Any], compute_dtype: str = "", *, full: float = TOLERANCE) -> float:
+    """How far apart, in nats a token, two computations with weights of these types may be; `compute_dtype` is what
+    layers compute in, where that is not the type of the weights; `full` is the bound of float32.
+    """
+    if compute_dtype in ("bfloat16", "float16"):
+        return TOLERANCE_HALF
+    halves = (each for each in weights.values() if each.is_floating_point() and each.itemsize < 4)
+    return full if next(halves, None) is None else TOLERANCE_HALF
+
+
+async def trainer_logprobs(backend: TrainingBackend, tokens: list[int], temperature: float = 1.0) -> list[float]:
+    """The trainer's logprob of each token [L], the first 0.0."""
+    zeros = [0.0] * len(tokens)
+    row = Row(tokens, [*zeros], [*zeros], [*zeros], [*zeros], 0, 0)
+    batch = TrainBatch([row], denominator=1.0, rewards=[0.0], step=0, temperature=temperature)
+    output = await backend.forward(batch, ("logprobs",))
+    assert output.logprobs is not None, "logprobs were asked for"
+    return output.logprobs[0]
+
+
+def furthest_apart(ours: Sequence[float], theirs: Sequence[float], tolerance: float, *, first: int = 1) -> Apart:
+    """Where they differ most, from place `first` on."""
+    assert len(ours) == len(theirs) > first, f"{len(ours)=} {len(theirs)=} {first=}"
+    # In 16 bits the logarithm of a small probability is as inexact as it is large.
+    is_half = tolerance >= TOLERANCE_HALF
+    scales = [max(1.0, abs(value)) if is_half else 1.0 for value in ours]
+    apart = [abs(one - other) for one, other in zip(ours, theirs, strict=True)]
+    place = max(range(first, len(ours)), key=lambda index: (math.isnan(apart[index]), apart[index] / scales[index]))
+    return Apart(place, ours[place], theirs[place], apart[place], tolerance * scales[place])
+
+
+def agree(ours: Sequence[float], theirs: Sequence[float], tolerance: float) -> bool:
+    """Whether no token is too far apart."""
+    return furthest_apart(ours, theirs, tolerance).agrees
+
+
+def has_not_moved(
+    ours: tuple[Sequence[float], Sequence[float]], theirs: tuple[Sequence[float], Sequence[float]], tolerance: float
+) -> bool:
+    """Of (before, after) of the trainer and of an engine that agreed before: whether the trainer moved more than noise,
+    and the engine not along with it. Sees steps that are smaller than the tolerance, since it looks at all tokens; in
+    16 bits, where noise is as large as they are, only an engine whose numbers are the same to the last bit.
+    """
+    trainer = [after - before for before, after in zip(*ours, strict=True)]
+    squared = sum(step * step for step in trainer)
+    if math.sqrt(squared) < MOVED_NOISES * NOISE_SHARE * tolerance:
+        return False
+    if tolerance >= TOLERANCE_HALF:
+        return list(theirs[0]) == list(theirs[1])
+    engine = [after - before for before, after in zip(*theirs, strict=True)]
+    along = sum(one * other for one, other in zip(trainer, engine, strict=True)) / squared
+    return not along > 0.5  # 1 where it moved as the trainer did
+
+
+# --- the proof --------------------------------------------------------------------------------------------------------
+
+
+class Memory(NamedTuple):
+    """What the next sync compares with: the trainer's `numbers` for `tokens` by version, and of each kind the last
+    weights where they lie in no folder, or else a folder with them.
+    """
+
+    tokens: Sequence[int] = ()
+    numbers: Mapping[int, list[float]] = {}
+    weights: Mapping[Kind, Mapping[str, Any]] = {}
+    folders: Mapping[Kind, str] = {}
+
+    @property
+    def version(self) -> int:
+        """That servers were last seen to serve; -1 before the first sync."""
+        return next(reversed([*self.numbers]), -1)
+
+
+@dataclasses.dataclass
+class Proof:
+    """One sync, as its servers are held to it: the `weights` by kind, and the trainer's `numbers` for the scored
+    sequence. `known` are the numbers of earlier versions for it; `before` is what each server scored before the update,
+    by its repr.
+    """
+
+    backend: TrainingBackend
+    version: int
+    weights: Mapping[Kind, Mapping[str, Any]]
+    sequences: Sequences
+    numbers: list[float]
+    tolerance: float
+    temperature: float
+    memory: Memory
+
+    def __post_init__(self) -> None:
+        self.known = self.memory.numbers if self.memory.tokens == self.sequences.scored else {}
+        self.before: dict[str, list[float]] = {}
+
+    async def look_before(self, servers: Sequence[InferenceBackend]) -> None:
+        """What each server gives before the update, to compare with; and the prompt is in its cache then, if it keeps
+        one: a cache that outlives the old weights is seen.
+        """
+
+        async def look(member: InferenceBackend) -> None:
+            self.before[repr(member)] = await member.score(self.sequences.scored, 1.0)
+            await member.generate(GenerateRequest(self.sequences.prompt, 1, (), 0))
+
+        for each in await gather(look, [member for engine in servers for member in members_of(engine)]):
+            # Whether it can serve is for the update to say: it may be a server that has just been started again.
+            if isinstance(each, Exception) and not isinstance(each, InferenceError):
+                raise each
+
+    async def prove(self, engine: InferenceBackend) -> list[float]:
+        """How far each server of an engine is from the trainer. Raises InferenceError where one does not serve the
+        weights. One that dies meanwhile, while others of its pool live, is left to the pool.
+        """
+        members = members_of(engine)
+        found = []
+        for member, each in zip(members, await gather(self._prove, members), strict=True):
+            if not isinstance(each, Exception):
+                found.append(each)
+                continue
+            if not isinstance(each, HTTPFailure):
+                raise each
+            if engine.capabilities.is_pool:
+                await engine.health()  # a pool asks each of its servers, and leaves out those that are dead
+            if member in members_of(engine):
+                given = f"{label_of(member)} was given the weights of version {self.version}"
+                raise InferenceError(f"{given}, and cannot be asked whether it serves them: {each}") from each
+        if not found:
+            raise InferenceError(f"no server of {label_of(engine)} is left to serve version {self.version}")
+        return found
+
+    async def _prove(self, member: InferenceBackend) -> float:
+        scored = await member.score(self.sequences.scored, 1.0)
+        worst = furthest_apart(self.numbers, scored, self.tolerance)
+        if not worst.agrees:
+            why = await self._diagnose(member, scored)
+            raise _not_served(member, self.version, f"{worst.words('a test sequence')}; {why}")
+        served = self.memory.version
+        last, before = self.known.get(served, []), self.before.get(repr(member), [])
+        agreed = bool(last and before) and agree(last, before, self.tolerance)
+        if agreed and has_not_moved((last, self.numbers), (before, scored), self.tolerance):
+            moved = f"the trainer's log-probabilities of a test sequence have moved since version {served}"
+            still = f"{moved}, and the server's have not; it still serves version {served}"
+            raise _not_served(member, self.version, still)
+        temperatures = dict.fromkeys([1.0, self.temperature or 1.0])
+        return max([worst.apart, *[await self._prove_sampling(member, each) for each in temperatures]])
+
+    async def _prove_sampling(self, member: InferenceBackend, temperature: float) -> float:
+        prompt = self.sequences.prompt
+        reply, worst = await self._sample(member, prompt, temperature)
+        if not worst.agrees:
+            why = await self._diagnose_sampling(member, reply, temperature)
+            words = worst.words(f"a reply sampled at temperature {temperature:g}")
+            raise _not_served(member, self.version, f"{words}, though it scores right; {why}")
+        wrong = sorted(set(reply.versions) - {self.version})
+        if wrong:
+            raise _not_served(member, self.version, f"it says that it samples with version {wrong[0]}")
+        return worst.apart
+
+    async def _sample(
+        self, member: InferenceBackend, prompt: list[int], temperature: float
+    ) -> tuple[Generation, Apart]:
+        """A reply, and where its log-probabilities are furthest from the trainer's."""
+        request = GenerateRequest(prompt, self.sequences.sampled, (), self.version, temperature=temperature)
+        reply = await member.generate(request)
+        if not reply.tokens:
+            raise _not_served(member, self.version, f"a test prompt of {len(prompt)} tokens was answered with none")
+        return reply, await self._apart(prompt, reply, temperature)
+
+    async def _apart(self, prompt: list[int], reply: Generation, temperature: float) -> Apart:
+        ours = await trainer_logprobs(self.backend, prompt + reply.tokens, temperature)
+        return furthest_apart(ours[len(prompt) :], reply.logprobs, self.tolerance, first=0)
+
+    async def _diagnose(self, member: InferenceBackend, scored: list[float]) -> str:
+        """What wrong scores look like."""
+        if any(map(math.isnan, scored)):
+            return "some of its numbers are NaN: it has weights that nothing was written into"
+        kind, last = member.capabilities.weights_kind, self.memory.version
+        old = [version for version, numbers in self.known.items() if agree(numbers, scored, self.tolerance)]
+        before = self.before.get(repr(member))
+        if before is not None and agree(before, scored, self.tolerance):
+            served = f"version {last}" if last in old else "what it served before"
+            words = f"its numbers are those of before: it still serves {served}"
+            if kind == "full":
+                return words
+            other = ", or the model beneath it is not the one that is trained (is it another run's?)"
+            return f"{words}, so the adapter was not loaded, or requests do not name it{'' if self.known else other}"
+        if old:
+            bare = kind == "adapter" and not min(old)
+            base = " (the model without an adapter, if the run began there)" if bare else ""
+            return f"its numbers are those of version {max(old)}{base}: it serves an older version"
+        names = await self._find_tensors(kind, scored)
+        if names:
+            more = f" (or {', '.join(names[1:3])})" if names[1:] else ""
+            kept = f"{names[0]}{more} of version {last}"
+            return f"its numbers are those of version {self.version} with {kept}: that tensor did not arrive"
+        return (
+            "they are no earlier version's either: some tensor did not arrive whole, or it has another model or "
+            "precision than the trainer (see the server's own --dtype)"
+        )
+
+    async def _find_tensors(self, kind: Kind, theirs: Sequence[float]) -> list[str]:
+        """The tensors that an engine seems to have kept from the version before: with one of them (and those tied to
+        it) put back, the trainer gives the engine's numbers. Empty where none does, or it cannot be found out in a
+        minute. The trainer's weights are tried out and put back; they are whole in the end.
+        """
+        new = self.weights[kind]
+        found: list[tuple[float, str]] = []
+        try:
+            old, changed = await trio.to_thread.run_sync(self._changed, kind)  # checksums of all weights take a while
+        except ConfigError:
+            return []  # the folder of the last weights cannot be read any more: what the engine does is the error
+        if not changed:
+            return []
+        try:
+            with trio.move_on_after(FIND_SECONDS):
+                for names in changed:
+                    await self.backend.load_weights({**new, **{name: old[name] for name in names}})
+                    ours = await trainer_logprobs(self.backend, self.sequences.scored)
+                    apart = furthest_apart(ours, theirs, self.tolerance)
+                    if apart.agrees:
+                        found.append((apart.apart, names[0]))
+        except TrainingError:
+            return []  # it trains an adapter, and these are its merged weights: nothing was loaded
+        finally:
+            with trio.CancelScope(shield=True), contextlib.suppress(TrainingError):  # as above: they were never taken
+                await self.backend.load_weights(dict(new))
+        return [name for _, name in sorted(found)]
+
+    def _changed(self, kind: Kind) -> tuple[Mapping[str, Any], list[list[str]]]:
+        """The last weights, and the names of those that have changed, those that are tied (equal before and after)
+        together: none where the last weights are not known, or were those of another model.
+        """
+        new, path = self.weights[kind], self.memory.folders.get(kind)
+        old = dict(read_tensors(path) if path else self.memory.weights.get(kind, {}))
+        before = {info.name: info.crc32 for info in (read_manifest(path) if path else manifest_of(old))}
+        for name, source in tied_weights(self.backend.model_files.causal).items():
+            if path and source in old:
+                old[name], before[name] = old[source], before[source]
+        groups: dict[tuple[Any, ...], list[str]] = {}
+        if old.keys() == new.keys() and all(old[name].shape == new[name].shape for name in new):
+            for info in manifest_of(new):
+                if info.crc32 != before[info.name]:
+                    groups.setdefault((info.shape, before[info.name], info.crc32), []).append(info.name)
+        return old, list(groups.values())
+
+    async def _diagnose_sampling(self, member: InferenceBackend, reply: Generation, temperature: float) -> str:
+        """What wrong log-probabilities of sampled tokens look like, where scores are right."""
+        if temperature != 1.0 and (await self._apart(self.sequences.prompt, reply, 1.0)).agrees:
+            return (
+                "they are those of temperature 1: start the server so that it gives the log-probabilities of what "
+                "it samples from (vLLM: --logprobs-mode processed_logprobs), or type --temperature 1"
+            )
+        _, other = await self._sample(member, self.sequences.other, temperature)
+        if other.agrees:
+            before = f"of version {self.memory.version}" if self.memory.version >= 0 else "of the weights before"
+            right = "with a prompt that it had not seen before it is right"
+            return f"{right}, so its prefix cache still holds what is {before}: the cache was not flushed"
+        return (
+            "see which log-probabilities the server returns, and whether it samples with the model that it scores with"
+        )
+
+
+async def probe_parity(backend: TrainingBackend, engine: InferenceBackend, tolerance: float = TOLERANCE) -> float:
+    """How far engine and trainer are apart, at most, in the log-probability (temperature 1) of a token of one fixed
+    sequence, in nats. Raises InferenceError, with both numbers, where that is more than `tolerance`.
+    """
+    length = min(COPY_TOKENS, engine.context_tokens_max)
+    tokens = [index % (engine.vocabulary_size or COPY_TOKENS) for index in range(length)]
+    ours = await trainer_logprobs(backend, tokens)
+    worst = furthest_apart(ours, await engine.score(tokens, 1.0), tolerance)
+    if not worst.agrees:
+        words = f"{worst.words('a test sequence')}; see whether both have the same model and precision"
+        raise _not_served(engine, backend.version, words)
+    return worst.apart
+
+
+def _not_served(engine: InferenceBackend, version: int, what: str) -> InferenceError:
+    given = f"{label_of(engine)} does not serve the weights of version {version} that it was given"
+    return InferenceError(f"{given}: {what}", is_transient=False)
+
+
+def label_of(engine: InferenceBackend) -> str:
+    """How an error names an engine: by its repr, or by its class where that would be an address in memory."""
+    has_own = type(engine).__repr__ is not object.__repr__
+    return repr(engine) if has_own else f"the engine ({type(engine).__name__})"
+
+
+async def gather(ask: Callable[[E], Awaitable[T]], asked: Sequence[E]) -> list[T | Exception]:
+    """What each gave or raised, all of them asked at once."""
+    found: dict[int, T | Exception] = {}
+
+    async def attempt(index: int) -> None:
+        try:
+            found[index] = await ask(asked[index])
+        except Exception as error:  # it ends no other
+            found[index] = error
+
+    async with trio.open_nursery() as nursery:
+        for index in range(len(asked)):
+            nursery.start_soon(attempt, index)
+    return [found[index] for index in range(len(asked))]

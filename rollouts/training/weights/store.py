@@ -1,0 +1,340 @@
+"""The checkpoints of a run as folders on the disk: written whole, checked, found, kept and removed.
+
+    with new_checkpoint("checkpoints/step_000010") as folder:   # an empty folder beside that name
+        ...                                                     # weights and tensors are written into it
+        finish_checkpoint(folder, kind="full", ..., state={})   # state.json and manifest.json
+                                                                # leaving the block: the rename
+
+A folder is a whole checkpoint if it has its manifest: format, kind, model, size and crc32 of every file. Every refusal
+is a sentence with what to type instead. Left out: what is in the files (`checkpoint`, `files`). Nothing here needs
+torch, so that a run can be looked at without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from rollouts.disk import HIDDEN_NAME, MANIFEST, new_folder, remove_folder
+from rollouts.errors import CheckpointError, ConfigError, DamagedCheckpointError, ModelError, first_line
+
+FORMAT = 2
+STATE = "state.json"
+TRAINER = "trainer"
+
+_CHUNK_BYTES = 1 << 22
+_OF_A_RUN = "give a folder that a run wrote, such as checkpoints/step_000010"
+_KINDS = {"full": "all weights", "adapter": "a LoRA adapter"}
+_FULL_DISK = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
+
+
+class _File(msgspec.Struct):
+    bytes: int
+    crc32: str
+
+
+class _Manifest(msgspec.Struct):
+    kind: str
+    model: str
+    files: dict[str, _File]
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def new_checkpoint(path: str | Path) -> Iterator[Path]:
+    """An empty folder to write a checkpoint into, `finish_checkpoint` at the end; it then gets the name `path`. An
+    older checkpoint of that name goes away once the new one has it. Raises CheckpointError.
+
+    Where the block raises, nothing of the new one stays, and what was under the name is there still.
+    """
+    try:
+        with new_folder(Path(path)) as folder:
+            yield folder
+            assert (folder / MANIFEST).is_file(), f"{folder} is not finished"
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def finish_checkpoint(
+    folder: Path, *, kind: str, fingerprint: str, version: int, world_size: int, state: dict[str, Any]
+) -> None:
+    """Write `state` and the manifest of all that is in the folder. `state` is plain data as JSON has it: keys are text,
+    and a tuple comes back as a list. Raises CheckpointError, OSError.
+    """
+    try:
+        text = json.dumps(state)
+    except (TypeError, ValueError, RecursionError) as error:
+        what = f"the checkpoint {_visible(folder)} cannot be written: the state of the run is not plain data ({error})"
+        plain = "what an environment's state() gives must be numbers, text, lists and dicts"
+        raise CheckpointError(f"{what}; {plain}") from error
+    (folder / STATE).write_text(text + "\n", encoding="utf-8")
+    written = sorted(each for each in folder.rglob("*") if each.is_file())
+    files = {each.relative_to(folder).as_posix(): msgspec.to_builtins(_describe(each)) for each in written}
+    manifest: dict[str, Any] = {"format": FORMAT, "kind": kind, "model": fingerprint}
+    manifest |= {"version": version, "world_size": world_size, "files": files}
+    manifest["crc32"] = manifest_crc(manifest)
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+
+
+def manifest_crc(manifest: dict[str, Any]) -> str:
+    """The manifest's own crc32: of all of it but this."""
+    rest = {key: value for key, value in manifest.items() if key != "crc32"}
+    return f"{zlib.crc32(json.dumps(rest, sort_keys=True).encode()):08x}"
+
+
+def cannot_write(path: str | Path, error: BaseException, *, where: str = "") -> CheckpointError:
+    """The error for a checkpoint that cannot be written. `path` may be the folder of `new_checkpoint`."""
+    reason = getattr(error, "strerror", None) or first_line(error)
+    # Errors of Rust have no number, and name the cause in words.
+    is_full = getattr(error, "errno", None) in _FULL_DISK or any(os.strerror(n) in str(error) for n in _FULL_DISK)
+    hint = "free some space, or keep fewer (--keep-checkpoints)" if is_full else "see who may write there"
+    what = f"the checkpoint {_visible(Path(path))} cannot be written{where}: {reason}"
+    return CheckpointError(f"{what}; {hint}. The checkpoints before it are as they were", is_full=is_full)
+
+
+def _visible(path: Path) -> Path:
+    """What a folder of `new_checkpoint` is going to be called."""
+    hidden = HIDDEN_NAME.fullmatch(path.name)
+    return path.with_name(hidden["name"]) if hidden else path
+
+
+def crc32_of(data: BinaryIO, size: int) -> int:
+    """Of the next `size` bytes, read in pieces. Raises OSError, also where there are fewer."""
+    crc = 0
+    while size:
+        chunk = data.read(min(size, _CHUNK_BYTES))
+        if not chunk:
+            raise OSError(errno.EIO, "it ends too early")
+        crc, size = zlib.crc32(chunk, crc), size - len(chunk)
+    return crc
+
+
+def _describe(file: Path) -> _File:
+    with file.open("rb") as data:
+        size = os.fstat(data.fileno()).st_size
+        return _File(size, f"{crc32_of(data, size):08x}")
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def check_folder(path: str | Path, *, kind: str | None = None, fingerprint: str | None = None) -> None:
+    """Refuse a folder that is not there, no checkpoint or of another format (ConfigError), unfinished or damaged
+    (DamagedCheckpointError), or of another kind or model than the given one (ModelError). Every byte is read.
+    """
+    manifest = _read_manifest(Path(path))
+    if kind is not None and manifest.kind != kind:
+        held, trained = (_KINDS.get(each, each) for each in (manifest.kind, kind))
+        what = f"the checkpoint {path} holds {held}, but this run trains {trained}"
+        raise ModelError(f"{what}; give the same lora_rank as the run that wrote it")
+    if fingerprint is not None and manifest.model != fingerprint:
+        what = f"the checkpoint {path} was written by another model (its names and shapes of weights differ)"
+        raise ModelError(f"{what}; give the model and lora_rank of the run that wrote it")
+    for name, wanted in manifest.files.items():
+        if damage := _damage(Path(path) / name, wanted):
+            raise damaged(path, f"the checkpoint {path} is damaged: {name} {damage}")
+
+
+def read_state(path: str | Path) -> dict[str, Any]:
+    """What `finish_checkpoint` was given as `state`. Raises DamagedCheckpointError."""
+    try:
+        state = json.loads((Path(path) / STATE).read_text(encoding="utf-8"))
+        if not isinstance(state, dict):
+            raise ValueError(f"it holds a {type(state).__name__}")
+    except (OSError, ValueError) as error:
+        raise damaged(path, f"the {STATE} of the checkpoint {path} cannot be read: {error}") from error
+    return state
+
+
+def damaged(path: str | Path, what: str) -> DamagedCheckpointError:
+    """The error for a checkpoint that cannot be used: `what` is wrong, and what to type instead."""
+    own = step_of(Path(path)) or 0
+    before = [each for each in complete_checkpoints(Path(path).parent) if (step_of(each) or 0) < own]
+    such = f", such as {before[-1]}" if before else ""
+    return DamagedCheckpointError(f"{what}; give an earlier one{such}")
+
+
+def _damage(file: Path, wanted: _File) -> str:
+    """What is wrong with the file, if anything."""
+    if not file.is_file():
+        return "is missing"
+    try:
+        size = file.stat().st_size
+        if size != wanted.bytes:
+            return f"has {size} bytes and not the {wanted.bytes} that were written"
+        return "" if _describe(file) == wanted else "is not what was written (its checksum differs)"
+    except OSError as error:
+        return f"cannot be read ({error.strerror or error})"
+
+
+def _read_manifest(folder: Path) -> _Manifest:
+    """Raises ConfigError for whatever is no finished checkpoint of this format."""
+    if not folder.is_dir():
+        what = f"the checkpoint {folder} is a file" if folder.exists() else f"there is no checkpoint {folder}"
+        raise ConfigError(f"{what}; {_OF_A_RUN}")
+    if not (folder / MANIFEST).is_file():
+        raise _without_manifest(folder)
+    unreadable = f"the {MANIFEST} of the checkpoint {folder} cannot be read"
+    try:
+        found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise damaged(folder, f"{unreadable}: {error}") from error
+    if not isinstance(found, dict) or not {"format", "files"} & set(found):
+        raise _no_checkpoint(folder)  # a run's folder has a manifest.json too, another one
+    number = found.get("format")
+    if not isinstance(number, int):
+        raise damaged(folder, f"{unreadable}: its format is {number!r}")
+    if number != FORMAT:
+        raise _other_format(folder, number, found.get("kind"))
+    if found.get("crc32") != manifest_crc(found):
+        raise damaged(folder, f"{unreadable}: its checksum differs")
+    try:
+        return msgspec.convert(found, _Manifest)
+    except msgspec.ValidationError as error:
+        raise damaged(folder, f"{unreadable}: {error}") from error
+
+
+def _without_manifest(folder: Path) -> ConfigError:
+    began = step_of(folder) is not None or HIDDEN_NAME.fullmatch(folder.name)
+    if not began and not (folder / STATE).exists() and not (folder / TRAINER).exists():
+        return _no_checkpoint(folder)
+    return damaged(folder, f"the checkpoint {folder} has no {MANIFEST}, so it was lost, or writing it did not finish")
+
+
+def _no_checkpoint(folder: Path) -> ConfigError:
+    inside = last_checkpoint(folder / "checkpoints") or last_checkpoint(folder)
+    if inside is not None:
+        hint = f"did you mean {inside}?"
+    elif (folder / "config.json").is_file():
+        hint = f"it holds a model: type --model {folder} to begin a new run from it"
+    else:
+        hint = _OF_A_RUN
+    return ConfigError(f"the folder {folder} is no checkpoint; {hint}")
+
+
+def _other_format(folder: Path, number: int, kind: Any) -> ConfigError:
+    age, hint = "a newer", "type `pip install --upgrade rollouts-rl`"
+    if number < FORMAT:
+        begin = f", or type --model {folder} to begin a new run from its weights" if kind == "full" else ""
+        age, hint = "an older", f"go on with the version that wrote it (0.1.0){begin}"
+    written = f"the checkpoint {folder} was written by {age} rollouts"
+    return ConfigError(f"{written} (format {number}, this one reads {FORMAT}); {hint}")
+
+
+# --- those of a run ---------------------------------------------------------------------------------------------------
+
+
+def step_of(path: Path) -> int | None:
+    """The number in `step_000010`; None for another name."""
+    head, _, digits = path.name.partition("step_")
+    return int(digits) if not head and digits.isdecimal() else None
+
+
+def all_checkpoints(folder: Path) -> list[Path]:
+    """The `step_*` folders of a run's `checkpoints/`, by number, the newest last; whole or not."""
+    if not folder.is_dir():
+        return []
+    found = [each for each in folder.iterdir() if step_of(each) is not None and each.is_dir()]
+    return sorted(found, key=lambda each: (step_of(each), each.name))
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Those of `all_checkpoints` that have their manifest."""
+    return [each for each in all_checkpoints(folder) if (each / MANIFEST).is_file()]
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The newest whole one of a run's `checkpoints/`, if there is any."""
+    return next(reversed(complete_checkpoints(folder)), None)
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The same; raises DamagedCheckpointError where a newer one has no manifest: a checkpoint gets its name once it is
+    whole, so something has been lost.
+    """
+    found = all_checkpoints(folder)
+    if found and not (found[-1] / MANIFEST).is_file():
+        raise _without_manifest(found[-1])
+    return found[-1] if found else None
+
+
+def prune_checkpoints(folder: Path, keep: int) -> list[Path]:
+    """Remove all but the last `keep` and the best one; gives what was removed. `keep` 0 keeps all.
+
+    The best one has the best metric in its state, among those with a metric of the name of the newest such; of equals
+    it is the newest. Raises CheckpointError where one cannot be removed.
+    """
+    found = complete_checkpoints(folder)
+    if keep <= 0 or len(found) <= keep:
+        return []
+    metrics = [(metric, path) for path in reversed(found) if (metric := _metric(path)) is not None]
+    ranked = [(value, path) for (name, value), path in metrics if name == metrics[0][0][0]]
+    best = max(ranked, key=lambda pair: pair[0])[1] if ranked else None
+    removed = [path for path in found[:-keep] if path != best]
+    for path in removed:
+        remove_checkpoint(path)
+    return removed
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove it; a kill leaves it whole, or under a hidden name. Raises CheckpointError."""
+    try:
+        remove_folder(path)
+    except OSError as error:
+        what = f"the checkpoint {path} cannot be removed: {error.strerror or error}"
+        raise CheckpointError(f"{what}; see who owns it, or keep all of them (--keep-checkpoints 0)") from error
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed processes left in a run's `checkpoints/`. A kill in the middle of replacing a checkpoint may
+    have left only the old one, under a hidden name: it gets its name back.
+
+    What a living process writes stays. To be called before this process writes: what bears its number was left by an
+    earlier process of the same number, as they are common in containers. Raises CheckpointError.
+    """
+    if not folder.is_dir():
+        return
+    found = [(hidden, path) for path in folder.iterdir() if (hidden := HIDDEN_NAME.fullmatch(path.name))]
+    ended = [(hidden, path) for hidden, path in found if path.is_dir() and not _is_alive(int(hidden["pid"]))]
+    for hidden, path in sorted(ended, key=lambda pair: pair[1].stat().st_mtime, reverse=True):
+        target = path.with_name(hidden["name"])
+        if hidden["what"] != "old" or target.exists() or not (path / MANIFEST).is_file():
+            remove_folder(path)
+            continue
+        try:
+            os.replace(path, target)
+        except OSError as error:
+            what = f"{path} cannot be renamed to {target.name}: {error.strerror or error}"
+            raise CheckpointError(f"{what}; rename it yourself") from error
+
+
+def _metric(path: Path) -> tuple[str, float] | None:
+    """The metric's name, and its value with the sign that makes more better."""
+    try:
+        metric = read_state(path)["run"]["metric"]
+        value = float(metric["value"])
+        signed = value if metric["higher_is_better"] else -value
+        return (str(metric["name"]), signed) if math.isfinite(value) else None
+    except (ConfigError, KeyError, TypeError, ValueError):
+        return None  # no metric, or a state that cannot be read: neither can be the best
+
+
+def _is_alive(pid: int) -> bool:
+    if os.name == "nt" or pid == os.getpid():
+        return pid != os.getpid()  # asking would end it on Windows
+    try:
+        os.kill(pid, 0)
+    except (OSError, OverflowError) as error:
+        return isinstance(error, PermissionError)
+    return True

@@ -1,0 +1,40 @@
+"""A package that is imported is declared, and one that is declared is imported."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+NEWER_PYTHON = {"annotationlib"}  # of the standard library from 3.14 on
+OF_A_SERVER = {"vllm"}  # imported inside vLLM's own process alone
+TO_COME = {"datasets"}  # for loaders of rows that are not there yet
+
+
+def imported() -> set[str]:
+    """The roots of all imports under rollouts/, at any depth, the standard library's excluded."""
+    found: set[str] = set()
+    for path in (ROOT / "rollouts").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found.add(node.module.partition(".")[0])
+    return found - set(sys.stdlib_module_names) - NEWER_PYTHON - {"rollouts"}
+
+
+def declared() -> tuple[set[str], set[str]]:
+    """The modules of the base dependencies, and of the extra `train`."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lists = (project["dependencies"], project["optional-dependencies"]["train"])
+    base, train = ({re.split(r"[ ><=!~\[;]", each)[0].replace("-", "_") for each in group} for group in lists)
+    return base, train
+
+
+def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
+    base, train = declared()
+    assert {"trio", "click"} <= base and "torch" in train
+    assert imported() - OF_A_SERVER == (base | train) - TO_COME
