@@ -1,8 +1,8 @@
 """Chat: messages to token ids and back, through the model's own chat template.
 
-Rooms: `format` (ChatFormat: prompt ids, incremental suffixes, replies read back), `dialect` (how this template wants
-its messages), `controls` (a conversation's text is no control token), `families` (tool-call formats), `preflight`
-(what a template does, in words), `masks` (supervised rows), `tails` (only what is new is rendered).
+Rooms: `format` (ChatFormat: prompt ids, incremental suffixes, replies read back), `template_style` (how this template wants
+its messages), `control_tokens` (a conversation's text is no control token), `tool_call_formats` (tool-call formats), `preflight`
+(what a template does, in words), `masks` (supervised rows), `incremental` (only what is new is rendered).
 Left out: sampling and the conversation itself (`rollouts.agent`). Nothing here imports torch or transformers: the
 tokenizer comes from outside.
 """

@@ -31,8 +31,8 @@ from rollouts.env.mixing import RewardTerm
 from rollouts.env.schema import tool_schema
 from rollouts.errors import ConfigError, ModelError, RolloutsError, RunError, cause_of, named
 from rollouts.inference.base import CanCheck, InferenceBackend, check_engine
-from rollouts.inference.carried import Seat
 from rollouts.inference.chatting import CanChat
+from rollouts.inference.suspend import SuspendableEngine
 from rollouts.loggers.base import MetricsLogger
 from rollouts.plugins.manager import PluginFault, PluginManager
 from rollouts.plugins.signature import call_with
@@ -263,7 +263,7 @@ class Player(NamedTuple):
             tool_seconds=settings.tool_seconds or math.inf,
         )
 
-        def play(job: EpisodeJob, session: str, inference: Seat) -> Coroutine[Any, Any, Episode]:
+        def play(job: EpisodeJob, session: str, inference: SuspendableEngine) -> Coroutine[Any, Any, Episode]:
             return run_episode(
                 job.task,
                 make_env=make_env[job.task.env],
