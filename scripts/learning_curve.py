@@ -4,7 +4,7 @@
     python scripts/learning_curve.py --runs runs/a runs/b     # runs that exist already; nothing is trained
 
 Each thin line is the mean reward of one seed's rollouts, step by step; the thick line is their mean. The dots are the
-held-out tasks before and after training. Text stays text, there is no background, and every colour is readable on
+held-out tasks before and after training. Text stays text, there is no background, and every color is readable on
 white and on black.
 
 Needs matplotlib (requirements-test.txt) and the calculator environment.
@@ -69,8 +69,8 @@ def draw(curves: Sequence[Curve], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("svg")
-    colours = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK)
-    style = {"svg.fonttype": "none", "svg.hashsalt": "rollouts", "font.family": "sans-serif", "font.size": 9, **colours}
+    colors = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK)
+    style = {"svg.fonttype": "none", "svg.hashsalt": "rollouts", "font.family": "sans-serif", "font.size": 9, **colors}
     with matplotlib.rc_context(style):
         import matplotlib.pyplot as plt
 
