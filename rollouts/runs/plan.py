@@ -37,7 +37,7 @@ from rollouts.runs.environments import Environment, held_out_tasks, plan_environ
 from rollouts.training.algorithms.algorithm import Algorithm, Stage, function_label, needs
 from rollouts.training.models import bundled
 from rollouts.training.rollout_gen.groups import Filter
-from rollouts.training.types import Companions, TrainingBackend
+from rollouts.training.types import AuxiliaryModels, TrainingBackend
 from rollouts.types import Task
 
 # Default learning rates of models that are neither bundled nor descend from such a one: larger ones break them.
@@ -50,9 +50,9 @@ LR_CRITIC_FACTOR = 10.0
 class Plan(NamedTuple):
     """A composed run: functions and settings, no model yet. `resolved` is complete, so that writing it repeats the run.
 
-    An evaluation has no filters, no schedule and no companions. Of a training run `schedule` holds every stage, the
-    first included; `stages_chosen` are the components of each later stage, as `chosen` are of the whole run;
-    `companions` are the models beside the policy (None: none). `notes` are for the user who starts the run.
+    An evaluation has no filters, no schedule and no auxiliary models. Of a training run `schedule` holds every stage,
+    the first included; `stages_chosen` are the components of each later stage, as `chosen` are of the whole run;
+    `auxiliary_models` are reference, critic and teacher (None: none). `notes` are for the user who starts the run.
     """
 
     resolved: Resolved
@@ -62,7 +62,7 @@ class Plan(NamedTuple):
     filters: tuple[Filter, ...]
     schedule: tuple[Stage, ...]
     stages_chosen: tuple[dict[str, list[Chosen]], ...]
-    companions: Companions | None
+    auxiliary_models: AuxiliaryModels | None
     notes: tuple[str, ...]
     manager: PluginManager
 
@@ -169,7 +169,8 @@ class Plan(NamedTuple):
             "lora_rank": settings.lora_rank,
             "tokens_per_microbatch": settings.tokens_per_microbatch,
             "algorithms": self.algorithms,
-            "companions": self.companions,
+            "auxiliary_models": self.auxiliary_models,
+            "companions": self.auxiliary_models,
         }
 
     def inference_arguments(self, training: TrainingBackend | None, folder: str) -> dict[str, Any]:
@@ -249,7 +250,7 @@ def make_plan(resolved: Resolved) -> Plan:
         _filters(chosen["filter"]) if settings.mode == "rl" else (),
         composed.stages,
         composed.stages_chosen,
-        composed.companions,
+        composed.auxiliary_models,
         notes,
         manager,
     )

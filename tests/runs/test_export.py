@@ -67,7 +67,7 @@ def trained(path, rank, model="tiny"):
         lora_rank=rank,
         tokens_per_microbatch=1000,
         algorithms={"main": GRPO},
-        companions=None,
+        auxiliary_models=None,
         settings=TorchSettings(device="cpu"),
     )
     try:

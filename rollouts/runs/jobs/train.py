@@ -245,10 +245,12 @@ class Training:
         """The loop of mode rl, to be awaited."""
         plan, settings = self.plan, self._settings
         kept = self._start.loop
-        loop = LoopState(self._start.step, kept.get("kl_coefficients", {}), kept.get("begun_with", ()))
+        loop = LoopState(
+            self._start.step, kept.get("kl_coefficients", {}), kept.get("start_versions", kept.get("begun_with", ()))
+        )
 
         def state(loop: LoopState) -> dict[str, Any]:
-            own = {"kl_coefficients": dict(loop.kl_coefficients), "begun_with": list(loop.start_versions)}
+            own = {"kl_coefficients": dict(loop.kl_coefficients), "start_versions": list(loop.start_versions)}
             return {"data": self.buffer.state_dict(), "rollouts": manager.state_dict(), "loop": own}
 
         async def on_step(report: StepReport) -> dict[str, float]:
