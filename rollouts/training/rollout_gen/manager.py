@@ -9,7 +9,7 @@ Every group that was begun is at every moment exactly one of kept, dropped, carr
 
 With an `over_sampling_factor` of 1 a step waits for everything that it began, nothing is carried over, and one seed is
 one result. Above 1 it is a race: which groups are complete first depends on the clock. With a `staleness` above 0 so
-many steps are prefetched, while earlier ones are trained on; weights are then changed in `hold`.
+many steps are prefetched, while earlier ones are trained on; weights are then changed in `pause`.
 Left out: the playing itself (`pool`, `rollouts.agent.episode`).
 """
 
@@ -145,7 +145,7 @@ class AsyncRolloutManager:
         self._pool: EpisodePool | None = None
         self._prefetch: Prefetch[_PlayedStep] | None = None
         self._reward_fn: RewardFn | None = None  # of the next step that is begun
-        self._is_playing = self._is_held = False
+        self._is_playing = self._is_paused = False
         self._changed = trio.Event()
 
     async def __aenter__(self) -> AsyncRolloutManager:
@@ -198,7 +198,7 @@ class AsyncRolloutManager:
             return await self.generate_batch(reward_fn, wanted=1)
 
     @asynccontextmanager
-    async def hold(self) -> AsyncIterator[None]:
+    async def pause(self) -> AsyncIterator[None]:
         """Nothing is sampled in here: replies that were under way are kept as far as they came, and continue later.
         Weights change in here, and `state_dict` is complete. Without a `staleness` nothing is under way anyway.
         """
@@ -206,13 +206,13 @@ class AsyncRolloutManager:
         if pool is None or self._prefetch is None:
             yield
             return
-        assert not self._is_held, "it is held already"
-        self._is_held = True
+        assert not self._is_paused, "it is paused already"
+        self._is_paused = True
         try:
             await pool.pause()
             yield
         finally:
-            self._is_held = False
+            self._is_paused = False
             if self._is_playing:
                 pool.open()
 
@@ -234,7 +234,7 @@ class AsyncRolloutManager:
         return [sample for some in samples for sample in some]
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must keep of the manager: plain data. Between two steps; with a `staleness` in `hold`."""
+        """What a checkpoint must keep of the manager: plain data. Between two steps; with a `staleness` in `pause`."""
         counts = self.statistics
         suspended = self._pool.suspended if self._pool is not None else {}
         live = sorted([*self._prefetched, *self._live.values()], key=lambda group: group.number)
@@ -276,7 +276,7 @@ class AsyncRolloutManager:
         self._begin(pool, config.in_flight(config.batch_size) - len(self._live))
         refills = refilled = 0
         self._is_playing = True
-        if not self._is_held:
+        if not self._is_paused:
             pool.open()
         try:
             while True:
