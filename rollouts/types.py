@@ -132,7 +132,8 @@ class Trajectory(msgspec.Struct):
     """What one agent did in one episode: the messages people read, and the exact tokens that are trained on.
 
     `metrics` counts what happened (`turns`, `tool_calls`, `tool_failures`, ...; `turn_limit` is 1 where all turns were
-    used). `error` says why an episode failed or was cut short.
+    used). `tool_errors` has the first error of each tool that raised, took too long or crashed, with the file and line.
+    `error` says why an episode failed or was cut short.
     """
 
     task: Task
@@ -142,6 +143,7 @@ class Trajectory(msgspec.Struct):
     metrics: dict[str, float] = {}
     tools: list[dict[str, Any]] = []
     error: str | None = None
+    tool_errors: dict[str, str] = {}
 
     @property
     def last_text(self) -> str:

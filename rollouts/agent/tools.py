@@ -15,9 +15,9 @@ from rollouts.author_code import shown
 from rollouts.env import calls
 from rollouts.env.authoring import ToolMethod
 from rollouts.env.processes import ProcessError, call_isolated
-from rollouts.env.results import ToolOutcome, result_text, shortened
+from rollouts.env.results import ToolOutcome, raised, result_text, shortened
 from rollouts.env.schema import validate_arguments
-from rollouts.errors import EnvironmentDefinitionError, named, near_misses
+from rollouts.errors import EnvironmentDefinitionError, near_misses
 from rollouts.types import ToolCall
 
 
@@ -60,7 +60,7 @@ async def run_tool(
     except (calls.AbandonedCallsError, EnvironmentDefinitionError, ProcessError):
         raise
     except Exception as error:  # whatever a stranger's tool raises is the model's to read
-        return ToolOutcome(shortened(f"Error: {named(error)}", characters_max), "exception")
+        return raised(error, characters_max)
 
 
 def _unknown(name: str, tools: Mapping[str, Any]) -> str:

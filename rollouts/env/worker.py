@@ -18,9 +18,8 @@ import os
 from typing import Any
 
 from rollouts.env.isolated import Reference, find_function
-from rollouts.env.results import ToolOutcome, result_text, shortened
+from rollouts.env.results import ToolOutcome, raised, result_text, shortened
 from rollouts.env.schema import validate_arguments
-from rollouts.errors import named
 
 
 def main() -> None:
@@ -49,7 +48,7 @@ def answer(request: dict[str, Any]) -> ToolOutcome:
             return ToolOutcome(shortened(f"Error: {arguments}", request["characters_max"]), "bad_arguments")
         return ToolOutcome(shortened(result_text(function(**arguments)), request["characters_max"]))
     except BaseException as error:  # a tool may raise anything, also SystemExit
-        return ToolOutcome(shortened(f"Error: {named(error)}", request.get("characters_max", 1000)), "exception")
+        return raised(error, request.get("characters_max", 1000))
 
 
 def _give_away_streams() -> None:

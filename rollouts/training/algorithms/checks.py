@@ -9,7 +9,7 @@ from types import FunctionType
 from typing import Any
 
 from rollouts.author_code import unwrapped
-from rollouts.errors import ConfigError, SignatureError, UserError
+from rollouts.errors import ConfigError, RolloutsError, SignatureError, UserError
 from rollouts.plugins.signature import call_with
 from rollouts.plugins.vocabulary import VOCABULARY
 from rollouts.training.algorithms.aggregation import aggregation_function
@@ -20,14 +20,18 @@ from rollouts.training.algorithms.algorithm import (
     function_label,
     is_batch_advantage,
     is_reward_placed,
+    needs,
     requests,
 )
+from rollouts.training.algorithms.calls import group_advantages
 
 CRITIC_NAMES = frozenset({"old_values", "returns", "values"})
 TEACHER_NAMES = frozenset({"teacher_logprobs", "teacher_topk_ids", "teacher_topk_logprobs", "topk_logprobs"})
 
 # What an advantage of one group may name in this version: no environment gives rewards by turn yet.
 GROUP_ADVANTAGE_AVAILABLE: frozenset[str] = frozenset({"lengths", "rewards"})
+
+ONE_SAMPLE = "one sample per prompt has nothing to compare with; type --samples-per-prompt 8"
 
 _REASONS = {
     **dict.fromkeys(CRITIC_NAMES, "this run has no critic; type --critic head (or a model's name)"),
@@ -99,6 +103,20 @@ def check_composition(algorithm: Algorithm, samples_per_prompt: int | None = Non
     for term in terms:
         if algorithm.pairs is None and "pair_index" in requests(term.function):
             raise ConfigError(f"the loss {function_label(term.function)} compares pairs; type --pairs best_worst")
+
+
+def compares_groups(algorithm: Algorithm) -> bool:
+    """Whether the advantage compares the rollouts of a group, so that a group of one has none: it gives a single
+    rollout 0, whatever its reward is.
+    """
+    if algorithm.pairs is not None or is_batch_advantage(algorithm.advantage) or "advantages" not in needs(algorithm):
+        return False
+    if not isinstance(unwrapped(algorithm.advantage), FunctionType):  # an object may keep what it has seen
+        return False
+    try:
+        return all(group_advantages(algorithm.advantage, [reward], lengths=[1]) == [0.0] for reward in (0.0, 0.3, 1.0))
+    except RolloutsError:  # the first batch reports what is wrong with it
+        return False
 
 
 def _check_pairs(algorithm: Algorithm, pairs: Callable[..., Any], samples_per_prompt: int | None) -> None:
