@@ -141,7 +141,9 @@ def test_commands_parse(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     argv = shlex.split(command.partition(" #")[0].partition(" > ")[0])[1:]
     if argv[0] in ("run", "sft", "eval"):
-        for file in (argument for argument in argv[1:] if argument.endswith(".toml")):
+        files = [argument for argument in argv[1:] if argument.endswith(".toml")]
+        files += [f"{argv[1]}/config.toml"] if argv[0] == "eval" and re.fullmatch(r"runs/\w+", argv[1]) else []
+        for file in dict.fromkeys(files):
             Path(file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / "configs" / "calculator_tiny.toml", file)
         is_help = "--help" in argv
