@@ -128,18 +128,22 @@ class Segment(msgspec.Struct):
         assert unsampled <= {-1}, f"tokens that were not sampled are of versions {sorted(unsampled)}"
 
 
+COUNTS = ("turns", "tool_calls", "tool_failures")
+"""The counts that the metrics of every Trajectory have."""
+
+
 class Trajectory(msgspec.Struct):
     """What one agent did in one episode: the messages people read, and the exact tokens that are trained on.
 
-    `metrics` counts what happened (`turns`, `tool_calls`, `tool_failures`, ...; `turn_limit` is 1 where all turns were
-    used). `error` says why an episode failed or was cut short.
+    `metrics` counts what happened: `turns`, `tool_calls` and `tool_failures` are always there, others such as
+    `turn_limit` (all turns were used) only where they are not 0. `error` says why an episode failed or was cut short.
     """
 
     task: Task
     messages: list[Message]
     segments: list[Segment] = []
     status: Status = Status.PENDING
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float] = msgspec.field(default_factory=lambda: dict.fromkeys(COUNTS, 0.0))
     tools: list[dict[str, Any]] = []
     error: str | None = None
 
