@@ -92,7 +92,9 @@ def test_unknown_name_of_a_known_distribution(make_distribution):
     assert "pip install acne" not in str(caught.value)
     with pytest.raises(UnknownComponentError, match=r"\(a guess; check who publishes it .*\): pip install zz-lost$"):
         find_component("rewards", "zz_lost/brief")
-    with pytest.raises(UnknownComponentError, match=r"\(a guess; check who publishes it .*\): pip install rollouts-zz9$"):
+    with pytest.raises(
+        UnknownComponentError, match=r"\(a guess; check who publishes it .*\): pip install rollouts-zz9$"
+    ):
         find_component("rewards", "zz9")
 
 

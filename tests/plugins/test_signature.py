@@ -206,7 +206,7 @@ def test_fields_of_a_dataclass_do_not_share_a_name():
     def requested(task, *, options: Asked = asked): ...
 
     for component, words in ((twice, "'count'"), (two, "'count', 'wait_seconds', 'names'"), (requested, "'task'")):
-        with pytest.raises(SignatureError, match=f"are settings, and {words} is the name of another input or setting"):
+        with pytest.raises(SignatureError, match=f"is a setting, and {words} is already an input or a setting"):
             check_signature(component, "rewards", "reward x")
 
 
