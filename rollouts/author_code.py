@@ -1,12 +1,11 @@
-"""The boundary around code that the core does not own: environments, rewards, filters, metrics, losses, hooks.
+"""Protection against code of plugin authors: environments, rewards, filters, metrics, losses, hooks.
 
-An author's code may raise anything and return anything. `authors_code` lets only exceptions through that an ordinary
-`except Exception` catches and whose message can be read. `message_of`, `printable` and `shown` put an author's errors
-and objects into words and never raise.
+Such code may raise anything and return anything. Inside `authors_code`, every error becomes an `Exception` with a
+readable message. `message_of`, `printable` and `shown` describe errors and objects of such code, and never raise.
 
-What may pass as it is: a real Ctrl-C. Everything else that is no `Exception` (`KeyboardInterrupt` from a `raise`
-statement, `SystemExit`, `GeneratorExit`, `asyncio.CancelledError`) becomes a RuntimeError. Left out: trio's own
-cancellation, which `rollouts.env.calls` handles.
+A real Ctrl-C passes unchanged. Any other error that is not an `Exception` (a `KeyboardInterrupt` from a `raise`
+statement, `SystemExit`, `GeneratorExit`, `asyncio.CancelledError`) becomes a RuntimeError. `rollouts.env.calls` handles
+trio's cancellation.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Place(NamedTuple):
 
 
 class authors_code:
-    """Run an author's code inside. What it raises comes out as `as_exception` has it; `passes` as there.
+    """Run an author's code in a `with` block. What it raises leaves the block as `as_exception(error, passes)`.
 
     >>> try:
     ...     with authors_code():
@@ -72,10 +71,9 @@ class authors_code:
 
 
 def is_from_outside(error: BaseException) -> bool:
-    """Whether the author's code is only where this was raised: Ctrl-C, which reaches the main thread alone, and the
-    GeneratorExit of a coroutine that is closed. A `raise` statement of the author's is neither.
-
-    A `raise` in a signal handler of trio's or the core's counts as Ctrl-C.
+    """Whether the error came from outside the author's code: a Ctrl-C, or the GeneratorExit of a coroutine that is
+    closed. Python raises Ctrl-C only in the main thread. An error from the author's own `raise` is not from outside;
+    one from a signal handler of trio or rollouts is.
     """
     if isinstance(error, KeyboardInterrupt) and threading.current_thread() is not threading.main_thread():
         return False
@@ -83,7 +81,7 @@ def is_from_outside(error: BaseException) -> bool:
 
 
 def _is_from_statement(error: BaseException) -> bool:
-    """Whether a `raise` statement raised this, in a module that is neither trio's nor the core's."""
+    """Whether a `raise` statement outside trio and rollouts raised this error."""
     trace = error.__traceback__
     if trace is None:
         return True
@@ -94,8 +92,8 @@ def _is_from_statement(error: BaseException) -> bool:
 
 
 def as_exception(error: BaseException, passes: Callable[[BaseException], bool] = is_from_outside) -> BaseException:
-    """The error itself where it is an Exception with a readable message, or where it `passes`; else an Exception that
-    says what it was. Of a group, what passes wins: the rest was raised because of it.
+    """The error itself if it is an Exception with a readable message, or if `passes(error)`; else an Exception that
+    describes it. For a group: the errors in it that pass, if any, because they caused the others.
     """
     if isinstance(error, BaseExceptionGroup) and not isinstance(error, Exception):
         passing, _ = error.split(passes)
@@ -182,7 +180,7 @@ def _place(file: str, line: int) -> Place:
 
 
 def message_of(error: BaseException) -> str:
-    """The message of an error, printable; where its `str` raises, words that say so.
+    """The message of an error, printable. If its `str` raises, the result says so.
 
     >>> class Hostile(Exception):
     ...     def __str__(self): raise ValueError
@@ -194,7 +192,7 @@ def message_of(error: BaseException) -> str:
 
 
 def shown(value: Any, characters_max: int = CHARACTERS_MAX) -> str:
-    """The value as `repr` has it, printable and cut; where its `repr` raises, its type.
+    """The `repr` of a value, printable and at most `characters_max` long. If `repr` raises, the value's type.
 
     >>> shown([1, 2]), shown("x" * 300, 3), shown(10 ** 5000)
     ('[1, 2]', "'xx...", 'a value of type int')
@@ -206,7 +204,7 @@ def shown(value: Any, characters_max: int = CHARACTERS_MAX) -> str:
 
 
 def unwrapped(function: Any) -> Any:
-    """The function itself, without what `functools.partial` bound to it.
+    """The function inside any number of `functools.partial` objects.
 
     >>> import functools
     >>> unwrapped(functools.partial(functools.partial(print, 1), end=""))
@@ -218,7 +216,7 @@ def unwrapped(function: Any) -> Any:
 
 
 def printable(text: str) -> str:
-    r"""The text as UTF-8 can hold it: a lone surrogate, half of a character, is written as its escape.
+    r"""The text with every lone surrogate replaced by its escape, since UTF-8 cannot encode one.
 
     >>> printable("caf\xe9 \ud800")
     'caf\xe9 \\ud800'
@@ -227,13 +225,13 @@ def printable(text: str) -> str:
         text.encode()
     except UnicodeEncodeError:
         return text.encode(errors="backslashreplace").decode()
-    return str.__str__(text)  # a plain one, also of a subclass
+    return str.__str__(text)  # a plain str, not a subclass
 
 
 def _reads(value: Any, how: Callable[[Any], str]) -> str | None:
-    """What `str` or `repr` says of the value; None where that raises."""
+    """`how(value)`, where `how` is `str` or `repr`; None if it raises."""
     try:
         with authors_code():
             return str.__str__(how(value))
-    except Exception:  # any class may say anything of itself, and raise anything
+    except Exception:  # the `str` or `repr` of any class may raise anything
         return None

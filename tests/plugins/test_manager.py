@@ -76,7 +76,7 @@ def test_a_failed_look_up_names_packs_and_those_that_could_not_answer(make_distr
     with pytest.raises(UnknownComponentError) as caught:
         manager.find("environments", "rgym/countdwn")
     assert "rgym/countdown" in str(caught.value)
-    assert "could not answer: dead-pack 9: dead_hooks: ModuleNotFoundError: No module named 'zz_gone'" in str(
+    assert "this hook plugin failed: dead-pack 9: dead_hooks: ModuleNotFoundError: No module named 'zz_gone'" in str(
         caught.value
     )
     assert [fault.distribution for fault in manager.faults] == ["dead-pack"]
@@ -224,8 +224,8 @@ def test_wrappers_classes_and_wrong_arguments_are_refused():
         manager.register(Hooks, distribution="b")[0].cause,
         manager.register(plugin(rollouts_step_end=lambda metricz: None), distribution="c")[0].cause,
     ]
-    assert "is a wrapper" in causes[0] and "is a class" in causes[1]
-    assert "metricz" in causes[2] and causes[2].endswith("it may take: metrics, step")
+    assert "is a hook wrapper" in causes[0] and "is a class" in causes[1]
+    assert "metricz" in causes[2] and causes[2].endswith("the arguments of the hook: metrics, step")
     assert manager.register(Hooks(), distribution="b") == []
     assert manager.call_event("rollouts_step_end", metrics={}, step=0) == [], "the refused one is gone"
 
@@ -280,7 +280,7 @@ def test_doctor_reports_each_kind_of_fault(make_distribution):
     reports = [report for report in PluginManager().doctor() if "sick" in report]
     expected = [
         "sick 7: its reward 'd_gone' (sick:gone) does not import\nAttributeError",
-        "sick 7: reward d_greedy: it asks for 'answer'",
+        "sick 7: reward d_greedy: it names 'answer'",
         "sick 7: rollouts_run_end is async",
         "sick 7: rollouts_step_end has no @hookimpl",
         "sick 7: rollouts_step_ends is no hook of rollouts, so it is never called; did you mean: rollouts_step_end",

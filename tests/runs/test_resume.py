@@ -65,7 +65,7 @@ class Unprofiled:
 
     world_size, can_profile = 1, False
 
-    def __init__(self, model, seed, steps, lr, lora_rank, tokens_per_microbatch, algorithms, companions):
+    def __init__(self, model, seed, steps, lr, lora_rank, tokens_per_microbatch, algorithms, auxiliary_models):
         pass
 
     def close(self):
@@ -867,7 +867,7 @@ def test_what_was_sampled_ahead_is_in_the_checkpoint(here):
     run("out", *ahead, stop=1, code=1)
     state = state_of("out", "step_000001")["run"]
     assert 0 < len(state["rollouts"]["live"]) <= 4 and state["rollouts"]["steps"] == 1
-    assert state["loop"]["begun_with"] == [0]
+    assert state["loop"]["start_versions"] == [0]
     run("out", resume=True)
     lines = lines_of("out")
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
