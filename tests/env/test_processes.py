@@ -59,7 +59,7 @@ class Outcome(NamedTuple):
 
 
 async def ask(name, **arguments):
-    """The outcome without its place."""
+    """The outcome without the author's line."""
     return Outcome(*(await run_tool(TOOLS, ToolCall(name, arguments)))[:2])
 
 
@@ -168,8 +168,8 @@ def test_exceptions_are_text():
 
 
 def test_an_exception_has_its_file_and_line():
-    place = trio.run(run_tool, TOOLS, ToolCall("fail")).place
-    assert re.fullmatch(r".*isolated_tools\.py, line \d+: raise ValueError\(.*", place)
+    error = trio.run(run_tool, TOOLS, ToolCall("fail")).error
+    assert re.search(r"isolated_tools\.py, line \d+: raise ValueError\(", error), error
 
 
 def test_what_it_prints_is_no_answer(capfd):
@@ -399,12 +399,12 @@ def test_the_worker_answers_in_words():
     reference = reference_of(at_the_top)
     assert find_function(reference) is at_the_top
     request = {"call": reference, "label": "at_the_top", "characters_max": 10}
-    assert answer({"load": reference}) == ToolOutcome("")
-    assert answer(request | {"arguments": {"n": 4}}) == ToolOutcome("8")
-    assert answer(request | {"arguments": {}}).failure == "bad_arguments"
+    assert answer({"load": reference})["outcome"] == ToolOutcome("")
+    assert answer(request | {"arguments": {"n": 4}})["outcome"] == ToolOutcome("8")
+    assert answer(request | {"arguments": {}})["outcome"].failure == "bad_arguments"
     missing = Reference("isolated_tools", "nobody")
-    assert "no attribute 'nobody'" in answer({"load": missing}).text
-    assert answer({"load": Reference("no_such_module", "f", "/nowhere.py")}).failure == "exception"
+    assert "no attribute 'nobody'" in answer({"load": missing})["outcome"].text
+    assert answer({"load": Reference("no_such_module", "f", "/nowhere.py")})["outcome"].failure == "exception"
 
 
 def test_a_deadline_of_the_tools_own_is_no_deadline_of_ours():
