@@ -510,9 +510,9 @@ def test_the_selector_and_the_pairs():
     kept = selected(short_and_good, [1.0, 1.0, 0.0, 1.0, 1.0], eligible, lengths=[9, 5, 1, 1, 7])
     assert kept == [False, True, False, False, True]
     assert selected(short_and_good, [0.0, 0.5], [True, True], lengths=[1, 1]) == [False, False]
-    neighbours = example("selection.md", "neighbours.py", "neighbours", "pairings")
-    assert paired(neighbours, [0.0, 1.0, 0.5, 1.0], [True, True, True, False], lengths=[1] * 4) == [(1, 2), (2, 0)]
-    assert paired(neighbours, [1.0, 1.0], [True, True], lengths=[1, 1]) == []
+    neighbors = example("selection.md", "neighbors.py", "neighbors", "pairings")
+    assert paired(neighbors, [0.0, 1.0, 0.5, 1.0], [True, True, True, False], lengths=[1] * 4) == [(1, 2), (2, 0)]
+    assert paired(neighbors, [1.0, 1.0], [True, True], lengths=[1, 1]) == []
 
 
 def test_the_loss_of_pairs():

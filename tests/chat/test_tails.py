@@ -59,7 +59,7 @@ REWRITING = {
         + OPEN
     ),
     "prompt_inside": "{% for m in messages %}{% if add_generation_prompt %}!{% endif %}" + TURN + "{% endfor %}" + OPEN,
-    "neighbours": (
+    "neighbors": (
         "{% for m in messages %}{% if loop.previtem %}{{ loop.previtem.role }}{% endif %}{{ loop.index }}"
         "{% if loop.nextitem %}{{ loop.nextitem.role }}{% endif %}{% if loop.first %}first{% endif %}"
         "{% if loop.last %}last{% endif %}" + TURN + "{% endfor %}" + OPEN
@@ -183,7 +183,7 @@ def test_a_tail_is_the_end_of_the_whole(
     ("name", "is_short"),
     [
         ("tiny", True), ("qwen2_5", True), ("qwen3", True), ("qwen3_5_think", True), ("llama3_1", True),
-        ("phi3", True), ("glm4moe", True), ("neighbours", True), ("own_namespace", True), ("length", False),
+        ("phi3", True), ("glm4moe", True), ("neighbors", True), ("own_namespace", True), ("length", False),
         ("length_inside", False), ("last", False), ("countdown", False), ("counter", False), ("mistral", False),
     ],
 )  # fmt: skip

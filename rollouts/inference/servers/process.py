@@ -273,7 +273,7 @@ def free_port() -> int:
 
 # --- what a log says --------------------------------------------------------------------------------------------------
 
-_COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_COLORS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _PREFIX = re.compile(  # "(EngineCore pid=17) ERROR 11-21 10:00:00 [core.py:12] ", "[2026-11-21 10:00:00 TP0] "
     r"^(\([\w ]+ ?pid=\d+\) ?)?((CRITICAL|ERROR|WARNING|INFO|DEBUG) [\d:. -]+ \[[^\]]*\] ?)?(\[[\d:. -]+[^\]]*\] )?"
 )
@@ -288,7 +288,7 @@ def meaningful_lines(text: str) -> list[str]:
     ['ValueError: no such flag']
     """
     # Behind the prefix indentation counts: what is indented in a traceback is code.
-    lines = [_PREFIX.sub("", _COLOURS.sub("", line)).rstrip() for line in text.splitlines()]
+    lines = [_PREFIX.sub("", _COLORS.sub("", line)).rstrip() for line in text.splitlines()]
     lines = [line for line in lines if line.strip() and not line.startswith("--- ")]
     errors = [line for line in lines if _ERROR.search(line) and not _ELSEWHERE.search(line)]
     chosen = list(dict.fromkeys(reversed(errors)))[: LINES_MAX // 2] or lines[::-1][:LINES_MAX]
