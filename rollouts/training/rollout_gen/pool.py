@@ -1,13 +1,13 @@
-"""EpisodePool: episodes side by side, at most so many of them playing; they can be paused in mid-reply and resumed.
+"""EpisodePool: plays episodes concurrently, up to a limit. It can suspend them in mid-reply, and resume them.
 
     episodes = await run_episodes(jobs, play, inference, concurrency=64)
 
-The set of playing episodes decides how an in-process engine forms its batches, so it may depend on counts only, never
-on the order in which trio runs tasks or on how long a reward takes: sessions are opened before the tasks that use them
-run, and where an episode closes its session, its successor's is opened first.
+The episodes that are playing determine the batches of an engine in this process. So they may depend on counts only, and
+not on the order in which trio runs tasks, or on the time that a reward takes. Therefore sessions are opened before
+their tasks run. When an episode closes its session, the session of its successor is opened first.
 
-While the pool is shut no reply is sampled: episodes that ask for one wait at the gate, in memory, with environment and
-conversation; they do not count as playing. Left out: what is played, and when the pool is shut (`manager`).
+While the pool is shut, no new reply begins. Episodes that need one wait at the gate, in memory, and do not count as
+playing. Not here: what is played, and when the pool is shut (`manager`).
 """
 
 from __future__ import annotations
@@ -25,12 +25,16 @@ from rollouts.inference.carried import HeldEpisode, Seat
 from rollouts.training.rollout_gen.failures import FailurePolicy, Failures
 from rollouts.types import Episode, Task
 
-ABORT_SECONDS = 30.0  # an engine that was asked to stop has this long to give back what it has
+ABORT_SECONDS = 30.0  # how long an engine may take to return the replies that it aborts
 
 
 class Job(NamedTuple):
-    """One episode to play: the task, and its place (group, rollout) in the run. `held` is what an earlier process left
-    of it.
+    """One episode to play.
+
+    Attributes:
+        task: its task
+        order: its place in the run, as (group, rollout)
+        held: the suspended episode, from a checkpoint; None: begin with the first turn
     """
 
     task: Task
@@ -39,15 +43,15 @@ class Job(NamedTuple):
 
 
 Play = Callable[[Job, str, Seat], Awaitable[Any]]
-"""Plays one job in the named session of the engine; gives its Episode. It returns failed episodes as data; what it
-raises ends the run."""
+"""Plays one job in this session of the engine, and returns its Episode. A failed episode is a result too; an exception
+ends the run."""
 
 OnEnd = Callable[[Job, Any], None]
-"""Called at once with what `play` returned, in trio's thread; not with what is played again."""
+"""Called with the result of `play`, in trio's thread. Not called if the job is retried."""
 
 
 class _Turn(NamedTuple):
-    """Whose turn it is to play, with a session that is open already."""
+    """A job or a suspended episode that may play now, and its open session."""
 
     who: Job | Seat
     session: str
@@ -55,12 +59,18 @@ class _Turn(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class EpisodePool:
-    """Plays jobs; enter it first. It is shut until `open` is called.
+    """Plays jobs. Enter it first, then call `open`; it is shut before.
 
-    No episode begins while it `is_shut`, and none asks for a reply; replies that are under way continue. What runs in
-    its `nursery` ends with it. Leaving it cancels what still plays (each environment is closed, under its own
-    deadline). A RolloutsError that `play` raises ends everything and is raised as it is where the pool is left; of
-    several the first one. `failures` says which episodes are played again, and when too many have failed.
+    While it `is_shut`, no episode begins and no new reply starts, but unfinished replies continue. Leaving it cancels
+    the tasks of its `nursery` and all unfinished episodes; each closes its environment, under its own deadline. A
+    RolloutsError from `play` cancels everything, and leaving the pool raises it (the first one, if there are several).
+
+    Args:
+        play: plays one job
+        inference: the engine
+        concurrency: how many episodes play at once
+        on_end: called with each result
+        failures: decides which episodes are retried, and when too many have failed
     """
 
     play: Play
@@ -71,8 +81,8 @@ class EpisodePool:
     is_shut: bool = field(default=True, init=False)
     _queue: list[Job | Seat] = field(default_factory=list, init=False)
     _seats: dict[tuple[int, ...], Seat] = field(default_factory=dict, init=False)
-    _turns: dict[Seat, trio.Event] = field(default_factory=dict, init=False)  # of those at the gate
-    _successors: dict[Seat, _Turn] = field(default_factory=dict, init=False)  # of those whose reward is being asked
+    _turns: dict[Seat, trio.Event] = field(default_factory=dict, init=False)  # those that wait at the gate
+    _successors: dict[Seat, _Turn] = field(default_factory=dict, init=False)  # by the episode whose reward is running
     _playing: int = field(default=0, init=False)
     _idle: trio.Event = field(default_factory=trio.Event, init=False)
     _manager: AbstractAsyncContextManager[trio.Nursery] = field(default_factory=trio.open_nursery, init=False)
@@ -91,35 +101,35 @@ class EpisodePool:
         except BaseExceptionGroup as group:
             leaves = list(leaves_of(group))
             if leaves == [error]:
-                return  # raised in the block, as it is
+                return  # the block's own exception, which continues
             if all(isinstance(leaf, RolloutsError) for leaf in leaves):
                 raise leaves[0] from None
-            raise  # Ctrl-C, or a bug: neither may hide behind an error that is known
+            raise  # Ctrl-C or a bug must not be replaced by a known error
 
     @property
     def held(self) -> dict[tuple[int, ...], HeldEpisode]:
-        """What a checkpoint can keep of those that wait at the gate, by (group, rollout)."""
+        """Suspended episodes that a checkpoint can store, by (group, rollout)."""
         return {order: seat.held for order, seat in self._seats.items() if seat.held is not None}
 
     def add(self, jobs: Iterable[Job]) -> None:
-        """More to play, after what waits already."""
+        """Add jobs to the end of the queue."""
         self._queue.extend(jobs)
         self._fill()
 
     def open(self) -> None:
-        """Let them play: those at the gate and those that have not begun, by their order."""
+        """Open the gate. Waiting episodes and new jobs play in their order."""
         self.is_shut = False
         self._queue.sort(key=lambda who: who.order)
         self._fill()
 
     async def pause(self) -> None:
-        """Shut, and have the engine give back the replies that are under way.
+        """Shut the pool, and make the engine return unfinished replies.
 
-        An engine that cannot abort is waited for until it has finished them (the episodes' deadlines bound that); one
-        that is asked to, and does not, loses what it has of them.
+        If the engine cannot abort, wait until the replies are finished; the deadlines of the episodes limit this. If an
+        engine does not return a reply in time, the tokens of this reply are lost.
         """
         self.is_shut = True
-        for turn in self._successors.values():  # they have not begun: the reward of their predecessor is being asked
+        for turn in self._successors.values():  # they have not begun: their predecessor's reward is still running
             self.inference.close_session(turn.session)
             self._queue.append(turn.who)
         self._successors.clear()
@@ -144,19 +154,19 @@ class EpisodePool:
     async def _abort(self, seat: Seat) -> None:
         try:
             await cast(CanAbort, self.inference).abort(seat.session)
-        except InferenceError:  # what it has of this reply is lost; the episode resumes before it
+        except InferenceError:  # the tokens of this reply are lost; the episode continues before it
             seat.cut()
 
     async def finished(self) -> None:
-        """Until everything that was added is over."""
+        """Wait until all jobs are finished."""
         while self._queue or self._seats or self._playing:
             self._idle = trio.Event()
             await self._idle.wait()
 
-    # --- the gate of its seats ----------------------------------------------------------------------------------------
+    # --- the gate -----------------------------------------------------------------------------------------------------
 
     async def wait(self, seat: Seat) -> None:
-        """Until it is this seat's turn."""
+        """Wait until this episode may play."""
         if seat.may_speak:
             seat.may_speak = False
             self._playing -= 1
@@ -172,7 +182,7 @@ class EpisodePool:
                 self._queue.remove(seat)
 
     def leave(self, seat: Seat) -> None:
-        """Its successor's session is opened before its own is closed."""
+        """Open the session of the successor, before the episode closes its own."""
         if seat.may_speak and (turn := self._next()) is not None:
             self._successors[seat] = turn
 
@@ -185,7 +195,7 @@ class EpisodePool:
         return _Turn(who, self.inference.open_session(who.order))
 
     def _fill(self) -> None:
-        """Give turns while there are any; every session is open before the first of these tasks runs."""
+        """Start turns up to the limit. Every session is open before any of these tasks runs."""
         while self._playing < self.concurrency and (turn := self._next()) is not None:
             self._start(turn)
 
@@ -198,7 +208,7 @@ class EpisodePool:
             self._playing += 1
             who.session, who.may_speak = session, True
             self._turns[who].set()
-        else:  # it was cancelled while its predecessor's reward was asked
+        else:  # it was cancelled while its predecessor's reward ran
             self.inference.close_session(session)
             self._fill()
 
@@ -206,7 +216,7 @@ class EpisodePool:
         seat = self._seats[job.order] = Seat(self.inference, self, job.order, session, job.held)
         try:
             seconds = self.failures.pause_before(job.order)
-            if seconds and not self.inference.capabilities.in_process:  # an engine in this process cannot be away
+            if seconds and not self.inference.capabilities.in_process:  # an engine in this process needs no recovery
                 await trio.sleep(seconds)
             outcome = await self.play(job, session, seat)
             seat.close_session(session)
@@ -218,7 +228,7 @@ class EpisodePool:
             raise
         finally:
             del self._seats[job.order]
-        if kept is None:  # it is played again, from its first turn
+        if kept is None:  # a retry, from the first turn
             self._queue.insert(0, job._replace(held=None))
         else:
             self.on_end(job, kept)
@@ -240,11 +250,15 @@ async def run_episodes(
     failures: Failures | None = None,
     on_end: OnEnd | None = None,
 ) -> list[Episode]:
-    """Play every job; the result has the order of `jobs`. `failures` and `on_end` as in the pool
-    (None: no episode is played again, and none fails the run).
+    """Play every job. The results have the order of `jobs`.
 
-    Cancellation ends all episodes (each closes its environment under its own deadline) and returns nothing. A
-    RolloutsError that `play` raises ends them too, and is raised as it is; several give the first one.
+    If cancelled, all episodes end (each closes its environment, under its own deadline) and nothing is returned. A
+    RolloutsError from `play` also ends them, and is raised (the first one, if there are several).
+
+    Args:
+        concurrency: how many episodes play at once
+        failures: as for EpisodePool; None: an episode is never retried, and failures do not end the run
+        on_end: called with each finished job and its episode
     """
     episodes: dict[tuple[int, int], Episode] = {}
 
