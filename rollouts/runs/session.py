@@ -40,7 +40,7 @@ from rollouts.runs.components import Chosen
 from rollouts.runs.environments import Environment
 from rollouts.runs.folder import PARTS, SUMMARY, MakeFolder, RunFolder
 from rollouts.runs.observer import Observer
-from rollouts.training.models import load_tokenizer
+from rollouts.training.models import BUNDLED, load_tokenizer
 from rollouts.training.rollout_gen.pool import Job as EpisodeJob
 from rollouts.training.rollout_gen.pool import Play
 from rollouts.types import Episode
@@ -201,6 +201,11 @@ class Loggers:
                     logger.close()
             except Exception as error:  # a failure here must hide no other error
                 self.faults.append(PluginFault(f"logger {name}", "", f"close failed: {named(error)}"))
+
+
+def model_words(model: str) -> str:
+    """The end of a run's first line: of a model that comes with rollouts, that it is a toy and how to give another."""
+    return f" · {model} is the package's toy model: give another with --model" if model in BUNDLED else ""
 
 
 def load_chat(settings: Settings, environments: Sequence[Environment]) -> ChatFormat:

@@ -37,7 +37,7 @@ from rollouts.runs.manifest import MANIFEST, make_manifest
 from rollouts.runs.observer import Observer
 from rollouts.runs.plan import Plan
 from rollouts.runs.resume import REVISION, Resumed, RunState, restore, resume_command, take_back
-from rollouts.runs.session import Player, Session, load_chat, make_inference, second_interrupt_at_once
+from rollouts.runs.session import Player, Session, load_chat, make_inference, model_words, second_interrupt_at_once
 from rollouts.training.algorithms.algorithm import stage_at
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.loops.rl_batch import RLTrainingConfig, advantage_rewards
@@ -472,6 +472,7 @@ def title(plan: Plan) -> str:
     return (
         f"{plan.env_name} · {plan.one('loss').name} · {settings.model}{lora} · {settings.steps} steps of "
         f"{settings.prompts_per_step} prompts{rollouts} · lr {plan.lr:g} · seed {settings.seed}"
+        f"{model_words(settings.model)}"
     )
 
 
