@@ -168,14 +168,13 @@ def split_microbatches(
     rows that `keep` holds together do not fit.
 
     Args:
-        tokens_max: tokens of a microbatch, padding included
+        tokens_max: includes padding
         share_prefix: run a shared prompt once
         keep: rows of one rollout, pair or group stay in one microbatch, because the loss needs them together
         only_live: leave out rows without a trained token
-        packed: the rows of a microbatch form one sequence, without padding and without shared prompts
-        saving_min: how many padded tokens an extra microbatch must save, where no rows stay together
-        flat_apart: put rows without an advantage into microbatches of their own, if the saved backward passes are worth
-            more than `saving_min` padded tokens
+        packed: the rows of a microbatch form one sequence, without padding and shared prompts
+        saving_min: how many padded tokens an extra microbatch must save, if no rows stay together
+        flat_apart: separate rows without an advantage, if that saves the work of `saving_min` tokens
     """
     share_prefix = share_prefix and not packed
     sets: dict[Hashable, list[Row]] = {}

@@ -85,9 +85,7 @@ async def run_rl_training(
 ) -> list[dict[str, float]]:
     """Train until `config.num_steps` steps are done. Returns the metrics of each step of this call.
 
-    With a staleness, sampling continues while a step trains. Between steps the manager is paused, while the loop
-    changes weights, logs, evaluates and saves. A cancelled call leaves whole steps: the backend has the weights of the
-    last finished one.
+    With a staleness, sampling continues while a step trains. A cancelled call leaves the last whole step's weights.
 
     Raises ConfigError if the manager's staleness is not that of `config`; RewardError or TrainingError for a bad result
     of a reward, loss or advantage; InferenceError if an engine does not serve the weights that it received.
@@ -98,8 +96,7 @@ async def run_rl_training(
         schedule: which algorithm applies from which step on, including the first
         on_samples: called with the samples of each step, and the step
         syncing: sends weights to `inference_engines`, and remembers what they have; None for a new one
-        start: continue from an earlier `StepReport.state`. Backend, buffer and manager must be in the state of that
-            time, and the engines must serve the backend's weights
+        start: an earlier `StepReport.state`. Backend, buffer and manager must have their states of that time
     """
     _check_staleness(rollout_manager.config.staleness, config.staleness)
     stages = tuple(schedule) or (Stage(0, "main", algorithm),)
