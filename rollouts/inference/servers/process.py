@@ -183,22 +183,22 @@ class ServerProcess:
         if self._gpus:
             env["CUDA_VISIBLE_DEVICES"] = self._gpus
         self._process = None
-        heard, self._lifeline = os.pipe()
+        read_end, self._lifeline = os.pipe()
         try:
             with self._open_log(command) as log:
                 self._process = await trio.lowlevel.open_process(
-                    supervised(command.argv, heard, grace_seconds=self._grace_seconds),
+                    supervised(command.argv, read_end, grace_seconds=self._grace_seconds),
                     stdin=subprocess.DEVNULL,
                     stdout=log.fileno(),
                     stderr=subprocess.STDOUT,
                     env=env,
-                    pass_fds=(heard,),
+                    pass_fds=(read_end,),
                     start_new_session=True,
                 )
         except OSError as error:
             raise ConfigError(f"{self!r} cannot be started: {error}") from error
         finally:
-            os.close(heard)
+            os.close(read_end)
             if self._process is None:
                 self._close_lifeline()
 

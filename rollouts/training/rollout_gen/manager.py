@@ -145,7 +145,7 @@ class AsyncRolloutManager:
             given = "both" if self.play is not None else "neither"
             raise ConfigError(f"give either `play` or a generate_fn in the configuration; {given} is given")
         self.policy_version: int | None = None
-        self._play = self.play or (lambda job, session, seat: generate(self.config, job.task, self.policy_version))
+        self._play = self.play or (lambda job, session, engine: generate(self.config, job.task, self.policy_version))
         self._jobs_per_group = 1 if self.play is None else self.config.n_samples_per_prompt
         self._begun = self._kept = self._dropped = self._steps = 0  # prefetched steps included
         self._live: dict[int, LiveGroup] = {}  # groups of prefetched steps excluded
@@ -172,8 +172,8 @@ class AsyncRolloutManager:
     async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         pool, self._pool = self._pool, None
         assert pool is not None, "the manager was entered"
-        for (number, index), held in pool.held.items():
-            self._live[number].held[index] = held
+        for (number, index), suspended in pool.suspended.items():
+            self._live[number].suspended[index] = suspended
         _, self._kept, self._dropped, *_ = self.statistics
         self._steps -= len(self._ready)
         for group in self._prefetched:  # later steps will judge them again
@@ -248,14 +248,14 @@ class AsyncRolloutManager:
     def state_dict(self) -> dict[str, Any]:
         """The manager's state for a checkpoint, as plain data. Call it between steps, in `pause`."""
         counts = self.statistics
-        held = self._pool.held if self._pool is not None else {}
+        suspended = self._pool.suspended if self._pool is not None else {}
         live = sorted([*self._prefetched, *self._live.values()], key=lambda group: group.number)
         return {
             "begun": counts.begun,
             "kept": counts.kept,
             "dropped": counts.dropped,
             "steps": self._steps - len(self._ready),
-            "live": self._to_restore + [group_state(group, held) for group in live],
+            "live": self._to_restore + [group_state(group, suspended) for group in live],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -306,7 +306,7 @@ class AsyncRolloutManager:
                 await self._changed.wait()
             await pool.pause()
         finally:
-            pool.is_shut = True
+            pool.is_closed = True
             self._is_playing = False
         return self._finish(time.perf_counter() - start, refilled)
 

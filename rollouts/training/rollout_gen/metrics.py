@@ -63,7 +63,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     if all(reward in (0.0, 1.0) for reward in judged):  # other rewards do not say which rollouts are right
         metrics["reward/pass@k"] = statistics.fmean(1.0 in group.rewards for group in groups)
     # Counts of the agent loop, in trajectories and from judging. An episode without a count has 0.
-    counted = {name for trajectory in trajectories for name in trajectory.metrics}
+    counted = {name for trajectory in trajectories for name, count in trajectory.metrics.items() if count}
     counted |= {name for episode in episodes for name in JUDGING if name in episode.metrics}
     for name in sorted(counted - {"turns"}):
         # An environment's own rollout may report any metric, but must not replace those of this function.

@@ -6,8 +6,8 @@ The episodes that are playing determine the batches of an engine in this process
 not on the order in which trio runs tasks, or on the time that a reward takes. Therefore sessions are opened before
 their tasks run. When an episode closes its session, the session of its successor is opened first.
 
-While the pool is shut, no new reply begins. Episodes that need one wait at the gate, in memory, and do not count as
-playing. Not here: what is played, and when the pool is shut (`manager`).
+While the pool is closed, no new reply begins. Episodes that need one wait at the turn gate, in memory, and do not count
+as playing. Not here: what is played, and when the pool is closed (`manager`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import trio
 
 from rollouts.errors import InferenceError, RolloutsError, leaves_of
 from rollouts.inference.base import CanAbort, InferenceBackend
-from rollouts.inference.carried import HeldEpisode, Seat
+from rollouts.inference.suspend import SuspendableEngine, SuspendedEpisode
 from rollouts.training.rollout_gen.failures import FailurePolicy, Failures
 from rollouts.types import Episode, Task
 
@@ -34,15 +34,15 @@ class Job(NamedTuple):
     Attributes:
         task: its task
         order: its place in the run, as (group, rollout)
-        held: the suspended episode, from a checkpoint; None: begin with the first turn
+        suspended: its state from a checkpoint; None: begin with the first turn
     """
 
     task: Task
     order: tuple[int, int]
-    held: HeldEpisode | None = None
+    suspended: SuspendedEpisode | None = None
 
 
-Play = Callable[[Job, str, Seat], Awaitable[Any]]
+Play = Callable[[Job, str, SuspendableEngine], Awaitable[Any]]
 """Plays one job in this session of the engine, and returns its Episode. A failed episode is a result too; an exception
 ends the run."""
 
@@ -51,17 +51,17 @@ OnEnd = Callable[[Job, Any], None]
 
 
 class _Turn(NamedTuple):
-    """A job or a suspended episode that may play now, and its open session."""
+    """A job, or a suspended episode, that may play now, and its open session."""
 
-    who: Job | Seat
+    entry: Job | SuspendableEngine
     session: str
 
 
 @dataclass(eq=False, repr=False)
 class EpisodePool:
-    """Plays jobs. Enter it first, then call `open`; it is shut before.
+    """Plays jobs. Enter it first, then call `open`; it is closed before.
 
-    While it `is_shut`, no episode begins and no new reply starts, but unfinished replies continue. Leaving it cancels
+    While it `is_closed`, no episode begins and no new reply starts, but unfinished replies continue. Leaving it cancels
     the tasks of its `nursery` and all unfinished episodes; each closes its environment, under its own deadline. A
     RolloutsError from `play` cancels everything, and leaving the pool raises it (the first one, if there are several).
 
@@ -78,11 +78,12 @@ class EpisodePool:
     concurrency: int
     on_end: OnEnd
     failures: Failures
-    is_shut: bool = field(default=True, init=False)
-    _queue: list[Job | Seat] = field(default_factory=list, init=False)
-    _seats: dict[tuple[int, ...], Seat] = field(default_factory=dict, init=False)
-    _turns: dict[Seat, trio.Event] = field(default_factory=dict, init=False)  # those that wait at the gate
-    _successors: dict[Seat, _Turn] = field(default_factory=dict, init=False)  # by the episode whose reward is running
+    is_closed: bool = field(default=True, init=False)
+    _queue: list[Job | SuspendableEngine] = field(default_factory=list, init=False)
+    _engines: dict[tuple[int, ...], SuspendableEngine] = field(default_factory=dict, init=False)
+    _turns: dict[SuspendableEngine, trio.Event] = field(default_factory=dict, init=False)  # those that wait at the gate
+    # By the episode whose reward is running: the one that plays next.
+    _successors: dict[SuspendableEngine, _Turn] = field(default_factory=dict, init=False)
     _playing: int = field(default=0, init=False)
     _idle: trio.Event = field(default_factory=trio.Event, init=False)
     _manager: AbstractAsyncContextManager[trio.Nursery] = field(default_factory=trio.open_nursery, init=False)
@@ -94,7 +95,7 @@ class EpisodePool:
         return self
 
     async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        self.is_shut = True
+        self.is_closed = True
         self.nursery.cancel_scope.cancel()
         try:
             await self._manager.__aexit__(kind, error, traceback)
@@ -107,9 +108,9 @@ class EpisodePool:
             raise  # Ctrl-C or a bug must not be replaced by a known error
 
     @property
-    def held(self) -> dict[tuple[int, ...], HeldEpisode]:
+    def suspended(self) -> dict[tuple[int, ...], SuspendedEpisode]:
         """Suspended episodes that a checkpoint can store, by (group, rollout)."""
-        return {order: seat.held for order, seat in self._seats.items() if seat.held is not None}
+        return {order: engine.suspended for order, engine in self._engines.items() if engine.suspended is not None}
 
     def add(self, jobs: Iterable[Job]) -> None:
         """Add jobs to the end of the queue."""
@@ -118,81 +119,81 @@ class EpisodePool:
 
     def open(self) -> None:
         """Open the gate. Waiting episodes and new jobs play in their order."""
-        self.is_shut = False
-        self._queue.sort(key=lambda who: who.order)
+        self.is_closed = False
+        self._queue.sort(key=lambda entry: entry.order)
         self._fill()
 
     async def pause(self) -> None:
-        """Shut the pool, and make the engine return unfinished replies.
+        """Close the pool, and make the engine return unfinished replies.
 
         If the engine cannot abort, wait until the replies are finished; the deadlines of the episodes limit this. If an
         engine does not return a reply in time, the tokens of this reply are lost.
         """
-        self.is_shut = True
+        self.is_closed = True
         for turn in self._successors.values():  # they have not begun: their predecessor's reward is still running
             self.inference.close_session(turn.session)
-            self._queue.append(turn.who)
+            self._queue.append(turn.entry)
         self._successors.clear()
-        speaking = [seat for seat in self._seats.values() if not seat.silent.is_set()]
-        if not speaking or not self.inference.capabilities.aborts:
+        generating = [engine for engine in self._engines.values() if not engine.idle.is_set()]
+        if not generating or not self.inference.capabilities.aborts:
             await trio.lowlevel.checkpoint()
-            for seat in speaking:
-                await seat.silent.wait()
+            for engine in generating:
+                await engine.idle.wait()
             return
-        for seat in speaking:
-            seat.is_stopping = True
+        for engine in generating:
+            engine.is_aborting = True
         with trio.move_on_after(ABORT_SECONDS):
             async with trio.open_nursery() as nursery:
-                for seat in speaking:
-                    nursery.start_soon(self._abort, seat)
-            for event in [seat.silent for seat in speaking]:
+                for engine in generating:
+                    nursery.start_soon(self._abort, engine)
+            for event in [engine.idle for engine in generating]:
                 await event.wait()
-        for seat in speaking:
-            if not seat.silent.is_set():
-                seat.cut()
+        for engine in generating:
+            if not engine.idle.is_set():
+                engine.cancel_request()
 
-    async def _abort(self, seat: Seat) -> None:
+    async def _abort(self, engine: SuspendableEngine) -> None:
         try:
-            await cast(CanAbort, self.inference).abort(seat.session)
+            await cast(CanAbort, self.inference).abort(engine.session)
         except InferenceError:  # the tokens of this reply are lost; the episode continues before it
-            seat.cut()
+            engine.cancel_request()
 
     async def finished(self) -> None:
         """Wait until all jobs are finished."""
-        while self._queue or self._seats or self._playing:
+        while self._queue or self._engines or self._playing:
             self._idle = trio.Event()
             await self._idle.wait()
 
-    # --- the gate -----------------------------------------------------------------------------------------------------
+    # --- the turn gate ------------------------------------------------------------------------------------------------
 
-    async def wait(self, seat: Seat) -> None:
+    async def wait(self, engine: SuspendableEngine) -> None:
         """Wait until this episode may play."""
-        if seat.may_speak:
-            seat.may_speak = False
+        if engine.has_turn:
+            engine.has_turn = False
             self._playing -= 1
-        event = self._turns[seat] = trio.Event()
-        self._queue.append(seat)
-        self._queue.sort(key=lambda who: who.order)
+        event = self._turns[engine] = trio.Event()
+        self._queue.append(engine)
+        self._queue.sort(key=lambda entry: entry.order)
         self._fill()
         try:
             await event.wait()
         finally:
-            del self._turns[seat]
-            if not event.is_set() and seat in self._queue:
-                self._queue.remove(seat)
+            del self._turns[engine]
+            if not event.is_set() and engine in self._queue:
+                self._queue.remove(engine)
 
-    def leave(self, seat: Seat) -> None:
+    def leave(self, engine: SuspendableEngine) -> None:
         """Open the session of the successor, before the episode closes its own."""
-        if seat.may_speak and (turn := self._next()) is not None:
-            self._successors[seat] = turn
+        if engine.has_turn and (turn := self._next()) is not None:
+            self._successors[engine] = turn
 
     # --- turns --------------------------------------------------------------------------------------------------------
 
     def _next(self) -> _Turn | None:
-        if self.is_shut or not self._queue:
+        if self.is_closed or not self._queue:
             return None
-        who = self._queue.pop(0)
-        return _Turn(who, self.inference.open_session(who.order))
+        entry = self._queue.pop(0)
+        return _Turn(entry, self.inference.open_session(entry.order))
 
     def _fill(self) -> None:
         """Start turns up to the limit. Every session is open before any of these tasks runs."""
@@ -200,42 +201,42 @@ class EpisodePool:
             self._start(turn)
 
     def _start(self, turn: _Turn) -> None:
-        who, session = turn
-        if isinstance(who, Job):
+        entry, session = turn
+        if isinstance(entry, Job):
             self._playing += 1
-            self.nursery.start_soon(self._work, who, session)
-        elif who in self._turns:
+            self.nursery.start_soon(self._work, entry, session)
+        elif entry in self._turns:
             self._playing += 1
-            who.session, who.may_speak = session, True
-            self._turns[who].set()
+            entry.session, entry.has_turn = session, True
+            self._turns[entry].set()
         else:  # it was cancelled while its predecessor's reward ran
             self.inference.close_session(session)
             self._fill()
 
     async def _work(self, job: Job, session: str) -> None:
-        seat = self._seats[job.order] = Seat(self.inference, self, job.order, session, job.held)
+        engine = self._engines[job.order] = SuspendableEngine(self.inference, self, job.order, session, job.suspended)
         try:
             seconds = self.failures.pause_before(job.order)
             if seconds and not self.inference.capabilities.in_process:  # an engine in this process needs no recovery
                 await trio.sleep(seconds)
-            outcome = await self.play(job, session, seat)
-            seat.close_session(session)
+            outcome = await self.play(job, session, engine)
+            engine.close_session(session)
             kept = self.failures.settle(outcome, job.order)
         except BaseException:
-            self.inference.close_session(seat.session)
-            if seat in self._successors:
-                self.inference.close_session(self._successors.pop(seat).session)
+            self.inference.close_session(engine.session)
+            if engine in self._successors:
+                self.inference.close_session(self._successors.pop(engine).session)
             raise
         finally:
-            del self._seats[job.order]
+            del self._engines[job.order]
         if kept is None:  # a retry, from the first turn
-            self._queue.insert(0, job._replace(held=None))
+            self._queue.insert(0, job._replace(suspended=None))
         else:
             self.on_end(job, kept)
-        if seat.may_speak:
+        if engine.has_turn:
             self._playing -= 1
-            if seat in self._successors:
-                self._start(self._successors.pop(seat))
+            if engine in self._successors:
+                self._start(self._successors.pop(engine))
             else:
                 self._fill()
         self._idle.set()

@@ -31,7 +31,7 @@ def plain(text: str) -> str:
     return text.replace(CUT, "").replace(_ITSELF, _MARK) if _MARK in text else text
 
 
-class Controls:
+class ControlTokens:
     """Marks the strings of a conversation for one tokenizer and template. `foreign` marks all that is no model's text.
 
     `opener` is the pattern of the model's tool calls: the tokens in it are a model's own.
