@@ -94,7 +94,7 @@ def untimed(folder):
 
 
 def records_of(folder):
-    paths = sorted((Path(folder) / "trajectories").iterdir())
+    paths = sorted((Path(folder) / "trajectories").glob("step_*"))
     return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 
 
