@@ -9,10 +9,11 @@ test:
 test-engines:  ## against real vLLM and SGLang servers, each installed once into $$ROLLOUTS_ENGINES (about 3 GB each)
 	pytest -n 0 -m engines tests/engines
 
-lint:
+lint:  ## style, types, and American spelling (the exceptions are in pyproject.toml)
 	ruff check
 	ruff format --check
 	mypy
+	codespell
 
 docs:  ## the page that is made from the commands' own help, and the tests that hold the other pages
 	python scripts/cli_reference.py > docs/cli.md

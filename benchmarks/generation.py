@@ -21,7 +21,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from rollouts.inference.embedded.decode import Decoder, sample, uniforms
-from rollouts.inference.embedded.lanes import Network, Row
+from rollouts.inference.embedded.decode_slots import Network, Row
 
 Workload = list[tuple[list[int], int]]  # prompt, length of the reply
 

@@ -1,7 +1,7 @@
 """The shapes that travel: Message, ToolCall, Task, Segment, Trajectory, Score, Status, Episode, Sample.
 
 Everything here is plain data (standard library and msgspec only), so that an environment author needs no torch and a
-trajectory can be written to a file, sent to another process and read back unchanged. What is left out: behaviour.
+trajectory can be written to a file, sent to another process and read back unchanged. What is left out: behavior.
 Legend of axes used everywhere: L tokens of one row, T tokens of a batch, N rollouts, G rollouts of one prompt.
 """
 

@@ -39,7 +39,7 @@ ROOMS = {
         "tests/runs/test_durability.py",
     ],
     "rollouts/inference/servers/server.py": [f"{INFERENCE}/test_{name}.py" for name in ("server", "pool", "faults")],
-    "rollouts/inference/servers/pool.py": [f"{INFERENCE}/test_pool.py", f"{INFERENCE}/test_faults.py"],
+    "rollouts/inference/servers/server_pool.py": [f"{INFERENCE}/test_pool.py", f"{INFERENCE}/test_faults.py"],
 }
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,

@@ -8,7 +8,7 @@ import pytest
 import trio
 import trio.testing
 
-from rollouts.inference.carried import EpisodeClock
+from rollouts.inference.suspend import EpisodeClock
 
 
 def run(main):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
+import runpy
 import shlex
 import shutil
 import sys
@@ -140,7 +141,9 @@ def test_commands_parse(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     argv = shlex.split(command.partition(" #")[0].partition(" > ")[0])[1:]
     if argv[0] in ("run", "sft", "eval"):
-        for file in (argument for argument in argv[1:] if argument.endswith(".toml")):
+        files = [argument for argument in argv[1:] if argument.endswith(".toml")]
+        files += [f"{argv[1]}/config.toml"] if argv[0] == "eval" and re.fullmatch(r"runs/\w+", argv[1]) else []
+        for file in dict.fromkeys(files):
             Path(file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / "configs" / "calculator_tiny.toml", file)
         is_help = "--help" in argv
@@ -174,11 +177,28 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors_of(found), f"{target}: {found.name} has no such heading"
 
 
-def test_every_page_is_in_the_readme():
-    """A reader of the README finds every page."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_every_page_is_in_the_index():
+    """A reader of the README finds the index, and there every page."""
+    assert "docs/index.md" in (ROOT / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     pages = [page.name for page in PAGES if page.parent.name == "docs" and page.name != "index.md"]
-    assert [name for name in pages if f"docs/{name}" not in text] == []
+    assert [name for name in pages if f"]({name})" not in text] == []
+
+
+def test_the_learning_curve_is_small_and_readable_in_dark_mode(tmp_path):
+    """Text is text, nothing is filled with white or black, and the script draws such a picture from runs' folders."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    lines = [f'{{"step": {step}, "reward/mean": {step / 9}}}' for step in range(10)]
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
+    (folder / "summary.json").write_text('{"evaluation": {"before": {"reward_mean": 0}, "after": {"reward_mean": 1}}}')
+    drawn = tmp_path / "curve.svg"
+    main = runpy.run_path(str(ROOT / "scripts" / "learning_curve.py"))["main"]
+    main(["--runs", str(folder), str(folder), "--out", str(drawn)])
+    for picture in (drawn, ROOT / "docs" / "learning-curve.svg"):
+        text = picture.read_text(encoding="utf-8")
+        assert len(text) < 40_000 and "optimizer step</text>" in text and "held-out" in text
+        assert set(re.findall(r"#[0-9a-f]{6}\b", text)) == {"#7d8590", "#3b82f6", "#f97316"}
 
 
 def test_pages_say_no_machine_s_paths():
@@ -510,9 +530,9 @@ def test_the_selector_and_the_pairs():
     kept = selected(short_and_good, [1.0, 1.0, 0.0, 1.0, 1.0], eligible, lengths=[9, 5, 1, 1, 7])
     assert kept == [False, True, False, False, True]
     assert selected(short_and_good, [0.0, 0.5], [True, True], lengths=[1, 1]) == [False, False]
-    neighbours = example("selection.md", "neighbours.py", "neighbours", "pairings")
-    assert paired(neighbours, [0.0, 1.0, 0.5, 1.0], [True, True, True, False], lengths=[1] * 4) == [(1, 2), (2, 0)]
-    assert paired(neighbours, [1.0, 1.0], [True, True], lengths=[1, 1]) == []
+    neighbors = example("selection.md", "neighbors.py", "neighbors", "pairings")
+    assert paired(neighbors, [0.0, 1.0, 0.5, 1.0], [True, True, True, False], lengths=[1] * 4) == [(1, 2), (2, 0)]
+    assert paired(neighbors, [1.0, 1.0], [True, True], lengths=[1, 1]) == []
 
 
 def test_the_loss_of_pairs():

@@ -28,7 +28,7 @@ from rollouts.env.processes import ProcessError
 from rollouts.env.schema import tool_schema
 from rollouts.errors import EnvironmentDefinitionError, InferenceError, ModelError, RewardError, leaves_of, named
 from rollouts.inference.base import InferenceBackend
-from rollouts.inference.carried import Seat
+from rollouts.inference.suspend import SuspendableEngine
 from rollouts.plugins.signature import bind
 from rollouts.types import Episode, Message, Score, Status, Task, Trajectory
 
@@ -41,7 +41,7 @@ async def run_episode(
     *,
     make_env: Callable[[], Any],
     chat: ChatFormat | None,
-    inference: InferenceBackend | Seat,
+    inference: InferenceBackend | SuspendableEngine,
     limits: EpisodeLimits,
     rewards: Sequence[RewardTerm],
     session: str,
@@ -56,36 +56,38 @@ async def run_episode(
     cancellation, shielded, for at most `limits.cleanup_seconds`; where it fails, so does the episode. Rewards and
     metrics see the environment before it is closed, and only where the policy played the episode out (COMPLETED,
     TRUNCATED). Of several trajectories the one that `rollout` returned is judged, else the last. While the episode
-    waits between two steps (a `Seat` at its gate), its deadlines stand still.
+    waits between two steps (a `SuspendableEngine` at its gate), its deadlines stand still.
 
     Raises:
         RewardError: a reward returned NaN or no number, or could not judge under the policy `raise`.
         EnvironmentDefinitionError: the environment cannot be used as it is written.
         Exception: a mistake of the core's own, also where the environment's `rollout` caught it.
     """
-    seat = inference if isinstance(inference, Seat) else Seat(inference, None, order, session)
-    seat.clock.begin()
-    play = _Play(seat, task, make_env, chat, limits, seed)
-    seat.snapshot = play.snapshot
+    engine = (
+        inference if isinstance(inference, SuspendableEngine) else SuspendableEngine(inference, None, order, session)
+    )
+    engine.clock.begin()
+    episode_run = _EpisodeRun(engine, task, make_env, chat, limits, seed)
+    engine.snapshot = episode_run.snapshot
     score, counts = Score(None), dict[str, float]()
     try:
-        status, error = await play.out()
-        seat.close_session(session)
-        judged = play.finish(status, error)
+        status, error = await episode_run.run()
+        engine.close_session(session)
+        judged = episode_run.finish(status, error)
         if not judged.status.is_infrastructure:
-            score, counts = await _judge(play.env, judged, rewards, limits.reward_seconds, on_invalid_reward)
+            score, counts = await _judge(episode_run.env, judged, rewards, limits.reward_seconds, on_invalid_reward)
     finally:
-        seat.close_session(session)
-        close_error = await _close(play.env, limits.cleanup_seconds)
+        engine.close_session(session)
+        close_error = await _close(episode_run.env, limits.cleanup_seconds)
     if close_error is not None and not judged.status.is_infrastructure:
-        judged = play.finish(Status.ENVIRONMENT_ERROR, close_error)
+        judged = episode_run.finish(Status.ENVIRONMENT_ERROR, close_error)
     if judged.status.is_infrastructure:
         score = Score(None, {}, f"{judged.status.value}: {judged.error}")
-    for trajectory in play.trajectories:
+    for trajectory in episode_run.trajectories:
         for name, value in trajectory.metrics.items():
             counts[name] = counts.get(name, 0.0) + value
-    counts["latency_seconds"] = seat.clock.elapsed
-    return Episode(order, task, play.trajectories, score, counts, play.judged, play.may_retry)
+    counts["latency_seconds"] = engine.clock.elapsed
+    return Episode(order, task, episode_run.trajectories, score, counts, episode_run.judged, episode_run.may_retry)
 
 
 # --- playing --------------------------------------------------------------------------------------------------------
@@ -94,10 +96,10 @@ BUILDING, SETUP = "building the environment", "running setup"
 
 
 @dataclass(eq=False)
-class _Play:
+class _EpisodeRun:
     """What there is of an episode so far, so that a failure at any point knows what to close and what to report."""
 
-    seat: Seat
+    engine: SuspendableEngine
     task: Task
     make_env: Callable[[], Any]
     chat: ChatFormat | None
@@ -117,17 +119,17 @@ class _Play:
         env = self.env
         return hasattr(env, "state") and hasattr(env, "restore") and not hasattr(env, "rollout")
 
-    async def out(self) -> tuple[Status, str | None]:
+    async def run(self) -> tuple[Status, str | None]:
         """Play under the episode's deadline; what goes wrong becomes a status, with the reason in words."""
         seconds, status = self.limits.episode_seconds, Status.COMPLETED
         why: str | None = None
         try:
-            with self.seat.clock.move_on_after(seconds) as deadline:
+            with self.engine.clock.move_on_after(seconds) as deadline:
                 model = await self.set_up()
                 messages: list[Message] | None = model.asked or self.task.messages
                 if hasattr(self.env, "rollout"):
                     self.stage, messages = "running rollout", None
-                    returned = await _ask_env(self.env.rollout, self.task, model, under_trio=True)
+                    returned = await _call_env(self.env.rollout, self.task, model, under_trio=True)
                     self.chosen = returned if isinstance(returned, Trajectory) else None
                 while messages is not None:
                     self.stage = "waiting for the model"
@@ -144,19 +146,19 @@ class _Play:
 
     async def set_up(self) -> ChatModel:
         """The environment, ready, and the model that speaks in it."""
-        seconds, held = self.limits.setup_seconds, self.seat.resumed
+        seconds, suspended = self.limits.setup_seconds, self.engine.resume_from
         try:
-            self.env = await _ask_env(self.make_env, seconds=seconds)
+            self.env = await _call_env(self.make_env, seconds=seconds)
             tools = {tool.name: tool for tool in tools_of(self.env)}
             schemas = [tool_schema(tool.function, tool.name) for tool in tools.values()]
-            self.model = ChatModel(self.seat, self.task, self.chat, self.limits, self.seed, tools, schemas)
+            self.model = ChatModel(self.engine, self.task, self.chat, self.limits, self.seed, tools, schemas)
             if hasattr(self.env, "setup"):
                 self.stage = SETUP
-                await _ask_env(self.env.setup, self.task, seconds=seconds)
-            if held is not None and self.can_restore:
+                await _call_env(self.env.setup, self.task, seconds=seconds)
+            if suspended is not None and self.can_restore:
                 self.stage = "running restore"
-                await _ask_env(self.env.restore, held.env, seconds=seconds)
-                self.model.load_state_dict(held.model)
+                await _call_env(self.env.restore, suspended.env, seconds=seconds)
+                self.model.load_state_dict(suspended.model)
         except calls.CallTimeoutError as error:
             raise EpisodeOver(Status.TIMEOUT, f"{self.stage} took longer than {seconds:g} seconds") from error
         return self.model
@@ -215,7 +217,7 @@ class _EnvironmentFault(Exception):
         self.error = error
 
 
-async def _ask_env(
+async def _call_env(
     function: Callable[..., Any], *args: Any, under_trio: bool = False, seconds: float = math.inf
 ) -> Any:
     try:
@@ -228,7 +230,7 @@ async def _ask_env(
 
 async def _env_reply(env: Any, trajectory: Trajectory) -> list[Message]:
     """What the environment says when no tool was called; nothing ends the episode."""
-    returned = await _ask_env(env.reply, trajectory) if hasattr(env, "reply") else None
+    returned = await _call_env(env.reply, trajectory) if hasattr(env, "reply") else None
     answers = returned if isinstance(returned, list | tuple) else [] if returned is None else [returned]
     for answer in answers:
         if not isinstance(answer, str | Message):
@@ -292,7 +294,7 @@ async def _judge(
         own = [] if term.function is not None else rewards_of(env)
         asked = [RewardTerm(o.name, o.function, term.weight * o.weight, {}, requests_of(o.function)) for o in own]
         for each in asked if term.function is None else [term]:
-            verdict = await _ask(each, available, seconds)
+            verdict = await _run_reward(each, available, seconds)
             verdicts.append(verdict._replace(alias=term.alias))
     values = {metric.name: await _measure(metric.function, available, seconds) for metric in metrics_of(env)}
     metrics = {f"metric/{name}": value for name, value in values.items() if value is not None}
@@ -303,7 +305,7 @@ async def _judge(
     return mix(verdicts, on_invalid), metrics
 
 
-async def _ask(term: RewardTerm, available: Mapping[str, Any], seconds: float) -> Verdict:
+async def _run_reward(term: RewardTerm, available: Mapping[str, Any], seconds: float) -> Verdict:
     """One reward's verdict; one that raises, or takes too long, could not judge."""
     assert term.function is not None, "the environment's own methods are terms of their own here"
     try:

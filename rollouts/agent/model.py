@@ -2,7 +2,7 @@
 
 The standard loop of `episode` and an environment's own `rollout(task, model)` both speak through it, so that both are
 recorded alike: messages for people, segments (tokens, masks, logprobs, versions) for training. What is left out:
-environments and rewards (`episode`), deadlines (`rollouts.inference.carried`) and templates (`rollouts.chat`).
+environments and rewards (`episode`), deadlines (`rollouts.inference.suspend`) and templates (`rollouts.chat`).
 
 Without a chat format the engine is one that is spoken to in messages (`CanChat`): the conversation is played and
 recorded alike, but for its tokens, which nobody knows. Such trajectories have no segments, and the engine's own counts
@@ -26,8 +26,8 @@ from rollouts.encoding import DEPTH_MAX, plain
 from rollouts.env.authoring import ToolMethod
 from rollouts.errors import NAME_CHARACTERS_MAX, EnvironmentDefinitionError, InferenceError, ModelError, leaves_of
 from rollouts.inference.base import GenerateRequest, Generation
-from rollouts.inference.carried import Seat
 from rollouts.inference.chatting import CanChat, ChatReply, ChatRequest
+from rollouts.inference.suspend import SuspendableEngine
 from rollouts.types import Message, Segment, Status, Task, ToolCall, Trajectory
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class _Conversation(msgspec.Struct, eq=False):
         return msgspec.structs.replace(self, trajectory=msgspec.structs.replace(self.trajectory, task=task))
 
 
-class _Spoken(msgspec.Struct):
+class _ModelState(msgspec.Struct):
     """What the model has said so far; `current` is the place of the conversation that spoke last."""
 
     conversations: list[_Conversation] = []
@@ -114,7 +114,7 @@ class ChatModel:
     `failure` is the first error of the core itself, which ends the run whatever an environment's loop makes of it.
     """
 
-    _seat: Seat
+    _engine: SuspendableEngine
     _task: Task
     _chat: ChatFormat | None
     _limits: EpisodeLimits
@@ -122,34 +122,34 @@ class ChatModel:
     _tools: Mapping[str, ToolMethod]
     _schemas: list[dict[str, Any]]
     failure: Exception | None = None
-    _is_speaking: bool = False
-    _spoken: _Spoken = field(default_factory=_Spoken)
+    _is_waiting: bool = False
+    _state: _ModelState = field(default_factory=_ModelState)
 
     @property
     def asked(self) -> list[Message]:
         """The messages of the last turn, from which the conversation continues when it is restored."""
-        return self._spoken.asked
+        return self._state.asked
 
     @property
     def trajectories(self) -> list[Trajectory]:
         """All conversations so far, in the order in which they began."""
-        return [conversation.trajectory for conversation in self._spoken.conversations]
+        return [conversation.trajectory for conversation in self._state.conversations]
 
     @property
     def trajectory(self) -> Trajectory | None:
         """The conversation that spoke last; None before the first turn."""
-        current = self._spoken.current
-        return None if current is None else self._spoken.conversations[current].trajectory
+        current = self._state.current
+        return None if current is None else self._state.conversations[current].trajectory
 
     @property
     def tokens_left(self) -> int:
         """How many tokens may still be sampled in this episode."""
-        return max(self._limits.max_tokens - self._spoken.sampled_count, 0)
+        return max(self._limits.max_tokens - self._state.sampled_count, 0)
 
     @property
     def turns_left(self) -> int:
         """How many times the model may still speak in this episode."""
-        return max(self._limits.max_turns - self._spoken.turns, 0)
+        return max(self._limits.max_turns - self._state.turns, 0)
 
     async def chat(
         self,
@@ -169,22 +169,22 @@ class ChatModel:
         """
         schemas = self._schemas if tools is None else plain(list(tools))
         said = self._copied(messages)
-        if self._is_speaking:
+        if self._is_waiting:
             self.failure = EnvironmentDefinitionError(
                 "model.chat is already waiting for a reply: ask one after another, not from several trio tasks at once "
                 "(their order is chance, so that one seed would not be one result)"
             )
             raise self.failure
-        self._is_speaking, self._spoken.asked = True, said
+        self._is_waiting, self._state.asked = True, said
         try:
             await trio.lowlevel.checkpoint()  # tasks that ask at once meet here, however fast the engine is
             conversation = self._longest(said) or _Conversation(Trajectory(self._task, said))
             self._refuse(conversation, said)
             turn = self._prepare(conversation, said, schemas)
-            ask: Callable[[Any], Awaitable[Generation | ChatReply]] = self._seat.generate
+            ask: Callable[[Any], Awaitable[Generation | ChatReply]] = self._engine.generate
             if self._chat is None:
-                ask = cast(CanChat, self._seat.engine).chat
-            with self._seat.clock.move_on_after(self._limits.turn_seconds) as deadline:
+                ask = cast(CanChat, self._engine.backend).chat
+            with self._engine.clock.move_on_after(self._limits.turn_seconds) as deadline:
                 answer = await ask(turn.request)
             if deadline.cancelled_caught:
                 late = f"the model took longer than {self._limits.turn_seconds:g} seconds for one turn"
@@ -196,7 +196,7 @@ class ChatModel:
                 self.failure = self.failure or error
             raise
         finally:
-            self._is_speaking = False
+            self._is_waiting = False
 
     async def call_tools(self, reply: Message) -> list[Message]:
         """Carry out the calls of a reply, one after another, and count them; the messages that answer it.
@@ -239,7 +239,7 @@ class ChatModel:
 
     def _longest(self, messages: list[Message]) -> _Conversation | None:
         """The longest conversation that these messages extend."""
-        found = [each for each in self._spoken.conversations if each.extends_to(messages)]
+        found = [each for each in self._state.conversations if each.extends_to(messages)]
         return max(found, key=lambda each: len(each.trajectory.messages), default=None)
 
     def _refuse(self, conversation: _Conversation, messages: list[Message]) -> None:
@@ -251,7 +251,7 @@ class ChatModel:
             reason = f"all {limits.max_turns} turns are used"
             if not any("turn_limit" in each.metrics for each in self.trajectories):
                 self._count("turn_limit")
-            if conversation not in self._spoken.conversations:  # rewards would judge it in place of one that began
+            if conversation not in self._state.conversations:  # rewards would judge it in place of one that began
                 raise EpisodeOver(Status.COMPLETED, reason)
             raise self._stop(conversation, messages, Status.COMPLETED, reason)
         if self.tokens_left == 0:
@@ -259,7 +259,7 @@ class ChatModel:
         if self._chat is None:
             return
         # To find out by encoding that ten megabytes do not fit takes half a minute, in which no other episode moves.
-        context = self._seat.engine.context_tokens_max
+        context = self._engine.backend.context_tokens_max
         begun = len(trajectory.messages) if trajectory.segments else 0
         new = [message.text for message in messages[begun:]]
         room = context * self._chat.characters_per_token_max
@@ -271,8 +271,8 @@ class ChatModel:
     def _prepare(self, conversation: _Conversation, messages: list[Message], schemas: list[dict[str, Any]]) -> _Turn:
         """What to ask. Raises EpisodeOver where the context has no room for a reply."""
         chat, segments = self._chat, conversation.trajectory.segments
-        place = [*self._spoken.conversations, conversation].index(conversation)
-        group, rollout = self._seat.order
+        place = [*self._state.conversations, conversation].index(conversation)
+        group, rollout = self._engine.order
         seed = turn_seed(self._seed, group, rollout, place, conversation.turns)
         if chat is None:
             request = ChatRequest(messages, schemas, self.tokens_left, seed, self._limits.temperature)
@@ -287,7 +287,7 @@ class ChatModel:
         if context is None:  # a first turn, or history reads differently now: what was sampled before is context
             context = chat.encode_prompt(messages, schemas)
         tokens = context if is_new_segment else segments[-1].tokens + context
-        most = self._seat.engine.context_tokens_max
+        most = self._engine.backend.context_tokens_max
         if len(tokens) >= most:
             reason = f"the conversation has {len(tokens)} tokens, the model's context holds {most}"
             raise self._stop(conversation, messages, Status.TRUNCATED, reason)
@@ -297,8 +297,8 @@ class ChatModel:
             stop_ids=chat.stop_ids,
             seed=seed,
             temperature=self._limits.temperature,
-            order=(group, rollout, self._spoken.turns),
-            session=self._seat.session,
+            order=(group, rollout, self._state.turns),
+            session=self._engine.session,
         )
         return _Turn(messages, schemas, asked, context, is_new_segment)
 
@@ -312,7 +312,7 @@ class ChatModel:
                 raise self._stop(conversation, turn.messages, Status.TRUNCATED, answer.detail)
             self._keep(conversation)
             reply = answer.message
-            self._spoken.sampled_count += answer.completion_tokens or 0  # else only the turns bound the episode
+            self._state.sampled_count += answer.completion_tokens or 0  # else only the turns bound the episode
             for name in ("prompt_tokens", "completion_tokens"):
                 if (count := getattr(answer, name)) is not None:
                     self._count(name, float(count))
@@ -330,12 +330,12 @@ class ChatModel:
             assert self._chat is not None, "ids come from a chat format"
             reply = _readable(self._chat.parse(answer.tokens, turn.schemas))
             conversation.sampled = list(answer.tokens)
-            self._spoken.sampled_count += len(answer.tokens)
+            self._state.sampled_count += len(answer.tokens)
             cut = f"{cut} after {len(answer.tokens)} tokens"
         trajectory.messages = [*turn.messages, reply]
         trajectory.tools = turn.schemas
         conversation.turns += 1
-        self._spoken.turns += 1
+        self._state.turns += 1
         self._count("turns")
         if answer.finish == "abort":
             raise self._stop(conversation, turn.messages, Status.ABORTED, "the engine was told to stop")
@@ -344,9 +344,9 @@ class ChatModel:
         return reply
 
     def _keep(self, conversation: _Conversation) -> None:
-        if conversation not in self._spoken.conversations:
-            self._spoken.conversations.append(conversation)
-        self._spoken.current = self._spoken.conversations.index(conversation)
+        if conversation not in self._state.conversations:
+            self._state.conversations.append(conversation)
+        self._state.current = self._state.conversations.index(conversation)
 
     def _stop(self, conversation: _Conversation, messages: list[Message], status: Status, reason: str) -> EpisodeOver:
         """End the conversation; `messages` that the model will not see any more are kept for people and rewards."""
@@ -368,9 +368,9 @@ class ChatModel:
         """All conversations as plain data, as they are between two turns; None where JSON would not give back the same,
         because of an object in a message, say.
         """
-        conversations = [each.with_task(Task("")) for each in self._spoken.conversations]
+        conversations = [each.with_task(Task("")) for each in self._state.conversations]
         try:
-            state = msgspec.json.encode(msgspec.structs.replace(self._spoken, conversations=conversations))
+            state = msgspec.json.encode(msgspec.structs.replace(self._state, conversations=conversations))
             decoded: dict[str, Any] = msgspec.json.decode(state)
         except (TypeError, ValueError, RecursionError):
             return None
@@ -378,9 +378,9 @@ class ChatModel:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken; before the first turn."""
-        assert not self._spoken.conversations, "the model has spoken already"
-        self._spoken = msgspec.convert(dict(state), _Spoken)
-        self._spoken.conversations = [each.with_task(self._task) for each in self._spoken.conversations]
+        assert not self._state.conversations, "the model has spoken already"
+        self._state = msgspec.convert(dict(state), _ModelState)
+        self._state.conversations = [each.with_task(self._task) for each in self._state.conversations]
 
     def close(self, status: Status, error: str | None = None) -> None:
         """The episode is over: conversations without a status get this one, and every segment is checked."""

@@ -1,10 +1,15 @@
 """Chat: messages to token ids and back, through the model's own chat template.
 
-Rooms: `format` (ChatFormat: prompt ids, incremental suffixes, replies read back), `dialect` (how this template wants
-its messages), `controls` (a conversation's text is no control token), `families` (tool-call formats), `preflight`
-(what a template does, in words), `masks` (supervised rows), `tails` (only what is new is rendered).
-Left out: sampling and the conversation itself (`rollouts.agent`). Nothing here imports torch or transformers: the
-tokenizer comes from outside.
+format.py             `ChatFormat`: encode prompts, append to conversations, parse replies
+template_style.py     how this template wants its messages
+control_tokens.py     keeps control tokens in a conversation's text plain text
+tool_call_formats.py  tool calls in a reply's text
+preflight.py          what a template does to conversations, as a report
+masks.py              supervised rows with their loss masks
+incremental.py        renders only what is new
+
+Sampling, and the conversation itself, are in `rollouts.agent`. Nothing here imports torch or transformers: callers pass
+the tokenizer.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ both are parsed (a call's JSON may be spaced differently), thinking included. Th
 is appended. By induction from the first prompt, the ids that we hold are always the ones that the template would show,
 but for spelling. Anything else: None, and the caller opens a new segment.
 
-Texts are rendered with marks where a conversation's own text spells a control token (`rollouts.chat.controls`).
+Texts are rendered with marks where a conversation's own text spells a control token (`rollouts.chat.control_tokens`).
 """
 
 from __future__ import annotations
@@ -27,22 +27,30 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from rollouts.chat.controls import CUT, Controls, plain
-from rollouts.chat.dialect import PROBE_TOOL, USER, Tools, probe_call, probe_dialect, template_message, tool_reply
-from rollouts.chat.families import FAMILIES, Parsed, detect_family, parse_reply
+from rollouts.chat.control_tokens import CUT, ControlTokens, plain
 from rollouts.chat.preflight import TemplateReport, find_closers, inspect_template
+from rollouts.chat.template_style import (
+    PROBE_TOOL,
+    USER,
+    Tools,
+    probe_call,
+    probe_template_style,
+    template_message,
+    tool_reply,
+)
+from rollouts.chat.tool_call_formats import TOOL_CALL_FORMATS, Parsed, detect_tool_call_format, parse_reply
 from rollouts.errors import ConfigError, ModelError, near_misses
 from rollouts.types import Message, ToolCall
 
 if TYPE_CHECKING:
-    from rollouts.chat.tails import Rendering, TailRenderer
+    from rollouts.chat.incremental import IncrementalRenderer, Rendering
 
 _RESERVED = {"add_generation_prompt", "continue_final_message", "conversation", "messages", "tokenize", "tools"}
 _CACHED_CHARACTERS_MAX = 16_000_000
 T = TypeVar("T")
 
 
-class Turn(NamedTuple):
+class RenderedTurn(NamedTuple):
     """One assistant turn as a rendered conversation shows it, and all that follows.
 
     `rest` begins with the closing token, whose id is `closer`. Texts are marked (`ChatFormat.render_marked`).
@@ -87,22 +95,22 @@ def _key(messages: list[Message], tools: Tools, generation_prompt: bool) -> byte
 class ChatFormat:
     """A tokenizer with its chat template. Made by `load_chat_format`; holds a bounded cache, so one per thread.
 
-    Attributes: `tokenizer`; `stop_ids`, sorted, the ids that end a turn; `family`, the tool-call format; `report`, what
-    the template does; `closers`, the special tokens that end an assistant turn in the template (text to id).
+    Attributes: `tokenizer`; `stop_ids`, the sorted ids that end a turn; `tool_call_format`, a name; `report`, the
+    template's behaviour; `closers`, the special tokens that end an assistant turn in the template (text to id).
     """
 
     def __init__(self, tokenizer: Any, template_arguments: Mapping[str, Any]) -> None:
         self.tokenizer = tokenizer
         self._arguments = dict(template_arguments)
         text = _template_text(tokenizer)
-        probe, refusal = probe_dialect(self._render, text)
-        self._dialect = probe.dialect
+        probe, refusal = probe_template_style(self._render, text)
+        self._style = probe.style
         added = {str(token): int(index) for index, token in tokenizer.added_tokens_decoder.items()}
         self.closers = find_closers(probe, added, tokenizer.eos_token)
         call = probe(USER, probe_call(), tool_reply(), tools=True) if not refusal else None
-        self.family = detect_family(_tail(call, probe(USER, tools=True, prompt=True)), text)
-        family = FAMILIES[self.family]
-        self._controls = Controls(tokenizer, text, family.opener.pattern)
+        self.tool_call_format = detect_tool_call_format(_tail(call, probe(USER, tools=True, prompt=True)), text)
+        call_format = TOOL_CALL_FORMATS[self.tool_call_format]
+        self._control_tokens = ControlTokens(tokenizer, text, call_format.opener.pattern)
         self.stop_ids = _stop_ids(tokenizer, self.closers, added, text)
         prefix = _tail(probe(USER, prompt=True), probe(USER))
         self._thinking = prefix[prefix.rfind("<think>") :] if "<think>" in prefix else ""
@@ -110,24 +118,24 @@ class ChatFormat:
         self._renderings: _Cache[Rendering] = _Cache()
         self._marked_tools: _Cache[list[dict[str, Any]]] = _Cache()
         self._heads: _Cache[list[int]] = _Cache()
-        self._tails = _tail_renderer(tokenizer, self._arguments)
+        self._incremental = _incremental_renderer(tokenizer, self._arguments)
         self._cut = _safe_cut(tokenizer, self.closers)
         self._backend = _plain_backend(tokenizer, self.closers)
         self._anchor = self._find_anchor()
-        compiled = _compiled(tokenizer, family.response_template, family.example)
+        compiled = _compiled(tokenizer, call_format.response_template, call_format.example)
         self._read: Callable[..., Parsed] = functools.partial(
             parse_reply,
-            family=family._replace(response_template=compiled),
+            call_format=call_format._replace(response_template=compiled),
             parse_response=getattr(tokenizer, "parse_response", None),
-            response_template=_compiled(tokenizer, getattr(tokenizer, "response_template", None), family.example),
+            response_template=_compiled(tokenizer, getattr(tokenizer, "response_template", None), call_format.example),
             prefix=prefix,
             thinking_prefix=self._thinking,
         )
         self.report: TemplateReport = inspect_template(probe, text, self.closers, refusal)
         if self.report.tools and not self._reads_own_calls():
             unread = (
-                f"it shows tool calls in a format that cannot be read back (the nearest known one is {self.family}); "
-                "give the tokenizer a response_template"
+                f"it shows tool calls in a format that cannot be read back (the nearest known one is "
+                f"{self.tool_call_format}); give the tokenizer a response_template"
             )
             self.report = msgspec.structs.replace(self.report, refusals=[*self.report.refusals, unread])
 
@@ -176,14 +184,14 @@ class ChatFormat:
         the conversation.
         """
         whole = [*before, *more]
-        if self._tails is not None and (old := self._rendering(before, tools)) is not None:
+        if self._incremental is not None and (old := self._rendering(before, tools)) is not None:
             new = self._marked(more)
-            done = self._tails.tail(old, new, generation_prompt)
+            done = self._incremental.tail(old, new, generation_prompt)
             if done is not None:
                 if generation_prompt:
                     self._keep(_key(whole, tools, True), done[1])
                 return old.last, done[0]
-            again = self._tails.whole([*old.messages, *new], old.tools, True) if generation_prompt else None
+            again = self._incremental.whole([*old.messages, *new], old.tools, True) if generation_prompt else None
             if again is not None:
                 self._keep(_key(whole, tools, True), again[1])
                 self._texts.put(_key(whole, tools, True), again[0], len(again[0]))
@@ -193,9 +201,9 @@ class ChatFormat:
         """What is kept of a conversation with its generation prompt, so that tails of it can be rendered."""
         key = _key(messages, tools, True)
         known = self._renderings.get(key)
-        if known is not None or self._tails is None or not key:
+        if known is not None or self._incremental is None or not key:
             return known
-        done = self._tails.whole(self._marked(messages), self._schemas(tools), True)
+        done = self._incremental.whole(self._marked(messages), self._schemas(tools), True)
         if done is None or done[0] != self.render_marked(messages, tools, True):
             return None
         self._keep(key, done[1])
@@ -211,14 +219,14 @@ class ChatFormat:
         return text
 
     def _marked(self, messages: list[Message]) -> list[dict[str, Any]]:
-        return [self._controls.message(template_message(message, self._dialect)) for message in messages]
+        return [self._control_tokens.message(template_message(message, self._style)) for message in messages]
 
     def _schemas(self, tools: Tools) -> list[dict[str, Any]]:
         """The tools, marked; not to be changed, since they are the same for every episode."""
         key = _key([], tools, False)
         marked = self._marked_tools.get(key)
         if marked is None:
-            marked = self._controls.foreign.mark(list(tools))
+            marked = self._control_tokens.foreign.mark(list(tools))
             self._marked_tools.put(key, marked, len(key))
         return marked
 
@@ -306,11 +314,11 @@ class ChatFormat:
         # Encoded with the closing token and then cut, not without it: some tokens swallow the white space behind them.
         return ids[1:] if ended else ids
 
-    def find_turn(self, before: list[Message], reply: Message, new: list[Message], tools: Tools) -> Turn | None:
+    def find_turn(self, before: list[Message], reply: Message, new: list[Message], tools: Tools) -> RenderedTurn | None:
         """The reply as the whole conversation shows it; None where what came before it is shown differently now."""
         return self.split_turn(*self.render_pair(before, [reply, *new], tools, True)) if self.closers else None
 
-    def split_turn(self, prompt: str, whole: str) -> Turn | None:
+    def split_turn(self, prompt: str, whole: str) -> RenderedTurn | None:
         """Cut what follows the prompt into the reply, up to the first closing token, and the rest; None if there is no
         such token, or the conversation does not begin with the prompt.
         """
@@ -319,7 +327,7 @@ class ChatFormat:
         if not places:
             return None
         at, token = min(places)
-        return Turn(rest[:at], rest[at:], self.closers[token])
+        return RenderedTurn(rest[:at], rest[at:], self.closers[token])
 
     def _shows(self, shown: str, sampled: str, tools: Tools) -> bool:
         """Whether history shows the sampled text, but for the spelling."""
@@ -334,7 +342,7 @@ class ChatFormat:
     def same_message(self, first: str, second: str, tools: Tools) -> bool:
         """Whether two texts of a reply are the same message: thinking, content and calls, in the same order."""
         one, other = self._read(first, tools=tools), self._read(second, tools=tools)
-        return one.faithful and other.faithful and _said(one.message) == _said(other.message)
+        return one.faithful and other.faithful and _meaning(one.message) == _meaning(other.message)
 
     def parse(self, tokens: Sequence[int], tools: Tools) -> Message:
         """Read sampled ids [K] (with or without the stop id) as the assistant's message. Never raises.
@@ -392,13 +400,15 @@ def _template_text(tokenizer: Any) -> str:
     return "\n".join(template.values()) if isinstance(template, dict) else str(template)
 
 
-def _tail_renderer(tokenizer: Any, arguments: Mapping[str, Any]) -> TailRenderer | None:
+def _incremental_renderer(tokenizer: Any, arguments: Mapping[str, Any]) -> IncrementalRenderer | None:
     """None where tails cannot be rendered with this tokenizer: then every turn renders the whole conversation."""
-    from rollouts.chat.tails import TailRenderer, Unusable
+    from rollouts.chat.incremental import IncrementalRenderer, NotIncremental
 
     if isinstance(tokenizer.chat_template, str):
-        with contextlib.suppress(Unusable):
-            return TailRenderer(tokenizer.chat_template, {**getattr(tokenizer, "special_tokens_map", {}), **arguments})
+        with contextlib.suppress(NotIncremental):
+            return IncrementalRenderer(
+                tokenizer.chat_template, {**getattr(tokenizer, "special_tokens_map", {}), **arguments}
+            )
     return None
 
 
@@ -469,7 +479,7 @@ def _compiled(tokenizer: Any, template: Any, example: str) -> Any:
         return template
 
 
-def _said(message: Message) -> tuple[str, str, str]:
+def _meaning(message: Message) -> tuple[str, str, str]:
     """What a message says, whatever its spelling."""
     calls = [(call.name, call.arguments, call.error) for call in message.tool_calls]
     return ((message.reasoning or "").strip(), message.text.strip(), json.dumps(calls))

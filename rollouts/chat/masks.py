@@ -12,8 +12,8 @@ import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from rollouts.chat.controls import plain
-from rollouts.chat.format import ChatFormat, Turn
+from rollouts.chat.control_tokens import plain
+from rollouts.chat.format import ChatFormat, RenderedTurn
 from rollouts.errors import ModelError
 from rollouts.types import Message
 
@@ -65,7 +65,7 @@ def _append(row: SupervisedRow, tokens: list[int], weight: float) -> None:
 
 def _turn_alone(
     before: list[Message], reply: Message, tools: Sequence[dict[str, Any]], chat: ChatFormat
-) -> tuple[Turn, int]:
+) -> tuple[RenderedTurn, int]:
     """The reply as the last message, which is how the model must write it, and how many characters of the prompt that
     came before it are not shown then.
     """

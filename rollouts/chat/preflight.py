@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from rollouts.chat.dialect import (
+from rollouts.chat.template_style import (
     PROBE_NAME,
     PROBE_RESULT,
     PROBE_VALUE,

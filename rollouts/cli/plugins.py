@@ -1,13 +1,19 @@
-"""`rollouts plugins list | show NAME | doctor`: what is installed, what it can be told, what is wrong with it."""
+"""`rollouts plugins list | show NAME | doctor`: what is installed, what it does, what it takes.
+
+`list` imports no plugin: the line that says what a component is comes from the source of its module.
+"""
 
 from __future__ import annotations
 
 import inspect
+import shutil
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
 
+from rollouts.author_code import unwrapped
 from rollouts.cli.app import NamedGroup
 from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE
 from rollouts.errors import UnknownComponentError, UserError, near_misses
@@ -16,6 +22,12 @@ if TYPE_CHECKING:
     from rollouts.plugins.index import ComponentRef
     from rollouts.plugins.manager import PluginManager
     from rollouts.plugins.signature import Signature
+    from rollouts.training.algorithms.algorithm import Algorithm
+
+_LEGEND = (
+    "(pi is the policy, r = pi / pi_old its ratio, A the advantage, R the reward; [T] is one value for each token)"
+)
+_DESCRIPTION_CHARACTERS_MIN = 20  # in a terminal that is too narrow for the table, lines wrap
 
 
 @click.group("plugins", cls=NamedGroup, no_args_is_help=True)
@@ -27,7 +39,11 @@ def plugins() -> None:
 @click.option("--kind", metavar="KIND", help="Only components of this kind: environments, rewards, losses, ...")
 @click.option("--all", "with_hooks", is_flag=True, help="Also load the hook plugins, and list what they offer.")
 def list_(kind: str | None, with_hooks: bool) -> int:
-    """List the installed components, without importing them."""
+    """List the installed components, without importing them.
+
+    The description of a component is the first sentence of its docstring. In a terminal it is cut to the width.
+    """
+    from rollouts.plugins.descriptions import description
     from rollouts.plugins.manager import PluginManager
 
     manager = PluginManager()
@@ -35,8 +51,8 @@ def list_(kind: str | None, with_hooks: bool) -> int:
     if not refs:
         click.echo(f"no component is installed{f' of the kind {kind}' if kind else ''}")
     else:
-        rows = [(ref.kind, ref.name, ref.distribution, ref.version) for ref in refs]
-        click.echo(_table(("kind", "name", "distribution", "version"), rows))
+        rows = [(ref.kind, ref.name, ref.distribution, ref.version, description(ref)) for ref in refs]
+        click.echo(_table(("kind", "name", "distribution", "version", "description"), rows))
     for fault in manager.faults:
         click.echo(f"fault: {fault}", err=True)
     return 0
@@ -46,23 +62,35 @@ def list_(kind: str | None, with_hooks: bool) -> int:
 @click.argument("name")
 @click.option("--kind", metavar="KIND", help="The kind, if components of several kinds have this name.")
 def show(name: str, kind: str | None) -> int:
-    """Import one component, and show what it receives and its settings."""
+    """Import one component. Show what it does, what it receives, its settings, and where its code is.
+
+    For an algorithm, also show its formula and parts.
+    """
+    from rollouts.plugins.descriptions import find_definition
     from rollouts.plugins.index import KIND_WORDS
     from rollouts.plugins.manager import PluginManager
     from rollouts.runs.components import signed
+    from rollouts.training.algorithms.algorithm import Algorithm
 
     manager = PluginManager()
     ref = _find(manager, kind, name)
     component = manager.load(ref)
+    place = find_definition(ref)
     label = f"{KIND_WORDS[ref.kind]} {ref.name}"
-    lines = [label]
-    if ref.distribution:
-        lines.append(f"  distribution  {ref.distribution} {ref.version}    (also: {ref.qualified})")
-    if ref.value:
-        lines.append(f"  object        {ref.value}")
-    own = inspect.getdoc(component) if inspect.isclass(component) or inspect.isroutine(component) else component.__doc__
-    if own and own != type(component).__doc__:
+    facts = {
+        "distribution": f"{ref.distribution} {ref.version}    (also: {ref.qualified})" if ref.distribution else "",
+        "object": ref.value,
+        "code": f"{place.file}, line {place.line}" if place else "",
+    }
+    lines = [label, *_indent([(word, fact) for word, fact in facts.items() if fact])]
+    is_code = inspect.isclass(component) or inspect.isroutine(component)
+    own = inspect.getdoc(component) if is_code else component.__doc__
+    if not is_code and own == type(component).__doc__:  # a value: its documentation is behind its assignment
+        own = place.doc if place else ""
+    if own:
         lines += ["", *(f"  {line}".rstrip() for line in inspect.cleandoc(own).splitlines())]
+    if isinstance(component, Algorithm):
+        lines += _algorithm_lines(component)
     if ref.kind != "commands":
         lines += _signature_lines(ref.kind, signed(component, ref.kind, label)[1])
     click.echo("\n".join(lines))
@@ -111,6 +139,34 @@ def _find(manager: PluginManager, kind: str | None, name: str) -> ComponentRef:
     return found[0]
 
 
+def _algorithm_lines(algorithm: Algorithm) -> list[str]:
+    """The formula of an algorithm, and what each of its parts is: the first sentence of the part's docstring."""
+    from rollouts.plugins.descriptions import first_sentence
+    from rollouts.runs.dry_run import objective_words
+    from rollouts.training.algorithms.aggregation import aggregation_function
+    from rollouts.training.algorithms.algorithm import KL, function_label
+
+    kl = algorithm.kl.function if isinstance(algorithm.kl, KL) else None
+    parts = [
+        *(("term", term.function, f" * {term.coefficient:g}") for term in algorithm.terms),
+        ("advantage", None if algorithm.pairs else algorithm.advantage, ""),  # pairs compare rollouts themselves
+        ("aggregation", aggregation_function(algorithm.aggregation), ""),
+        ("kl", kl, ""),
+        ("correction", algorithm.correction, ""),
+        ("mix", algorithm.mix, ""),
+        *(("shaping", function, "") for function in algorithm.shaping),
+        ("select", algorithm.select, ""),
+        ("pairs", algorithm.pairs, ""),
+        *(("filter", function, "") for function in algorithm.filters),
+    ]
+    rows = [
+        (word, function_label(function) + factor, first_sentence(inspect.getdoc(unwrapped(function)) or ""))
+        for word, function, factor in parts
+        if function is not None
+    ]
+    return ["", "formula", f"  {objective_words(algorithm)}", f"  {_LEGEND}", "", "parts", *_indent(rows)]
+
+
 def _signature_lines(kind: str, signature: Signature) -> list[str]:
     from rollouts.config.convert import default_text, describe_type
     from rollouts.config.flags import flag_name
@@ -139,9 +195,16 @@ def _indent(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _align(rows: Sequence[Sequence[str]]) -> list[str]:
+    if not rows:
+        return []
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The rows below a head. In a terminal the last column is cut to the width."""
+    if sys.stdout is not None and sys.stdout.isatty():
+        others = sum(max(map(len, column)) + 2 for column in zip(*(row[:-1] for row in [head, *rows]), strict=True))
+        room = max(shutil.get_terminal_size().columns - others, _DESCRIPTION_CHARACTERS_MIN)
+        rows = [(*row[:-1], row[-1] if len(row[-1]) <= room else f"{row[-1][: room - 1]}…") for row in rows]
     return "\n".join(_align([head, ["-" * len(word) for word in head], *rows]))

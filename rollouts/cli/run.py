@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -25,6 +26,9 @@ _DRY_RUN = click.Option(
 def _run(file: str | None, dry_run: bool, **options: Any) -> int:
     context = click.get_current_context()
     mode = {"run": {}, "sft": {"mode": "sft"}, "eval": {"mode": "eval"}}[context.command.name or ""]
+    if file is not None and context.command.name == "eval" and (Path(file) / "config.toml").is_file():
+        options["model"] = options["model"] or file  # the folder of a run: its settings and its model
+        file = str(Path(file) / "config.toml")
     resolved, _ = read_settings(context, file, options, forced=mode)
     if dry_run:
         from rollouts.runs.dry_run import dry_run as description
@@ -112,9 +116,10 @@ evaluate = SettingsCommand(
     infos=_eval_infos(),
     own=[_DRY_RUN],
     help="Evaluate a model on held-out tasks of an environment. Nothing is trained.\n\n"
-    "FILE contains settings (.toml, .json or .py). It may be a training run's file; training settings are ignored. "
+    "FILE contains settings (.toml, .json or .py). It may be a training run's file (training settings are ignored), "
+    "or a run's folder: then its newest checkpoint is evaluated. "
     "The model can be local (--inference hf), behind your own server, or behind an API.\n\n"
-    "\b\nExamples:\n  rollouts eval --env calculator --model runs/first\n"
+    "\b\nExamples:\n  rollouts eval runs/first\n  rollouts eval --env calculator --model runs/first\n"
     "  rollouts eval --env calculator --model runs/first/checkpoints/step_000050 --temperature 0\n"
     "  rollouts eval --env calculator --model gpt-4.1-mini --inference openai --samples-per-prompt 4",
 )

@@ -9,6 +9,7 @@ import ast
 import contextlib
 import json
 import re
+import shlex
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -157,13 +158,28 @@ def _problem_of(value: Any) -> str:
 
 
 def _no_such_file(path: Path) -> ConfigError:
+    if path.is_dir():
+        return ConfigError(
+            in_lines(f"{path} is a folder; a settings file ends in {', '.join(SUFFIXES)}", *_of_folder(path))
+        )
     if path.exists():
-        is_a = " is a folder;" if path.is_dir() else ":"
-        return ConfigError(f"{path}{is_a} a settings file ends in {', '.join(SUFFIXES)}")
+        return ConfigError(f"{path}: a settings file ends in {', '.join(SUFFIXES)}")
     beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
     near = suggestion(path.name, (n for n in beside if n.endswith(SUFFIXES)), lambda name: str(path.parent / name))
     other = "" if near or path.suffix in SUFFIXES else f"to choose an environment, type `--env {path}`"
     return ConfigError(in_lines(f"{path}: there is no such settings file", near, other))
+
+
+def _of_folder(path: Path) -> Iterator[str]:
+    """What to type where the folder of a run, a checkpoint or a model was given as a settings file."""
+    quoted = shlex.quote(str(path))
+    if (path / "config.toml").is_file():
+        yield f"to continue the run in it: rollouts resume {quoted}"
+        yield f"to repeat that run: rollouts run {quoted}/config.toml"
+    if (path / "config.toml").is_file() or any(
+        (path / name).is_file() for name in ("config.json", "adapter_config.json")
+    ):
+        yield f"to begin a new run with its model: --model {quoted}"
 
 
 def _read_toml(source: Source) -> Tree:

@@ -105,7 +105,7 @@ def _merge_value(before: Any, value: Any) -> Any:
 
 def _merge_components(key: str, before: Any, value: Any) -> Tree:
     """The table of one component, or tables by alias."""
-    base, adjusts = _tables(key, before), _is_adjustment(value)
+    base, adjusts = _tables(key, before), isinstance(value, dict) and _is_adjustment(value)
     is_one = "" in base
     names_none = key == "env" and isinstance(value, dict) and "name" not in value and not holds_several(value)
     if not is_one and (adjusts or names_none):

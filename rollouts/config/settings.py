@@ -224,7 +224,8 @@ class Settings:
         pass_env: More environment variables for isolated tools and launched servers: names, or patterns such as AWS_*,
             separated by commas. Default: none.
         steps: Training steps. Each uses one batch of rollouts or demonstrations.
-        lr: The learning rate. Default: 3e-4 for tiny, else 1e-6 (sft 1e-5); ten times that with LoRA.
+        lr: The learning rate. Default: 3e-4 for tiny and its checkpoints, else 1e-6 (sft 1e-5); ten times that with
+            LoRA.
         critic_lr: The learning rate of the critic. Default: ten times the learning rate.
         tokens_per_microbatch: The largest number of tokens in one forward pass of training.
         seed: The seed of everything random.

@@ -6,7 +6,7 @@ from rollouts.types import Trajectory
 
 
 def constant(trajectory: Trajectory, *, value: float = 0.0) -> float:
-    """The same for every rollout: for losses that need no judgement, such as on-policy distillation.
+    """The same for every rollout: for losses that need no judgment, such as on-policy distillation.
 
     Args:
         value: the reward

@@ -2,7 +2,7 @@
 
 base.py       the seam: GenerateRequest, Generation, the Protocol of an engine (no torch)
 chatting.py   the seam of engines that take messages instead of ids
-carried.py    the engine as one episode sees it, where that can be stopped in mid-reply and go on later
+suspend.py    suspend an episode in the middle of a reply, and resume it
 embedded/     the engine in this process: shares the trainer's parameters, reproducible by seed
 servers/      engines behind an address: vLLM, SGLang, any chat-completions API
 """

@@ -118,7 +118,7 @@ class Capabilities(NamedTuple):
     waits while it scores, so it is asked for scores only when weights change.
 
     What it can do besides, each by a method that it has then: `aborts` (`CanAbort`), `checks` (`CanCheck`), `chats`
-    (`CanChat`), `is_pool` (`ManyEngines`).
+    (`CanChat`), `is_pool` (`EnginePool`).
     """
 
     trainable: bool = True
@@ -190,7 +190,7 @@ class CanCheck(InferenceBackend, Protocol):
         """Raise UserError where it cannot be used as it is set up. Nothing stays open, nothing is started."""
 
 
-class ManyEngines(InferenceBackend, Protocol):
+class EnginePool(InferenceBackend, Protocol):
     """An engine that is several: weights are sent to each of its `members`, and each is probed."""
 
     @property
@@ -200,7 +200,7 @@ class ManyEngines(InferenceBackend, Protocol):
 
 def members_of(engine: InferenceBackend) -> tuple[InferenceBackend, ...]:
     """The engines that an engine is: its members, or itself."""
-    return cast(ManyEngines, engine).members if engine.capabilities.is_pool else (engine,)
+    return cast(EnginePool, engine).members if engine.capabilities.is_pool else (engine,)
 
 
 METHOD_OF = {"aborts": "abort", "checks": "check", "chats": "chat", "is_pool": "members"}

@@ -133,10 +133,10 @@ def check_kind(kind: str) -> None:
         raise PluginError(in_lines(unknown, suggestion(kind, KINDS), kinds))
 
 
-def normalise(distribution: str) -> str:
+def normalize(distribution: str) -> str:
     """A distribution's name as PEP 503 compares it.
 
-    >>> normalise("Acme_Rewards")
+    >>> normalize("Acme_Rewards")
     'acme-rewards'
     """
     return re.sub(r"[-_.]+", "-", distribution).lower()
@@ -169,7 +169,7 @@ def unknown_component(
     of_kind = [ref for ref in known if ref.kind == kind]
     elsewhere = [f"{KIND_WORDS[ref.kind]} {ref.qualified}" for ref in known if ref.kind != kind and ref.name == name]
     owner, slash, rest = name.partition("/")
-    of_owner = [ref for ref in known if slash and normalise(ref.distribution) == normalise(owner)]
+    of_owner = [ref for ref in known if slash and normalize(ref.distribution) == normalize(owner)]
     theirs = [ref.name for ref in of_owner if ref.kind == kind]
     without = ""
     if slash and (theirs or is_installed(owner)):
@@ -181,9 +181,9 @@ def unknown_component(
         near = suggestion(rest, theirs, f"{owner}/{{}}".format)
     else:
         near = suggestion(name, [ref.qualified if slash else ref.name for ref in of_kind])
-    is_whole = any(normalise(ref.distribution) == "rollouts-rl" for ref in known)
+    is_whole = any(normalize(ref.distribution) == "rollouts-rl" for ref in known)
     # Anybody could publish under a misspelt name: the error never says to install it.
-    package = normalise(owner if slash else f"rollouts-{name}")
+    package = normalize(owner if slash else f"rollouts-{name}")
     could_be = re.fullmatch(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?", package) and not near
     guess = could_be and not theirs and not is_installed(package)
     lines = (
@@ -207,7 +207,7 @@ _GUESS = "if a package brings it, this may be its name (a guess; see who publish
 def sort_refs(refs: Iterable[ComponentRef]) -> list[ComponentRef]:
     """By kind (in the order of KINDS), name, distribution."""
     order = {kind: index for index, kind in enumerate(KINDS)}
-    return sorted(refs, key=lambda ref: (order.get(ref.kind, len(order)), ref.name, normalise(ref.distribution)))
+    return sorted(refs, key=lambda ref: (order.get(ref.kind, len(order)), ref.name, normalize(ref.distribution)))
 
 
 def scan() -> Scan:
@@ -220,7 +220,7 @@ def scan() -> Scan:
         try:
             for ref in _refs_of(distribution):
                 # An editable install can be listed twice; the first on sys.path is the one that would be imported.
-                found.setdefault((normalise(ref.distribution), ref.kind, ref.name), ref)
+                found.setdefault((normalize(ref.distribution), ref.kind, ref.name), ref)
         except Exception as exc:  # one unreadable distribution must not hide the others; doctor reports it
             where = getattr(distribution, "_path", "a distribution")
             faults.append(f"{where}: its entry points cannot be read: {one_line(exc)}")
@@ -271,7 +271,7 @@ def _find_in_file(kind: str, name: str) -> ComponentRef:
 def _matches(refs: Sequence[ComponentRef], name: str) -> list[ComponentRef]:
     owner, slash, rest = name.partition("/")
     if slash:
-        qualified = [ref for ref in refs if ref.name == rest and normalise(ref.distribution) == normalise(owner)]
+        qualified = [ref for ref in refs if ref.name == rest and normalize(ref.distribution) == normalize(owner)]
         if qualified:
             return qualified
     return [ref for ref in refs if ref.name == name]

@@ -1,7 +1,7 @@
 """Import the component that was chosen: an entry point's object, or the attribute of a file.
 
 A file becomes a module with a name of its own, registered in `sys.modules` so that dataclasses, type hints and pickling
-work. Its folder goes to the end of `sys.path`, so that the file may import its neighbours as a script can, and shadows
+work. Its folder goes to the end of `sys.path`, so that the file may import its neighbors as a script can, and shadows
 nothing that is installed. An error names the distribution, its version and the cause, and says what to install where a
 module is missing. What is left out: finding a component by name (`rollouts.plugins.index`).
 """
@@ -19,7 +19,7 @@ from typing import Any
 
 from rollouts.author_code import authors_code
 from rollouts.errors import BrokenPluginError, UnknownComponentError, in_lines, line_in, suggestion
-from rollouts.plugins.index import HOOKS, KIND_WORDS, ComponentRef, is_installed, normalise, one_line
+from rollouts.plugins.index import HOOKS, KIND_WORDS, ComponentRef, is_installed, normalize, one_line
 
 _VALUE = re.compile(r"^\s*(?P<module>\w+(?:\.\w+)*)\s*(?::\s*(?P<attr>\w+(?:\.\w+)*)\s*)?(?:\[.*\]\s*)?$")
 
@@ -37,11 +37,11 @@ def load_component(ref: ComponentRef) -> Any:
     assert ref.value, f"{ref.qualified} is made by a pack's hook: load it with PluginManager.load"
     owner = f"{ref.distribution} {ref.version}: its {KIND_WORDS.get(ref.kind, 'hook plugin')} {ref.name!r}"
     extras = _extras_of(ref)
-    wanted = {normalise(extra) for extra in extras}
+    wanted = {normalize(extra) for extra in extras}
     absent = [
         package
         for package, extra, only_extra in _requirements_of_extras(ref.distribution if extras else "")
-        if only_extra and normalise(extra) in wanted and not is_installed(package)
+        if only_extra and normalize(extra) in wanted and not is_installed(package)
     ]
     if absent:
         raise BrokenPluginError(
@@ -72,7 +72,7 @@ def install_hint(exc: BaseException, ref: ComponentRef) -> str:
     if ref.distribution and missing == ref.value.partition(":")[0].partition(".")[0].strip():
         return f"the module is missing from the distribution itself: pip install --force-reinstall {ref.distribution}"
     for package, extra, _ in _requirements_of_extras(ref.distribution):
-        if normalise(package) == normalise(missing):
+        if normalize(package) == normalize(missing):
             return f"it comes with an extra: pip install '{ref.distribution}[{extra}]'"
     if _extras_of(ref):
         return f"it may come with an extra: pip install '{ref.distribution}[{','.join(_extras_of(ref))}]'"

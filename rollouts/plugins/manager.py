@@ -79,7 +79,7 @@ class PluginManager:
         self._hooks_loaded = True
         faults: Faults = []
         # pluggy calls the last one registered first; reversed, calls go by the distributions' names.
-        for ref in reversed(sorted(index.scan().hooks, key=lambda ref: (index.normalise(ref.distribution), ref.name))):
+        for ref in reversed(sorted(index.scan().hooks, key=lambda ref: (index.normalize(ref.distribution), ref.name))):
             try:
                 plugin = load_component(ref)
             except BrokenPluginError as exc:
@@ -104,7 +104,7 @@ class PluginManager:
         for implementation in self._implementations("rollouts_find_component"):
             distribution, version = self._owners[implementation.plugin_name]
             owner, _, rest = name.partition("/")
-            mine = rest and index.normalise(owner) == index.normalise(distribution)
+            mine = rest and index.normalize(owner) == index.normalize(distribution)
             for asked in (rest, name) if mine else (name,):
                 found = self._call("rollouts_find_component", implementation, {"kind": kind, "name": asked})
                 if isinstance(found, ComponentRef):

@@ -41,7 +41,7 @@ class Reward(Protocol):
 
 
 class GroupReward(Protocol):
-    """Judges the G episodes of one prompt together. May name `tasks` `trajectories`. Returns G judgements."""
+    """Judges the G episodes of one prompt together. May name `tasks` `trajectories`. Returns G judgments."""
 
     def __call__(
         self, *args: Any, **kwargs: Any

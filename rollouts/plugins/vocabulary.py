@@ -122,7 +122,8 @@ VOCABULARY: dict[str, dict[str, str]] = {
         "lora_rank": "0: full weights",
         "tokens_per_microbatch": "at most this many tokens run forward at once",
         "algorithms": "dict: name -> Algorithm",
-        "companions": "the models beside the policy (reference, critic, teacher), as a Companions; None: there is none",
+        "auxiliary_models": "an AuxiliaryModels: reference policy, critic and teacher; None: the run has none of them",
+        "companions": "the older name of auxiliary_models",
         "config": "the run's resolved settings as TOML: from them another rank composes the same run",
     },
     "inference": {

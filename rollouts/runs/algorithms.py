@@ -31,7 +31,7 @@ from rollouts.training.algorithms.algorithm import (
 )
 from rollouts.training.algorithms.checks import CRITIC_NAMES, TEACHER_NAMES
 from rollouts.training.algorithms.kl import adapter_off, frozen, make_kl, warning_of
-from rollouts.training.types import Companions
+from rollouts.training.types import AuxiliaryModels
 
 # What demonstrations do not have: nothing was sampled, and nothing is asked of a model before the loss.
 _NOT_IN_SFT = CRITIC_NAMES.union(
@@ -50,7 +50,7 @@ class Composed(NamedTuple):
     stages: tuple[Stage, ...]
     stages_chosen: tuple[dict[str, list[Chosen]], ...]
     schedule: tuple[dict[str, Any], ...]
-    companions: Companions | None
+    auxiliary_models: AuxiliaryModels | None
     notes: tuple[str, ...]
 
 
@@ -83,15 +83,15 @@ def compose(
             checks.probe_settings(stage.algorithm, reference, settings.max_tokens)
     critic, teacher = settings.critic if asked & CRITIC_NAMES else "", settings.teacher if asked & TEACHER_NAMES else ""
     notes += _unused(chosen, settings, asked)
-    companions = None
+    auxiliary_models = None
     if reference is not None or critic or teacher:
-        companions = Companions(reference, critic, critic_lr, teacher, settings.teacher_top_k)
-    _check_backend(chosen, companions)
+        auxiliary_models = AuxiliaryModels(reference, critic, critic_lr, teacher, settings.teacher_top_k)
+    _check_backend(chosen, auxiliary_models)
     tables = tuple(
         scheduled_table(each.step, each.given, completed(each.components, parts))
         for each, parts in zip(planned, later, strict=True)
     )
-    return Composed(tuple(composed), later, tables, companions, tuple(dict.fromkeys(notes)))
+    return Composed(tuple(composed), later, tables, auxiliary_models, tuple(dict.fromkeys(notes)))
 
 
 def asked_names(algorithm: Algorithm) -> frozenset[str]:
@@ -232,17 +232,19 @@ def _reference(
     return adapter_off if settings.lora_rank else frozen
 
 
-def _check_backend(chosen: Mapping[str, list[Chosen]], companions: Companions | None) -> None:
+def _check_backend(chosen: Mapping[str, list[Chosen]], wanted: AuxiliaryModels | None) -> None:
     """Refuse a training backend that takes no model beside the policy, where the run needs one. Raises ConfigError."""
     (training,) = chosen["training"]
-    if companions is None or "companions" in check_signature(training.component, "training", "").requests:
+    if wanted is None or {"auxiliary_models", "companions"} & {
+        *check_signature(training.component, "training", "").requests
+    }:
         return
-    wanted = [f"a reference policy ({function_label(companions.reference)})"] if companions.reference else []
-    wanted += [f"a critic ({companions.critic})"] if companions.critic else []
-    wanted += [f"a teacher ({companions.teacher})"] if companions.teacher else []
+    needed = [f"a reference policy ({function_label(wanted.reference)})"] if wanted.reference else []
+    needed += [f"a critic ({wanted.critic})"] if wanted.critic else []
+    needed += [f"a teacher ({wanted.teacher})"] if wanted.teacher else []
     raise ConfigError(
-        f"--training {training.name}: it trains no model beside the policy (it does not name `companions`), and this "
-        f"run needs {', '.join(wanted)}; type --training torch, or leave out what needs it (--kl, --critic, --teacher)"
+        f"--training {training.name}: it takes no auxiliary models (it does not name `auxiliary_models`), and this "
+        f"run needs {', '.join(needed)}; type --training torch, or leave out what needs it (--kl, --critic, --teacher)"
     )
 
 

@@ -24,7 +24,7 @@ from rollouts.training.algorithms.algorithm import Algorithm, active_terms, func
 from rollouts.training.datasets.mixing import shares_at
 from rollouts.training.estimates import ModelSize, estimate_memory, how_estimated, model_size
 from rollouts.training.models import adapters_beneath, load_config, remote_code, resolve_device
-from rollouts.training.types import Companions
+from rollouts.training.types import AuxiliaryModels
 from rollouts.types import Task
 
 _SHOWN_MIN = 0.01  # of the total; smaller parts are counted, but have no line
@@ -93,7 +93,7 @@ def _training_lines(plan: Plan) -> Iterator[str]:
         begin = f"objective from step {stage.step}" if stage.step else "objective"
         yield f"{begin}: {objective_words(stage.algorithm, correction_auto=stage.correction_auto)}"
     yield f"the loss needs: {', '.join(plan.needs)}"
-    if beside := plan.companions:
+    if beside := plan.auxiliary_models:
         yield from [f"reference: {_call_words(beside.reference)}"] if beside.reference is not None else []
         yield from [f"critic: {beside.critic}, learning rate {beside.critic_lr:g}"] if beside.critic else []
         of_teacher = f"{beside.teacher}, {beside.teacher_top_k} likeliest tokens where a loss asks for them"
@@ -202,7 +202,7 @@ def memory_lines(plan: Plan) -> list[str]:
     sharded = how == "sharded"
     ranks = _ranks(training) if sharded else 1
     optimizer = str(given.get("optimizer", "adamw"))
-    beside = plan.companions or Companions()
+    beside = plan.auxiliary_models or AuxiliaryModels()
     try:
         size, positions = _size_of(settings.model, settings.lora_rank, str(given.get("lora_targets", "all-linear")))
         # A head is nothing beside a model.

@@ -7,15 +7,17 @@ vLLM and SGLang load as well) and peft's.
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import NamedTuple
 
 from rollouts.disk import new_folder
 from rollouts.errors import ConfigError, ModelError, OutputError, first_line
+from rollouts.runs.folder import CONFIG, SUMMARY, holds_run, read_json
 from rollouts.training import models
 from rollouts.training.weights.files import ModelFiles, write_weights
-from rollouts.training.weights.store import STATE, check_folder, newest_checkpoint
+from rollouts.training.weights.store import STATE, all_checkpoints, check_folder, newest_checkpoint
 
 _ADAPTER_FILES = ("adapter_*", "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*")
 
@@ -68,8 +70,19 @@ def export(source: str, out: str, *, dtype: str = "", adapter: bool = False) -> 
     return written._replace(out=target, total_bytes=total)
 
 
+def is_of_run(source: str) -> bool:
+    """Whether this names the folder of a run, or a run's `checkpoints/`, and no model by itself."""
+    path = Path(source).expanduser()
+    if not source or source in models.BUNDLED or not path.is_dir():
+        return False
+    is_model = (path / "config.json").is_file() or models.is_adapter(path)
+    return not is_model and (holds_run(path) or bool(all_checkpoints(path)))
+
+
 def find_checkpoint(source: str) -> Path:
-    """The folder with the weights: `source` itself, or the last checkpoint of the run in it. Raises ConfigError."""
+    """The folder with the weights: `source` itself, or the newest checkpoint of the run in it. Of a run of mode sft+rl
+    it is that of the last phase that has one. Raises ConfigError.
+    """
     path = Path(source).expanduser()
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
@@ -81,8 +94,15 @@ def find_checkpoint(source: str) -> Path:
         found = newest_checkpoint(run / "checkpoints") or newest_checkpoint(run)
         if found is not None:
             return found
-    if (path / "config.toml").is_file():
-        raise ConfigError(f"the run in {source} has no checkpoint yet; `rollouts resume {source}` goes on with it")
+    summary = read_json(path / SUMMARY)
+    if "episodes_asked" in summary:
+        again = shlex.quote(str(path / CONFIG))
+        raise ConfigError(
+            f"{source} is the folder of an evaluation, which writes no model; give the model that it evaluated, "
+            f"{summary['model']}\nto repeat the evaluation, type: rollouts eval {again}"
+        )
+    if holds_run(path):
+        raise ConfigError(f"the run in {source} has no checkpoint yet; to continue it, type: rollouts resume {source}")
     raise ConfigError(
         f"the folder {source} holds no run, no checkpoint, no model and no adapter; give a folder that a run wrote, "
         "such as runs/first or runs/first/checkpoints/step_000120"

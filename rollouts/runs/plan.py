@@ -21,6 +21,7 @@ from rollouts.config.render import to_toml
 from rollouts.config.resolving import HOLDING_OUT, Resolved, resolve, run_settings_file
 from rollouts.config.secrets import components_without_secrets, leaves_out, tree_without_secrets
 from rollouts.config.settings import EVAL, OWN, Settings, without_secrets
+from rollouts.env.authoring import rewards_of
 from rollouts.env.checks import check_environment, reward_term
 from rollouts.env.mixing import RewardTerm, env_term
 from rollouts.errors import ConfigError, EnvironmentDefinitionError, UserError
@@ -34,12 +35,12 @@ from rollouts.runs.algorithms import Composed, compose
 from rollouts.runs.components import Chosen, bind_each, choose, completed
 from rollouts.runs.environments import Environment, held_out_tasks, plan_environments, task_identity
 from rollouts.training.algorithms.algorithm import Algorithm, Stage, function_label, needs
-from rollouts.training.models import BUNDLED
+from rollouts.training.models import bundled
 from rollouts.training.rollout_gen.groups import Filter
-from rollouts.training.types import Companions, TrainingBackend
+from rollouts.training.types import AuxiliaryModels, TrainingBackend
 from rollouts.types import Task
 
-# Learning rates where none is given, and the model is not bundled: trained models are easily broken.
+# Default learning rates of models that are neither bundled nor descend from such a one: larger ones break them.
 LR_RL = 1e-6
 LR_SFT = 1e-5
 LR_LORA_FACTOR = 10.0
@@ -49,9 +50,9 @@ LR_CRITIC_FACTOR = 10.0
 class Plan(NamedTuple):
     """A composed run: functions and settings, no model yet. `resolved` is complete, so that writing it repeats the run.
 
-    An evaluation has no filters, no schedule and no companions. Of a training run `schedule` holds every stage, the
-    first included; `stages_chosen` are the components of each later stage, as `chosen` are of the whole run;
-    `companions` are the models beside the policy (None: none). `notes` are for the user who starts the run.
+    An evaluation has no filters, no schedule and no auxiliary models. Of a training run `schedule` holds every stage,
+    the first included; `stages_chosen` are the components of each later stage, as `chosen` are of the whole run;
+    `auxiliary_models` are reference, critic and teacher (None: none). `notes` are for the user who starts the run.
     """
 
     resolved: Resolved
@@ -61,7 +62,7 @@ class Plan(NamedTuple):
     filters: tuple[Filter, ...]
     schedule: tuple[Stage, ...]
     stages_chosen: tuple[dict[str, list[Chosen]], ...]
-    companions: Companions | None
+    auxiliary_models: AuxiliaryModels | None
     notes: tuple[str, ...]
     manager: PluginManager
 
@@ -168,7 +169,8 @@ class Plan(NamedTuple):
             "lora_rank": settings.lora_rank,
             "tokens_per_microbatch": settings.tokens_per_microbatch,
             "algorithms": self.algorithms,
-            "companions": self.companions,
+            "auxiliary_models": self.auxiliary_models,
+            "companions": self.auxiliary_models,
         }
 
     def inference_arguments(self, training: TrainingBackend | None, folder: str) -> dict[str, Any]:
@@ -220,7 +222,8 @@ def make_plan(resolved: Resolved) -> Plan:
         composed = Composed((), (), (), None, notes)
     else:
         _check_trainable(inference)
-        composed = compose(manager, resolved, chosen, _critic_lr(settings))
+        settings, notes = _models_of_runs(settings)
+        composed = compose(manager, resolved._replace(settings=settings), chosen, _critic_lr(settings))
         settings = dataclasses.replace(settings, schedule=composed.schedule)
     components = {**resolved.components, **completed(own, chosen)}
     run = _run_of(resolved.settings.model) if is_evaluation else None
@@ -228,10 +231,11 @@ def make_plan(resolved: Resolved) -> Plan:
     shared = settings if run is None else dataclasses.replace(settings, steps=run.settings.steps)
     environments = plan_environments(manager, components["env"], chosen["env"], shared, source)
     resolved = resolved._replace(settings=settings, components=components)
-    notes = composed.notes
+    notes = composed.notes if is_evaluation else (*notes, *composed.notes)
     if run is not None:
         notes += _held_out_notes(manager, run, environments, resolved)
     rewards = _reward_terms(components["reward"], chosen["reward"])
+    notes += _dropped_rewards(environments, rewards)
     for env in environments:
         check_environment(env.make_checked(), rewards if settings.mode == "rl" or settings.eval_tasks else None)
     components["env"] = [
@@ -246,7 +250,7 @@ def make_plan(resolved: Resolved) -> Plan:
         _filters(chosen["filter"]) if settings.mode == "rl" else (),
         composed.stages,
         composed.stages_chosen,
-        composed.companions,
+        composed.auxiliary_models,
         notes,
         manager,
     )
@@ -269,6 +273,17 @@ def _reward_terms(components: Sequence[Component], chosen: Sequence[Chosen]) -> 
     return tuple(terms)
 
 
+def _dropped_rewards(environments: Sequence[Environment], rewards: Sequence[RewardTerm]) -> tuple[str, ...]:
+    """A note where the named rewards replace those of an environment; usually a user wants both."""
+    if not rewards or any(term.function is None for term in rewards):
+        return ()
+    own = dict.fromkeys(each.name for env in environments for each in rewards_of(env.chosen.component))
+    if not own:
+        return ()
+    named, left_out = ", ".join(term.alias for term in rewards), ", ".join(own)
+    return (f"--reward {named} replaces the environment's own reward ({left_out}); to keep it, add --reward env:1",)
+
+
 def _filters(chosen: Sequence[Chosen]) -> tuple[Filter, ...]:
     """The user's filters, with the algorithm's own in the place of the word for them."""
     filters: list[Filter] = []
@@ -278,6 +293,22 @@ def _filters(chosen: Sequence[Chosen]) -> tuple[Filter, ...]:
         else:
             filters.append(Filter(each.alias, each.component, each.settings))
     return tuple(filters)
+
+
+def _models_of_runs(settings: Settings) -> tuple[Settings, tuple[str, ...]]:
+    """The settings with the newest checkpoint in place of each folder of a run, and a note for each. Raises
+    ConfigError.
+    """
+    from rollouts.runs.export import find_checkpoint, is_of_run
+
+    given = {name: getattr(settings, name) for name in ("model", "critic", "teacher")}
+    found = {name: find_checkpoint(folder) for name, folder in given.items() if is_of_run(folder)}
+    notes = tuple(
+        f"--{name} {given[name]} is a run's folder: its newest checkpoint is used, {path.name}"
+        for name, path in found.items()
+    )
+    changes: dict[str, Any] = {name: str(path) for name, path in found.items()}
+    return dataclasses.replace(settings, **changes), notes
 
 
 def _check_trainable(inference: Chosen) -> None:
@@ -309,7 +340,8 @@ def _lr(settings: Settings) -> float:
     if settings.lr is not None:
         return settings.lr
     usual = LR_SFT if settings.mode == "sft" else LR_RL
-    full = BUNDLED[settings.model].lr if settings.model in BUNDLED else usual
+    known = bundled(settings.model)
+    full = usual if known is None else known.lr
     return full * LR_LORA_FACTOR if settings.lora_rank else full
 
 
@@ -362,7 +394,7 @@ def _evaluated(settings: Settings, inference: Chosen) -> tuple[Settings, tuple[s
     if (found / STATE).exists():
         check_folder(str(found))
     model = given if found == path else str(found)
-    notes = [] if found == path else [f"the model of {given} is that of its last checkpoint, {found.name}"]
+    notes = [] if found == path else [f"--model {given} is a run's folder: its newest checkpoint is used, {found.name}"]
     served = _check_served(given, model, inference, of_run=found != path or is_written_by_run(path))
     return dataclasses.replace(settings, model=model), (*notes, *served)
 

@@ -31,8 +31,8 @@ from rollouts.env.mixing import RewardTerm
 from rollouts.env.schema import tool_schema
 from rollouts.errors import ConfigError, ModelError, RolloutsError, RunError, cause_of, named
 from rollouts.inference.base import CanCheck, InferenceBackend, check_engine
-from rollouts.inference.carried import Seat
 from rollouts.inference.chatting import CanChat
+from rollouts.inference.suspend import SuspendableEngine
 from rollouts.loggers.base import MetricsLogger
 from rollouts.plugins.manager import PluginFault, PluginManager
 from rollouts.plugins.signature import call_with
@@ -40,7 +40,7 @@ from rollouts.runs.components import Chosen
 from rollouts.runs.environments import Environment
 from rollouts.runs.folder import PARTS, SUMMARY, MakeFolder, RunFolder
 from rollouts.runs.observer import Observer
-from rollouts.training.models import load_tokenizer
+from rollouts.training.models import BUNDLED, load_tokenizer
 from rollouts.training.rollout_gen.pool import Job as EpisodeJob
 from rollouts.training.rollout_gen.pool import Play
 from rollouts.types import Episode
@@ -209,6 +209,11 @@ class Loggers:
                 self.faults.append(PluginFault(f"logger {name}", "", f"close failed: {named(error)}"))
 
 
+def model_words(model: str) -> str:
+    """The end of a run's first line: of a model that comes with rollouts, that it is a toy and how to give another."""
+    return f" · {model} is the package's toy model: give another with --model" if model in BUNDLED else ""
+
+
 def load_chat(settings: Settings, environments: Sequence[Environment]) -> ChatFormat:
     """The model's chat format. Raises ModelError where its template cannot show what the environment needs."""
     tokenizer = load_tokenizer(settings.model)
@@ -269,7 +274,7 @@ class Player(NamedTuple):
             tool_seconds=settings.tool_seconds or math.inf,
         )
 
-        def play(job: EpisodeJob, session: str, inference: Seat) -> Coroutine[Any, Any, Episode]:
+        def play(job: EpisodeJob, session: str, inference: SuspendableEngine) -> Coroutine[Any, Any, Episode]:
             return run_episode(
                 job.task,
                 make_env=make_env[job.task.env],

@@ -132,7 +132,7 @@ def train_flops(
     size: ModelSize, tokens: float, sequence_length: float, *, lora: bool, scored: float | None = None
 ) -> float:
     """Floating-point operations of forward and backward over `tokens` in sequences of `sequence_length`, without any
-    that checkpointing repeats: what a model-flops utilisation divides by the peak.
+    that checkpointing repeats: what a model-flops utilization divides by the peak.
 
     A token takes 6 N + 12 L W T: a multiplication and an addition for each of N matmul parameters, once forward and
     twice backward (for the inputs' gradient and for the weights'), and the same for queries with keys and weights with

@@ -33,6 +33,8 @@ class Bundled(NamedTuple):
 BUNDLED = {"tiny": Bundled(TINY_PATH, lr=3e-4)}
 """The models that come with rollouts, by name."""
 
+_SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
 ADAPTER_CONFIG = "adapter_config.json"
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -82,6 +84,30 @@ def resolve_model_name(name: str) -> str:
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name:
         raise ModelError(f"there is no folder {name}; give a folder that exists, a hub name, or `--model tiny`")
     return name
+
+
+def bundled(name: str) -> Bundled | None:
+    """The bundled model of this name, or the one that a folder descends from: a checkpoint, an export, or an adapter
+    of it has the same shape. None for any other model. Reads configurations only.
+
+    >>> bundled("tiny").lr
+    0.0003
+    """
+    try:
+        whole, _ = adapters_beneath(name)
+    except ModelError:
+        return None
+    shape = _shape(Path(whole))
+    return next((each for each in BUNDLED.values() if shape and shape == _shape(each.path)), None)
+
+
+def _shape(folder: Path) -> list[Any]:
+    """What tells the model in a folder from models of other shapes; empty where its config.json cannot be read."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return [config.get(key) for key in _SHAPE]
+    except (OSError, ValueError, AttributeError):
+        return []
 
 
 def adapters_beneath(name: str) -> tuple[str, tuple[str, ...]]:

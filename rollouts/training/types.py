@@ -67,7 +67,7 @@ class TrainBatch(msgspec.Struct):
     kl_coefficient: float | None = None
 
 
-class Companions(NamedTuple):
+class AuxiliaryModels(NamedTuple):
     """The models beside the policy; None or empty where a run has none.
 
     `reference` is the rule by which the reference policy follows the policy; `critic` is `head` (on the policy's

@@ -36,7 +36,7 @@ quick = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCh
 
 
 def metaspace(kind: str) -> PreTrainedTokenizerFast:
-    """Tokenizers that put a space before a text, or normalise it, with ChatML's tokens in their vocabulary."""
+    """Tokenizers that put a space before a text, or normalize it, with ChatML's tokens in their vocabulary."""
     special = ["<unk>", "<|im_start|>", "<|im_end|>"]
     letters = sorted({chr(code) for code in range(33, 127)} | {"▁", "\n", "é"})
     words = [*special, *letters, "▁the", "user", "assistant"]
@@ -50,7 +50,7 @@ def metaspace(kind: str) -> PreTrainedTokenizerFast:
         backend = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", ignore_merges=True))
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
         backend.decoder = decoders.Metaspace(prepend_scheme="first")
-    else:  # its tokens are looked for in what was normalised: <|IM_END|> and fullwidth letters are one, too
+    else:  # its tokens are looked for in what was normalized: <|IM_END|> and fullwidth letters are one, too
         backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
         backend.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
         backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")

@@ -47,14 +47,14 @@ THOUGHTS = {
 def spell(chat: ChatFormat, content: str, arguments: list[dict], loose: bool = False) -> str:
     """A reply as a model of this family writes it; loosely: with other white space than the template's."""
     gaps = {"indent": 1, "separators": (",", " :  ")} if loose else {}
-    key = "parameters" if chat.family == "llama3" else "arguments"
+    key = "parameters" if chat.tool_call_format == "llama3" else "arguments"
     bodies = [json.dumps({"name": "calculator", key: a}, ensure_ascii=False, **gaps) for a in arguments]
-    if chat.family == "hermes":
+    if chat.tool_call_format == "hermes":
         calls = "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
         return content + ("\n" if content and calls else "") + calls
     if not bodies:
-        return (" " if chat.family == "mistral" else "") + content
-    return "[TOOL_CALLS] [" + ", ".join(bodies) + "]" if chat.family == "mistral" else "; ".join(bodies)
+        return (" " if chat.tool_call_format == "mistral" else "") + content
+    return "[TOOL_CALLS] [" + ", ".join(bodies) + "]" if chat.tool_call_format == "mistral" else "; ".join(bodies)
 
 
 def sample(chat: ChatFormat, text: str, stop: bool = True) -> list[int]:
@@ -86,9 +86,9 @@ def play(name: str, turns: list[dict], with_tools: bool) -> tuple[list[dict], li
     segments = [{"tokens": tokens, "spans": [], "exact": True}]
     for planned in turns:
         arguments = planned["arguments"] if with_tools else []
-        if chat.family in ("llama3", "mistral"):
+        if chat.tool_call_format in ("llama3", "mistral"):
             arguments = arguments[:1]  # Llama shows one call a turn, and neither shows text beside calls
-        beside = "" if arguments and chat.family != "hermes" else planned["content"]
+        beside = "" if arguments and chat.tool_call_format != "hermes" else planned["content"]
         loose = planned["loose"] and bool(arguments)
         text = THOUGHTS.get(name, "") + spell(chat, beside, arguments, loose)
         sampled = sample(chat, text)
@@ -107,7 +107,7 @@ def play(name: str, turns: list[dict], with_tools: bool) -> tuple[list[dict], li
         else:
             last["tokens"] = last["tokens"] + suffix
             # Mistral's template shows an id in each call, which this reply did not have.
-            last["exact"] &= not loose and not (arguments and chat.family == "mistral")
+            last["exact"] &= not loose and not (arguments and chat.tool_call_format == "mistral")
     return segments, messages
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollouts.chat import tokenize_supervised
-from rollouts.chat.dialect import Dialect, template_message
+from rollouts.chat.template_style import TemplateStyle, template_message
 from rollouts.errors import ModelError
 from rollouts.types import Message, ToolCall
 
@@ -87,7 +87,7 @@ def test_the_templates_own_masks_agree(name: str) -> None:
     chat = chat_for(name)
     (row,) = tokenize_supervised(CONVERSATION, TOOLS, chat)
     own = chat.tokenizer.apply_chat_template(
-        [template_message(message, Dialect()) for message in CONVERSATION],
+        [template_message(message, TemplateStyle()) for message in CONVERSATION],
         tools=TOOLS,
         return_dict=True,
         return_assistant_tokens_mask=True,

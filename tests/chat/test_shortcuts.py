@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from rollouts.chat.families import FAMILIES, parse_reply
 from rollouts.chat.format import _compiled, load_chat_format
+from rollouts.chat.tool_call_formats import TOOL_CALL_FORMATS, parse_reply
 from rollouts.training.models import load_tokenizer
 
 PIECES = [
@@ -56,9 +56,9 @@ SAID = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
 def test_a_compiled_response_template_reads_alike(name):
-    tokenizer, family, rng = load_tokenizer("tiny"), FAMILIES[name], random.Random(1)
+    tokenizer, family, rng = load_tokenizer("tiny"), TOOL_CALL_FORMATS[name], random.Random(1)
     compiled = _compiled(tokenizer, family.response_template, family.example)
     assert compiled is not family.response_template, "this version of transformers is known to compile it"
     for _ in range(150):

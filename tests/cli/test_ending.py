@@ -25,7 +25,7 @@ ENVIRONMENT = """\
 import os, signal
 from rollouts import Task, reward
 
-class Signalled:
+class Signaled:
     signals: str = ""
     def __init__(self, *, signals: str = ""):
         self.signals = signals
@@ -75,7 +75,7 @@ def evaluation(tmp_path, monkeypatch, url) -> list[str]:
     """The arguments of an evaluation of eight episodes, one at a time, without torch."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(ENVIRONMENT)
-    flags = ["--env", "./mine.py:Signalled", "--eval-tasks", "8", "--concurrency", "1", "--out", "out"]
+    flags = ["--env", "./mine.py:Signaled", "--eval-tasks", "8", "--concurrency", "1", "--out", "out"]
     return ["eval", *flags, "--inference", "openai", "--inference.url", url, "--model", "m"]
 
 

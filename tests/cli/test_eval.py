@@ -349,7 +349,7 @@ def described(capsys, *argv: str) -> tuple[str, str]:
     assert main(["eval", *argv, "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     own = " ".join(line for line in sorted(lines) if line.startswith(("seed =", "eval_tasks =")))
-    return own, "\n".join(line for line in lines if line.startswith("note:") and "last checkpoint" not in line)
+    return own, "\n".join(line for line in lines if line.startswith("note:") and "newest checkpoint" not in line)
 
 
 def test_a_run_is_asked_what_it_held_out(here, capsys):

@@ -10,10 +10,31 @@ from rollouts.cli import main
 def test_list_shows_what_is_installed_and_imports_nothing(acme, capsys):
     assert main(["plugins", "list"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == ["kind", "name", "distribution", "version"]
-    assert ["environments", "acme_env", "Acme_Parts", "1.2"] in lines
-    assert ["rewards", "broken", "Acme_Parts", "1.2"] in lines
+    assert lines[0] == ["kind", "name", "distribution", "version", "description"]
+    assert ["environments", "acme_env", "Acme_Parts", "1.2", "An", "environment", "of", "Acme"] in lines
+    assert ["rewards", "broken", "Acme_Parts", "1.2"] in lines  # its module does not define it
     assert "acme_parts" not in sys.modules
+
+
+def test_every_component_of_the_core_has_a_description(capsys):
+    from rollouts.plugins.descriptions import description
+    from rollouts.plugins.index import installed_components
+
+    own = [ref for ref in installed_components() if ref.distribution == "rollouts-rl"]
+    assert len(own) > 50
+    assert [ref.qualified for ref in own if not description(ref)] == []
+
+
+def test_a_terminal_cuts_the_description_to_its_width(acme, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "70")
+    assert main(["plugins", "list"]) == 0
+    whole = capsys.readouterr().out
+    assert max(map(len, whole.splitlines())) > 100
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert main(["plugins", "list", "--kind", "kl"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) == 70
+    assert lines[-1].endswith("…")
 
 
 def test_list_of_one_kind(acme, capsys):
@@ -57,6 +78,21 @@ def test_show_an_algorithm_with_its_coefficients(acme, capsys):
     assert "--loss.entropy-coef  a number          default 0.0   how much the entropy term counts" in out
     assert main(["plugins", "show", "acme_loss"]) == 0
     assert "--loss.entropy-coef" in capsys.readouterr().out  # the usual term beside a bare loss
+
+
+def test_show_the_formula_and_the_parts_of_an_algorithm(capsys):
+    assert main(["plugins", "show", "dapo"]) == 0
+    out = capsys.readouterr().out
+    assert "DAPO (Yu et al. 2025): GRPO with a higher upper clip" in out  # the text behind its assignment
+    assert "ppo_clip(clip_high=0.28); advantage group_norm; aggregation token_mean; shaping overlong" in out
+    parts = {" ".join(line.split()[:2]): line for line in out.partition("parts\n")[2].splitlines() if line}
+    assert "-min(rA, clip(r, 1-low, 1+high) A)" in parts["term ppo_clip"]
+    assert "(R - mean) / (std + eps)" in parts["advantage group_norm"]
+    assert "D = sum of the mask" in parts["aggregation token_mean"]
+    assert "accuracy_std" in parts["filter accuracy_std"]
+    assert "recipes.py, line " in out
+    assert main(["plugins", "show", "dpo"]) == 0
+    assert "advantage    group_norm" not in capsys.readouterr().out  # pairs leave it unused
 
 
 def test_show_what_several_kinds_have(acme, capsys):

@@ -67,7 +67,8 @@ def test_plain_lines():
     assert "\x1b" not in text and "\r" not in text
     lines = text.splitlines()
     assert lines[:4] == [
-        "calculator · grpo · tiny · 4 steps of 8 prompts × 8 rollouts · lr 0.0003 · seed 7",
+        "calculator · grpo · tiny · 4 steps of 8 prompts × 8 rollouts · lr 0.0003 · seed 7"
+        " · tiny is the package's toy model: give another with --model",
         "writing to runs/x",
         "note: the template drops thinking",
         "held-out, before: sampled 0.250, greedy – (16 tasks)",

@@ -56,6 +56,15 @@ def test_precedence(tmp_path, composed):
     assert resolved.source.path == str(file)
 
 
+def test_a_name_that_is_typed_replaces_the_table_of_a_file(tmp_path, composed):
+    file = tmp_path / "a.toml"
+    file.write_text('[loss]\nname = "grpo"\nclip_high = 0.3\n[inference]\nname = "vllm"\nservers = 2\n')
+    assert main(["run", str(file), "--loss", "dapo", "--inference", "vllm"]) == 0
+    components = composed[0][0].components
+    assert (components["loss"][0].name, components["loss"][0].settings) == ("dapo", {})
+    assert (components["inference"][0].name, components["inference"][0].settings) == ("vllm", {"servers": 2})
+
+
 def test_the_parts_of_an_algorithm_are_flags(composed):
     line = (
         "run --env calculator --loss gspo --advantage rloo --aggregation rollout_mean --kl rk3_loss --kl.coef 0.02 "

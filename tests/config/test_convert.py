@@ -20,7 +20,7 @@ from rollouts.plugins.signature import Signature, read_signature
 PATH = ("env", "x")
 
 
-class Colour(enum.Enum):
+class Color(enum.Enum):
     RED = "red"
     BLUE = "blue"
 
@@ -69,7 +69,7 @@ class Row(TypedDict):
         ("[1, 2]", list[int], [1, 2]),
         ("[1, 2]", tuple[int, ...], (1, 2)),
         ('["a"]', Sequence[str], ["a"]),
-        ("red", Colour, Colour.RED),
+        ("red", Color, Color.RED),
         ("1", Mixed, Mixed.B),
         ("a/b", Path, Path("a/b")),
         ("{ turns = 5 }", Limits, Limits(5)),
@@ -116,7 +116,7 @@ def test_a_file_value_is_converted_by_the_type(value, hint, converted):
         ),
         ("rad", Literal["rad", "red"] | None, None),
         ("rid", Literal["rad", "red"] | None, r"one of: rad, red, none; got \"rid\"\ndid you mean: .*red"),
-        ("gren", Colour, "one of: red, blue"),
+        ("gren", Color, "one of: red, blue"),
         ("zzz", Mixed, "one of: a, 1"),
         ("x", dict[str, int], "expected a table"),
         ("x", int | None, "expected a whole number or none"),

@@ -24,7 +24,7 @@ import trio
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import GenerateRequest, WeightUpdate
 from rollouts.inference.servers.checks import ServerSetup
-from rollouts.inference.servers.dialect import GroupPlace, Work
+from rollouts.inference.servers.dialect import GroupPlace, RequestTarget
 from rollouts.inference.servers.http import PlainClient
 from rollouts.inference.servers.options import ServerOptions
 from rollouts.inference.servers.process import ServerCommand
@@ -219,7 +219,7 @@ def test_an_adapter_is_the_trainers_and_leaves_the_base_alone(engine_of, trainer
                 for temperature in (0.6, 1.0):
                     assert await far(backend, engine, temperature) <= BOUND
                 before = after
-            base = await engine.dialect.score(engine._client, prompt(0), Work("base"))
+            base = await engine.dialect.score(engine._client, prompt(0), RequestTarget("base"))
             assert apart(base, logprobs_of(plain, prompt(0))) <= BOUND
             # Merged into all the weights, it is the same.
             merged = tmp_path / "merged"
@@ -355,7 +355,7 @@ def test_no_cache_of_old_weights_is_read_even_where_it_was_not_flushed(engine_of
             await engine._control.post("/update_weights_from_disk", body, dict, timeout_seconds=60.0)
             # The control: by the old salt, the old cache is read.
             request = GenerateRequest(prompt(0), 24, (), 1)
-            work = Work("stale", "", f"{engine._salt}-1")
+            work = RequestTarget("stale", "", f"{engine._salt}-1")
             stale = await engine.dialect.generate(engine._client, request, work)
             ours = logprobs_of(backend, prompt(0) + stale.tokens)[len(prompt(0)) :]
             assert apart(ours, stale.logprobs) > 0.1

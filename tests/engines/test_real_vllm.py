@@ -22,7 +22,7 @@ import trio
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import GenerateRequest, Generation, WeightUpdate
 from rollouts.inference.servers.checks import ServerSetup
-from rollouts.inference.servers.dialect import Work
+from rollouts.inference.servers.dialect import RequestTarget
 from rollouts.inference.servers.http import HTTPFailure
 from rollouts.inference.servers.options import ServerOptions
 from rollouts.inference.servers.process import ServerCommand
@@ -207,7 +207,7 @@ def test_after_a_step_the_sync_of_the_loop_passes_and_all_numbers_have_moved(url
                 for temperature in (0.6, 1.0):
                     assert await far(backend, engine, temperature) <= BOUND
             if lora_rank:
-                base = await VLLM().score(engine._client, prompt(0), Work("base"))
+                base = await VLLM().score(engine._client, prompt(0), RequestTarget("base"))
                 assert apart(base, logprobs_of(plain, prompt(0))) <= BOUND, "the base has not moved"
                 plain.load_weights(backend.get_weights("full").wait()).wait()
                 assert apart(after, logprobs_of(plain, prompt(0))) <= BOUND, "merged it is the same"

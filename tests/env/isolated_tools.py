@@ -123,7 +123,7 @@ class Isolated:
 
     @staticmethod
     @tool(isolate="process")
-    def daemonise(file: str) -> str:
+    def daemonize(file: str) -> str:
         """Start a process that leaves the session and is nobody's child."""
         if os.fork() == 0:
             os.setsid()
@@ -139,8 +139,8 @@ class Isolated:
 
     @staticmethod
     @tool(isolate="process")
-    def daemonise_and_crash(file: str) -> None:
-        Isolated.daemonise(file)
+    def daemonize_and_crash(file: str) -> None:
+        Isolated.daemonize(file)
         os._exit(3)
 
     @staticmethod

@@ -117,7 +117,7 @@ def test_a_call_gets_its_own_answer_after_a_tool_that_forked():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process can leave its group")
-@pytest.mark.parametrize(("name", "text"), [("daemonise", "begun"), ("daemonise_and_crash", "exit code 3")])
+@pytest.mark.parametrize(("name", "text"), [("daemonize", "begun"), ("daemonize_and_crash", "exit code 3")])
 def test_a_daemon_that_a_tool_started_does_not_outlive_the_run(name, text, tmp_path):
     answered = outcome(name, file=str(tmp_path / "pid"))
     assert text in answered.text
@@ -271,7 +271,7 @@ def test_a_tool_of_a_file_and_of_the_script_itself(tmp_path):
     (tmp_path / "my_env.py").write_text(
         textwrap.dedent("""
             from rollouts import tool
-            from neighbour import FACTOR
+            from neighbor import FACTOR
 
             class Env:
                 @staticmethod
@@ -290,7 +290,7 @@ def test_a_tool_of_a_file_and_of_the_script_itself(tmp_path):
                     print(trio.run(run_tool, tools, ToolCall("triple", {"n": 2})).text)
         """)
     )
-    (tmp_path / "neighbour.py").write_text("FACTOR = 3\n")
+    (tmp_path / "neighbor.py").write_text("FACTOR = 3\n")
     done = subprocess.run(
         [sys.executable, "my_env.py"], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
     )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from decimal import Decimal
 
 
-class Colour(enum.Enum):
+class Color(enum.Enum):
     RED = "red"
     BLUE = "blue"
 
@@ -33,7 +33,7 @@ class Env:
     def paint(
         self,
         where: Point,
-        colour: Colour,
+        color: Color,
         mode: Literal["fill", "line"] = "fill",
         tags: list[str] | None = None,
         widths: dict[str, int] = {"a": 1},  # noqa: B006
@@ -48,13 +48,13 @@ class Env:
         Args:
             where (Point): the place,
                 said in two lines
-            colour: which: red or blue
+            color: which: red or blue
             unknown: not a parameter
 
         Returns:
             nothing: really
         """
-        return f"{where} {colour} {mode} {tags} {widths} {size} {anything}"
+        return f"{where} {color} {mode} {tags} {widths} {size} {anything}"
 
     def bare(self) -> None: ...
 
@@ -68,7 +68,7 @@ def test_a_schema_from_hints_and_docstring() -> None:
     assert schema["type"] == "function"
     function = schema["function"]
     assert (function["name"], function["description"]) == ("paint", "Paint a point.\n\nIt goes on for two lines.")
-    assert function["parameters"]["required"] == ["where", "colour"]
+    assert function["parameters"]["required"] == ["where", "color"]
     assert function["parameters"]["properties"] == {
         "where": {
             "type": "object",
@@ -81,7 +81,7 @@ def test_a_schema_from_hints_and_docstring() -> None:
             "required": ["x"],
             "description": "the place, said in two lines",
         },
-        "colour": {"type": "string", "enum": ["blue", "red"], "description": "which: red or blue"},
+        "color": {"type": "string", "enum": ["blue", "red"], "description": "which: red or blue"},
         "mode": {"type": "string", "enum": ["fill", "line"], "default": "fill"},
         "tags": {"type": "array", "items": {"type": "string"}, "nullable": True},
         "widths": {"type": "object", "additionalProperties": {"type": "integer"}, "default": {"a": 1}},
@@ -124,7 +124,7 @@ def positional(x: int, /) -> None: ...
 def unread(x: int, y: Decimal) -> None: ...
 
 
-def strange(x: Colour | Point | complex) -> None: ...
+def strange(x: Color | Point | complex) -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -155,27 +155,27 @@ def test_a_default_of_the_hint_does_not_stand_for_one_that_json_cannot_write() -
 
 def test_arguments_are_converted() -> None:
     env = Env()
-    given_arguments = {"where": {"x": "3", "y": 2}, "colour": "red", "tags": ["a"], "size": "big"}
+    given_arguments = {"where": {"x": "3", "y": 2}, "color": "red", "tags": ["a"], "size": "big"}
     converted = validate_arguments(env.paint, given_arguments)
-    assert converted == {"where": Point(3, 2.0), "colour": Colour.RED, "tags": ["a"], "size": "big"}
+    assert converted == {"where": Point(3, 2.0), "color": Color.RED, "tags": ["a"], "size": "big"}
     assert env.paint(**converted).startswith("Point(x=3")
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({}, "paint needs the arguments 'where' (object), 'colour' (one of blue, red)"),
-        ({"where": {"x": 1}}, "paint needs the argument 'colour' (one of blue, red)"),
+        ({}, "paint needs the arguments 'where' (object), 'color' (one of blue, red)"),
+        ({"where": {"x": 1}}, "paint needs the argument 'color' (one of blue, red)"),
         (
-            {"where": {"x": 1}, "colour": "green"},
-            "argument 'colour' of paint must be one of blue, red: Invalid enum value",
+            {"where": {"x": 1}, "color": "green"},
+            "argument 'color' of paint must be one of blue, red: Invalid enum value",
         ),
         (
-            {"where": {"x": "a"}, "colour": "red"},
+            {"where": {"x": "a"}, "color": "red"},
             "argument 'where' of paint must be object: Expected `int`, got `str` - at",
         ),
-        ({"where": {"x": 1}, "colour": "red", "tags": 3}, "must be array of string or null: Expected `array | null`"),
-        ({"where": {"x": 1}, "color": "red"}, "paint has no argument 'color'; did you mean 'colour'?"),
+        ({"where": {"x": 1}, "color": "red", "tags": 3}, "must be array of string or null: Expected `array | null`"),
+        ({"where": {"x": 1}, "colors": "red"}, "paint has no argument 'colors'; did you mean 'color'?"),
     ],
 )
 def test_wrong_arguments_are_named_with_their_type(arguments: dict[str, Any], words: str) -> None:
@@ -190,6 +190,6 @@ JSON = st.recursive(
 )
 
 
-@given(st.dictionaries(st.sampled_from(["where", "colour", "mode", "tags", "widths", "size", "x"]), JSON))
+@given(st.dictionaries(st.sampled_from(["where", "color", "mode", "tags", "widths", "size", "x"]), JSON))
 def test_no_arguments_raise(arguments: dict[str, Any]) -> None:
     assert isinstance(validate_arguments(Env().paint, arguments), dict | str)

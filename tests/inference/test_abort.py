@@ -10,9 +10,9 @@ import trio
 import trio.testing
 
 from rollouts.inference.base import GenerateRequest, Generation
-from rollouts.inference.carried import join_generations
 from rollouts.inference.embedded.decode import BLOCK, uniforms
 from rollouts.inference.embedded.hf import HFInference
+from rollouts.inference.suspend import join_generations
 
 LENGTH = 90
 
@@ -103,7 +103,7 @@ def test_who_waits_for_a_wave_gets_nothing_back_and_others_go_on(models):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask, first, 0)
             await trio.testing.wait_all_tasks_blocked()
-            assert engine.statistics().waves == 0
+            assert engine.statistics().batches == 0
             await engine.abort(first)
             await engine.abort(first)
             await engine.abort("unknown")
@@ -124,7 +124,7 @@ def test_a_cancelled_wait_leaves_nothing_to_abort(models):
         with trio.move_on_after(0.02):
             await engine.generate(request(session, 0))
         await engine.abort(session)
-        assert not engine._scheduler._launched and not engine._scheduler._waiting
+        assert not engine._scheduler._running and not engine._scheduler._waiting
         engine.close_session(session)
 
     use(models("qwen3"), body)

@@ -11,8 +11,8 @@ from transformers.cache_utils import DynamicLayer
 
 from rollouts.errors import InferenceError
 from rollouts.inference.embedded.cache import SavedCache, SessionCaches, SlotCache
-from rollouts.inference.embedded.decode import Decoder, common_prefix, plan_batches, uniforms
-from rollouts.inference.embedded.lanes import Row
+from rollouts.inference.embedded.decode import Decoder, common_prefix, split_batch, uniforms
+from rollouts.inference.embedded.decode_slots import Row
 
 FAST = ["qwen3", "qwen3_eager", "llama", "gpt_neox", "gpt2"]
 SLOW = ["gemma3", "mamba"]
@@ -90,7 +90,7 @@ def test_logprobs_are_those_of_a_fresh_forward_pass(models, name):
     model = models(name)
     engine = engine_of(model)
     rows = play(engine)
-    assert (engine.verdict.shape is not None) == (name in FAST), engine.verdict.reason
+    assert (engine.cache_support.shape is not None) == (name in FAST), engine.cache_support.reason
     assert worst_error(model, rows) < (1e-5 if name != "mamba" else 1e-4)
     assert all(len(row.sampled) <= row.max_tokens and 5 not in row.sampled[:-1] for row in rows)
     if name in FAST:
@@ -122,7 +122,7 @@ def test_row_order_and_company_change_nothing(models, name):
 def test_negative_control_a_visible_slot_beyond_the_row(models, monkeypatch):
     model = models("qwen3")
     engine = engine_of(model)
-    assert engine.verdict.shape is not None
+    assert engine.cache_support.shape is not None
     right = SlotCache.visible
 
     def one_more(self, positions, width):
@@ -135,7 +135,7 @@ def test_negative_control_a_visible_slot_beyond_the_row(models, monkeypatch):
 def test_negative_control_a_position_too_far(models, monkeypatch):
     model = models("qwen3")
     engine = engine_of(model)
-    assert engine.verdict.shape is not None
+    assert engine.cache_support.shape is not None
     right = engine.network.forward
 
     def shifted(ids, *, position_ids, **arguments):
@@ -165,7 +165,7 @@ def test_the_probe_refuses_a_cache_that_shows_what_it_must_hide(models, monkeypa
     model = models("qwen3")
     engine = engine_of(model)
     rows = play(engine, turns=1)
-    assert "differ" in engine.verdict.reason
+    assert "differ" in engine.cache_support.reason
     assert worst_error(model, rows) < 1e-5
 
 
@@ -179,12 +179,12 @@ def test_a_model_with_a_layer_that_keeps_no_keys_takes_the_slower_way(models):
         return logits, cache
 
     engine.network.forward = forward  # type: ignore[method-assign]
-    assert engine.verdict.shape is None and engine.verdict.reason == "some of its layers keep no keys"
+    assert engine.cache_support.shape is None and engine.cache_support.reason == "some of its layers keep no keys"
 
 
 def test_a_group_is_prefilled_once_and_a_turn_only_what_is_new(models):
     engine = engine_of(models("qwen3"))
-    assert engine.verdict
+    assert engine.cache_support
     for session in "abcd":
         engine.sessions.open(session)
     before = engine.statistics.prefilled
@@ -208,7 +208,7 @@ def test_a_rewritten_history_keeps_only_the_common_prefix(models):
 
 def test_steps_end_with_the_longest_row_and_rows_leave(models):
     engine = engine_of(models("qwen3"))
-    assert engine.verdict
+    assert engine.cache_support
     sizes: list[int] = []
     right = engine.network.forward
     engine.network.forward = lambda ids, **kw: sizes.append(ids.shape[0]) or right(ids, **kw)  # type: ignore[method-assign]
@@ -263,7 +263,7 @@ def test_an_abandoned_row_leaves_at_the_next_step(models):
 def test_logits_that_are_not_finite_stop_with_a_word(make_model):
     model = make_model("qwen3")
     engine = engine_of(model)
-    assert engine.verdict
+    assert engine.cache_support
     with torch.no_grad():
         model.lm_head.weight[3] = float("nan")
     with pytest.raises(InferenceError, match=r"not finite.*--lr"):
@@ -290,7 +290,7 @@ def test_peft_adapters_take_part(make_model):
                 parameter.normal_(std=0.5)
     engine = engine_of(model.eval())
     rows = play(engine, turns=2)
-    assert engine.verdict.shape is not None
+    assert engine.cache_support.shape is not None
     assert worst_error(model, rows) < 1e-5
     with model.disable_adapter():
         assert worst_error(model, rows) > 1e-3
@@ -303,13 +303,13 @@ def test_batches_are_bounded_by_rows_and_tokens():
     def sizes(plan):
         return [([row.width_max for row in batch], slots) for batch, slots in plan]
 
-    assert sizes(plan_batches(rows(30, 10, 20), 8, 1000)) == [([10, 20, 30], 3)]
-    assert sizes(plan_batches(rows(30, 10, 20), 2, 1000)) == [([10, 20, 30], 2)]
+    assert sizes(split_batch(rows(30, 10, 20), 8, 1000)) == [([10, 20, 30], 3)]
+    assert sizes(split_batch(rows(30, 10, 20), 2, 1000)) == [([10, 20, 30], 2)]
     # 3 slots of 32 columns fit, one of them for what padding writes; then 6 of 16.
-    assert sizes(plan_batches(rows(30, 10, 20, 10), 8, 100)) == [([20, 30], 2), ([10, 10], 2)]
-    assert sizes(plan_batches(rows(500), 8, 60)) == [([500], 1)]
-    assert sizes(plan_batches(rows(5000, 900, 4000), 8, 10**6)) == [([4000, 5000], 2), ([900], 1)]
-    assert plan_batches([], 8, 60) == []
+    assert sizes(split_batch(rows(30, 10, 20, 10), 8, 100)) == [([20, 30], 2), ([10, 10], 2)]
+    assert sizes(split_batch(rows(500), 8, 60)) == [([500], 1)]
+    assert sizes(split_batch(rows(5000, 900, 4000), 8, 10**6)) == [([4000, 5000], 2), ([900], 1)]
+    assert split_batch([], 8, 60) == []
 
 
 def test_a_buffer_of_many_short_rows_is_not_widened_for_a_few_long_ones(models, monkeypatch):
@@ -317,9 +317,9 @@ def test_a_buffer_of_many_short_rows_is_not_widened_for_a_few_long_ones(models, 
 
     monkeypatch.setattr(room, "GROWTH", 8)
     model = models("qwen3")
-    token_bytes = engine_of(model).verdict.shape.token_bytes
+    token_bytes = engine_of(model).cache_support.shape.token_bytes
     engine = engine_of(model, rows_max=128, cache_bytes=(128 + 1) * 16 * token_bytes)
-    assert engine.verdict
+    assert engine.cache_support
     seen: list[tuple[int, int]] = []
     right = SlotCache._allocate
 

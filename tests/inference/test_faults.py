@@ -23,8 +23,8 @@ from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import GenerateRequest, Generation, WeightUpdate
 from rollouts.inference.servers.checks import ServerSetup
 from rollouts.inference.servers.http import Retries
-from rollouts.inference.servers.pool import ServerPool
 from rollouts.inference.servers.server import Server
+from rollouts.inference.servers.server_pool import ServerPool
 from rollouts.inference.servers.sglang import SGLang
 from rollouts.inference.servers.vllm import VLLM
 from rollouts.training.weights import files as weight_files
@@ -385,8 +385,8 @@ def test_killed_in_the_middle_of_a_generation_its_rollouts_finish_elsewhere(room
                     apart_from(reply, trainer)
                     assert len(reply.tokens) == 40 and reply.finish == "length"
                 found = pool.statistics()
-                assert found.moved >= 1 and found.failed == 0 and len(pool.members) == 1
-                states = {each.name: (each.state, each.deaths) for each in found.members}
+                assert found.rerouted >= 1 and found.failed == 0 and len(pool.members) == 1
+                states = {each.name: (each.state, each.deaths) for each in found.servers}
                 assert states == {one.url: ("down", 1), two.url: ("ready", 0)}
 
     run(main)
@@ -401,7 +401,7 @@ def test_none_is_moved_where_nobody_dies(room: Room) -> None:
                 for number in range(8):
                     apart_from(await pool.generate(GenerateRequest(PROMPT, 8, (), number, order=(number,))), trainer)
                 found = pool.statistics()
-                assert (found.moved, found.failed) == (0, 0) and len(pool.members) == 2
+                assert (found.rerouted, found.failed) == (0, 0) and len(pool.members) == 2
 
     run(main)
 
@@ -447,7 +447,7 @@ def test_a_server_that_returns_with_a_fault_does_not_serve(room: Room) -> None:
                     await until(lambda: again.statistics()["loads"] >= 1)
                     await check_served(pool, trainer)
                     await trio.sleep(0.2)
-                    (reason,) = [each.reason for each in pool.statistics().members if each.state != "ready"]
+                    (reason,) = [each.reason for each in pool.statistics().servers if each.state != "ready"]
                     assert "does not serve the weights of version 1" in reason, reason
                     again.plant()
                     await until(lambda: len(pool.members) == 2)

@@ -77,7 +77,7 @@ def test_one_seed_one_result_whatever_the_order_of_tasks(models):
 def test_waves_follow_the_sessions(models):
     async def body(engine: HFInference) -> None:
         await play(engine, 0)
-        assert engine.statistics().waves == 3
+        assert engine.statistics().batches == 3
         assert engine.statistics().reused > 0
 
     use(models("qwen3"), body)
@@ -148,7 +148,7 @@ def test_requests_without_sessions_share_a_wave(models):
         async with trio.open_nursery() as nursery:
             for seed in range(6):
                 nursery.start_soon(one, seed)
-        assert engine.statistics().waves == 1
+        assert engine.statistics().batches == 1
         alone = await engine.generate(request([1, 2, 3], 4))
         assert alone.tokens == replies[4].tokens
 

@@ -65,7 +65,7 @@ class Toy:
     def __init__(self, ids: list[int] | None = None) -> None:
         self.ids, self.seen = ids, list[dict]()
 
-    async def greet(self, client):
+    async def handshake(self, client):
         self.seen.append(await client.get("/ready", dict, timeout_seconds=5))
         return ServerInfo("Toy 1", ("policy",), 100, loads_adapters=True)
 
@@ -129,7 +129,7 @@ def test_servers_that_are_started_here(tmp_path):
                 assert (await pool.generate(GenerateRequest([1, 2], 4, (), 0))).tokens == [1]
             while len(pool.members) < 2:  # noqa: ASYNC110 - it is started again in the background
                 await trio.sleep(0.05)
-        assert sum(each.restarts for each in pool.statistics().members) == 1
+        assert sum(each.restarts for each in pool.statistics().servers) == 1
 
     pids = trio.run(main)
     assert (Path(toy.seen[0]["model"]) / "config.json").is_file()

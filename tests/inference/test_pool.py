@@ -27,14 +27,14 @@ from rollouts.inference.servers import server
 from rollouts.inference.servers.checks import ServerSetup
 from rollouts.inference.servers.dialect import Sampled, ServerInfo
 from rollouts.inference.servers.http import HTTPFailure
-from rollouts.inference.servers.pool import ServerPool
 from rollouts.inference.servers.server import ALIVE, Server
+from rollouts.inference.servers.server_pool import ServerPool
 
 TURN_SECONDS = 1.0
 
 
 class Machine:
-    """A model server: it lives or not, and has the weights it was given last in this life (0: those it began with)."""
+    """A model server: it lives or not, and has the last weights of this incarnation (0: those it began with)."""
 
     def __init__(self, name: str, log: list[str] | None = None) -> None:
         self.name, self.log = name, [] if log is None else log
@@ -78,7 +78,7 @@ class Speech:
         self.software = f"fake {machine.name}"
         self.aborted: dict[str, trio.Event] = {}
 
-    async def greet(self, client):
+    async def handshake(self, client):
         await trio.lowlevel.checkpoint()
         if not self.machine.is_up:
             raise HTTPFailure("refused", "it is not there", retryable=True)
@@ -254,7 +254,7 @@ def test_the_least_loaded_is_asked_and_an_episode_stays():
                 nursery.start_soon(play)
         assert where(a, b) == [15, 15]
         assert {seed // 10 for seed in a.generated}.isdisjoint(seed // 10 for seed in b.generated)
-        assert [each.sessions for each in pool.statistics().members] == [0, 0]
+        assert [each.sessions for each in pool.statistics().servers] == [0, 0]
 
     run(main)
 
@@ -298,8 +298,8 @@ def test_requests_of_a_dead_server_are_carried_elsewhere():
                 assert a.working == b.working == 4
                 a.kill()
             assert {seed: answer.tokens for seed, answer in answers.items()} == {n: [n, 1] for n in range(8)}
-            assert where(a, b) == [0, 8] and pool.statistics().moved == 4
-            assert [each.state for each in pool.statistics().members] == ["down", "ready"]
+            assert where(a, b) == [0, 8] and pool.statistics().rerouted == 4
+            assert [each.state for each in pool.statistics().servers] == ["down", "ready"]
             assert members_of(pool) == (pool.servers[1],)
             a.revive()
             await trio.sleep(5)
@@ -331,7 +331,7 @@ def test_one_that_hangs_is_found_out():
                     nursery.start_soon(ask, seed)
             assert len(answers) == 4 and where(a, b) == [0, 4]
             assert trio.current_time() - start < SETUP.watch_seconds + SETUP.health_seconds + 2 * TURN_SECONDS
-            assert "did not generate in 10 seconds" in pool.statistics().members[0].reason
+            assert "did not generate in 10 seconds" in pool.statistics().servers[0].reason
 
     run(main)
 
@@ -354,7 +354,7 @@ def test_a_failure_of_one_that_lives_is_asked_again_and_what_it_refuses_is_not()
             b.faults = list(a.faults)
             with pytest.raises(HTTPFailure, match="429"):
                 await pool.generate(request(4))
-            assert all(each.state == "ready" and not each.deaths for each in pool.statistics().members)
+            assert all(each.state == "ready" and not each.deaths for each in pool.statistics().servers)
             assert len(await pool.score([1, 2, 3])) == 3
 
     run(main)
@@ -431,10 +431,10 @@ def test_one_that_was_started_here_is_started_again_and_lost_in_the_end():
             assert process.starts == 1
             process.server.kill()
             await trio.sleep(0.1)  # nobody asks: the process is watched
-            assert pool.statistics().members[0].state == "down"
+            assert pool.statistics().servers[0].state == "down"
             assert (await pool.generate(request(1))).tokens == [1, 1]
             assert process.starts == 2
-            found = pool.statistics().members[0]
+            found = pool.statistics().servers[0]
             assert (found.state, found.deaths, found.restarts) == ("ready", 1, 1)
             assert "its process ended (SIGKILL); its log ends with\n  out of memory" in found.reason
             process.fails = 99
@@ -443,7 +443,7 @@ def test_one_that_was_started_here_is_started_again_and_lost_in_the_end():
                 await pool.generate(request(2))
             assert process.starts == 2 + SETUP.restarts_max
         assert not process.server.is_up
-        assert pool.statistics().members[0].state == "lost", "also when the pool has ended"
+        assert pool.statistics().servers[0].state == "lost", "also when the pool has ended"
 
     run(main)
 
@@ -451,8 +451,8 @@ def test_one_that_was_started_here_is_started_again_and_lost_in_the_end():
 def test_one_that_serves_to_the_end_is_down_then_and_not_lost():
     async def main():
         async with pool_of(launched=(process := Process(Machine("a")),)) as pool:
-            assert pool.statistics().members[0].state == "ready"
-        assert pool.statistics().members[0].state == "down" and not process.server.is_up
+            assert pool.statistics().servers[0].state == "ready"
+        assert pool.statistics().servers[0].state == "down" and not process.server.is_up
 
     run(main)
 
@@ -491,8 +491,8 @@ def test_a_server_that_was_restarted_unseen_is_given_its_weights_again():
             await pool.update_weights(update(3))
             a.revive()  # somebody else's doing, between two requests
             await trio.sleep(SETUP.watch_seconds + 1)
-            assert a.weights == 3 and pool.statistics().members[0].deaths == 1
-            assert "does not serve the weights of version 3" in pool.statistics().members[0].reason
+            assert a.weights == 3 and pool.statistics().servers[0].deaths == 1
+            assert "does not serve the weights of version 3" in pool.statistics().servers[0].reason
             assert (await pool.generate(request(1))).versions == [3, 3]
 
     run(main)
@@ -714,7 +714,7 @@ def test_every_request_is_answered_once_by_weights_that_are_current(events, epis
                     for number in range(episodes):
                         nursery.start_soon(episode, pool, number)
             found = pool.statistics()
-            assert [(each.sessions, each.in_flight) for each in found.members] == [(0, 0)] * 3
+            assert [(each.sessions, each.in_flight) for each in found.servers] == [(0, 0)] * 3
         assert [server.working for server in servers] == [0, 0, 0] and not servers[2].is_up
 
     run(main)

@@ -10,8 +10,8 @@ from rollouts.errors import ConfigError
 from rollouts.inference.base import METHOD_OF, Capabilities, InferenceBackend, check_engine, members_of
 from rollouts.inference.servers.checks import ServerSetup
 from rollouts.inference.servers.openai import OpenAIInference, OpenAIOptions
-from rollouts.inference.servers.pool import ServerPool
 from rollouts.inference.servers.server import Server
+from rollouts.inference.servers.server_pool import ServerPool
 from rollouts.inference.servers.vllm import VLLM
 
 

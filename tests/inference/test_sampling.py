@@ -72,7 +72,7 @@ def test_a_sum_that_is_not_monotone_is_drawn_again_exactly(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_logits_are_normalised_in_float32(dtype):
+def test_half_precision_logits_are_normalized_in_float32(dtype):
     logits = torch.randn(3, 50).to(dtype)
     ids, logprobs = sample(logits, [0.2, 0.5, 0.8], [1.0] * 3)
     expected = logits.float().log_softmax(1)[range(3), ids]

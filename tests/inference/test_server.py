@@ -15,7 +15,7 @@ import trio.testing
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import GenerateRequest, Generation, VersionSpan, WeightUpdate
 from rollouts.inference.servers.checks import ServerSetup
-from rollouts.inference.servers.dialect import Sampled, ServerInfo, Work
+from rollouts.inference.servers.dialect import RequestTarget, Sampled, ServerInfo
 from rollouts.inference.servers.http import HTTPFailure
 from rollouts.inference.servers.server import Server
 
@@ -36,12 +36,12 @@ class Fake:
         self.load = trio.Event()
         self.load.set()
         self.spans: tuple[tuple[str, int, int], ...] = ()
-        self.works: list[Work] = []
+        self.works: list[RequestTarget] = []
 
-    async def greet(self, client: Any) -> ServerInfo:
+    async def handshake(self, client: Any) -> ServerInfo:
         return self.info
 
-    async def generate(self, client: Any, request: Any, work: Work) -> Sampled:
+    async def generate(self, client: Any, request: Any, work: RequestTarget) -> Sampled:
         self.works.append(work)
         done = self.running[work.name] = trio.Event()
         if not self.hangs:
@@ -54,7 +54,7 @@ class Fake:
         finish = "abort" if ("abort", work.name) in self.said else "stop"
         return Sampled(self.ids, [-1.0] * len(self.ids), finish, self.spans)
 
-    async def score(self, client: Any, tokens: list[int], work: Work) -> list[float]:
+    async def score(self, client: Any, tokens: list[int], work: RequestTarget) -> list[float]:
         self.works.append(work)
         return [0.0] * len(tokens)
 
@@ -216,7 +216,7 @@ def test_a_server_that_can_be_used():
 )
 def test_an_api_key_is_asked_for_and_never_told(key, words):
     class Guarded(Fake):
-        async def greet(self, client: Any) -> ServerInfo:
+        async def handshake(self, client: Any) -> ServerInfo:
             raise HTTPFailure("client", f"status 401: {key} is wrong", retryable=False, status=401)
 
     async def test() -> None:
@@ -333,7 +333,7 @@ def test_cancellation_leaves_nothing():
                     await asking.start(session)
                 assert len(dialect.running) == 2
                 nursery.cancel_scope.cancel()
-            assert not engine._requests and not dialect.running and engine._turns.borrowed_tokens == 0
+            assert not engine._requests and not dialect.running and engine._limiter.borrowed_tokens == 0
 
     run(test)
 

@@ -14,7 +14,7 @@ import trio
 
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import GenerateRequest, TensorInfo, WeightUpdate
-from rollouts.inference.servers.dialect import GroupPlace, Work
+from rollouts.inference.servers.dialect import GroupPlace, RequestTarget
 from rollouts.inference.servers.http import HTTPFailure, failure_of_status
 from rollouts.inference.servers.options import ServerOptions
 from rollouts.inference.servers.sglang import (
@@ -29,7 +29,7 @@ from rollouts.inference.servers.sglang import (
 from rollouts.plugins.checks import run_check
 
 URL = "http://server:30000"
-WORK = Work("0-1-2", "policy", "abcd-3")
+WORK = RequestTarget("0-1-2", "policy", "abcd-3")
 KEY = "a-secret-key"
 
 
@@ -130,7 +130,7 @@ def test_a_request_says_all_that_shapes_the_distribution():
 def test_no_name_begins_as_another_one():
     client = Client(generate=answer([9]))
     generate(client, max_tokens=1, work=WORK)
-    generate(client, max_tokens=1, work=Work("0-1-23"))
+    generate(client, max_tokens=1, work=RequestTarget("0-1-23"))
     trio.run(SGLang().abort, client, ["0-1-2", "x"])
     one, other = (sent["rid"] for sent in client.sent("/generate"))
     aborted = [sent["rid"] for sent in client.sent("/abort_request")]
@@ -163,7 +163,7 @@ def test_an_aborted_reply_comes_back_as_far_as_it_came():
 def test_an_adapters_request_names_it():
     adapter = trio.run(partial(load_adapter, Client(), 3))
     client = Client(generate=answer([9], version="default"))
-    generate(client, work=Work("a", adapter, "abcd-3"), max_tokens=1)
+    generate(client, work=RequestTarget("a", adapter, "abcd-3"), max_tokens=1)
     assert client.sent("/generate")[0]["lora_path"] == adapter, "and the base's version does not matter"
 
 
@@ -186,8 +186,8 @@ def test_answers_that_are_wrong(reply, words, is_transient):
 
 def test_later_weights_may_answer_and_version_0_may_be_what_it_was_started_with():
     assert generate(Client(generate=answer([9], version="4")), max_tokens=1).spans == (("4", 0, 1),)
-    generate(Client(generate=answer([9], version="default")), max_tokens=1, work=Work("a", "", "abcd-0"))
-    generate(Client(generate=answer([9], version="default")), max_tokens=1, work=Work("a"))
+    generate(Client(generate=answer([9], version="default")), max_tokens=1, work=RequestTarget("a", "", "abcd-0"))
+    generate(Client(generate=answer([9], version="default")), max_tokens=1, work=RequestTarget("a"))
 
 
 @pytest.mark.parametrize(
@@ -256,22 +256,22 @@ def tops(spread_at_1, spread_at_high):
     return reply
 
 
-def greet(*, info=INFO, **replies):
+def handshake(*, info=INFO, **replies):
     given = {"generate": tops(8.0, 2.0), "v1__models": {"data": [{"max_model_len": 512}]}, "server_info": info}
     client = Client(**(given | replies))
-    return trio.run(SGLang().greet, client), client
+    return trio.run(SGLang().handshake, client), client
 
 
 def test_greeting():
-    info, client = greet()
+    info, client = handshake()
     assert info.software == "SGLang 0.5.23.post1" and info.models == ("policy",)
     assert info.context_tokens_max == 506, "a prompt has to be shorter"
     assert info.loads_adapters and info.lora_rank_max == 8 and info.loads_weights
     assert client.paths[:4] == ["/server_info", "/ready", "/abort_request", "/v1/models"]
-    plain, _ = greet(info={"version": "0.6", "served_model_name": "m", "enable_lora": None, "max_lora_rank": None})
+    plain, _ = handshake(info={"version": "0.6", "served_model_name": "m", "enable_lora": None, "max_lora_rank": None})
     assert not plain.loads_adapters and plain.lora_rank_max == 0
-    assert not greet(info=INFO | {"dp_size": 2})[0].loads_adapters
-    older, _ = greet(server_info=Refused(404, ""), get_server_info=INFO)
+    assert not handshake(info=INFO | {"dp_size": 2})[0].loads_adapters
+    older, _ = handshake(server_info=Refused(404, ""), get_server_info=INFO)
     assert older.models == ("policy",)
 
 
@@ -286,7 +286,7 @@ def test_greeting():
     ],
 )
 def test_the_convention_of_logprobs_is_measured(spreads, convention):
-    assert greet(generate=tops(*spreads))[0].logprobs == convention
+    assert handshake(generate=tops(*spreads))[0].logprobs == convention
 
 
 @pytest.mark.parametrize(
@@ -306,13 +306,13 @@ def test_the_convention_of_logprobs_is_measured(spreads, convention):
 )
 def test_servers_that_cannot_be_used(replies, words):
     with pytest.raises(ConfigError, match=re.escape(words)) as caught:
-        greet(**replies)
+        handshake(**replies)
     assert KEY not in str(caught.value)
 
 
 def test_a_key_that_is_refused_is_for_the_engine_to_say():
     with pytest.raises(HTTPFailure) as caught:
-        greet(server_info=Refused(401, {"error": "Unauthorized"}))
+        handshake(server_info=Refused(401, {"error": "Unauthorized"}))
     assert caught.value.status == 401
 
 

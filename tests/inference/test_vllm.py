@@ -26,7 +26,7 @@ from rollouts.env.mixing import env_term
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import GenerateRequest, WeightUpdate
 from rollouts.inference.servers.checks import ServerSetup
-from rollouts.inference.servers.dialect import Sampled, Work
+from rollouts.inference.servers.dialect import RequestTarget, Sampled
 from rollouts.inference.servers.http import HTTPFailure, Retries
 from rollouts.inference.servers.options import ServerOptions
 from rollouts.inference.servers.server import Server
@@ -232,27 +232,29 @@ GOOD = {
 }
 
 
-def greet(**answers: Any) -> Any:
-    return trio.run(VLLM().greet, Listening({**GOOD, GENERATE: list(GOOD[GENERATE]), **answers}))
+def handshake(**answers: Any) -> Any:
+    return trio.run(VLLM().handshake, Listening({**GOOD, GENERATE: list(GOOD[GENERATE]), **answers}))
 
 
 def test_it_says_who_it_is():
-    found = greet()
+    found = handshake()
     assert found == ("vLLM 0.32.1", ("policy",), 512, "processed", True, 8, True)
-    assert greet(**{INFO: status(404)})._replace(loads_weights=True, lora_rank_max=8) == found
-    assert not greet(**{INFO: status(404)}).loads_weights  # without development endpoints
-    assert not greet(**{INFO: info()}).loads_adapters
-    assert not greet(**{INFO: status(404), LOAD: status(404, "Not Found")}).loads_adapters
-    assert not greet(**{INFO: status(404), LOAD: status(500, "LoRA is not enabled.")}).loads_adapters
-    assert not greet(**{INFO: info(device="cpu")}).loads_weights
-    assert greet(**{INFO: info(device="cpu", extension=EXTENSION)}).loads_weights
-    assert greet(**{"/version": {"version": "0.1.dev7+g1234567"}}).software.endswith("g1234567")
-    assert greet(**{"/version": {"version": "0.32.1", "build": None}}) == found  # what is not read may be anything
+    assert handshake(**{INFO: status(404)})._replace(loads_weights=True, lora_rank_max=8) == found
+    assert not handshake(**{INFO: status(404)}).loads_weights  # without development endpoints
+    assert not handshake(**{INFO: info()}).loads_adapters
+    assert not handshake(**{INFO: status(404), LOAD: status(404, "Not Found")}).loads_adapters
+    assert not handshake(**{INFO: status(404), LOAD: status(500, "LoRA is not enabled.")}).loads_adapters
+    assert not handshake(**{INFO: info(device="cpu")}).loads_weights
+    assert handshake(**{INFO: info(device="cpu", extension=EXTENSION)}).loads_weights
+    assert handshake(**{"/version": {"version": "0.1.dev7+g1234567"}}).software.endswith("g1234567")
+    assert handshake(**{"/version": {"version": "0.32.1", "build": None}}) == found  # what is not read may be anything
 
 
 def test_the_convention_of_its_logprobs_is_measured():
-    assert greet(**{GENERATE: [token(-1.0), scored(-1.0)] * 3 + [token(-1.0), scored(-1.4)]}).logprobs == "processed"
-    assert greet(**{GENERATE: [token(-1.0), scored(-1.01)] * 4}).logprobs == "raw"
+    assert (
+        handshake(**{GENERATE: [token(-1.0), scored(-1.0)] * 3 + [token(-1.0), scored(-1.4)]}).logprobs == "processed"
+    )
+    assert handshake(**{GENERATE: [token(-1.0), scored(-1.01)] * 4}).logprobs == "raw"
 
 
 @pytest.mark.parametrize(
@@ -269,23 +271,23 @@ def test_the_convention_of_its_logprobs_is_measured():
 )
 def test_what_cannot_be_used_is_refused(answers, words):
     with pytest.raises(ConfigError, match=words):
-        greet(**answers)
+        handshake(**answers)
 
 
 def test_what_it_was_started_with_has_types():
     for part in ({"lora_config": "LoRAConfig(...)"}, {"lora_config": {"max_lora_rank": None}}):
         with pytest.raises(msgspec.ValidationError):  # which a client makes an HTTPFailure
-            greet(**{INFO: {"vllm_config": part}})
+            handshake(**{INFO: {"vllm_config": part}})
 
 
 @pytest.mark.parametrize("path", ["/version", "/v1/models", GENERATE, LOAD])
 def test_a_key_that_is_refused_is_left_to_who_knows_about_keys(path):
     with pytest.raises(HTTPFailure) as raised:
-        greet(**{path: status(401, "Unauthorized")})
+        handshake(**{path: status(401, "Unauthorized")})
     assert raised.value.status == 401
 
 
-def generate(request: GenerateRequest, work: Work) -> tuple[dict[str, Any], Sampled]:
+def generate(request: GenerateRequest, work: RequestTarget) -> tuple[dict[str, Any], Sampled]:
     client = Listening({GENERATE: token(-1.0)})
     sampled = trio.run(functools.partial(VLLM().generate, client, request, work))
     ((path, body),) = client.asked
@@ -294,21 +296,21 @@ def generate(request: GenerateRequest, work: Work) -> tuple[dict[str, Any], Samp
 
 
 def test_a_request():
-    body, sampled = generate(REQUEST, Work("0-0-1-7", "mine", "salt"))
+    body, sampled = generate(REQUEST, RequestTarget("0-0-1-7", "mine", "salt"))
     sampling = {"max_tokens": 50, "temperature": 0.7, "stop_token_ids": [2], "seed": 2**63 - 1, "logprobs": 0}
     assert body == {
         "request_id": "0-0-1-7", "model": "mine", "token_ids": [5, 6, 7], "cache_salt": "salt",
         "sampling_params": {**sampling, "ignore_eos": True, "detokenize": False},
     }  # fmt: skip
     assert sampled == ([9], [-1.0], "length", ())
-    bare, _ = generate(msgspec.structs.replace(REQUEST, stop_ids=()), Work("0-0-1-7"))
+    bare, _ = generate(msgspec.structs.replace(REQUEST, stop_ids=()), RequestTarget("0-0-1-7"))
     assert set(bare) == {"request_id", "token_ids", "sampling_params"}  # which the server's base model answers
 
 
 def test_a_reply_that_goes_on_gets_other_random_numbers():
     seeds = []
     for offset in (0, 1, 2, 0):
-        body, _ = generate(msgspec.structs.replace(REQUEST, offset=offset), Work("a"))
+        body, _ = generate(msgspec.structs.replace(REQUEST, offset=offset), RequestTarget("a"))
         seeds.append(body["sampling_params"]["seed"])
     assert seeds[0] == seeds[3] == REQUEST.seed and len(set(seeds)) == 3 and all(0 <= seed < 2**63 for seed in seeds)
 

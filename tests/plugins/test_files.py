@@ -68,10 +68,10 @@ def test_an_edited_file_is_loaded_again(here):
     assert load_component(ref)().digits == 5 and first().digits == 2
 
 
-def test_neighbours_can_be_imported_and_shadow_nothing(here):
-    (here / "neighbour_zz.py").write_text("answer = 42")
+def test_neighbors_can_be_imported_and_shadow_nothing(here):
+    (here / "neighbor_zz.py").write_text("answer = 42")
     (here / "json.py").write_text("raise RuntimeError('shadowed')")
-    (here / "uses.py").write_text("import json, neighbour_zz\ndef f(trajectory): return neighbour_zz.answer")
+    (here / "uses.py").write_text("import json, neighbor_zz\ndef f(trajectory): return neighbor_zz.answer")
     assert load_component(find_component("rewards", "./uses.py:f"))(None) == 42
     assert sys.path[-1] == str(here)
 

@@ -16,7 +16,7 @@ from rollouts.plugins.index import (
     find_component,
     installed_components,
     names_file,
-    normalise,
+    normalize,
     scan,
     unknown_component,
 )
@@ -184,8 +184,8 @@ def test_sorted_by_kind_name_distribution(make_distribution):
     assert mine == ["acme/a_a", "zeta/a_a", "zeta/z_z", "zeta/a_a"]
 
 
-def test_normalise_and_file_names():
-    assert normalise("A.b__C-d") == "a-b-c-d"
+def test_normalize_and_file_names():
+    assert normalize("A.b__C-d") == "a-b-c-d"
     assert all(map(names_file, ["./f.py:X", "f.py:X", "a/f.py", "../x", "/abs", "~/f.py:X"]))
     assert not any(map(names_file, ["calculator", "pkg/f", "happy:1", "gym/FrozenLake-v1"]))
 

@@ -71,6 +71,9 @@ def pair_loss(logprobs, pair_index):
 def old_backend(model, algorithms): ...
 
 
+def old_name(model, companions): ...
+
+
 def wants_values(batch, values):
     return values
 """
@@ -102,7 +105,7 @@ def test_every_shipped_algorithm_composes(loss):
     assert stage[:3] == (0, "main", found.algorithm) and stage.correction_auto == (
         found.algorithm.correction is not None
     )
-    assert (found.algorithms == {"main": found.algorithm} and found.companions is None) or loss == "dpo"
+    assert (found.algorithms == {"main": found.algorithm} and found.auxiliary_models is None) or loss == "dpo"
     assert found.notes == ()
 
 
@@ -140,7 +143,7 @@ def test_every_part_is_replaced_and_told_its_settings():
 def test_a_strangers_part(parts, key, name, setting):
     found = plan(**({"kl": "rk3_loss"} | {key: {"name": parts + name, **setting}}))
     algorithm = found.algorithm
-    functions = algorithm._asdict() | {"kl": algorithm.kl.function, "reference": found.companions.reference}
+    functions = algorithm._asdict() | {"kl": algorithm.kl.function, "reference": found.auxiliary_models.reference}
     assert functions[key].func.__name__ == name and keywords(functions[key]) == setting
 
 
@@ -266,25 +269,25 @@ def test_a_kl_out_of_its_domain():
 
 
 def test_the_reference_is_there_where_something_needs_it():
-    assert plan().companions is None
-    assert plan(kl="rk3_loss").companions.reference is frozen
-    assert plan(kl="rk3_loss", lora_rank=4).companions.reference is adapter_off
-    assert plan(loss="dpo").companions.reference is frozen
-    followed = plan(kl="k1_reward", reference={"name": "ema", "decay": 0.5}).companions
+    assert plan().auxiliary_models is None
+    assert plan(kl="rk3_loss").auxiliary_models.reference is frozen
+    assert plan(kl="rk3_loss", lora_rank=4).auxiliary_models.reference is adapter_off
+    assert plan(loss="dpo").auxiliary_models.reference is frozen
+    followed = plan(kl="k1_reward", reference={"name": "ema", "decay": 0.5}).auxiliary_models
     assert keywords(followed.reference) == {"decay": 0.5}
-    assert plan(schedule=[{"step": 3, "kl": "rk3_loss"}]).companions.reference is frozen
+    assert plan(schedule=[{"step": 3, "kl": "rk3_loss"}]).auxiliary_models.reference is frozen
 
 
 def test_a_reference_that_nothing_needs_is_told():
     found = plan(reference="ema")
-    assert found.companions is None
+    assert found.auxiliary_models is None
     assert "--reference ema is not used" in found.notes[0] and "ref_logprobs" in found.notes[0]
 
 
 def test_adapter_off_needs_adapters(parts):
     message = refused(ConfigError, "--reference adapter_off", "--lora-rank 16", kl="rk3_loss", reference="adapter_off")
     assert "--reference frozen" in message
-    assert plan(kl="rk3_loss", reference="adapter_off", lora_rank=2).companions.reference is adapter_off
+    assert plan(kl="rk3_loss", reference="adapter_off", lora_rank=2).auxiliary_models.reference is adapter_off
 
 
 # --- critic and teacher ----------------------------------------------------------------------------------------------
@@ -294,10 +297,10 @@ def test_ppo_needs_a_critic():
     message = refused(SignatureError, "--loss ppo", "value_loss names `values`", "--critic head", loss="ppo")
     assert "--loss grpo" in message and "gae names `values`" in message
     found = plan(loss="ppo", critic="head")
-    assert (found.companions.critic, found.companions.critic_lr) == ("head", pytest.approx(3e-3))
-    assert plan(loss="ppo", critic="head", critic_lr=0.5).companions.critic_lr == 0.5
+    assert (found.auxiliary_models.critic, found.auxiliary_models.critic_lr) == ("head", pytest.approx(3e-3))
+    assert plan(loss="ppo", critic="head", critic_lr=0.5).auxiliary_models.critic_lr == 0.5
     no_critic = plan(loss={"name": "ppo", "value_coef": 0.0}, advantage="group_norm")
-    assert no_critic.companions is None
+    assert no_critic.auxiliary_models is None
 
 
 def test_an_advantage_needs_a_critic_too(parts):
@@ -307,14 +310,14 @@ def test_an_advantage_needs_a_critic_too(parts):
 def test_a_teacher():
     refused(SignatureError, "teacher_logprobs", "--teacher", loss="opd")
     refused(SignatureError, "topk_logprobs", "--teacher", loss="opd_topk")
-    beside = plan(loss="opd", teacher="tiny", teacher_top_k=4).companions
+    beside = plan(loss="opd", teacher="tiny", teacher_top_k=4).auxiliary_models
     assert (beside.teacher, beside.teacher_top_k, beside.reference, beside.critic) == ("tiny", 4, None, "")
-    assert plan(loss="opd_topk", teacher="tiny", mode="sft").companions.teacher == "tiny"
+    assert plan(loss="opd_topk", teacher="tiny", mode="sft").auxiliary_models.teacher == "tiny"
 
 
 def test_models_that_nothing_needs_are_told_and_not_loaded():
     found = plan(critic="head", teacher="tiny")
-    assert found.companions is None and [note.split()[0] for note in found.notes] == ["--critic", "--teacher"]
+    assert found.auxiliary_models is None and [note.split()[0] for note in found.notes] == ["--critic", "--teacher"]
     (note,) = plan(critic_lr=0.1).notes
     assert "--critic-lr 0.1 is not used" in note
 
@@ -326,6 +329,11 @@ def test_a_training_backend_that_takes_no_model_beside_the_policy(parts):
     assert "--training torch" in message
     refused(ConfigError, "a critic (head)", training=training, loss="ppo", critic="head")
     refused(ConfigError, "a teacher (tiny)", training=training, loss="opd", teacher="tiny")
+
+
+def test_a_training_backend_may_use_the_older_name_of_auxiliary_models(parts):
+    made = plan(training=f"{parts}old_name", kl="rk3_loss")
+    assert made.training_arguments()["companions"].reference is frozen
 
 
 # --- what does not go together ---------------------------------------------------------------------------------------

@@ -30,10 +30,10 @@ from rollouts.training.backends.optimizer import TorchSettings
 from rollouts.training.backends.torch import create_torch_backend
 
 
-def spy(model, seed, steps, lr, lora_rank, tokens_per_microbatch, algorithms, companions):
+def spy(model, seed, steps, lr, lora_rank, tokens_per_microbatch, algorithms, auxiliary_models):
     """The torch backend, which writes down what it is trained on."""
     backend = create_torch_backend(
-        *(model, seed, steps, lr, lora_rank, tokens_per_microbatch, algorithms, companions),
+        *(model, seed, steps, lr, lora_rank, tokens_per_microbatch, algorithms, auxiliary_models),
         settings=TorchSettings(device="cpu"),
     )
     inner = backend.forward_backward

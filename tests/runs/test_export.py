@@ -67,7 +67,7 @@ def trained(path, rank, model="tiny"):
         lora_rank=rank,
         tokens_per_microbatch=1000,
         algorithms={"main": GRPO},
-        companions=None,
+        auxiliary_models=None,
         settings=TorchSettings(device="cpu"),
     )
     try:
@@ -192,7 +192,7 @@ def test_bad_input_is_told_and_leaves_nothing(tmp_path, monkeypatch, capsys):
         (["lost", "out"], "lost does not exist; give the folder of a run"),
         (["file", "out"], "file is a file; give the folder"),
         (["empty", "out"], "holds no run, no checkpoint, no model and no adapter"),
-        (["begun", "out"], "has no checkpoint yet; `rollouts resume begun` goes on with it"),
+        (["begun", "out"], "has no checkpoint yet; to continue it, type: rollouts resume begun"),
         (["checkpoint", "empty"], "empty exists already and is kept"),
         (["checkpoint", "out", "--adapter"], "holds a whole model and no adapter"),
         (["checkpoint", "out", "--adapter", "--dtype", "float16"], "leave one of them out"),

@@ -617,7 +617,7 @@ def test_a_strangers_aggregation_says_what_it_takes(stranger):
 def test_what_the_core_probes_passes_with_its_defaults():
     for loss in ("cispo", "dapo", "dpo", "dr_grpo", "grpo", "gspo", "is", "reinforce", "reinforce_pp", "rft", "rloo"):
         assert plan(loss=loss).needs
-    assert plan(loss="ppo", critic="head").companions.critic == "head"
+    assert plan(loss="ppo", critic="head").auxiliary_models.critic == "head"
 
 
 def test_a_kl_off_the_advantages_needs_a_loss_that_names_them():

@@ -33,7 +33,7 @@ from rollouts.training.backends.trainer import Trainer
 from rollouts.training.batching import part_batch
 from rollouts.training.loops.rl_batch import RLTrainingConfig, complete_batch, prepare_rl_batch
 from rollouts.training.rollout_gen.groups import Group
-from rollouts.training.types import Companions
+from rollouts.training.types import AuxiliaryModels
 from rollouts.types import Episode, Message, Score, Segment, Status, Task, Trajectory
 
 PROMPT, ARMS, ROLLOUTS = [1, 2, 3], 8, 16
@@ -58,7 +58,7 @@ def pull(backend, generator):
     return groups, sum(p * r for p, r in zip(logprobs.exp().tolist(), REWARDS, strict=True))
 
 
-def train(model, algorithm, *, steps=40, companions=None, minibatches=1, reward=None):
+def train(model, algorithm, *, steps=40, auxiliary_models=None, minibatches=1, reward=None):
     """The expected reward before and after."""
     backend = TorchBackend(
         Executor(
@@ -66,7 +66,7 @@ def train(model, algorithm, *, steps=40, companions=None, minibatches=1, reward=
                 copy.deepcopy(model),
                 {"main": algorithm},
                 TrainerSettings(lr=3e-3, warmup_steps=0),
-                companions=companions,
+                auxiliary_models=auxiliary_models,
             )
         )
     )
@@ -92,26 +92,26 @@ def train(model, algorithm, *, steps=40, companions=None, minibatches=1, reward=
 ONLINE = {
     "cispo": (CISPO, None),
     "dapo": (DAPO._replace(filters=()), None),
-    "dpo": (DPO, Companions(reference=frozen)),
+    "dpo": (DPO, AuxiliaryModels(reference=frozen)),
     "dr_grpo": (DR_GRPO, None),
     "grpo": (GRPO, None),
     "gspo": (GSPO, None),
     "is": (IS, None),
-    "ppo": (bind_algorithm(PPO, {"value_coef": 0.1}), Companions(critic="head", critic_lr=1e-2)),
+    "ppo": (bind_algorithm(PPO, {"value_coef": 0.1}), AuxiliaryModels(critic="head", critic_lr=1e-2)),
     "reinforce": (REINFORCE, None),
     "reinforce_pp": (REINFORCE_PP, None),
     "rft": (RFT._replace(select=bind(reward_at_least, {"threshold": 0.7})), None),
     "rloo": (RLOO, None),
     "entropy": (bind_algorithm(GRPO, {"entropy_coef": 0.01}), None),
-    "rk3_loss": (GRPO._replace(kl=KL(rk3_loss, 0.01)), Companions(reference=frozen)),
-    "k1_reward": (GRPO._replace(kl=KL(k1_reward, 0.01)), Companions(reference=frozen)),
+    "rk3_loss": (GRPO._replace(kl=KL(rk3_loss, 0.01)), AuxiliaryModels(reference=frozen)),
+    "k1_reward": (GRPO._replace(kl=KL(k1_reward, 0.01)), AuxiliaryModels(reference=frozen)),
 }
 
 
 @pytest.mark.parametrize("name", sorted(ONLINE))
 def test_the_best_arm_is_found(tiny, name):
-    algorithm, companions = ONLINE[name]
-    before, after, _ = train(tiny.qwen3(vocab=ARMS), algorithm, companions=companions)
+    algorithm, auxiliary_models = ONLINE[name]
+    before, after, _ = train(tiny.qwen3(vocab=ARMS), algorithm, auxiliary_models=auxiliary_models)
     assert after > before + 0.2 and after > 0.85, (before, after)
 
 
@@ -127,8 +127,8 @@ def test_a_student_comes_to_its_teacher_without_rewards(tiny, tmp_path):
     def judge_all_alike(group, generator):
         return group._replace(episodes=tuple(episode._replace(score=Score(0.5)) for episode in group.episodes))
 
-    companions = Companions(teacher=str(tmp_path / "teacher"))
-    start, after, _ = train(tiny.qwen3(vocab=ARMS), OPD, companions=companions, reward=judge_all_alike)
+    auxiliary_models = AuxiliaryModels(teacher=str(tmp_path / "teacher"))
+    start, after, _ = train(tiny.qwen3(vocab=ARMS), OPD, auxiliary_models=auxiliary_models, reward=judge_all_alike)
     assert start == before and after > taught - 0.1
 
 
@@ -144,5 +144,5 @@ def test_controls_do_not_find_it(tiny):
     before, after, _ = train(model, GRPO, reward=reversed_rewards)
     assert after < before and after < 0.2
     held = GRPO._replace(kl=KL(rk3_loss, 100.0))
-    before, after, _ = train(model, held, companions=Companions(reference=frozen))
+    before, after, _ = train(model, held, auxiliary_models=AuxiliaryModels(reference=frozen))
     assert abs(after - before) < 0.1

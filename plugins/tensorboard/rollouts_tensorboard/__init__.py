@@ -1,4 +1,4 @@
-"""Metrics to TensorBoard event files in the run folder, through tensorboardX, imported when a run starts."""
+"""Write metrics to TensorBoard event files in the run folder. tensorboardX is imported when a run starts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["TensorBoardLogger"]
 
 
 class TensorBoardLogger:
-    """Write every metric as a scalar, and the run's settings as text, to `folder/subfolder`. A run that is resumed at
-    `first_step` hides what it had logged from there on.
+    """Write every metric as a scalar, and the run's settings as text, to `folder/subfolder`. A run that resumes at
+    `first_step` hides its earlier values from that step on.
 
     Args:
-        subfolder: where in the run folder the event files go
-        flush_seconds: at most this long a value waits in memory
+        subfolder: the folder of the event files, inside the run folder
+        flush_seconds: seconds between writes to the disk
 
     Raises:
         UserError: tensorboardX is not installed.
@@ -37,16 +37,16 @@ class TensorBoardLogger:
             str(Path(folder) / subfolder),
             flush_secs=flush_seconds,
             purge_step=first_step,
-            filename_suffix=f".{first_step:06d}",  # the rest of the name is a time in seconds
+            filename_suffix=f".{first_step:06d}",  # tensorboardX names files by the second; two runs could share one
         )
         text = json.dumps(plain_settings(settings), indent=2, ensure_ascii=False)
         self._writer.add_text("settings", "\n".join("    " + line for line in text.splitlines()))
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """One scalar a metric; TensorBoard shows a NaN as such."""
+        """Write one scalar for each metric. TensorBoard shows NaN values."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, float(value), step)
 
     def close(self) -> None:
-        """Write out what is pending."""
+        """Write the values that are still in memory, and close the file."""
         self._writer.close()

@@ -1,4 +1,4 @@
-"""Metrics to Trackio, on this machine or a hub space. The library is imported when a run starts."""
+"""Log metrics to Trackio, on this machine or in a Hugging Face Space. The library is imported when a run starts."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["TrackioLogger"]
 
 
 class TrackioLogger:
-    """Log every step to one Trackio run, which is the same one again when the run folder is continued. Trackio takes no
-    step back: those that it has already are not sent again.
+    """Log every step to one Trackio run. A resumed run continues its Trackio run. Trackio cannot replace a step: steps
+    that it already has are not sent again.
 
     Args:
         project: the Trackio project
-        name: the run's name; the run folder's where it is empty
-        group: runs to show together
-        space_id: a hub space to log to; this machine only where it is empty
+        run_name: the name of the Trackio run (default: the name of the run folder)
+        group: a name shared by runs that Trackio shows together
+        space_id: a Hugging Face Space to log to (default: this machine only)
         system_metrics: also log the load of CPU and GPU
 
     Raises:
@@ -32,7 +32,7 @@ class TrackioLogger:
         first_step: int,
         *,
         project: str = "rollouts",
-        name: str = "",
+        run_name: str = "",
         group: str = "",
         space_id: str = "",
         system_metrics: bool = False,
@@ -40,7 +40,7 @@ class TrackioLogger:
         trackio = import_library("trackio", logger="trackio", install="rollouts-trackio")
         self._run = trackio.init(
             project=project,
-            name=name or Path(folder).resolve().name,
+            name=run_name or Path(folder).resolve().name,
             group=group or None,
             space_id=space_id or None,
             config=plain_settings(settings),
@@ -49,7 +49,7 @@ class TrackioLogger:
             auto_log_gpu=system_metrics,
             auto_log_cpu=system_metrics,
         )
-        # What Trackio would number the next row as, if it were not told: one more than the last row that it has.
+        # Trackio's next step is one more than the last step that it has.
         self._next_step = max(first_step, getattr(self._run, "_next_step", 0))
 
     def log(self, metrics: dict[str, float], step: int) -> None:
@@ -58,5 +58,5 @@ class TrackioLogger:
             self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """Send what is pending and finish the run."""
+        """Send the metrics that are not sent yet, and finish the run."""
         self._run.finish()

@@ -13,7 +13,12 @@ from pathlib import Path
 import pytest
 from rollouts_trackio import TrackioLogger
 
+from rollouts.config.convert import convert_settings
+from rollouts.config.flags import take_dotted_flags
+from rollouts.config.merging import merge
+from rollouts.config.resolving import resolve
 from rollouts.errors import UserError
+from rollouts.plugins import read_signature
 
 RUN = """
 import sys
@@ -62,6 +67,17 @@ def test_settings_reach_the_library(tmp_path, monkeypatch):
     assert (settings["name"], settings["space_id"], settings["group"]) == ("run-7", "me/space", None)
     assert settings["config"] == {"reward": ["env:1"]} and settings["resume"] == "allow"
     assert rest == [({"x": 1.0}, 2), "finish"]
+
+
+def test_a_flag_sets_the_name_of_the_run(tmp_path, monkeypatch):
+    _, flags = take_dotted_flags(["--logger.trackio.run-name", "mine"])
+    (chosen,) = resolve(merge({"logger": ["trackio"]}, flags)).components["logger"]
+    settings = convert_settings(read_signature(TrackioLogger, "loggers"), chosen.settings, "logger trackio")
+    calls = []
+    fake = types.SimpleNamespace(init=lambda **given: calls.append(given))
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    TrackioLogger(tmp_path, {}, 0, **settings)
+    assert calls[0]["name"] == "mine"
 
 
 def test_a_missing_library_says_what_to_install(tmp_path, monkeypatch):

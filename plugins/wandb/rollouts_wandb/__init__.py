@@ -1,4 +1,4 @@
-"""Metrics to Weights & Biases. The library is imported when a run starts."""
+"""Log metrics to Weights & Biases. The library is imported when a run starts."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ __all__ = ["WandbLogger"]
 
 
 class WandbLogger:
-    """Log every step to one W&B run, which is the same one again when the run folder is continued: its id stands in
-    `wandb_run_id.txt`. W&B takes no step back: those that it has already are not sent again.
+    """Log every step to one W&B run. A resumed run continues the W&B run whose id is in `wandb_run_id.txt` in its
+    folder. W&B cannot replace a step, so steps that it already has are not sent again.
 
     Args:
-        project: the W&B project; that of WANDB_PROJECT where it is empty, else rollouts
-        name: the run's name; that of WANDB_NAME where it is empty, else the run folder's
-        entity: user or team; your default one where it is empty
-        group: runs to show together
-        mode: online, offline (files in the run folder) or disabled; that of WANDB_MODE where it is none, else online
+        project: the W&B project (default: WANDB_PROJECT, else rollouts)
+        run_name: the name of the W&B run (default: WANDB_NAME, else the name of the run folder)
+        entity: the W&B user or team (default: your W&B default)
+        group: a name shared by runs that W&B shows together
+        mode: online, offline (writes files in the run folder) or disabled (default: WANDB_MODE, else online)
 
     Raises:
-        UserError: wandb is not installed, or a run cannot be started (nobody is logged in, say).
+        UserError: wandb is not installed.
+        ConfigError: W&B cannot start a run, for example because you are not logged in.
     """
 
     def __init__(
@@ -35,25 +36,25 @@ class WandbLogger:
         first_step: int,
         *,
         project: str = "",
-        name: str = "",
+        run_name: str = "",
         entity: str = "",
         group: str = "",
         mode: Literal["online", "offline", "disabled"] | None = None,
     ) -> None:
         project = project or os.environ.get("WANDB_PROJECT") or "rollouts"
-        mode_there = mode or os.environ.get("WANDB_MODE") or "online"  # W&B reads more words there than we have modes
+        mode_there = mode or os.environ.get("WANDB_MODE") or "online"  # WANDB_MODE has more values than `mode`
         wandb = import_library("wandb", logger="wandb", install="rollouts-wandb")
         folder = Path(folder).resolve()
         try:
             self._run = wandb.init(
                 project=project,
-                name=name or os.environ.get("WANDB_NAME") or folder.name,
+                name=run_name or os.environ.get("WANDB_NAME") or folder.name,
                 entity=entity or None,
                 group=group or None,
                 mode=mode,
                 dir=str(folder),
                 id=_run_id(folder),
-                resume="allow" if mode_there == "online" else None,  # offline, the same id is enough for `wandb sync`
+                resume="allow" if mode_there == "online" else None,  # offline, `wandb sync` needs only the id
                 config=plain_settings(settings),
                 settings=wandb.Settings(silent=True, console="off"),
             )
@@ -70,12 +71,12 @@ class WandbLogger:
             self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """Upload (or, offline, write) what is pending and finish the run."""
+        """Upload the metrics that are not sent yet (offline: write them), and finish the run."""
         self._run.finish()
 
 
 def _run_id(folder: Path) -> str:
-    """The id that W&B knows this run folder by; a new folder gets a new one, whatever stood at its place before."""
+    """The id of the W&B run for this folder. A new folder gets a new id, even at the path of an earlier run."""
     path = folder / "wandb_run_id.txt"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,12 @@ from pathlib import Path
 import pytest
 from rollouts_wandb import WandbLogger
 
+from rollouts.config.convert import convert_settings
+from rollouts.config.flags import take_dotted_flags
+from rollouts.config.merging import merge
+from rollouts.config.resolving import resolve
 from rollouts.errors import ConfigError, UserError
+from rollouts.plugins import read_signature
 
 RUN = """
 import sys
@@ -33,7 +38,7 @@ def python(code, *arguments, **environment):
 
 
 @pytest.mark.slow
-def test_an_offline_run_lies_in_the_run_folder(tmp_path):
+def test_an_offline_run_is_in_the_run_folder(tmp_path):
     folder = tmp_path / "run-7"
     folder.mkdir()
     python(RUN, str(folder), WANDB_API_KEY="", HOME=str(tmp_path))
@@ -49,7 +54,7 @@ class FakeError(Exception):
 
 @pytest.fixture
 def fake(monkeypatch):
-    """A wandb that records what it is asked for."""
+    """A wandb that records its calls."""
     for name in ("MODE", "PROJECT", "NAME"):
         monkeypatch.delenv(f"WANDB_{name}", raising=False)
     module = types.ModuleType("wandb")
@@ -84,11 +89,19 @@ def test_wandbs_own_variables_hold_where_no_setting_is_given(fake, tmp_path, mon
     assert call["mode"] is None, "wandb reads WANDB_MODE"
     assert call["resume"] is None, "an offline run cannot be resumed"
     assert (call["project"], call["name"]) == ("theirs", "mine")
-    WandbLogger(tmp_path, {}, 0, mode="online", project="ours", name="other")
+    WandbLogger(tmp_path, {}, 0, mode="online", project="ours", run_name="other")
     assert [fake.calls[1][key] for key in ("mode", "resume", "project", "name")] == ["online", "allow", "ours", "other"]
 
 
-def test_nobody_logged_in_says_what_to_type(fake, tmp_path):
+def test_a_flag_sets_the_name_of_the_run(fake, tmp_path):
+    _, flags = take_dotted_flags(["--logger.wandb.run-name", "mine"])
+    (chosen,) = resolve(merge({"logger": ["wandb"]}, flags)).components["logger"]
+    settings = convert_settings(read_signature(WandbLogger, "loggers"), chosen.settings, "logger wandb")
+    WandbLogger(tmp_path, {}, 0, **settings)
+    assert fake.calls[0]["name"] == "mine"
+
+
+def test_the_error_without_a_login_says_what_to_type(fake, tmp_path):
     def refuse(**settings):
         raise FakeError("no API key")
 

@@ -3,6 +3,6 @@
 hf.py         `HFInference`, the engine
 scheduler.py  when a batch forms (trio side)
 decode.py     the torch side: one wave of requests, in batches that fit; sampling; scores of given tokens
-lanes.py      rows decoded side by side, in one of two ways, and which of them a model takes
+decode_slots.py      rows decoded side by side, in one of two ways, and which of them a model takes
 cache.py      keys and values: one padded buffer for rows under way, and what sessions keep between turns
 """

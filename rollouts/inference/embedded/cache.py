@@ -5,7 +5,7 @@ what it may see (columns <= position) are one number, and rows of any lengths sh
 holes: what lies beyond a row's length is never visible. Writes go to places computed once per forward pass; nothing
 is concatenated. It is a transformers `Cache`, so any model that takes a `DynamicCache` of full-attention layers takes
 it. What a session keeps between its turns is a compact copy of its row (`SessionCaches`). Left out: sliding windows and
-linear attention (`lanes.PlainLanes` serves those).
+linear attention (`decode_slots.PlainSlots` serves those).
 """
 
 from __future__ import annotations

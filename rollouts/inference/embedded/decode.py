@@ -2,8 +2,8 @@
 
 Each request has its own random stream, keyed by its seed and nothing else, and spends one number per token. Sampling
 inverts the cumulative distribution at that number, so neither the size of a batch nor the order of its rows can touch
-any draw. The loop knows nothing of caches: it asks lanes (`lanes.py`) for the logits of the rows now decoding, lets
-finished rows leave at once and rows still queued join. Everything here runs in the torch thread. Given the same rows
+any draw. The decode slots (`decode_slots.py`) hold the caches and compute the logits. A finished row leaves at once,
+and a queued row takes its slot. Everything here runs in the torch thread. Given the same rows
 in the same order it does the same operations; nothing depends on time. Versions of weights are passed in.
 
 Left out: top-p, top-k, min-p (the trainer would have to replay them, see numerics.md).
@@ -23,7 +23,15 @@ from torch import Tensor
 
 from rollouts.errors import InferenceError
 from rollouts.inference.embedded.cache import SessionCaches, SlotCache, whole_columns
-from rollouts.inference.embedded.lanes import Lanes, Network, PlainLanes, Row, SlotLanes, Verdict, probe
+from rollouts.inference.embedded.decode_slots import (
+    CachedSlots,
+    CacheSupport,
+    DecodeSlots,
+    Network,
+    PlainSlots,
+    Row,
+    detect_cache_support,
+)
 from rollouts.inference.embedded.scheduler import InferenceStatistics
 
 BLOCK = 64  # random numbers drawn at a time
@@ -48,17 +56,17 @@ class Decoder:
         self._cache: SlotCache | None = None
 
     @functools.cached_property
-    def verdict(self) -> Verdict:
+    def cache_support(self) -> CacheSupport:
         """How this model is decoded; found out at the first call."""
         with evaluating(self.model):
-            return probe(self.network)
+            return detect_cache_support(self.network)
 
     def run(self, rows: list[Row], version: int, deliver: Callable[[list[Row]], None]) -> None:
         """Sample every row by weights `version`; `deliver` gets rows as soon as they finish.
 
         Raises InferenceError where the model's logits are not finite.
         """
-        self.statistics.waves += 1
+        self.statistics.batches += 1
         with evaluating(self.model):
             for row in rows:
                 saved = None if row.session is None else self.sessions.take(row.session, version)
@@ -66,27 +74,27 @@ class Decoder:
                     # As far as the contexts agree; the last token is always computed.
                     row.cached = common_prefix(saved.tokens, row.tokens[:-1])
                     row.saved = saved if row.cached else None
-            for queue, slots in self._plan(rows):
-                lanes = self._lanes(queue, slots, version)
+            for queue, count in self._plan(rows):
+                slots = self._slots(queue, count, version)
                 active: list[Row] = []
                 while queue or active:
                     if any(row.abandoned for row in queue):
                         deliver([row for row in queue if row.abandoned])
                         queue[:] = [row for row in queue if not row.abandoned]
                         continue
-                    joining = lanes.take(len(active), queue)
+                    joining = slots.take(len(active), queue)
                     if joining:
-                        drawing, logits = lanes.admit(joining, len(active))
+                        drawing, logits = slots.admit(joining, len(active))
                         active += drawing
                     else:
-                        drawing, logits = active, lanes.step(active)
+                        drawing, logits = active, slots.step(active)
                     self._draw(drawing, logits)
                     finished = [index for index, row in enumerate(active) if row.abandoned or row.finish is not None]
                     if finished:
                         done = [active[index] for index in finished]
-                        active = lanes.release(active, finished)
+                        active = slots.release(active, finished)
                         deliver(done)
-                del lanes  # and its buffer, before another is made
+                del slots  # and its buffer, before another is made
 
     def _draw(self, rows: list[Row], logits: Tensor) -> None:
         """One more token for each of these rows."""
@@ -101,7 +109,7 @@ class Decoder:
             row.sampled.append(token)
             row.logprobs.append(logprob)
 
-    def rest(self) -> None:
+    def release_buffer(self) -> None:
         """Give back the buffer between phases of generation; sessions keep what they have."""
         self._cache = None
 
@@ -119,14 +127,14 @@ class Decoder:
 
     def _plan(self, rows: list[Row]) -> list[tuple[list[Row], int]]:
         """The batches of a wave, each with the number of lanes that may decode at once."""
-        if self.verdict.shape is None:
+        if self.cache_support.shape is None:
             return [(sorted(rows, key=lambda row: len(row.tokens)), self.rows_max)]
-        return plan_batches(rows, self.rows_max, max(1, self.cache_bytes // self.verdict.shape.token_bytes))
+        return split_batch(rows, self.rows_max, max(1, self.cache_bytes // self.cache_support.shape.token_bytes))
 
-    def _lanes(self, batch: list[Row], slots: int, version: int) -> Lanes:
-        shape = self.verdict.shape
+    def _slots(self, batch: list[Row], slots: int, version: int) -> DecodeSlots:
+        shape = self.cache_support.shape
         if shape is None:
-            return PlainLanes(self.network, slots, self.verdict.padded)
+            return PlainSlots(self.network, slots, self.cache_support.padded)
         longest = max(row.width_max for row in batch)
         columns = min(longest, max(len(row.tokens) for row in batch) + GROWTH)
         cache = self._cache
@@ -139,10 +147,10 @@ class Decoder:
         ):
             self._cache = cache = None  # free the old one first
             self._cache = cache = SlotCache(shape, slots, columns)
-        return SlotLanes(self.network, cache, self.sessions, version, slots, longest, self.prefill_tokens_max)
+        return CachedSlots(self.network, cache, self.sessions, version, slots, longest, self.prefill_tokens_max)
 
 
-def plan_batches(rows: list[Row], rows_max: int, tokens_max: int) -> list[tuple[list[Row], int]]:
+def split_batch(rows: list[Row], rows_max: int, tokens_max: int) -> list[tuple[list[Row], int]]:
     """Split a wave in batches by length, each with the number of lanes that may decode at once.
 
     Rows in a batch run from short to long contexts (equal lengths in the given order); (lanes + 1) x columns, which is

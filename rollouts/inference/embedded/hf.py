@@ -24,13 +24,13 @@ import trio
 
 from rollouts.errors import ConfigError, InferenceError, named
 from rollouts.inference.base import Capabilities, GenerateRequest, Generation, Health, VersionSpan, WeightUpdate
-from rollouts.inference.embedded.scheduler import InferenceStatistics, Scheduler, Ticket
+from rollouts.inference.embedded.scheduler import BatchScheduler, InferenceStatistics, PendingRequest
 from rollouts.plugins.checks import check_bounds
 from rollouts.training.backends.futures import TorchThread
 from rollouts.training.estimates import estimated_as
 
 if TYPE_CHECKING:
-    from rollouts.inference.embedded.lanes import Row
+    from rollouts.inference.embedded.decode_slots import Row
 
 CLOSE_SECONDS = 30.0
 
@@ -72,7 +72,7 @@ class HFInference:
         self._decoder = Decoder(
             model, rows_max=self.rows_max, cache_bytes=size, prefill_tokens_max=self.prefill_tokens_max
         )
-        self._scheduler = Scheduler()
+        self._scheduler = BatchScheduler()
         own = _context_tokens_max(model)
         self.context_tokens_max: int = min(own, self.context_tokens or own)
         self.vocabulary_size: int = model.get_input_embeddings().weight.shape[0]
@@ -88,7 +88,7 @@ class HFInference:
         return dataclasses.replace(self._decoder.statistics, open_sessions=len(self._scheduler.sessions))
 
     async def __aenter__(self) -> HFInference:
-        await self._thread.submit(lambda: self._decoder.verdict)
+        await self._thread.submit(lambda: self._decoder.cache_support)
         return self
 
     async def __aexit__(self, *exc: Any) -> None:
@@ -107,11 +107,11 @@ class HFInference:
         self._scheduler.close(session)
         self._decoder.sessions.close(session)
         if self._scheduler.sessions:
-            self._launch(self._scheduler.take_wave())
+            self._launch(self._scheduler.take_batch())
         else:
             # Its memory goes back before the trainer wants it. If not, the next wave replaces the buffer anyway.
             with contextlib.suppress(queue.Full):
-                self._thread.submit(self._decoder.rest)
+                self._thread.submit(self._decoder.release_buffer)
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Sample one turn, in a wave with the others that wait.
@@ -123,18 +123,18 @@ class HFInference:
         assert request.tokens, "a request needs at least one token of context"
         assert request.temperature >= 0, f"temperature must be at least 0, got {request.temperature}"
         self._check(request.tokens, request.max_tokens)
-        ticket = Ticket(request)
-        ticket.patience.deadline = trio.current_time() + self.wait_seconds
+        pending = PendingRequest(request)
+        pending.wait_scope.deadline = trio.current_time() + self.wait_seconds
         try:
-            if self._scheduler.add(ticket):
-                self._launch(self._scheduler.take_wave())
+            if self._scheduler.add(pending):
+                self._launch(self._scheduler.take_batch())
             else:
                 await trio.lowlevel.checkpoint()
-                if ticket.row is None:
-                    self._launch(self._scheduler.take_loose())
-            with ticket.patience:
-                await ticket.done.wait()
-            if ticket.answer is None:
+                if pending.row is None:
+                    self._launch(self._scheduler.take_sessionless())
+            with pending.wait_scope:
+                await pending.done.wait()
+            if pending.answer is None:
                 missing = self._scheduler.missing()
                 raise InferenceError(
                     f"waited {self.wait_seconds:g} s for {len(missing)} other episodes ({', '.join(missing[:5])}): "
@@ -142,10 +142,10 @@ class HFInference:
                     "--inference.wait-seconds"
                 )
         finally:
-            self._scheduler.remove(ticket)
-        if isinstance(ticket.answer, InferenceError):
-            raise ticket.answer
-        return ticket.answer
+            self._scheduler.remove(pending)
+        if isinstance(pending.answer, InferenceError):
+            raise pending.answer
+        return pending.answer
 
     async def abort(self, session: str) -> None:
         """Give back what the session waits for, as far as it came (see `CanAbort`)."""
@@ -208,44 +208,48 @@ class HFInference:
     async def health(self) -> Health:
         """Whether a pass through the model works, and which way it is decoded."""
         try:
-            verdict = await self._thread.submit(lambda: self._decoder.verdict)
+            cache_support = await self._thread.submit(lambda: self._decoder.cache_support)
             await self.score([0, 0])
         except Exception as error:
             return Health(False, self.version, f"{type(error).__name__}: {error}")
         detail = (
-            f"decoding whole contexts: {verdict.reason}" if verdict.shape is None else "decoding with session caches"
+            f"decoding whole contexts: {cache_support.reason}"
+            if cache_support.shape is None
+            else "decoding with session caches"
         )
         return Health(True, self.version, detail)
 
-    def _launch(self, tickets: list[Ticket]) -> None:
-        if not tickets:
+    def _launch(self, pending_requests: list[PendingRequest]) -> None:
+        if not pending_requests:
             return
         from rollouts.inference.embedded.decode import uniforms
-        from rollouts.inference.embedded.lanes import Row
+        from rollouts.inference.embedded.decode_slots import Row
 
-        for ticket in tickets:
-            asked = ticket.request
+        for pending in pending_requests:
+            asked = pending.request
             tokens, stop_ids = list(asked.tokens), frozenset(asked.stop_ids)
             numbers = uniforms(asked.seed, asked.offset)
-            ticket.row = Row(tokens, asked.max_tokens, stop_ids, asked.temperature, numbers, asked.session, ticket)
-            ticket.patience.deadline = math.inf  # once it runs, it takes as long as it takes
+            pending.row = Row(tokens, asked.max_tokens, stop_ids, asked.temperature, numbers, asked.session, pending)
+            pending.wait_scope.deadline = math.inf  # once it runs, it takes as long as it takes
         try:
-            self._thread.submit(self._run_wave, [ticket.row for ticket in tickets], trio.lowlevel.current_trio_token())
+            self._thread.submit(
+                self._run_batch, [pending.row for pending in pending_requests], trio.lowlevel.current_trio_token()
+            )
         except queue.Full:
             error = InferenceError("the torch thread has too much work queued; is it stuck in a training step?")
-            for ticket in tickets:
-                ticket.resolve(error)
+            for pending in pending_requests:
+                pending.resolve(error)
 
-    def _run_wave(self, rows: list[Row], token: trio.lowlevel.TrioToken) -> None:
-        """In the torch thread. Every row's ticket is resolved, whatever happens."""
+    def _run_batch(self, rows: list[Row], token: trio.lowlevel.TrioToken) -> None:
+        """In the torch thread. Every row's pending is resolved, whatever happens."""
         version = self.version
 
         def post(done: list[Row], failure: InferenceError | None = None) -> None:
-            answers = [(row.label, failure or _generation(row, version)) for row in done]
+            answers = [(row.pending, failure or _generation(row, version)) for row in done]
 
             def resolve() -> None:
-                for ticket, answer in answers:
-                    ticket.resolve(answer)
+                for pending, answer in answers:
+                    pending.resolve(answer)
 
             with contextlib.suppress(trio.RunFinishedError):  # then no task waits any more
                 token.run_sync_soon(resolve)

@@ -22,7 +22,7 @@ class InferenceStatistics:
     sampled; and how many sessions are open now.
     """
 
-    waves: int = 0
+    batches: int = 0
     passes: int = 0
     prefilled: int = 0
     reused: int = 0
@@ -31,16 +31,16 @@ class InferenceStatistics:
 
 
 @dataclass(eq=False, repr=False)
-class Ticket:
+class PendingRequest:
     """One request and its waiter.
 
-    `row` is what the torch thread decodes, once its wave is launched; `patience` bounds the time until then. `done` is
-    set with the answer: a generation, or the error to raise.
+    `row` is what the torch thread decodes; it is set when the batch starts. `wait_scope` bounds the wait until then.
+    `done` is set together with the answer: a generation, or the error to raise.
     """
 
     request: GenerateRequest
     row: Any = None
-    patience: trio.CancelScope = field(default_factory=trio.CancelScope)
+    wait_scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     done: trio.Event = field(default_factory=trio.Event)
     answer: Generation | InferenceError | None = None
 
@@ -56,14 +56,14 @@ class Ticket:
             self.row.abandoned = True
 
 
-class Scheduler:
+class BatchScheduler:
     """Which `sessions` are open and which requests wait. Every method is synchronous and runs in trio's thread."""
 
     def __init__(self) -> None:
         self.sessions: set[str] = set()
-        self._waiting: dict[str, list[Ticket]] = {}  # by open session
-        self._loose: list[Ticket] = []  # of no open session
-        self._launched: set[Ticket] = set()  # until their waiters have gone on
+        self._waiting: dict[str, list[PendingRequest]] = {}  # by open session
+        self._sessionless: list[PendingRequest] = []  # of no open session
+        self._running: set[PendingRequest] = set()  # until their waiters have gone on
         self._opened_count = 0
 
     def open(self, order: tuple[int, ...]) -> str:
@@ -76,56 +76,56 @@ class Scheduler:
     def close(self, session: str) -> None:
         """Forget the session; requests of it that still wait get an InferenceError. Closing twice is harmless."""
         self.sessions.discard(session)
-        for ticket in self._waiting.pop(session, []):
-            ticket.resolve(InferenceError(f"session {session} was closed while it waited for a reply"))
+        for pending in self._waiting.pop(session, []):
+            pending.resolve(InferenceError(f"session {session} was closed while it waited for a reply"))
 
-    def add(self, ticket: Ticket) -> bool:
+    def add(self, pending: PendingRequest) -> bool:
         """Queue it; True if it belongs to an open session, and so waits for the others."""
-        session = ticket.request.session
+        session = pending.request.session
         if session is not None and session in self.sessions:
-            self._waiting.setdefault(session, []).append(ticket)
+            self._waiting.setdefault(session, []).append(pending)
             return True
-        self._loose.append(ticket)
+        self._sessionless.append(pending)
         return False
 
-    def remove(self, ticket: Ticket) -> None:
+    def remove(self, pending: PendingRequest) -> None:
         """Its waiter has its answer, or was cancelled: then the session, while it stays open, does not wait."""
-        ticket.abandon()
-        self._launched.discard(ticket)
-        if ticket in self._loose:
-            self._loose.remove(ticket)
-        session = ticket.request.session or ""
-        if ticket in self._waiting.get(session, []):
-            self._waiting[session].remove(ticket)
+        pending.abandon()
+        self._running.discard(pending)
+        if pending in self._sessionless:
+            self._sessionless.remove(pending)
+        session = pending.request.session or ""
+        if pending in self._waiting.get(session, []):
+            self._waiting[session].remove(pending)
             if not self._waiting[session]:
                 del self._waiting[session]
 
     def abort(self, session: str) -> None:
         """Give back what the session waits for: rows that decode leave at the next step, others have no tokens."""
-        for ticket in self._waiting.pop(session, []):
-            ticket.resolve(Generation([], [], "abort", []))
-        for ticket in self._launched:
-            if ticket.request.session == session:
-                ticket.abandon()
+        for pending in self._waiting.pop(session, []):
+            pending.resolve(Generation([], [], "abort", []))
+        for pending in self._running:
+            if pending.request.session == session:
+                pending.abandon()
 
-    def take_wave(self) -> list[Ticket]:
+    def take_batch(self) -> list[PendingRequest]:
         """All that wait, in order, if every open session does; else none."""
         if len(self._waiting) < len(self.sessions):
             return []
-        tickets = [ticket for waiting in self._waiting.values() for ticket in waiting]
+        requests = [pending for waiting in self._waiting.values() for pending in waiting]
         self._waiting.clear()
-        return self._take(tickets)
+        return self._take(requests)
 
-    def take_loose(self) -> list[Ticket]:
+    def take_sessionless(self) -> list[PendingRequest]:
         """All that wait without a session, in order."""
-        tickets, self._loose = self._loose, []
-        return self._take(tickets)
+        requests, self._sessionless = self._sessionless, []
+        return self._take(requests)
 
     def missing(self) -> list[str]:
         """The open sessions that do not wait: those that hold up the wave."""
         return sorted(self.sessions - self._waiting.keys())
 
-    def _take(self, tickets: list[Ticket]) -> list[Ticket]:
-        self._launched.update(tickets)
+    def _take(self, requests: list[PendingRequest]) -> list[PendingRequest]:
+        self._running.update(requests)
         # (group, rollout, turn), then what tells requests without an order apart.
-        return sorted(tickets, key=lambda each: (each.request.order, each.request.seed, each.request.tokens))
+        return sorted(requests, key=lambda each: (each.request.order, each.request.seed, each.request.tokens))

@@ -71,11 +71,11 @@ class ServerSetup:
         )
 
 
-async def greet(dialect: Dialect, client: PlainClient, setup: ServerSetup, label: str) -> ServerInfo:
+async def handshake(dialect: Dialect, client: PlainClient, setup: ServerSetup, label: str) -> ServerInfo:
     """Who is there. Raises ConfigError where it cannot be used with this setup; `label` names the server."""
     try:
         with trio.fail_after(GREET_SECONDS):
-            info = await dialect.greet(client)
+            info = await dialect.handshake(client)
             fault = _fault_of_info(info, dialect, setup)
             if not fault and setup.tokenizer is not None:
                 fault = _fault_of_ids(await dialect.tokenize(client, setup.tokenizer[0]), *setup.tokenizer)

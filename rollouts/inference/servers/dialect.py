@@ -45,7 +45,7 @@ class Sampled(NamedTuple):
     spans: tuple[tuple[str, int, int], ...] = ()
 
 
-class Work(NamedTuple):
+class RequestTarget(NamedTuple):
     """How a request is addressed: its own `name` (two never have the same), the `model` or adapter that is to answer
     (empty: the server's base model), and what sets caches of other weights apart.
     """
@@ -68,16 +68,16 @@ class Dialect(Protocol):
     weights_flags: str
     logprobs_flags: str  # so that its logprobs are of the sampling temperature
 
-    async def greet(self, client: PlainClient) -> ServerInfo:
+    async def handshake(self, client: PlainClient) -> ServerInfo:
         """Who is there, after it has generated something. Raises ConfigError: it is something else, too old, or was
         started without a flag that is needed; the message prints the flag. HTTPFailure with status 401 or 403: the API
         key is missing or refused.
         """
 
-    async def generate(self, client: HTTPClient, request: GenerateRequest, work: Work) -> Sampled:
+    async def generate(self, client: HTTPClient, request: GenerateRequest, target: RequestTarget) -> Sampled:
         """Sample one turn. An aborted request comes back with what it has. Raises InferenceError."""
 
-    async def score(self, client: HTTPClient, tokens: list[int], work: Work) -> list[float]:
+    async def score(self, client: HTTPClient, tokens: list[int], target: RequestTarget) -> list[float]:
         """Logprob of each token [L] at temperature 1, the first 0.0. Raises InferenceError."""
 
     async def abort(self, client: PlainClient, names: Sequence[str]) -> None:

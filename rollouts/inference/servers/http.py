@@ -225,7 +225,7 @@ class HTTPClient:
         target, data = self._prefix + path, b"" if body is None else _encode(body)
         failure, attempt, retries = None, 0, self._retries
         seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
-        await take_turn(self._limiter)
+        await acquire(self._limiter)
         try:
             self._requests += 1
             with trio.CancelScope(deadline=trio.current_time() + seconds) as scope:
@@ -275,7 +275,7 @@ class HTTPClient:
         if connection is None:
             connection = await self._connect()
         try:
-            return await connection.ask(method, target, self._headers, body, self._reply_bytes_max)
+            return await connection.send(method, target, self._headers, body, self._reply_bytes_max)
         except h11.RemoteProtocolError as error:
             raise HTTPFailure("garbage", f"the answer is no HTTP: {error}") from error
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
@@ -402,7 +402,7 @@ class _Connection:
         has_idled = trio.current_time() - self._used_at > IDLE_SECONDS
         return self.is_open and not (has_idled and self._socket.is_readable())
 
-    async def ask(
+    async def send(
         self, method: str, target: str, headers: list[tuple[bytes, bytes]], body: bytes, bytes_max: int
     ) -> Reply:
         """One request, one answer. It is closed afterwards unless both sides would keep it.
@@ -468,7 +468,7 @@ async def _secured(stream: trio.SocketStream, tls: ssl.SSLContext, host: str) ->
     return secured
 
 
-async def take_turn(limiter: trio.CapacityLimiter) -> None:
+async def acquire(limiter: trio.CapacityLimiter) -> None:
     """As `limiter.acquire()`, which lets every other task run first; what is sent next waits anyway."""
     try:
         limiter.acquire_nowait()

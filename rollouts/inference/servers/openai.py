@@ -20,7 +20,7 @@ from typing import Any, NoReturn, Self
 
 import msgspec
 
-from rollouts.chat.families import read_call
+from rollouts.chat.tool_call_formats import read_call
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import Capabilities, GenerateRequest, Generation, Health, WeightUpdate
 from rollouts.inference.chatting import ChatReply, ChatRequest, evaluation_only
@@ -43,7 +43,7 @@ _OWN_KEYS = ("messages", "model", "n", "stream", "tools")
 # --- what is answered -------------------------------------------------------------------------------------------------
 
 
-class _Said(msgspec.Struct, frozen=True):
+class _AssistantMessage(msgspec.Struct, frozen=True):
     content: str | list[dict[str, Any]] | None = None
     tool_calls: list[Any] | None = None
     reasoning_content: str | None = None
@@ -51,7 +51,7 @@ class _Said(msgspec.Struct, frozen=True):
 
 
 class _Choice(msgspec.Struct, frozen=True):
-    message: _Said
+    message: _AssistantMessage
     finish_reason: str | None = None
 
 
@@ -152,7 +152,7 @@ class OpenAIInference:
         again would not help). A first turn that is too long for the model's context is one too: nothing was said yet.
         """
         try:
-            completion = await self._ask(self._client, request, self._options.request_seconds)
+            completion = await self._post(self._client, request, self._options.request_seconds)
         except HTTPFailure as failure:
             has_spoken = any(message.role == "assistant" for message in request.messages)
             if failure.status == 400 and has_spoken and _TOO_LONG.search(str(failure)):
@@ -166,19 +166,19 @@ class OpenAIInference:
         async with PlainClient(self.url, is_direct=False, api_key=self._api_key, connections_max=1) as client:
             try:
                 try:
-                    completion = await self._ask(client, request, CHECK_SECONDS)
+                    completion = await self._post(client, request, CHECK_SECONDS)
                 except HTTPFailure as failure:
                     if failure.status != 400 or "max_completion_tokens" not in str(failure):
                         raise
                     self._limit_name = "max_completion_tokens"  # what OpenAI's newer models call it
-                    completion = await self._ask(client, request, CHECK_SECONDS)
+                    completion = await self._post(client, request, CHECK_SECONDS)
                 self._read(completion)
             except HTTPFailure as failure:
                 raise ConfigError(self._refusal(failure)) from failure
             except InferenceError as error:
                 raise ConfigError(f"{self!r} cannot be used: {error}") from error
 
-    async def _ask(self, client: PlainClient, request: ChatRequest, seconds: float) -> _Completion:
+    async def _post(self, client: PlainClient, request: ChatRequest, seconds: float) -> _Completion:
         body: dict[str, Any] = {
             "model": self.model,
             "messages": [_message_body(message) for message in request.messages],

@@ -32,9 +32,9 @@ from rollouts.errors import ConfigError, ModelError, OutputError
 from rollouts.inference.servers.checks import ServerSetup
 from rollouts.inference.servers.dialect import Dialect, GroupCalls
 from rollouts.inference.servers.http import read_url
-from rollouts.inference.servers.pool import ServerPool
 from rollouts.inference.servers.process import ServerCommand, ServerProcess, has_gpu
 from rollouts.inference.servers.server import Server
+from rollouts.inference.servers.server_pool import ServerPool
 from rollouts.training.weights.probe import TOLERANCE_HALF
 
 PROBE_TEXT = 'Tokens in, tokens out:\n\n  12 * 34 = 408; "naïve" café 東京 🙂 <tool>{"a": [1, 2]}</tool>'
@@ -301,7 +301,7 @@ def _flag(name: str) -> str:
 
 # --- the engine's package ---------------------------------------------------------------------------------------------
 
-_LOOK = """
+_FIND_VERSION = """
 import importlib.metadata as metadata, importlib.util, json, sys
 name = sys.argv[1]
 names = [name, name + "-cpu", *metadata.packages_distributions().get(name, ())]
@@ -318,7 +318,7 @@ def find_engine(python: str, package: EnginePackage) -> tuple[str, str]:
     interpreter = _interpreter(python)
     try:
         done = subprocess.run(
-            [interpreter, "-c", _LOOK, package.name],
+            [interpreter, "-c", _FIND_VERSION, package.name],
             capture_output=True,
             text=True,
             timeout=FIND_SECONDS,

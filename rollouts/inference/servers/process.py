@@ -183,22 +183,22 @@ class ServerProcess:
         if self._gpus:
             env["CUDA_VISIBLE_DEVICES"] = self._gpus
         self._process = None
-        heard, self._lifeline = os.pipe()
+        read_end, self._lifeline = os.pipe()
         try:
             with self._open_log(command) as log:
                 self._process = await trio.lowlevel.open_process(
-                    supervised(command.argv, heard, grace_seconds=self._grace_seconds),
+                    supervised(command.argv, read_end, grace_seconds=self._grace_seconds),
                     stdin=subprocess.DEVNULL,
                     stdout=log.fileno(),
                     stderr=subprocess.STDOUT,
                     env=env,
-                    pass_fds=(heard,),
+                    pass_fds=(read_end,),
                     start_new_session=True,
                 )
         except OSError as error:
             raise ConfigError(f"{self!r} cannot be started: {error}") from error
         finally:
-            os.close(heard)
+            os.close(read_end)
             if self._process is None:
                 self._close_lifeline()
 
@@ -273,7 +273,7 @@ def free_port() -> int:
 
 # --- what a log says --------------------------------------------------------------------------------------------------
 
-_COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_COLORS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _PREFIX = re.compile(  # "(EngineCore pid=17) ERROR 11-21 10:00:00 [core.py:12] ", "[2026-11-21 10:00:00 TP0] "
     r"^(\([\w ]+ ?pid=\d+\) ?)?((CRITICAL|ERROR|WARNING|INFO|DEBUG) [\d:. -]+ \[[^\]]*\] ?)?(\[[\d:. -]+[^\]]*\] )?"
 )
@@ -288,7 +288,7 @@ def meaningful_lines(text: str) -> list[str]:
     ['ValueError: no such flag']
     """
     # Behind the prefix indentation counts: what is indented in a traceback is code.
-    lines = [_PREFIX.sub("", _COLOURS.sub("", line)).rstrip() for line in text.splitlines()]
+    lines = [_PREFIX.sub("", _COLORS.sub("", line)).rstrip() for line in text.splitlines()]
     lines = [line for line in lines if line.strip() and not line.startswith("--- ")]
     errors = [line for line in lines if _ERROR.search(line) and not _ELSEWHERE.search(line)]
     chosen = list(dict.fromkeys(reversed(errors)))[: LINES_MAX // 2] or lines[::-1][:LINES_MAX]

@@ -14,9 +14,10 @@ replies under way when asked for, and says which weights sampled each token. It 
     down       it died, or serves other weights than the last ones; a pool brings it back
     lost       it was started in vain too often
 
-A pool keeps its servers (`keep`): it watches each, starts again those that were started here, and gives a server that
-comes back the last weights, which are probed, before it serves again. Left out: what a kind of server is asked (`vllm`,
-`sglang`), which server is asked (`pool`), its process (`process`), and the proof of a sync (`training.weights.sync`).
+A pool supervises its servers (`supervise`). It monitors each server and restarts those that it started itself. A
+restarted server receives the last weights, and they are probed, before it serves again. Elsewhere: the HTTP calls of
+each kind of server (`vllm`, `sglang`), the choice of a server (`server_pool`), its process (`process`), and the proof
+of a weight sync (`training.weights.sync`).
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from rollouts.inference.servers.checks import (
     check_tokens,
     check_update,
     fault_of_probe,
-    greet,
+    handshake,
     has_answered,
     spans_of,
 )
-from rollouts.inference.servers.dialect import Dialect, GroupPlace, ServerInfo, Work
-from rollouts.inference.servers.http import HTTPClient, HTTPFailure, PlainClient, take_turn
+from rollouts.inference.servers.dialect import Dialect, GroupPlace, RequestTarget, ServerInfo
+from rollouts.inference.servers.http import HTTPClient, HTTPFailure, PlainClient, acquire
 from rollouts.inference.servers.process import ServerProcess, end_of
 
 CONTROL_CONNECTIONS = 8  # beside those that wait for replies: more cost httpx milliseconds a request
@@ -86,16 +87,16 @@ class Server:
         self.reason = "it was not started"
         self.changed: Callable[[str], None] = lambda words: None
         self.latest: WeightUpdate | None = None  # the weights that it must have
-        self.life = 0  # how often it has begun to serve
+        self.incarnation = 0  # how often it has begun to serve
         self.answered = 0
         self.sessions: set[str] = set()
         self._name = name
-        self._loaded: WeightUpdate | None = None  # the last of this life
-        self._requests: dict[str, _Request] = {}  # all that is asked of it, by session or another name of ours
+        self._loaded: WeightUpdate | None = None  # the last of this incarnation
+        self._requests: dict[str, _ActiveRequest] = {}  # all that is asked of it, by session or another name of ours
         self._numbers = itertools.count()
-        self._turns = trio.CapacityLimiter(setup.connections_max)
+        self._limiter = trio.CapacityLimiter(setup.connections_max)
         self._changing, self._verifying = trio.Lock(), trio.Lock()
-        self._turned, self._ended = trio.Event(), trio.Event()  # the state changed; a request is over
+        self._state_changed, self._request_ended = trio.Event(), trio.Event()  # the state changed; a request is over
         self._deaths = self._restarts = self._tries = 0
         self._open(url or NOWHERE)
 
@@ -105,46 +106,46 @@ class Server:
 
     @property
     def is_serving(self) -> bool:
-        """It may be asked."""
+        """Whether requests may be sent."""
         return self.state not in ("starting", "down", "lost")
 
     @property
     def in_flight(self) -> int:
         """Requests that it works on, or that wait for it, without those by which it is watched."""
-        return sum(not each.is_upkeep for each in self._requests.values())
+        return sum(not each.is_internal for each in self._requests.values())
 
     def statistics(self) -> ServerStatistics:
         """A snapshot."""
         counts = len(self.sessions), self.in_flight, self.answered, self._deaths, self._restarts
         return ServerStatistics(self._name or self.url, self.state, self.version, *counts, self.reason)
 
-    def _become(self, state: str, reason: str = "") -> None:
+    def _set_state(self, state: str, reason: str = "") -> None:
         """What is under way is given up where nothing of it could be used any more."""
         self.state, self.reason = state, reason or self.reason
         for each in self._requests.values():
             if not self.is_serving or (state == "faulty" and each.is_sent):
                 each.scope.cancel()
-        self._turned.set()
-        self._turned = trio.Event()
+        self._state_changed.set()
+        self._state_changed = trio.Event()
 
     # --- coming and going ---------------------------------------------------------------------------------------------
 
     async def check(self) -> None:
         """Ask the server who it is. Raises ConfigError where it cannot be used as it is set up."""
         async with PlainClient(self.url, api_key=self.setup.api_key) as client:
-            await greet(self.dialect, client, self.setup, repr(self))
+            await handshake(self.dialect, client, self.setup, repr(self))
 
     async def __aenter__(self) -> Self:
         await self._connect(self.url)
-        self.life += 1
-        self._become("ready")
+        self.incarnation += 1
+        self._set_state("ready")
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         await self._disconnect()
 
     def _open(self, url: str) -> None:
-        """Forget what another life has left; connections are made when something is asked."""
+        """Forget what another incarnation has left; connections are made when something is asked."""
         setup, key = self.setup, self.setup.api_key
         seconds, most = setup.request_seconds, setup.connections_max
         self._client = HTTPClient(
@@ -165,7 +166,7 @@ class Server:
         """See who is there, and that it generates. Raises ConfigError."""
         await self._disconnect()
         self._open(url)
-        self.info = await greet(self.dialect, self._control, self.setup, repr(self))
+        self.info = await handshake(self.dialect, self._control, self.setup, repr(self))
         limits = (self.info.context_tokens_max, self.setup.context_tokens_max)
         self.context_tokens_max = min(limits) if all(limits) else max(limits)
 
@@ -198,12 +199,12 @@ class Server:
         """
         check_tokens(request.tokens, request.max_tokens, self.vocabulary_size, self.context_tokens_max, repr(self))
         sampled = None
-        with self._registered(request.session or f"request-{next(self._numbers)}") as asked:
-            async with self._turn(asked):
-                sampled = await self.dialect.generate(self._client, request, asked.work)
+        with self._registered(request.session or f"request-{next(self._numbers)}") as active:
+            async with self._sending(active):
+                sampled = await self.dialect.generate(self._client, request, active.target)
         if sampled is None:  # aborted before it was sent, or where nothing came back
             return Generation([], [], "abort", [])
-        spans = spans_of(sampled, asked.version, asked.loads, self._versions, repr(self))
+        spans = spans_of(sampled, active.version, active.loads, self._versions, repr(self))
         self.answered += 1
         return Generation(sampled.tokens, sampled.logprobs, sampled.finish, spans)
 
@@ -218,118 +219,118 @@ class Server:
         self.answered += 1
         return scores
 
-    async def _score(self, tokens: list[int], *, is_upkeep: bool = False) -> list[float]:
+    async def _score(self, tokens: list[int], *, is_internal: bool = False) -> list[float]:
         check_tokens(tokens, 1, self.vocabulary_size, self.context_tokens_max, repr(self))
-        with self._registered(f"score-{next(self._numbers)}", is_upkeep=is_upkeep) as asked:
-            async with self._alone(asked) if self.capabilities.scores_alone else self._turn(asked):
-                return await self.dialect.score(self._client, tokens, asked.work)
+        with self._registered(f"score-{next(self._numbers)}", is_internal=is_internal) as active:
+            async with self._sending_alone(active) if self.capabilities.scores_alone else self._sending(active):
+                return await self.dialect.score(self._client, tokens, active.target)
         raise AssertionError("only a failure aborts a score, and that is raised")
 
     async def health(self) -> Health:
         """Whether it can generate. While weights are loaded it waits."""
         try:
-            with self._registered(f"health-{next(self._numbers)}", is_upkeep=True) as asked:
-                async with self._turn(asked):
-                    await self.dialect.generate(self._client, ALIVE, asked.work)
+            with self._registered(f"health-{next(self._numbers)}", is_internal=True) as active:
+                async with self._sending(active):
+                    await self.dialect.generate(self._client, ALIVE, active.target)
         except InferenceError as error:
             return Health(False, self.version, str(error))
         return Health(True, self.version)
 
     async def abort(self, session: str) -> None:
         """Give back what the session waits for, as far as it came (see `CanAbort`)."""
-        asked = self._requests.get(session)
-        if asked is None:
+        active = self._requests.get(session)
+        if active is None:
             return
         with trio.move_on_after(ABORT_SECONDS):
             try:
-                while asked.is_sent and not asked.is_over.is_set():
-                    await self.dialect.abort(self._control, [asked.work.name])
+                while active.is_sent and not active.is_over.is_set():
+                    await self.dialect.abort(self._control, [active.target.name])
                     with trio.move_on_after(ABORT_AGAIN_SECONDS):
-                        await asked.is_over.wait()
+                        await active.is_over.wait()
             except InferenceError:
                 pass  # it cannot be asked: the reply is given up, below
-        asked.scope.cancel()  # harmless where it is over
-        await asked.is_over.wait()
+        active.scope.cancel()  # harmless where it is over
+        await active.is_over.wait()
 
     @contextmanager
-    def _registered(self, name: str, *, is_upkeep: bool = False) -> Iterator[_Request]:
-        """Within this block something is asked. Where it is aborted, the block ends early, and nothing is raised.
+    def _registered(self, name: str, *, is_internal: bool = False) -> Iterator[_ActiveRequest]:
+        """Within this block a request is active. Where it is aborted, the block ends early, and nothing is raised.
         Raises InferenceError where the server is down, or goes down meanwhile, and where its weights become unknown.
         """
         assert name not in self._requests, f"session {name} waits for a reply already"
-        self._check_serving(self.life)
-        asked = _Request(self._work(name), self.life, is_upkeep)
-        self._requests[name] = asked
+        self._check_serving(self.incarnation)
+        active = _ActiveRequest(self._target(name), self.incarnation, is_internal)
+        self._requests[name] = active
         try:
-            with asked.scope:
-                yield asked
+            with active.scope:
+                yield active
         finally:
             del self._requests[name]
-            asked.is_over.set()
-            self._ended.set()
-        if asked.scope.cancelled_caught:
-            self._check_serving(asked.life)
+            active.is_over.set()
+            self._request_ended.set()
+        if active.scope.cancelled_caught:
+            self._check_serving(active.incarnation)
             if self.state == "faulty":
                 raise InferenceError(self.reason, is_transient=False)
 
-    def _step(self, state: str, life: int) -> None:
-        """The next state of this life. Raises HTTPFailure where it is over: a task may see that later than it is so."""
-        self._check_serving(life)
-        self._become(state)
+    def _step(self, state: str, incarnation: int) -> None:
+        """Enter the next state. Raises HTTPFailure if this incarnation is over, which a task may notice late."""
+        self._check_serving(incarnation)
+        self._set_state(state)
 
-    def _check_serving(self, life: int) -> None:
-        if life != self.life or not self.is_serving:
+    def _check_serving(self, incarnation: int) -> None:
+        if incarnation != self.incarnation or not self.is_serving:
             raise HTTPFailure("reset", f"{self!r} is down: {self.reason}", retryable=True)
 
-    def _work(self, name: str) -> Work:
+    def _target(self, name: str) -> RequestTarget:
         """How the server knows a request, with the weights that are served now. Each has a name of its own: servers
         refuse one that is still running, as a lost one may be, and an abort takes all of its name, also those of
         another process that counts as this one does.
         """
         name = f"{name}-{self._salt}-{next(self._numbers)}"
-        return Work(name, self._adapter or self.setup.model, f"{self._salt}-{self.version}")
+        return RequestTarget(name, self._adapter or self.setup.model, f"{self._salt}-{self.version}")
 
     @asynccontextmanager
-    async def _turn(self, asked: _Request) -> AsyncIterator[None]:
+    async def _sending(self, active: _ActiveRequest) -> AsyncIterator[None]:
         """Within this block it is under way: with a connection, while requests may be sent."""
-        await take_turn(self._turns)
+        await acquire(self._limiter)
         try:
-            await self._settled(asked)
-            self._send(asked)
+            await self._wait_until_ready(active)
+            self._send(active)
             yield
         finally:
-            self._turns.release()
+            self._limiter.release()
 
     @asynccontextmanager
-    async def _alone(self, asked: _Request) -> AsyncIterator[None]:
+    async def _sending_alone(self, active: _ActiveRequest) -> AsyncIterator[None]:
         """Within this block it is under way, and nothing else is. It needs no turn: those that wait may have all."""
-        await self._settled(asked)
-        self._become("paused")
+        await self._wait_until_ready(active)
+        self._set_state("paused")
         try:
-            await self._until_none(lambda other: True)
-            self._send(asked)
+            await self._wait_for_requests(lambda other: True)
+            self._send(active)
             yield
         finally:
             if self.state == "paused":
-                self._become("ready")
+                self._set_state("ready")
 
-    async def _settled(self, asked: _Request) -> None:
+    async def _wait_until_ready(self, active: _ActiveRequest) -> None:
         """Until requests may be sent. Raises InferenceError where they would fail."""
         while self.state in ("paused", "loading"):
-            await self._turned.wait()
-        self._check_serving(asked.life)
+            await self._state_changed.wait()
+        self._check_serving(active.incarnation)
         if self.state == "faulty":
             raise InferenceError(self.reason, is_transient=False)
 
-    def _send(self, asked: _Request) -> None:
+    def _send(self, active: _ActiveRequest) -> None:
         """From here on it is under way, with the weights that are served now."""
-        asked.is_sent, asked.version, asked.loads = True, self.version, len(self._versions)
-        asked.work = self._work("")._replace(name=asked.work.name)
+        active.is_sent, active.version, active.loads = True, self.version, len(self._versions)
+        active.target = self._target("")._replace(name=active.target.name)
 
-    async def _until_none(self, is_in_the_way: Callable[[_Request], bool]) -> None:
+    async def _wait_for_requests(self, is_in_the_way: Callable[[_ActiveRequest], bool]) -> None:
         while any(each.is_sent and is_in_the_way(each) for each in self._requests.values()):
-            self._ended = trio.Event()
-            await self._ended.wait()
+            self._request_ended = trio.Event()
+            await self._request_ended.wait()
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
@@ -345,26 +346,26 @@ class Server:
         async with self._changing:  # one that comes back may be about to take up earlier ones
             if self._loaded is update:
                 return
-            with self._registered("update", is_upkeep=True) as asked:
+            with self._registered("update", is_internal=True) as active:
                 await self._check_update(update)
                 while self.state == "paused":  # something scores alone
-                    await self._turned.wait()
+                    await self._state_changed.wait()
                 before = self.state
                 try:
-                    self._step("paused", asked.life)
+                    self._step("paused", active.incarnation)
                     await self._drain(update)
-                    self._step("loading", asked.life)
+                    self._step("loading", active.incarnation)
                     await self._load(update)
-                    self._step("ready", asked.life)
+                    self._step("ready", active.incarnation)
                 except InferenceError as error:
                     if self.state == "loading":
-                        self._become("faulty", str(error))
+                        self._set_state("faulty", str(error))
                     raise
                 finally:
                     if self.state == "paused":
-                        self._become(before)
+                        self._set_state(before)
                     if self.state == "loading":
-                        self._become("faulty", f"{self!r} was left while it loaded version {update.version}")
+                        self._set_state("faulty", f"{self!r} was left while it loaded version {update.version}")
 
     async def _check_update(self, update: WeightUpdate) -> None:
         kind = self.capabilities.weights_kind
@@ -375,9 +376,9 @@ class Server:
         """Until nothing is under way that could not go on."""
         with trio.move_on_after(self.setup.request_seconds) as waiting:
             if not self.dialect.keeps_requests:
-                await self._until_none(lambda asked: True)
+                await self._wait_for_requests(lambda active: True)
             old = self._adapter_before if update.kind == "adapter" else ""
-            await self._until_none(lambda asked: bool(old) and asked.work.model == old)
+            await self._wait_for_requests(lambda active: bool(old) and active.target.model == old)
         if waiting.cancelled_caught:
             after = f"after {self.setup.request_seconds:g} seconds, so version {update.version} was not loaded"
             raise InferenceError(f"{self!r} has not ended what was under way {after}")
@@ -422,55 +423,55 @@ class Server:
             place, self._group = self._group[0], None
             await self.setup.groups.leave(self._control, name=place.name)
 
-    # --- its life, in a pool ------------------------------------------------------------------------------------------
+    # --- supervision, in a pool ---------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """The first time. Raises UserError, also where it is there and does not generate."""
         try:
-            await self._renew()
+            await self._connect_and_load()
         except InferenceError as error:
             raise ConfigError(f"{self!r} cannot be used: {error}") from error
 
     async def end(self) -> None:
         """It serves no more. Its process, if it was started here, is gone."""
-        self._become("lost" if self.state == "lost" else "down")
+        self._set_state("lost" if self.state == "lost" else "down")
         await self._disconnect()
         if self.process is not None:
             await self.process.end()
 
-    async def keep(self, nursery: trio.Nursery) -> None:
+    async def supervise(self, nursery: trio.Nursery) -> None:
         """Watch it, and bring it back, until the nursery is cancelled."""
         nursery.start_soon(self._watch)
         if self.process is not None:
             nursery.start_soon(self._watch_process, self.process)
         while self.state != "lost":
             while self.state != "down":
-                await self._turned.wait()
-            await self._bring_back()
+                await self._state_changed.wait()
+            await self._restart()
 
-    def mark_down(self, why: str, life: int) -> None:
+    def mark_down(self, why: str, incarnation: int) -> None:
         """It does not serve: requests to it are given up. Nothing happens where that is known, or was in an earlier
-        life.
+        incarnation.
         """
-        if self.is_serving and life == self.life:
+        if self.is_serving and incarnation == self.incarnation:
             self._deaths += 1
             self.sessions.clear()
-            self._become("down", why)
+            self._set_state("down", why)
             self.changed(f"{self!r} is down: {why}")
 
-    async def recover(self, failure: InferenceError, life: int) -> InferenceError | None:
+    async def recover(self, failure: InferenceError, incarnation: int) -> InferenceError | None:
         """After an update that failed: one that was started here is started again, and given the weights again, once.
         One that is dead takes them when it comes back. Gives the failure of one that lives without the weights.
         """
         if self.process is None:
-            if has_answered(failure) and self.is_serving and life == self.life:
+            if has_answered(failure) and self.is_serving and incarnation == self.incarnation:
                 return InferenceError(str(failure), is_transient=False)
-            self.mark_down(str(failure), life)
+            self.mark_down(str(failure), incarnation)
             return None
         tries = self._tries
-        self.mark_down(str(failure), life)
+        self.mark_down(str(failure), incarnation)
         while self.state == "down" and self._tries == tries:
-            await self._turned.wait()
+            await self._state_changed.wait()
         again = f"it was started again, and failed again: {self.reason}"
         return None if self.is_serving else InferenceError(f"{failure}; {again}", is_transient=False)
 
@@ -479,13 +480,13 @@ class Server:
         async with self._verifying:
             if not self.is_serving:
                 return False
-            life = self.life
+            incarnation = self.incarnation
             fault = await self._fault_of_health() or await self._fault_of_weights()
             if fault and self.process is not None:
                 with trio.move_on_after(DYING_SECONDS):  # a process that has ended says more
                     fault = await end_of(self.process)
             if fault:
-                self.mark_down(fault, life)
+                self.mark_down(fault, incarnation)
             return self.is_serving
 
     async def _fault_of_health(self) -> str:
@@ -506,7 +507,7 @@ class Server:
         fault = ""
         with trio.move_on_after(self.setup.health_seconds):
             try:
-                theirs = await self._score(list(update.probe.tokens), is_upkeep=True)
+                theirs = await self._score(list(update.probe.tokens), is_internal=True)
                 fault = fault_of_probe(update.probe, theirs, update.version)
             except InferenceError as error:
                 fault = f"it does not score: {error}"
@@ -514,41 +515,41 @@ class Server:
 
     async def _watch(self) -> None:
         while True:
-            await self._until_serving()
+            await self._wait_until_serving()
             await trio.sleep(self.setup.watch_seconds)
             await self.verify()
 
     async def _watch_process(self, process: ServerProcess) -> None:
         while True:
-            await self._until_serving()
-            life = self.life
-            self.mark_down(await end_of(process), life)
+            await self._wait_until_serving()
+            incarnation = self.incarnation
+            self.mark_down(await end_of(process), incarnation)
 
-    async def _until_serving(self) -> None:
+    async def _wait_until_serving(self) -> None:
         while not self.is_serving:
-            await self._turned.wait()
+            await self._state_changed.wait()
 
-    async def _bring_back(self) -> None:
+    async def _restart(self) -> None:
         """Until it serves, or is lost."""
         for failures in itertools.count(1):
             try:
-                await self._renew()
+                await self._connect_and_load()
                 return
             except (RolloutsError, OSError) as error:
                 self.reason = str(error)
             self._tries += 1
             if self.process is not None and failures >= self.setup.restarts_max:
-                self._become("lost")
+                self._set_state("lost")
                 self.changed(f"{self!r} is lost after {failures} starts: {self.reason}")
                 return
-            self._become("down")
+            self._set_state("down")
             await trio.sleep(min(self.setup.back_seconds * 2.0 ** (failures - 1), BACK_SECONDS_MAX))
 
-    async def _renew(self) -> None:
+    async def _connect_and_load(self) -> None:
         """Connect to a server that generates, and give it the last weights. Raises RolloutsError."""
         await self._disconnect()
         if self.process is not None:
-            self._restarts += self.life > 0
+            self._restarts += self.incarnation > 0
             await self.process.start(self._connect)
         else:
             await self._connect(self.url)
@@ -556,23 +557,23 @@ class Server:
             try:
                 self._loaded = None
                 while self._loaded is not self.latest:
-                    await self._take(self.latest)
+                    await self._restore_weights(self.latest)
             except BaseException:
                 await self._disconnect()
                 raise
             # From the last look at the weights to here nothing else runs.
-            self.life += 1
-            self._become("ready")
+            self.incarnation += 1
+            self._set_state("ready")
         with_version = f", with version {self.version}" if self._loaded else ""
-        self.changed(f"{self!r} serves{' again' if self.life > 1 else ''}{with_version}")
+        self.changed(f"{self!r} serves{' again' if self.incarnation > 1 else ''}{with_version}")
 
-    async def _take(self, update: WeightUpdate | None) -> None:
+    async def _restore_weights(self, update: WeightUpdate | None) -> None:
         """Load these weights, before anything else is asked, and probe them. Raises InferenceError."""
         assert update is not None, "weights that were there are never taken back"
         await self._check_update(update)
         await self._load(update)
         if update.probe is not None:
-            scoring = self.dialect.score(self._client, list(update.probe.tokens), self._work("probe"))
+            scoring = self.dialect.score(self._client, list(update.probe.tokens), self._target("probe"))
             with trio.move_on_after(self.setup.health_seconds):
                 if fault := fault_of_probe(update.probe, await scoring, update.version):
                     raise InferenceError(fault)
@@ -580,15 +581,15 @@ class Server:
             raise InferenceError(f"it did not score a test sequence in {self.setup.health_seconds:g} seconds")
 
 
-class _Request:
-    """A request: how the server knows it, in which life, and how to give up waiting for it. Once it `is_sent`: the
-    version that answers it, and how often weights had been loaded before.
+class _ActiveRequest:
+    """One request: its target, the server's incarnation, and a scope that cancels it. Once it `is_sent`, `version` is
+    the version of the weights that answer it, and `loads` the number of weight loads before it.
     """
 
-    __slots__ = ("is_over", "is_sent", "is_upkeep", "life", "loads", "scope", "version", "work")
+    __slots__ = ("incarnation", "is_internal", "is_over", "is_sent", "loads", "scope", "target", "version")
 
-    def __init__(self, work: Work, life: int, is_upkeep: bool) -> None:
-        self.work, self.life, self.is_upkeep = work, life, is_upkeep
+    def __init__(self, target: RequestTarget, incarnation: int, is_internal: bool) -> None:
+        self.target, self.incarnation, self.is_internal = target, incarnation, is_internal
         self.scope, self.is_over = trio.CancelScope(), trio.Event()
         self.is_sent = False
         self.version = self.loads = 0

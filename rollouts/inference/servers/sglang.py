@@ -3,8 +3,8 @@
 Ids go to `POST /generate`, and ids with logprobs come back. Seen on 0.5.23, and reckoned with here:
 
 - Logprobs of a reply are of the sampling temperature (of 1 where that is 0), before top-p, unless the server was
-  started with SGLANG_RETURN_ORIGINAL_LOGPROB: nothing says so, so `greet` measures it. Logprobs of a prompt are always
-  of temperature 1.
+  started with SGLANG_RETURN_ORIGINAL_LOGPROB. The server does not report this, so `handshake` measures it. Logprobs of
+  a prompt are always at temperature 1.
 - Seeds are sent, but only a server with --enable-deterministic-inference obeys them, which its attention backends for
   GPUs can (fa3, flashinfer, triton; from its source). It draws by seed and position: a reply that goes on after an
   abort gets the numbers that it would have got.
@@ -34,7 +34,7 @@ import msgspec
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import GenerateRequest, WeightUpdate
 from rollouts.inference.servers import sglang_wire as wire
-from rollouts.inference.servers.dialect import FINISHES, GroupCalls, Sampled, ServerInfo, Work, ids_of_text
+from rollouts.inference.servers.dialect import FINISHES, GroupCalls, RequestTarget, Sampled, ServerInfo, ids_of_text
 from rollouts.inference.servers.http import HTTPClient, HTTPFailure, PlainClient
 from rollouts.inference.servers.options import (
     SERVED_MODEL,
@@ -45,8 +45,8 @@ from rollouts.inference.servers.options import (
     offline,
     version_numbers,
 )
-from rollouts.inference.servers.pool import ServerPool
 from rollouts.inference.servers.process import ServerCommand
+from rollouts.inference.servers.server_pool import ServerPool
 from rollouts.inference.servers.sglang_wire import group_ranks, join_group, leave_group, receive
 from rollouts.plugins.checks import checked_by
 
@@ -74,7 +74,7 @@ class SGLang:
     weights_flags = ""  # it can always be given some
     logprobs_flags = "SGLANG_RETURN_ORIGINAL_LOGPROB=0 in its environment"
 
-    async def greet(self, client: PlainClient) -> ServerInfo:
+    async def handshake(self, client: PlainClient) -> ServerInfo:
         """Who is there, and whether its logprobs are of the sampling temperature. Raises ConfigError, HTTPFailure."""
         info = await wire.server_info(client)
         if version_numbers(info.version) < version_numbers(MINIMUM_VERSION):
@@ -92,7 +92,7 @@ class SGLang:
             lora_rank_max=(info.max_lora_rank or 0) if info.enable_lora else 0,
         )
 
-    async def generate(self, client: HTTPClient, request: GenerateRequest, work: Work) -> Sampled:
+    async def generate(self, client: HTTPClient, request: GenerateRequest, target: RequestTarget) -> Sampled:
         """Sample one turn; its ids end with the stop id. What was aborted comes back as far as it came.
 
         The seed is sent as it is: see above for who obeys it. Raises InferenceError.
@@ -109,7 +109,7 @@ class SGLang:
                 ignore_eos=not request.stop_ids,  # it turns every stop id off
                 sampling_seed=request.seed % SEEDS,
             )
-            reply = await wire.ask(client, wire.body_of(work, tokens, sampling))
+            reply = await wire.generate(client, wire.body_of(target, tokens, sampling))
             meta = reply.meta_info
             finish = _read_finish(meta.finish_reason, client.url)
             logprobs += wire.read_logprobs(meta.output_token_logprobs, reply.output_ids, client.url)
@@ -125,10 +125,10 @@ class SGLang:
             if len(sampled) >= request.max_tokens:
                 return Sampled(sampled, logprobs, "length", tuple(spans))
 
-    async def score(self, client: HTTPClient, tokens: list[int], work: Work) -> list[float]:
+    async def score(self, client: HTTPClient, tokens: list[int], target: RequestTarget) -> list[float]:
         """Logprob of each token [L] at temperature 1, the first 0.0. Raises InferenceError."""
-        body = wire.body_of(work, tokens, wire.Sampling(0, 1.0), logprob_start_len=0)
-        found = (await wire.ask(client, body)).meta_info.input_token_logprobs
+        body = wire.body_of(target, tokens, wire.Sampling(0, 1.0), logprob_start_len=0)
+        found = (await wire.generate(client, body)).meta_info.input_token_logprobs
         if len(found) != len(tokens):
             asked = f"the logprobs of {len(tokens)} prompt tokens"
             raise InferenceError(f"{client.url} was asked for {asked} and gave {len(found)}")
@@ -222,8 +222,10 @@ async def _convention(client: PlainClient) -> Literal["processed", "raw"]:
     """Whether the likeliest tokens of one place lie closer together when it is sampled at a higher temperature."""
     spreads = []
     for temperature in (1.0, PROBE_TEMPERATURE):
-        rid = wire.rid_of(f"greet-{secrets.token_hex(4)}")
-        body = wire.Ask(rid, PROBE_IDS, wire.Sampling(1, temperature), return_logprob=True, top_logprobs_num=PROBE_TOP)
+        rid = wire.rid_of(f"handshake-{secrets.token_hex(4)}")
+        body = wire.GenerateBody(
+            rid, PROBE_IDS, wire.Sampling(1, temperature), return_logprob=True, top_logprobs_num=PROBE_TOP
+        )
         meta = (await client.post("/generate", body, wire.Reply)).meta_info
         values = [entry[0] for entry in (meta.output_top_logprobs or [None])[0] or [] if entry[0] is not None]
         spreads.append(max(values) - min(values) if values else 0.0)

@@ -33,7 +33,7 @@ import trio
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import TensorInfo
 from rollouts.inference.servers.checks import other_weights
-from rollouts.inference.servers.dialect import GroupPlace, Work
+from rollouts.inference.servers.dialect import GroupPlace, RequestTarget
 from rollouts.inference.servers.http import HTTPClient, HTTPFailure, PlainClient
 
 ADAPTER_PREFIX = "rollouts-v"
@@ -70,7 +70,7 @@ class Sampling(msgspec.Struct, frozen=True):
     skip_special_tokens: bool = False
 
 
-class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
+class GenerateBody(msgspec.Struct, frozen=True, omit_defaults=True):
     """One request: ids [L] in. `extra_key` sets caches apart."""
 
     rid: str
@@ -137,21 +137,21 @@ def rid_of(name: str) -> str:
     return f"{name}."
 
 
-def body_of(work: Work, tokens: list[int], sampling: Sampling, logprob_start_len: int = -1) -> Ask:
+def body_of(target: RequestTarget, tokens: list[int], sampling: Sampling, logprob_start_len: int = -1) -> GenerateBody:
     """A request as it is sent."""
-    is_adapter = work.model.startswith(ADAPTER_PREFIX)
-    return Ask(
-        rid_of(work.name),
+    is_adapter = target.model.startswith(ADAPTER_PREFIX)
+    return GenerateBody(
+        rid_of(target.name),
         tokens,
         sampling,
-        lora_path=work.model if is_adapter else None,  # the base model's name would be an unknown adapter's
-        extra_key=work.salt or None,
+        lora_path=target.model if is_adapter else None,  # the base model's name would be an unknown adapter's
+        extra_key=target.salt or None,
         return_logprob=True,
         logprob_start_len=logprob_start_len,
     )
 
 
-async def ask(client: HTTPClient, body: Ask) -> Reply:
+async def generate(client: HTTPClient, body: GenerateBody) -> Reply:
     """Raises HTTPFailure; retryable also where the server no longer has the weights that are to answer."""
     try:
         reply = await client.post("/generate", body, Reply)
@@ -163,7 +163,7 @@ async def ask(client: HTTPClient, body: Ask) -> Reply:
     return reply
 
 
-def _check_weights(url: str, body: Ask, meta: Meta) -> None:
+def _check_weights(url: str, body: GenerateBody, meta: Meta) -> None:
     """Raises HTTPFailure where older weights answered than those the request was sent to."""
     expected = (body.extra_key or "").rpartition("-")[2]  # `Server` ends a salt with its version
     # Version 0 is what a server may have been started with; an adapter's version is in its name.
@@ -242,7 +242,7 @@ async def join_group(client: PlainClient, place: GroupPlace, *, rank: int = 1) -
         "backend": place.backend,
     }
     try:
-        await _tell(client, "/init_weights_update_group", body, timeout_seconds=JOIN_SECONDS)
+        await _post(client, "/init_weights_update_group", body, timeout_seconds=JOIN_SECONDS)
     except HTTPFailure as failure:
         where, advice = f"{place.address}:{place.port}", "can it reach that, and is its torch of the trainer's version?"
         words = f"{client.url} did not join the group {place.name!r} at {where}: {failure}; {advice}"
@@ -281,8 +281,8 @@ async def receive(
                     "flush_cache": is_last,
                     "weight_version": str(version) if is_last else None,
                 }
-                await _tell(client, "/update_weights_from_distributed", body)
-            await _tell(client, "/end_weight_update", {})
+                await _post(client, "/update_weights_from_distributed", body)
+            await _post(client, "/end_weight_update", {})
     except HTTPFailure as failure:
         words = f"{client.url} did not take the weights of version {version} out of the group {name!r}: {failure}"
         raise InferenceError(f"{words}; {NEITHER}", is_transient=False) from failure
@@ -291,7 +291,7 @@ async def receive(
 async def leave_group(client: PlainClient, *, name: str) -> None:
     """Leave the group; harmless where it is not in it. Raises HTTPFailure."""
     try:
-        await _tell(client, "/destroy_weights_update_group", {"group_name": name})
+        await _post(client, "/destroy_weights_update_group", {"group_name": name})
     except HTTPFailure as failure:
         if failure.status != 400:
             raise
@@ -300,15 +300,15 @@ async def leave_group(client: PlainClient, *, name: str) -> None:
 async def _begin(client: PlainClient) -> None:
     """Open an update; one that was left open is closed first. Raises HTTPFailure."""
     try:
-        await _tell(client, "/begin_weight_update", {})
+        await _post(client, "/begin_weight_update", {})
     except HTTPFailure as failure:
         if "already open" not in str(failure):
             raise
-        await _tell(client, "/end_weight_update", {})
-        await _tell(client, "/begin_weight_update", {})
+        await _post(client, "/end_weight_update", {})
+        await _post(client, "/begin_weight_update", {})
 
 
-async def _tell(client: PlainClient, path: str, body: object, *, timeout_seconds: float | None = None) -> None:
+async def _post(client: PlainClient, path: str, body: object, *, timeout_seconds: float | None = None) -> None:
     await client.post(path, body, bytes, timeout_seconds=timeout_seconds, attempts_max=1)
 
 

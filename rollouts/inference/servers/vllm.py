@@ -39,7 +39,7 @@ import trio
 
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import GenerateRequest, WeightUpdate
-from rollouts.inference.servers.dialect import FINISHES, Sampled, ServerInfo, Work, ids_of_text
+from rollouts.inference.servers.dialect import FINISHES, RequestTarget, Sampled, ServerInfo, ids_of_text
 from rollouts.inference.servers.http import HTTPClient, HTTPFailure, PlainClient
 from rollouts.inference.servers.options import (
     SERVED_MODEL,
@@ -51,8 +51,8 @@ from rollouts.inference.servers.options import (
     offline,
     version_numbers,
 )
-from rollouts.inference.servers.pool import ServerPool
 from rollouts.inference.servers.process import ServerCommand, background
+from rollouts.inference.servers.server_pool import ServerPool
 
 MINIMUM_VERSION = "0.32"  # the first that all of this was seen on
 PACKAGE = EnginePackage("vllm", f"pip install 'vllm>={MINIMUM_VERSION}'", MINIMUM_VERSION)
@@ -202,7 +202,7 @@ class VLLM:
     )
     logprobs_flags = "--logprobs-mode processed_logprobs"
 
-    async def greet(self, client: PlainClient) -> ServerInfo:
+    async def handshake(self, client: PlainClient) -> ServerInfo:
         """Version, models, what it was started with; and one token is sampled and scored."""
         version = await self._version(client)
         models = (await client.get("/v1/models", _Models)).data
@@ -253,9 +253,9 @@ class VLLM:
         """Of which temperature its logprobs are, by comparing a token's with its score, which is of temperature 1."""
         for first in range(MEASURED_TOKENS):
             request = GenerateRequest([first], 1, (), first, temperature=MEASURED_TEMPERATURE)
-            work = Work(f"rollouts-greets-{secrets.token_hex(4)}")
+            target = RequestTarget(f"rollouts-greets-{secrets.token_hex(4)}")
             try:
-                sampled = await self.generate(client, request, work)
+                sampled = await self.generate(client, request, target)
             except HTTPFailure as failure:
                 if failure.status in (403, 404, 405):
                     raise ConfigError(
@@ -263,7 +263,7 @@ class VLLM:
                     ) from failure
                 raise
             tokens, logprob = [first, *sampled.tokens], sampled.logprobs[0]
-            raw = (await self.score(client, tokens, work))[1]
+            raw = (await self.score(client, tokens, target))[1]
             if max(logprob, raw) > NOISE_NATS:
                 raise ConfigError(_words_of_logits(client))
             if abs(logprob - raw) > NOISE_NATS * max(1.0, abs(raw)):
@@ -283,18 +283,18 @@ class VLLM:
             return "No adapter found" in str(failure)
         return True
 
-    async def generate(self, client: HTTPClient, request: GenerateRequest, work: Work) -> Sampled:
+    async def generate(self, client: HTTPClient, request: GenerateRequest, target: RequestTarget) -> Sampled:
         """One request; an aborted one comes back with its ids and logprobs so far."""
         sampling = SamplingParams(
             request.max_tokens, request.temperature, True, False, request.stop_ids, _seed(request), logprobs=0
         )
-        body = GenerateBody(work.name, request.tokens, sampling, work.model, work.salt)
+        body = GenerateBody(target.name, request.tokens, sampling, target.model, target.salt)
         return read_reply(await client.post(GENERATE, body, GenerateReply))
 
-    async def score(self, client: HTTPClient, tokens: list[int], work: Work) -> list[float]:
+    async def score(self, client: HTTPClient, tokens: list[int], target: RequestTarget) -> list[float]:
         """Logprobs of a prompt, of temperature 1."""
         sampling = SamplingParams(1, 0.0, True, False, prompt_logprobs=0)
-        body = GenerateBody(work.name, tokens, sampling, work.model, work.salt)
+        body = GenerateBody(target.name, tokens, sampling, target.model, target.salt)
         reply = await client.post(GENERATE, body, GenerateReply)
         found = reply.prompt_logprobs
         if found is None or len(found) != len(tokens):

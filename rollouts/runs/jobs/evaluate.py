@@ -23,7 +23,15 @@ from rollouts.runs.folder import CONFIG, choose_folder, default_out, episode_rec
 from rollouts.runs.manifest import MANIFEST, make_manifest
 from rollouts.runs.observer import Observer
 from rollouts.runs.plan import Plan
-from rollouts.runs.session import Player, Session, load_chat, make_inference, second_interrupt_at_once, status_of
+from rollouts.runs.session import (
+    Player,
+    Session,
+    load_chat,
+    make_inference,
+    model_words,
+    second_interrupt_at_once,
+    status_of,
+)
 from rollouts.training.rollout_gen.failures import FailurePolicy, Failures
 from rollouts.training.rollout_gen.groups import check_judged, group_scorer
 from rollouts.training.rollout_gen.pool import Job, Play, run_episodes
@@ -73,7 +81,7 @@ class EvaluationJob:
         size = f"{len(tasks)} tasks" + (f" × {samples}" if samples > 1 else "")
         self.title = (
             f"{plan.env_name} · {settings.model} · {plan.one('inference').name} · {size} · temperature "
-            f"{settings.temperature:g} · seed {settings.seed}"
+            f"{settings.temperature:g} · seed {settings.seed}{model_words(settings.model)}"
         )
         few = f"there are {len(tasks)} different held-out tasks, --eval-tasks asked for {settings.eval_tasks}"
         self.notes = [*plan.notes, *([few] if len(tasks) != settings.eval_tasks else [])]

@@ -37,7 +37,7 @@ from rollouts.runs.manifest import MANIFEST, make_manifest
 from rollouts.runs.observer import Observer
 from rollouts.runs.plan import Plan
 from rollouts.runs.resume import REVISION, Resumed, RunState, restore, resume_command, take_back
-from rollouts.runs.session import Player, Session, load_chat, make_inference, second_interrupt_at_once
+from rollouts.runs.session import Player, Session, load_chat, make_inference, model_words, second_interrupt_at_once
 from rollouts.training.algorithms.algorithm import stage_at
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.loops.rl_batch import RLTrainingConfig, advantage_rewards
@@ -248,10 +248,12 @@ class Training:
         """The loop of mode rl, to be awaited."""
         plan, settings = self.plan, self._settings
         kept = self._start.loop
-        loop = LoopState(self._start.step, kept.get("kl_coefficients", {}), kept.get("begun_with", ()))
+        loop = LoopState(
+            self._start.step, kept.get("kl_coefficients", {}), kept.get("start_versions", kept.get("begun_with", ()))
+        )
 
         def state(loop: LoopState) -> dict[str, Any]:
-            own = {"kl_coefficients": dict(loop.kl_coefficients), "begun_with": list(loop.start_versions)}
+            own = {"kl_coefficients": dict(loop.kl_coefficients), "start_versions": list(loop.start_versions)}
             return {"data": self.buffer.state_dict(), "rollouts": manager.state_dict(), "loop": own}
 
         async def on_step(report: StepReport) -> dict[str, float]:
@@ -475,6 +477,7 @@ def title(plan: Plan) -> str:
     return (
         f"{plan.env_name} · {plan.one('loss').name} · {settings.model}{lora} · {settings.steps} steps of "
         f"{settings.prompts_per_step} prompts{rollouts} · lr {plan.lr:g} · seed {settings.seed}"
+        f"{model_words(settings.model)}"
     )
 
 

@@ -31,15 +31,15 @@ def group_norm(rewards: Tensor | Sequence[float | None], *, eps: float = 1e-4) -
     """
     check_setting("eps", eps, 0 <= eps < float("inf"), "a number of 0 or more", "--advantage.eps 1e-4")
     values, judged = _judged(rewards)
-    centred = _centred(values, judged)
+    centered = _centered(values, judged)
     count = judged.sum()
-    deviation = ((centred**2).sum() / (count - 1).clamp(min=1)).sqrt()
-    return centred / (deviation + eps)
+    deviation = ((centered**2).sum() / (count - 1).clamp(min=1)).sqrt()
+    return centered / (deviation + eps)
 
 
 def group_mean(rewards: Tensor | Sequence[float | None]) -> Tensor:
     """R - mean [G] (Dr. GRPO, Liu et al. 2025)."""
-    return _centred(*_judged(rewards))
+    return _centered(*_judged(rewards))
 
 
 def rloo(rewards: Tensor | Sequence[float | None]) -> Tensor:
@@ -50,8 +50,8 @@ def rloo(rewards: Tensor | Sequence[float | None]) -> Tensor:
     """
     values, judged = _judged(rewards)
     count = int(judged.sum())
-    centred = _centred(values, judged)
-    return centred * (count / (count - 1)) if count > 1 else centred
+    centered = _centered(values, judged)
+    return centered * (count / (count - 1)) if count > 1 else centered
 
 
 def baseline(rewards: Tensor | Sequence[float | None], *, value: float = 0.0) -> Tensor:
@@ -84,7 +84,7 @@ def _judged(rewards: Tensor | Sequence[float | None]) -> tuple[Tensor, Tensor]:
     return rewards.where(judged, 0), judged
 
 
-def _centred(values: Tensor, judged: Tensor) -> Tensor:
+def _centered(values: Tensor, judged: Tensor) -> Tensor:
     """The rewards minus their mean [G]; zeros where there is nothing to compare."""
     known = values[judged]
     if len(known) < 2 or float(known.max() - known.min()) <= SPREAD_MIN:

@@ -107,7 +107,7 @@ def _expected(available: Mapping[str, Any], mask: Tensor, unit: Unit) -> tuple[T
     import torch
 
     if unit == "token":
-        words = f"shape [{len(mask)}]: unreduced, for the engine masks, weighs and normalises"
+        words = f"shape [{len(mask)}]: unreduced, for the engine masks, weighs and normalizes"
         return mask > 0, f"one value a token, {words}"
     numbers = available[f"{unit}_index"].unique()
     words = f"one value a {unit}, shape [{len(numbers)}], in the order of their numbers in `{unit}_index`"

@@ -2,7 +2,7 @@
 
 Legend: T tokens of a batch, P pairs of rollouts, K alternatives of one token; pi the policy (`logprobs` [T], with
 gradient), A `advantages`, r = pi / pi_old the ratio to `old_logprobs`; everything else is detached. A loss returns
-unreduced values; the engine masks, weighs and normalises them (aggregation.py), so no loss can get a denominator wrong.
+unreduced values; the engine masks, weighs and normalizes them (aggregation.py), so no loss can get a denominator wrong.
 A loss that wants to report something returns `(values, {"name": [T] or scalar})`. A setting outside its domain raises
 ConfigError. Left out here: KL terms (kl.py) and the weights of off-policy samples (corrections.py).
 """
@@ -149,7 +149,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, value_cli
 
 
 def dpo(logprobs: Tensor, ref_logprobs: Tensor, advantages: Tensor, pair_index: Tensor, *, beta: float = 0.1) -> Tensor:
-    """Direct preference optimisation (Rafailov et al. 2023, eq. 7): -log sigmoid(beta (D_chosen - D_rejected)) [P].
+    """Direct preference optimization (Rafailov et al. 2023, eq. 7): -log sigmoid(beta (D_chosen - D_rejected)) [P].
 
     D is the sum of log(pi / pi_ref) over a rollout's tokens. `advantages` is +1 at tokens of the chosen, -1 at those of
     the rejected rollout and 0 where nothing is trained; the pairs come in the order of their numbers, -1 is none. The

@@ -29,29 +29,33 @@ from rollouts.training.filters import accuracy_std
 _ENTROPY = Term(entropy_bonus, 0.0, "entropy")
 _CLIP_HIGHER = Term(functools.partial(ppo_clip, clip_high=0.28))
 
-# Shao et al. 2024
 GRPO = Algorithm(group_norm, "token_mean", (Term(ppo_clip), _ENTROPY))
-# Schulman et al. 2017, with a critic
+"""GRPO (Shao et al. 2024): the clipped surrogate, with rewards normalised within each group."""
 PPO = Algorithm(gae, "token_mean", (Term(ppo_clip), Term(value_loss, 0.5, "value"), _ENTROPY))
-# Yu et al. 2025: clip higher, the mean over tokens, a penalty for overlong replies, groups that teach nothing dropped
+"""PPO (Schulman et al. 2017): the clipped surrogate, with a critic and generalised advantage estimation."""
 DAPO = Algorithm(group_norm, "token_mean", (_CLIP_HIGHER, _ENTROPY), shaping=(overlong,), filters=(accuracy_std,))
-# Liu et al. 2025: neither a deviation nor a length divides
+"""DAPO (Yu et al. 2025): GRPO with a higher upper clip, a penalty for overlong replies, and a filter that drops groups
+without a signal.
+"""
 DR_GRPO = Algorithm(group_mean, "dr_grpo", (Term(ppo_clip), _ENTROPY))
-# Zheng et al. 2025: the ratio of a sequence
+"""Dr. GRPO (Liu et al. 2025): GRPO that divides neither by the standard deviation nor by the length."""
 GSPO = Algorithm(group_norm, "rollout_mean", (Term(gspo), _ENTROPY))
-# MiniMax 2025: the weight is clipped, every token keeps its gradient
+"""GSPO (Zheng et al. 2025): GRPO with one ratio for each rollout instead of one for each token."""
 CISPO = Algorithm(group_norm, "token_mean", (Term(cispo), _ENTROPY))
+"""CISPO (MiniMax 2025): clips the importance weight, so that every token keeps its gradient."""
 REINFORCE = Algorithm(group_norm, "token_mean", (Term(reinforce), _ENTROPY))
-# Hu 2025
+"""REINFORCE (Williams 1992), with rewards normalised within each group."""
 REINFORCE_PP = Algorithm(reinforce_pp, "token_mean", (Term(ppo_clip), _ENTROPY))
-# Ahmadian et al. 2024: the likelihood of a whole rollout, so its tokens are summed, not averaged
+"""REINFORCE++ (Hu 2025): the clipped surrogate, with advantages normalised over the whole batch."""
 RLOO = Algorithm(rloo, "rollout_sum", (Term(reinforce), _ENTROPY))
+"""RLOO (Ahmadian et al. 2024): REINFORCE on whole rollouts. The baseline is the mean reward of the other rollouts."""
 IS = Algorithm(group_norm, "token_mean", (Term(importance), _ENTROPY))
-# Supervised rows carry no rewards; the advantage is never called for them.
-SFT = Algorithm(ones, "token_mean", (Term(cross_entropy),))
-# Rejection fine-tuning: the likelihood of the rollouts that were good enough.
+"""The policy gradient with an unclipped importance ratio, and rewards normalised within each group."""
+SFT = Algorithm(ones, "token_mean", (Term(cross_entropy),))  # its rows have no rewards: no advantage is computed
+"""Supervised fine-tuning: cross-entropy on demonstrations."""
 RFT = Algorithm(ones, "token_mean", (Term(cross_entropy), _ENTROPY), select=reward_at_least)
-# Rafailov et al. 2023, on pairs of rollouts of one prompt
+"""Rejection fine-tuning: cross-entropy on the rollouts whose reward is high enough."""
 DPO = Algorithm(group_norm, "pair_mean", (Term(dpo),), pairs=best_worst)
-# On-policy distillation: the reverse KL to a teacher as a reward a token
+"""DPO (Rafailov et al. 2023), on the best and the worst rollout of each prompt."""
 OPD = Algorithm(distill, "token_mean", (Term(importance), _ENTROPY))
+"""On-policy distillation (Agarwal et al. 2024; Lu 2025): the reverse KL to a teacher as the reward of each token."""

@@ -52,7 +52,7 @@ def lexicographic(parts: Tensor, weights: Tensor, *, tolerance: float = 0.0) -> 
     """The rank within the group [J], 0 (worst) to 1 (best): the first reward decides, a later one only between ties.
 
     The order is that of the rewards. The sign of a weight is a reward's direction (below 0: less is better); a weight
-    of 0 leaves it out. Rollouts that no reward tells apart share their rank; neighbouring ranks are equally far apart;
+    of 0 leaves it out. Rollouts that no reward tells apart share their rank; neighboring ranks are equally far apart;
     where all are tied it is 0.
 
     >>> import torch

@@ -38,7 +38,7 @@ def gae(
     lam: float = 0.95,
     whiten: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (Schulman et al. 2016, eq. 16): advantages [T], and the critic's targets [T].
+    """Generalized advantage estimation (Schulman et al. 2016, eq. 16): advantages [T], and the critic's targets [T].
 
     Over the live tokens t of a rollout: delta_t = r_t + gamma V_t+1 - V_t, with V = 0 after the last; A_t = delta_t +
     gamma lam A_t+1; returns = A + V, before whitening. `values` [T] are the critic's for the state in which the token

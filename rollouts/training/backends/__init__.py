@@ -5,12 +5,12 @@
     fsdp          the sharded backend: starts the ranks
     ranks         their executor, `heartbeats` to find the one at fault, and `rendezvous`, where they meet
     trainer       one rank's model, optimizer and work
-    passes        rows through the policy, the critic and the teacher
-    companions    the models beside the policy: critic, teacher, reference
+    forward       rows through the policy, the critic and the teacher
+    auxiliary     the models beside the policy: critic, teacher, reference
     transformer   rows of token ids through a causal LM: shared prompts once, the head where it is needed
-    sharding      FSDP2: each rank's shares of the weights
-    shares        each rank's share of a batch
-    sums          metrics, read from the device once a batch, joined over ranks
+    sharding      FSDP2: each rank's shards of the weights
+    batch_shards  each rank's rows of a batch
+    metric_sums   metrics, read from the device once a batch, joined over ranks
     optimizer     settings, optimizers and learning rates
     lora          adapters through peft
     profiling     traces, and peak memory

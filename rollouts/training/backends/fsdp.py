@@ -1,6 +1,6 @@
 """The sharded training backend: FSDP2 over the ranks of a launcher, or over processes that rank 0 starts here.
 
-Each rank holds a share of every weight, gradient and moment (Zhao et al. 2023; torch's `fully_shard`). Weights stay
+Each rank holds a shard of every weight, gradient and moment (Zhao et al. 2023; torch's `fully_shard`). Weights stay
 float32 and are computed with in `dtype`. One process is enough: that is how all weights of a model are trained in
 bfloat16 on one GPU. Left out: tensor, context and pipeline parallelism; weights that do not fit the memory of rank 0's
 machine.
@@ -27,7 +27,7 @@ from rollouts.training.backends.torch import TorchBackend, check_torch, put_in
 from rollouts.training.backends.trainer import Trainer
 from rollouts.training.estimates import estimated_as
 from rollouts.training.models import build_hf_model, load_hf_model, resolve_device, resolve_model_name
-from rollouts.training.types import Companions
+from rollouts.training.types import AuxiliaryModels
 
 
 def check_fsdp(values: Mapping[str, Any]) -> None:
@@ -62,7 +62,7 @@ def create_fsdp_backend(
     lora_rank: int,
     tokens_per_microbatch: int,
     algorithms: dict[str, Algorithm],
-    companions: Companions | None,
+    auxiliary_models: AuxiliaryModels | None,
     config: str,
     *,
     processes: int = 0,
@@ -75,7 +75,7 @@ def create_fsdp_backend(
 
     Args:
         processes: ranks on this machine; 0: one a GPU. Under torchrun the launcher decides
-        replicas: so many groups of ranks hold the same shares (HSDP); the number of ranks must divide by it
+        replicas: so many groups of ranks hold the same shards (HSDP); the number of ranks must divide by it
         dtype: what layers compute in, float32 or bfloat16; trained weights and sums of gradients are float32
         device: auto, cpu or cuda
         gradient_checkpointing: compute activations again in the backward; saves memory
@@ -114,7 +114,7 @@ def create_fsdp_backend(
             dataclasses.replace(chosen, device=place),
             adapter=adapter,
             source=resolve_model_name(model),
-            companions=companions,
+            auxiliary_models=auxiliary_models,
             shards=shards,
             rank=group.place.rank,
         )
@@ -127,7 +127,7 @@ def create_fsdp_backend(
 
 
 def _load(model: str, lora_rank: int, settings: TorchSettings, seed: int, *, is_first: bool) -> tuple[Any, Any]:
-    """The causal LM, and its adapter, if any. Only rank 0 reads the weights, and gives every rank its shares; on a GPU
+    """The causal LM, and its adapter, if any. Only rank 0 reads the weights, and gives every rank its shards; on a GPU
     the model never is whole.
     """
     # Adapters are float32 always; the base that they are added to is only read.

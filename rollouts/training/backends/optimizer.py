@@ -1,4 +1,4 @@
-"""How the weights are optimised: the settings and what of them is refused, the learning rate of each step, the
+"""How the weights are optimized: the settings and what of them is refused, the learning rate of each step, the
 optimizer, and its state as tensors by name. Left out: the steps themselves (`trainer`).
 """
 
@@ -23,7 +23,7 @@ _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 @dataclass(frozen=True)
 class TorchSettings:
-    """How a backend computes and optimises.
+    """How a backend computes and optimizes.
 
     Args:
         dtype: of the weights: float32 or float64; bfloat16 and float16 only with LoRA, whose adapters are float32

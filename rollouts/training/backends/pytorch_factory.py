@@ -30,7 +30,7 @@ from rollouts.training.backends.futures import TorchThread, on_thread
 from rollouts.training.backends.optimizer import TrainerSettings, check_settings, lr_factor, make_optimizer
 from rollouts.training.datasets.sft import prepare_sft_batch
 from rollouts.training.models import no_progress_bars
-from rollouts.training.types import Companions, TrainBatch
+from rollouts.training.types import AuxiliaryModels, TrainBatch
 from rollouts.training.weights.checkpoint import model_fingerprint
 from rollouts.training.weights.store import check_folder, finish_checkpoint, new_checkpoint, read_state
 from rollouts.types import Sample
@@ -97,7 +97,7 @@ def create_pytorch_backend(
     seed: int = 0,
     lora_rank: int = 0,
     tokens_per_microbatch: int = 16384,
-    companions: Companions | None = None,
+    auxiliary_models: AuxiliaryModels | None = None,
     **settings: Any,
 ) -> TorchBackend:
     """The backend of `rollouts run` in one line: `create_torch_backend`, which also takes the other `settings`.
@@ -116,7 +116,7 @@ def create_pytorch_backend(
         lora_rank,
         tokens_per_microbatch,
         {"main": chosen},
-        companions,
+        auxiliary_models,
         **keywords_of(create_torch_backend, settings),
     )
 

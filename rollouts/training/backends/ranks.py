@@ -26,10 +26,10 @@ from torch import distributed
 
 from rollouts.errors import ConfigError, RankError, RolloutsError, words_of
 from rollouts.training.backends import rendezvous
+from rollouts.training.backends.batch_shards import BatchShard
 from rollouts.training.backends.heartbeats import Failure, FailureDetector, Heartbeat
+from rollouts.training.backends.metric_sums import Reading
 from rollouts.training.backends.rendezvous import SECRET, Channel, Place
-from rollouts.training.backends.shares import Share
-from rollouts.training.backends.sums import Reading
 from rollouts.training.backends.torch import Command, CommandName, Executor
 from rollouts.training.backends.trainer import Trainer
 from rollouts.training.types import StepResult
@@ -224,7 +224,7 @@ class DistributedExecutor(Executor):
         self._number = 0
         self._is_broken = False
 
-    def each(self, name: CommandName, shares: Sequence[Share | None] = (), **settings: Any) -> list[Any]:
+    def each(self, name: CommandName, shards: Sequence[BatchShard | None] = (), **settings: Any) -> list[Any]:
         """Send the command, carry it out here, and collect the answers. After an error the ranks are out of step, and
         can do nothing more.
         """
@@ -236,12 +236,12 @@ class DistributedExecutor(Executor):
         status.begin(name, self._number)
         self._group.heartbeat.works_in_this_thread()
         sent = {key: value for key, value in settings.items() if key != "weights"}
-        shares = shares or [None] * self.size
+        shards = shards or [None] * self.size
         with self._group.failures():
             for rank in range(1, self.size):
-                message = msgspec.msgpack.encode(Command(name, sent, shares[rank]))
+                message = msgspec.msgpack.encode(Command(name, sent, shards[rank]))
                 self._group.channel.send(f"command/{self._number}/{rank}", message)
-            results = [Command(name, settings, shares[0]).run(self.trainer)]
+            results = [Command(name, settings, shards[0]).run(self.trainer)]
             results += [self._answer(rank, name) for rank in range(1, self.size)]
         status.done = True
         self._is_broken = False

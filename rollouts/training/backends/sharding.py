@@ -1,4 +1,4 @@
-"""FSDP2: the networks of every rank hold a share of each weight, and put a layer together while it runs.
+"""FSDP2: the networks of every rank hold a shard of each weight, and put a layer together while it runs.
 
 The layers that a model repeats are sharded one by one, what is left (embedding, norm, head) together with the module
 that holds all; a critic's value layer by itself, since it stays float32. Gradients are summed over ranks, in float32;
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rollouts.errors import ModelError
-from rollouts.training.backends.companions import Networks
+from rollouts.training.backends.auxiliary import Networks
 
 
 class Sharding(NamedTuple):
@@ -70,7 +70,7 @@ def reshard(networks: Networks) -> None:
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """The tensor put together from all ranks' shares (each rank has to ask); a plain one as it is."""
+    """The tensor put together from all ranks' shards (each rank has to ask); a plain one as it is."""
     full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full
 
@@ -103,8 +103,8 @@ def load_whole(own: dict[str, Tensor], given: dict[str, Tensor], *, alone: bool)
                 continue
             full = given[name] if given else torch.empty(tensor.shape, dtype=tensor.dtype)
             full = full.to(device=tensor.device, dtype=tensor.dtype).contiguous()
-            shares = distribute_tensor(full, tensor.device_mesh, tensor.placements)
-            tensor.to_local().copy_(shares.to_local())
+            shards = distribute_tensor(full, tensor.device_mesh, tensor.placements)
+            tensor.to_local().copy_(shards.to_local())
 
 
 def _repeated_layers(networks: Networks) -> list[nn.Module]:

@@ -19,29 +19,31 @@ from rollouts.plugins.checks import checked_by
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, function_label, needs
 from rollouts.training.algorithms.checks import available_names, check_needs
 from rollouts.training.backends import lora
+from rollouts.training.backends.batch_shards import BatchShard, gather_outputs, shard_batch
 from rollouts.training.backends.futures import TorchThread, TrainFuture, on_thread
+from rollouts.training.backends.metric_sums import metrics_of
 from rollouts.training.backends.optimizer import TorchSettings, check_settings, check_trained_weights
-from rollouts.training.backends.shares import Share, gather_outputs, share_batch
-from rollouts.training.backends.sums import metrics_of
 from rollouts.training.backends.trainer import Trainer, training_speed
 from rollouts.training.backends.transformer import use_float32_head
 from rollouts.training.batching import Keep
 from rollouts.training.estimates import estimated_as
 from rollouts.training.models import load_hf_model, resolve_model_name
-from rollouts.training.types import Companions, ForwardOutput, StepResult, TrainBatch
+from rollouts.training.types import AuxiliaryModels, ForwardOutput, StepResult, TrainBatch
 from rollouts.training.weights import store
 
 
 def check_torch(values: Mapping[str, Any]) -> None:
     """What can be refused of a torch backend without loading its model. Raises ConfigError, SignatureError."""
-    companions: Companions = values["companions"] or Companions()
+    auxiliary_models: AuxiliaryModels = values["auxiliary_models"] or AuxiliaryModels()
     settings: TorchSettings = values["settings"]
     for algorithm in values["algorithms"].values():
-        given = available_names(critic=bool(companions.critic), teacher=bool(companions.teacher), pairs=True)
+        given = available_names(
+            critic=bool(auxiliary_models.critic), teacher=bool(auxiliary_models.teacher), pairs=True
+        )
         check_needs(algorithm, given)
     names = ("lr", "steps", "tokens_per_microbatch", "share_prefix")
     check_settings(settings.of_run(**{name: values[name] for name in names}))
-    check_trained_weights(values["lora_rank"], settings.lora_alpha, settings.dtype, companions.critic)
+    check_trained_weights(values["lora_rank"], settings.lora_alpha, settings.dtype, auxiliary_models.critic)
 
 
 @estimated_as("whole")
@@ -54,7 +56,7 @@ def create_torch_backend(
     lora_rank: int,
     tokens_per_microbatch: int,
     algorithms: dict[str, Algorithm],
-    companions: Companions | None,
+    auxiliary_models: AuxiliaryModels | None,
     *,
     settings: TorchSettings = TorchSettings(),
     share_prefix: bool = True,
@@ -69,7 +71,7 @@ def create_torch_backend(
     causal = load_hf_model(model, dtype=settings.dtype, device=settings.device, attention=settings.attention)
     adapter = put_in(causal, settings, lora_rank, seed)
     source = resolve_model_name(model)
-    trainer = Trainer(causal, algorithms, chosen, adapter=adapter, source=source, companions=companions)
+    trainer = Trainer(causal, algorithms, chosen, adapter=adapter, source=source, auxiliary_models=auxiliary_models)
     return TorchBackend(Executor(trainer))
 
 
@@ -101,16 +103,16 @@ CommandName = Literal[
 
 
 class Command(msgspec.Struct):
-    """What a rank does next: a method of its trainer by name, with these settings; `share` is its part of a batch."""
+    """What a rank does next: a method of its trainer by name, with these settings; `shard` is its part of a batch."""
 
     name: CommandName
     settings: dict[str, Any]
-    share: Share | None = None
+    shard: BatchShard | None = None
 
     def run(self, trainer: Trainer) -> Any:
         """Carry it out on this rank. Raises what the trainer raises."""
         method = getattr(trainer, self.name)
-        return method(**self.settings) if self.share is None else method(self.share, **self.settings)
+        return method(**self.settings) if self.shard is None else method(self.shard, **self.settings)
 
 
 class Executor:
@@ -128,9 +130,9 @@ class Executor:
         """
         return self.each(name, **settings)[0]
 
-    def each(self, name: CommandName, shares: Sequence[Share] = (), **settings: Any) -> list[Any]:
-        """As `call`, each rank with its share of a batch; gives what each returned, rank 0 first."""
-        return [getattr(self.trainer, name)(*shares, **settings)]
+    def each(self, name: CommandName, shards: Sequence[BatchShard] = (), **settings: Any) -> list[Any]:
+        """As `call`, each rank with its shard of a batch; gives what each returned, rank 0 first."""
+        return [getattr(self.trainer, name)(*shards, **settings)]
 
     def close(self) -> None:
         """End the ranks. Called once, when no command is under way."""
@@ -173,9 +175,9 @@ class TorchBackend:
         gradient. Raises TrainingError for what this backend was not given: a reference, a teacher, a critic.
         """
         self._trainer.check_forward(needs)
-        shares = self._share(batch, "", only_live=only_live, trained=False)
-        outputs = self._executor.each("forward", shares, needs=needs, only_live=only_live)
-        return gather_outputs(batch, shares, outputs)
+        shards = self._shard(batch, "", only_live=only_live, trained=False)
+        outputs = self._executor.each("forward", shards, needs=needs, only_live=only_live)
+        return gather_outputs(batch, shards, outputs)
 
     @on_thread
     def forward_backward(self, batch: TrainBatch) -> dict[str, float]:
@@ -189,9 +191,9 @@ class TorchBackend:
             )
         names: tuple[Keep, ...] = ("group", "pair", "rollout")  # a loss sees the largest that it names whole
         keep: Keep = next((name for name in names if f"{name}_index" in needs(algorithm)), "")
-        shares = self._share(batch, keep, only_live=True, trained=True)
+        shards = self._shard(batch, keep, only_live=True, trained=True)
         start = time.perf_counter()
-        readings = self._executor.each("forward_backward", shares)
+        readings = self._executor.each("forward_backward", shards)
         seconds = time.perf_counter() - start
         learned = [reading.learned for reading in readings if reading.learned is not None]
         try:
@@ -206,7 +208,7 @@ class TorchBackend:
         except TrainingError:
             self._executor.call("forget_gradients")
             raise
-        return metrics | training_speed(trainer, shares, readings, seconds)
+        return metrics | training_speed(trainer, shards, readings, seconds)
 
     def optim_step(self) -> TrainFuture[StepResult]:
         """Divide by D once, clip, step. D = 0 or a non-finite gradient skips the step: counted, version unchanged.
@@ -275,6 +277,6 @@ class TorchBackend:
         """Finish what was submitted, and end the thread and the other ranks."""
         self.thread.close(last=self._executor.close)
 
-    def _share(self, batch: TrainBatch, keep: Keep, *, only_live: bool, trained: bool) -> list[Share]:
+    def _shard(self, batch: TrainBatch, keep: Keep, *, only_live: bool, trained: bool) -> list[BatchShard]:
         split = functools.partial(self._trainer.split, keep=keep, only_live=only_live, trained=trained)
-        return share_batch(batch, self.world_size, split, keep=keep)
+        return shard_batch(batch, self.world_size, split, keep=keep)

@@ -4,7 +4,7 @@
 `optim_step` divides once, clips by the global norm, and steps. The model runs in evaluation mode also while training:
 dropout would make the ratio of a policy to itself differ from 1. The models beside it (reference, teacher, critic) have
 rooms of their own. Rows without an advantage are run forward only, where that changes nothing (`flat`). Every rank
-calls the same methods in the same order, with its own share of a batch. Left out: futures and ranks (`torch`, `ranks`).
+calls the same methods in the same order, with its own shard of a batch. Left out: futures and ranks (`torch`, `ranks`).
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from torch import Tensor, nn
 from rollouts.errors import ConfigError, TrainingError
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, needs, requests, setting_of
 from rollouts.training.algorithms.evaluate import evaluate, importance_weights
-from rollouts.training.backends import lora, optimizer, passes, sharding
-from rollouts.training.backends.companions import Critic, Networks, ReferencePolicy, Teacher
+from rollouts.training.backends import forward, lora, optimizer, sharding
+from rollouts.training.backends.auxiliary import Critic, Networks, ReferencePolicy, Teacher
+from rollouts.training.backends.batch_shards import BatchShard
+from rollouts.training.backends.forward import Models, Scored
+from rollouts.training.backends.metric_sums import MetricSums, Microbatch, Reading
 from rollouts.training.backends.optimizer import TrainerSettings
-from rollouts.training.backends.passes import Models, Scored
 from rollouts.training.backends.profiling import Profile, peak_gib
 from rollouts.training.backends.sharding import Sharding
-from rollouts.training.backends.shares import Share
-from rollouts.training.backends.sums import Microbatch, Reading, Sums
 from rollouts.training.backends.transformer import ModelPaths, inspect_model, prefers_packing
 from rollouts.training.batching import BUCKET_SAVING_MIN, MICROBATCH_SAVING_MIN, Keep, split_microbatches
 from rollouts.training.estimates import MOMENTS, ModelSize, model_size_of, peak_flops, train_flops
 from rollouts.training.models import prepare_gradient_checkpointing
-from rollouts.training.types import Companions, Row, StepResult, TrainBatch
+from rollouts.training.types import AuxiliaryModels, Row, StepResult, TrainBatch
 from rollouts.training.weights import checkpoint, files, store
 
 # On a GPU a pass through a small model is mostly launches, as long as those of some thousand tokens.
@@ -46,7 +46,7 @@ _EMPTY_PASS = ([Row([0, 0], [0.0] * 2, [0.0] * 2, [0.0] * 2, [0.0] * 2, 0, 0)], 
 
 
 class _Work(NamedTuple):
-    """What the microbatches of a share have in common."""
+    """What the microbatches of a batch shard have in common."""
 
     batch: TrainBatch
     algorithm: Algorithm
@@ -67,13 +67,13 @@ class Trainer:
         *,
         adapter: Any = None,
         source: str | None = None,
-        companions: Companions | None = None,
+        auxiliary_models: AuxiliaryModels | None = None,
         shards: Sharding | None = None,
         rank: int = 0,
     ) -> None:
         """`source` is where the tokenizer is found, if anywhere. With `shards`, all ranks get rank 0's weights."""
         optimizer.check_settings(settings)
-        wanted = companions or Companions()
+        wanted = auxiliary_models or AuxiliaryModels()
         self.version = 0
         self.rank = rank
         self.algorithms = dict(algorithms)
@@ -96,11 +96,11 @@ class Trainer:
         saving = BUCKET_SAVING_MIN if kind == "cpu" else _GPU_BUCKET_SAVING_MIN
         saving = saving if shards is None else sys.maxsize  # ranks meet in each pass, so they run one a microbatch
         apart = settings.gradient_checkpointing or settings.layout == "packed" or shards is not None
-        share = settings.share_prefix and not apart
+        share_prompts = settings.share_prefix and not apart
         self.causal = causal.eval()
-        critic, how = None, {"share_prefix": share, "bucket_saving_min": saving}
+        critic, how = None, {"share_prefix": share_prompts, "bucket_saving_min": saving}
         if wanted.critic:
-            # It is trained, so of a sharded one the masters are loaded; its shares go to their device.
+            # It is trained, so of a sharded one the masters are loaded; its shards go to their device.
             dtype, device = (settings.dtype, settings.device) if shards is None else ("float32", "cpu")
             critic = Critic.load(wanted.critic, causal, dtype=dtype, device=device, **how)
         self.networks = Networks(causal, critic)
@@ -141,7 +141,7 @@ class Trainer:
         config = None if self.adapter is None else self.adapter.peft_config[lora.ADAPTER]
         return files.ModelFiles(self.causal, config, self._source)
 
-    def _inspect(self, wanted: Companions, critic: Critic | None, **how: Any) -> Models:
+    def _inspect(self, wanted: AuxiliaryModels, critic: Critic | None, **how: Any) -> Models:
         """Find out how the policy is run, and load the teacher. Raises ConfigError, ModelError."""
         paths: ModelPaths = self._run_networks(functools.partial(inspect_model, self.causal, **how))
         if critic is not None:
@@ -175,7 +175,7 @@ class Trainer:
 
     def _tries_flat(self, name: str) -> bool:
         """Whether rows without an advantage may be run forward only: never over ranks, which meet in every backward."""
-        return self._shards is None and name not in self._never_flat and passes.may_be_flat(self.algorithms[name])
+        return self._shards is None and name not in self._never_flat and forward.may_be_flat(self.algorithms[name])
 
     def check_forward(self, needs: Sequence[str]) -> None:
         """Raises TrainingError for what this trainer was not given."""
@@ -191,13 +191,13 @@ class Trainer:
             able = ", ".join(name for name, is_there in have.items() if is_there)
             raise TrainingError(f"this backend was asked for {', '.join(missing)}; it can give {able}")
 
-    def forward(self, share: Share, needs: Sequence[str], only_live: bool) -> dict[str, list[list[float]]]:
-        """Each of `needs` for every row of the share [L], 0.0 where nothing was asked for."""
-        rows, temperature = share.batch.rows, share.batch.temperature
+    def forward(self, shard: BatchShard, needs: Sequence[str], only_live: bool) -> dict[str, list[list[float]]]:
+        """Each of `needs` for every row of the shard [L], 0.0 where nothing was asked for."""
+        rows, temperature = shard.batch.rows, shard.batch.temperature
         found = {name: [[0.0] * len(row.tokens) for row in rows] for name in needs}
         own = tuple(name for name in needs if name != "ref_logprobs")
         ask = functools.partial(self._run_networks, self._models.ask, inference=True)
-        for part in share.parts:
+        for part in shard.parts:
             chosen, wanted = _EMPTY_PASS
             if part:
                 chosen = [rows[number] for number in part]
@@ -220,17 +220,17 @@ class Trainer:
                         found[name][number][position] = value
         return found
 
-    def forward_backward(self, share: Share) -> Reading:
+    def forward_backward(self, shard: BatchShard) -> Reading:
         """Accumulate gradients and D; gives what was measured."""
-        algorithm = self.algorithms[share.batch.algorithm]
-        work = _Work(share.batch, algorithm, needs(algorithm))
-        sums = Sums()
+        algorithm = self.algorithms[shard.batch.algorithm]
+        work = _Work(shard.batch, algorithm, needs(algorithm))
+        sums = MetricSums()
         learned: list[bool] = []  # of each microbatch with rows that had a backward: whether it had a gradient
         flat: list[int] = []
         try:
             # transformers checkpoints activations in training mode only; all dropout was set to 0 before.
             self.causal.train(self._settings.gradient_checkpointing)
-            for number, rows in enumerate(share.microbatches()):
+            for number, rows in enumerate(shard.microbatches()):
                 if self._pass_flat(rows, work, sums):
                     flat.append(number)
                     continue
@@ -245,7 +245,7 @@ class Trainer:
             self.causal.eval()
         reading.learned = any(learned) or bool(flat) if learned or flat else None
         reading.forward_only = flat
-        self._denominator += share.batch.denominator
+        self._denominator += shard.batch.denominator
         return reading
 
     def forget_gradients(self) -> None:
@@ -311,7 +311,7 @@ class Trainer:
             raise TrainingError(f"these are not this {what}'s weights: {len(wrong)} of them differ, first {wrong[0]}")
 
     def load_weights(self, weights: Mapping[str, Tensor] | None = None) -> None:
-        """Replace what is trained; ranks above 0 are given nothing and get their shares of rank 0's."""
+        """Replace what is trained; ranks above 0 are given nothing and get their shards of rank 0's."""
         self._reshard()
         sharding.load_whole(self._loadable(), dict(weights or {}), alone=self._shards is None)
 
@@ -319,7 +319,7 @@ class Trainer:
         return self.causal.state_dict() if self.adapter is None else lora.adapter_parameters(self.adapter)
 
     def save(self, path: str) -> dict[str, Any]:
-        """Write this rank's share of the trainer's tensors into `path`, rank 0 also the weights; gives its random
+        """Write this rank's shard of the trainer's tensors into `path`, rank 0 also the weights; gives its random
         state.
         """
         folder = Path(path)
@@ -396,7 +396,7 @@ class Trainer:
     # --- the parts --------------------------------------------------------------------------------------------------
 
     def _tensors(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside the weights, and what it is read into: this rank's shares."""
+        """What a checkpoint keeps beside the weights, and what it is read into: this rank's shards."""
         tensors: dict[str, Any] = {"optimizer": optimizer.optimizer_tensors(self._optimizer, self._names)}
         if self._models.critic is not None:
             tensors["critic"] = dict(self._models.critic.state_dict())
@@ -418,7 +418,7 @@ class Trainer:
         self._reshard()
         return found
 
-    def _microbatch(self, part: list[Row], work: _Work, sums: Sums) -> list[bool]:
+    def _microbatch(self, part: list[Row], work: _Work, sums: MetricSums) -> list[bool]:
         """Add up one microbatch; whether any term's values carried a gradient, nothing where it was empty."""
         self._progressed()
         if not part:
@@ -434,14 +434,14 @@ class Trainer:
             sums.add(measured)
         return [learned]
 
-    def _pass_flat(self, part: list[Row], work: _Work, sums: Sums) -> bool:
+    def _pass_flat(self, part: list[Row], work: _Work, sums: MetricSums) -> bool:
         """Add up a microbatch without an advantage, if its gradient is 0: then it needs no backward."""
-        if not passes.is_flat(part) or not self._tries_flat(work.batch.algorithm):
+        if not forward.is_flat(part) or not self._tries_flat(work.batch.algorithm):
             return False
         self._progressed()
-        scored, ends = passes.cut_off(self._run_networks(self._score, part, work))
+        scored, ends = forward.cut_off(self._run_networks(self._score, part, work))
         measured = self._evaluate(part, work, scored)
-        size = passes.gradient_size(measured.objective, ends)
+        size = forward.gradient_size(measured.objective, ends)
         if size != 0.0:
             self._never_flat |= {work.batch.algorithm} if math.isfinite(size) else set()
             return False
@@ -468,7 +468,7 @@ class Trainer:
         """The sum of u * loss, and what else there is to measure, of what the networks gave."""
         batch, algorithm, requested = work
         device = scored.logprobs.device
-        tensors = passes.make_streams(rows, scored.selection, batch.rewards, device) | scored.extra
+        tensors = forward.make_streams(rows, scored.selection, batch.rewards, device) | scored.extra
         sampled = tensors.pop("sampled") > 0
         anchored = torch.ones_like(sampled) if "old_logprobs" in tensors else sampled
         policy = tensors.get("old_logprobs", scored.logprobs.detach())
@@ -488,7 +488,7 @@ class Trainer:
         evaluation = evaluate(
             algorithm, available, mask, unit=batch.unit, kl_coefficient=batch.kl_coefficient, weights=weights
         )
-        objective = (evaluation.values * passes.unit_weights(tensors, batch.unit)).sum()
+        objective = (evaluation.values * forward.unit_weights(tensors, batch.unit)).sum()
         seen = {name: tensor.detach() for name, tensor in tensors.items()}
         seen |= {"sampled": sampled, "anchored": anchored}
         if weights is not None:
@@ -497,14 +497,14 @@ class Trainer:
 
 
 def training_speed(
-    trainer: Trainer, shares: Sequence[Share], readings: Sequence[Reading], seconds: float
+    trainer: Trainer, shards: Sequence[BatchShard], readings: Sequence[Reading], seconds: float
 ) -> dict[str, float]:
     """`perf/tflops` a rank, `perf/mfu` where the device's peak is known, and this rank's `perf/peak_gib`."""
     found = {"perf/peak_gib": peak_gib(trainer.device)}
     trained: list[Row] = []
     forward_only: list[Row] = []
-    for share, reading in zip(shares, readings, strict=True):
-        for number, part in enumerate(share.microbatches()):
+    for shard, reading in zip(shards, readings, strict=True):
+        for number, part in enumerate(shard.microbatches()):
             (forward_only if number in reading.forward_only else trained).extend(part)
     # Of the three passes of full training, two are the backward's.
     flops = (
@@ -513,7 +513,7 @@ def training_speed(
     )
     if not flops:
         return found
-    rate = flops / max(seconds, 1e-9) / len(shares)
+    rate = flops / max(seconds, 1e-9) / len(shards)
     found["perf/tflops"] = rate / 1e12
     peak = None
     if trainer.device.type == "cuda":

@@ -122,7 +122,7 @@ async def run_rl_training(
             reports.append(report | (await optim_step).metrics)
         metrics |= _training_metrics(reports, batch, algorithm.kl, time.perf_counter() - prepared)
         coefficients |= _steered(algorithm.kl, batch.kl_coefficient, metrics)
-        async with rollout_manager.hold():
+        async with rollout_manager.pause():
             if (step + 1) % config.sync_every == 0:
                 metrics |= await syncing.sync(backend)
                 rollout_manager.policy_version = backend.version

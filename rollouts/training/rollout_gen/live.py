@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from rollouts.inference.carried import HeldEpisode
+from rollouts.inference.suspend import SuspendedEpisode
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.rollout_gen.groups import Group
 from rollouts.training.rollout_gen.pool import Job
@@ -34,7 +34,7 @@ class LiveGroup:
     step: int
     position: dict[str, Any]
     outcomes: dict[int, Any] = field(default_factory=dict)
-    held: dict[int, HeldEpisode] = field(default_factory=dict)
+    suspended: dict[int, SuspendedEpisode] = field(default_factory=dict)
     judged: Group | None = None
 
     @property
@@ -51,7 +51,7 @@ class LiveGroup:
     def jobs(self) -> list[Job]:
         """What is left to play."""
         left = (index for index in range(self.size) if index not in self.outcomes)
-        return [Job(self.task, (self.number, index), self.held.get(index)) for index in left]
+        return [Job(self.task, (self.number, index), self.suspended.get(index)) for index in left]
 
 
 def begin_group(data_buffer: DataBuffer, number: int, size: int, step: int) -> LiveGroup:
@@ -61,20 +61,20 @@ def begin_group(data_buffer: DataBuffer, number: int, size: int, step: int) -> L
     return LiveGroup(number, task, size, step, position)
 
 
-def group_state(group: LiveGroup, held: Mapping[tuple[int, ...], HeldEpisode]) -> dict[str, Any]:
-    """The group as plain data; `held` are the episodes that wait in mid-reply and can be restored, by their order."""
+def group_state(group: LiveGroup, suspended: Mapping[tuple[int, ...], SuspendedEpisode]) -> dict[str, Any]:
+    """The group as plain data. `suspended` maps orders to episodes that wait in mid-reply and can be restored."""
     over = {
         index: _with_task(episode, _NO_TASK)
         for index, episode in group.outcomes.items()
         if isinstance(episode, Episode) and all(each.task == episode.task for each in episode.trajectories)
     }
-    waiting = {order[1]: each for order, each in held.items() if order[0] == group.number}
+    waiting = {order[1]: each for order, each in suspended.items() if order[0] == group.number}
     return {
         "number": group.number,
         "step": group.step,
         "position": group.position,
         "episodes": _plain(over),
-        "held": _plain({**group.held, **waiting}),
+        "held": _plain({**group.suspended, **waiting}),
     }
 
 
@@ -88,7 +88,7 @@ def restore_groups(states: list[dict[str, Any]], data_buffer: DataBuffer, size: 
         group = begin_group(data_buffer, state["number"], size, state["step"])
         episodes = {index: msgspec.convert(episode, Episode) for index, episode in state["episodes"]}
         group.outcomes = {index: _with_task(each, group.task) for index, each in episodes.items() if index < size}
-        group.held = {index: msgspec.convert(held, HeldEpisode) for index, held in state["held"]}
+        group.suspended = {index: msgspec.convert(held, SuspendedEpisode) for index, held in state["held"]}
         groups.append(group)
     if states:
         data_buffer.load_state_dict(here)

@@ -9,7 +9,7 @@ Every group that was begun is at every moment exactly one of kept, dropped, carr
 
 With an `over_sampling_factor` of 1 a step waits for everything that it began, nothing is carried over, and one seed is
 one result. Above 1 it is a race: which groups are complete first depends on the clock. With a `staleness` above 0 so
-many steps are prefetched, while earlier ones are trained on; weights are then changed in `hold`.
+many steps are prefetched, while earlier ones are trained on; weights are then changed in `pause`.
 Left out: the playing itself (`pool`, `rollouts.agent.episode`).
 """
 
@@ -137,7 +137,7 @@ class AsyncRolloutManager:
             given = "both" if self.play is not None else "neither"
             raise ConfigError(f"rollouts are made by `play` or by the configuration's generate_fn; {given} is given")
         self.policy_version: int | None = None
-        self._play = self.play or (lambda job, session, seat: generate(self.config, job.task, self.policy_version))
+        self._play = self.play or (lambda job, session, engine: generate(self.config, job.task, self.policy_version))
         self._jobs_per_group = 1 if self.play is None else self.config.n_samples_per_prompt
         self._begun = self._kept = self._dropped = self._steps = 0  # with steps that were prefetched
         self._live: dict[int, LiveGroup] = {}  # without them
@@ -145,7 +145,7 @@ class AsyncRolloutManager:
         self._pool: EpisodePool | None = None
         self._prefetch: Prefetch[_PlayedStep] | None = None
         self._reward_fn: RewardFn | None = None  # of the next step that is begun
-        self._is_playing = self._is_held = False
+        self._is_playing = self._is_paused = False
         self._changed = trio.Event()
 
     async def __aenter__(self) -> AsyncRolloutManager:
@@ -164,8 +164,8 @@ class AsyncRolloutManager:
     async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         pool, self._pool = self._pool, None
         assert pool is not None, "the manager was entered"
-        for (number, index), held in pool.held.items():
-            self._live[number].held[index] = held
+        for (number, index), suspended in pool.suspended.items():
+            self._live[number].suspended[index] = suspended
         _, self._kept, self._dropped, *_ = self.statistics
         self._steps -= len(self._ready)
         for group in self._prefetched:  # they belong to the next steps again
@@ -198,7 +198,7 @@ class AsyncRolloutManager:
             return await self.generate_batch(reward_fn, wanted=1)
 
     @asynccontextmanager
-    async def hold(self) -> AsyncIterator[None]:
+    async def pause(self) -> AsyncIterator[None]:
         """Nothing is sampled in here: replies that were under way are kept as far as they came, and continue later.
         Weights change in here, and `state_dict` is complete. Without a `staleness` nothing is under way anyway.
         """
@@ -206,13 +206,13 @@ class AsyncRolloutManager:
         if pool is None or self._prefetch is None:
             yield
             return
-        assert not self._is_held, "it is held already"
-        self._is_held = True
+        assert not self._is_paused, "it is paused already"
+        self._is_paused = True
         try:
             await pool.pause()
             yield
         finally:
-            self._is_held = False
+            self._is_paused = False
             if self._is_playing:
                 pool.open()
 
@@ -234,16 +234,16 @@ class AsyncRolloutManager:
         return [sample for some in samples for sample in some]
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must keep of the manager: plain data. Between two steps; with a `staleness` in `hold`."""
+        """What a checkpoint must keep of the manager: plain data. Between two steps; with a `staleness` in `pause`."""
         counts = self.statistics
-        held = self._pool.held if self._pool is not None else {}
+        suspended = self._pool.suspended if self._pool is not None else {}
         live = sorted([*self._prefetched, *self._live.values()], key=lambda group: group.number)
         return {
             "begun": counts.begun,
             "kept": counts.kept,
             "dropped": counts.dropped,
             "steps": self._steps - len(self._ready),
-            "live": self._to_restore + [group_state(group, held) for group in live],
+            "live": self._to_restore + [group_state(group, suspended) for group in live],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -276,7 +276,7 @@ class AsyncRolloutManager:
         self._begin(pool, config.in_flight(config.batch_size) - len(self._live))
         refills = refilled = 0
         self._is_playing = True
-        if not self._is_held:
+        if not self._is_paused:
             pool.open()
         try:
             while True:
@@ -294,7 +294,7 @@ class AsyncRolloutManager:
                 await self._changed.wait()
             await pool.pause()
         finally:
-            pool.is_shut = True
+            pool.is_closed = True
             self._is_playing = False
         return self._finish(time.perf_counter() - start, refilled)
 

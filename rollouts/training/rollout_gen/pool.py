@@ -21,7 +21,7 @@ import trio
 
 from rollouts.errors import InferenceError, RolloutsError, leaves_of
 from rollouts.inference.base import CanAbort, InferenceBackend
-from rollouts.inference.carried import HeldEpisode, Seat
+from rollouts.inference.suspend import SuspendableEngine, SuspendedEpisode
 from rollouts.training.rollout_gen.failures import FailurePolicy, Failures
 from rollouts.types import Episode, Task
 
@@ -29,16 +29,14 @@ ABORT_SECONDS = 30.0  # an engine that was asked to stop has this long to give b
 
 
 class Job(NamedTuple):
-    """One episode to play: the task, and its place (group, rollout) in the run. `held` is what an earlier process left
-    of it.
-    """
+    """One episode to play: the task, and its place (group, rollout) in the run. `suspended` is its saved state."""
 
     task: Task
     order: tuple[int, int]
-    held: HeldEpisode | None = None
+    suspended: SuspendedEpisode | None = None
 
 
-Play = Callable[[Job, str, Seat], Awaitable[Any]]
+Play = Callable[[Job, str, SuspendableEngine], Awaitable[Any]]
 """Plays one job in the named session of the engine; gives its Episode. It returns failed episodes as data; what it
 raises ends the run."""
 
@@ -49,7 +47,7 @@ OnEnd = Callable[[Job, Any], None]
 class _Turn(NamedTuple):
     """Whose turn it is to play, with a session that is open already."""
 
-    who: Job | Seat
+    who: Job | SuspendableEngine
     session: str
 
 
@@ -57,7 +55,7 @@ class _Turn(NamedTuple):
 class EpisodePool:
     """Plays jobs; enter it first. It is shut until `open` is called.
 
-    No episode begins while it `is_shut`, and none asks for a reply; replies that are under way continue. What runs in
+    No episode begins while it `is_closed`, and none asks for a reply; replies that are under way continue. What runs in
     its `nursery` ends with it. Leaving it cancels what still plays (each environment is closed, under its own
     deadline). A RolloutsError that `play` raises ends everything and is raised as it is where the pool is left; of
     several the first one. `failures` says which episodes are played again, and when too many have failed.
@@ -68,11 +66,13 @@ class EpisodePool:
     concurrency: int
     on_end: OnEnd
     failures: Failures
-    is_shut: bool = field(default=True, init=False)
-    _queue: list[Job | Seat] = field(default_factory=list, init=False)
-    _seats: dict[tuple[int, ...], Seat] = field(default_factory=dict, init=False)
-    _turns: dict[Seat, trio.Event] = field(default_factory=dict, init=False)  # of those at the gate
-    _successors: dict[Seat, _Turn] = field(default_factory=dict, init=False)  # of those whose reward is being asked
+    is_closed: bool = field(default=True, init=False)
+    _queue: list[Job | SuspendableEngine] = field(default_factory=list, init=False)
+    _engines: dict[tuple[int, ...], SuspendableEngine] = field(default_factory=dict, init=False)
+    _turns: dict[SuspendableEngine, trio.Event] = field(default_factory=dict, init=False)  # of those at the gate
+    _successors: dict[SuspendableEngine, _Turn] = field(
+        default_factory=dict, init=False
+    )  # of those whose reward is being asked
     _playing: int = field(default=0, init=False)
     _idle: trio.Event = field(default_factory=trio.Event, init=False)
     _manager: AbstractAsyncContextManager[trio.Nursery] = field(default_factory=trio.open_nursery, init=False)
@@ -84,7 +84,7 @@ class EpisodePool:
         return self
 
     async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        self.is_shut = True
+        self.is_closed = True
         self.nursery.cancel_scope.cancel()
         try:
             await self._manager.__aexit__(kind, error, traceback)
@@ -97,9 +97,9 @@ class EpisodePool:
             raise  # Ctrl-C, or a bug: neither may hide behind an error that is known
 
     @property
-    def held(self) -> dict[tuple[int, ...], HeldEpisode]:
+    def suspended(self) -> dict[tuple[int, ...], SuspendedEpisode]:
         """What a checkpoint can keep of those that wait at the gate, by (group, rollout)."""
-        return {order: seat.held for order, seat in self._seats.items() if seat.held is not None}
+        return {order: engine.suspended for order, engine in self._engines.items() if engine.suspended is not None}
 
     def add(self, jobs: Iterable[Job]) -> None:
         """More to play, after what waits already."""
@@ -108,7 +108,7 @@ class EpisodePool:
 
     def open(self) -> None:
         """Let them play: those at the gate and those that have not begun, by their order."""
-        self.is_shut = False
+        self.is_closed = False
         self._queue.sort(key=lambda who: who.order)
         self._fill()
 
@@ -118,68 +118,68 @@ class EpisodePool:
         An engine that cannot abort is waited for until it has finished them (the episodes' deadlines bound that); one
         that is asked to, and does not, loses what it has of them.
         """
-        self.is_shut = True
+        self.is_closed = True
         for turn in self._successors.values():  # they have not begun: the reward of their predecessor is being asked
             self.inference.close_session(turn.session)
             self._queue.append(turn.who)
         self._successors.clear()
-        speaking = [seat for seat in self._seats.values() if not seat.silent.is_set()]
-        if not speaking or not self.inference.capabilities.aborts:
+        generating = [engine for engine in self._engines.values() if not engine.idle.is_set()]
+        if not generating or not self.inference.capabilities.aborts:
             await trio.lowlevel.checkpoint()
-            for seat in speaking:
-                await seat.silent.wait()
+            for engine in generating:
+                await engine.idle.wait()
             return
-        for seat in speaking:
-            seat.is_stopping = True
+        for engine in generating:
+            engine.is_aborting = True
         with trio.move_on_after(ABORT_SECONDS):
             async with trio.open_nursery() as nursery:
-                for seat in speaking:
-                    nursery.start_soon(self._abort, seat)
-            for event in [seat.silent for seat in speaking]:
+                for engine in generating:
+                    nursery.start_soon(self._abort, engine)
+            for event in [engine.idle for engine in generating]:
                 await event.wait()
-        for seat in speaking:
-            if not seat.silent.is_set():
-                seat.cut()
+        for engine in generating:
+            if not engine.idle.is_set():
+                engine.cancel_request()
 
-    async def _abort(self, seat: Seat) -> None:
+    async def _abort(self, engine: SuspendableEngine) -> None:
         try:
-            await cast(CanAbort, self.inference).abort(seat.session)
+            await cast(CanAbort, self.inference).abort(engine.session)
         except InferenceError:  # what it has of this reply is lost; the episode resumes before it
-            seat.cut()
+            engine.cancel_request()
 
     async def finished(self) -> None:
         """Until everything that was added is over."""
-        while self._queue or self._seats or self._playing:
+        while self._queue or self._engines or self._playing:
             self._idle = trio.Event()
             await self._idle.wait()
 
-    # --- the gate of its seats ----------------------------------------------------------------------------------------
+    # --- the turn gate ------------------------------------------------------------------------------------------------
 
-    async def wait(self, seat: Seat) -> None:
-        """Until it is this seat's turn."""
-        if seat.may_speak:
-            seat.may_speak = False
+    async def wait(self, engine: SuspendableEngine) -> None:
+        """Until it is this engine's turn."""
+        if engine.has_turn:
+            engine.has_turn = False
             self._playing -= 1
-        event = self._turns[seat] = trio.Event()
-        self._queue.append(seat)
+        event = self._turns[engine] = trio.Event()
+        self._queue.append(engine)
         self._queue.sort(key=lambda who: who.order)
         self._fill()
         try:
             await event.wait()
         finally:
-            del self._turns[seat]
-            if not event.is_set() and seat in self._queue:
-                self._queue.remove(seat)
+            del self._turns[engine]
+            if not event.is_set() and engine in self._queue:
+                self._queue.remove(engine)
 
-    def leave(self, seat: Seat) -> None:
+    def leave(self, engine: SuspendableEngine) -> None:
         """Its successor's session is opened before its own is closed."""
-        if seat.may_speak and (turn := self._next()) is not None:
-            self._successors[seat] = turn
+        if engine.has_turn and (turn := self._next()) is not None:
+            self._successors[engine] = turn
 
     # --- turns --------------------------------------------------------------------------------------------------------
 
     def _next(self) -> _Turn | None:
-        if self.is_shut or not self._queue:
+        if self.is_closed or not self._queue:
             return None
         who = self._queue.pop(0)
         return _Turn(who, self.inference.open_session(who.order))
@@ -196,36 +196,36 @@ class EpisodePool:
             self.nursery.start_soon(self._work, who, session)
         elif who in self._turns:
             self._playing += 1
-            who.session, who.may_speak = session, True
+            who.session, who.has_turn = session, True
             self._turns[who].set()
         else:  # it was cancelled while its predecessor's reward was asked
             self.inference.close_session(session)
             self._fill()
 
     async def _work(self, job: Job, session: str) -> None:
-        seat = self._seats[job.order] = Seat(self.inference, self, job.order, session, job.held)
+        engine = self._engines[job.order] = SuspendableEngine(self.inference, self, job.order, session, job.suspended)
         try:
             seconds = self.failures.pause_before(job.order)
             if seconds and not self.inference.capabilities.in_process:  # an engine in this process cannot be away
                 await trio.sleep(seconds)
-            outcome = await self.play(job, session, seat)
-            seat.close_session(session)
+            outcome = await self.play(job, session, engine)
+            engine.close_session(session)
             kept = self.failures.settle(outcome, job.order)
         except BaseException:
-            self.inference.close_session(seat.session)
-            if seat in self._successors:
-                self.inference.close_session(self._successors.pop(seat).session)
+            self.inference.close_session(engine.session)
+            if engine in self._successors:
+                self.inference.close_session(self._successors.pop(engine).session)
             raise
         finally:
-            del self._seats[job.order]
+            del self._engines[job.order]
         if kept is None:  # it is played again, from its first turn
-            self._queue.insert(0, job._replace(held=None))
+            self._queue.insert(0, job._replace(suspended=None))
         else:
             self.on_end(job, kept)
-        if seat.may_speak:
+        if engine.has_turn:
             self._playing -= 1
-            if seat in self._successors:
-                self._start(self._successors.pop(seat))
+            if engine in self._successors:
+                self._start(self._successors.pop(engine))
             else:
                 self._fill()
         self._idle.set()

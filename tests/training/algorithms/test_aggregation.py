@@ -1,4 +1,4 @@
-"""The table of the normalisations: u and D, float masks, segments of one rollout, nothing live."""
+"""The table of the normalizations: u and D, float masks, segments of one rollout, nothing live."""
 
 from __future__ import annotations
 

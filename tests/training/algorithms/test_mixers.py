@@ -108,8 +108,8 @@ def test_normalised_sum_keeps_what_weighted_sum_loses():
     parts = [[1.0, 0.0], [0.0, 1.0], [1.0, 100.0], [0.0, 101.0]]
     summed = group_norm(mix(weighted_sum, parts, [1.0, 1.0])).tolist()
     assert summed[0] == pytest.approx(summed[1]) and summed[2] == pytest.approx(summed[3])
-    normalised = mix(normalised_sum, parts, [1.0, 1.0])
-    assert normalised[0] - normalised[1] > 1.0 and normalised[2] - normalised[3] > 1.0
+    normalized = mix(normalised_sum, parts, [1.0, 1.0])
+    assert normalized[0] - normalized[1] > 1.0 and normalized[2] - normalized[3] > 1.0
     # Two groups in which the best rollout is better by one reward, or by both: after group_norm the sums are the same.
     one, both = [[1.0, 0.0], [0.0, 0.0]], [[1.0, 1.0], [0.0, 0.0]]
     assert group_norm(mix(weighted_sum, one, [1.0, 1.0])).tolist() == pytest.approx(

@@ -136,13 +136,13 @@ def test_undiscounted_returns_are_the_rollouts_rewards():
 def test_what_single_tokens_are_given_flows_back_to_the_earlier_ones_only():
     """A KL penalty at the middle one of three tokens."""
     plain = [[(0.0, 0.0, 1.0)] * 3]
-    penalised = [[(0.0, 0.0, 1.0), (0.0, -2.0, 1.0), (0.0, 0.0, 1.0)]]
+    penalized = [[(0.0, 0.0, 1.0), (0.0, -2.0, 1.0), (0.0, 0.0, 1.0)]]
     before, _ = call(gae, plain, [1.0], gamma=1.0, lam=1.0, whiten=False)
-    after, returns = call(gae, penalised, [1.0], gamma=1.0, lam=1.0, whiten=False)
+    after, returns = call(gae, penalized, [1.0], gamma=1.0, lam=1.0, whiten=False)
     assert before.tolist() == [1.0, 1.0, 1.0]
     assert after.tolist() == returns.tolist() == [-1.0, -1.0, 1.0]
     assert call(reinforce_pp, plain, [1.0]).tolist() == [0.0] * 3, "no spread"
-    assert call(reinforce_pp, penalised, [1.0]).tolist() == pytest.approx(slow_whitened([-1.0, -1.0, 1.0]))
+    assert call(reinforce_pp, penalized, [1.0]).tolist() == pytest.approx(slow_whitened([-1.0, -1.0, 1.0]))
 
 
 def with_tools(rollouts, seed):

@@ -37,7 +37,7 @@ class Crew:
             "lora_rank": plan.settings.lora_rank,
             "tokens_per_microbatch": plan.settings.tokens_per_microbatch,
             "algorithms": plan.algorithms,
-            "companions": plan.companions,
+            "auxiliary_models": plan.auxiliary_models,
             "config": to_toml(plan.resolved),
         }
         self.backend = call_with(chosen.component, available, chosen.settings)

@@ -466,7 +466,9 @@ def test_wrong_settings_are_refused(tiny, tmp_path):
 def test_settings_out_of_bounds_are_refused_before_weights_are_read(name, value, words):
     given = {"lr": 1e-3, "lora_rank": 0, "tokens_per_microbatch": 100, "algorithms": {"main": GRPO}}
     of_backend = name in TorchSettings.__dataclass_fields__
-    given |= {"companions": None} | ({"settings": TorchSettings(**{name: value})} if of_backend else {name: value})
+    given |= {"auxiliary_models": None} | (
+        {"settings": TorchSettings(**{name: value})} if of_backend else {name: value}
+    )
     with pytest.raises(ConfigError) as caught:
         create_torch_backend("./nowhere", 0, 1, **given)
     assert words in str(caught.value)

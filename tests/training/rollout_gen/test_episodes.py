@@ -175,7 +175,7 @@ def test_cancellation_closes_every_session():
 
 def test_a_job_sees_the_rest_of_the_engine():
     async def play(job, session, inference):
-        assert inference.engine.most == 7
+        assert inference.backend.most == 7
         return episode(job)
 
     run(play)

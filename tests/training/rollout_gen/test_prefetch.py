@@ -174,7 +174,7 @@ def test_weights_change_only_while_nobody_speaks():
 
 
 def test_a_checkpoint_in_between_keeps_every_prompt(tmp_path):
-    """Taken in `hold` at every step: what waits, what plays and what was played but not asked for is there again."""
+    """Taken in `pause` at every step: what waits, what plays and what was played but not asked for is there again."""
     states: list[Any] = []
     handed: list[list[int]] = []
 
@@ -191,7 +191,7 @@ def test_a_checkpoint_in_between_keeps_every_prompt(tmp_path):
                 played = await own.generate_batch()
                 numbers.append([group.number for group in played.groups])
                 await trio.sleep(9)
-                async with own.hold():
+                async with own.pause():
                     engine.version = step
                     if state is None:
                         kept = {"buffer": buffer.state_dict(), "manager": own.state_dict()}

@@ -27,21 +27,21 @@ from rollouts.inference.base import GenerateRequest, Generation, Health, Inferen
 from rollouts.inference.servers.http import HTTPFailure
 from rollouts.inference.servers.server import Server, ServerStatistics
 
-STRIKES_MAX = 3  # failures of one request while its servers live
-DEATHS_MAX = 5  # servers that may die under one request: it may be what kills them
-HOMES_MAX = 4096  # prompts whose server is remembered
+REQUEST_FAILURES_MAX = 3  # failures of one request while its servers live
+SERVER_FAILURES_MAX = 5  # servers that may die under one request: it may be what kills them
+PROMPTS_MAX = 4096  # prompts whose server is remembered
 
 
 class ServerPoolStatistics(NamedTuple):
     """What each server is and did; how many requests were carried to another server, and were given up."""
 
-    members: tuple[ServerStatistics, ...]
-    moved: int
+    servers: tuple[ServerStatistics, ...]
+    rerouted: int
     failed: int
 
 
 class ServerPool:
-    """Implements InferenceBackend, CanAbort, CanCheck and ManyEngines over servers.
+    """Implements InferenceBackend, CanAbort, CanCheck and EnginePool over servers.
 
     `prepare` is called before any server is started, `finish` when all have ended, and `changed` with what happens to
     servers, in words. Entering it raises UserError where a server cannot be used; leaving it ends those that were
@@ -65,12 +65,12 @@ class ServerPool:
         self.context_tokens_max, self.vocabulary_size = first.context_tokens_max, first.vocabulary_size
         self.version = 0  # of the last weights that it was given
         self._orders: dict[str, tuple[int, ...]] = {}  # of the open sessions
-        self._homes: dict[int, Server] = {}  # of each prompt, the last used last
-        self._turns: dict[str, _Turn] = {}
+        self._prompt_servers: dict[int, Server] = {}  # of each prompt, the last used last
+        self._routed: dict[str, _RoutedRequest] = {}
         self._numbers = itertools.count()
         self._change = trio.Event()
         self._idle_since: float | None = None  # no server serves since then
-        self._moved = self._failed = 0
+        self._rerouted = self._failed = 0
         for server in self.servers:
             server.changed = self._on_change
 
@@ -84,7 +84,7 @@ class ServerPool:
 
     def statistics(self) -> ServerPoolStatistics:
         """What it did, and does now."""
-        return ServerPoolStatistics(tuple(each.statistics() for each in self.servers), self._moved, self._failed)
+        return ServerPoolStatistics(tuple(each.statistics() for each in self.servers), self._rerouted, self._failed)
 
     # --- coming and going ---------------------------------------------------------------------------------------------
 
@@ -119,7 +119,7 @@ class ServerPool:
             await self._end()
             raise
         for server in self.servers:
-            self._nursery.start_soon(server.keep, self._nursery)
+            self._nursery.start_soon(server.supervise, self._nursery)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -158,23 +158,23 @@ class ServerPool:
         often, or no server served for `give_up_seconds`, with the reason of each.
         """
         session = request.session or f"request-{next(self._numbers)}"
-        turn = self._turns[session] = _Turn(session, self._orders.get(session) or tuple(request.order))
+        routed = self._routed[session] = _RoutedRequest(session, self._orders.get(session) or tuple(request.order))
         request = msgspec.structs.replace(request, session=session)
         try:
-            with turn.scope:
+            with routed.scope:
                 while True:
-                    server = await self._choose(turn)
+                    server = await self._choose_server(routed)
                     try:
                         reply = await server.generate(request)
-                        if reply.finish != "abort" or turn.is_aborted:
+                        if reply.finish != "abort" or routed.is_aborted:
                             return reply
                         raise InferenceError(f"{server!r} gave up a reply by itself")
                     except InferenceError as error:
-                        await self._carry(turn, server, error)
+                        await self._reroute(routed, server, error)
             return Generation([], [], "abort", [])
         finally:
-            if self._turns.get(session) is turn:
-                del self._turns[session]
+            if self._routed.get(session) is routed:
+                del self._routed[session]
             if session not in self._orders:  # it was closed meanwhile, or never opened
                 self.close_session(session)
 
@@ -182,27 +182,27 @@ class ServerPool:
         """Logprob of each token [L] given those before it, by whichever server; the first is 0.0. Raises as
         `generate`.
         """
-        turn = _Turn()
+        routed = _RoutedRequest()
         while True:
-            server = await self._choose(turn)
+            server = await self._choose_server(routed)
             try:
                 return await server.score(tokens, temperature)
             except InferenceError as error:
-                await self._carry(turn, server, error)
+                await self._reroute(routed, server, error)
 
     async def abort(self, session: str) -> None:
         """Give back what the session waits for, as far as it came (see `CanAbort`). What a server has that cannot be
         asked for it is lost.
         """
-        turn = self._turns.get(session)
-        if turn is not None:
-            turn.is_aborted = True
-            if turn.server is not None:
-                await turn.server.abort(session)
-            turn.scope.cancel()  # it waits for a server; harmless where it is over
+        routed = self._routed.get(session)
+        if routed is not None:
+            routed.is_aborted = True
+            if routed.server is not None:
+                await routed.server.abort(session)
+            routed.scope.cancel()  # it waits for a server; harmless where it is over
 
-    async def _choose(self, turn: _Turn) -> Server:
-        """The server for this turn; waits until there is one. Raises InferenceError, with the reason of each."""
+    async def _choose_server(self, routed: _RoutedRequest) -> Server:
+        """The server for this request; waits until there is one. Raises InferenceError, with the reason of each."""
         while not (serving := [server for server in self.servers if server.is_serving]):
             change = self._change
             since = trio.current_time() if self._idle_since is None else self._idle_since
@@ -212,19 +212,19 @@ class ServerPool:
                 await change.wait()
                 continue
             raise self._no_server(f"no server has served for {self._give_up_seconds:g} seconds")
-        usable = [server for server in serving if server not in turn.avoided] or serving
-        found = next((server for server in usable if turn.session in server.sessions), None)
-        found = found or self._least_busy(usable, turn.order)
-        if turn.session in self._orders and turn.session not in found.sessions:
+        usable = [server for server in serving if server not in routed.avoided] or serving
+        found = next((server for server in usable if routed.session in server.sessions), None)
+        found = found or self._least_busy(usable, routed.order)
+        if routed.session in self._orders and routed.session not in found.sessions:
             for server in self.servers:
-                server.close_session(turn.session)
-            found.sessions.add(turn.session)
-        if turn.order:
-            self._homes.pop(turn.order[0], None)
-            self._homes[turn.order[0]] = found
-            if len(self._homes) > HOMES_MAX:
-                del self._homes[next(iter(self._homes))]
-        turn.server, turn.life = found, found.life
+                server.close_session(routed.session)
+            found.sessions.add(routed.session)
+        if routed.order:
+            self._prompt_servers.pop(routed.order[0], None)
+            self._prompt_servers[routed.order[0]] = found
+            if len(self._prompt_servers) > PROMPTS_MAX:
+                del self._prompt_servers[next(iter(self._prompt_servers))]
+        routed.server, routed.incarnation = found, found.incarnation
         return found
 
     def _least_busy(self, usable: Sequence[Server], order: tuple[int, ...]) -> Server:
@@ -233,37 +233,37 @@ class ServerPool:
         """
         loads = {server: max(len(server.sessions), server.in_flight) for server in usable}
         least = min(usable, key=lambda server: loads[server])
-        home = self._homes.get(order[0]) if order else None
+        preferred = self._prompt_servers.get(order[0]) if order else None
         slack = max(1, len(self._orders) // (2 * len(usable)))
-        return home if home in loads and loads[home] <= loads[least] + slack else least
+        return preferred if preferred in loads and loads[preferred] <= loads[least] + slack else least
 
-    async def _carry(self, turn: _Turn, server: Server, error: InferenceError) -> None:
+    async def _reroute(self, routed: _RoutedRequest, server: Server, error: InferenceError) -> None:
         """A request that failed is for another server. Raises the error where it would fail there too, or has failed
         too often.
         """
-        turn.server = None
+        routed.server = None
         if not error.is_transient and server.is_serving:
             # 404: an adapter that is gone, where a server has been started again; what it said need not be so elsewhere
             is_lost = isinstance(error, HTTPFailure) and error.status == 404
             if not is_lost or await server.verify():
                 self._failed += 1
                 raise error
-        self._moved += 1
-        if turn.is_aborted:
-            turn.scope.cancel()
+        self._rerouted += 1
+        if routed.is_aborted:
+            routed.scope.cancel()
             await trio.lowlevel.checkpoint()
         is_busy = isinstance(error, HTTPFailure) and error.kind == "busy"
-        if server.is_serving and server.life == turn.life and (is_busy or await server.verify()):
-            turn.avoided.append(server)
+        if server.is_serving and server.incarnation == routed.incarnation and (is_busy or await server.verify()):
+            routed.avoided.append(server)
         else:
-            turn.deaths += 1
-        if len(turn.avoided) >= STRIKES_MAX:
+            routed.server_failures += 1
+        if len(routed.avoided) >= REQUEST_FAILURES_MAX:
             self._failed += 1
             raise error
-        if turn.deaths >= DEATHS_MAX:
+        if routed.server_failures >= SERVER_FAILURES_MAX:
             self._failed += 1
             raise InferenceError(
-                f"{turn.deaths} servers died while they worked on one request, the last one: {server.reason}"
+                f"{routed.server_failures} servers died while they worked on one request, the last one: {server.reason}"
             ) from error
 
     def _no_server(self, what: str) -> InferenceError:
@@ -281,11 +281,11 @@ class ServerPool:
         errors: list[InferenceError] = []
 
         async def send(server: Server) -> None:
-            was_serving, life = server.is_serving, server.life
+            was_serving, incarnation = server.is_serving, server.incarnation
             try:
                 await server.update_weights(update)
             except InferenceError as error:
-                failure = await server.recover(error, life) if was_serving else None
+                failure = await server.recover(error, incarnation) if was_serving else None
                 errors.extend([failure] if failure is not None else [])
 
         async with trio.open_nursery() as nursery:
@@ -294,7 +294,7 @@ class ServerPool:
                 nursery.start_soon(send, server)
         if errors:
             raise errors[0]
-        await self._choose(_Turn())
+        await self._choose_server(_RoutedRequest())
 
     async def health(self) -> Health:
         """Whether any server generates."""
@@ -313,7 +313,7 @@ class ServerPool:
 
 
 @dataclass(eq=False)
-class _Turn:
+class _RoutedRequest:
     """A request on its way: the server that works on it, in which of its lives, and whether it is to come back as it
     is.
     """
@@ -323,6 +323,6 @@ class _Turn:
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     is_aborted: bool = False
     server: Server | None = None
-    life: int = 0
+    incarnation: int = 0
     avoided: list[Server] = field(default_factory=list)
-    deaths: int = 0
+    server_failures: int = 0

@@ -60,7 +60,7 @@ class Reading(msgspec.Struct):
     forward_only: list[int] = []
 
 
-class Sums:
+class MetricSums:
     """Sums and extremes by name over live tokens, counted plainly (a float mask does not weigh a metric)."""
 
     def __init__(self) -> None:

@@ -1,17 +1,18 @@
-"""Render what a conversation adds, not all of it again: the cost of a turn does not grow with the turns before it.
+"""Render only what is new in a conversation, so that the cost of a turn does not grow with the turns before it.
 
-A template is a program whose main loop writes the messages one after another. `TailRenderer` compiles it a second time
-with that loop changed in two ways: it may begin at a later message, and it writes a mark before each. Everything else
-runs in full on the whole conversation, so that the text of the tail is exactly what the template writes there.
+A chat template is a program. Its main loop writes one message after another. `IncrementalRenderer` compiles the
+template a second time with two changes to that loop: it can start at a later message, and it writes a mark before each
+message. Everything else runs unchanged on the whole conversation. So the text after the last mark is exactly what the
+template writes there.
 
-That the text before the tail is still what it was is proved, or the tail is not used. A message's text may depend on
-the message, the ones beside it, its place, whether it is first or last, and on values from outside the loop; a template
-whose loop reads anything else is not changed at all (`_Loop` refuses it). When a conversation grows, the text before
-the loop and every outside value that the loop reads are compared with the last time, as are the messages themselves,
-and a loop that hands something from one message to the next through a namespace is caught as it writes. Where anything
-differs, the caller renders the whole conversation. The text before the loop, mostly the tools, is not written again
-where the template shows that it depends on the tools and the first message alone (`_head`). Left out: templates that
-are not Jinja.
+The result is used only if the text before it is proved to be unchanged. The text of a message may depend on the
+message, its neighbours, its index, whether it is first or last, and on values from outside the loop. If the loop reads
+anything else, the template is not changed at all (`_LoopRewriter` refuses it). At each turn, three things are compared
+with the previous turn: the text before the loop, every outside value that the loop reads, and the old messages. A loop
+that passes a value from one message to the next through a namespace is detected when it writes the value. If anything
+differs, the caller renders the whole conversation. The text before the loop, which mostly lists the tools, is skipped
+if it provably depends on the tools and the first message alone (`_head`). Templates that are not Jinja are not
+supported.
 """
 
 from __future__ import annotations
@@ -69,16 +70,16 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, list) and all(map(is_plain, value))
 
 
-class Unusable(Exception):
+class NotIncremental(Exception):
     """This conversation, or this template, has to be rendered whole."""
 
 
-class TailRenderer:
-    """Renders conversations through one template. Raises Unusable where the template cannot be changed."""
+class IncrementalRenderer:
+    """Renders conversations through one template. Raises NotIncremental where the template cannot be changed."""
 
     def __init__(self, template_text: str, given: Mapping[str, Any]) -> None:
         if not is_plain(given):
-            raise Unusable("the template is given objects")
+            raise NotIncremental("the template is given objects")
         self._template, self._namespace, self._skips_head = _compile(template_text)
         self._given = given
 
@@ -109,7 +110,7 @@ class TailRenderer:
     def _run(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], prompt: bool, start: int, skips: bool = False
     ) -> tuple[Rendering, str] | None:
-        loop = _Entered(start)
+        loop = _LoopRecorder(start)
         names = {
             **self._given,
             _ENTER: loop.enter,
@@ -131,7 +132,7 @@ class TailRenderer:
         return Rendering(messages, tools, loop.items, before, loop.values, "".join(texts[-2:])), "".join(texts)
 
 
-class _Entered:
+class _LoopRecorder:
     """One pass through the main loop."""
 
     def __init__(self, start: int) -> None:
@@ -142,7 +143,7 @@ class _Entered:
 
     def enter(self, items: Any, /, **values: Any) -> list[Any]:
         if self.values is not None or not isinstance(items, list):
-            raise Unusable("the loop runs twice, or over something else than a list")
+            raise NotIncremental("the loop runs twice, or over something else than a list")
         self.items = items
         self.values = msgspec.msgpack.encode(values, enc_hook=_plain_value) if values else b"none"
         return items[self._start :]
@@ -162,7 +163,7 @@ def _plain_value(value: Any) -> Any:
         return ["undefined"]
     if isinstance(value, Namespace):
         return object.__getattribute__(value, "_Namespace__attrs")
-    raise Unusable(f"the loop reads a {type(value).__name__}")
+    raise NotIncremental(f"the loop reads a {type(value).__name__}")
 
 
 @functools.lru_cache(maxsize=8)
@@ -187,15 +188,15 @@ def _watched(base: Any) -> Any:
 
 @functools.lru_cache(maxsize=32)
 def _compile(template_text: str) -> tuple[Any, type, bool]:
-    """The changed template, the class of its namespaces, and whether it can leave out its head. Raises Unusable."""
+    """The changed template, the class of its namespaces, and whether its head can be skipped. Raises NotIncremental."""
     try:
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
         environment = _compile_jinja_template(template_text).environment
         namespace = environment.globals["namespace"]
     except (ImportError, AttributeError, KeyError) as error:  # another version of transformers
-        raise Unusable(str(error)) from error
-    tree = _Unmarked().visit(environment.parse(template_text))
+        raise NotIncremental(str(error)) from error
+    tree = _GenerationBlocksRemover().visit(environment.parse(template_text))
     skips_head = _change(tree, environment.globals)
     template = environment.template_class.from_code(environment, environment.compile(tree), environment.globals)
     return template, namespace, skips_head
@@ -205,33 +206,33 @@ def _compile(template_text: str) -> tuple[Any, type, bool]:
 
 
 def _change(tree: Any, known: Mapping[str, Any]) -> bool:
-    """Change the main loop of a template in place. Raises Unusable where messages may depend on more than we see.
+    """Change the main loop of a template in place. Raises NotIncremental where messages may depend on more than we see.
     Gives whether the text before the loop is left out where `_TAIL` is true.
     """
     foreign = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends, nodes.Block)
     if any(True for _ in tree.find_all(foreign)):
-        raise Unusable("the template has parts elsewhere")
+        raise NotIncremental("the template has parts elsewhere")
     found = list(_loops(tree.body))
     if not found:
-        raise Unusable("the template has no loop")
+        raise NotIncremental("the template has no loop")
     siblings, main = found[-1]
     if main.test is not None or main.else_ or main.recursive or not isinstance(main.target, nodes.Name):
-        raise Unusable("the loop is of another kind")
+        raise NotIncremental("the loop is of another kind")
     macros = list(tree.find_all(nodes.Macro))
     if len({macro.name for macro in macros}) < len(macros):
-        raise Unusable("the template has two macros of one name")
+        raise NotIncremental("the template has two macros of one name")
     assigned = _named(tree, "store")
     lists = {main.iter.name} if isinstance(main.iter, nodes.Name) else set()
     lists |= {_MESSAGES} - assigned
     lists = lists.difference(*(_named(node, "store") for node in main.body))
-    in_body, in_macros = _Loop(lists), _Loop(set())
+    in_body, in_macros = _LoopRewriter(lists), _LoopRewriter(set())
     main.body = [in_body.visit(node, True) for node in main.body]
     for macro in macros:
         in_macros.visit(macro, False)
     read = (in_body.read - {main.target.name} | in_macros.read) - {macro.name for macro in macros}
     read -= _CONSTANT & (set(known) - assigned)
     if read & {_MESSAGES, "loop", "caller", *lists, *known}:
-        raise Unusable("the loop reads more than single messages")
+        raise NotIncremental("the loop reads more than single messages")
     values = [nodes.Keyword(name, nodes.Name(name, "load")) for name in sorted(read)]
     main.iter = nodes.Call(nodes.Name(_ENTER, "load"), [main.iter], values, None, None)
     main.body.insert(0, nodes.Output([nodes.TemplateData(_MARK)]))
@@ -301,7 +302,7 @@ def _is_messages(node: Any) -> bool:
     return isinstance(node, nodes.Name) and (node.name, node.ctx) == (_MESSAGES, "load")
 
 
-class _Unmarked(NodeTransformer):
+class _GenerationBlocksRemover(NodeTransformer):
     """Makes `{% generation %}` blocks, which transformers counts characters with, plain text."""
 
     def visit_CallBlock(self, node: Any) -> Any:
@@ -323,7 +324,7 @@ def _loops(body: list[Any]) -> Iterator[tuple[list[Any], Any]]:
             yield from _loops(node.else_)
 
 
-class _Loop(NodeTransformer):
+class _LoopRewriter(NodeTransformer):
     """Reads the body of the main loop: rewrites what it asks of `loop`, and collects the names that it `read`s. Each
     visit is told whether the name `loop` is the main loop there (`is_ours`).
     """
@@ -339,12 +340,12 @@ class _Loop(NodeTransformer):
 
     def visit_Break(self, node: Any, is_ours: bool) -> Any:
         if is_ours:
-            raise Unusable("the loop may end early")
+            raise NotIncremental("the loop may end early")
         return node
 
     def visit_Filter(self, node: nodes.Filter, is_ours: bool) -> Any:
         if node.name == "random":
-            raise Unusable("the loop is not the same twice")
+            raise NotIncremental("the loop is not the same twice")
         return self.generic_visit(node, is_ours)
 
     def visit_Macro(self, node: Any, is_ours: bool) -> Any:
@@ -369,7 +370,7 @@ class _Loop(NodeTransformer):
             return nodes.Call(nodes.Name(_PREVIOUS, "load"), [index], [], None, None)
         if node.attr == "first":
             return nodes.Compare(index, [nodes.Operand("eq", nodes.Const(0))])
-        raise Unusable(f"the loop reads loop.{node.attr}")
+        raise NotIncremental(f"the loop reads loop.{node.attr}")
 
     def visit_Getitem(self, node: Any, is_ours: bool) -> Any:
         """`messages[loop.index0 - 1]`, `messages[loop.index0 + 1]` and `messages[0]` are rewritten; all else reads the

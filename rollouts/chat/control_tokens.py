@@ -31,7 +31,7 @@ def plain(text: str) -> str:
     return text.replace(CUT, "").replace(_ITSELF, _MARK) if _MARK in text else text
 
 
-class Controls:
+class ControlTokens:
     """Marks the strings of a conversation for one tokenizer and template. `foreign` marks all that is no model's text.
 
     `opener` is the pattern of the model's tool calls: the tokens in it are a model's own.
@@ -86,7 +86,7 @@ class _Pattern:
 
     def _marked(self, text: str) -> str:
         if self._normalize is not None:
-            normal = self._normalize(text)  # the tokenizer looks for its tokens in what it has normalised
+            normal = self._normalize(text)  # the tokenizer looks for its tokens in what it has normalized
             if len(self._found.findall(normal)) > len(self._found.findall(text)):
                 text = normal
         if self._found.search(text) is None:
@@ -108,7 +108,7 @@ class _Pattern:
 
 
 def _normalizer(tokenizer: Any, tokens: Iterable[Any]) -> Callable[[str], str] | None:
-    """How the tokenizer normalises text before it looks for these tokens; None where it looks in the text itself."""
+    """How the tokenizer normalizes text before it looks for these tokens; None where it looks in the text itself."""
     normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
     if normalizer is None or not any(getattr(token, "normalized", False) for token in tokens):
         return None

@@ -59,7 +59,7 @@ REWRITING = {
         + OPEN
     ),
     "prompt_inside": "{% for m in messages %}{% if add_generation_prompt %}!{% endif %}" + TURN + "{% endfor %}" + OPEN,
-    "neighbours": (
+    "neighbors": (
         "{% for m in messages %}{% if loop.previtem %}{{ loop.previtem.role }}{% endif %}{{ loop.index }}"
         "{% if loop.nextitem %}{{ loop.nextitem.role }}{% endif %}{% if loop.first %}first{% endif %}"
         "{% if loop.last %}last{% endif %}" + TURN + "{% endfor %}" + OPEN
@@ -183,7 +183,7 @@ def test_a_tail_is_the_end_of_the_whole(
     ("name", "is_short"),
     [
         ("tiny", True), ("qwen2_5", True), ("qwen3", True), ("qwen3_5_think", True), ("llama3_1", True),
-        ("phi3", True), ("glm4moe", True), ("neighbours", True), ("own_namespace", True), ("length", False),
+        ("phi3", True), ("glm4moe", True), ("neighbors", True), ("own_namespace", True), ("length", False),
         ("length_inside", False), ("last", False), ("countdown", False), ("counter", False), ("mistral", False),
     ],
 )  # fmt: skip
@@ -230,7 +230,7 @@ def test_a_late_turn_costs_no_more_than_an_early_one(monkeypatch: pytest.MonkeyP
 
     taken = steps(30)
     assert max(taken[2:]) <= 1.05 * taken[1], taken
-    monkeypatch.setattr(chat, "_tails", None)
+    monkeypatch.setattr(chat, "_incremental", None)
     taken = steps(10)
     assert taken[9] > 2 * taken[1], "without tails it grows with the turns"
 
@@ -244,7 +244,7 @@ def test_supervised_turns_cost_the_same_in_a_long_conversation(monkeypatch: pyte
         return count_steps(lambda: rows.extend(tokenize_supervised(talk, [], chat))) / turns
 
     assert steps_a_turn(30) <= 1.05 * steps_a_turn(6) and len(rows) == 2
-    monkeypatch.setattr(chat, "_tails", None)
+    monkeypatch.setattr(chat, "_incremental", None)
     assert steps_a_turn(31) > 3 * steps_a_turn(7), "without tails it grows with the turns"
 
 

@@ -1,4 +1,4 @@
-"""Each rank's share of a batch, and their outputs as one. Pure.
+"""Each rank's shard of a batch, and their outputs as one. Pure.
 
 Rows are shared out so that ranks have about as many tokens, and as many microbatches.
 
@@ -17,7 +17,7 @@ from rollouts.training.batching import Keep
 from rollouts.training.types import ForwardOutput, Row, TrainBatch
 
 
-class Share(msgspec.Struct):
+class BatchShard(msgspec.Struct):
     """One rank's part of a batch.
 
     `batch` has this rank's rows, and D of the whole; `places` are the rows' places in the whole batch; `parts` are
@@ -33,40 +33,40 @@ class Share(msgspec.Struct):
         return [[self.batch.rows[number] for number in part] for part in self.parts]
 
 
-def share_batch(
+def shard_batch(
     batch: TrainBatch, count: int, split: Callable[[TrainBatch], list[list[Row]]], *, keep: Keep = ""
-) -> list[Share]:
+) -> list[BatchShard]:
     """The batch for `count` ranks. `split` makes microbatches of a rank's rows; `keep` names what stays on one rank.
 
     Sets of rows go, longest first, to the rank that has the fewest tokens so far.
     """
     assert count >= 1, f"{count} ranks"
     place_of = {id(row): place for place, row in enumerate(batch.rows)}
-    shares = []
-    for rows in _share_rows(batch.rows, count, keep):
+    shards = []
+    for rows in _shard_rows(batch.rows, count, keep):
         part = msgspec.structs.replace(batch, rows=rows)
         number_of = {id(row): number for number, row in enumerate(rows)}
         parts = [[number_of[id(row)] for row in microbatch] for microbatch in split(part)]
-        shares.append(Share(part, [place_of[id(row)] for row in rows], parts))
-    most = max(len(share.parts) for share in shares)
-    for share in shares:
-        share.parts += [[] for _ in range(most - len(share.parts))]
-    return shares
+        shards.append(BatchShard(part, [place_of[id(row)] for row in rows], parts))
+    most = max(len(shard.parts) for shard in shards)
+    for shard in shards:
+        shard.parts += [[] for _ in range(most - len(shard.parts))]
+    return shards
 
 
 def gather_outputs(
-    batch: TrainBatch, shares: Sequence[Share], outputs: Sequence[dict[str, list[list[float]]]]
+    batch: TrainBatch, shards: Sequence[BatchShard], outputs: Sequence[dict[str, list[list[float]]]]
 ) -> ForwardOutput:
     """What the ranks found for their rows, in the order of the whole batch."""
     found: dict[str, list[list[float]]] = {name: [[] for _ in batch.rows] for name in outputs[0]}
-    for share, output in zip(shares, outputs, strict=True):
+    for shard, output in zip(shards, outputs, strict=True):
         for name, streams in output.items():
-            for place, stream in zip(share.places, streams, strict=True):
+            for place, stream in zip(shard.places, streams, strict=True):
                 found[name][place] = stream
     return ForwardOutput(**found)
 
 
-def _share_rows(rows: Sequence[Row], count: int, keep: Keep) -> list[list[Row]]:
+def _shard_rows(rows: Sequence[Row], count: int, keep: Keep) -> list[list[Row]]:
     if count == 1:
         return [list(rows)]
     sets: dict[Hashable, list[int]] = {}

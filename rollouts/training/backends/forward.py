@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, is_reward_placed, requests
 from rollouts.training.algorithms.logprobs import logprobs_with_alternatives, token_logprobs
-from rollouts.training.backends.companions import Asked, Critic, Teacher
+from rollouts.training.backends.auxiliary import Asked, Critic, Teacher
 from rollouts.training.backends.transformer import ModelPaths, Selection, run
 from rollouts.training.types import Row
 

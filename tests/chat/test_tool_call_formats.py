@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollouts.chat.families import FAMILIES, detect_family, parse_reply
+from rollouts.chat.tool_call_formats import TOOL_CALL_FORMATS, detect_tool_call_format, parse_reply
 from rollouts.types import Message
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -25,7 +25,7 @@ READERS = pytest.mark.parametrize("parse_response", [PARSE, None], ids=["transfo
 
 
 def read(family: str, text: str, parse_response=PARSE, tools=TOOLS, **more) -> Message:
-    return parse_reply(text, FAMILIES[family], tools, parse_response=parse_response, **more).message
+    return parse_reply(text, TOOL_CALL_FORMATS[family], tools, parse_response=parse_response, **more).message
 
 
 @READERS
@@ -79,7 +79,7 @@ def test_malformed_calls_say_what_is_wrong(family: str, text: str, name: str, wo
     message = read(family, text, parse_response)
     (call,) = message.tool_calls
     assert (call.name, call.arguments) == (name, {})
-    assert word in (call.error or "") and FAMILIES[family].example in (call.error or "")
+    assert word in (call.error or "") and TOOL_CALL_FORMATS[family].example in (call.error or "")
     assert message.text == text, "the raw text stays"
 
 
@@ -124,7 +124,7 @@ def test_the_tokenizers_own_response_template_comes_first() -> None:
 @READERS
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
-    family=st.sampled_from(sorted(FAMILIES)),
+    family=st.sampled_from(sorted(TOOL_CALL_FORMATS)),
     pieces=st.lists(
         st.sampled_from("<tool_call> </tool_call> <think> </think> [TOOL_CALLS] [ { } ; <|python_tag|>".split())
         | st.sampled_from(["<function=add>", CALL, LLAMA, "\ud800", '{"name": null}', '"name": "', "\n"]),
@@ -151,10 +151,10 @@ def test_never_raises_and_is_plain_data(family: str, pieces: list[str], parse_re
     ],
 )
 def test_families_are_found_by_how_a_call_is_rendered(name: str, family: str) -> None:
-    assert chat_for(name).family == family
+    assert chat_for(name).tool_call_format == family
 
 
 def test_a_family_by_the_template_text_alone() -> None:
-    assert detect_family("", "… <tool_call> …") == "hermes"
-    assert detect_family("", "… [TOOL_CALLS] …") == "mistral"
-    assert detect_family("", "nothing") == "json"
+    assert detect_tool_call_format("", "… <tool_call> …") == "hermes"
+    assert detect_tool_call_format("", "… [TOOL_CALLS] …") == "mistral"
+    assert detect_tool_call_format("", "nothing") == "json"

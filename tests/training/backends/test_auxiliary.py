@@ -21,7 +21,7 @@ from rollouts.training.backends.torch import Executor, TorchBackend
 from rollouts.training.backends.trainer import Trainer
 from rollouts.training.batching import make_batch
 from rollouts.training.loops.rl_batch import estimate_advantages
-from rollouts.training.types import Companions
+from rollouts.training.types import AuxiliaryModels
 
 
 @pytest.fixture
@@ -29,13 +29,15 @@ def backend_of():
     """Makes backends and ends their threads."""
     made = []
 
-    def make(model, algorithm=GRPO, *, rank=0, companions=None, **settings):
+    def make(model, algorithm=GRPO, *, rank=0, auxiliary_models=None, **settings):
         model = copy.deepcopy(model)
         adapter = add_lora(model, rank=rank, alpha=None, targets="all-linear", seed=0) if rank else None
         settings = TrainerSettings(**{"lr": 1e-2, "warmup_steps": 0, "device": "cpu", **settings})
         made.append(
             TorchBackend(
-                Executor(Trainer(model, {"main": algorithm}, settings, adapter=adapter, companions=companions))
+                Executor(
+                    Trainer(model, {"main": algorithm}, settings, adapter=adapter, auxiliary_models=auxiliary_models)
+                )
             )
         )
         return made[-1]
@@ -83,7 +85,7 @@ def saved(model, path):
 @pytest.mark.parametrize("rank", [0, 4])
 def test_a_frozen_reference_stays_where_the_run_began(tiny, backend_of, rank):
     batch = batch_of(tiny.make_samples())
-    backend = backend_of(tiny.qwen3(), rank=rank, companions=Companions(reference=frozen))
+    backend = backend_of(tiny.qwen3(), rank=rank, auxiliary_models=AuxiliaryModels(reference=frozen))
     before = logprobs_of(backend, batch)
     assert torch.equal(logprobs_of(backend, batch, "ref_logprobs"), before)
     step(backend, batch)
@@ -96,12 +98,12 @@ def test_a_frozen_reference_stays_where_the_run_began(tiny, backend_of, rank):
 def test_adapter_off_is_the_base_model_whatever_the_adapters_are(tiny, backend_of):
     model, batch = tiny.qwen3(), batch_of(tiny.make_samples())
     base = logprobs_of(backend_of(model), batch)
-    backend = backend_of(model, rank=4, companions=Companions(reference=adapter_off))
+    backend = backend_of(model, rank=4, auxiliary_models=AuxiliaryModels(reference=adapter_off))
     for _ in range(3):
         step(backend, batch)
     assert torch.allclose(logprobs_of(backend, batch, "ref_logprobs"), base, atol=1e-6)
     with pytest.raises(ConfigError, match="adapter_off needs adapters, and this run trains all weights; type --lora"):
-        backend_of(model, companions=Companions(reference=adapter_off))
+        backend_of(model, auxiliary_models=AuxiliaryModels(reference=adapter_off))
 
 
 def test_references_that_follow(tiny, backend_of):
@@ -113,7 +115,7 @@ def test_references_that_follow(tiny, backend_of):
         (bind(every_n, {"steps": 2}), lambda kept: kept[2]),
         (bind(every_n, {"steps": 3}), lambda kept: kept[0]),
     ):
-        backend = backend_of(model, companions=Companions(reference=rule))
+        backend = backend_of(model, auxiliary_models=AuxiliaryModels(reference=rule))
         kept = [backend.model.lm_head.weight.detach().clone()]
         for _ in range(2):
             step(backend, batch)
@@ -126,15 +128,15 @@ def test_references_that_follow(tiny, backend_of):
 
 def test_a_reference_is_in_the_checkpoint(tiny, backend_of, tmp_path):
     batch = batch_of(tiny.make_samples())
-    companions = Companions(reference=bind(ema, {"decay": 0.5}), critic="head", critic_lr=0.1)
+    auxiliary_models = AuxiliaryModels(reference=bind(ema, {"decay": 0.5}), critic="head", critic_lr=0.1)
     algorithm = PPO._replace(kl=KL(rk3_loss))
     batch = stamp(stamp(batch, "old_values", torch.zeros(sum(len(r.tokens) for r in batch.rows))), "ref_logprobs",
                   torch.zeros(sum(len(r.tokens) for r in batch.rows)))  # fmt: skip
-    first = backend_of(tiny.qwen3(), algorithm, companions=companions)
+    first = backend_of(tiny.qwen3(), algorithm, auxiliary_models=auxiliary_models)
     step(first, batch)
     step(first, batch)
     first.save(str(tmp_path / "here")).wait()
-    second = backend_of(tiny.qwen3(), algorithm, companions=companions)
+    second = backend_of(tiny.qwen3(), algorithm, auxiliary_models=auxiliary_models)
     second.load(str(tmp_path / "here")).wait()
     for name in ("ref_logprobs", "values", "logprobs"):
         assert torch.equal(logprobs_of(second, batch, name), logprobs_of(first, batch, name))
@@ -147,7 +149,7 @@ def test_kl_pulls_back_to_the_reference(tiny, backend_of):
     """Trained on the KL alone, from afar, the policy comes closer; the metric says how far it is."""
     samples, model = tiny.make_samples(), tiny.qwen3()
     algorithm = GRPO._replace(kl=KL(rk3_loss, 1.0))
-    backend = backend_of(model, algorithm, companions=Companions(reference=frozen), lr=1e-3)
+    backend = backend_of(model, algorithm, auxiliary_models=AuxiliaryModels(reference=frozen), lr=1e-3)
     away = {name: value + 0.05 * torch.randn_like(value) for name, value in model.state_dict().items()}
     away["lm_head.weight"] = away["model.embed_tokens.weight"]
     backend.load_weights(away).wait()
@@ -163,7 +165,9 @@ def test_kl_pulls_back_to_the_reference(tiny, backend_of):
 
 def test_dpo_starts_at_log_2_and_prefers_what_was_chosen(tiny, backend_of):
     samples = tiny.make_samples()
-    backend = backend_of(tiny.qwen3(), DPO, companions=Companions(reference=frozen), tokens_per_microbatch=90)
+    backend = backend_of(
+        tiny.qwen3(), DPO, auxiliary_models=AuxiliaryModels(reference=frozen), tokens_per_microbatch=90
+    )
     batch = batch_of(samples, "pair_mean", pairs=[(0, 1), (0, 2), (5, 4), (9, 11)])
     stamp(batch, "ref_logprobs", logprobs_of(backend, batch, "ref_logprobs"))
     losses = []
@@ -184,7 +188,7 @@ def test_a_teacher_scores_the_policys_tokens(tiny, backend_of, tmp_path, share):
     samples = tiny.make_samples()
     batch = batch_of(samples)
     teacher = saved(tiny.qwen3(seed=5), tmp_path / "teacher")
-    backend = backend_of(tiny.qwen3(), OPD, companions=Companions(teacher=teacher), share_prefix=share)
+    backend = backend_of(tiny.qwen3(), OPD, auxiliary_models=AuxiliaryModels(teacher=teacher), share_prefix=share)
     alone = backend_of(tiny.qwen3(seed=5))
     assert torch.allclose(logprobs_of(backend, batch, "teacher_logprobs"), logprobs_of(alone, batch), atol=1e-5)
 
@@ -192,10 +196,10 @@ def test_a_teacher_scores_the_policys_tokens(tiny, backend_of, tmp_path, share):
 def test_teacher_and_student_the_same_give_no_gradient(tiny, backend_of, tmp_path):
     model, samples = tiny.qwen3(), tiny.make_samples()
     teacher = saved(model, tmp_path / "teacher")
-    same = Companions(teacher=teacher, teacher_top_k=7)
+    same = AuxiliaryModels(teacher=teacher, teacher_top_k=7)
 
     def norm(algorithm, student):
-        backend = backend_of(student, algorithm, companions=same)
+        backend = backend_of(student, algorithm, auxiliary_models=same)
         batch = stamp(batch_of(samples), "rollout_logprobs", logprobs_of(backend, batch_of(samples)))
         stamp(batch, "teacher_logprobs", logprobs_of(backend, batch, "teacher_logprobs"))
         estimate_advantages(batch, algorithm)
@@ -209,8 +213,8 @@ def test_teacher_and_student_the_same_give_no_gradient(tiny, backend_of, tmp_pat
 def test_topk_distillation_is_the_kl_of_the_teacher_where_k_is_the_vocabulary(tiny, backend_of, tmp_path):
     model, samples = tiny.qwen3(), tiny.make_samples(groups=1)
     teacher = tiny.qwen3(seed=5)
-    companions = Companions(teacher=saved(teacher, tmp_path / "teacher"), teacher_top_k=10_000)
-    backend = backend_of(model, as_algorithm(distill_topk), companions=companions)
+    auxiliary_models = AuxiliaryModels(teacher=saved(teacher, tmp_path / "teacher"), teacher_top_k=10_000)
+    backend = backend_of(model, as_algorithm(distill_topk), auxiliary_models=auxiliary_models)
     found = backend.forward_backward(batch_of(samples)).wait()["policy/loss"]
     divergences = []
     with torch.no_grad():
@@ -225,7 +229,7 @@ def test_topk_distillation_is_the_kl_of_the_teacher_where_k_is_the_vocabulary(ti
 def test_a_teacher_of_another_vocabulary_is_refused(tiny, backend_of, tmp_path):
     other = saved(tiny.qwen3(vocab=50), tmp_path / "other")
     with pytest.raises(ModelError, match="knows 50 tokens and the policy 61; a teacher needs the tokenizer"):
-        backend_of(tiny.qwen3(), companions=Companions(teacher=other))
+        backend_of(tiny.qwen3(), auxiliary_models=AuxiliaryModels(teacher=other))
 
 
 def test_what_a_backend_was_not_given_it_cannot_score(tiny, backend_of):
@@ -243,7 +247,7 @@ def test_a_critic_starts_at_0_and_learns_the_returns(tiny, backend_of, tmp_path,
         sample.reward = float(sample.group_index % 2)
     critic = "head" if kind == "head" else saved(tiny.llama(), tmp_path / "critic")
     algorithm = PPO._replace(terms=tuple(term for term in PPO.terms if term.name != "entropy"))
-    backend = backend_of(tiny.qwen3(), algorithm, companions=Companions(critic=critic, critic_lr=1e-2))
+    backend = backend_of(tiny.qwen3(), algorithm, auxiliary_models=AuxiliaryModels(critic=critic, critic_lr=1e-2))
     batch = make_batch(samples, [0.0] * 24, aggregation="token_mean", step=0)
     seen = []
     for _ in range(25):
@@ -261,7 +265,7 @@ def test_a_critic_starts_at_0_and_learns_the_returns(tiny, backend_of, tmp_path,
 def test_a_separate_critic_leaves_the_policy_alone_and_the_reverse(tiny, backend_of, tmp_path):
     critic = saved(tiny.llama(), tmp_path / "critic")
     samples = tiny.make_samples()
-    backend = backend_of(tiny.qwen3(), PPO, companions=Companions(critic=critic, critic_lr=1e-2))
+    backend = backend_of(tiny.qwen3(), PPO, auxiliary_models=AuxiliaryModels(critic=critic, critic_lr=1e-2))
     batch = make_batch(samples, [0.0] * 12, aggregation="token_mean", step=0)
     stamp(batch, "old_values", torch.zeros(sum(len(row.tokens) for row in batch.rows)))
     before, values = logprobs_of(backend, batch), logprobs_of(backend, batch, "values")

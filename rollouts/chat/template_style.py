@@ -1,8 +1,8 @@
-"""How one template wants its messages: our `Message` as the dict that a chat template reads.
+"""How one chat template wants its messages: our `Message` as the dict that the template reads.
 
-Templates agree on the OpenAI shape, but not on its details: most want a call's arguments as a dict, DeepSeek's want a
-string; some show a call only where the content is None; some know nothing of reasoning. `probe_dialect` tries, and
-`Dialect` records what worked. Left out: what the template then does with a conversation (`preflight`).
+Templates agree on the OpenAI shape but differ in details. Most want a call's arguments as a dict; DeepSeek's want a
+string. Some show a call only if the content is None. Some ignore reasoning. `probe_template_style` tries the variants,
+and `TemplateStyle` records which one works. How the template then renders a conversation is in `preflight`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PROBE_TOOL: dict[str, Any] = {
 }
 
 
-class Dialect(NamedTuple):
+class TemplateStyle(NamedTuple):
     """What a template wants: arguments as text, None for empty content beside a call, reasoning in the content."""
 
     arguments_as_text: bool = False
@@ -41,7 +41,7 @@ class Dialect(NamedTuple):
     inline_reasoning: bool = False
 
 
-def template_message(message: Message, dialect: Dialect) -> dict[str, Any]:
+def template_message(message: Message, style: TemplateStyle) -> dict[str, Any]:
     """The dict that the template reads for a message.
 
     A message with a malformed call is shown as its raw text alone: its content is all that the model wrote, so that
@@ -49,13 +49,13 @@ def template_message(message: Message, dialect: Dialect) -> dict[str, Any]:
     """
     shown: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.reasoning:
-        if dialect.inline_reasoning:
+        if style.inline_reasoning:
             shown["content"] = f"<think>\n{message.reasoning}\n</think>\n\n{message.text}"
         else:
             shown["reasoning_content"] = message.reasoning
     if message.tool_calls and not any(call.error for call in message.tool_calls):
-        shown["tool_calls"] = [_template_call(call, dialect.arguments_as_text) for call in message.tool_calls]
-        if dialect.empty_content_none and not shown["content"]:
+        shown["tool_calls"] = [_template_call(call, style.arguments_as_text) for call in message.tool_calls]
+        if style.empty_content_none and not shown["content"]:
             shown["content"] = None
     # Keys are present only where there is something: templates ask `'tool_calls' in message`.
     if message.tool_call_id is not None:
@@ -83,14 +83,14 @@ def tool_reply() -> Message:
 
 
 class Prober:
-    """Renders probes in one dialect. A refusal is None; what it says is kept in `error`."""
+    """Renders probes in one style. A refusal is None; what it says is kept in `error`."""
 
-    def __init__(self, render: Render, dialect: Dialect) -> None:
-        self._render, self.dialect, self.error = render, dialect, ""
+    def __init__(self, render: Render, style: TemplateStyle) -> None:
+        self._render, self.style, self.error = render, style, ""
 
     def __call__(self, *messages: Message, tools: bool = False, prompt: bool = False) -> str | None:
         """The rendered text, or None where the template refuses."""
-        shown = [template_message(message, self.dialect) for message in messages]
+        shown = [template_message(message, self.style) for message in messages]
         try:
             return self._render(shown, [PROBE_TOOL] if tools else [], prompt)
         except Exception as error:  # a stranger's program: whatever it raises is its refusal
@@ -98,20 +98,20 @@ class Prober:
             return None
 
 
-def probe_dialect(render: Render, template_text: str) -> tuple[Prober, str]:
-    """A prober in the first dialect in which the template shows a whole tool conversation; "" or why there is none."""
+def probe_template_style(render: Render, template_text: str) -> tuple[Prober, str]:
+    """A prober in the first style in which the template shows a whole tool conversation; "" or why there is none."""
     reason = ""
-    found = Dialect()
-    for dialect in (Dialect(), Dialect(True), Dialect(False, True), Dialect(True, True)):
-        probe = Prober(render, dialect)
+    found = TemplateStyle()
+    for style in (TemplateStyle(), TemplateStyle(True), TemplateStyle(False, True), TemplateStyle(True, True)):
+        probe = Prober(render, style)
         text = probe(USER, probe_call(), tool_reply(), tools=True, prompt=True)
         # The instructions may repeat the tool's name; the value and the result are nowhere else.
         if text is not None and all(part in text for part in (PROBE_NAME, PROBE_VALUE, PROBE_RESULT)):
-            found, reason = dialect, ""
+            found, reason = style, ""
             break
         left_out = "it leaves the tool call or the tool's answer out of the text"
         reason = reason or (left_out if text is not None else f"it refuses a tool conversation: {probe.error}")
     # Where the template knows nothing of thinking, it would be lost unless it stays in the content.
-    alone = Prober(render, Dialect())(USER, Message("assistant", "yes", reasoning="probethought"))
+    alone = Prober(render, TemplateStyle())(USER, Message("assistant", "yes", reasoning="probethought"))
     is_inline = "</think>" not in template_text and alone is not None and "probethought" not in alone
     return Prober(render, found._replace(inline_reasoning=is_inline)), reason

@@ -1,14 +1,13 @@
-"""Tool-call formats: from the text of a reply to a Message, never raising.
+"""Tool-call formats: parse the text of a reply into a Message. Parsing never raises.
 
-`transformers`' `parse_response` reads a reply first, with the response template that the tokenizer carries or the one
-of its family here. It gives up (raises) on the first thing it cannot read and then says nothing of the rest, so a reply
-with a malformed call, and Llama's several calls in one line, are read by the small parsers below, which keep the good
-calls and say what is wrong with each bad one. Left out: checking arguments against a tool's schema
-(`rollouts.env.schema`).
+`parse_response` of transformers is tried first, with the tokenizer's own response template or the one of the format
+below. It raises at the first part that it cannot read, and then returns nothing. So the small parsers below read
+replies with a malformed call and Llama's several calls in one line: they keep the good calls and explain each bad one.
+Arguments are checked against a tool's schema elsewhere (`rollouts.env.schema`).
 
-Families: `hermes` (`<tool_call>{json}</tool_call>`), `xml` (the same tags around `<function=name>`), `mistral`
-(`[TOOL_CALLS][{json}]`), `llama3` (`{"name":…, "parameters":…}`, perhaps after `<|python_tag|>`), `json` (the same with
-`arguments`, no tags at all).
+Formats: `hermes` (`<tool_call>{json}</tool_call>`), `xml` (the same tags around `<function=name>`), `mistral`
+(`[TOOL_CALLS][{json}]`), `llama3` (`{"name":…, "parameters":…}`, optionally after `<|python_tag|>`), `json` (the same
+with `arguments`, without tags).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import msgspec
 from rollouts.types import Message, ToolCall
 
 
-class Family(NamedTuple):
+class ToolCallFormat(NamedTuple):
     """One tool-call format: response template, what opens a call, our own reader of calls, an example."""
 
     name: str
@@ -167,7 +166,7 @@ _BARE_OPEN = r'\A\s*(?:<\|python_tag\|>\s*)?(?=\[?\s*\{\s*"(?:name|type|function
 _JSON_EXAMPLE = '{"name": "tool_name", "%s": {"key": "value"}}'
 
 
-def _family(name: str, opener: str, calls: dict[str, Any], *reader: Any, **is_so: Any) -> Family:
+def _format(name: str, opener: str, calls: dict[str, Any], *reader: Any, **is_so: Any) -> ToolCallFormat:
     fields = {
         "reasoning_content": {"open_pattern": r"\A\s*<think>", "close_pattern": r"</think>\s*", "content": "text"},
         "tool_calls": calls,
@@ -176,7 +175,7 @@ def _family(name: str, opener: str, calls: dict[str, Any], *reader: Any, **is_so
     }
     # The start is never found: the prefix that we pass begins inside the assistant's turn already.
     template = {"start_anchor_pattern": r"(?!)", "defaults": {"role": "assistant"}, "fields": fields}
-    return Family(name, template, re.compile(opener), *reader, **is_so)
+    return ToolCallFormat(name, template, re.compile(opener), *reader, **is_so)
 
 
 _BARE_CALLS = {"open_pattern": _BARE_OPEN, "close_pattern": r"\Z", "content": "json"}
@@ -188,15 +187,15 @@ _XML_CALLS = {
     "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
     "transform": {"name": "{name}", "arguments": "{content}"},
 }
-_FAMILIES = (
-    _family(
+_FORMATS = (
+    _format(
         "hermes",
         "<tool_call>",
         {"open_pattern": r"\s*<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json"},
         lambda text: [_json_call(body) for body in _tagged_bodies(text)],
         f"<tool_call>\n{_JSON_EXAMPLE % 'arguments'}\n</tool_call>",
     ),
-    _family(
+    _format(
         "xml",
         "<tool_call>",
         _XML_CALLS,
@@ -204,21 +203,21 @@ _FAMILIES = (
         "<tool_call>\n<function=tool_name>\n<parameter=key>\nvalue\n</parameter>\n</function>\n</tool_call>",
         casts=True,
     ),
-    _family(
+    _format(
         "mistral",
         r"\[TOOL_CALLS\]",
         {"open_pattern": r"\s*\[TOOL_CALLS\]", "close_pattern": r"\Z", "content": "json"},
         _read_mistral,
         f"[TOOL_CALLS][{_JSON_EXAMPLE % 'arguments'}]",
     ),
-    _family("llama3", _BARE_OPEN, _BARE_CALLS, _read_bare, _JSON_EXAMPLE % "parameters", needs_tools=True),
-    _family("json", _BARE_OPEN, _BARE_CALLS, _read_bare, _JSON_EXAMPLE % "arguments", needs_tools=True),
+    _format("llama3", _BARE_OPEN, _BARE_CALLS, _read_bare, _JSON_EXAMPLE % "parameters", needs_tools=True),
+    _format("json", _BARE_OPEN, _BARE_CALLS, _read_bare, _JSON_EXAMPLE % "arguments", needs_tools=True),
 )
-FAMILIES: dict[str, Family] = {family.name: family for family in _FAMILIES}
+TOOL_CALL_FORMATS: dict[str, ToolCallFormat] = {call_format.name: call_format for call_format in _FORMATS}
 
 
-def detect_family(rendered_call: str, template_text: str) -> str:
-    """The name of the family: by how the template renders a call, else (it renders none) by its text."""
+def detect_tool_call_format(rendered_call: str, template_text: str) -> str:
+    """The name of the call_format: by how the template renders a call, else (it renders none) by its text."""
     text = rendered_call or template_text
     if "<tool_call>" in text:
         return "xml" if "<function=" in text else "hermes"
@@ -229,7 +228,7 @@ def detect_family(rendered_call: str, template_text: str) -> str:
 
 def parse_reply(
     text: str,
-    family: Family,
+    call_format: ToolCallFormat,
     tools: Sequence[dict[str, Any]],
     *,
     parse_response: Callable[..., Any] | None = None,
@@ -240,35 +239,36 @@ def parse_reply(
     """Read one reply. Never raises.
 
     Args:
-        text: what was sampled, without the stop token.
-        family: its tool-call format.
-        tools: the offered tools; without any, a family that has no marker of its own reads no calls.
-        parse_response: the tokenizer's method; absent (an older or foreign tokenizer), our own parsers read everything.
-        response_template: the tokenizer's own one, used in place of the family's with `prefix`, the generation prompt.
-        thinking_prefix: what the generation prompt wrote of the thinking (`<think>\\n`), "" for nothing.
+        text: the sampled text, without the stop token.
+        call_format: the model's tool-call format.
+        tools: the offered tools. Without tools, a format that has no tags reads no calls.
+        parse_response: the tokenizer's method. None (an older or foreign tokenizer): only our parsers are used.
+        response_template: the tokenizer's own template. It replaces the format's template.
+        prefix: the generation prompt, for `response_template`.
+        thinking_prefix: the part of the generation prompt that opens the thinking (`<think>\\n`), or "".
     """
     visible, reasoning = thinking_prefix + text, ""
     if (thought := _THINK.match(visible)) is not None:
         visible, reasoning = visible[thought.end() :], thought.group(1).strip()
     # Most replies call nothing: they need no parser, and keep their white space.
-    opened = family.opener.search(visible) if tools or not family.needs_tools else None
+    opened = call_format.opener.search(visible) if tools or not call_format.needs_tools else None
     if parse_response is not None and (opened or response_template):
-        template, lead = family.response_template, thinking_prefix
+        template, lead = call_format.response_template, thinking_prefix
         if response_template:
             template, lead = response_template, prefix
-        casts = list(tools) if tools and (family.casts or response_template) else None
+        casts = list(tools) if tools and (call_format.casts or response_template) else None
         # It raises ValueError, KeyError and others, by what a sampled text happens to contain; our own parser says why.
         read = None
         with contextlib.suppress(Exception):
             read = parse_response(text, template, prefix=lead, tools=casts)
-        if (parsed := _from_response(read, text, family, opened is not None)) is not None:
+        if (parsed := _from_response(read, text, call_format, opened is not None)) is not None:
             return parsed
     if opened is None:
         return Parsed(Message("assistant", visible, reasoning=reasoning or None), True)
-    return _own_reading(visible, reasoning, opened, family)
+    return _own_reading(visible, reasoning, opened, call_format)
 
 
-def _from_response(parsed: Any, text: str, family: Family, expected: bool) -> Parsed | None:
+def _from_response(parsed: Any, text: str, call_format: ToolCallFormat, expected: bool) -> Parsed | None:
     """transformers' dict as a Message; None where it holds something that is no call, or missed the calls."""
     if not isinstance(parsed, dict):
         return None
@@ -277,15 +277,15 @@ def _from_response(parsed: Any, text: str, family: Family, expected: bool) -> Pa
     calls = [call for call in map(_strict_call, raw_calls) if isinstance(call, ToolCall)]
     if len(calls) < len(raw_calls) or (expected and not calls):
         return None
-    if family.casts and text.count("</function>") < len(calls):
+    if call_format.casts and text.count("</function>") < len(calls):
         return None  # cut off in the middle of its arguments; nothing else of this format would show it
     content = parsed.get("content") or ""
     reasoning = next((parsed[key] for key in ("reasoning_content", "thinking", "reasoning") if parsed.get(key)), None)
     if not isinstance(content, str) or not isinstance(reasoning, str | None):
         return None
-    if calls and family.opener.search(content):
+    if calls and call_format.opener.search(content):
         return None  # an opening tag was left over in the text: a second call that was not read
-    opened = family.opener.search(text) if calls else None
+    opened = call_format.opener.search(text) if calls else None
     # Templates render all text before the first call.
     in_order = opened is None or text[: opened.start()].rstrip().endswith(content.strip())
     content = content.strip() if calls else content
@@ -293,13 +293,13 @@ def _from_response(parsed: Any, text: str, family: Family, expected: bool) -> Pa
     return Parsed(message, in_order and all(map(_plainly_spelt, raw_calls)))
 
 
-def _own_reading(visible: str, reasoning: str, opened: re.Match[str], family: Family) -> Parsed:
-    calls = family.read_calls(visible[opened.start() :]) or [ToolCall("", error="the call is empty")]
+def _own_reading(visible: str, reasoning: str, opened: re.Match[str], call_format: ToolCallFormat) -> Parsed:
+    calls = call_format.read_calls(visible[opened.start() :]) or [ToolCall("", error="the call is empty")]
     content = visible[: opened.start()].strip()
     malformed = any(call.error for call in calls)
     if malformed:
         content = visible  # so that the model is shown what it really wrote
-        calls = [_explained(call, family.example) if call.error else call for call in calls]
+        calls = [_explained(call, call_format.example) if call.error else call for call in calls]
     message = Message("assistant", content, _with_ids(calls, visible), reasoning=reasoning or None)
     # Our parsers do not notice extra keys, or text between calls; only the raw text is sure to be the same again.
     return Parsed(message, malformed)

@@ -1,11 +1,11 @@
 """Rows decoded side by side, in one of two ways, and the probe that finds out which of them a model takes.
 
-`SlotLanes` is the fast way, for models with plain full attention: one preallocated buffer (`cache.py`). Equal prompts
+`CachedSlots` is the fast way, for models with plain full attention: one preallocated buffer (`cache.py`). Equal prompts
 of a wave (a group's members) are prefilled once; a session's next turn prefills only what is new; finished rows leave
-by moving the last lane into the gap; rows still queued join as soon as enough lanes are free; nothing is concatenated
+by moving the last lane into the gap; rows still queued join as soon as enough slots are free; nothing is concatenated
 or masked anew beyond one comparison a step.
 
-`PlainLanes` is the slower way, over whatever cache the model makes by itself: sliding windows, linear attention and
+`PlainSlots` is the slower way, over whatever cache the model makes by itself: sliding windows, linear attention and
 other state. Whole contexts are computed anew each turn. Attention-only models take contexts of mixed lengths, padded on
 the left; models with recurrent state take contexts of one length at a time, so that padding can never enter a state.
 """
@@ -40,7 +40,7 @@ class Row:
     temperature: float
     numbers: Iterator[float]
     session: str | None = None
-    label: Any = None
+    pending: Any = None  # the `PendingRequest` that it answers
     sampled: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     saved: SavedCache | None = None
@@ -94,11 +94,11 @@ class Network:
         return output.logits[:, -1], getattr(output, self.cache_name, None)
 
 
-# The loop owns the rows that decode side by side; lanes own their caches, in the same order. The loop asks them to
+# The loop owns the rows that decode side by side; slots own their caches, in the same order. The loop asks them to
 # `take` rows off its queue, to `admit` them behind those that decode, for a `step` of all, and to `release` those that
 # finished.
 @dataclass
-class SlotLanes:
+class CachedSlots:
     """Lane i is slot i of the cache, which is widened to `columns_max` at most. What sessions keep is of weights
     `version`.
     """
@@ -107,7 +107,7 @@ class SlotLanes:
     cache: SlotCache
     sessions: SessionCaches
     version: int
-    slots: int
+    count: int
     columns_max: int
     prefill_tokens_max: int
 
@@ -115,8 +115,8 @@ class SlotLanes:
         """Take off the queue the rows that join `active` others now, perhaps none: they join when no lane is busy or a
         quarter is free, for a pass for one row costs much the same as for ten.
         """
-        free = min(self.slots - active, len(queue))
-        if active and free < min(len(queue), max(1, self.slots // 4)):
+        free = min(self.count - active, len(queue))
+        if active and free < min(len(queue), max(1, self.count // 4)):
             return []
         joining = queue[:free]
         del queue[:free]
@@ -227,11 +227,11 @@ class SlotLanes:
 
 
 @dataclass
-class PlainLanes:
-    """Lanes over the model's own cache. `padded`: contexts of different lengths may share a batch."""
+class PlainSlots:
+    """DecodeSlots over the model's own cache. `padded`: contexts of different lengths may share a batch."""
 
     network: Network
-    slots: int
+    count: int
     padded: bool
     _cache: Any = None
     _mask: Tensor | None = None
@@ -240,7 +240,7 @@ class PlainLanes:
         """A batch at a time; without padding, the leading contexts of one length."""
         if active:
             return []
-        size = min(self.slots, len(queue))
+        size = min(self.count, len(queue))
         if not self.padded:
             length = len(queue[0].tokens)
             size = next((n for n in range(size) if len(queue[n].tokens) != length), size)
@@ -301,14 +301,14 @@ class PlainLanes:
         return index
 
 
-Lanes = SlotLanes | PlainLanes
+DecodeSlots = CachedSlots | PlainSlots
 
 # --- which of the two -----------------------------------------------------------------------------------------------
 
 LENGTHS = (7, 4, 7)  # short contexts: two equal ones, and one that must be padded
 
 
-class Verdict(NamedTuple):
+class CacheSupport(NamedTuple):
     """`shape` is set where the fast way works, else `reason` says why not; `padded`: left padding does no harm."""
 
     shape: KVShape | None
@@ -316,7 +316,7 @@ class Verdict(NamedTuple):
     reason: str
 
 
-def probe(network: Network) -> Verdict:
+def detect_cache_support(network: Network) -> CacheSupport:
     """Try the model; call it in the torch thread, in eval mode without gradients. A handful of short forward passes.
 
     It takes the fast way only if its own cache is plain full attention in every layer, and the logits that it gives
@@ -336,7 +336,7 @@ def probe(network: Network) -> Verdict:
         shape, reason = None, f"its attention is {attention}, which takes no mask of ours"
     if shape is not None:
         reason = _try(network, shape, contexts)
-    return Verdict(None if reason else shape, is_padded and not is_stateful and not is_linear, reason)
+    return CacheSupport(None if reason else shape, is_padded and not is_stateful and not is_linear, reason)
 
 
 def _shape(model: Any, layers: list[Any]) -> tuple[KVShape | None, str]:
@@ -364,15 +364,15 @@ def _shape(model: Any, layers: list[Any]) -> tuple[KVShape | None, str]:
 def _try(network: Network, shape: KVShape, contexts: list[list[int]]) -> str:
     """Prefill padded, continue two tokens, step once, all in slots; compare with plain passes. Empty if they agree."""
     cache = SlotCache(shape, len(contexts), max(map(len, contexts)) + 4)
-    lanes = SlotLanes(network, cache, SessionCaches(0), 0, len(contexts), cache.columns, prefill_tokens_max=1 << 20)
+    slots = CachedSlots(network, cache, SessionCaches(0), 0, len(contexts), cache.columns, prefill_tokens_max=1 << 20)
     rows = [Row(context, 9, frozenset(), 1.0, iter(())) for context in contexts]
     try:
-        rows, first = lanes.admit(rows, 0)
+        rows, first = slots.admit(rows, 0)
         longer = [[*row.tokens, 1, 2] for row in rows]
-        second = lanes.prefill(0, [(tokens, len(row.tokens)) for tokens, row in zip(longer, rows, strict=True)])
+        second = slots.prefill(0, [(tokens, len(row.tokens)) for tokens, row in zip(longer, rows, strict=True)])
         for row, tokens in zip(rows, longer, strict=True):
             row.tokens, row.sampled = tokens, [3]
-        third = lanes.step(rows)
+        third = slots.step(rows)
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
         return f"it does not take a cache of ours ({type(error).__name__}: {error})"
     for index, row in enumerate(rows):

@@ -1,0 +1,145 @@
+"""What a component is, in one line, read from the source of its module: nothing is imported.
+
+The line is the first sentence of the component's docstring; of a value, such as an `Algorithm`, of the text that
+follows its assignment. A name that the module imports from another one is followed. Left out: packages whose source is
+not on the disk, names made by a module's `__getattr__`, and components of packs; they have no line.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from rollouts.plugins.index import ComponentRef
+
+_HOPS_MAX = 5  # from one module to the next, for a name that is imported
+_DEFINED = r"^(?:async\s+def\s+|def\s+|class\s+)?{name}\b(?!\s*\.)"
+_END = re.compile(r"^(?=[^\s#)\]}])", re.MULTILINE)  # the next statement of the module
+
+
+class Place(NamedTuple):
+    """Where a name is defined: the file, the line (from 1), and the docstring (empty where there is none)."""
+
+    file: Path
+    line: int
+    doc: str
+
+
+def description(ref: ComponentRef) -> str:
+    """The first sentence of the component's docstring, in one line; empty where no source says it."""
+    place = find_definition(ref)
+    return first_sentence(place.doc) if place else ""
+
+
+def first_sentence(text: str) -> str:
+    """The first sentence of a docstring's first paragraph, in one line, without its full stop.
+
+    >>> first_sentence("The policy gradient (Williams et al. 1992). It has\\n    no clip.")
+    'The policy gradient (Williams et al. 1992)'
+    """
+    paragraph = " ".join(text.strip().partition("\n\n")[0].split())
+    for found in re.finditer(r"\. (?=[A-Z`*(])", paragraph):
+        before = paragraph[: found.start()]
+        if before.count("(") == before.count(")"):  # else it is an abbreviation: (Dr. GRPO)
+            return before
+    return paragraph.removesuffix(".")
+
+
+def find_definition(ref: ComponentRef) -> Place | None:
+    """Where the component's source is; None where it cannot be found without an import."""
+    module, _, attribute = ref.value.partition("[")[0].strip().rpartition(":")
+    name = attribute.strip()
+    if not module or not name.isidentifier():
+        return None
+    file = Path(module) if module.endswith(".py") else _source_of(module.strip())
+    for _ in range(_HOPS_MAX):
+        if file is None or not (text := _read(file)):
+            return None
+        place = _definition(text, name, file)
+        if place is not None:
+            return place
+        module, name = _imported(text, name, module, is_package=file.name == "__init__.py")
+        file = _source_of(module) if module else None
+    return None
+
+
+def _source_of(module: str) -> Path | None:
+    """The source of a module. Its parent packages are looked at, and not imported."""
+    path: Sequence[str] | None = None
+    spec = None
+    whole = ""
+    for part in module.split("."):
+        whole = f"{whole}.{part}" if whole else part
+        finders = (finder for finder in sys.meta_path if hasattr(finder, "find_spec"))
+        try:
+            spec = next((found for finder in finders if (found := finder.find_spec(whole, path))), None)
+        except (ImportError, ValueError, OSError):  # a finder of another package's may raise
+            return None
+        if spec is None:
+            return None
+        path = list(spec.submodule_search_locations or ())
+    return Path(spec.origin) if spec and spec.origin and spec.origin.endswith(".py") else None
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _definition(text: str, name: str, file: Path) -> Place | None:
+    """The definition of a name at the top of a module. Only its own lines are parsed: a module can be long."""
+    for found in re.finditer(_DEFINED.format(name=re.escape(name)), text, re.MULTILINE):
+        line = text.count("\n", 0, found.start()) + 1
+        for end in _ends(text, found.end()):
+            try:
+                body = ast.parse(text[found.start() : end]).body
+            except (SyntaxError, ValueError):
+                continue
+            first = body[0]
+            if isinstance(first, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                return Place(file, line, ast.get_docstring(first) or "")
+            if not isinstance(first, ast.Assign | ast.AnnAssign):
+                break
+            return Place(file, line, _text_after(text[end:]))
+    return None
+
+
+def _ends(text: str, start: int) -> Iterator[int]:
+    """Where the statement may end that `start` is in: at each line that may begin another one (a few of them)."""
+    for count, found in enumerate(_END.finditer(text, start)):
+        if found.start() > start:
+            yield found.start()
+        if count == 3:
+            break
+    yield len(text)
+
+
+def _text_after(text: str) -> str:
+    """The string that stands alone at the start of this text, as documentation of the value before it."""
+    found = re.match(r'(?:"""(.*?)"""|"([^"\n]*)")[ \t]*(?:#.*)?(?:\n|\Z)', text, re.DOTALL)
+    return (found[1] or found[2] or "") if found else ""
+
+
+def _imported(text: str, name: str, module: str, *, is_package: bool) -> tuple[str, str]:
+    """The module that a name is imported from, and its name there; two empty ones where it is not."""
+    if not re.search(rf"\bimport\b[^#]*\b{re.escape(name)}\b", text):
+        return "", ""
+    try:
+        body = ast.parse(text).body
+    except (SyntaxError, ValueError):
+        return "", ""
+    for node in body:
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        for alias in node.names:
+            if (alias.asname or alias.name) == name:
+                parents = module.split(".")
+                above = parents[: len(parents) - node.level + is_package] if node.level else []
+                return ".".join([*above, *([node.module] if node.module else [])]), alias.name
+    return "", ""
