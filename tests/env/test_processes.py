@@ -385,12 +385,12 @@ def test_the_worker_answers_in_words():
     reference = reference_of(at_the_top)
     assert find_function(reference) is at_the_top
     request = {"call": reference, "label": "at_the_top", "characters_max": 10}
-    assert answer({"load": reference}) == ("", None)
-    assert answer(request | {"arguments": {"n": 4}}) == ("8", None)
-    assert answer(request | {"arguments": {}}).failure == "bad_arguments"
+    assert answer({"load": reference})["outcome"] == ("", None)
+    assert answer(request | {"arguments": {"n": 4}})["outcome"] == ("8", None)
+    assert answer(request | {"arguments": {}})["outcome"].failure == "bad_arguments"
     missing = Reference("isolated_tools", "nobody")
-    assert "no attribute 'nobody'" in answer({"load": missing}).text
-    assert answer({"load": Reference("no_such_module", "f", "/nowhere.py")}).failure == "exception"
+    assert "no attribute 'nobody'" in answer({"load": missing})["outcome"].text
+    assert answer({"load": Reference("no_such_module", "f", "/nowhere.py")})["outcome"].failure == "exception"
 
 
 def test_a_deadline_of_the_tools_own_is_no_deadline_of_ours():

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 
 from rollouts.author_code import authors_code, printable, shown
-from rollouts.errors import TrainingError, named
+from rollouts.errors import TrainingError, words_of
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, function_label, is_reward_placed, requests
 from rollouts.training.algorithms.calls import call_author, wrong_result
 from rollouts.training.types import Unit
@@ -130,7 +130,7 @@ def _metric(given_name: Any, reported: Any, live: Tensor, label: str) -> tuple[s
         with authors_code():
             metric = torch.as_tensor(value).detach().to(device=live.device, dtype=torch.float32)
     except Exception as error:  # an object of the author's own may raise anything
-        raise TrainingError(f"{reports} as {shown(value)}, which is no number: {named(error)}") from error
+        raise TrainingError(f"{reports} as {shown(value)}, which is no number: {words_of(error)}") from error
     count = live.sum().float()
     if metric.dim() == 0:
         return name, Metric(metric * count if kind == "mean" else metric, count, kind)

@@ -18,7 +18,8 @@ import trio
 from rollouts.author_code import authors_code, printable, shown
 from rollouts.env import calls
 from rollouts.env.mixing import InvalidPolicy, RewardTerm, Verdict, mix, read_verdict
-from rollouts.errors import RewardError, RolloutsError, RunError, named, words_of
+from rollouts.error_log import report
+from rollouts.errors import RewardError, RolloutsError, RunError, words_of
 from rollouts.plugins.signature import bind, call_with
 from rollouts.training.samples import episode_samples
 from rollouts.types import Episode, Sample, Status, Task
@@ -154,7 +155,7 @@ def drop_reason(name: str, returned: Any) -> str | None:
         with authors_code():
             return None if returned else name
     except Exception as error:  # an array of several numbers is neither true nor false
-        raise RunError(f"the filter {name} returned {shown(returned)}, which is no bool: {named(error)}") from error
+        raise RunError(f"the filter {name} returned {shown(returned)}, which is no bool: {words_of(error)}") from error
 
 
 # --- rewards of a whole group: `def f(tasks, trajectories) -> [one number a rollout]` ---------------------------------
@@ -201,7 +202,7 @@ async def _ask_group(term: RewardTerm, episodes: Sequence[Episode], seconds: flo
     except RolloutsError:
         raise
     except Exception as error:  # the author's code may raise anything; the policy decides what follows
-        why = named(error)
+        why = report(error, f"the group reward {term.alias}")
     return [Verdict(term.alias, term.weight, None, {}, why, term.alias)] * len(episodes)
 
 

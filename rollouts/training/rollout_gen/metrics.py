@@ -63,7 +63,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     if all(reward in (0.0, 1.0) for reward in judged):  # graded rewards do not say which rollouts pass
         metrics["reward/pass@k"] = statistics.fmean(1.0 in group.rewards for group in groups)
     # What the agent loop counts, in trajectories or while judging; an episode without a count has 0 of it.
-    counted = {name for trajectory in trajectories for name in trajectory.metrics}
+    counted = {name for trajectory in trajectories for name, count in trajectory.metrics.items() if count}
     counted |= {name for episode in episodes for name in JUDGING if name in episode.metrics}
     for name in sorted(counted - {"turns"}):
         # A rollout of an environment's own may count what it likes, but it replaces nothing that is counted here.

@@ -17,6 +17,7 @@ from typing import Any
 import trio
 
 from rollouts.author_code import authors_code, unwrapped
+from rollouts.error_log import report
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.rollout_gen.groups import drop_reason
@@ -78,7 +79,8 @@ def _reward(reward_fn: Callable[..., Any], sample: Sample) -> float | None:
         returned = _call(reward_fn, sample)
     except RolloutsError:
         raise
-    except Exception:  # the author's code may raise anything: it could not judge
+    except Exception as error:  # the author's code may raise anything: it could not judge
+        report(error, "reward_fn")
         return None
     return score_of(returned).value
 

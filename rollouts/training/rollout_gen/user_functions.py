@@ -16,6 +16,7 @@ import trio
 
 from rollouts.env import calls
 from rollouts.env.mixing import mix, read_verdict
+from rollouts.error_log import report
 from rollouts.errors import RolloutsError, RunError, words_of
 from rollouts.training.rollout_gen.groups import Group, drop_reason, group_samples
 from rollouts.training.rollout_gen.steps import RolloutConfig
@@ -38,7 +39,7 @@ async def generate(config: RolloutConfig, task: Task, version: int | None) -> li
     except RolloutsError:
         raise
     except Exception as error:  # the author's code may raise anything
-        status, why = Status.ENVIRONMENT_ERROR, f"generate_fn: {words_of(error)}"
+        status, why = Status.ENVIRONMENT_ERROR, f"generate_fn: {report(error, 'generate_fn')}"
     else:
         return [_stamped(sample, version) for sample in check_samples(returned, count)]
     return [Sample(task.prompt, reward=None, status=status, metadata={"error": why}) for _ in range(count)]
@@ -86,9 +87,10 @@ def sample_episode(sample: Sample, task: Task, order: tuple[int, int]) -> Episod
         mask, logprobs = list(sample.loss_mask), list(sample.rollout_log_probs)
         segments = [Segment(list(sample.tokens), mask, logprobs, list(versions))]
     messages = [*task.messages, Message("assistant", sample.response)]
-    trajectory = Trajectory(task, messages, segments, status, {"turns": 1.0})
+    trajectory = Trajectory(task, messages, segments, status)
+    trajectory.metrics["turns"] = 1.0
     score = Score(None if status.is_infrastructure else sample.reward, dict(sample.parts))
-    return Episode(order, task, [trajectory], score, {"turns": 1.0})
+    return Episode(order, task, [trajectory], score, dict(trajectory.metrics))
 
 
 def score_of(returned: Any) -> Score:
@@ -107,7 +109,7 @@ async def reward_group(group: Group, reward_fn: Callable[..., Any]) -> Group:
             except RolloutsError:
                 raise
             except Exception as error:  # the author's code may raise anything
-                score = Score(None, {"reward_fn": None}, f"reward_fn could not judge: {words_of(error)}")
+                score = Score(None, {"reward_fn": None}, f"reward_fn could not judge: {report(error, 'reward_fn')}")
             episode = episode._replace(score=score)
         episodes.append(episode)
     return group._replace(episodes=tuple(episodes))
