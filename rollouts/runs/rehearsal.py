@@ -362,6 +362,5 @@ def _step_words(algorithm: Algorithm, unit: str) -> str:
         label = function_label(chooser) if chooser is not None else "the algorithm"
         return f"{label} trains on none of the rewards 1 and 0, so the loss was not called"
     loss = " + ".join(function_label(term.function) for term in active_terms(algorithm))
-    return (
-        f"every function was called; {loss} gives one value a {unit}, as {function_label(algorithm.aggregation)} takes"
-    )
+    takes = function_label(algorithm.aggregation)
+    return f"every function was called; {loss} gives one value per {unit}, as {takes} takes"

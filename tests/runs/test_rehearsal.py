@@ -166,7 +166,7 @@ def test_an_episode_is_played_by_a_script(here):
     assert "a scripted episode: 8 messages, completed" in text
     assert r"<|im_start|>assistant\n'" in text
     assert "call: look(color='1')\n  answer: '1 3'\n  reward: 1 (good 1)\n  metrics: turns 4" in text
-    assert "every function was called; ppo_clip gives one value a token, as token_mean takes" in text
+    assert "every function was called; ppo_clip gives one value per token, as token_mean takes" in text
 
 
 def test_a_loop_of_the_environments_own_is_played_too(here):
@@ -261,7 +261,7 @@ def test_every_kind_of_algorithm_is_tried(here, settings):
 
 def test_demonstrations_are_tried(here):
     text = tried(mode="sft")
-    assert "a demonstration: " in text and "cross_entropy gives one value a token" in text
+    assert "a demonstration: " in text and "cross_entropy gives one value per token" in text
 
 
 def test_the_command_says_what_it_found(here, capsys):
