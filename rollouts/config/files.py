@@ -18,7 +18,7 @@ from typing import Any
 
 from rollouts.config.flags import Flag, Tree, flag_name
 from rollouts.config.settings import is_secret
-from rollouts.errors import ConfigError, in_lines, line_in, suggestion
+from rollouts.errors import ConfigError, in_lines, suggestion, words_of
 
 Keys = tuple[str, ...]
 
@@ -231,11 +231,7 @@ def _read_py(source: Source) -> Any:
     except (KeyboardInterrupt, MemoryError):  # the parser raises MemoryError for a file that is nested too deep
         raise
     except BaseException as error:  # the file may raise anything, also SystemExit
-        import traceback
-
-        line = line_in(source.path, error) or "?"
-        words = traceback.format_exception_only(error)[-1].strip()  # works even if the `str` of the error raises
-        raise ConfigError(f"{source.path}, line {line}: {words}") from error
+        raise ConfigError(f"{source.path}: the settings file raised {words_of(error)}") from error
     if "config" in namespace:
         return namespace["config"]
     names = [name for name, _ in _assignments(module.body) if not name.startswith("_")]

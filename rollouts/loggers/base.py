@@ -20,7 +20,7 @@ class MetricsLogger(Protocol):
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Record the metrics of one step. Metric names have the form `group/name`. Values may be NaN. Steps come in
-        order.
+        order. The last step comes twice: its second call has the metrics of the evaluation at the end.
 
         A resumed run begins at `first_step` in the same folder, and logs the steps from there on again.
         """
