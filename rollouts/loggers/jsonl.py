@@ -48,8 +48,8 @@ class JSONLLogger:
             raise OutputError(f"cannot write metrics to {self.path}: {error}; type `--out FOLDER`") from error
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Write one line and flush it. More metrics of the last step are added to its line. Raises TypeError for a value
-        that is not a number.
+        """Write one line and flush it. More metrics of the last step are added to its line. Raises TypeError for a
+        value that is not a number.
         """
         assert "step" not in metrics, "`step` is a key of the line, so no metric may have this name"
         line = {"step": int(step)} | {name: _number(name, value) for name, value in metrics.items()}
