@@ -34,7 +34,7 @@ from rollouts.runs.environments import Environment, HeldOutPrompts, demonstratio
 from rollouts.runs.folder import EVALUATED, STEP, MakeFolder, episode_records
 from rollouts.runs.jobs import learning
 from rollouts.runs.jobs.saving import Occasion, Saving
-from rollouts.runs.manifest import MANIFEST, make_manifest
+from rollouts.runs.manifest import MANIFEST, changed_code, code_files, keep_code, make_manifest
 from rollouts.runs.observer import Observer
 from rollouts.runs.plan import Plan
 from rollouts.runs.resume import REVISION, Resumed, RunState, restore, resume_command, take_back
@@ -95,7 +95,8 @@ def train(
             return {}
         session.resources.callback(backend.close)
         folder = session.open(make_folder)
-        loggers, manifest = plan.chosen["logger"], make_manifest(settings.seed, plan.references)
+        loggers, code = plan.chosen["logger"], code_files(plan.references)
+        manifest = make_manifest(settings.seed, plan.references, code)
         engine_gets = plan.inference_arguments(backend, str(folder.path))
         inference = make_inference(plan.one("inference"), engine_gets, environments, must_train=settings.mode == "rl")
         own = [each for each in loggers if each.component is JSONLLogger]
@@ -104,6 +105,7 @@ def train(
             files = [folder.path / each.settings.get("file", "metrics.jsonl") for each in own]
             logged = {file.name: {step: "time/save" in line for step, line, _ in read_lines(file)} for file in files}
             resumed = restore(backend, folder, settings, plan.flat, logged, checkpoint)
+            resumed = resumed._replace(notes=(*resumed.notes, *changed_code(folder.path, code, folder.shown)))
             first = resumed.state.step
             if resumed.state.data:
                 buffer.load_state_dict(resumed.state.data)
@@ -116,6 +118,7 @@ def train(
         if resumed is not None:
             resumed = take_back(backend, folder, resumed, manifest)
             folder.write_config(plan.config)
+        keep_code(folder, code)
         session.loggers.open(loggers, folder.path, plan.plain, first)
         if resumed is not None:
             folder.forget_steps(first)
