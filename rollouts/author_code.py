@@ -12,12 +12,35 @@ from __future__ import annotations
 
 import dis
 import functools
+import linecache
+import os
 import threading
+import traceback
 from collections.abc import Callable
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 CHARACTERS_MAX = 200  # of a value in an error message
+LINE_CHARACTERS_MAX = 120  # of a line of an author's file in an error message
 RAISE = dis.opmap["RAISE_VARARGS"]
+CORE = f"{Path(__file__).parent}/"
+STANDARD_LIBRARY = f"{Path(os.__file__).parent}/"
+DECORATOR_LINES_MAX = 20
+INSTALLED = ("/site-packages/", "/dist-packages/")
+
+
+class Place(NamedTuple):
+    """A line of an author's file: its path, its number from 1, and its text without indentation."""
+
+    file: str
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        path = Path(self.file)
+        shown_path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+        text = f": {self.text}" if len(self.text) <= LINE_CHARACTERS_MAX else f": {self.text[:LINE_CHARACTERS_MAX]}..."
+        return printable(f"{shown_path}, line {self.line}{text if self.text else ''}")
 
 
 class authors_code:
@@ -90,6 +113,70 @@ def _tame(error: BaseException) -> Exception:
     if _reads(error, str) is None:
         return RuntimeError(message_of(error)).with_traceback(error.__traceback__)
     return error
+
+
+def place_of(error: BaseException) -> Place | None:
+    """The line of the author's file that raised the error; None where no author's code did.
+
+    This is the innermost frame outside of the core, the standard library and the installed packages. Of an installed
+    component it is the innermost frame in the component's own package. A SyntaxError names its line itself.
+    """
+    if isinstance(error, SyntaxError) and error.lineno and is_file(error.filename):
+        return _place(error.filename or "", error.lineno)
+    foreign = [(file, line) for file, line in _frames(error) if not file.startswith(CORE) and not _is_standard(file)]
+    own = [(file, line) for file, line in foreign if not any(part in file for part in INSTALLED)]
+    if not own and foreign:
+        package = _package(foreign[0][0])
+        own = [(file, line) for file, line in foreign if _package(file) == package]
+    return _place(*own[-1]) if own else None
+
+
+def innermost_place(error: BaseException) -> Place | None:
+    """The line that raised the error, in whatever file: for a mistake of the core's own."""
+    frames = _frames(error)
+    return _place(*frames[-1]) if frames else None
+
+
+def _frames(error: BaseException) -> list[tuple[str, int]]:
+    """File and line of each frame that has a file, outermost first."""
+    frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
+    return [(file, line) for file, line in frames if is_file(file)]
+
+
+def place_of_function(function: Any) -> Place | None:
+    """The line on which a function is defined, below its decorators; None where it is not written in Python."""
+    plain = unwrapped(function)
+    while isinstance(plain, staticmethod | classmethod) or hasattr(plain, "__func__"):
+        plain = plain.__func__
+    code = getattr(plain, "__code__", None) or getattr(vars(type(plain)).get("__call__"), "__code__", None)
+    if code is None or not is_file(code.co_filename):
+        return None
+    first = code.co_firstlineno
+    lines = [_place(code.co_filename, first + below) for below in range(DECORATOR_LINES_MAX)]
+    return next((line for line in lines if line.text.startswith(("def ", "async def "))), lines[0])
+
+
+def is_file(name: str | None) -> bool:
+    """Whether the file name of a code object is that of a file, not `<string>` or `<frozen ...>`."""
+    return bool(name) and not str(name).startswith("<")
+
+
+def _is_standard(file: str) -> bool:
+    return file.startswith(STANDARD_LIBRARY) and not any(part in file for part in INSTALLED)
+
+
+def _package(file: str) -> str:
+    """The installed package that a file is in."""
+    for part in INSTALLED:
+        before, found, inside = file.rpartition(part)
+        if found:
+            return f"{before}{part}{inside.partition('/')[0]}"
+    return file
+
+
+def _place(file: str, line: int) -> Place:
+    linecache.checkcache(file)
+    return Place(file, line, linecache.getline(file, line).strip())
 
 
 def message_of(error: BaseException) -> str:

@@ -28,9 +28,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 
-from rollouts.author_code import message_of
+from rollouts.author_code import Place, message_of, place_of
 
 NAME_CHARACTERS_MAX = 200
+LEAVES_MAX = 5  # errors of a group that a message lists
 
 
 class RolloutsError(Exception):
@@ -133,34 +134,46 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].strip()
 
 
-def words_of(error: BaseException) -> str:
-    """An error of an author's code in one line: its type, its message, and the file and line that raised it.
+def words_of(error: BaseException, place_in: Callable[[BaseException], Place | None] = place_of) -> str:
+    """An error of an author's code in words: its type, its message, and the author's line that raised it. Of a group
+    the first few errors in it. `place_in` finds the line.
 
-    >>> try:
-    ...     [].pop()
-    ... except IndexError as error:
-    ...     words_of(error).split(" (")[0]
-    'IndexError: pop from empty list'
+    A line makes it `ZeroDivisionError: division by zero (x.py, line 3: return 1 / 0)`.
+
+    >>> words_of(ZeroDivisionError("division by zero"))  # never raised, so it has no line
+    'ZeroDivisionError: division by zero'
     """
-    import traceback
 
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return (
-        f"{type(error).__name__}: {message_of(error)}{place}; with ROLLOUTS_TRACEBACK=1 all of its traceback is shown"
-    )
+    def said(leaf: BaseException) -> str:
+        place = place_in(leaf) or place_in(error)
+        words = f"{type(leaf).__name__}: {leaf.msg}" if isinstance(leaf, SyntaxError) and place else _named(leaf)
+        return f"{words} ({place})" if place else words
+
+    return _each_of(error, said)
 
 
 def named(error: BaseException) -> str:
-    """The type and message of an error, printable. For a group: of its first error.
+    """The type and message of an error, printable. For a group: of its first few errors.
 
-    >>> named(ValueError("too long")), named(ExceptionGroup("both", [KeyError()]))
-    ('ValueError: too long', 'KeyError')
+    >>> named(ValueError("too long")), named(ExceptionGroup("both", [KeyError("a"), OSError()]))
+    ('ValueError: too long', "2 errors: KeyError: 'a'; OSError")
     """
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
+    return _each_of(error, _named)
+
+
+def _named(error: BaseException) -> str:
     message = message_of(error)
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def _each_of(error: BaseException, said: Callable[[BaseException], str]) -> str:
+    """What is said of an error; of a group what is said of its leaves, each once."""
+    if not isinstance(error, BaseExceptionGroup):
+        return said(error)
+    leaves = list(dict.fromkeys(map(said, leaves_of(error))))
+    more = [f"{len(leaves) - LEAVES_MAX} more"] if len(leaves) > LEAVES_MAX else []
+    count = f"{len(leaves)} errors: " if len(leaves) > 1 else ""
+    return count + "; ".join([*leaves[:LEAVES_MAX], *more])
 
 
 def words_of_exit(status: int | None) -> str:
@@ -228,13 +241,3 @@ def suggestion(given: str, known: Iterable[str], spelled: Callable[[str], str] =
 def in_lines(*lines: str) -> str:
     """The lines that are not empty, as one message."""
     return "\n".join(filter(None, lines))
-
-
-def line_in(file: str, error: BaseException) -> int | None:
-    """The number of the last line of `file` in the error's traceback; None if the file is not in it."""
-    import traceback
-
-    if isinstance(error, SyntaxError) and error.filename == file:
-        return error.lineno
-    frames = reversed(list(traceback.walk_tb(error.__traceback__)))
-    return next((line for frame, line in frames if frame.f_code.co_filename == file), None)

@@ -128,20 +128,26 @@ class Segment(msgspec.Struct):
         assert unsampled <= {-1}, f"tokens that were not sampled are of versions {sorted(unsampled)}"
 
 
+COUNTS = ("turns", "tool_calls", "tool_failures")
+"""The counts that the metrics of every Trajectory have."""
+
+
 class Trajectory(msgspec.Struct):
     """What one agent did in one episode: its messages, and the exact tokens to train on.
 
-    `metrics` holds counts such as `turns`, `tool_calls` and `tool_failures`; `turn_limit` is 1 if the model used all
-    its turns. `error` says why the episode failed or was cut short.
+    `metrics` always holds the counts `turns`, `tool_calls` and `tool_failures`. It holds others only where they are
+    not 0: `turn_limit` is 1 if the model used all its turns. `error` says why the episode failed or was cut short.
+    `tool_errors` has the first error of each tool that raised, took too long or crashed, with the author's line.
     """
 
     task: Task
     messages: list[Message]
     segments: list[Segment] = []
     status: Status = Status.PENDING
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float] = msgspec.field(default_factory=lambda: dict.fromkeys(COUNTS, 0.0))
     tools: list[dict[str, Any]] = []
     error: str | None = None
+    tool_errors: dict[str, str] = {}
 
     @property
     def last_text(self) -> str:

@@ -17,8 +17,8 @@ from types import ModuleType
 from typing import Any
 
 from rollouts.author_code import authors_code
-from rollouts.errors import BrokenPluginError, UnknownComponentError, in_lines, line_in, suggestion
-from rollouts.plugins.index import HOOKS, KIND_WORDS, ComponentRef, is_installed, normalize, one_line
+from rollouts.errors import BrokenPluginError, UnknownComponentError, in_lines, suggestion, words_of
+from rollouts.plugins.index import HOOKS, KIND_WORDS, ComponentRef, is_installed, normalize
 
 _VALUE = re.compile(r"^\s*(?P<module>\w+(?:\.\w+)*)\s*(?::\s*(?P<attr>\w+(?:\.\w+)*)\s*)?(?:\[.*\]\s*)?$")
 
@@ -55,9 +55,8 @@ def load_component(ref: ComponentRef) -> Any:
 
 
 def cause_of(exc: BaseException, ref: ComponentRef) -> str:
-    """The type and message of an error in one line. For a missing module, a second line says what to install."""
-    hint = install_hint(exc, ref)
-    return one_line(exc) + (f"\n{hint}" if hint else "")
+    """The type, the message and the author's line. For a missing module, a second line says what to install."""
+    return in_lines(" ".join(words_of(exc).split()), install_hint(exc, ref))
 
 
 def install_hint(exc: BaseException, ref: ComponentRef) -> str:
@@ -161,10 +160,8 @@ def _load_from_file(ref: ComponentRef) -> Any:
         with authors_code():
             module = _module_of(path)
     except Exception as exc:  # a file may raise anything
-        line = line_in(str(path), exc)
-        where = f"{path}, line {line}" if line else str(path)
         raise BrokenPluginError(
-            f"{where}: the file of {KIND_WORDS[ref.kind]} {attribute!r} does not import\n{cause_of(exc, ref)}"
+            f"{path}: the file of {KIND_WORDS[ref.kind]} {attribute!r} does not import\n{cause_of(exc, ref)}"
         ) from exc
     value, missing = _attribute(module, attribute)
     if not missing:

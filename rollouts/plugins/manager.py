@@ -16,6 +16,7 @@ import pluggy
 from pluggy import HookimplOpts, PluginValidationError
 
 from rollouts.author_code import authors_code, shown
+from rollouts.error_log import report
 from rollouts.errors import BrokenPluginError, PluginError, UnknownComponentError, suggestion
 from rollouts.plugins import hookspecs, index
 from rollouts.plugins.index import ComponentRef
@@ -174,7 +175,8 @@ class PluginManager:
                     return PluginFault(*owner, f"{name} returned a coroutine; hooks are plain functions")
                 return result if result is None or name != "rollouts_list_components" else _checked_names(result)
         except Exception as exc:
-            return PluginFault(*owner, f"{name}: {index.one_line(exc)}")
+            said = report(exc, f"the hook {name} of {owner[0]}", is_noted=False)
+            return PluginFault(*owner, f"{name}: {' '.join(said.split())}")
 
     def _listed(self, kind: str) -> Refs:
         """The components of this kind that hook plugins list. A failing plugin is added to `faults`."""
