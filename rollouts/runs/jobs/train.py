@@ -32,6 +32,7 @@ from rollouts.loggers.jsonl import JSONLLogger, read_lines
 from rollouts.plugins.signature import call_with
 from rollouts.runs.environments import Environment, HeldOutPrompts, demonstrations, task_buffer
 from rollouts.runs.folder import EVALUATED, STEP, MakeFolder, episode_records
+from rollouts.runs.jobs import learning
 from rollouts.runs.jobs.saving import Occasion, Saving
 from rollouts.runs.manifest import MANIFEST, make_manifest
 from rollouts.runs.observer import Observer
@@ -163,6 +164,7 @@ class Training:
             by_clock=resumed.checkpoint if resumed is not None and resumed.is_own and self._start.by_clock else None,
             warn=self.session.observer.note,
         )
+        self._learning = learning.LearningCheck(self.session.observer.note)
         self._syncing = WeightSyncManager([self.inference], temperature=settings.temperature)
         self._failures = Failures(FailurePolicy(settings.retries, settings.max_failures))
         self._score_group = group_scorer(
@@ -192,7 +194,9 @@ class Training:
                 await self._finish()
 
     def finish(self, failure: BaseException | None) -> None:
-        """The summary is complete already."""
+        """Say in the summary what kept the run from learning until it ended."""
+        if warnings := self._learning.at_the_end():
+            self.summary["warnings"] = warnings
 
     def message(self, failure: BaseException) -> str:
         """How far the run came, and how to resume it."""
@@ -259,6 +263,8 @@ class Training:
         async def on_step(report: StepReport) -> dict[str, float]:
             self._folder.write_trajectories(f"{STEP}{report.step:06d}", step_records(report))
             own = environment_metrics(report.groups, self.buffer.epochs)
+            algorithm = stage_at(plan.schedule, report.step).algorithm
+            self._learning.see(learning.findings(report.groups, report.advantages, report.metrics, algorithm, settings))
             return own | await self._between(report.step, report.metrics | own, report.groups)
 
         async def on_logged(report: StepReport) -> None:
@@ -299,6 +305,7 @@ class Training:
         async def on_step(step: int, metrics: dict[str, float]) -> dict[str, float]:
             # Weights are sent where they are used: in evaluations.
             synced = {} if self.inference.capabilities.owns_weights else await self._syncing.sync(self.backend)
+            self._learning.see({learning.NOTHING: learning.why_nothing_demonstrated(metrics)})
             return synced | await self._between(step, metrics | synced, [])
 
         settings, schedule = self._settings, self.plan.schedule
