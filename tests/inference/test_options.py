@@ -333,11 +333,34 @@ def test_an_engine_that_is_not_installed_or_too_old(tmp_path):
     with pytest.raises(ConfigError, match=r"99\.1 or newer is needed"):
         find_engine("", PACKAGE._replace(minimum="99.1"))
     shell = tmp_path / "bin" / "python"
-    shell.parent.mkdir()
+    shell.parent.mkdir(exist_ok=True)
     shell.write_text("#!/bin/sh\necho hello\n")
     shell.chmod(0o755)
     with pytest.raises(ConfigError, match="does not run as a Python interpreter"):
         find_engine(str(tmp_path), PACKAGE)
+
+
+def test_the_version_of_an_engine_is_that_of_the_distribution_that_provides_it(tmp_path):
+    """The distribution may have any name, a distribution of that name need not provide it, and metadata may be missing."""
+    site = tmp_path / "site"
+    (site / "fakeengine").mkdir(parents=True)
+    (site / "fakeengine" / "__init__.py").write_text("raise SystemExit('it is not imported')\n")
+    for name, files in {
+        "Some_Build-2.1": {"METADATA": "Name: Some.Build\nVersion: 2.1\n", "top_level.txt": "fakeengine\n"},
+        "fakeengine-0.1": {"METADATA": "Name: fakeengine\nVersion: 0.1\n", "top_level.txt": "elsewhere\n"},
+        "empty-1.0": {},
+        "broken-1.0": {"METADATA": "", "top_level.txt": "fakeengine\n"},
+    }.items():
+        (site / f"{name}.dist-info").mkdir()
+        for file, text in files.items():
+            (site / f"{name}.dist-info" / file).write_text(text)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={site} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    package = EnginePackage("fakeengine", "pip install fakeengine", "2")
+    assert find_engine(str(python), package) == (str(python), "2.1")
+    with pytest.raises(ConfigError, match=r"has fakeengine 2\.1, and 3 or newer is needed"):
+        find_engine(str(python), package._replace(minimum="3"))
 
 
 def test_models_that_are_not_there(tmp_path):

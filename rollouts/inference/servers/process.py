@@ -27,7 +27,7 @@ import trio
 from rollouts.child_environment import FOR_SERVERS, child_environment
 from rollouts.errors import ConfigError, InferenceError, words_of_exit
 from rollouts.inference.servers.http import PlainClient, Retries
-from rollouts.supervisor import status_of, supervised
+from rollouts.supervisor import supervised
 
 GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
 END_SECONDS = 5.0  # for killed processes to disappear
@@ -256,8 +256,8 @@ async def end_of(process: ServerProcess) -> str:
 
 
 def _words_of(status: int) -> str:
-    how = words_of_exit(status_of(status))
-    return f"{how}: was it out of memory?" if how == "SIGKILL" else how
+    how = words_of_exit(status)
+    return f"{how}; was it out of memory?" if "SIGKILL" in how else how
 
 
 def has_gpu() -> bool:
