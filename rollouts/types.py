@@ -137,6 +137,7 @@ class Trajectory(msgspec.Struct):
 
     `metrics` always holds the counts `turns`, `tool_calls` and `tool_failures`. It holds others only where they are
     not 0: `turn_limit` is 1 if the model used all its turns. `error` says why the episode failed or was cut short.
+    `tool_errors` has the first error of each tool that raised, took too long or crashed, with the author's line.
     """
 
     task: Task
@@ -146,6 +147,7 @@ class Trajectory(msgspec.Struct):
     metrics: dict[str, float] = msgspec.field(default_factory=lambda: dict.fromkeys(COUNTS, 0.0))
     tools: list[dict[str, Any]] = []
     error: str | None = None
+    tool_errors: dict[str, str] = {}
 
     @property
     def last_text(self) -> str:

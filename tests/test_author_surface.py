@@ -103,7 +103,7 @@ def parts(tmp_path, monkeypatch):
 
 
 def records(folder):
-    return [json.loads(line) for path in sorted(Path(folder, "trajectories").iterdir())
+    return [json.loads(line) for path in sorted(Path(folder, "trajectories").glob("step_*"))
             for line in path.read_text(encoding="utf-8").splitlines()]  # fmt: skip
 
 

@@ -350,7 +350,7 @@ def test_a_reward_that_judges_some_rollouts_only(capsys, parts, policy):
     assert main(["run", *arguments]) == 0
     records = [
         json.loads(line)
-        for path in sorted((parts / "out" / "trajectories").iterdir())
+        for path in sorted((parts / "out" / "trajectories").glob("step_*"))
         for line in path.read_text().splitlines()
     ]
     unjudged = [record for record in records if record["parts"]["sometimes"] is None]

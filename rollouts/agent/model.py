@@ -216,7 +216,7 @@ class ChatModel:
         """
         texts = []
         for tool_call in reply.tool_calls:
-            text, failure = await run_tool(
+            text, failure, error = await run_tool(
                 self._tools,
                 tool_call,
                 characters_max=self._limits.tool_output_characters_max,
@@ -227,6 +227,8 @@ class ChatModel:
             if failure is not None:
                 self._count("tool_failures")
                 self._count(f"tool_failure/{failure}")
+                if failure in ("exception", "timeout", "crashed") and self.trajectory is not None:
+                    self.trajectory.tool_errors.setdefault(tool_call.name, error or text.removeprefix("Error: "))
         shows_calls = self._chat is None or self._chat.report.tool_after_text
         if reply.tool_calls and not shows_calls and all(c.error for c in reply.tool_calls):
             # In the conversation as the template shows it there is no call that a tool message could answer.

@@ -61,8 +61,8 @@ async def run_tool(
     except (calls.AbandonedCallsError, EnvironmentDefinitionError, ProcessError):
         raise
     except Exception as error:  # whatever a tool raises is for the model to read
-        report(error, f"the tool {tool.name}", is_noted=False)
-        return ToolOutcome(shortened(f"Error: {named(error)}", characters_max), "exception")
+        words = report(error, f"the tool {tool.name}", is_noted=False)
+        return ToolOutcome(shortened(f"Error: {named(error)}", characters_max), "exception", words)
 
 
 def _unknown(name: str, tools: Mapping[str, Any]) -> str:

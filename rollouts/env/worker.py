@@ -46,7 +46,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     except BaseException as error:  # a tool may raise anything, also SystemExit
         said = words_of(error) if "load" in request else named(error)  # the model has no use for our lines
         text = shortened(f"Error: {said}", request.get("characters_max", 1000))
-        return {"outcome": ToolOutcome(text, "exception"), "fault": fault_of(error)}
+        fault = fault_of(error)
+        return {"outcome": ToolOutcome(text, "exception", fault.words), "fault": fault}
 
 
 def _outcome(request: dict[str, Any]) -> ToolOutcome:

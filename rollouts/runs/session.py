@@ -189,6 +189,7 @@ class Loggers:
     def __init__(self) -> None:
         self.faults: list[PluginFault] = []
         self._loggers: dict[str, MetricsLogger] = {}
+        self._next: dict[str, float] = {}
 
     def open(self, chosen: Sequence[Chosen], folder: Path, settings: Mapping[str, Any], first_step: int) -> None:
         """Make every logger of the run that is not made yet. Raises UserError."""
@@ -201,6 +202,7 @@ class Loggers:
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Log with each of them; each has a copy of its own. Raises RunError, naming the logger."""
+        metrics, self._next = self._next | metrics, {}
         for name, logger in self._loggers.items():
             try:
                 with authors_code():
@@ -209,6 +211,10 @@ class Loggers:
                 raise
             except Exception as error:  # a stranger's logger may raise anything
                 raise RunError(f"the logger {name} failed: {words_of(error)}") from error
+
+    def add_to_next(self, metrics: Mapping[str, float]) -> None:
+        """Log these together with the metrics of the next call. Metrics of that call replace those of the same name."""
+        self._next |= metrics
 
     def close(self) -> None:
         """Close every one, whatever the others do; `faults` names those that failed."""
