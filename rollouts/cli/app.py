@@ -121,8 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Without arguments it is the process's own command: what a run has excluded from garbage collection stays excluded,
     since to collect it as the process ends takes a second. No traceback is shown for the user's mistakes and for runs
-    that failed, unless ROLLOUTS_TRACEBACK=1. An error that is neither is a mistake of rollouts: the process's own command
-    says so in one message and ends with 1; with arguments it is raised.
+    that failed, unless ROLLOUTS_TRACEBACK=1. An error that is neither is a mistake of rollouts: the process's own
+    command says so in one message and ends with 1; with arguments it is raised.
     """
     arguments, dotted = list(sys.argv[1:] if argv is None else argv), dict[str, Any]()
     stray = stray_errors_in_words() if argv is None else contextlib.nullcontext()

@@ -91,8 +91,8 @@ def check_text(messages: Sequence[Message], whose: str) -> None:
             kind = shown(other.get("type")) if isinstance(other, dict) else type(other).__name__
             raise EnvironmentDefinitionError(
                 f"{whose}: message {number} ({message.role}) has a part of type {kind}, and the model reads text only, "
-                'so that the part would be lost\nwrite text, or parts such as {"type": "text", "text": "..."}; only an engine '
-                "that takes messages sees other parts: rollouts eval --inference openai"
+                'so that the part would be lost\nwrite text, or parts such as {"type": "text", "text": "..."}; only '
+                "an engine that takes messages sees other parts: rollouts eval --inference openai"
             )
 
 
@@ -151,9 +151,10 @@ def _check_selves(env: Any, label: str) -> None:
             first = parameters[0] if parameters else None
             if first is not None and (first.name in SELVES or first.name.startswith("_") or first.kind in _VARIADIC):
                 continue
-            where = f"{label}.{name}({', '.join(map(str, parameters))})"
+            texts = [_as_written(each) for each in parameters]
+            where = f"{label}.{name}({', '.join(texts)})"
             lost = f"{first.name!r} would be given the environment" if first is not None else "it takes no environment"
-            written = ", ".join(["self", *map(str, parameters)])
+            written = ", ".join(["self", *texts])
             place = place_of_function(raw)
             raise EnvironmentDefinitionError(
                 in_lines(
@@ -162,6 +163,12 @@ def _check_selves(env: Any, label: str) -> None:
                     f"  {place}" if place else "",
                 )
             )
+
+
+def _as_written(parameter: inspect.Parameter) -> str:
+    """The parameter with its hint as text, also where the module's hints are strings."""
+    hint = parameter.annotation
+    return str(parameter).replace(repr(hint), hint, 1) if isinstance(hint, str) else str(parameter)
 
 
 def _check_own(env: Any, label: str, kind: str, name: str, function: Callable[..., Any]) -> None:
