@@ -5,6 +5,7 @@ components.py    one component: found, and given its settings
 environments.py  the chosen environments: tasks, demonstrations, shares
 algorithms.py    the chosen ones as Algorithms, a stage each, and every check of them
 dry_run.py       a plan in words, with the memory it will take: what `--dry-run` prints
+rehearsal.py     what a dry run tries out: a scripted episode, a small training step
 session.py       one run in its folder, from the opened folder to summary.json
 jobs/            what a session runs: train, evaluate
 sft_then_rl.py   one run after another: demonstrations, then reinforcement
@@ -14,6 +15,10 @@ manifest.py      what the run was made of
 observer.py      who watches a run
 rank.py          a rank above 0 of a distributed backend
 export.py        a checkpoint becomes a model
+publish.py       an exported model becomes a repository on the hub
+run_model.py     the model of a run with its settings, to talk to
+chat.py          a conversation with it
+trio_thread.py   trio in a thread, for a program that waits for a person
 """
 
 from __future__ import annotations

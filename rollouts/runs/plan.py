@@ -199,14 +199,16 @@ class Plan(NamedTuple):
         return tasks
 
 
-def make_plan(resolved: Resolved) -> Plan:
-    """Find, import and check every component. Raises UserError of one kind or another, with what to type."""
+def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
+    """Find, import and check every component. Only a conversation with a model needs no environment. Raises UserError
+    of one kind or another, with what to type.
+    """
     settings, source = resolved.settings, resolved.source
     if settings.mode == "sft+rl":
         raise ConfigError(
             "mode sft+rl is two runs, and each has a plan; rollouts.runs.sft_then_rl.phases() gives their settings"
         )
-    if not resolved.components["env"]:
+    if needs_environment and not resolved.components["env"]:
         raise ConfigError(
             "no environment was named; type --env calculator (`rollouts plugins list` shows what there is)"
         )
@@ -239,9 +241,10 @@ def make_plan(resolved: Resolved) -> Plan:
         notes += _held_out_notes(manager, run, environments, resolved)
     rewards = _reward_terms(components["reward"], chosen["reward"])
     notes += _dropped_rewards(environments, rewards)
+    judges = needs_environment and (settings.mode == "rl" or settings.eval_tasks > 0)
     for env in environments:
         made = env.make_checked()
-        check_environment(made, rewards if settings.mode == "rl" or settings.eval_tasks else None)
+        check_environment(made, rewards if judges else None)
         warn_about(made)
     components["env"] = [
         each._replace(weight={"name": env.curriculum.name, **env.curriculum.settings}) if env.curriculum else each
