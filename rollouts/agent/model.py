@@ -372,6 +372,10 @@ class ChatModel:
         if (trajectory := self.trajectory) is not None:
             trajectory.metrics[name] = trajectory.metrics.get(name, 0.0) + amount
 
+    def renew_limits(self) -> None:
+        """Allow all turns and tokens of the episode again, for the next message of a person. The conversation stays."""
+        self._state.sampled_count = self._state.turns = 0
+
     # --- between turns ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any] | None:

@@ -27,6 +27,7 @@ COMMANDS = {
     "eval": ("rollouts.cli.run:evaluate", "Evaluate a model on held-out tasks of an environment."),
     "resume": ("rollouts.cli.run:resume", "Resume a run, or make it longer."),
     "export": ("rollouts.cli.export:export", "Export a run's model for transformers, vLLM and SGLang."),
+    "chat": ("rollouts.cli.chat:chat", "Talk to a run's model, with the tools of its environment."),
     "config": ("rollouts.cli.config:config", "Print a complete settings file."),
     "plugins": ("rollouts.cli.plugins:plugins", "List, show and check installed plugins."),
 }
@@ -35,7 +36,10 @@ COMMANDS = {
 INTERRUPTED = 130
 """The exit code after Ctrl-C, 128 + SIGINT, as in a shell."""
 
-TAKES_SETTINGS = ("run", "sft", "eval", "config", "resume")
+SIGNALS = "rollouts.signals"
+"""The key in a context's `meta` of the list that holds the signal which ended the command, if one did."""
+
+TAKES_SETTINGS = ("run", "sft", "eval", "config", "resume", "chat")
 """The commands that take dotted flags. A plugin's command gets them in `ctx.obj` and judges for itself."""
 
 
@@ -131,6 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
                 arguments, dotted = take_dotted_flags(arguments)
             with app.make_context("rollouts", arguments, obj=dotted) as context:
+                context.meta[SIGNALS] = signals
                 result = app.invoke(context)
             if sys.stdout is not None:  # here, so that a closed pipe is met while it can still be reported
                 sys.stdout.flush()

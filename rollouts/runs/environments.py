@@ -210,6 +210,8 @@ def plan_environments(
         environments.append(
             Environment(found, weight, rule, 0.0, settings.seed, settings.system, settings.tasks_seconds)
         )
+    if not environments:
+        return ()
     shares = mixing.mean_shares({env.alias: env.weight for env in environments}, settings.steps)
     return tuple(env._replace(share=share) for env, share in zip(environments, shares, strict=True))
 

@@ -198,14 +198,16 @@ class Plan(NamedTuple):
         return tasks
 
 
-def make_plan(resolved: Resolved) -> Plan:
-    """Find, import and check every component. Raises UserError of one kind or another, with what to type."""
+def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
+    """Find, import and check every component. Only a conversation with a model needs no environment. Raises UserError
+    of one kind or another, with what to type.
+    """
     settings, source = resolved.settings, resolved.source
     if settings.mode == "sft+rl":
         raise ConfigError(
             "mode sft+rl is two runs, and each has a plan; rollouts.runs.sft_then_rl.phases() gives their settings"
         )
-    if not resolved.components["env"]:
+    if needs_environment and not resolved.components["env"]:
         raise ConfigError(
             "no environment was named; type --env calculator (`rollouts plugins list` shows what there is)"
         )
@@ -236,8 +238,9 @@ def make_plan(resolved: Resolved) -> Plan:
         notes += _held_out_notes(manager, run, environments, resolved)
     rewards = _reward_terms(components["reward"], chosen["reward"])
     notes += _dropped_rewards(environments, rewards)
+    judges = needs_environment and (settings.mode == "rl" or settings.eval_tasks > 0)
     for env in environments:
-        check_environment(env.make_checked(), rewards if settings.mode == "rl" or settings.eval_tasks else None)
+        check_environment(env.make_checked(), rewards if judges else None)
     components["env"] = [
         each._replace(weight={"name": env.curriculum.name, **env.curriculum.settings}) if env.curriculum else each
         for each, env in zip(components["env"], environments, strict=True)
