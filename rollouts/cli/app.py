@@ -1,7 +1,7 @@
 """The group of commands: each imported only when it is called, each mistake told in one message.
 
-Installed packages add commands through the entry-point group `rollouts.commands`; they are looked up when a command is
-not one of the core's, and are therefore listed by `rollouts plugins list`, not by `--help`.
+Installed packages add commands through the entry-point group `rollouts.commands`. They are found when a command is not
+one of the core's. `--help` reads no metadata, so it does not list them: `rollouts plugins list --kind commands` does.
 """
 
 from __future__ import annotations
@@ -108,8 +108,10 @@ app = RolloutsGroup(
     "rollouts",
     help="Train language-model agents in environments that are plugins.\n\n"
     "Start with: rollouts run --env calculator --loss grpo",
-    epilog="See `rollouts COMMAND --help`. Exit codes: 0 done, 1 the run failed, 2 a mistake in a command or a file, "
-    "130 interrupted (143 by SIGTERM, 129 by SIGHUP).",
+    epilog="Help of a command: rollouts COMMAND --help\n\n"
+    "Commands of installed plugins: rollouts plugins list --kind commands\n\n"
+    "Exit codes: 0 done, 1 the run failed, 2 a mistake in a command or a file, 130 interrupted (143 by SIGTERM, 129 by "
+    "SIGHUP).",
     no_args_is_help=True,
     context_settings={
         "token_normalize_func": lambda token: token.replace("_", "-"),
