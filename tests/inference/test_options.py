@@ -341,7 +341,7 @@ def test_an_engine_that_is_not_installed_or_too_old(tmp_path):
 
 
 def test_the_version_of_an_engine_is_that_of_the_distribution_that_provides_it(tmp_path):
-    """The distribution may have any name, a distribution of that name need not provide it, and metadata may be missing."""
+    """The distribution may have any name; one of the import name need not provide it; metadata may be missing."""
     site = tmp_path / "site"
     (site / "fakeengine").mkdir(parents=True)
     (site / "fakeengine" / "__init__.py").write_text("raise SystemExit('it is not imported')\n")
