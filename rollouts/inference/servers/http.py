@@ -109,10 +109,8 @@ def _cut(text: str) -> str:
 
 
 class Retries(NamedTuple):
-    """How retryable failures are retried.
-
-    The delay doubles from `first_seconds` up to `longest_seconds`, and is shortened at random by up to a half.
-    `attempt_seconds` limits one attempt.
+    """How retryable failures are retried. The delay doubles from `first_seconds` up to `longest_seconds`, and is
+    shortened at random by up to a half. `attempt_seconds` limits one attempt.
     """
 
     attempts_max: int = 4
@@ -390,9 +388,7 @@ class PlainClient(HTTPClient):
 
 
 class _Connection:
-    """One HTTP/1.1 connection for one request at a time: h11 parses, and trio transfers the bytes. An exception or a
-    cancellation closes it.
-    """
+    """An HTTP/1.1 connection for one request at a time, parsed by h11. An exception or a cancellation closes it."""
 
     def __init__(self, stream: trio.SocketStream | trio.SSLStream[trio.SocketStream]) -> None:
         self._stream = stream

@@ -259,9 +259,8 @@ class Server:
 
     @contextmanager
     def _registered(self, name: str, *, is_internal: bool = False) -> Iterator[_ActiveRequest]:
-        """Register a request during this block. An abort ends the block early, without an exception.
-
-        Raises InferenceError if the server is down or goes down, or if its weights become unknown.
+        """Register a request during this block. An abort ends the block early, without an exception. Raises
+        InferenceError if the server is down or goes down, or if its weights become unknown.
         """
         assert name not in self._requests, f"session {name} already waits for a reply"
         self._check_serving(self.incarnation)
@@ -289,10 +288,8 @@ class Server:
             raise HTTPFailure("reset", f"{self!r} is down: {self.reason}", retryable=True)
 
     def _target(self, name: str) -> RequestTarget:
-        """The target of a request with the current weights.
-
-        Its name is unique, also among processes: servers refuse the name of a running request, such as one that we lost
-        track of, and an abort ends all requests of a name.
+        """The target of a request with the current weights. Its name is unique, also among processes: a server refuses
+        the name of a running request, and an abort ends all requests of a name.
         """
         name = f"{name}-{self._salt}-{next(self._numbers)}"
         return RequestTarget(name, self._adapter or self.setup.model, f"{self._salt}-{self.version}")
@@ -345,10 +342,9 @@ class Server:
         """Load new weights. New requests wait, and `version` changes only after the server has loaded.
 
         Requests in flight end first, unless the dialect keeps them. Kept requests continue with their adapter, or with
-        the new full weights, which their spans record. A server that is down loads the weights when it restarts.
-
-        Raises InferenceError. If the update fails or is cancelled while the server loads, its weights are unknown. Then
-        every request fails with the reason until an update succeeds.
+        the new full weights, which their spans record. A server that is down loads the weights when it restarts. Raises
+        InferenceError. If loading fails or is cancelled, the weights are unknown, and requests fail until an update
+        succeeds.
         """
         self.latest = update
         async with self._changing:  # a restart may be loading earlier weights
@@ -468,10 +464,8 @@ class Server:
             self.changed(f"{self!r} is down: {why}")
 
     async def recover(self, failure: InferenceError, incarnation: int) -> InferenceError | None:
-        """Handle a failed update. Returns the failure if the server still runs without the new weights, else None.
-
-        A server that we started is restarted once, and loads the weights again. Any other server that is down loads
-        them when it is back.
+        """Handle a failed update. Returns the failure if the server still runs without the new weights, else None. A
+        server that we started is restarted once, and loads them again. Any other server loads them when it is back.
         """
         if self.process is None:
             if has_answered(failure) and self.is_serving and incarnation == self.incarnation:
