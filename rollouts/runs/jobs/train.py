@@ -30,6 +30,7 @@ from rollouts.evaluate import Evaluation, evaluate, evaluation_metrics
 from rollouts.inference.base import InferenceBackend
 from rollouts.loggers.jsonl import JSONLLogger, read_lines
 from rollouts.plugins.signature import call_with
+from rollouts.runs.components import Chosen
 from rollouts.runs.environments import Environment, HeldOutPrompts, demonstrations, task_buffer
 from rollouts.runs.folder import EVALUATED, STEP, MakeFolder, episode_records
 from rollouts.runs.jobs import learning
@@ -37,7 +38,7 @@ from rollouts.runs.jobs.saving import Occasion, Saving
 from rollouts.runs.manifest import MANIFEST, changed_code, code_files, keep_code, make_manifest
 from rollouts.runs.observer import Observer
 from rollouts.runs.plan import Plan
-from rollouts.runs.resume import REVISION, Resumed, RunState, restore, resume_command, take_back
+from rollouts.runs.resume import REVISION, Logged, Resumed, RunState, restore, resume_command, take_back
 from rollouts.runs.session import Player, Session, load_chat, make_inference, model_words, second_interrupt_at_once
 from rollouts.training.algorithms.algorithm import stage_at
 from rollouts.training.datasets.buffer import DataBuffer
@@ -102,9 +103,7 @@ def train(
         own = [each for each in loggers if each.component is JSONLLogger]
         resumed, first = None, 0
         if resumes:
-            files = [folder.path / each.settings.get("file", "metrics.jsonl") for each in own]
-            logged = {file.name: {step: "time/save" in line for step, line, _ in read_lines(file)} for file in files}
-            resumed = restore(backend, folder, settings, plan.flat, logged, checkpoint)
+            resumed = restore(backend, folder, settings, plan.flat, _logged(folder.path, own), checkpoint)
             resumed = resumed._replace(notes=(*resumed.notes, *changed_code(folder.path, code, folder.shown)))
             first = resumed.state.step
             if resumed.state.data:
@@ -129,6 +128,12 @@ def train(
         session.begin(job, run_title, settings.steps, notes, plan.plain)
         trio.run(job.run, signal.getsignal(signal.SIGINT), restrict_keyboard_interrupt_to_checkpoints=True)
     return job.summary
+
+
+def _logged(folder: Path, loggers: Sequence[Chosen]) -> Logged:
+    """The steps in the files of the run's own loggers."""
+    files = [folder / each.settings.get("file", "metrics.jsonl") for each in loggers]
+    return {file.name: {step: "time/save" in line for step, line, _ in read_lines(file)} for file in files}
 
 
 @dataclasses.dataclass(eq=False)
