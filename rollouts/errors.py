@@ -200,17 +200,22 @@ def leaves_of(error: BaseException) -> Iterator[BaseException]:
 
 
 def near_misses(given: str, known: Iterable[str]) -> list[str]:
-    """The known names that look most like the given one, best first (at most three). A name that is longer than any
-    that is written by hand looks like none: to compare it takes seconds.
+    """The known names that look most like the given one, best first (at most three): those that differ in a few
+    letters, then those that begin with it. Case and leading dashes do not count. A name that is longer than any that is
+    written by hand looks like none: to compare it takes seconds.
 
-    >>> near_misses("calulator", ["calculator", "prompts"])
-    ['calculator']
+    >>> near_misses("calulator", ["calculator", "prompts"]), near_misses("rk3", ["k3_loss", "rk3_loss"])
+    (['calculator'], ['rk3_loss'])
     """
     import difflib
 
     if len(given) > NAME_CHARACTERS_MAX:
         return []
-    return difflib.get_close_matches(given, sorted(set(known)), n=3, cutoff=0.6)
+    wanted = given.lower().lstrip("-")
+    names = {name.lower().lstrip("-"): name for name in sorted(set(known), reverse=True)}
+    close = difflib.get_close_matches(wanted, sorted(names), n=3, cutoff=0.6)
+    longer = [name for name in sorted(names) if len(wanted) > 2 and name.startswith(wanted)]
+    return [names[name] for name in dict.fromkeys([*close, *longer])][:3]
 
 
 def suggestion(given: str, known: Iterable[str], spelled: Callable[[str], str] = str) -> str:

@@ -10,6 +10,7 @@ import errno
 import gc
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -48,8 +49,12 @@ class NamedGroup(click.Group):
         """As click's, with our words for a command that does not exist."""
         name, path, known = args[0], ctx.command_path, self.list_commands(ctx)
         if not name.startswith("-") and self.get_command(ctx, name) is None:
+            from rollouts.config.foreign import command_hint
+
             near = near_misses(name, known)
             hint = "did you mean: " + ", ".join(f"{path} {each}" for each in near) + "?\n" if near else ""
+            if words := command_hint(name):
+                hint = words + "\n"
             if name.endswith((".toml", ".json", ".py")):
                 hint = f"to run a settings file, type: rollouts run {name}\n"
             raise UserError(f"`{path}` has no command {name!r}\n{hint}commands: {', '.join(known)}")
@@ -205,13 +210,22 @@ def _usage_message(error: click.ClickException) -> str:
         if context and context.info_name == "eval" and given in {info.name for info in setting_infos()} - set(EVAL):
             near = []
             message += ": an evaluation trains nothing, and this is a setting of training; leave it out"
+        if context and context.info_name == "resume" and given in {info.name for info in setting_infos()}:
+            near = []
+            message += ": a resumed run keeps its settings; only --steps and the settings of components can change"
         if hint := foreign_hint(given, known) if context and context.info_name in TAKES_SETTINGS else "":
             message += f"\n{hint}"
         elif near:
             message += f"\ndid you mean: {', '.join(near)}?"
         if context and context.info_name in TAKES_SETTINGS:
             message += "\na component's settings are dotted: --env.digits 3, --loss.clip-high 0.28"
+    elif isinstance(error, click.BadOptionUsage) and context:
+        option = next(each for each in context.command.params if error.option_name in each.opts)
+        return f"{error.option_name} needs a value\ntype: {error.option_name} {option.metavar or 'VALUE'}"
     else:
         message = error.format_message().rstrip(".")
+        if settings := re.findall(r"[( ]([a-z_.]+)=(\S*?)[ )]", message):
+            flags = (f"--{name.replace('_', '-')} {value}" for name, value in settings)
+            message += f"\na setting is a flag: {' '.join(flags)}"
         message = message[:1].lower() + message[1:]
     return f"{message}\ntype: {command} --help"

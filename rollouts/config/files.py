@@ -25,6 +25,7 @@ Keys = tuple[str, ...]
 SUFFIXES = (".toml", ".json", ".py")
 DEPTH_MAX = 50  # tables within tables; none of ours is deeper than ten
 INTEGER_BITS = 1_000  # of a component's setting; a number of more cannot be compared with a float, or even printed
+_WRITE_ONE = "to write a settings file: rollouts config --env NAME > run.toml"
 _HUGE = re.compile(r"\d{4301}")  # Python reads no longer ones
 
 
@@ -163,10 +164,15 @@ def _no_such_file(path: Path) -> ConfigError:
             in_lines(f"{path} is a folder; a settings file ends in {', '.join(SUFFIXES)}", *_of_folder(path))
         )
     if path.exists():
-        return ConfigError(f"{path}: a settings file ends in {', '.join(SUFFIXES)}")
+        return ConfigError(f"{path}: a settings file ends in {', '.join(SUFFIXES)}\n{_WRITE_ONE}")
     beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
     near = suggestion(path.name, (n for n in beside if n.endswith(SUFFIXES)), lambda name: str(path.parent / name))
     other = "" if near or path.suffix in SUFFIXES else f"to choose an environment, type `--env {path}`"
+    name, is_setting, value = str(path).partition("=")
+    if is_setting:
+        other = f"a setting is a flag: --{name.replace('_', '-')} {value}"
+    elif other and "/" in str(path):
+        other += f"; to choose a model, `--model {path}`"
     return ConfigError(in_lines(f"{path}: there is no such settings file", near, other))
 
 
@@ -195,14 +201,18 @@ def _read_toml(source: Source) -> Tree:
 
 
 def _quote_hint(text: str, line: str) -> str:
-    """The commonest mistake: text without quotes."""
+    """The commonest mistakes: text without quotes, Python's True, a path of Windows."""
     lines = text.split("\n")
     given = lines[int(line) - 1] if int(line) <= len(lines) else ""
+    if re.search(r'=\s*"[^"]*\\', given):
+        return "\na backslash needs single quotes: model = 'C:\\models\\mine'"
     match = re.fullmatch(r"\s*([\w.-]+)\s*=\s*([A-Za-z./][^\"'#]*?)\s*", given)
     if match is None:
         return ""
+    if match[2] in ("True", "False"):
+        return f"\nTOML writes it in lower case: {match[1]} = {match[2].lower()}"
     text = "..." if is_secret(match[1].rpartition(".")[2]) else match[2]
-    return f'\ntext stands in quotes: {match[1]} = "{text}"'
+    return f'\ntext needs quotes: {match[1]} = "{text}"'
 
 
 def _read_json(source: Source) -> Any:
@@ -216,7 +226,10 @@ def _read_json(source: Source) -> Any:
     try:
         return json.loads(source.text, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{source.path}, line {error.lineno}: not JSON: {error.msg}") from error
+        if not source.text.strip():
+            raise ConfigError(f"{source.path} is empty\n{_WRITE_ONE}") from error
+        hint = "JSON has no comments, and no comma before a closing bracket; a .toml file may have both"
+        raise ConfigError(f"{source.path}, line {error.lineno}: not JSON: {error.msg}\n{hint}") from error
 
 
 def _read_py(source: Source) -> Any:

@@ -302,7 +302,7 @@ def _refused(path: Path, what: str = "written") -> Iterator[None]:
 
 
 def _cannot_make(path: Path, error: OSError) -> OutputError:
-    return OutputError(f"the output folder {path} cannot be made: {error.strerror or error}")
+    return OutputError(f"the output folder {path} cannot be made: {error.strerror or error}; type --out with another")
 
 
 def _below(top: Path, *, without: tuple[str, ...]) -> Iterator[tuple[Path, list[os.DirEntry[str]]]]:

@@ -237,7 +237,10 @@ def make_plan(resolved: Resolved) -> Plan:
     rewards = _reward_terms(components["reward"], chosen["reward"])
     notes += _dropped_rewards(environments, rewards)
     for env in environments:
-        check_environment(env.make_checked(), rewards if settings.mode == "rl" or settings.eval_tasks else None)
+        made = env.make_checked()
+        if settings.mode == "sft":
+            env.require_demonstrations(made)
+        check_environment(made, rewards if settings.mode == "rl" or settings.eval_tasks else None)
     components["env"] = [
         each._replace(weight={"name": env.curriculum.name, **env.curriculum.settings}) if env.curriculum else each
         for each, env in zip(components["env"], environments, strict=True)

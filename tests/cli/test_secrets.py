@@ -182,7 +182,7 @@ def test_names_that_only_look_like_secrets(here):
         ("[logger.own]\nname = './secret_tracker.py:Tracker'\nprompt_key = { password = '123456' }", "expected text"),
         ("[[logger]]\napi_key = '123456'", "an entry of the list needs a `name`"),
         ("[[inference]]\nname = 'openai'\napi_key = '123456'", "inference: expected the name of a component"),
-        ("[logger.own]\napi_key = sk-123456", 'text stands in quotes: api_key = "..."'),
+        ("[logger.own]\napi_key = sk-123456", 'text needs quotes: api_key = "..."'),
         ("[[env]]\nname = 'a'\nweight = { api_key = '123456' }\n[[env]]\nname = 'b'", "env.a.weight: the weight of"),
     ],
 )

@@ -119,7 +119,7 @@ def test_the_line_of_what_stands_in_an_array(name, text, lines):
         (
             "a.toml",
             "steps = 3\nenv = calculator\n",
-            r'a\.toml, line 2: not TOML.*\ntext stands in quotes: env = "calculator"',
+            r'a\.toml, line 2: not TOML.*\ntext needs quotes: env = "calculator"',
         ),
         ("a.toml", "steps = 3\nsteps = 4\n", r"a\.toml, line 2: not TOML"),
         ("a.toml", "steps = [3\n", r"a\.toml, line \d: not TOML"),
