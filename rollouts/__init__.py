@@ -1,18 +1,18 @@
-"""rollouts: train language-model agents in environments that are plugins; tokens in, tokens out.
+"""rollouts: train language-model agents in environments that are plugins.
 
-The rooms, from the ground up (a module imports only from rooms above it in this list):
+The packages, from the ground up. A module imports only from packages above it in this list:
 
-    types errors lazy config the shapes that travel, the error tree, lazy faces, the settings
-    plugins                  names from installed metadata, hooks, components that receive what they name
-    env  chat                authoring of environments; messages to token ids and back
+    types errors lazy config data types, errors, lazy imports, settings
+    plugins                  components by name, from the metadata of installed packages; hooks; signatures
+    env  chat                writing environments; messages to token ids and back
     training.algorithms      losses, advantages, aggregation: pure functions on tensors
-    inference                engines that sample; one file a backend
+    inference                engines that sample
     training.backends        engines that train; futures, LoRA, checkpoints
-    loggers                  where metrics go
+    loggers                  loggers of metrics
     agent  training.rollout_gen  training.loops  evaluate    the loops, under trio
-    runs  api  cli           names become functions, only here
+    runs  api  cli           build a run from its settings, and start it
 
-Nothing heavy is imported until it is used.
+`import rollouts` imports none of them. Each is imported when you first use it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The one-liners: `rollouts.run(env="calculator", loss="grpo", steps=20)` does what the command does, in silence, and
-`rollouts.resume("runs/mine")` resumes a run.
+"""Start and resume runs from Python.
 
-They only delegate: settings go through the same resolving as a file's, so every key of `rollouts config` may be given,
-and component settings as nested dicts.
+    rollouts.run(env="calculator", loss="grpo", steps=20)
+    rollouts.resume("runs/mine")
+
+The functions take the settings of the command, and print nothing. Settings of a component are a nested dict.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from typing import Any
 
 
 def run(file: str | None = None, **settings: Any) -> dict[str, Any]:
-    """Compose and run; returns what `summary.json` holds.
+    """Start a run, wait for its end, and return the content of its `summary.json`.
 
-    `file` is a settings file; `settings` override it: `run(env={"name": "calculator", "digits": 3}, steps=20)`. Must
-    not be called inside a running trio loop.
+    `file` is a settings file. `settings` override it: `run(env={"name": "calculator", "digits": 3}, steps=20)`. Do not
+    call this inside a running trio loop.
 
     Raises:
-        UserError: something in the settings cannot work; nothing was written.
-        RunError: the run failed; its folder says how far it came.
+        UserError: a setting is wrong. Nothing was written.
+        RunError: the run failed. Its folder holds its results so far.
     """
     from rollouts.config.files import NOWHERE, check_tree, load_file
     from rollouts.config.merging import merge
@@ -35,14 +36,14 @@ def run(file: str | None = None, **settings: Any) -> dict[str, Any]:
 
 
 def resume(folder: str, *, checkpoint: str = "", **settings: Any) -> dict[str, Any]:
-    """Go on with the run in `folder`, from its last complete checkpoint; returns what `summary.json` holds.
+    """Resume the run in `folder` from its last complete checkpoint, and return the content of its `summary.json`.
 
-    `settings` override those of its config.toml: `resume("runs/mine", steps=200)` makes it longer. `checkpoint` goes
-    back to an earlier one. A finished run is left as it is. Must not be called inside a running trio loop.
+    `settings` override the run's config.toml: `resume("runs/mine", steps=200)` makes the run longer. `checkpoint` names
+    an earlier checkpoint to resume from. A finished run is not changed. Do not call this inside a running trio loop.
 
     Raises:
-        UserError: there is no such run, or it cannot be resumed; it was left as it was.
-        RunError: the run failed; its folder says how far it came.
+        UserError: there is no such run, or it cannot be resumed. Nothing was changed.
+        RunError: the run failed. Its folder holds its results so far.
     """
     from rollouts.config.files import check_tree
     from rollouts.runs import resume_run

@@ -1,28 +1,50 @@
-"""The boundary around code that the core does not own: environments, rewards, filters, metrics, losses, hooks.
+"""Protection against code of plugin authors: environments, rewards, filters, metrics, losses, hooks.
 
-An author's code may raise anything and return anything. `authors_code` lets only exceptions through that an ordinary
-`except Exception` catches and whose message can be read. `message_of`, `printable` and `shown` put an author's errors
-and objects into words and never raise.
+Such code may raise anything and return anything. Inside `authors_code`, every error becomes an `Exception` with a
+readable message. `message_of`, `printable` and `shown` describe errors and objects of such code, and never raise.
 
-What may pass as it is: a real Ctrl-C. Everything else that is no `Exception` (`KeyboardInterrupt` from a `raise`
-statement, `SystemExit`, `GeneratorExit`, `asyncio.CancelledError`) becomes a RuntimeError. Left out: trio's own
-cancellation, which `rollouts.env.calls` handles.
+A real Ctrl-C passes unchanged. Any other error that is not an `Exception` (a `KeyboardInterrupt` from a `raise`
+statement, `SystemExit`, `GeneratorExit`, `asyncio.CancelledError`) becomes a RuntimeError. `rollouts.env.calls` handles
+trio's cancellation.
 """
 
 from __future__ import annotations
 
 import dis
 import functools
+import linecache
+import os
 import threading
+import traceback
 from collections.abc import Callable
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 CHARACTERS_MAX = 200  # of a value in an error message
+LINE_CHARACTERS_MAX = 120  # of a line of an author's file in an error message
 RAISE = dis.opmap["RAISE_VARARGS"]
+CORE = f"{Path(__file__).parent}/"
+STANDARD_LIBRARY = f"{Path(os.__file__).parent}/"
+DECORATOR_LINES_MAX = 20
+INSTALLED = ("/site-packages/", "/dist-packages/")
+
+
+class Place(NamedTuple):
+    """A line of an author's file: its path, its number from 1, and its text without indentation."""
+
+    file: str
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        path = Path(self.file)
+        shown_path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+        text = f": {self.text}" if len(self.text) <= LINE_CHARACTERS_MAX else f": {self.text[:LINE_CHARACTERS_MAX]}..."
+        return printable(f"{shown_path}, line {self.line}{text if self.text else ''}")
 
 
 class authors_code:
-    """Run an author's code inside. What it raises comes out as `as_exception` has it; `passes` as there.
+    """Run an author's code in a `with` block. What it raises leaves the block as `as_exception(error, passes)`.
 
     >>> try:
     ...     with authors_code():
@@ -49,10 +71,9 @@ class authors_code:
 
 
 def is_from_outside(error: BaseException) -> bool:
-    """Whether the author's code is only where this was raised: Ctrl-C, which reaches the main thread alone, and the
-    GeneratorExit of a coroutine that is closed. A `raise` statement of the author's is neither.
-
-    A `raise` in a signal handler of trio's or the core's counts as Ctrl-C.
+    """Whether the error came from outside the author's code: a Ctrl-C, or the GeneratorExit of a coroutine that is
+    closed. Python raises Ctrl-C only in the main thread. An error from the author's own `raise` is not from outside;
+    one from a signal handler of trio or rollouts is.
     """
     if isinstance(error, KeyboardInterrupt) and threading.current_thread() is not threading.main_thread():
         return False
@@ -60,7 +81,7 @@ def is_from_outside(error: BaseException) -> bool:
 
 
 def _is_from_statement(error: BaseException) -> bool:
-    """Whether a `raise` statement raised this, in a module that is neither trio's nor the core's."""
+    """Whether a `raise` statement outside trio and rollouts raised this error."""
     trace = error.__traceback__
     if trace is None:
         return True
@@ -71,8 +92,8 @@ def _is_from_statement(error: BaseException) -> bool:
 
 
 def as_exception(error: BaseException, passes: Callable[[BaseException], bool] = is_from_outside) -> BaseException:
-    """The error itself where it is an Exception with a readable message, or where it `passes`; else an Exception that
-    says what it was. Of a group, what passes wins: the rest was raised because of it.
+    """The error itself if it is an Exception with a readable message, or if `passes(error)`; else an Exception that
+    describes it. For a group: the errors in it that pass, if any, because they caused the others.
     """
     if isinstance(error, BaseExceptionGroup) and not isinstance(error, Exception):
         passing, _ = error.split(passes)
@@ -94,8 +115,72 @@ def _tame(error: BaseException) -> Exception:
     return error
 
 
+def place_of(error: BaseException) -> Place | None:
+    """The line of the author's file that raised the error; None where no author's code did.
+
+    This is the innermost frame outside of the core, the standard library and the installed packages. Of an installed
+    component it is the innermost frame in the component's own package. A SyntaxError names its line itself.
+    """
+    if isinstance(error, SyntaxError) and error.lineno and is_file(error.filename):
+        return _place(error.filename or "", error.lineno)
+    foreign = [(file, line) for file, line in _frames(error) if not file.startswith(CORE) and not _is_standard(file)]
+    own = [(file, line) for file, line in foreign if not any(part in file for part in INSTALLED)]
+    if not own and foreign:
+        package = _package(foreign[0][0])
+        own = [(file, line) for file, line in foreign if _package(file) == package]
+    return _place(*own[-1]) if own else None
+
+
+def innermost_place(error: BaseException) -> Place | None:
+    """The line that raised the error, in whatever file: for a mistake of the core's own."""
+    frames = _frames(error)
+    return _place(*frames[-1]) if frames else None
+
+
+def _frames(error: BaseException) -> list[tuple[str, int]]:
+    """File and line of each frame that has a file, outermost first."""
+    frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
+    return [(file, line) for file, line in frames if is_file(file)]
+
+
+def place_of_function(function: Any) -> Place | None:
+    """The line on which a function is defined, below its decorators; None where it is not written in Python."""
+    plain = unwrapped(function)
+    while isinstance(plain, staticmethod | classmethod) or hasattr(plain, "__func__"):
+        plain = plain.__func__
+    code = getattr(plain, "__code__", None) or getattr(vars(type(plain)).get("__call__"), "__code__", None)
+    if code is None or not is_file(code.co_filename):
+        return None
+    first = code.co_firstlineno
+    lines = [_place(code.co_filename, first + below) for below in range(DECORATOR_LINES_MAX)]
+    return next((line for line in lines if line.text.startswith(("def ", "async def "))), lines[0])
+
+
+def is_file(name: str | None) -> bool:
+    """Whether the file name of a code object is that of a file, not `<string>` or `<frozen ...>`."""
+    return bool(name) and not str(name).startswith("<")
+
+
+def _is_standard(file: str) -> bool:
+    return file.startswith(STANDARD_LIBRARY) and not any(part in file for part in INSTALLED)
+
+
+def _package(file: str) -> str:
+    """The installed package that a file is in."""
+    for part in INSTALLED:
+        before, found, inside = file.rpartition(part)
+        if found:
+            return f"{before}{part}{inside.partition('/')[0]}"
+    return file
+
+
+def _place(file: str, line: int) -> Place:
+    linecache.checkcache(file)
+    return Place(file, line, linecache.getline(file, line).strip())
+
+
 def message_of(error: BaseException) -> str:
-    """The message of an error, printable; where its `str` raises, words that say so.
+    """The message of an error, printable. If its `str` raises, the result says so.
 
     >>> class Hostile(Exception):
     ...     def __str__(self): raise ValueError
@@ -107,7 +192,7 @@ def message_of(error: BaseException) -> str:
 
 
 def shown(value: Any, characters_max: int = CHARACTERS_MAX) -> str:
-    """The value as `repr` has it, printable and cut; where its `repr` raises, its type.
+    """The `repr` of a value, printable and at most `characters_max` long. If `repr` raises, the value's type.
 
     >>> shown([1, 2]), shown("x" * 300, 3), shown(10 ** 5000)
     ('[1, 2]', "'xx...", 'a value of type int')
@@ -119,7 +204,7 @@ def shown(value: Any, characters_max: int = CHARACTERS_MAX) -> str:
 
 
 def unwrapped(function: Any) -> Any:
-    """The function itself, without what `functools.partial` bound to it.
+    """The function inside any number of `functools.partial` objects.
 
     >>> import functools
     >>> unwrapped(functools.partial(functools.partial(print, 1), end=""))
@@ -131,7 +216,7 @@ def unwrapped(function: Any) -> Any:
 
 
 def printable(text: str) -> str:
-    r"""The text as UTF-8 can hold it: a lone surrogate, half of a character, is written as its escape.
+    r"""The text with every lone surrogate replaced by its escape, since UTF-8 cannot encode one.
 
     >>> printable("caf\xe9 \ud800")
     'caf\xe9 \\ud800'
@@ -140,13 +225,13 @@ def printable(text: str) -> str:
         text.encode()
     except UnicodeEncodeError:
         return text.encode(errors="backslashreplace").decode()
-    return str.__str__(text)  # a plain one, also of a subclass
+    return str.__str__(text)  # a plain str, not a subclass
 
 
 def _reads(value: Any, how: Callable[[Any], str]) -> str | None:
-    """What `str` or `repr` says of the value; None where that raises."""
+    """`how(value)`, where `how` is `str` or `repr`; None if it raises."""
     try:
         with authors_code():
             return str.__str__(how(value))
-    except Exception:  # any class may say anything of itself, and raise anything
+    except Exception:  # the `str` or `repr` of any class may raise anything
         return None

@@ -1,7 +1,8 @@
-"""The environment variables that child processes get: a written list, since a process's own variables hold secrets.
+"""The environment variables that child processes receive.
 
-Isolated tools and launched servers run code that a model or a stranger may steer, and get what is allowed here, besides
-what the setting `pass_env` names. The ranks that a run starts are this program itself, and get everything.
+Isolated tools and launched servers may run code that a model or a stranger controls, and our variables may hold
+secrets. So they receive only the variables listed here and those that `--pass-env` names. The ranks of a run are this
+program itself, and receive all variables.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ ALLOWED = (
     *("SSL_CERT_*", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
     *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy"),
 )
-"""Names and patterns. What a pattern matches, and names a secret (HF_TOKEN), is left out all the same."""
+"""Names and patterns of allowed variables. A name of a secret, such as HF_TOKEN, is not allowed by a pattern."""
 
 FOR_SERVERS = (
     *("HF_TOKEN", "HF_TOKEN_PATH", "HUGGING_FACE_HUB_TOKEN"),
     *("VLLM_*", "SGLANG_*", "SGL_*", "FLASHINFER_*", "RAY_*"),
 )
-"""What model servers get besides: their own settings, and what downloads a model that is not open to all."""
+"""More variables for model servers: their own settings, and the tokens that download gated models."""
 
 _passed_on: ContextVar[tuple[str, ...]] = ContextVar("rollouts-passed-on", default=())
 
 
 def pass_on(names: str) -> None:
-    """Allow these variables too, from here on in this context: names or patterns, separated by commas."""
+    """Allow more variables in this context, given as names or patterns separated by commas."""
     _passed_on.set(tuple(name for name in re.split(r"[,\s]+", names) if name))
 
 
 def child_environment(more: Iterable[str] = ()) -> dict[str, str]:
-    """The variables that a child process gets; `more` are names and patterns that are right for it besides."""
+    """The variables for a child process. `more` holds additional names and patterns for this one."""
     named = (*more, *_passed_on.get())
     return {
         name: value
@@ -53,7 +54,7 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def names_secret(name: str) -> bool:
-    """Whether the name of a variable says that its value may be a secret, by its last word: `--pass-env` passes it on.
+    """Whether the last word of a variable's name suggests a secret. Only `--pass-env` passes such a variable on.
 
     >>> [names_secret(name) for name in ("api_key", "HF_TOKEN", "client-secret", "x.password")]
     [True, True, True, True]

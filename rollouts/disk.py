@@ -1,10 +1,10 @@
-"""Files and folders that survive a crash: written whole, brought to the disk, and named by one rename.
+"""Write files and folders so that they survive a crash: write them whole, sync them to the disk, then rename once.
 
     write_whole(path, data)               a file
-    with new_folder(path) as folder: ...  a folder with whatever is written into it
+    with new_folder(path) as folder: ...  a folder, with the files that the block writes into it
 
-The system keeps what a program writes in memory for a while. A program that is killed loses nothing of it; a machine
-that crashes loses what was not synced, names included. Only the standard library is used.
+The operating system keeps written data in memory for a while. If a program is killed, this data is still written. If
+the machine crashes, files and names that were not synced are lost. This module uses only the standard library.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from pathlib import Path
 
 MANIFEST = "manifest.json"
 HIDDEN_NAME = re.compile(r"\.(?P<name>.+)\.(?P<what>writing|old|removed)-(?P<pid>\d+)")
-"""What a folder is called while process `pid` is writing it, has an old one beside it, or is removing it."""
+"""The temporary name of a folder that process `pid` is writing, replacing or removing."""
 
 
 def partial_name(name: str) -> str:
-    """The name of a file that is not whole yet."""
+    """The name of a file while it is being written."""
     return f".{name}.partial"
 
 
 def write_whole(path: Path, data: bytes, *, synced: bool = True) -> None:
-    """Write a file under a temporary name, then rename it: a kill leaves the old file or the new one.
+    """Write a file under a temporary name, then rename it. After a kill, either the old or the new file exists.
 
-    Without `synced`, a crash of the machine may leave an empty file; sync it later. Raises OSError.
+    Without `synced`, a crash of the machine may leave an empty file, so sync it later. Raises OSError.
     """
     temporary = path.with_name(partial_name(path.name))
     temporary.write_bytes(data)
@@ -44,11 +44,11 @@ def write_whole(path: Path, data: bytes, *, synced: bool = True) -> None:
 
 @contextlib.contextmanager
 def new_folder(target: Path, *, replaces: bool = True) -> Iterator[Path]:
-    """An empty folder beside `target`, which gets that name in one rename once all that is in it is on the disk.
+    """Give the block an empty folder, and rename it to `target` when the block ends and its files are on the disk.
 
-    A folder that has the name already goes away then, or stays and is an error where `replaces` is False. Where the
-    block raises, nothing of the new one stays. A kill leaves what has a name whole; `HIDDEN_NAME` finds the rest.
-    Raises OSError.
+    An existing folder `target` is replaced; with `replaces=False` it is kept, and FileExistsError is raised. If the
+    block raises, the new folder is removed. After a kill, `target` is whole if it exists; temporary folders that remain
+    match `HIDDEN_NAME`. Raises OSError.
     """
     temporary, old = _beside(target, "writing"), _beside(target, "old")
     made = [parent for parent in target.absolute().parents if not parent.exists()]
@@ -74,7 +74,7 @@ def new_folder(target: Path, *, replaces: bool = True) -> Iterator[Path]:
     except BaseException:
         _discard(temporary)
         for parent in made:
-            with contextlib.suppress(OSError):  # something else has been written there meanwhile
+            with contextlib.suppress(OSError):  # another program has written something there
                 parent.rmdir()
         raise
     sync_folder(target.parent)
@@ -82,7 +82,7 @@ def new_folder(target: Path, *, replaces: bool = True) -> Iterator[Path]:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder; a kill leaves it whole, or under a hidden name. Raises OSError where it cannot be renamed."""
+    """Remove a folder. After a kill it is whole or has a hidden name. Raises OSError if it cannot be renamed."""
     hidden = path
     if not HIDDEN_NAME.fullmatch(path.name):
         hidden = _beside(path, "removed")
@@ -92,20 +92,20 @@ def remove_folder(path: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Bring a file's bytes to the disk. Raises OSError."""
-    _sync(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)  # Windows syncs only what may be written
+    """Sync a file's content to the disk. Raises OSError."""
+    _sync(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)  # Windows syncs only files that are open for writing
 
 
 def sync_folder(path: Path) -> None:
-    """Bring the names in a folder to the disk, where its file system can: on Windows, and on some network file
-    systems, folders cannot be synced. Raises OSError.
+    """Sync the file names of a folder to the disk. Does nothing on Windows and on some network file systems, which
+    cannot sync folders. Raises OSError.
     """
     if os.name == "nt":
         return
     try:
         _sync(path, os.O_RDONLY)
     except PermissionError:
-        return  # one may write into it, but not list it
+        return  # we may write into this folder, but not list it
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
@@ -120,13 +120,13 @@ def _sync(path: Path, flags: int) -> None:
 
 
 def _settle(folder: Path) -> None:
-    """Bring all that is below the folder to the disk. Files may be read and written by those who may the folder:
-    safetensors writes for the owner only.
+    """Sync everything in the folder to the disk. Files get the permissions of the folder, since safetensors writes
+    files that only their owner can read.
     """
     mode = stat.S_IMODE(folder.stat().st_mode) & 0o666
     for path in folder.rglob("*"):
         if path.is_file():
-            with contextlib.suppress(PermissionError):  # a shared file system may have no modes of its own
+            with contextlib.suppress(PermissionError):  # a shared file system may not support modes
                 path.chmod(mode)
             sync_file(path)
         else:
@@ -139,9 +139,11 @@ def _beside(target: Path, what: str) -> Path:
 
 
 def _discard(folder: Path) -> None:
-    """Remove a folder with a hidden name, its manifest first: what a kill leaves of it does not look whole."""
+    """Remove a folder with a hidden name. Its manifest goes first, so that after a kill the rest does not look
+    whole.
+    """
     try:
         (folder / MANIFEST).unlink(missing_ok=True)
     except OSError:
-        return  # it stays whole, under a name that nothing reads, until the next start
+        return  # the whole folder stays until the next start; nothing reads a hidden name
     shutil.rmtree(folder, ignore_errors=True)

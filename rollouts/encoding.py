@@ -1,10 +1,10 @@
-"""JSON of whatever a run holds, for its files: an encoder that never raises.
+"""Encode any value as JSON for the files of a run. The encoder never raises.
 
     encode({"answer": 10**5000})    ->    {"answer": "<replaced: an integer of 16610 bits>"}
 
-What JSON cannot hold is replaced where it is, by text that says so: a lone surrogate by its escape, an integer of more
-digits than Python reads back, an object that contains itself or is nested deeper than `DEPTH_MAX`, an object whose
-`str` raises. Any other object is written as its `str`; NaN and infinities are null.
+Values that JSON cannot hold are replaced by text that says so: integers with more digits than Python reads back,
+objects that contain themselves or are nested deeper than `DEPTH_MAX`, objects whose `str` raises. A lone surrogate is
+replaced by its escape. NaN and infinities become null. Any other object becomes its `str`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 
 from rollouts.author_code import authors_code, printable
 
-DEPTH_MAX = 100  # what any reader of JSON takes
+DEPTH_MAX = 100  # every JSON parser can read this depth
 DIGITS_MAX = 4300  # Python's own limit on reading an integer
 
 
@@ -30,7 +30,7 @@ def encode(value: Any) -> bytes:
     try:
         with authors_code():
             return msgspec.json.encode(value, enc_hook=_words)
-    except Exception:  # an object somewhere inside may raise anything; `plain` looks at each by itself
+    except Exception:  # some object inside raised; `plain` encodes each object by itself
         return msgspec.json.encode(plain(value))
 
 
@@ -40,12 +40,12 @@ def encode_indented(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """The value as dicts, lists, text and numbers that JSON can hold, with what it cannot hold replaced."""
+    """The value as dicts, lists, text and numbers, with values that JSON cannot hold replaced."""
     return _plain(value, ())
 
 
 def _plain(value: Any, around: tuple[int, ...]) -> Any:
-    """`around` are the identities of what this value is inside of."""
+    """`around` holds the ids of the containers around this value."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, float):
@@ -61,7 +61,7 @@ def _plain(value: Any, around: tuple[int, ...]) -> Any:
     try:
         with authors_code():
             return _container(value, (*around, id(value)))
-    except Exception as error:  # a container of an author's own may raise anything while it is read
+    except Exception as error:  # a container class of an author may raise anything when it is read
         return f"<replaced: a {type(value).__name__}, which raised {type(error).__name__} when it was read>"
 
 
@@ -93,7 +93,7 @@ def _integer(value: int) -> int | str:
 
 
 def _words(value: Any) -> str:
-    """An object as its `str`; where that raises, words that say so."""
+    """The `str` of an object; if it raises, text that says so."""
     try:
         with authors_code():
             return printable(str(value))

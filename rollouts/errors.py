@@ -1,4 +1,4 @@
-"""Every error of rollouts, in one tree.
+"""The tree of errors that rollouts raises.
 
     RolloutsError
     ├── UserError                 the user's mistake: exit code 2, one message, no traceback
@@ -8,19 +8,19 @@
     │   │   ├── UnknownComponentError
     │   │   ├── AmbiguousComponentError
     │   │   ├── BrokenPluginError     it is installed, but does not import
-    │   │   └── SignatureError        it asks for something its kind does not offer
+    │   │   └── SignatureError        it names an input that its kind does not have
     │   ├── ModelError            a model or tokenizer that cannot be used
     │   ├── EnvironmentDefinitionError    an environment that cannot be used as it is written
     │   └── OutputError           a run folder that exists or cannot be written
     └── RunError                  the run failed: exit code 1
-        ├── RewardError           a reward returned NaN, or raised under the policy `raise`
-        ├── TrainingError         a loss returned a wrong shape or NaN, a step cannot be taken
-        │   └── RankError             a rank of a distributed backend died, hangs, or failed
-        ├── CheckpointError       a checkpoint cannot be written: the disk is full, say
-        └── InferenceError        an engine failed; inside an episode it becomes Status.INFERENCE_ERROR
+        ├── RewardError           a reward returned NaN, or raised with `--on-invalid-reward raise`
+        ├── TrainingError         a training step failed: a loss returned NaN or a wrong shape
+        │   └── RankError             a rank of a distributed backend died, hangs or failed
+        ├── CheckpointError       a checkpoint cannot be written: the disk is full, for example
+        └── InferenceError        an engine failed; in an episode this becomes Status.INFERENCE_ERROR
 
-Each message says what was given, what was expected, and what to type next. A failed rollout is data (`Status`), not an
-exception; tool errors become messages to the model.
+Each message says what was given, what was expected, and what to type next. A failed rollout is not an exception: it is
+recorded as a `Status`. Errors of tools become messages to the model.
 """
 
 from __future__ import annotations
@@ -28,29 +28,30 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 
-from rollouts.author_code import message_of
+from rollouts.author_code import Place, message_of, place_of
 
 NAME_CHARACTERS_MAX = 200
+LEAVES_MAX = 5  # errors of a group that a message lists
 
 
 class RolloutsError(Exception):
-    """Base of every error that rollouts raises on purpose."""
+    """The base class of the errors that rollouts raises."""
 
     exit_code = 1
 
 
 class UserError(RolloutsError):
-    """The user's mistake; the message says what to type instead."""
+    """A mistake of the user. The message says what to type instead."""
 
     exit_code = 2
 
 
 class ConfigError(UserError):
-    """A setting is unknown, mistyped or contradicts another one."""
+    """A setting is unknown, has a wrong type or contradicts another setting."""
 
 
 class DamagedCheckpointError(ConfigError):
-    """A checkpoint that was named is unfinished, damaged or unreadable: another one may do."""
+    """A checkpoint is unfinished, damaged or unreadable. Another checkpoint of the run may be whole."""
 
 
 class PluginError(UserError):
@@ -70,7 +71,7 @@ class BrokenPluginError(PluginError):
 
 
 class SignatureError(PluginError):
-    """The component asks for something that its kind does not offer."""
+    """The component names an input that its kind does not have, or its signature breaks another rule."""
 
 
 class ModelError(UserError):
@@ -78,7 +79,7 @@ class ModelError(UserError):
 
 
 class EnvironmentDefinitionError(UserError):
-    """An environment cannot be used as it is written."""
+    """The class of an environment has a mistake."""
 
 
 class OutputError(UserError):
@@ -94,15 +95,15 @@ class RewardError(RunError):
 
 
 class TrainingError(RunError):
-    """A training step cannot be taken."""
+    """A training step failed."""
 
 
 class RankError(TrainingError):
-    """A rank of a distributed backend died, hangs, or failed."""
+    """A rank of a distributed backend died, hangs or failed."""
 
 
 class CheckpointError(RunError):
-    """A checkpoint cannot be written; `is_full`: for want of space."""
+    """A checkpoint cannot be written. `is_full` is True if the disk has no space left."""
 
     def __init__(self, message: str = "", *, is_full: bool = False) -> None:
         super().__init__(message)
@@ -110,7 +111,7 @@ class CheckpointError(RunError):
 
 
 class InferenceError(RunError):
-    """An inference engine failed. `is_transient` False: asking the same again would fail again."""
+    """An inference engine failed. `is_transient` is False if the same request would fail again."""
 
     def __init__(self, message: str = "", *, is_transient: bool = True) -> None:
         super().__init__(message)
@@ -119,7 +120,7 @@ class InferenceError(RunError):
 
 @contextlib.contextmanager
 def said_of(place: str) -> Iterator[None]:
-    """A mistake of the user's in this block is said of a place, if that has a name: a stage, say, or a phase."""
+    """Put `place: ` before the message of a UserError that the block raises. An empty `place` changes nothing."""
     try:
         yield
     except UserError as error:
@@ -129,42 +130,54 @@ def said_of(place: str) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a library's message; the type of an error that has none."""
+    """The first line of an error's message, or the error's type if it has no message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].strip()
 
 
-def words_of(error: BaseException) -> str:
-    """An error of an author's code in one line: its type, its message, and the file and line that raised it.
+def words_of(error: BaseException, place_in: Callable[[BaseException], Place | None] = place_of) -> str:
+    """An error of an author's code in words: its type, its message, and the author's line that raised it. Of a group
+    the first few errors in it. `place_in` finds the line.
 
-    >>> try:
-    ...     [].pop()
-    ... except IndexError as error:
-    ...     words_of(error).split(" (")[0]
-    'IndexError: pop from empty list'
+    A line makes it `ZeroDivisionError: division by zero (x.py, line 3: return 1 / 0)`.
+
+    >>> words_of(ZeroDivisionError("division by zero"))  # never raised, so it has no line
+    'ZeroDivisionError: division by zero'
     """
-    import traceback
 
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return (
-        f"{type(error).__name__}: {message_of(error)}{place}; with ROLLOUTS_TRACEBACK=1 all of its traceback is shown"
-    )
+    def said(leaf: BaseException) -> str:
+        place = place_in(leaf) or place_in(error)
+        words = f"{type(leaf).__name__}: {leaf.msg}" if isinstance(leaf, SyntaxError) and place else _named(leaf)
+        return f"{words} ({place})" if place else words
+
+    return _each_of(error, said)
 
 
 def named(error: BaseException) -> str:
-    """Type and message of an error of an author's, printable; of a group, its first member's.
+    """The type and message of an error, printable. For a group: of its first few errors.
 
-    >>> named(ValueError("too long")), named(ExceptionGroup("both", [KeyError()]))
-    ('ValueError: too long', 'KeyError')
+    >>> named(ValueError("too long")), named(ExceptionGroup("both", [KeyError("a"), OSError()]))
+    ('ValueError: too long', "2 errors: KeyError: 'a'; OSError")
     """
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
+    return _each_of(error, _named)
+
+
+def _named(error: BaseException) -> str:
     message = message_of(error)
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
+def _each_of(error: BaseException, said: Callable[[BaseException], str]) -> str:
+    """What is said of an error; of a group what is said of its leaves, each once."""
+    if not isinstance(error, BaseExceptionGroup):
+        return said(error)
+    leaves = list(dict.fromkeys(map(said, leaves_of(error))))
+    more = [f"{len(leaves) - LEAVES_MAX} more"] if len(leaves) > LEAVES_MAX else []
+    count = f"{len(leaves)} errors: " if len(leaves) > 1 else ""
+    return count + "; ".join([*leaves[:LEAVES_MAX], *more])
+
+
 def words_of_exit(status: int | None) -> str:
-    """How a process ended, by its exit status as `subprocess` gives it.
+    """How a process ended, in words. `status` is the exit status as `subprocess` returns it.
 
     >>> words_of_exit(3), words_of_exit(-9)
     ('exit code 3', 'SIGKILL')
@@ -172,7 +185,7 @@ def words_of_exit(status: int | None) -> str:
     import signal
 
     if status is None or status >= 0:
-        return "how it ended is not known" if status is None else f"exit code {status}"
+        return "unknown exit status" if status is None else f"exit code {status}"
     try:
         return signal.Signals(-status).name
     except ValueError:
@@ -180,7 +193,9 @@ def words_of_exit(status: int | None) -> str:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """Ctrl-C wherever it is in a group; else the first of its errors, if all are known ones or there is one only."""
+    """The error to report for a group: a KeyboardInterrupt if it holds one; else its first error, if it holds only
+    one or only RolloutsErrors; else the group itself.
+    """
     leaves = list(leaves_of(error))
     for leaf in leaves:
         if isinstance(leaf, KeyboardInterrupt):
@@ -191,7 +206,7 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 def leaves_of(error: BaseException) -> Iterator[BaseException]:
-    """The errors in a group of groups; trio's nurseries always raise groups."""
+    """The errors inside a group, at any depth. A trio nursery always raises groups."""
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
             yield from leaves_of(inner)
@@ -200,9 +215,9 @@ def leaves_of(error: BaseException) -> Iterator[BaseException]:
 
 
 def near_misses(given: str, known: Iterable[str]) -> list[str]:
-    """The known names that look most like the given one, best first (at most three): those that differ in a few
-    letters, then those that begin with it. Case and leading dashes do not count. A name that is longer than any that is
-    written by hand looks like none: to compare it takes seconds.
+    """At most three known names that resemble the given one, best first: those that differ in a few letters, then those
+    that begin with it. Case and leading dashes do not count. None for more than NAME_CHARACTERS_MAX characters:
+    comparing them would take seconds.
 
     >>> near_misses("calulator", ["calculator", "prompts"]), near_misses("rk3", ["k3_loss", "rk3_loss"])
     (['calculator'], ['rk3_loss'])
@@ -219,7 +234,7 @@ def near_misses(given: str, known: Iterable[str]) -> list[str]:
 
 
 def suggestion(given: str, known: Iterable[str], spelled: Callable[[str], str] = str) -> str:
-    """The near misses as a line of a message, each as it is `spelled`; empty where there are none.
+    """The near misses as a line of an error message, each written by `spelled`; empty if there are none.
 
     >>> suggestion("digts", ["digits", "seed"], "--env.{}".format)
     'did you mean: --env.digits?'
@@ -229,15 +244,5 @@ def suggestion(given: str, known: Iterable[str], spelled: Callable[[str], str] =
 
 
 def in_lines(*lines: str) -> str:
-    """A message of these lines, without the empty ones."""
+    """The lines that are not empty, as one message."""
     return "\n".join(filter(None, lines))
-
-
-def line_in(file: str, error: BaseException) -> int | None:
-    """The last line of a file that an error passed through; None where it did not."""
-    import traceback
-
-    if isinstance(error, SyntaxError) and error.filename == file:
-        return error.lineno
-    frames = reversed(list(traceback.walk_tb(error.__traceback__)))
-    return next((line for frame, line in frames if frame.f_code.co_filename == file), None)

@@ -41,19 +41,24 @@ class Evaluation(NamedTuple):
         several = {alias: own.as_dict() for alias, own in self._own().items()}
         return found | ({"environments": several} if several else {})
 
-    def as_metrics(self) -> dict[str, float]:
-        """As it stands in metrics.jsonl."""
-        metrics = {f"eval/reward_part/{name}": value for name, value in self.sampled["parts"].items()}
-        means = {"reward_mean": self.sampled["reward_mean"], "greedy_mean": self.greedy["reward_mean"]}
-        metrics |= {f"eval/{name}": mean for name, mean in means.items() if mean is not None}
-        for alias, own in self._own().items():
-            metrics |= {f"eval/{alias}/{name[5:]}": value for name, value in own.as_metrics().items()}
-        return metrics
-
     def _own(self) -> dict[str, Evaluation]:
         """What it is of each of several environments."""
         own = self.sampled.get("environments", {})
         return {alias: Evaluation(numbers, self.greedy["environments"][alias]) for alias, numbers in own.items()}
+
+
+def evaluation_metrics(evaluation: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics for loggers, from an evaluation as summary.json has it (`Evaluation.as_dict`).
+
+    >>> evaluation_metrics({"reward_mean": 0.5, "greedy_mean": None, "parts": {"correct": 0.5}})
+    {'eval/reward_part/correct': 0.5, 'eval/reward_mean': 0.5}
+    """
+    metrics = {f"eval/reward_part/{name}": value for name, value in evaluation["parts"].items()}
+    means = {name: evaluation[name] for name in ("reward_mean", "greedy_mean")}
+    metrics |= {f"eval/{name}": mean for name, mean in means.items() if mean is not None}
+    for alias, own in evaluation.get("environments", {}).items():
+        metrics |= {f"eval/{alias}/{name[5:]}": value for name, value in evaluation_metrics(own).items()}
+    return metrics
 
 
 async def evaluate(
@@ -64,17 +69,18 @@ async def evaluate(
     score_group: GroupScorer | None = None,
     concurrency: int = 256,
     failures: Failures | None = None,
-) -> dict[str, Any]:
-    """Play each task once, and give the `numbers_of` it. Failed episodes are not judged; RunError where all failed.
-    Raises what `play` raises.
-    `failures` as in `run_episodes`.
+) -> tuple[dict[str, Any], list[Episode]]:
+    """Play each task once. Returns the numbers (see `numbers_of`) and the episodes, in the order of the tasks.
+
+    Failed episodes are not judged. `failures` is that of `run_episodes`. Raises RunError if all episodes failed, and
+    whatever `play` raises.
     """
     jobs = [Job(task, (index, 0)) for index, task in enumerate(tasks)]
-    episodes: Sequence[Episode] = await run_episodes(jobs, play, inference, concurrency=concurrency, failures=failures)
+    episodes = await run_episodes(jobs, play, inference, concurrency=concurrency, failures=failures)
     if score_group is not None:
         episodes = [(await score_group([episode]))[0] for episode in episodes]
     check_judged(episodes, "the evaluation")
-    return numbers_of([[episode] for episode in episodes])
+    return numbers_of([[episode] for episode in episodes]), episodes
 
 
 def numbers_of(groups: Sequence[Sequence[Episode]]) -> dict[str, Any]:

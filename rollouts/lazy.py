@@ -1,4 +1,4 @@
-"""Lazy package faces (PEP 562): a name is imported from its module when it is first asked for.
+"""Lazy packages (PEP 562): a name is imported from its module when you first use it.
 
     if TYPE_CHECKING:
         from rollouts.types import Sample as Sample
@@ -6,7 +6,8 @@
 
     __getattr__, __dir__ = lazy_face(__name__)
 
-A name is written once, in the form that type checkers take for a re-export (PEP 484); the face reads its own source.
+Each name is written once, in the form that type checkers read as a re-export (PEP 484). `lazy_face` reads the source of
+the package to find the names.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ IMPORT = re.compile(r"^    from (rollouts[\w.]*) import (?:\(\s*)?(\w+) as \2\b"
 
 
 def lazy_face(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The module functions `__getattr__` and `__dir__` of `package`, for what its source imports under TYPE_CHECKING.
-    Its `__all__` are these names: constants first, then classes, then functions.
+    """The functions `__getattr__` and `__dir__` for `package`. They serve the names that its source imports under
+    TYPE_CHECKING. Sets its `__all__` to these names: constants first, then classes, then functions.
     """
     face = sys.modules[package]
-    source = face.__spec__.loader.get_source(package)  # type: ignore[union-attr]  # a package of the core's has a source
+    source = face.__spec__.loader.get_source(package)  # type: ignore[union-attr]  # our packages have a source
     home_of = {name: module for module, name in IMPORT.findall(source)}
     face.__dict__["__all__"] = sorted(home_of, key=lambda name: (not name.isupper(), name))
 

@@ -1,8 +1,9 @@
-"""The shapes that travel: Message, ToolCall, Task, Segment, Trajectory, Score, Status, Episode, Sample.
+"""The data types of rollouts: Message, ToolCall, Task, Segment, Trajectory, Score, Status, Episode, Sample.
 
-Everything here is plain data (standard library and msgspec only), so that an environment author needs no torch and a
-trajectory can be written to a file, sent to another process and read back unchanged. What is left out: behavior.
-Legend of axes used everywhere: L tokens of one row, T tokens of a batch, N rollouts, G rollouts of one prompt.
+They are plain data and need only the standard library and msgspec. So you can write an environment without torch, and
+a trajectory can be written to a file, sent to another process and read back unchanged.
+
+The axes, here and in all other modules: L tokens of one row, T tokens of a batch, N rollouts, G rollouts of one prompt.
 """
 
 from __future__ import annotations
@@ -21,27 +22,27 @@ from rollouts.encoding import encode
 
 
 class Status(enum.StrEnum):
-    """How a rollout ended. Only `COMPLETED` and `TRUNCATED` rollouts were played out by the policy."""
+    """How a rollout ended."""
 
     PENDING = "pending"
-    COMPLETED = "completed"  # it came to its end, or used all of its turns
-    TRUNCATED = "truncated"  # cut off by the limit on tokens or by the context
-    ABORTED = "aborted"  # stopped from outside; its partial tokens are kept
+    COMPLETED = "completed"  # the episode ended, or the model used all its turns
+    TRUNCATED = "truncated"  # the token limit or the context length cut the rollout off
+    ABORTED = "aborted"  # the run stopped it; its tokens so far are kept
     ENVIRONMENT_ERROR = "environment_error"  # setup, reply or close raised
     INFERENCE_ERROR = "inference_error"  # the engine failed or refused
     TIMEOUT = "timeout"  # the episode's deadline passed
 
     @property
     def is_infrastructure(self) -> bool:
-        """True for failures that say nothing about the policy: never scored, never trained."""
+        """True if the policy did not cause this ending. Such a rollout is not scored and not trained on."""
         return self in (Status.ABORTED, Status.ENVIRONMENT_ERROR, Status.INFERENCE_ERROR, Status.TIMEOUT)
 
 
 class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One call that the model asked for.
+    """One tool call of the model.
 
-    `arguments` is a dict; where the model wrote something that cannot be read as a call, `error` says why in words
-    that are sent back to the model, and `arguments` is empty.
+    If the model's text cannot be parsed as a call, `arguments` is empty, and `error` holds the explanation that is sent
+    back to the model.
     """
 
     name: str
@@ -62,16 +63,16 @@ class Message(msgspec.Struct, omit_defaults=True):
 
     @property
     def text(self) -> str:
-        """The text of the content; parts that are not text are left out."""
+        """The text of the content, without parts that are not text."""
         if isinstance(self.content, str):
             return self.content
         return "".join(part.get("text", "") for part in self.content if part.get("type") == "text")
 
 
 class Task(msgspec.Struct, omit_defaults=True):
-    """One thing to do: a prompt (text, or messages), the answer if there is one, and anything else in `info`.
+    """One task of an environment: a prompt (text or messages), an optional answer, and anything else in `info`.
 
-    `env` is the alias of the environment that it is played in, where a run has several; the run writes it.
+    In a run with several environments, the run sets `env` to the alias of the task's environment.
     """
 
     prompt: str | list[Message]
@@ -89,7 +90,7 @@ class Task(msgspec.Struct, omit_defaults=True):
 
     @property
     def key(self) -> str:
-        """What identifies this task: its id, else its prompt."""
+        """The text that identifies this task: made from its id, else from its prompt."""
         if self.id is not None:
             return f"id:{self.id}"
         if isinstance(self.prompt, str):
@@ -98,11 +99,10 @@ class Task(msgspec.Struct, omit_defaults=True):
 
 
 class Segment(msgspec.Struct):
-    """A stretch of tokens that the engine really saw, in order: prompt and environment ids (mask 0) and sampled ids
-    (mask 1).
+    """One sequence of tokens as the engine saw it: prompt and environment tokens (mask 0) and sampled tokens (mask 1).
 
-    A conversation whose template never rewrites history is one segment. All four lists have the same length L; where
-    the mask is 0 the logprob is 0.0 and the version -1.
+    A conversation is one segment, unless its chat template rewrites earlier messages. All four lists have the same
+    length L. A token with mask 0 has logprob 0.0 and version -1.
     """
 
     tokens: list[int]
@@ -116,11 +116,11 @@ class Segment(msgspec.Struct):
 
     @property
     def sampled_count(self) -> int:
-        """How many tokens of this segment were sampled."""
+        """The number of sampled tokens in this segment."""
         return sum(1 for weight in self.loss_mask if weight > 0)
 
     def check(self) -> None:
-        """Assert invariant 2 of the design, as `Sample.check`; and what was not sampled is of no version."""
+        """Assert what `Sample.check` asserts, and that tokens that were not sampled have version -1."""
         row = Sample(tokens=self.tokens, loss_mask=self.loss_mask)
         row.rollout_log_probs, row.policy_versions = self.logprobs, self.versions
         row.check()
@@ -128,42 +128,48 @@ class Segment(msgspec.Struct):
         assert unsampled <= {-1}, f"tokens that were not sampled are of versions {sorted(unsampled)}"
 
 
-class Trajectory(msgspec.Struct):
-    """What one agent did in one episode: the messages people read, and the exact tokens that are trained on.
+COUNTS = ("turns", "tool_calls", "tool_failures")
+"""The counts that the metrics of every Trajectory have."""
 
-    `metrics` counts what happened (`turns`, `tool_calls`, `tool_failures`, ...; `turn_limit` is 1 where all turns were
-    used). `error` says why an episode failed or was cut short.
+
+class Trajectory(msgspec.Struct):
+    """What one agent did in one episode: its messages, and the exact tokens to train on.
+
+    `metrics` always holds the counts `turns`, `tool_calls` and `tool_failures`. It holds others only where they are
+    not 0: `turn_limit` is 1 if the model used all its turns. `error` says why the episode failed or was cut short.
+    `tool_errors` has the first error of each tool that raised, took too long or crashed, with the author's line.
     """
 
     task: Task
     messages: list[Message]
     segments: list[Segment] = []
     status: Status = Status.PENDING
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float] = msgspec.field(default_factory=lambda: dict.fromkeys(COUNTS, 0.0))
     tools: list[dict[str, Any]] = []
     error: str | None = None
+    tool_errors: dict[str, str] = {}
 
     @property
     def last_text(self) -> str:
-        """The text of the last assistant message; empty where there is none."""
+        """The text of the last assistant message; empty if there is none."""
         return next((m.text for m in reversed(self.messages) if m.role == "assistant"), "")
 
     @property
     def turns(self) -> int:
-        """How many times the model spoke."""
+        """The number of the model's messages. Assistant messages in the prompt do not count."""
         prompt_turns = sum(1 for m in self.task.messages if m.role == "assistant")
         return sum(1 for m in self.messages if m.role == "assistant") - prompt_turns
 
     @property
     def sampled_count(self) -> int:
-        """How many tokens were sampled, over all segments."""
+        """The number of sampled tokens in all segments."""
         return sum(segment.sampled_count for segment in self.segments)
 
 
 class Score(msgspec.Struct, frozen=True):
-    """A reward with its parts and, optionally, why in words. `value` is None where it could not judge.
+    """The value of a reward, its parts, and optionally the reason in words. A `value` of None: it could not judge.
 
-    `weights` are those of the parts that were added up to `value`; the others are only logged.
+    `weights` holds the weights of the parts that were summed to `value`. Other parts are only logged.
     """
 
     value: float | None
@@ -173,11 +179,12 @@ class Score(msgspec.Struct, frozen=True):
 
 
 class Episode(NamedTuple):
-    """What came of one task: `order` is (group, rollout); `judged` the position of the trajectory that rewards saw.
+    """The result of one episode: at least one trajectory, and its score.
 
-    There is always at least one trajectory. `metrics` are the sums of the trajectories' counts, `latency_seconds`,
-    `reward_failures` and `metric_failures` where there were any, and the environment's own @metric values, each under
-    `metric/<name>`. `may_retry`: it failed of something that may well go right when the episode is played again.
+    `order` is (group, rollout). `judged` is the index of the trajectory that the rewards judged. `metrics` holds the
+    summed counts of the trajectories, `latency_seconds`, `reward_failures` and `metric_failures` if there were any, and
+    the values of the environment's @metric methods as `metric/<name>`. `may_retry` is True if the episode failed for a
+    reason that may not occur again.
     """
 
     order: tuple[int, int]
@@ -201,13 +208,15 @@ class Episode(NamedTuple):
 
 @dataclass
 class Sample:
-    """One row of training: the universal currency between rollouts and trainer.
+    """One row of training data. Rollouts produce samples, and the trainer consumes them.
 
-    `tokens`, `loss_mask`, `rollout_log_probs` and `policy_versions` have one length L. The last two may be absent:
-    without logprobs the anchor of a ratio is the policy that is trained; logprobs without versions are those of the
-    weights that were served. `reward` is None where no reward could judge: such a row is out of the baseline and not
-    trained. Rows of one rollout share `rollout_index`; rollouts of one prompt share `group_index`. `prompt_length` is
-    the number of leading tokens that every rollout of the group shares (0 where that is unknown).
+    `tokens`, `loss_mask`, `rollout_log_probs` and `policy_versions` have the same length L. The last two may be None.
+    Without `rollout_log_probs`, the ratio of a loss compares the policy with itself. Without `policy_versions`, all
+    tokens count as sampled with the weights that the engine serves.
+
+    A `reward` of None means that no reward could judge the rollout: the row is not trained on and not part of the
+    baseline. Rows of one rollout share `rollout_index`; rollouts of one prompt share `group_index`. `prompt_length` is
+    the number of leading tokens that all rollouts of the group share (0 if unknown).
     """
 
     prompt: str | list[Any] = ""
@@ -225,7 +234,7 @@ class Sample:
     parts: dict[str, float | None] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Assert invariant 2 of the design: aligned streams, finite logprobs <= 0 on live tokens, nothing elsewhere."""
+        """Assert that the lists have one length, that sampled tokens have finite logprobs <= 0, and other tokens 0."""
         length = len(self.tokens)
         assert len(self.loss_mask) == length, f"{length} tokens but {len(self.loss_mask)} mask entries"
         if self.rollout_log_probs is None:
@@ -243,11 +252,11 @@ class Sample:
 
 
 def are_whole_streams(mask: Sequence[float], logprobs: Sequence[float], versions: Sequence[int] | None) -> bool:
-    """Whether the streams of a sample or segment are surely right, found without a step of Python for each token."""
+    """Whether the lists of a sample or segment are surely right. A fast check, without a Python loop over tokens."""
     live = list(map(operator.gt, mask, itertools.repeat(0.0)))
     sampled = list(itertools.compress(logprobs, live))
     if sampled and not (max(sampled) <= 0 and math.isfinite(sum(sampled))):
         return False
     if versions is None or len(logprobs) - list(logprobs).count(0.0) == len(sampled) - sampled.count(0.0):
-        return True  # whatever is not 0 was sampled
+        return True  # every token with a logprob other than 0 was sampled
     return not any(itertools.compress(logprobs, map(operator.eq, versions, itertools.repeat(-1))))

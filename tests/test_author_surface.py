@@ -103,7 +103,7 @@ def parts(tmp_path, monkeypatch):
 
 
 def records(folder):
-    return [json.loads(line) for path in sorted(Path(folder, "trajectories").iterdir())
+    return [json.loads(line) for path in sorted(Path(folder, "trajectories").glob("step_*"))
             for line in path.read_text(encoding="utf-8").splitlines()]  # fmt: skip
 
 
@@ -129,7 +129,8 @@ def test_what_is_no_exception_is_an_error_of_the_method_that_raised_it(capsys, p
     assert main(["run", "--env", "./raises.py:Raises", *RUN, *settings, "--out", "out"]) == 0, capsys.readouterr().err
     (first, second) = sorted(records("out"), key=lambda record: record["status"])
     assert (first["status"], second["status"]) == ("completed", "environment_error")
-    assert second["error"] == "running setup: RuntimeError: it raised GeneratorExit"
+    raised = "RuntimeError: it raised GeneratorExit (raises.py, line 14: raise GeneratorExit)"
+    assert second["error"] == f"running setup: {raised}"
     assert first["metrics"]["turns"] == 1.0
     summary = json.loads((parts / "out" / "metrics.jsonl").read_text().splitlines()[0])
     assert summary["rollout/metric_failures"] == 0.5

@@ -318,7 +318,7 @@ def test_a_reward_that_returns_nan(capsys, parts):
         (["--advantage", "./parts.py:short_advantage"], ["the advantage short_advantage"]),
         (
             ["--advantage", "./parts.py:broken_advantage"],
-            ["broken_advantage raised ZeroDivisionError", "ROLLOUTS_TRACE"],
+            ["broken_advantage raised ZeroDivisionError", "line 108", "errors.log"],
         ),
         (["--on-invalid-reward", "raise", "--reward", "./parts.py:sometimes"], ["'sometimes'", "could not judge"]),
         (["--logger", "./parts.py:BadLogger"], ["the logger", "BadLogger", "disk full"]),
@@ -350,7 +350,7 @@ def test_a_reward_that_judges_some_rollouts_only(capsys, parts, policy):
     assert main(["run", *arguments]) == 0
     records = [
         json.loads(line)
-        for path in sorted((parts / "out" / "trajectories").iterdir())
+        for path in sorted((parts / "out" / "trajectories").glob("step_*"))
         for line in path.read_text().splitlines()
     ]
     unjudged = [record for record in records if record["parts"]["sometimes"] is None]

@@ -6,7 +6,7 @@ import pytest
 import trio
 
 from rollouts.errors import RewardError
-from rollouts.evaluate import Evaluation, evaluate, numbers_of
+from rollouts.evaluate import Evaluation, evaluate, evaluation_metrics, numbers_of
 from rollouts.inference.base import Capabilities
 from rollouts.types import Episode, Score, Status, Task, Trajectory
 
@@ -51,7 +51,7 @@ def test_each_task_once():
         return await play(job, session, inference)
 
     async def main():
-        return await evaluate(TASKS, play=watch, inference=Engine(), concurrency=2)
+        return (await evaluate(TASKS, play=watch, inference=Engine(), concurrency=2))[0]
 
     report = trio.run(main)
     assert sorted(played) == [(task.prompt, (index, 0)) for index, task in enumerate(TASKS)]
@@ -64,7 +64,7 @@ def test_group_rewards_see_groups_of_one():
         return [one._replace(score=Score(one.score.value + 1))]
 
     async def main():
-        return await evaluate(TASKS, play=play, inference=Engine(), score_group=score)
+        return (await evaluate(TASKS, play=play, inference=Engine(), score_group=score))[0]
 
     assert trio.run(main)["reward_mean"] == 1.4
 
@@ -96,4 +96,4 @@ def test_evaluation_in_the_summary_and_in_the_metrics():
         "tasks": 5,
         "judged": 4,
     }
-    assert evaluation.as_metrics() == {"eval/reward_part/odd": 0.25, "eval/reward_mean": 0.5}
+    assert evaluation_metrics(evaluation.as_dict()) == {"eval/reward_part/odd": 0.25, "eval/reward_mean": 0.5}

@@ -22,6 +22,7 @@ FLOORS = {
     "rollouts.encoding": 0,
     "rollouts.types": 0,
     "rollouts.errors": 0,
+    "rollouts.error_log": 0,
     "rollouts.disk": 0,
     "rollouts.lazy": 0,
     "rollouts.version": 0,

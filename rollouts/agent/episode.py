@@ -10,6 +10,7 @@ run. The standard loop: the model speaks; its tool calls are carried out and ans
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -19,14 +20,23 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from rollouts.agent.model import ChatModel, EpisodeLimits, EpisodeOver, plain_state
-from rollouts.author_code import message_of, shown
+from rollouts.author_code import authors_code, message_of, place_of_function, shown
 from rollouts.env import calls
-from rollouts.env.authoring import metrics_of, rewards_of, tools_of
+from rollouts.env.authoring import JudgeMethod, environment_name, metrics_of, rewards_of, tools_of
 from rollouts.env.checks import requests_of
 from rollouts.env.mixing import InvalidPolicy, RewardTerm, Verdict, mix, read_verdict
 from rollouts.env.processes import ProcessError
 from rollouts.env.schema import tool_schema
-from rollouts.errors import EnvironmentDefinitionError, InferenceError, ModelError, RewardError, leaves_of, named
+from rollouts.error_log import report
+from rollouts.errors import (
+    EnvironmentDefinitionError,
+    InferenceError,
+    ModelError,
+    RewardError,
+    RolloutsError,
+    leaves_of,
+    words_of,
+)
 from rollouts.inference.base import InferenceBackend
 from rollouts.inference.suspend import SuspendableEngine
 from rollouts.plugins.signature import bind
@@ -190,7 +200,8 @@ class _EpisodeRun:
             return None
         except EnvironmentDefinitionError:
             raise
-        except Exception:  # an author's code may raise anything; the episode itself is as well as before
+        except Exception as error:  # an author's code may raise anything; the episode itself is as well as before
+            report(error, f"state of the environment {environment_name(self.env)}")
             return None
         conversations = self.model.state_dict()
         return None if conversations is None else (plain_state(type(self.env).__name__, state), conversations)
@@ -259,7 +270,9 @@ def _outcome_of(error: Exception, stage: str) -> tuple[Status, str, bool]:
     known = _EnvironmentFault | ModelError | calls.AbandonedCallsError | ProcessError
     if not all(isinstance(leaf, known) for leaf in ours):
         raise error
-    return Status.ENVIRONMENT_ERROR, f"{stage}: {named(leaves[0])}", stage in (BUILDING, SETUP)
+    first = inner[0]
+    words = words_of(first) if isinstance(first, RolloutsError) else report(first, stage)
+    return Status.ENVIRONMENT_ERROR, f"{stage}: {words}", stage in (BUILDING, SETUP)
 
 
 async def _close(env: Any, seconds: float) -> str | None:
@@ -275,7 +288,7 @@ async def _close(env: Any, seconds: float) -> str | None:
         except EnvironmentDefinitionError:
             raise
         except Exception as error:  # an author's code may raise anything
-            return f"running close: {named(error)}"
+            return f"running close: {report(error, f'close of the environment {environment_name(env)}')}"
     return None
 
 
@@ -296,7 +309,7 @@ async def _judge(
         for each in asked if term.function is None else [term]:
             verdict = await _run_reward(each, available, seconds)
             verdicts.append(verdict._replace(alias=term.alias))
-    values = {metric.name: await _measure(metric.function, available, seconds) for metric in metrics_of(env)}
+    values = {metric.name: await _measure(metric, available, seconds) for metric in metrics_of(env)}
     metrics = {f"metric/{name}": value for name, value in values.items() if value is not None}
     if failures := len(values) - len(metrics):
         metrics["metric_failures"] = float(failures)
@@ -320,17 +333,35 @@ async def _run_reward(term: RewardTerm, available: Mapping[str, Any], seconds: f
     except (RewardError, EnvironmentDefinitionError):
         raise
     except Exception as error:  # a stranger's reward may raise anything
-        return Verdict(term.alias, term.weight, None, {}, named(error))
+        return Verdict(term.alias, term.weight, None, {}, report(error, f"the reward {term.alias}"))
     return verdict
 
 
-async def _measure(function: Callable[..., Any], available: Mapping[str, Any], seconds: float) -> float | None:
-    """A metric's value; None where it raised, took too long, or is no finite number: a metric never harms a rollout."""
-    arguments = [available[request] for request in requests_of(function)]
+async def _measure(metric: JudgeMethod, available: Mapping[str, Any], seconds: float) -> float | None:
+    """A metric's value. None if it raised, took too long or returned no finite number: it is reported, and the caller
+    counts it. A metric never harms a rollout.
+    """
+    arguments = [available[request] for request in requests_of(metric.function)]
+    read = functools.partial(_finite, metric)
     try:
-        value: float = await calls.call(function, *arguments, timeout_seconds=seconds, convert=float)
+        value: float = await calls.call(metric.function, *arguments, timeout_seconds=seconds, convert=read)
     except EnvironmentDefinitionError:
         raise
-    except Exception:  # counted by the caller as metric_failures
-        return None
-    return value if math.isfinite(value) else None
+    except calls.CallTimeoutError:
+        report(TimeoutError(f"it took longer than {seconds:g} seconds"), f"the metric {metric.name}")
+    except Exception as error:  # an author's code may raise anything
+        report(error, f"the metric {metric.name}")
+    else:
+        return value
+    return None
+
+
+def _finite(metric: JudgeMethod, returned: Any) -> float:
+    """What a metric returned, as a finite number. Raises TypeError, which says where the metric is written."""
+    with contextlib.suppress(Exception), authors_code():  # an object of the author's own may raise anything
+        value = float(returned)
+        if math.isfinite(value) and not isinstance(returned, str):
+            return value
+    place = place_of_function(metric.function)
+    given = f"it returned {shown(returned)} ({type(returned).__name__}); a metric returns a finite number"
+    raise TypeError(given + (f" ({place})" if place else ""))

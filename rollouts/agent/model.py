@@ -24,7 +24,15 @@ from rollouts.agent.tools import run_tool
 from rollouts.author_code import printable, shown
 from rollouts.encoding import DEPTH_MAX, plain
 from rollouts.env.authoring import ToolMethod
-from rollouts.errors import NAME_CHARACTERS_MAX, EnvironmentDefinitionError, InferenceError, ModelError, leaves_of
+from rollouts.error_log import report
+from rollouts.errors import (
+    NAME_CHARACTERS_MAX,
+    EnvironmentDefinitionError,
+    InferenceError,
+    ModelError,
+    RolloutsError,
+    leaves_of,
+)
 from rollouts.inference.base import GenerateRequest, Generation
 from rollouts.inference.chatting import CanChat, ChatReply, ChatRequest
 from rollouts.inference.suspend import SuspendableEngine
@@ -185,7 +193,7 @@ class ChatModel:
             if self._chat is None:
                 ask = cast(CanChat, self._engine.backend).chat
             with self._engine.clock.move_on_after(self._limits.turn_seconds) as deadline:
-                answer = await ask(turn.request)
+                answer = await _asked(ask, turn.request, self._engine.backend)
             if deadline.cancelled_caught:
                 late = f"the model took longer than {self._limits.turn_seconds:g} seconds for one turn"
                 raise self._stop(conversation, said, Status.TIMEOUT, late)
@@ -205,7 +213,7 @@ class ChatModel:
         """
         texts = []
         for tool_call in reply.tool_calls:
-            text, failure = await run_tool(
+            text, failure, error = await run_tool(
                 self._tools,
                 tool_call,
                 characters_max=self._limits.tool_output_characters_max,
@@ -216,6 +224,8 @@ class ChatModel:
             if failure is not None:
                 self._count("tool_failures")
                 self._count(f"tool_failure/{failure}")
+                if failure in ("exception", "timeout", "crashed") and self.trajectory is not None:
+                    self.trajectory.tool_errors.setdefault(tool_call.name, error or text.removeprefix("Error: "))
         shows_calls = self._chat is None or self._chat.report.tool_after_text
         if reply.tool_calls and not shows_calls and all(c.error for c in reply.tool_calls):
             # In the conversation as the template shows it there is no call that a tool message could answer.
@@ -463,6 +473,18 @@ def _readable_call(call: ToolCall) -> ToolCall:
             name or "", plain(call.arguments) if isinstance(call.arguments, dict) else {}, number or "", error
         )
     return call
+
+
+async def _asked(ask: Callable[[Any], Awaitable[Any]], request: Any, engine: Any) -> Any:
+    """The engine's answer. What an engine raises that is not the core's becomes an InferenceError."""
+    try:
+        return await ask(request)
+    except Exception as error:
+        name = type(engine).__qualname__
+        is_ours = type(engine).__module__.startswith("rollouts.")
+        if is_ours or all(isinstance(leaf, RolloutsError) for leaf in leaves_of(error)):
+            raise
+        raise InferenceError(f"the inference backend {name} raised {report(error, f'the engine {name}')}") from error
 
 
 def _append(segment: Segment, tokens: Sequence[int], weight: float, logprobs: list[float], versions: list[int]) -> None:

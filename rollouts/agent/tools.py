@@ -17,6 +17,7 @@ from rollouts.env.authoring import ToolMethod
 from rollouts.env.processes import ProcessError, call_isolated
 from rollouts.env.results import ToolOutcome, result_text, shortened
 from rollouts.env.schema import validate_arguments
+from rollouts.error_log import report
 from rollouts.errors import EnvironmentDefinitionError, named, near_misses
 from rollouts.types import ToolCall
 
@@ -59,8 +60,9 @@ async def run_tool(
         return ToolOutcome(f"Error: {tool.name} took longer than {seconds:g} seconds", "timeout")
     except (calls.AbandonedCallsError, EnvironmentDefinitionError, ProcessError):
         raise
-    except Exception as error:  # whatever a stranger's tool raises is the model's to read
-        return ToolOutcome(shortened(f"Error: {named(error)}", characters_max), "exception")
+    except Exception as error:  # whatever a tool raises is for the model to read
+        words = report(error, f"the tool {tool.name}", is_noted=False)
+        return ToolOutcome(shortened(f"Error: {named(error)}", characters_max), "exception", words)
 
 
 def _unknown(name: str, tools: Mapping[str, Any]) -> str:

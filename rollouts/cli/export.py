@@ -1,4 +1,4 @@
-"""`rollouts export SOURCE OUT`: the model of a run or checkpoint as a folder that others load."""
+"""`rollouts export SOURCE OUT`: the model of a run or checkpoint as a folder that others load, or on the hub."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import click
 
 @click.command(
     help="Export a run's model for transformers, vLLM and SGLang.\n\n"
-    "OUT is a new folder with safetensors, tokenizer and chat template; adapters are merged. "
+    "OUT is a new folder with safetensors, tokenizer, chat template and a README; adapters are merged. "
     "SOURCE is the folder of a run (its last checkpoint is used), a checkpoint, or a LoRA adapter.\n\n"
     "\b\nExamples:\n  rollouts export runs/first models/first\n"
-    "  rollouts export runs/first/checkpoints/step_000050 models/early --dtype bfloat16",
+    "  rollouts export runs/first/checkpoints/step_000050 models/early --dtype bfloat16\n"
+    "  rollouts export runs/first models/first --push ada/calculator",
 )
 @click.argument("source", metavar="SOURCE")
 @click.argument("out", metavar="OUT")
@@ -21,12 +22,28 @@ import click
     help="The type of the exported weights.  [default: the stored type]",
 )
 @click.option("--adapter", is_flag=True, help="Export only the LoRA adapter, in peft's format.")
+@click.option("--push", metavar="NAME", help="Also upload OUT to this repository on the Hugging Face Hub: USER/MODEL.")
+@click.option("--public", is_flag=True, help="With --push: if the repository is new, everyone may see it.")
 @click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model.")
-def export(source: str, out: str, dtype: str | None, adapter: bool, trust_remote_code: bool) -> int:
-    """Export and say what was written; returns the exit code."""
+def export(
+    source: str, out: str, dtype: str | None, adapter: bool, push: str | None, public: bool, trust_remote_code: bool
+) -> int:
+    """Export, upload if asked to, and say what was done; returns the exit code."""
+    from rollouts.errors import ConfigError
     from rollouts.runs.export import export as write
+    from rollouts.runs.publish import check_push
+    from rollouts.runs.publish import push as upload
     from rollouts.training.models import remote_code
 
+    if push is not None:
+        check_push(push)
+    elif public:
+        raise ConfigError(
+            "--public is for an upload, and there is none\ntype: --push USER/MODEL, or leave --public out"
+        )
     with remote_code(trust_remote_code):
-        click.echo(write(source, out, dtype=dtype or "", adapter=adapter).words())
+        exported = write(source, out, dtype=dtype or "", adapter=adapter)
+    click.echo(exported.words())
+    if push is not None:
+        click.echo(f"uploaded to {upload(exported.out, push, is_public=public)}")
     return 0

@@ -102,6 +102,8 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+        for words in summary.get("warnings", ()):
+            self._say(f"warning: {words}")
         if "evaluation" in summary:
             self._end_training(summary)
         elif summary.get("episodes"):

@@ -18,7 +18,7 @@ from typing import Any
 
 from rollouts.config.flags import Flag, Tree, flag_name
 from rollouts.config.settings import is_secret
-from rollouts.errors import ConfigError, in_lines, line_in, suggestion
+from rollouts.errors import ConfigError, in_lines, suggestion, words_of
 
 Keys = tuple[str, ...]
 
@@ -242,11 +242,7 @@ def _read_py(source: Source) -> Any:
     except (KeyboardInterrupt, MemoryError):  # MemoryError: the parser's, of a file that is nested too deep
         raise
     except BaseException as error:  # whatever the user's file raises is the user's to mend, also SystemExit
-        import traceback
-
-        line = line_in(source.path, error) or "?"
-        words = traceback.format_exception_only(error)[-1].strip()  # also of an error whose `str` raises
-        raise ConfigError(f"{source.path}, line {line}: {words}") from error
+        raise ConfigError(f"{source.path}: the settings file raised {words_of(error)}") from error
     if "config" in namespace:
         return namespace["config"]
     names = [name for name, _ in _assignments(module.body) if not name.startswith("_")]

@@ -27,6 +27,7 @@ from rollouts.env.calls import CallTimeoutError
 from rollouts.env.isolated import Reference, reference_of
 from rollouts.env.results import ToolOutcome
 from rollouts.env.threads import of_this_run
+from rollouts.error_log import Fault, report_fault
 from rollouts.errors import EnvironmentDefinitionError, RolloutsError, words_of_exit
 from rollouts.supervisor import status_of, supervised
 
@@ -109,6 +110,8 @@ class _Worker:
                     return None
                 if answer.get("number") == self._asked:  # else it answers an earlier request once more
                     outcome = msgspec.convert(answer.get("outcome"), ToolOutcome)
+                    if "fault" in answer and "label" in request:
+                        report_fault(msgspec.convert(answer["fault"], Fault), f"the tool {request['label']}")
                     self.busy = False
                     return outcome
         except (trio.BrokenResourceError, ValueError, msgspec.ValidationError):

@@ -16,10 +16,13 @@ Failure = Literal["malformed", "unknown_tool", "bad_arguments", "timeout", "exce
 
 
 class ToolOutcome(NamedTuple):
-    """What the model is told, and why the call failed (None: it did not)."""
+    """The text for the model, and why the call failed (None: it did not). `error` is what the tool raised, with the
+    author's line, which the model has no use for.
+    """
 
     text: str
     failure: Failure | None = None
+    error: str = ""
 
 
 def result_text(returned: Any) -> str:

@@ -3,7 +3,8 @@
     {"load": [module, name, file]}
     {"call": [module, name, file], "label", "arguments", "characters_max"}
 
-Each request has a `number`, and its answer has the same one beside the `outcome`, a ToolOutcome. A tool that forks
+Each request has a `number`, and its answer has the same one beside the `outcome`, a ToolOutcome, and the `fault` (of
+`rollouts.error_log`) where the tool raised. A tool that forks
 leaves two processes that return from it: only the worker itself answers, and reads on.
 
 JSON both ways: the arguments came from a model as JSON, and what goes back is text. The tool's own standard output goes
@@ -20,7 +21,8 @@ from typing import Any
 from rollouts.env.isolated import Reference, find_function
 from rollouts.env.results import ToolOutcome, result_text, shortened
 from rollouts.env.schema import validate_arguments
-from rollouts.errors import named
+from rollouts.error_log import fault_of
+from rollouts.errors import named, words_of
 
 
 def main() -> None:
@@ -30,26 +32,33 @@ def main() -> None:
         _give_away_streams()
         for line in requests:
             request = json.loads(line)
-            outcome = answer(request)
+            answered = answer(request)
             if os.getpid() != worker:
                 os._exit(0)
-            answers.write(json.dumps({"number": request["number"], "outcome": outcome}).encode() + b"\n")
+            answers.write(json.dumps({"number": request["number"], **answered}).encode() + b"\n")
             answers.flush()
 
 
-def answer(request: dict[str, Any]) -> ToolOutcome:
-    """What came of one request; nothing that a tool raises passes."""
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """The `outcome` of one request, and the `fault` where a tool raised; nothing that a tool raises passes."""
     try:
-        if "load" in request:
-            find_function(Reference(*request["load"]))
-            return ToolOutcome("")
-        function = find_function(Reference(*request["call"]))
-        arguments = validate_arguments(function, request["arguments"], request["label"])
-        if isinstance(arguments, str):
-            return ToolOutcome(shortened(f"Error: {arguments}", request["characters_max"]), "bad_arguments")
-        return ToolOutcome(shortened(result_text(function(**arguments)), request["characters_max"]))
+        return {"outcome": _outcome(request)}
     except BaseException as error:  # a tool may raise anything, also SystemExit
-        return ToolOutcome(shortened(f"Error: {named(error)}", request.get("characters_max", 1000)), "exception")
+        said = words_of(error) if "load" in request else named(error)  # the model has no use for our lines
+        text = shortened(f"Error: {said}", request.get("characters_max", 1000))
+        fault = fault_of(error)
+        return {"outcome": ToolOutcome(text, "exception", fault.words), "fault": fault}
+
+
+def _outcome(request: dict[str, Any]) -> ToolOutcome:
+    if "load" in request:
+        find_function(Reference(*request["load"]))
+        return ToolOutcome("")
+    function = find_function(Reference(*request["call"]))
+    arguments = validate_arguments(function, request["arguments"], request["label"])
+    if isinstance(arguments, str):
+        return ToolOutcome(shortened(f"Error: {arguments}", request["characters_max"]), "bad_arguments")
+    return ToolOutcome(shortened(result_text(function(**arguments)), request["characters_max"]))
 
 
 def _give_away_streams() -> None:

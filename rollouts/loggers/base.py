@@ -20,7 +20,8 @@ class MetricsLogger(Protocol):
     """Where a run's numbers go. Several loggers may listen to one run; none of them may change what it is given."""
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Record the metrics of one step. Names are `room/name`; a value may be NaN. Called in order.
+        """Record the metrics of one step. Names are `room/name`; a value may be NaN. Steps come in order. The last step
+        comes twice: its second call has the metrics of the evaluation at the end.
 
         A run that is resumed begins at `first_step`, in the same folder: later steps that were logged before are
         logged again.

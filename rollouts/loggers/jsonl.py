@@ -43,20 +43,35 @@ class JSONLLogger:
             kept = b"".join(line for step, _, line in read_lines(self.path) if step < first_step)
             if self.path.exists() and kept != self.path.read_bytes():
                 write_whole(self.path, kept)
-            self._stream = self.path.open("a", encoding="utf-8", newline="\n")
+            self._last: dict[str, Any] = json.loads(kept[kept.rfind(b"\n", 0, -1) + 1 :] or b"{}")
+            self._stream = self.path.open("ab")
         except OSError as error:
             raise OutputError(f"cannot write metrics to {self.path}: {error}; type `--out FOLDER`") from error
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Write one line and flush it. A value that is no number is refused with a TypeError that names it."""
+        """Write one line and flush it. Further metrics of the last step are added to its line. Raises TypeError, naming
+        the metric, if a value is not a number.
+        """
         assert "step" not in metrics, "`step` is the line's own key, no metric may have that name"
         line = {"step": int(step)} | {name: _number(name, value) for name, value in metrics.items()}
-        self._stream.write(json.dumps(line, allow_nan=False) + "\n")
-        self._stream.flush()
+        if self._last.get("step") == line["step"]:
+            line = self._last | line
+            whole = self.path.read_bytes()
+            self._stream.close()
+            write_whole(self.path, whole[: whole.rfind(b"\n", 0, -1) + 1] + _encoded(line))
+            self._stream = self.path.open("ab")
+        else:
+            self._stream.write(_encoded(line))
+            self._stream.flush()
+        self._last = line
 
     def close(self) -> None:
         """Close the file; closing twice is harmless."""
         self._stream.close()
+
+
+def _encoded(line: dict[str, Any]) -> bytes:
+    return json.dumps(line, allow_nan=False).encode() + b"\n"
 
 
 def _number(name: str, value: Any) -> float | int | None:

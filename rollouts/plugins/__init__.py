@@ -1,13 +1,13 @@
-"""Plugging in: names from installed metadata, hooks for what cannot be listed there, and what a component receives.
+"""Plugins: finding components, loading them, and reading their inputs and settings.
 
-- `index.py`: components by kind and name, out of `importlib.metadata`; nothing is imported until one is chosen
-- `loading.py`: imports the chosen one, an entry point's or that of `./file.py:Name`
-- `hookspecs.py`, `manager.py`: pluggy hooks, loaded one by one; what fails is named and stops nothing else
-- `signature.py`, `vocabulary.py`: "settings are the keyword-only parameters", "a component receives what it names"
+- `index.py`: finds components by kind and name in the metadata of installed packages, without importing them
+- `loading.py`: imports a component from its entry point or from `./file.py:Name`
+- `hookspecs.py`, `manager.py`: hooks (pluggy), for components that have no entry point and for events of a run
+- `signature.py`, `vocabulary.py`: the inputs and the settings of a component
 - `checks.py`: a component's own check of its settings
 - `protocols.py`: typed Protocols for editors and type checkers
 
-This face is lazy (PEP 562): importing it imports none of the rooms.
+Importing this package imports none of its modules (PEP 562).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""A component's own check of its settings, made when a run is composed: before a model loads, and in a dry run.
+"""A component's own check of its settings, before a model loads and in a dry run.
 
-A factory that would refuse some settings only after it has loaded something says so with `checked_by`. Left out: what
-every component's signature is held to (`signature`).
+Use `checked_by` if your component would otherwise refuse a setting only after it has loaded something.
 """
 
 from __future__ import annotations
@@ -18,8 +17,10 @@ _ATTRIBUTE = "__rollouts_check__"
 
 
 def checked_by(check: Callable[[Mapping[str, Any]], None]) -> Callable[[F], F]:
-    """Have `check` called with everything that the component will be given, by name: what it requests, and its
-    keyword-only parameters, defaults included (a dataclass as one instance). It raises ConfigError, or nothing.
+    """Check the settings of a component with `check(values)`, which raises ConfigError for a wrong value.
+
+    `values` maps names to the inputs of the component and to its keyword-only parameters, with their defaults. A
+    dataclass is one value.
 
     >>> def positive(values):
     ...     if values["size"] < 1:
@@ -40,8 +41,8 @@ def checked_by(check: Callable[[Mapping[str, Any]], None]) -> Callable[[F], F]:
 
 
 def check_bounds(*bounds: tuple[str, Any, bool, str]) -> None:
-    """Each is (flag, what was given, whether it holds, what is expected). Raises ConfigError for the first that does
-    not hold.
+    """Raise ConfigError for the first bound that does not hold. A bound is (flag, given value, whether it holds,
+    expected values in words).
     """
     for flag, given, holds, expected in bounds:
         if not holds:
@@ -49,15 +50,15 @@ def check_bounds(*bounds: tuple[str, Any, bool, str]) -> None:
 
 
 def one_of(flag: str, given: Any, choices: Sequence[str]) -> tuple[str, Any, bool, str]:
-    """The bound of a setting that is one of a few words."""
+    """The bound for a setting that must be one of `choices`, for `check_bounds`."""
     near = near_misses(str(given), choices)
     hint = f"; did you mean {near[0]}?" if near else ""
     return flag, given, given in choices, f"one of {', '.join(choices)}{hint}"
 
 
 def run_check(component: Callable[..., Any], available: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Call the component's check, if it has one. Raises what the check raises, and what a dataclass raises that is
-    made of settings.
+    """Call the component's check, if it has one. Raises what the check raises, and ConfigError if a dataclass refuses
+    its settings.
     """
     keywords = keywords_of(component, settings)
     check = getattr(component, _ATTRIBUTE, None)

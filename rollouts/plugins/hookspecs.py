@@ -9,8 +9,8 @@
     def rollouts_list_components(kind):
         return ["reasoning_gym/countdown"] if kind == "environments" else None
 
-An implementation is a plain function and takes those of the arguments that it wants, by name. It is called alone: one
-that raises is named and stops nothing else. Async functions and hook wrappers are refused.
+An implementation is a plain function. It names the arguments that it needs, and may leave out the others. If it raises,
+the run reports it and goes on. Async functions and hook wrappers are refused.
 """
 
 from __future__ import annotations
@@ -27,38 +27,39 @@ hookspec = pluggy.HookspecMarker("rollouts")
 hookimpl = pluggy.HookimplMarker("rollouts")
 
 EVENTS = ("rollouts_run_start", "rollouts_samples", "rollouts_step_end", "rollouts_run_end")
-"""The hooks that a run calls as it goes; what they return is not read."""
+"""The hooks that a run calls. Their return values are ignored."""
 
 
 @hookspec(firstresult=True)
 def rollouts_find_component(kind: str, name: str) -> Any:
-    """The component itself, or a `rollouts.plugins.ComponentRef` to it, or None where it is not one of yours.
+    """Return the component, or a `rollouts.plugins.ComponentRef` to it, or None if you have no such component.
 
-    `kind` is one of `rollouts.plugins.KINDS`, `name` what the user typed (`reasoning_gym/countdown`). Metadata is
-    asked first, then the packs in the order of their distributions' names; the first answer counts.
+    `kind` is one of `rollouts.plugins.KINDS`. `name` is the name that the user typed (`reasoning_gym/countdown`). This
+    hook is called only if no installed entry point has that name. Plugins are called in the order of their
+    distributions' names, until one returns a component.
     """
 
 
 @hookspec
 def rollouts_list_components(kind: str) -> Iterable[str] | None:
-    """The names that `rollouts_find_component` would find of this kind: `rollouts plugins list --all`, and errors."""
+    """Return the names that your `rollouts_find_component` finds, for `rollouts plugins list --all` and for errors."""
 
 
 @hookspec
 def rollouts_run_start(settings: Mapping[str, Any], folder: str) -> None:
-    """A run begins: its resolved settings, and the folder it writes to."""
+    """A run begins. `settings` are its resolved settings, `folder` is its run folder."""
 
 
 @hookspec
 def rollouts_samples(samples: Sequence[Sample], step: int) -> None:
-    """The samples of a step, before they are trained on. Look, do not change."""
+    """The samples of a step, before training. Do not change them."""
 
 
 @hookspec
 def rollouts_step_end(metrics: Mapping[str, float], step: int) -> None:
-    """A step is done; its metrics under their published names."""
+    """A step ended. `metrics` are its metrics, as in metrics.jsonl."""
 
 
 @hookspec
 def rollouts_run_end(summary: Mapping[str, Any]) -> None:
-    """The run is over; what `summary.json` holds."""
+    """The run ended. `summary` is the content of its `summary.json`."""

@@ -1,12 +1,11 @@
-"""Components by kind and name, read from the metadata of what is installed.
+"""Find components by kind and name in the metadata of installed packages.
 
-A component is an entry point of the group `rollouts.<kind>`; a hook plugin is one of the group `rollouts`. Finding and
-listing import nothing. `./my_env.py:Calculator` is a component that is not installed. What is left out: importing the
-one that was chosen (`rollouts.plugins.loading`), components that only a pack can name (`rollouts.plugins.manager`), and
-what a component receives (`rollouts.plugins.signature`).
+A component is an entry point of the group `rollouts.<kind>`. A hook plugin is an entry point of the group `rollouts`.
+`./my_env.py:Calculator` is a component in a file, which needs no installation. Finding and listing import no component:
+`rollouts.plugins.loading` does. `rollouts.plugins.manager` also finds the components that hook plugins provide.
 
-There is no cache: reading the metadata of a hundred distributions takes a millisecond or two, and a package that was
-installed a moment ago (in a notebook, say) is found.
+Nothing is cached, so a package that you install in a running notebook is found. Reading the metadata of a hundred
+distributions takes one or two milliseconds.
 """
 
 from __future__ import annotations
@@ -45,20 +44,20 @@ KIND_WORDS = {
     "tools": "tool",
     "commands": "command",
 }
-"""Every kind, and the word for one of it."""
+"""Every kind, with the name of one component of it."""
 
 KINDS: tuple[str, ...] = tuple(KIND_WORDS)
-"""The kinds of component; the entry-point group of each is `rollouts.<kind>`."""
+"""The kinds of components. The entry-point group of a kind is `rollouts.<kind>`."""
 
 HOOKS = "hooks"
-"""The `kind` of a reference to a hook plugin (entry-point group `rollouts`). It is not one of KINDS."""
+"""The `kind` of a reference to a hook plugin (entry-point group `rollouts`). It is not in KINDS."""
 
 
 class ComponentRef(msgspec.Struct, frozen=True):
-    """Where a component is. It has not been imported, and may not import.
+    """Where to find a component. The component is not imported yet, and its import may fail.
 
-    `value` is `module:attr`, or `file.py:attr` for a file (then `distribution` and `version` are empty), or empty for a
-    component that a pack's hook makes on demand (`PluginManager.load` asks the pack).
+    `value` is `module:attr`, or `file.py:attr` for a file (`distribution` and `version` are then empty). It is empty
+    for a component that a hook plugin provides; `PluginManager.load` calls the plugin.
     """
 
     kind: str
@@ -69,12 +68,12 @@ class ComponentRef(msgspec.Struct, frozen=True):
 
     @property
     def qualified(self) -> str:
-        """The name that always finds this component: `dist/name`, or the file's `path.py:attr`."""
+        """The unambiguous name of the component: `dist/name`, or `path.py:attr` for a file."""
         return f"{self.distribution}/{self.name}" if self.distribution else self.value
 
 
 class Scan(NamedTuple):
-    """What the metadata says: components and hook plugins, and the distributions whose entry points cannot be read."""
+    """The components and hook plugins in the metadata, and a message for each distribution that cannot be read."""
 
     components: list[ComponentRef]
     hooks: list[ComponentRef]
@@ -82,9 +81,9 @@ class Scan(NamedTuple):
 
 
 def installed_components(kind: str | None = None) -> list[ComponentRef]:
-    """Every installed component (of one kind), from metadata alone: sorted, each once.
+    """Every installed component of one kind, or of all kinds, sorted. Nothing is imported.
 
-    Raises PluginError for a kind that does not exist.
+    Raises PluginError for an unknown kind.
     """
     if kind is not None:
         check_kind(kind)
@@ -92,10 +91,10 @@ def installed_components(kind: str | None = None) -> list[ComponentRef]:
 
 
 def find_component(kind: str, name: str) -> ComponentRef:
-    """The component of that kind and name; nothing is imported.
+    """Find the component of this kind and name. Nothing is imported.
 
-    `name` is a bare name, `dist/name` (any spelling of the distribution that pip would accept), or `path/file.py:attr`.
-    Raises UnknownComponentError (a missing file too) and AmbiguousComponentError.
+    `name` is a bare name, `dist/name` (with any spelling of the distribution that pip accepts), or `path/file.py:attr`.
+    Raises UnknownComponentError, also for a missing file, and AmbiguousComponentError.
     """
     check_kind(kind)
     if names_file(name):
@@ -105,19 +104,19 @@ def find_component(kind: str, name: str) -> ComponentRef:
     if not found:
         raise unknown_component(kind, name, everything)
     if len(found) > 1:
-        lines = [f"{len(found)} installed distributions have {a_kind(kind)} named {name!r}", "type which one you mean:"]
+        lines = [f"{len(found)} installed distributions have {a_kind(kind)} named {name!r}", "type one of:"]
         lines += [f"  {ref.qualified}    ({ref.distribution} {ref.version})" for ref in found]
         raise AmbiguousComponentError("\n".join(lines))
     return found[0]
 
 
 def names_file(name: str) -> bool:
-    """Whether a component's name is meant as a file: it says `.py`, or it starts like a path."""
+    """Whether a component's name means a file: it contains `.py`, or starts like a path."""
     return bool(re.search(r"\.py(:|$)", name)) or name.startswith(("./", "../", "/", "~/", ".\\"))
 
 
 def a_kind(kind: str) -> str:
-    """The word for one component of that kind, with its article.
+    """The name of one component of this kind, with its article.
 
     >>> a_kind("environments"), a_kind("losses")
     ('an environment', 'a loss')
@@ -127,14 +126,14 @@ def a_kind(kind: str) -> str:
 
 
 def check_kind(kind: str) -> None:
-    """Raise PluginError for a kind that does not exist."""
+    """Raise PluginError for an unknown kind."""
     if kind not in KIND_WORDS:
         unknown, kinds = f"there is no kind of component called {kind!r}", f"kinds: {', '.join(KINDS)}"
         raise PluginError(in_lines(unknown, suggestion(kind, KINDS), kinds))
 
 
 def normalize(distribution: str) -> str:
-    """A distribution's name as PEP 503 compares it.
+    """The name of a distribution as PEP 503 normalizes it.
 
     >>> normalize("Acme_Rewards")
     'acme-rewards'
@@ -154,7 +153,7 @@ def is_installed(distribution: str) -> bool:
 
 
 def one_line(exc: BaseException) -> str:
-    """An exception as `type: message`, in one line."""
+    """The type and message of an exception in one line."""
     return " ".join(named(exc).split())
 
 
@@ -163,8 +162,8 @@ def unknown_component(
 ) -> UnknownComponentError:
     """The error for a name that no distribution offers.
 
-    `known` are components of any kind; those of `kind` are listed and searched for near misses, the others help a
-    user who took a loss for a filter. `notes` are further lines, such as packs that could not be asked.
+    `known` holds the components of all kinds. The error lists those of `kind` and suggests similar names; if another
+    kind has the name, it says so. `notes` are further lines, such as the failures of hook plugins.
     """
     of_kind = [ref for ref in known if ref.kind == kind]
     elsewhere = [f"{KIND_WORDS[ref.kind]} {ref.qualified}" for ref in known if ref.kind != kind and ref.name == name]
@@ -182,7 +181,7 @@ def unknown_component(
     else:
         near = suggestion(name, [ref.qualified if slash else ref.name for ref in of_kind])
     is_whole = any(normalize(ref.distribution) == "rollouts-rl" for ref in known)
-    # Anybody could publish under a misspelt name: the error never says to install it.
+    # An attacker may have published a package under a misspelled name, so the error only guesses.
     package = normalize(owner if slash else f"rollouts-{name}")
     could_be = re.fullmatch(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?", package) and not near
     is_number = name.replace(".", "").isdigit()
@@ -195,7 +194,7 @@ def unknown_component(
         near,
         _REWARD_HINT if kind == "rewards" else "",
         f"installed ({kind}): {', '.join(_names(of_kind)) or 'none'}",
-        f"of that name there is: {', '.join(elsewhere)}" if elsewhere else "",
+        f"other components with this name: {', '.join(elsewhere)}" if elsewhere else "",
         *notes,
         "" if is_whole else _NOT_INSTALLED,
         "to see everything: rollouts plugins list",
@@ -213,18 +212,20 @@ def _file_hint(name: str) -> str:
 
 
 _REWARD_HINT = "the environment's own rewards are named `env`: --reward env:1"
-_NOT_INSTALLED = "rollouts itself is not installed, so its own components are missing: pip install -e . in its folder"
-_GUESS = "if a package brings it, this may be its name (a guess; see who publishes it before you type)"
+_NOT_INSTALLED = (
+    "rollouts itself is not installed, so its own components are missing; in its folder, type: pip install -e ."
+)
+_GUESS = "perhaps a package provides it (a guess; check who publishes it before you install it)"
 
 
 def sort_refs(refs: Iterable[ComponentRef]) -> list[ComponentRef]:
-    """By kind (in the order of KINDS), name, distribution."""
+    """The references sorted by kind (in the order of KINDS), name and distribution."""
     order = {kind: index for index, kind in enumerate(KINDS)}
     return sorted(refs, key=lambda ref: (order.get(ref.kind, len(order)), ref.name, normalize(ref.distribution)))
 
 
 def scan() -> Scan:
-    """Read the entry points of every distribution on sys.path."""
+    """Read the entry points of all distributions on sys.path."""
     from importlib.metadata import distributions
 
     found: dict[tuple[str, str, str], ComponentRef] = {}
@@ -232,9 +233,9 @@ def scan() -> Scan:
     for distribution in distributions():
         try:
             for ref in _refs_of(distribution):
-                # An editable install can be listed twice; the first on sys.path is the one that would be imported.
+                # An editable install can be listed twice. Python imports the first one on sys.path.
                 found.setdefault((normalize(ref.distribution), ref.kind, ref.name), ref)
-        except Exception as exc:  # one unreadable distribution must not hide the others; doctor reports it
+        except Exception as exc:  # do not hide the other distributions; `doctor` reports this one
             where = getattr(distribution, "_path", "a distribution")
             faults.append(f"{where}: its entry points cannot be read: {one_line(exc)}")
     refs = sort_refs(found.values())
@@ -242,7 +243,7 @@ def scan() -> Scan:
 
 
 def _refs_of(distribution: Distribution) -> Iterator[ComponentRef]:
-    """The references of one distribution. Most have none, and are not parsed."""
+    """The references of one distribution. Most distributions have none, so their metadata is not parsed."""
     if "rollouts" not in (distribution.read_text("entry_points.txt") or ""):
         return
     groups = {"rollouts": HOOKS} | {f"rollouts.{kind}": kind for kind in KINDS}
@@ -256,9 +257,9 @@ def _refs_of(distribution: Distribution) -> Iterator[ComponentRef]:
 
 
 def _find_in_file(kind: str, name: str) -> ComponentRef:
-    """The reference of `path/to/file.py:attr`; the file must exist and is not run.
+    """The reference for `path/to/file.py:attr`. The file is not run.
 
-    Raises UnknownComponentError: not written that way, or no such file.
+    Raises UnknownComponentError if there is no such file, or if the name has another form.
     """
     word = KIND_WORDS[kind]
     path_text, colon, attribute = name.rpartition(":")
@@ -267,8 +268,8 @@ def _find_in_file(kind: str, name: str) -> ComponentRef:
         defined = _defined_in(Path(file).expanduser())
         raise UnknownComponentError(
             in_lines(
-                f"{name!r} looks like a file, but {word} files are written path.py:Name",
-                f"type: {file}:Name, with the name that the {word} has in that file",
+                f"{name!r} looks like a file, but {a_kind(kind)} in a file is written path.py:Name",
+                f"type: {file}:Name, where Name is the name of the {word} in that file",
                 f"it defines: {', '.join(defined)}" if defined else "",
             )
         )
@@ -277,7 +278,7 @@ def _find_in_file(kind: str, name: str) -> ComponentRef:
         beside = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
         raise UnknownComponentError(
             in_lines(
-                f"{word} {name!r}: there is no file {path_text!r} (looked for {path.resolve()})",
+                f"{word} {name!r}: there is no file {path_text!r} (the full path: {path.resolve()})",
                 suggestion(path.name, beside, lambda file: f"{path.parent / file}:{attribute}")
                 or (f"files there: {', '.join(sorted(beside))}" if beside else ""),
             )
@@ -307,6 +308,6 @@ def _matches(refs: Sequence[ComponentRef], name: str) -> list[ComponentRef]:
 
 
 def _names(refs: Sequence[ComponentRef]) -> list[str]:
-    """Bare names, and `dist/name` where a bare one would be ambiguous."""
+    """The bare names, or `dist/name` where the bare name is ambiguous."""
     bare = [ref.name for ref in refs]
     return sorted(ref.name if bare.count(ref.name) == 1 else ref.qualified for ref in refs)

@@ -1,9 +1,8 @@
-"""Import the component that was chosen: an entry point's object, or the attribute of a file.
+"""Import a component: the object of an entry point, or an attribute of a file.
 
-A file becomes a module with a name of its own, registered in `sys.modules` so that dataclasses, type hints and pickling
-work. Its folder goes to the end of `sys.path`, so that the file may import its neighbors as a script can, and shadows
-nothing that is installed. An error names the distribution, its version and the cause, and says what to install where a
-module is missing. What is left out: finding a component by name (`rollouts.plugins.index`).
+A file becomes a module with a unique name in `sys.modules`, so that dataclasses, type hints and pickling work. Its
+folder is added at the end of `sys.path`: the file can import the files beside it, and they hide no installed package.
+An error names the distribution, its version and the cause. If a module is missing, the error says what to install.
 """
 
 from __future__ import annotations
@@ -18,23 +17,23 @@ from types import ModuleType
 from typing import Any
 
 from rollouts.author_code import authors_code
-from rollouts.errors import BrokenPluginError, UnknownComponentError, in_lines, line_in, suggestion
-from rollouts.plugins.index import HOOKS, KIND_WORDS, ComponentRef, is_installed, normalize, one_line
+from rollouts.errors import BrokenPluginError, UnknownComponentError, in_lines, suggestion, words_of
+from rollouts.plugins.index import HOOKS, KIND_WORDS, ComponentRef, is_installed, normalize
 
 _VALUE = re.compile(r"^\s*(?P<module>\w+(?:\.\w+)*)\s*(?::\s*(?P<attr>\w+(?:\.\w+)*)\s*)?(?:\[.*\]\s*)?$")
 
 
 def load_component(ref: ComponentRef) -> Any:
-    """Import what the reference names.
+    """Import the component of a reference.
 
-    Raises BrokenPluginError, which names the distribution, its version and the cause in one line; for a file also
-    UnknownComponentError where the file has no such attribute. An entry point may name extras of its distribution
-    (`module:attr [extra]`): where a package that they ask for is not installed, the error says so before anything is
-    imported.
+    An entry point may name extras of its distribution (`module:attr [extra]`). If a package of these extras is not
+    installed, the error names it, and nothing is imported.
+
+    Raises BrokenPluginError if the import fails, and UnknownComponentError if a file has no such attribute.
     """
     if not ref.distribution:
         return _load_from_file(ref)
-    assert ref.value, f"{ref.qualified} is made by a pack's hook: load it with PluginManager.load"
+    assert ref.value, f"a hook plugin provides {ref.qualified}: load it with PluginManager.load"
     owner = f"{ref.distribution} {ref.version}: its {KIND_WORDS.get(ref.kind, 'hook plugin')} {ref.name!r}"
     extras = _extras_of(ref)
     wanted = {normalize(extra) for extra in extras}
@@ -56,32 +55,33 @@ def load_component(ref: ComponentRef) -> Any:
 
 
 def cause_of(exc: BaseException, ref: ComponentRef) -> str:
-    """`type: message` in one line; a second line says what to install where a module is missing."""
-    hint = install_hint(exc, ref)
-    return one_line(exc) + (f"\n{hint}" if hint else "")
+    """The type, the message and the author's line. For a missing module, a second line says what to install."""
+    return in_lines(" ".join(words_of(exc).split()), install_hint(exc, ref))
 
 
 def install_hint(exc: BaseException, ref: ComponentRef) -> str:
-    """What to type where an error of this component is that a module is missing; empty for any other error.
+    """The command that installs a missing module; empty for any other error.
 
-    It names an extra of the distribution that brings the module, else guesses a package from the module's name.
+    If an extra of the distribution provides the module, the command installs that extra. Else it guesses the package
+    from the name of the module.
     """
     if not isinstance(exc, ModuleNotFoundError) or not exc.name:
         return ""
     missing = exc.name.partition(".")[0]
     if ref.distribution and missing == ref.value.partition(":")[0].partition(".")[0].strip():
-        return f"the module is missing from the distribution itself: pip install --force-reinstall {ref.distribution}"
+        return f"the distribution lacks its own module: pip install --force-reinstall {ref.distribution}"
     for package, extra, _ in _requirements_of_extras(ref.distribution):
         if normalize(package) == normalize(missing):
-            return f"it comes with an extra: pip install '{ref.distribution}[{extra}]'"
+            return f"an extra provides it: pip install '{ref.distribution}[{extra}]'"
     if _extras_of(ref):
-        return f"it may come with an extra: pip install '{ref.distribution}[{','.join(_extras_of(ref))}]'"
+        return f"an extra may provide it: pip install '{ref.distribution}[{','.join(_extras_of(ref))}]'"
     return f"perhaps: pip install {missing}"
 
 
 def import_file(name: str, file: str) -> ModuleType:
-    """The module in this file, imported as `name`; nothing of it is left where that raises. Raises ImportError where
-    no module can be in such a file, and whatever the module raises.
+    """Import a file as the module `name`. If this raises, `sys.modules` does not keep the module.
+
+    Raises ImportError if the file cannot be a module, and whatever the module raises.
     """
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
@@ -105,7 +105,7 @@ def _import(ref: ComponentRef) -> Any:
         raise ValueError(f"the entry point's value must be `module:attribute`, not {ref.value!r}")
     path = parsed["attr"]
     if path is None and ref.kind != HOOKS:
-        raise ValueError(f"the entry point names a module; it must name an object in it, `{ref.value}:attribute`")
+        raise ValueError(f"the entry point must name an object in its module: `{ref.value}:attribute`")
     module = importlib.import_module(parsed["module"])
     value, missing = _attribute(module, path) if path else (module, "")
     if missing:
@@ -115,8 +115,8 @@ def _import(ref: ComponentRef) -> Any:
 
 
 def _attribute(value: Any, path: str) -> tuple[Any, str]:
-    """What lies at a dotted path; or the last object on the way, and the name that it lacks. An AttributeError does not
-    say which: it may be of the code that a lazy module runs to find the name.
+    """The object at a dotted path; or the last object that was found, and the name that it lacks. An AttributeError
+    does not tell where it failed: the code of a lazy module may raise one too.
     """
     for name in path.split("."):
         if not hasattr(value, name):
@@ -126,14 +126,14 @@ def _attribute(value: Any, path: str) -> tuple[Any, str]:
 
 
 def _extras_of(ref: ComponentRef) -> list[str]:
-    """The extras that the entry point names: `module:attr [extra, other]`."""
+    """The extras that an entry point names: `module:attr [extra, other]`."""
     found = re.search(r"\[(.*)\]\s*$", ref.value) if ref.distribution else None
     return [extra.strip() for extra in found[1].split(",") if extra.strip()] if found else []
 
 
 def _requirements_of_extras(distribution: str) -> Iterator[tuple[str, str, bool]]:
-    """Each package that an extra of the distribution asks for, the extra, and whether nothing else (a platform, a
-    version of Python) decides on it; read from `Requires-Dist`.
+    """The packages of all extras of a distribution, from `Requires-Dist`: package, extra, and whether the extra is the
+    only condition (and not also, for example, a platform).
     """
     from importlib.metadata import PackageNotFoundError, requires
 
@@ -153,17 +153,15 @@ def _requirements_of_extras(distribution: str) -> Iterator[tuple[str, str, bool]
 
 
 def _load_from_file(ref: ComponentRef) -> Any:
-    """Run the file (once for each content) and take the attribute."""
+    """Import the file, once for each content, and return the attribute."""
     path_text, _, attribute = ref.value.rpartition(":")
     path = Path(path_text)
     try:
         with authors_code():
             module = _module_of(path)
     except Exception as exc:  # a file may raise anything
-        line = line_in(str(path), exc)
-        where = f"{path}, line {line}" if line else str(path)
         raise BrokenPluginError(
-            f"{where}: the file of {KIND_WORDS[ref.kind]} {attribute!r} does not import\n{cause_of(exc, ref)}"
+            f"{path}: the file of {KIND_WORDS[ref.kind]} {attribute!r} does not import\n{cause_of(exc, ref)}"
         ) from exc
     value, missing = _attribute(module, attribute)
     if not missing:
@@ -173,7 +171,7 @@ def _load_from_file(ref: ComponentRef) -> Any:
     own = [name for name in mine if callable(public[name])]
     raise UnknownComponentError(
         in_lines(
-            f"{path} has no {attribute!r}, which was given as {KIND_WORDS[ref.kind]}",
+            f"{path} has no {KIND_WORDS[ref.kind]} {attribute!r}",
             suggestion(missing, public),
             f"it defines: {', '.join(own) or 'nothing public'}",
         )
@@ -181,7 +179,7 @@ def _load_from_file(ref: ComponentRef) -> Any:
 
 
 def _module_of(path: Path) -> ModuleType:
-    """The file's module. Its name tells files of one name apart, and changes with the file's content."""
+    """The module of a file. Its name depends on the path and the content of the file."""
     import hashlib
 
     stem = re.sub(r"\W", "_", path.stem)

@@ -1,8 +1,8 @@
-"""Hook plugins, and the one place that finds a component wherever it is: metadata first, then packs.
+"""Find components in installed metadata and through hook plugins, and call hooks.
 
-A thin wrapper on `pluggy.PluginManager`, which keeps the plugins and checks implementations against the specifications.
-What it adds is honesty about failure: plugins load one by one, implementations are called one at a time, and each that
-fails becomes a PluginFault with its distribution, version and cause. Nothing loads before it is needed.
+`PluginManager` wraps `pluggy.PluginManager`. It loads hook plugins one by one, only when they are needed, and calls
+implementations one at a time. Each failure is recorded as a PluginFault with its distribution, version and cause, and
+does not stop the other plugins.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import pluggy
 from pluggy import HookimplOpts, PluginValidationError
 
 from rollouts.author_code import authors_code, shown
+from rollouts.error_log import report
 from rollouts.errors import BrokenPluginError, PluginError, UnknownComponentError, suggestion
 from rollouts.plugins import hookspecs, index
 from rollouts.plugins.index import ComponentRef
@@ -27,11 +28,11 @@ _HOOKS = {
     for name in sorted(vars(hookspecs))
     if name.startswith("rollouts_")
 }
-"""The arguments of each hook."""
+"""The names of the arguments of each hook."""
 
 
 class PluginFault(NamedTuple):
-    """What went wrong with one plugin; it stopped nothing else."""
+    """The failure of one plugin."""
 
     distribution: str
     version: str
@@ -49,7 +50,7 @@ Texts = list[str]
 class PluginManager:
     """Finds, lists and loads components, and calls hooks.
 
-    `faults` holds what went wrong while plugins were loaded or asked for components, each once, in order.
+    `faults` holds the failures so far of loading hook plugins and of finding components, each once, in order.
     """
 
     def __init__(self) -> None:
@@ -61,9 +62,10 @@ class PluginManager:
         self._hooks_loaded = False
 
     def register(self, plugin: object, *, distribution: str, version: str = "") -> Faults:
-        """Add a hook plugin (a module or an object with `@hookimpl` functions); returns what is wrong with it.
+        """Add a hook plugin (a module or an object with `@hookimpl` functions), and return its faults.
 
-        A function that is refused is left out alone; the plugin's other hooks count. Registering it twice does nothing.
+        A function with a fault is left out; the other functions of the plugin are added. Adding a plugin twice has no
+        effect.
         """
         if self._pluggy.is_registered(plugin):
             return []
@@ -73,12 +75,12 @@ class PluginManager:
         return self._note([PluginFault(distribution, version, cause) for cause in causes])
 
     def load_hooks(self) -> Faults:
-        """Load every installed hook plugin, one by one, once; returns the faults of this loading."""
+        """Load every installed hook plugin, and return the faults. A second call does nothing."""
         if self._hooks_loaded:
             return []
         self._hooks_loaded = True
         faults: Faults = []
-        # pluggy calls the last one registered first; reversed, calls go by the distributions' names.
+        # pluggy calls the last plugin first, so register them in reverse order of their distributions' names.
         for ref in reversed(sorted(index.scan().hooks, key=lambda ref: (index.normalize(ref.distribution), ref.name))):
             try:
                 plugin = load_component(ref)
@@ -90,9 +92,10 @@ class PluginManager:
         return faults
 
     def find(self, kind: str, name: str) -> ComponentRef:
-        """The component: from installed metadata or a file, else from the first pack that has it.
+        """Find a component in installed metadata or in a file, else with the hook `rollouts_find_component`.
 
-        Hook plugins load only after metadata failed. Raises UnknownComponentError and AmbiguousComponentError.
+        Hook plugins are loaded only if the metadata has no such name. Raises UnknownComponentError and
+        AmbiguousComponentError.
         """
         try:
             return index.find_component(kind, name)
@@ -116,7 +119,7 @@ class PluginManager:
                     self._made[ref] = found
                     return ref
         known = [*index.installed_components(), *self._listed(kind)]
-        notes = [f"could not answer: {fault}" for fault in dict.fromkeys(faults)]
+        notes = [f"this hook plugin failed: {fault}" for fault in dict.fromkeys(faults)]
         raise index.unknown_component(kind, name, known, notes)
 
     def load(self, ref: ComponentRef) -> Any:
@@ -127,9 +130,8 @@ class PluginManager:
         return load_component(ref)
 
     def list(self, kind: str | None = None, *, hooks: bool = False) -> Refs:
-        """Components (of one kind), sorted, from metadata; with `hooks` also those that packs name.
-
-        No component's module is imported; `hooks` imports the hook plugins.
+        """The components of one kind, or of all kinds, sorted. With `hooks`, hook plugins are loaded and their
+        components included. No component is imported.
         """
         found = index.installed_components(kind)
         if hooks:
@@ -139,9 +141,9 @@ class PluginManager:
         return index.sort_refs(dict.fromkeys(found))
 
     def call_event(self, name: str, /, **values: Any) -> Faults:
-        """Call every implementation of a run event, one at a time; returns those that raised.
+        """Call every implementation of an event hook, one at a time, and return the faults of those that raised.
 
-        `values` are all the arguments of the specification. Hook plugins are loaded if they are not yet.
+        `values` holds all arguments of the hook. Hook plugins are loaded first if they are not yet.
         """
         assert name in hookspecs.EVENTS, f"{name!r} is no event; events: {hookspecs.EVENTS}"
         assert set(values) == set(_HOOKS[name]), f"{name} takes {list(_HOOKS[name])}, got {sorted(values)}"
@@ -150,7 +152,7 @@ class PluginManager:
         return [result for result in results if isinstance(result, PluginFault)]
 
     def doctor(self) -> Texts:
-        """Everything that is wrong with what is installed, in words; imports every component and hook plugin."""
+        """The faults of all installed plugins, as messages. Imports every component and hook plugin."""
         scanned = index.scan()
         reports = [*scanned.faults, *filter(None, map(_fault_of, scanned.components))]
         self.load_hooks()
@@ -158,12 +160,12 @@ class PluginManager:
         return [*reports, *map(str, self.faults), *map(str, remarks), *_clashes(scanned.components)]
 
     def _implementations(self, name: str) -> Sequence[pluggy.HookImpl]:
-        """In pluggy's calling order: the last one registered first, `tryfirst` and `trylast` heeded."""
+        """The implementations of a hook in pluggy's calling order, with `tryfirst` and `trylast`."""
         caller: pluggy.HookCaller = getattr(self._pluggy.hook, name)
         return caller.get_hookimpls()[::-1]
 
     def _call(self, name: str, implementation: pluggy.HookImpl, values: Mapping[str, Any]) -> Any:
-        """One implementation's result, read whole where it is a generator; or the PluginFault that names it."""
+        """The result of one implementation, or its PluginFault. A generator of names is read to its end."""
         owner = self._owners[implementation.plugin_name]
         try:
             with authors_code():
@@ -173,10 +175,11 @@ class PluginManager:
                     return PluginFault(*owner, f"{name} returned a coroutine; hooks are plain functions")
                 return result if result is None or name != "rollouts_list_components" else _checked_names(result)
         except Exception as exc:
-            return PluginFault(*owner, f"{name}: {index.one_line(exc)}")
+            said = report(exc, f"the hook {name} of {owner[0]}", is_noted=False)
+            return PluginFault(*owner, f"{name}: {' '.join(said.split())}")
 
     def _listed(self, kind: str) -> Refs:
-        """What the packs name of this kind; a pack that fails is noted."""
+        """The components of this kind that hook plugins list. A failing plugin is added to `faults`."""
         index.check_kind(kind)
         refs: Refs = []
         for implementation in self._implementations("rollouts_list_components"):
@@ -193,10 +196,10 @@ class PluginManager:
 
 
 class _Pluggy(pluggy.PluginManager):
-    """pluggy's manager, which refuses by function what it could not call honestly, and says why.
+    """pluggy's manager. It leaves out functions that cannot be called as hooks, and records why.
 
-    `refusals` are those of the plugin that is registered now; `remarks` are functions that look like hooks but are
-    none, each with the plugin's name.
+    `refusals` holds the messages for the plugin that is being registered. `remarks` holds a message for each function
+    that looks like a hook but is none, with the name of its plugin.
     """
 
     def __init__(self) -> None:
@@ -206,21 +209,21 @@ class _Pluggy(pluggy.PluginManager):
         self._current = ""
 
     def register_checked(self, plugin: object, name: str) -> list[str]:
-        """Register; returns the causes for which the plugin, or functions of it, were refused."""
+        """Register a plugin, and return why it or some of its functions were refused."""
         if inspect.isclass(plugin):
             return [f"{plugin.__qualname__} is a class; the entry point must name a module or an object"]
         self.refusals, self._current = [], name
         try:
             with authors_code():
                 self.register(plugin, name)
-        except Exception as exc:  # pluggy's own, or that of a strange object's attribute
+        except Exception as exc:  # from pluggy, or from an attribute of the plugin
             if self.is_registered(plugin):  # some versions of pluggy register before they check
                 self.unregister(plugin)
             self.refusals.append(_why_refused(exc))
         return self.refusals
 
     def parse_hookimpl_opts(self, plugin: object, name: str) -> HookimplOpts | None:
-        """pluggy's question whether an attribute is an implementation; None leaves it out."""
+        """The options of a hook implementation; None if the attribute is none or is refused. Called by pluggy."""
         options = super().parse_hookimpl_opts(plugin, name)
         if options is None:
             function = getattr(plugin, name, None) if name.startswith("rollouts_") else None
@@ -238,20 +241,20 @@ class _Pluggy(pluggy.PluginManager):
 
 
 def _why_refused(exc: Exception) -> str:
-    """Why pluggy did not register a plugin; where an argument is unknown, with those that its hook has."""
+    """Why pluggy did not register a plugin. For an unknown argument, it lists the arguments of the hook."""
     if not isinstance(exc, PluginValidationError):
         return f"cannot be registered: {index.one_line(exc)}"
     text = " ".join(str(exc).split())
     hook = next((hook for hook in _HOOKS if f"{hook!r}" in text), None)
-    return text + (f"; it may take: {', '.join(_HOOKS[hook])}" if hook else "")
+    return text + (f"; the arguments of the hook: {', '.join(_HOOKS[hook])}" if hook else "")
 
 
 def _refusal(hook: str, function: Any, options: HookimplOpts) -> str:
-    """Why a function cannot be called as this hook; empty where it can."""
+    """Why a function cannot be called as this hook; empty if it can."""
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-        return "is async; hooks are plain functions (nothing would await it): write `def`"
+        return "is async, but hooks are called and never awaited: write `def`"
     if options["wrapper"] or options["hookwrapper"]:
-        return "is a wrapper; implementations are called one at a time, so there is nothing to wrap"
+        return "is a hook wrapper, which rollouts does not support: remove `wrapper` or `hookwrapper`"
     if inspect.isgeneratorfunction(function) and hook != "rollouts_list_components":
         return "is a generator, so its body would never run: remove `yield`"
     return ""
@@ -268,7 +271,7 @@ def _checked_names(names: Any) -> list[str]:
 
 
 def _fault_of(ref: ComponentRef) -> str:
-    """What is wrong with one component: it does not import, or asks for what its kind does not offer; else empty."""
+    """The fault of one component: its import fails, or its signature breaks a rule; empty if it has none."""
     label = f"{ref.distribution} {ref.version}: {index.KIND_WORDS[ref.kind]} {ref.name}"
     try:
         component = load_component(ref)
@@ -280,8 +283,8 @@ def _fault_of(ref: ComponentRef) -> str:
 
 
 def _clashes(refs: Iterable[ComponentRef]) -> list[str]:
-    """Names that more than one distribution claims."""
-    by_name = itertools.groupby(refs, key=lambda ref: (ref.kind, ref.name))  # they are sorted so
+    """A message for each name that several distributions offer."""
+    by_name = itertools.groupby(refs, key=lambda ref: (ref.kind, ref.name))  # `refs` are sorted by kind and name
     claimed = [(kind, name, list(found)) for (kind, name), found in by_name]
     return [
         f"{index.KIND_WORDS[kind]} {name!r} is offered by {len(found)} distributions; type one of: "

@@ -1,8 +1,7 @@
-"""Typed Protocols, one a kind, for editors and type checkers. Nothing checks them at run time.
+"""A typed Protocol for each kind of component, for editors and type checkers. They are not checked at run time.
 
-A component takes the inputs that it names, in its own order, so a Protocol cannot fix its parameters:
-`(*args, **kwargs)` means "any that the vocabulary of its kind has" (`rollouts.plugins.VOCABULARY`), and what is
-checked is the result.
+A component names its inputs in any order, so a Protocol cannot list its parameters. `(*args, **kwargs)` means: any
+inputs from the vocabulary of the kind (`rollouts.plugins.VOCABULARY`). Type checkers check the result.
 
     from rollouts.plugins.protocols import Reward
 
@@ -25,23 +24,23 @@ if TYPE_CHECKING:
 
 
 class Environment(Protocol):
-    """One object per episode, built from its settings. Only `tasks` must be there.
+    """An environment. Each episode has its own object, built from the settings. Only `tasks` is required.
 
-    Tools and rewards are decorated methods. `tasks` may be endless. It yields the same tasks for the same `split` and
-    state of `rng`.
+    Tools and rewards are decorated methods. `tasks` may be endless. It must yield the same tasks for the same `split`
+    and the same state of `rng`.
     """
 
     def tasks(self, split: Literal["train", "eval"], rng: random.Random) -> Iterable[Task]: ...
 
 
 class Reward(Protocol):
-    """Judges one episode. May name `task` `trajectory` `env`. None: it could not judge (never the same as 0)."""
+    """Judges one episode. May name `task` `trajectory` `env`. Returns None, not 0, if it cannot judge."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> float | Score | Awaitable[float | Score | None] | None: ...
 
 
 class GroupReward(Protocol):
-    """Judges the G episodes of one prompt together. May name `tasks` `trajectories`. Returns G judgments."""
+    """Judges the G episodes of one prompt together. May name `tasks` `trajectories`. Returns a list of G judgments."""
 
     def __call__(
         self, *args: Any, **kwargs: Any
@@ -49,49 +48,49 @@ class GroupReward(Protocol):
 
 
 class Metric(Protocol):
-    """A number that is logged and never trained on. May name `task` `trajectory` `env`."""
+    """Returns a number to log. It is never trained on. May name `task` `trajectory` `env`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> float | Awaitable[float]: ...
 
 
 class Filter(Protocol):
-    """Whether a group is kept; a text drops it and says why. May name `rewards` `scores` `parts` `samples`
-    `trajectories` `step`.
+    """Returns True to keep a group, and False or a reason (a text) to drop it. May name `rewards` `scores` `parts`
+    `samples` `trajectories` `step`.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> bool | str: ...
 
 
 class Curriculum(Protocol):
-    """The weight of an environment among several, 0 or more. May name `step`; it is asked for every step of a run."""
+    """Returns the weight of an environment at a step, 0 or more. May name `step`. Called for every step of a run."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> float: ...
 
 
 class Advantage(Protocol):
-    """Of a group: [G] from `rewards` (and `lengths`, `turn_rewards`). Naming `batch`, of the whole batch: [T], or
-    (advantages [T], returns [T]) where a critic learns the returns.
+    """Returns the advantages [G] of one group. If it names `batch`, it returns those of the whole batch: [T], or
+    (advantages [T], returns [T]) for a critic that learns the returns.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 class Loss(Protocol):
-    """Unreduced values [T] (or one per rollout or pair), and optionally metrics to log."""
+    """Returns unreduced values [T], or one for each rollout or pair, and optionally metrics to log."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, Mapping[str, Any]]: ...
 
 
 class KLEstimator(Protocol):
-    """One value a token [T] against `ref_logprobs`. Naming `logprobs` makes it a term of the loss; without, it is taken
-    off the rewards of tokens.
+    """Returns one KL value for each token [T], computed with `ref_logprobs`. If it names `logprobs`, it is a term of
+    the loss; else it is subtracted from the rewards of tokens.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
 
 
 class Reference(Protocol):
-    """Changes `reference` in place, once at version 0 and after every optimizer step. May name `reference` `policy`
+    """Changes `reference` in place. Called at version 0 and after every optimizer step. May name `reference` `policy`
     `adapters` `version`.
     """
 
@@ -99,13 +98,13 @@ class Reference(Protocol):
 
 
 class Correction(Protocol):
-    """Weights [T], without gradient, of what another engine sampled."""
+    """Returns weights [T], without gradient, for tokens that another engine sampled."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
 
 
 class Weights(Protocol):
-    """What an aggregation returns, as `rollouts.training.algorithms.TokenWeights` is."""
+    """The result of an aggregation, such as `rollouts.training.algorithms.TokenWeights`."""
 
     @property
     def weights(self) -> list[list[float]]: ...
@@ -115,32 +114,32 @@ class Weights(Protocol):
 
 
 class Aggregation(Protocol):
-    """u of every token and the batch's share of D. May name `masks` `rollout_index` `group_index` `pair_index`
-    `max_tokens`.
+    """Returns the weight of each token and the batch's part of the denominator. May name `masks` `rollout_index`
+    `group_index` `pair_index` `max_tokens`.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Weights: ...
 
 
 class Mixer(Protocol):
-    """The parts of a group's rewards [J, P] as rewards [J]. May name `parts` `weights` `step`."""
+    """Returns rewards [J] from the parts of a group's rewards [J, P]. May name `parts` `weights` `step`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
 
 
 class Shaping(Protocol):
-    """A group's rewards [J] from its rewards [J]. May name `rewards` `lengths` `truncated` `max_tokens` `step`."""
+    """Returns a group's rewards [J], changed. May name `rewards` `lengths` `truncated` `max_tokens` `step`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
 
 
 class Selector(Protocol):
-    """Which of a group's rollouts are trained on [J] bool. May name `rewards` `lengths` `step`."""
+    """Returns [J] bool: which rollouts of a group to train on. May name `rewards` `lengths` `step`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | Sequence[bool]: ...
 
 
 class Pairing(Protocol):
-    """Pairs (chosen, rejected) of positions in `rewards` [J]. May name `rewards` `lengths` `step`."""
+    """Returns pairs (chosen, rejected) of positions in `rewards` [J]. May name `rewards` `lengths` `step`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Sequence[tuple[int, int]]: ...

@@ -1,10 +1,10 @@
-"""What a component receives and what its settings are, both read from its signature.
+"""Read the inputs and the settings of a component from its signature.
 
-A component receives what it names: each positional parameter is requested by name out of the vocabulary of its kind.
-Its settings are its keyword-only parameters (for an environment: all that its constructor takes). A keyword-only
-parameter whose default is a dataclass instance means several settings: one for each field.
-What is left out: converting a setting's value (`rollouts.config`) and what a tool's parameters mean to a model
-(`rollouts.env.schema`).
+The positional parameters of a component are its inputs: it receives those that it names, from the vocabulary of its
+kind. Its keyword-only parameters are its settings. For an environment, all parameters of the constructor are settings.
+If the default of a keyword-only parameter is a dataclass instance, each field of it is a setting.
+
+`rollouts.config` converts the values of settings. `rollouts.env.schema` reads the parameters of tools.
 """
 
 from __future__ import annotations
@@ -28,29 +28,30 @@ from rollouts.plugins.index import a_kind
 from rollouts.plugins.vocabulary import VOCABULARY, mixing_fault, quoted
 
 SIGNED_KINDS = frozenset(VOCABULARY) | {"environments"}
-"""The kinds whose signatures `check_signature` has rules for; of the others it refuses only what cannot be read."""
+"""The kinds for which `check_signature` has rules. For other kinds it refuses only an unreadable signature."""
 
 _CLASS_KINDS = frozenset({"environments", "inference", "training", "loggers", "datasets", "tools", "commands"})
-_CALLED_DIRECTLY = frozenset(VOCABULARY) - _CLASS_KINDS - {"rewards", "metrics"}  # the trainer awaits nothing
+_CALLED_DIRECTLY = frozenset(VOCABULARY) - _CLASS_KINDS - {"rewards", "metrics"}  # the trainer never awaits
 _NOTHING: Mapping[str, Any] = {}
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 class Signature(NamedTuple):
-    """The names a component requests, in the order in which it takes them, and its settings."""
+    """The inputs that a component names, in its own order, and its settings."""
 
     requests: tuple[str, ...]
     settings: tuple[Setting, ...]
 
 
 def read_signature(component: Any, kind: str) -> Signature:
-    """What the component requests and its settings, without judging them.
+    """The inputs and settings of a component. The rules of its kind are not checked.
 
-    `component` is a function, a `functools.partial`, a bound method (without its self), a callable object, a class (its
-    constructor), or a composition: an object with `terms`, each with a `function` (the union of them; a term that has
-    a name has a setting `<name>_coef`). Of an environment all parameters are settings. Each type hint is resolved by
-    itself; without a usable hint the type is the default's.
-    Raises SignatureError where there is no signature to read.
+    `component` is a function, a `functools.partial`, a bound method, a callable object, a class (its constructor), or
+    an object with `terms`, each with a `function`. For terms, the result is the union of their signatures, and each
+    term with a name adds a setting `<name>_coef`. Each type hint is resolved by itself. A parameter without a usable
+    hint has the type of its default.
+
+    Raises SignatureError if the signature cannot be read.
 
     >>> def brevity(trajectory, *, target_tokens: int = 200) -> float: ...
     >>> read_signature(brevity, "rewards").requests
@@ -78,12 +79,12 @@ def read_signature(component: Any, kind: str) -> Signature:
 
 
 def check_signature(component: Any, kind: str, label: str) -> Signature:
-    """The signature, where it follows the rules of its kind; `label` says whose it is (`reward acme_rewards/brevity`).
+    """The signature of a component, checked against the rules of its kind. `label` names the component in errors
+    (`reward acme_rewards/brevity`).
 
-    Raises SignatureError, with a message for each: a name that is not in the vocabulary, names that do not go together,
-    a dataclass's field with the name of another setting or input, `*args`, `**kwargs`, a positional parameter with a
-    default, a class where a function belongs, an async function that is not awaited, a callable without a readable
-    signature, something that cannot be called.
+    Raises SignatureError for: a name outside the vocabulary, inputs that cannot be named together, two settings or
+    inputs with one name, `*args`, `**kwargs`, a positional parameter with a default, a class instead of a function, an
+    async function that would not be awaited, an unreadable signature, and an object that cannot be called.
     """
     terms = _terms_of(component)
     if terms is not None:
@@ -97,18 +98,15 @@ def check_signature(component: Any, kind: str, label: str) -> Signature:
 
 
 def _faults(component: Any, kind: str, label: str) -> Iterator[str]:
-    """Each way in which a component may break the rules of its kind, as a message; empty where it does not."""
+    """One message for each rule of the kind: why the component breaks it, or an empty text."""
     name = _label_of(component)
     if inspect.isclass(component) and kind not in _CLASS_KINDS:
         yield (
-            f"{name} is a class; {a_kind(kind)} is called for each of its inputs\n"
+            f"{name} is a class, but {a_kind(kind)} must be a function\n"
             f"name a function, or an object with __call__ (such as `{name.lower()} = {name}()`)"
         )
     if kind in _CALLED_DIRECTLY and _is_async(component):
-        yield (
-            f"{name} is async, but {a_kind(kind)} is called and never awaited (a coroutine would be taken for its "
-            "result)\nwrite it with `def`"
-        )
+        yield f"{name} is async, but {a_kind(kind)} is called and never awaited\nwrite `def`, not `async def`"
     for parameter in _parameters(component, label):
         yield _parameter_fault(parameter, kind)
     signature = read_signature(component, kind)
@@ -117,8 +115,8 @@ def _faults(component: Any, kind: str, label: str) -> Iterator[str]:
 
 
 def keywords_of(component: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings as the keyword arguments of the component: those that are fields of a dataclass, in an instance.
-    Raises ConfigError where the dataclass refuses them.
+    """The settings as keyword arguments of the component. Settings that are fields of a dataclass are put into an
+    instance of it. Raises ConfigError if the dataclass refuses them.
 
     >>> @dataclasses.dataclass(frozen=True)
     ... class Retries:
@@ -139,25 +137,25 @@ def keywords_of(component: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
                     keywords[parameter] = dataclasses.replace(default, **own)
             except RolloutsError:
                 raise
-            except Exception as error:  # what the dataclass refuses
+            except Exception as error:  # the dataclass refuses the values
                 given = ", ".join(f"{name} {shown(value)}" for name, value in without_secrets(own).items())
                 raise ConfigError(f"{_label_of(component)} does not take {given}: {named(error)}") from error
     return keywords
 
 
 def bind(component: Callable[..., Any], settings: Mapping[str, Any]) -> Callable[..., Any]:
-    """The component with these settings bound."""
+    """The component with its settings bound, as a `functools.partial`."""
     return functools.partial(component, **keywords_of(component, settings)) if settings else component
 
 
 def call_with(component: Any, available: Mapping[str, Any], settings: Mapping[str, Any] = _NOTHING) -> Any:
-    """Call the component with what it names out of `available` (by position) and its settings (by keyword).
+    """Call the component with the inputs that it names, taken from `available`, and with its settings.
 
-    The requested names are read once a function, so this may be called for every sample. An environment is not called
-    this way: all its parameters are settings (`Environment(**settings)`). Raises SignatureError where a name is not
-    available.
+    The signature of a function is read once, so this may be called for every sample. Do not use it for environments:
+    all their parameters are settings (`Environment(**settings)`).
 
-    What the component raises comes out as an Exception, whatever it is (`rollouts.author_code`).
+    Raises SignatureError if `available` lacks an input, and whatever the component raises, as an Exception
+    (`rollouts.author_code`).
 
     >>> call_with(lambda rewards: max(rewards), {"rewards": [0.0, 1.0], "step": 3})
     1.0
@@ -167,18 +165,18 @@ def call_with(component: Any, available: Mapping[str, Any], settings: Mapping[st
         arguments = [available[name] for name in requests]
     except KeyError as exc:
         missing = [name for name in requests if name not in available]
-        if not missing:  # a KeyError of something that `available` computes
+        if not missing:  # `available` computed a value, which raised a KeyError
             raise
         raise SignatureError(
-            f"{_label_of(component)} asks for {', '.join(map(repr, missing))}, which this run cannot give\n"
-            f"it can give: {', '.join(sorted(available))}"
+            f"{_label_of(component)} names {', '.join(map(repr, missing))}, which this run does not have\n"
+            f"this run has: {', '.join(sorted(available))}"
         ) from exc
     with authors_code():
         return component(*arguments, **(keywords_of(component, settings) if settings else _NOTHING))
 
 
 class _Inputs(NamedTuple):
-    """How a callable is called: the names of its positional parameters, and the parameters that are dataclasses."""
+    """The names of a callable's positional parameters, and its parameters whose default is a dataclass instance."""
 
     requests: tuple[str, ...]
     records: dict[str, Any]
@@ -188,7 +186,7 @@ _CACHE: dict[tuple[int, str], tuple[weakref.ref[Any], _Inputs]] = {}
 
 
 def _inputs_of(component: Any) -> _Inputs:
-    """The inputs of a callable, cached by identity of the function (or class) that defines them."""
+    """The inputs of a callable, cached by the identity of the function or class that defines them."""
     if isinstance(component, MethodType):
         anchor, how = component.__func__, "bound"
     elif isinstance(type(component).__call__, FunctionType) and not isinstance(component, type | functools.partial):
@@ -202,7 +200,7 @@ def _inputs_of(component: Any) -> _Inputs:
     parameters = _parameters(component, _label_of(component))
     requests = tuple(parameter.name for parameter in parameters if parameter.kind in _POSITIONAL)
     inputs = _Inputs(requests, _records(component, parameters))
-    with contextlib.suppress(TypeError):  # no weak reference: it is read again each time, rather than kept alive
+    with contextlib.suppress(TypeError):  # without weak references, read it each time
         # The callback runs before the id can be given to another object, so an entry never outlives its anchor.
         _CACHE[key] = (weakref.ref(anchor, lambda _: _CACHE.pop(key, None)), inputs)
     return inputs
@@ -211,7 +209,8 @@ def _inputs_of(component: Any) -> _Inputs:
 def _parameters(component: Any, label: str) -> list[inspect.Parameter]:
     if not callable(component):
         raise SignatureError(
-            f"{label}: {type(component).__name__} cannot be called\nname a function, a class or an object with __call__"
+            f"{label}: an object of {type(component).__name__} cannot be called\n"
+            "name a function, a class or an object with __call__"
         )
     how: dict[str, Any] = {}
     if sys.version_info >= (3, 14):  # annotations are lazy there: a name under TYPE_CHECKING must not be evaluated
@@ -223,12 +222,12 @@ def _parameters(component: Any, label: str) -> list[inspect.Parameter]:
     except (ValueError, TypeError) as exc:
         raise SignatureError(
             f"{label}: {_label_of(component)} has no readable signature ({exc})\n"
-            f"wrap it in a function whose parameters are what it needs"
+            f"wrap it in a function that names its inputs"
         ) from exc
 
 
 def _records(component: Any, parameters: Iterable[inspect.Parameter]) -> dict[str, Any]:
-    """The keyword-only parameters whose default is an instance of a dataclass, with that instance."""
+    """The keyword-only parameters whose default is a dataclass instance, with that instance."""
     return {
         each.name: default
         for each in parameters
@@ -243,7 +242,9 @@ def _fields(record: Any) -> list[str]:
 
 
 def _field_settings(record: Any, docs: Mapping[str, str]) -> Iterator[Setting]:
-    """A setting for each field: its default is the instance's, its line the component's, else the dataclass's own."""
+    """A setting for each field of a dataclass instance. The field's value is the default of the setting. Its
+    description is that of the component, else that of the dataclass.
+    """
     made = type(record)
     parameters = {each.name: each for each in _parameters(made, _label_of(made))}
     docs = {**setting_docs(made), **docs}
@@ -252,19 +253,18 @@ def _field_settings(record: Any, docs: Mapping[str, str]) -> Iterator[Setting]:
 
 
 def _clash(signature: Signature) -> str:
-    """Which field of a dataclass has the name of another setting or input; empty where none has."""
+    """The error if two settings or inputs have one name because of a dataclass; empty if not."""
     names = Counter((*signature.requests, *(setting.name for setting in signature.settings)))
     taken = [name for name, count in names.items() if count > 1]
     if not taken:
         return ""
     return (
-        f"the fields of a dataclass are settings, and {quoted(taken)} is the name of another input or setting too\n"
-        "give the field another name"
+        f"a field of a dataclass is a setting, and {quoted(taken)} is already an input or a setting\nrename the field"
     )
 
 
 def _default_of(parameter: inspect.Parameter, component: Any) -> Any:
-    """A parameter's default, else REQUIRED; of a dataclass's field what its factory makes."""
+    """The default of a parameter, or REQUIRED. A default factory of a dataclass field is called."""
     field = getattr(component, "__dataclass_fields__", {}).get(parameter.name) if inspect.isclass(component) else None
     if field is not None and callable(field.default_factory):
         return field.default_factory()
@@ -281,44 +281,46 @@ def _setting(parameter: inspect.Parameter, component: Any, docs: Mapping[str, st
 
 
 def _parameter_fault(parameter: inspect.Parameter, kind: str) -> str:
-    """Why a parameter breaks the rules of its kind; empty where it does not."""
+    """Why a parameter breaks the rules of its kind; empty if it does not."""
     name = parameter.name
     if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-        return f"it takes *{name}, which does not say what it needs\nname each input, then `*`, then the settings"
+        return f"it takes *{name}, which names no inputs\nname each input, then write `*`, then the settings"
     if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-        return f"it takes **{name}, so a misspelt setting could not be refused\nname each setting, after a `*`"
+        return f"it takes **{name}, which would accept a misspelled setting\nname each setting after a `*`"
     vocabulary = VOCABULARY.get(kind)
     if kind == "environments":
         if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
-            return f"{name!r} is positional-only; settings are given by name: remove the `/`"
+            return f"{name!r} is positional-only, but settings are passed by name\nremove the `/`"
         return ""
     if vocabulary is None:
         return ""
     if parameter.kind in _POSITIONAL:
         if parameter.default is not inspect.Parameter.empty:
             return (
-                f"{name!r} is positional and has a default, so it is neither an input nor a setting\n"
-                f"settings are keyword-only: write `*, {name}=...`; inputs have no default"
+                f"{name!r} is positional and has a default, but inputs have no default and settings are keyword-only\n"
+                f"for a setting, write `*, {name}=...`; for an input, remove the default"
             )
         if name not in vocabulary:
             return _unknown_name(name, kind, vocabulary)
     elif name in vocabulary and parameter.default is inspect.Parameter.empty:
-        return f"{name!r} is keyword-only, so it reads as a setting\nto receive it as an input, put it before the `*`"
+        return f"{name!r} is an input, but here it is keyword-only, like a setting\nput it before the `*`"
     return ""
 
 
 def _unknown_name(name: str, kind: str, vocabulary: Mapping[str, str]) -> str:
     return in_lines(
-        f"it asks for {name!r}, which {a_kind(kind)} is not given",
+        f"it names {name!r}, but {a_kind(kind)} has no such input",
         suggestion(name, vocabulary),
         f"{a_kind(kind)} may name:",
         *(f"  {known}: {meaning}" for known, meaning in vocabulary.items()),
-        f"if it is a setting, make it keyword-only: `*, {name}=...`",
+        f"for a setting, write it after a `*`: `*, {name}=...`",
     )
 
 
 def _terms_of(component: Any) -> list[Any] | None:
-    """The terms of a composition (an `Algorithm`), known by its shape: floor 0 must not import its class."""
+    """The terms of an `Algorithm`, else None. It is recognized by its attributes, since this package must not import
+    it.
+    """
     terms = getattr(component, "terms", None)
     if callable(component) or not isinstance(terms, Iterable):
         return None
@@ -327,7 +329,7 @@ def _terms_of(component: Any) -> list[Any] | None:
 
 
 def _union(terms: Iterable[Any], kind: str) -> Signature:
-    """What the terms of a composition request and their settings, each name once."""
+    """The inputs and settings of all terms, each name once."""
     requests: dict[str, None] = {}
     settings: dict[str, Setting] = {}
     for term in terms:
@@ -337,13 +339,13 @@ def _union(terms: Iterable[Any], kind: str) -> Signature:
             settings.setdefault(setting.name, setting)
         name = getattr(term, "name", "")
         if name:
-            about = f"how much the {name} term counts"
+            about = f"the coefficient of the {name} term"
             settings.setdefault(f"{name}_coef", Setting(f"{name}_coef", float, term.coefficient, about))
     return Signature(tuple(requests), tuple(settings.values()))
 
 
 def _is_async(component: Any) -> bool:
-    """Whether calling it gives a coroutine or an async generator: a function, or an object whose `__call__` does."""
+    """Whether a call returns a coroutine or an async generator."""
     inner = unwrapped(component)
     return any(
         inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)

@@ -29,7 +29,7 @@ from rollouts.training.algorithms.algorithm import (
     requests,
     stage_name,
 )
-from rollouts.training.algorithms.checks import CRITIC_NAMES, TEACHER_NAMES
+from rollouts.training.algorithms.checks import CRITIC_NAMES, ONE_SAMPLE, TEACHER_NAMES, compares_groups
 from rollouts.training.algorithms.kl import adapter_off, frozen, make_kl, warning_of
 from rollouts.training.types import AuxiliaryModels
 
@@ -287,6 +287,8 @@ def _notes_of(algorithm: Algorithm, parts: Mapping[str, list[Chosen]], settings:
             for each in parts["advantage"]
             if each.name
         ]
+    if settings.mode == "rl" and settings.samples_per_prompt == 1 and compares_groups(algorithm):
+        notes.append(f"warning: {place}{ONE_SAMPLE}, or --advantage baseline, which compares nothing")
     if not _is_weighed(algorithm):
         notes += [
             f"{place}--correction {each.name} is not used: {loss.name} has no value a token that it would weigh"

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from rollouts.disk import new_folder
 from rollouts.errors import ConfigError, ModelError, OutputError, first_line
 from rollouts.runs.folder import CONFIG, SUMMARY, holds_run, read_json
+from rollouts.runs.publish import CARD, model_card
 from rollouts.training import models
 from rollouts.training.weights.files import ModelFiles, write_weights
 from rollouts.training.weights.store import STATE, all_checkpoints, check_folder, newest_checkpoint
@@ -47,8 +48,9 @@ def export(source: str, out: str, *, dtype: str = "", adapter: bool = False) -> 
     """Write the model of a run, a checkpoint or an adapter to the new folder `out`.
 
     `dtype` "" is that of the stored weights, for an adapter that of the model beneath it. `adapter`: only the adapter,
-    in peft's format. What was written is loaded once more, and its logits compared, before it gets its name. Raises
-    OutputError where `out` exists or cannot be written, ConfigError, ModelError.
+    in peft's format. A README.md says how the run trained it. What was written is loaded once more, and its logits
+    compared, before it gets its name. Raises OutputError where `out` exists or cannot be written, ConfigError,
+    ModelError.
     """
     target = Path(out)
     if target.exists():
@@ -63,6 +65,8 @@ def export(source: str, out: str, *, dtype: str = "", adapter: bool = False) -> 
     try:
         with new_folder(target, replaces=False) as inside:
             written = _write_adapter(folder, inside) if adapter else _write_model(folder, inside, dtype)
+            if card := model_card(folder, target.name):
+                (inside / CARD).write_text(card, encoding="utf-8")
             total = sum(file.stat().st_size for file in inside.rglob("*") if file.is_file())
     except OSError as error:
         reason = getattr(error, "strerror", None) or first_line(error)

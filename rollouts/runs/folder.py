@@ -30,12 +30,14 @@ from rollouts.config.flags import Tree
 from rollouts.disk import partial_name, sync_file, sync_folder, write_whole
 from rollouts.encoding import encode, encode_indented
 from rollouts.errors import ConfigError, OutputError
+from rollouts.training.rollout_gen.metrics import JUDGING
 from rollouts.types import Episode
 
 CONFIG = "config.toml"
 SUMMARY = "summary.json"
 LOCK = ".lock"
 PARTS = ("trajectories", "checkpoints")
+STEP, EVALUATED = "step_", "eval_"  # trajectories/: the beginnings of file names; a step counts from 0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system that has none
 
 
@@ -195,14 +197,15 @@ class RunFolder:
             sync_folder(self.path)
 
     def forget_steps(self, first: int) -> None:
-        """Remove what tells of steps from `first` on (0-based), of the end, and what a kill has left half written: a
-        run that resumes there writes them again.
+        """Remove the files that a run which resumes after `first` steps writes again: the trajectories of later steps
+        and evaluations, those that a kill left half written, and summary.json.
         """
         self.forget_end()
         with _refused(self.path):
             for path in (self.path / "trajectories").iterdir():
-                step = re.fullmatch(r"step_(\d+)\.jsonl", path.name)
-                if path.suffix == ".partial" or (step is not None and int(step[1]) >= first):
+                name = re.fullmatch(rf"({STEP}|{EVALUATED})(\d+)\.jsonl", path.name)
+                done = int(name[2]) + (name[1] == STEP) if name is not None else 0
+                if path.suffix == ".partial" or done > first:
                     path.unlink()
 
     def write_config(self, text: str) -> None:
@@ -369,7 +372,10 @@ def _take_lock(path: Path, shown: Path) -> int | None:
 def episode_records(
     episode: Episode, *, advantage: float | None = None, dropped: str | None = None
 ) -> Iterator[dict[str, Any]]:
-    """The lines of one episode in `trajectories/`: all that was said and sampled, and what it was worth."""
+    """The lines of one episode in `trajectories/`, one per trajectory: its messages, tokens and rewards. The line of
+    the trajectory that was judged also has the environment's metrics.
+    """
+    judged = {name: value for name, value in episode.metrics.items() if name in JUDGING or name.startswith("metric/")}
     for trajectory in episode.trajectories:
         yield {
             "group": episode.order[0],
@@ -382,7 +388,7 @@ def episode_records(
             "why": episode.score.why,
             "advantage": advantage,
             "dropped": dropped,
-            "metrics": trajectory.metrics,
+            "metrics": trajectory.metrics | (judged if trajectory is episode.trajectory else {}),
             "messages": trajectory.messages,
             "segments": [
                 {

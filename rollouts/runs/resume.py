@@ -23,7 +23,7 @@ from rollouts.config.secrets import flat_without_secrets
 from rollouts.config.settings import Settings
 from rollouts.disk import sync_folder
 from rollouts.errors import CheckpointError, ConfigError, DamagedCheckpointError, ModelError, UserError
-from rollouts.runs.folder import CONFIG, SUMMARY, RunFolder, holds_run, load_config, numbered, read_json
+from rollouts.runs.folder import CONFIG, STEP, SUMMARY, RunFolder, holds_run, load_config, numbered, read_json
 from rollouts.runs.manifest import MANIFEST, resumed_manifest, update_manifest
 from rollouts.training.models import resolve_model_name
 from rollouts.training.types import TrainingBackend
@@ -260,7 +260,7 @@ def _missing_steps(logged: Logged, folder: RunFolder, steps: int, *, with_trajec
     found = {name: set(lines) for name, lines in logged.items()}
     if with_trajectories:
         files = [path for path in (folder.path / "trajectories").iterdir() if path.stat().st_size]
-        names = [re.fullmatch(r"step_(\d+)\.jsonl", path.name) for path in files]
+        names = [re.fullmatch(rf"{STEP}(\d+)\.jsonl", path.name) for path in files]
         found["trajectories/"] = {int(name[1]) for name in names if name is not None}
     lost = {name: sorted(set(range(steps)) - each) for name, each in found.items()}
     return [

@@ -29,7 +29,8 @@ from rollouts.config.settings import Settings
 from rollouts.env.authoring import tools_of
 from rollouts.env.mixing import RewardTerm
 from rollouts.env.schema import tool_schema
-from rollouts.errors import ConfigError, ModelError, RolloutsError, RunError, cause_of, named
+from rollouts.error_log import ERRORS, ErrorLog, fault_of, report
+from rollouts.errors import ConfigError, ModelError, RolloutsError, RunError, cause_of, in_lines, words_of
 from rollouts.inference.base import CanCheck, InferenceBackend, check_engine
 from rollouts.inference.chatting import CanChat
 from rollouts.inference.suspend import SuspendableEngine
@@ -76,6 +77,7 @@ class Session:
         self.job: Job | None = None
         self._started, self._manager = started, manager
         self._folder: RunFolder | None = None
+        self._errors: ErrorLog | None = None
         self._interrupts = contextlib.ExitStack()
         self.resources = contextlib.ExitStack()
         self.resources.push(self._interrupts)  # left last
@@ -98,6 +100,8 @@ class Session:
     def begin(self, job: Job, title: str, total: int, notes: Sequence[str], settings: Mapping[str, Any]) -> None:
         """Everything is there: announce the job. From here on the folder is kept."""
         self.job = job
+        log = ErrorLog(self.folder.path / ERRORS, self.observer.note, self.folder.shown / ERRORS)
+        self._errors = self.resources.enter_context(log)
         self.observer.begin(title, total, self.folder.shown, notes)
         self.call_hooks("rollouts_run_start", settings=settings, folder=str(self.folder.path))
         freeze_loaded()
@@ -143,9 +147,24 @@ class Session:
         self.observer.end(summary)
         if isinstance(failure, KeyboardInterrupt):
             return KeyboardInterrupt(job.message(failure))
+        where = self._recorded(failure) if failure is not None else ""
         if isinstance(failure, RolloutsError):
-            failure.args = (job.message(failure),)
+            failure.args = (in_lines(job.message(failure), where),)
+        elif failure is not None and where:
+            failure.add_note(where)
         return failure
+
+    def _recorded(self, failure: BaseException) -> str:
+        """Write the traceback of what ended the run, unless only the core's own words would be in it; says where the
+        errors of the run are, if there are any.
+        """
+        assert self._errors is not None, "begin first"
+        chain: BaseException | None = failure
+        while isinstance(chain, RolloutsError):
+            chain = chain.__cause__
+        if chain is not None:
+            self._errors.record(fault_of(failure), "the run", is_noted=False)
+        return f"tracebacks: {self._errors.shown}" if self._errors.has_errors else ""
 
     def write_summary(self, failure: BaseException | None) -> None:
         """Write summary.json, with the status of a job that this ended."""
@@ -170,6 +189,7 @@ class Loggers:
     def __init__(self) -> None:
         self.faults: list[PluginFault] = []
         self._loggers: dict[str, MetricsLogger] = {}
+        self._next: dict[str, float] = {}
 
     def open(self, chosen: Sequence[Chosen], folder: Path, settings: Mapping[str, Any], first_step: int) -> None:
         """Make every logger of the run that is not made yet. Raises UserError."""
@@ -182,6 +202,7 @@ class Loggers:
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Log with each of them; each has a copy of its own. Raises RunError, naming the logger."""
+        metrics, self._next = self._next | metrics, {}
         for name, logger in self._loggers.items():
             try:
                 with authors_code():
@@ -189,7 +210,11 @@ class Loggers:
             except RolloutsError:
                 raise
             except Exception as error:  # a stranger's logger may raise anything
-                raise RunError(f"the logger {name} failed: {named(error)}") from error
+                raise RunError(f"the logger {name} failed: {words_of(error)}") from error
+
+    def add_to_next(self, metrics: Mapping[str, float]) -> None:
+        """Log these together with the metrics of the next call. Metrics of that call replace those of the same name."""
+        self._next |= metrics
 
     def close(self) -> None:
         """Close every one, whatever the others do; `faults` names those that failed."""
@@ -200,7 +225,8 @@ class Loggers:
                 with authors_code():
                     logger.close()
             except Exception as error:  # a failure here must hide no other error
-                self.faults.append(PluginFault(f"logger {name}", "", f"close failed: {named(error)}"))
+                words = report(error, f"the logger {name}", is_noted=False)
+                self.faults.append(PluginFault(f"logger {name}", "", f"close failed: {words}"))
 
 
 def model_words(model: str) -> str:

@@ -1,8 +1,8 @@
-"""From samples to batch rows, from rows to microbatches: pure functions on lists, no torch.
+"""Turn samples into batch rows, and rows into microbatches. Pure functions on lists; no torch.
 
-A batch is stamped whole (u and D, see algorithms/aggregation.py) before it is split, so no split changes a result. A
-layout says how one microbatch is run: prompts that rows share are run once, and what remains of the rows runs in
-buckets of similar length; packed, the rows of a microbatch are one sequence.
+`make_batch` sets u and D for the whole batch (see algorithms/aggregation.py) before anything is split, so a split never
+changes a result. A `Layout` describes how one microbatch runs: shared prompts run once, and the rest of each row runs
+in a bucket of rows of similar length. In packed mode, the rows of a microbatch form one sequence.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from rollouts.types import Sample
 
 Keep = Literal["", "rollout", "pair", "group"]
 
-# A further bucket costs a pass through the model; it has to save at least this many padded tokens. This is a CPU's
-# number: there the tokens cost, on a GPU the launches.
+# Each extra bucket costs one pass through the model, so it must save at least this many padded tokens. Measured on a
+# CPU, where the cost is per token. On a GPU the cost is per kernel launch.
 BUCKET_SAVING_MIN = 128
-# A further microbatch of rows that share nothing has to save this many on a CPU: a model of 58 M then took an eighth
-# less time than with 128, and one of 0.36 M as much.
+# The same for an extra microbatch of rows without a shared prompt, on a CPU. Compared with 128, a 58 M model took an
+# eighth less time, and a 0.36 M model took the same time.
 MICROBATCH_SAVING_MIN = 32
-# A shared prompt shorter than this is not worth a pass of its own.
+# A shorter shared prompt is not worth a pass of its own.
 PREFIX_LENGTH_MIN = 8
 
 
 class Layout(NamedTuple):
-    """How the rows of a microbatch are run.
+    """How the rows of one microbatch run.
 
-    `prefixes` are token ids run once each; `prefix_of_row` [R] is the prefix that a row continues (-1: none) and
-    `starts` [R] the first position that the row runs itself. `buckets` are row numbers that are padded to one length;
-    the rows of a bucket either all continue a prefix or all start at 0.
+    `prefixes` are prompts as token ids; each runs once. `prefix_of_row` [R] is the index of the prefix that a row
+    continues, or -1. `starts` [R] is the first position that runs as part of the row itself. `buckets` are lists of row
+    numbers, each padded to one length. Either all rows of a bucket continue a prefix, or all start at 0.
     """
 
     prefixes: list[list[int]]
@@ -47,7 +47,7 @@ class Layout(NamedTuple):
     buckets: list[list[int]]
 
     def padded_tokens(self, lengths: Sequence[int]) -> int:
-        """Tokens that go through the model, padding included, for rows of these lengths."""
+        """How many tokens run for rows of these lengths, padding included."""
         rests = (len(bucket) * max(lengths[row] - self.starts[row] for row in bucket) for bucket in self.buckets)
         return len(self.prefixes) * max(map(len, self.prefixes), default=0) + sum(rests)
 
@@ -65,19 +65,24 @@ def make_batch(
     trained: Sequence[bool] | None = None,
     pairs: Sequence[tuple[int, int]] | None = None,
 ) -> TrainBatch:
-    """One batch of all samples.
+    """Make one batch of all samples.
 
-    `advantages` [N] has one number a rollout, at its `rollout_index` (0..N-1; a sample without one is a rollout of its
-    own, at its place in the list). A sample whose reward is None is not live, nor are those of rollouts that `trained`
-    [N] leaves out. `rewards` [N] are the shaped ones, where they differ from the samples'. With `pairs` (chosen,
-    rejected) the rows are those of the pairs, each with the advantage +1 or -1; a rollout in two pairs has its rows
-    twice. `max_tokens` is for the aggregation dr_grpo.
-    Raises ConfigError for an aggregation that cannot be used. Asserts that every stream is aligned.
+    Raises ConfigError if the aggregation cannot be used. Asserts that the fields of each sample have one length.
+
+    Args:
+        advantages: [N], indexed by `rollout_index` (0..N-1). A sample without a `rollout_index` is a rollout of its
+            own; its index is its position in the list
+        max_tokens: L_max of the aggregation dr_grpo
+        rewards: [N], the shaped rewards, if they differ from the samples' rewards. A sample without a reward is not
+            trained
+        trained: [N], False for rollouts that are not trained; None trains all
+        pairs: (chosen, rejected) rollouts. The batch then has the rows of the pairs, with advantages +1 and -1. The
+            rows of a rollout in two pairs appear twice
     """
     numbered = [(number if s.rollout_index is None else s.rollout_index, s) for number, s in enumerate(samples)]
     for rollout, _ in numbered:
         assert 0 <= rollout < len(advantages), f"rollout_index {rollout} but {len(advantages)} advantages"
-    # A sample without a group is one of its own; negative numbers cannot meet given ones.
+    # A sample without a group is a group of its own. Negative numbers cannot clash with given ones.
     groups = [-1 - rollout if s.group_index is None else s.group_index for rollout, s in numbered]
     masks = [_live_mask(s, trained is None or trained[rollout]) for rollout, s in numbered]
     if rewards is None:
@@ -113,7 +118,7 @@ def make_batch(
 def weigh_rows(
     rows: Sequence[Row], aggregation: str | Callable[..., Any], max_tokens: int | None = None
 ) -> tuple[float, Unit]:
-    """Stamp u on the rows (`weights`), as a batch of their own; gives D, and what a loss returns one value for."""
+    """Set `weights` (u) of the rows as one batch. Returns D, and what a loss returns one value for."""
     names = ("loss_mask", "rollout_index", "group_index", "pair_index")
     columns = ([getattr(row, name) for row in rows] for name in names)
     given = aggregate(aggregation, Masks._make([*columns, max_tokens]))
@@ -125,8 +130,9 @@ def weigh_rows(
 def part_batch(
     batch: TrainBatch, parts: int, aggregation: str | Callable[..., Any], max_tokens: int | None = None
 ) -> list[TrainBatch]:
-    """The batch in at most `parts` batches of whole groups, each weighed as a batch of its own: for as many optimizer
-    steps. Everything else that was stamped stays as it is.
+    """Split the batch into at most `parts` batches, one for each optimizer step.
+
+    Groups stay whole. Each part gets its own u and D; all other fields stay as they are.
     """
     assert parts >= 1, f"a batch cannot be parted in {parts}"
     if parts == 1 or not batch.rows:
@@ -156,15 +162,19 @@ def split_microbatches(
     saving_min: int = MICROBATCH_SAVING_MIN,
     flat_apart: bool = False,
 ) -> list[list[Row]]:
-    """The rows in microbatches of at most `tokens_max` tokens each: padded ones, rows of similar length together; or
-    `packed`, when there is no padding and no prompt is shared.
+    """Split the rows into microbatches of at most `tokens_max` tokens.
 
-    Rows that share a prompt stay together where they fit. `keep` names what a loss must see whole: rows of one
-    rollout, pair or group are then never parted; where several such rows do not fit, that is an error (TrainingError).
-    A single row longer than the bound runs alone, for it cannot be parted. With `only_live`, rows with nothing live are
-    left out. Rows that share nothing are cut where that leaves the least padding, another microbatch counting as
-    `saving_min` padded tokens. With `flat_apart`, rows that stay together and have no advantage get microbatches of
-    their own, where so many tokens are theirs that a pass without backward pays for another microbatch.
+    Rows that share a prompt stay together if they fit. A single row above the limit runs alone. Raises TrainingError if
+    rows that `keep` holds together do not fit.
+
+    Args:
+        tokens_max: includes padding
+        share_prefix: run a shared prompt once
+        keep: rows of one rollout, pair or group stay in one microbatch, because the loss needs them together
+        only_live: leave out rows without a trained token
+        packed: the rows of a microbatch form one sequence, without padding and shared prompts
+        saving_min: how many padded tokens an extra microbatch must save, if no rows stay together
+        flat_apart: separate rows without an advantage, if that saves the work of `saving_min` tokens
     """
     share_prefix = share_prefix and not packed
     sets: dict[Hashable, list[Row]] = {}
@@ -177,7 +187,7 @@ def split_microbatches(
     if flat_apart:
         learning = [members for members in together if any(any(row.advantages) for row in members)]
         flat = [members for members in together if not any(any(row.advantages) for row in members)]
-        if sum(map(_token_count, flat)) * 2 / 3 >= saving_min:  # the backward is two thirds of the work
+        if sum(map(_token_count, flat)) * 2 / 3 >= saving_min:  # the backward pass is two thirds of the work
             together, apart = learning, flat
     microbatches: list[list[Row]] = []
     for chosen in (together, apart):
@@ -196,7 +206,7 @@ def split_microbatches(
 
 
 def _units(members: list[Row], tokens_max: int, share_prefix: bool, keep: Keep, packed: bool) -> list[list[Row]]:
-    """Rows that belong together, shortest first, in as few parts as fit; in one, whatever its size, of one row."""
+    """Split rows that belong together into as few parts as fit, shortest first. A single row always fits."""
     members.sort(key=lambda row: len(row.tokens))
     lengths = [len(row.tokens) for row in members]
     cost = sum(lengths) if packed else plan_layout(members, share_prefix=share_prefix).padded_tokens(lengths)
@@ -213,11 +223,11 @@ def _units(members: list[Row], tokens_max: int, share_prefix: bool, keep: Keep, 
 
 
 def pack_rows(lengths: Sequence[int], tokens_max: int) -> list[list[int]]:
-    """Bins of row numbers, each of at most `tokens_max` tokens; a row longer than that has a bin of its own.
+    """Put rows into bins of at most `tokens_max` tokens; returns row numbers. A longer row gets a bin of its own.
 
-    First-fit decreasing: the longest row first, each into the first bin that has room; at most 11/9 of the fewest
-    possible bins, and one more (Johnson 1973). Equal lengths go in the order of their numbers, so the same lengths
-    always give the same bins. The rows of a bin are in the order of their numbers.
+    First-fit decreasing: take the longest row first, and put it into the first bin with enough room. This needs at most
+    11/9 of the smallest possible number of bins, plus one (Johnson 1973). Rows of equal length are taken by number, so
+    the same lengths always give the same bins. The rows of a bin are sorted by number.
     """
     assert tokens_max >= 1, f"bins of {tokens_max} tokens hold nothing"
     bins: list[list[int]] = []
@@ -236,10 +246,10 @@ def pack_rows(lengths: Sequence[int], tokens_max: int) -> list[list[int]]:
 def plan_layout(
     rows: Sequence[Row], *, share_prefix: bool = True, bucket_saving_min: int = BUCKET_SAVING_MIN
 ) -> Layout:
-    """How to run these rows. A prompt is shared where two rows or more have it and it is long enough to pay.
+    """Plan how to run these rows. A prompt is shared if at least two rows have it and it is long enough.
 
-    A row starts at the last token of its prompt, not after it, so that it predicts its first sampled token itself.
-    Another bucket is opened where it saves at least `bucket_saving_min` padded tokens.
+    A row starts at the last token of its prompt, not after it, because that token predicts the first sampled one. An
+    extra bucket is opened where it saves at least `bucket_saving_min` padded tokens.
     """
     prefixes: list[list[int]] = []
     prefix_of_row = [-1] * len(rows)
@@ -258,7 +268,7 @@ def plan_layout(
         chosen = [number for number in range(len(rows)) if (prefix_of_row[number] >= 0) == continues]
         rests = {number: len(rows[number].tokens) - starts[number] for number in chosen}
         widest = math.inf
-        # Longest first; cut where going on with the longer padding would cost more than another pass.
+        # Longest first. Open a new bucket where padding to the current length would cost more than another pass.
         for place, number in enumerate(sorted(chosen, key=rests.__getitem__, reverse=True)):
             if (widest - rests[number]) * (len(chosen) - place) >= bucket_saving_min:
                 buckets.append([])
@@ -268,17 +278,17 @@ def plan_layout(
 
 
 def _live_mask(sample: Sample, trained: bool) -> list[float]:
-    """What of a sample is trained: nothing where it was not judged, or its rollout is left out."""
+    """The mask of a sample; all 0 where its reward is missing or its rollout is not trained."""
     sample.check()
     mask = sample.loss_mask
     assert not len(mask) or (min(mask) >= 0 and sum(mask) < math.inf), f"mask {mask}"
     if sample.reward is None or not trained or not sample.tokens:
         return [0.0] * len(sample.tokens)
-    return [0.0, *map(float, mask[1:])]  # nothing comes before the first token, so nothing predicts it
+    return [0.0, *map(float, mask[1:])]  # no token precedes the first one, so nothing predicts it
 
 
 def _pair_rows(rows: Sequence[Row], pairs: Sequence[tuple[int, int]]) -> list[Row]:
-    """The rows of each pair's two rollouts, with the pair's number and the side's sign as advantage."""
+    """The rows of both rollouts of each pair, with the pair's number and advantages of +1 and -1."""
     rows_of: dict[int, list[Row]] = {}
     for row in rows:
         rows_of.setdefault(row.rollout_index, []).append(row)
@@ -293,10 +303,10 @@ def _pair_rows(rows: Sequence[Row], pairs: Sequence[tuple[int, int]]) -> list[Ro
 
 
 def _prefix_lengths(samples: Sequence[Sample], masks: Sequence[Sequence[float]], groups: Sequence[int]) -> list[int]:
-    """Per row, how many leading tokens it shares with the rows of its group that claim the same prompt length.
+    """For each row, the number of leading tokens that it shares with rows of its group with the same `prompt_length`.
 
-    Compared, not believed: an environment may change a prompt in one of its episodes. It ends before the first live
-    token.
+    The tokens are compared, because an environment may change the prompt in one of its episodes. The prefix ends before
+    the first trained token.
     """
     sets: dict[tuple[int, int], list[int]] = {}
     for number, (sample, group) in enumerate(zip(samples, groups, strict=True)):
@@ -304,7 +314,7 @@ def _prefix_lengths(samples: Sequence[Sample], masks: Sequence[Sequence[float]],
     lengths: dict[int, int] = {}
     for members in sets.values():
         tokens = [samples[number].tokens for number in members]
-        ends = zip(min(tokens), max(tokens), strict=False)  # these differ first where any two of them do
+        ends = zip(min(tokens), max(tokens), strict=False)  # all members agree as far as these two agree
         shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], ends))
         unsampled = min(first_live(masks[number]) for number in members)
         lengths.update(dict.fromkeys(members, min(shared, unsampled)))
@@ -320,11 +330,12 @@ def _token_count(rows: Sequence[Row]) -> int:
 
 
 def _cuts(lengths: list[int], tokens_max: int, saving_min: int) -> list[tuple[int, int]]:
-    """Slices of ascending lengths, each at most `tokens_max` with padding or one row: as little padding as can be,
-    where every slice counts as `saving_min` more.
+    """Cut ascending lengths into slices of at most `tokens_max` padded tokens, or of one row.
+
+    The cuts have the least padding, where each slice counts as `saving_min` additional tokens.
     """
-    least = [0]  # of the rows before each place
-    begins: list[int] = []  # where the last slice of those up to and with each place begins
+    least = [0]  # [i] the lowest cost of the first i rows
+    begins: list[int] = []  # [i] where the last slice of the first i + 1 rows begins
     for stop, length in enumerate(lengths, 1):
         earliest = min(stop - 1, max(0, stop - tokens_max // max(1, length)))
         cost, begin = min((least[start] + (stop - start) * length, start) for start in range(earliest, stop))
@@ -339,10 +350,10 @@ def _cuts(lengths: list[int], tokens_max: int, saving_min: int) -> list[tuple[in
 
 
 def _fill(units: list[list[Row]], tokens_max: int, share_prefix: bool) -> list[list[Row]]:
-    """Put units into microbatches in order, opening another one where the next unit does not fit.
+    """Put units into microbatches in order. Open another microbatch where the next unit does not fit.
 
-    What a microbatch takes is bounded from above as prefixes x longest prefix + rows x longest rest, so that one pass
-    does.
+    The size of a microbatch is estimated from above, as prefixes x longest prefix + rows x longest rest, so that one
+    run over the units is enough.
     """
     filled: list[list[Row]] = []
     prefixes = prefix_longest = rest_longest = 0

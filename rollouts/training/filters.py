@@ -1,11 +1,10 @@
-"""Group filters: may the rollouts of one prompt be trained on? Pure functions, no torch.
+"""Group filters: decide whether the rollouts of one prompt are trained. Pure functions, no torch.
 
-A filter names what it needs (`rewards` as the advantage sees them, with None for what was not judged, `scores` and
-`parts` as they were given, `samples`, `trajectories`, `step`) and returns True to keep the group, False to drop it, or
-a string: dropped, and why (it becomes `group/drop/<reason>`).
+A filter names its inputs: `rewards` (as the advantage gets them; None where a rollout was not judged), `scores` and
+`parts` (as the rewards returned them), `samples`, `trajectories`, `step`. It returns True to keep the group, False to
+drop it, or the reason to drop it, as text. The reason becomes the metric `group/drop/<reason>`.
 
-The `check_*` functions are the same for `RolloutConfig(filter_fn=...)`: they see the samples of one prompt and say
-whether they may be trained on.
+The `check_*` functions do the same for `RolloutConfig(filter_fn=...)`. They take the samples of one prompt.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ Value = TypeVar("Value")
 
 
 def nonzero_std(rewards: Sequence[float | None], *, spread_min: float = 1e-6) -> bool | str:
-    """Drop groups whose rewards are all the same: they have no gradient.
+    """Drop groups whose rewards are all equal: they have no gradient.
 
     Args:
-        spread_min: a spread of at most this is none
+        spread_min: the rewards differ if max - min is above this
     """
     judged = [reward for reward in rewards if reward is not None]
     if len(judged) < 2:
@@ -40,13 +39,13 @@ def accuracy_std(
     part: str = "",
     spread_min: float = 1e-6,
 ) -> bool | str:
-    """Drop groups that are all right or all wrong, whatever else the advantage sees (dynamic sampling of DAPO, whose
-    penalty of overlong replies says nothing of what is right), and groups in which no rollout has the part. Raises
-    ConfigError for a part that is named almost like another one.
+    """Drop groups that are all right or all wrong, whatever the shaped rewards are. Dynamic sampling of DAPO, whose
+    penalty for overlong replies does not say what is right. Also drops groups without the part. Raises ConfigError for
+    a part whose name is almost that of another one.
 
     Args:
-        part: the reward that says what is right; none is the weighted sum of all rewards, before mixing and shaping
-        spread_min: a spread of at most this is none
+        part: the reward that says what is right; empty for the weighted sum of all rewards, before mixing and shaping
+        spread_min: the rewards differ if max - min is above this
     """
     known = {name for each in parts for name in each}
     if part and part not in known:
@@ -55,7 +54,7 @@ def accuracy_std(
                 f"the filter accuracy_std: the rewards have no part {part!r}; they have {', '.join(sorted(known))}"
             )
         return f"no_part_{part}"
-    # A rollout that one of the rewards could not judge is not trained, also where this part of it is known.
+    # If one reward could not judge a rollout, the rollout is not trained, even if this part is known.
     chosen = [
         each.get(part) if part and score is not None else score for score, each in zip(scores, parts, strict=True)
     ]
@@ -63,7 +62,7 @@ def accuracy_std(
 
 
 def any_success(rewards: Sequence[float | None], *, threshold: float = 0.0) -> bool | str:
-    """Drop groups in which no rollout earned more than the threshold.
+    """Drop groups in which no reward is above the threshold.
 
     Args:
         threshold: a reward above this is a success
@@ -81,12 +80,12 @@ def min_reward(rewards: Sequence[float | None], *, minimum: float = 0.0) -> bool
 
 
 def response_diversity(samples: Sequence[Sample], *, unique_frac_min: float = 0.5) -> bool | str:
-    """Drop groups whose rollouts mostly say the same, token for token.
+    """Drop groups whose replies are mostly identical, token for token.
 
     Args:
-        unique_frac_min: the smallest kept share of different replies
+        unique_frac_min: the smallest fraction of different replies that is kept
     """
-    replies = _by_rollout(samples, _live)
+    replies = _by_rollout(samples, _live_tokens)
     if not replies:
         return "no_samples"
     unique = {tuple(parts) for parts in replies.values()}
@@ -94,7 +93,7 @@ def response_diversity(samples: Sequence[Sample], *, unique_frac_min: float = 0.
 
 
 def reasonable_length(samples: Sequence[Sample], *, shortest: int = 1, longest: int = 1_000_000) -> bool | str:
-    """Drop groups whose mean number of trained tokens a row is out of bounds.
+    """Drop groups whose mean number of trained tokens per row is out of bounds.
 
     Args:
         shortest: tokens, inclusive
@@ -107,11 +106,11 @@ def reasonable_length(samples: Sequence[Sample], *, shortest: int = 1, longest: 
     return True if mean <= longest else "too_long"
 
 
-# --- the same on samples --------------------------------------------------------------------------------------------
+# --- the same for samples -------------------------------------------------------------------------------------------
 
 
 def check_reward_nonzero_std(samples: Sequence[Sample]) -> bool:
-    """Whether the rewards differ: a group in which they do not has no gradient.
+    """Whether the rewards differ. A group with equal rewards has no gradient.
 
     >>> from rollouts.types import Sample
     >>> check_reward_nonzero_std([Sample(reward=0.0), Sample(reward=1.0)])
@@ -131,8 +130,8 @@ def check_min_reward(samples: Sequence[Sample], min_reward: float = 0.0) -> bool
 
 
 def check_response_diversity(samples: Sequence[Sample], min_unique_ratio: float = 0.5) -> bool:
-    """Whether at least this share of the replies are different ones: by their text, else by their trained tokens."""
-    replies = _by_rollout(samples, lambda sample: sample.response or _live(sample))
+    """Whether at least this fraction of the replies differ, by their text, or by their tokens if there is no text."""
+    replies = _by_rollout(samples, lambda sample: sample.response or _live_tokens(sample))
     unique = {tuple(parts) for parts in replies.values()}
     return bool(replies) and len(unique) / len(replies) >= min_unique_ratio
 
@@ -145,7 +144,7 @@ def check_reasonable_length(samples: Sequence[Sample], min_length: int = 1, max_
 def check_quality_and_diversity(
     samples: Sequence[Sample], min_reward: float = 0.0, min_unique_ratio: float = 0.5
 ) -> bool:
-    """Whether the rewards differ and are high enough on average, and the replies differ."""
+    """Whether the rewards differ, their mean is high enough, and enough replies differ."""
     return (
         check_reward_nonzero_std(samples)
         and check_min_reward(samples, min_reward)
@@ -158,18 +157,18 @@ def _mean_is_at_least(rewards: Sequence[float | None], minimum: float) -> bool:
     return bool(judged) and sum(judged) / len(judged) >= minimum
 
 
-def _live(sample: Sample) -> tuple[int, ...]:
-    """The trained tokens."""
+def _live_tokens(sample: Sample) -> tuple[int, ...]:
+    """The tokens with a mask above 0."""
     return tuple(token for token, weight in zip(sample.tokens, sample.loss_mask, strict=True) if weight > 0)
 
 
 def _rewards(samples: Sequence[Sample]) -> list[float | None]:
-    """One reward a rollout."""
+    """One reward for each rollout."""
     return [rewards[0] for rewards in _by_rollout(samples, lambda sample: sample.reward).values()]
 
 
 def _by_rollout(samples: Sequence[Sample], read: Callable[[Sample], Value]) -> dict[object, list[Value]]:
-    """What is read of each row, by rollout; a row that names none is one by itself."""
+    """Read a value from each row, by rollout. A row without a `rollout_index` is a rollout of its own."""
     found: dict[object, list[Value]] = {}
     for number, sample in enumerate(samples):
         key = number if sample.rollout_index is None else ("rollout", sample.rollout_index)

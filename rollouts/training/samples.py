@@ -1,6 +1,6 @@
-"""Episodes to samples: one Sample a segment, with what may be trained and what may not already in the masks.
+"""Turn episodes into samples, one for each segment. The masks say which tokens are trained.
 
-No torch. What is left out: rewards of whole groups and filters (the loop), advantages and rows (`batching`).
+No torch. Not here: rewards of whole groups and filters (the loop), advantages and rows (`batching`).
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from rollouts.types import Episode, Sample, Status, Trajectory
 
 
 def episode_samples(episode: Episode, group_index: int, rollout_index: int) -> list[Sample]:
-    """One Sample for each segment of each trajectory, in order; all carry the episode's reward and parts.
+    """One Sample for each segment of each trajectory, in order. Each has the reward and the parts of the episode.
 
-    A truncated trajectory's masks are zero and its reward is kept (for the group's baseline). Failures of the
-    infrastructure, and rollouts that no reward could judge, have masks of zero and the reward None. An episode that
-    failed before the model spoke has no samples. `prompt_length` is that of the first segment; 0 (unknown) for the
-    later ones.
+    The masks are 0 in truncated trajectories, after infrastructure failures, and where no reward could judge the
+    rollout. A truncated trajectory keeps its reward for the group's baseline; the others have the reward None. An
+    episode that failed before the model replied has no samples. `prompt_length` is known for the first segment only,
+    and 0 for later ones.
     """
     samples = [
         _sample(episode, trajectory, number, position, rollout_index)
@@ -61,5 +61,5 @@ def _sample(episode: Episode, trajectory: Trajectory, number: int, position: int
 
 
 def first_live(mask: Sequence[float]) -> int:
-    """How many tokens come before the first that is trained; all of them where none is."""
+    """The number of tokens before the first trained one; all of them if none is trained."""
     return next((index for index, weight in enumerate(mask) if weight > 0), len(mask))

@@ -1,6 +1,6 @@
-"""What the loops hand to a training backend: rows of token ids with everything stamped that a loss may need.
+"""The data that training loops send to a training backend, and the Protocol of a backend.
 
-Plain data, no torch: a batch can travel to other ranks. Rows come from `rollouts.training.batching`.
+Batches are plain data without torch, so they can be sent to other ranks. `rollouts.training.batching` makes them.
 """
 
 from __future__ import annotations
@@ -16,17 +16,23 @@ Unit = Literal["token", "rollout", "pair"]
 """What a loss returns one value for."""
 
 Anchor = Literal["sampler", "current"]
-"""Where a row carries no `old_logprobs`: the anchor is what the sampler said, or the policy as it is (detached)."""
+"""The anchor of rows without `old_logprobs`: the sampler's logprobs, or the current policy's (detached)."""
 
 
 class Row(msgspec.Struct):
-    """One sample, ready to be trained on. Lists have the row's length L; position 0 can never be live.
+    """One sample that is ready for training. Lists have the row's length L. Position 0 is never trained.
 
-    `loss_mask` weighs tokens (0: not trained). `weights` is u of numerics.md with the mask in it; sum(weights * loss)
-    / D is the objective. `advantages` is 0 where the mask is. The first `prefix_length` tokens are the same in every
-    row of `group_index`, so that a backend may run them forward once for all of them. `segment` counts the rows of a
-    rollout; `pair_index` is -1 where the row is in no pair. `temperature` None is the batch's. `rollout_logprobs` None:
-    the sampler's are not known. Such a row is anchored at the policy as it is when the row is first scored.
+    Attributes:
+        loss_mask: the weight of each token; 0 is not trained
+        weights: u of docs/formulas.md, with the mask included. The objective is sum(weights * loss) / D
+        advantages: 0 where the mask is 0
+        rollout_logprobs: of the sampler; None if they are unknown. The anchor is then the policy when the row is first
+            scored
+        prefix_length: how many leading tokens are the same in all rows of this prompt and group. A backend may run them
+            once
+        segment: the number of the row within its rollout
+        pair_index: -1 if the row is in no pair
+        temperature: None for the batch's temperature
     """
 
     tokens: list[int]
@@ -48,12 +54,15 @@ class Row(msgspec.Struct):
 
 
 class TrainBatch(msgspec.Struct):
-    """Rows for one `forward_backward`. `denominator` is this batch's share of D; the backend sums and divides once,
-    in `optim_step`.
+    """Rows for one `forward_backward`.
 
-    `rewards` [N] is indexed by `rollout_index` (positions of the batch's rollouts, 0..N-1). `algorithm` is the name
-    under which the backend was given the algorithm when it was composed; batches carry data and names, never
-    functions. `unit` says what a loss returns one value for. `kl_coefficient` None is the algorithm's own.
+    Attributes:
+        denominator: this batch's part of D. The backend adds up the parts, and divides once, in `optim_step`
+        rewards: [N], indexed by `rollout_index` (0..N-1)
+        algorithm: the name of an algorithm that the backend received when it was made. Batches contain data and names,
+            never functions
+        unit: what the loss returns one value for
+        kl_coefficient: None for the algorithm's own coefficient
     """
 
     rows: list[Row]
@@ -68,11 +77,14 @@ class TrainBatch(msgspec.Struct):
 
 
 class AuxiliaryModels(NamedTuple):
-    """The models beside the policy; None or empty where a run has none.
+    """The models beside the policy. None or empty: the run has no such model.
 
-    `reference` is the rule by which the reference policy follows the policy; `critic` is `head` (on the policy's
-    trunk), or a model's name or folder, trained at `critic_lr`; `teacher` is a model's name or folder, of whose
-    likeliest tokens `teacher_top_k` are given.
+    Attributes:
+        reference: the rule that updates the reference policy
+        critic: `head` for a value head on the policy's trunk, or the name or folder of a model of its own
+        critic_lr: the critic's learning rate
+        teacher: the name or folder of the teacher model
+        teacher_top_k: how many of the teacher's most likely tokens a loss receives
     """
 
     reference: Callable[..., Any] | None = None
@@ -83,11 +95,16 @@ class AuxiliaryModels(NamedTuple):
 
 
 class ForwardOutput(NamedTuple):
-    """Per row, per token [L] (0.0 at position 0, and at masked positions where only live ones were asked for).
+    """One value for each token [L] of each row. 0.0 at position 0; with `only_live`, also at masked positions.
 
-    `logprobs` of the row's own tokens and the `entropy` of the prediction, both divided by the temperature;
-    `ref_logprobs` under the reference policy, `teacher_logprobs` under the teacher; `values` of the critic for the
-    state in which the token was chosen. None where it was not asked for.
+    A field is None if it was not requested. Logprobs and entropy are divided by the temperature.
+
+    Attributes:
+        logprobs: of the row's own tokens, under the policy
+        entropy: of the policy's prediction
+        ref_logprobs: under the reference policy
+        teacher_logprobs: under the teacher
+        values: the critic's value of the state before each token
     """
 
     logprobs: list[list[float]] | None = None
@@ -98,7 +115,7 @@ class ForwardOutput(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What an optimizer step did: metrics under the names of numerics.md, and the version of the weights now."""
+    """The metrics of an optimizer step, and the version of the weights after it."""
 
     metrics: dict[str, float]
     version: int
@@ -106,46 +123,47 @@ class StepResult(NamedTuple):
 
 @runtime_checkable
 class RankServer(Protocol):
-    """What a distributed backend's factory gives on the ranks above 0, where rank 0 gets the TrainingBackend."""
+    """What the factory of a distributed backend returns on ranks above 0. On rank 0 it returns a TrainingBackend."""
 
     def serve(self) -> None:
-        """Carry out rank 0's commands until the run is over. Raises where a command fails here."""
+        """Run the commands of rank 0 until the run ends. Raises the error of a command that fails on this rank."""
 
 
 class TrainingBackend(Protocol):
-    """Holds model and optimizer. Every call returns a future at once; submission order is execution order.
+    """A model with its optimizer. Every call returns a future at once, and calls run in the order of submission.
 
-    Every field is required; some may be None, where it says so.
+    All fields are required. Some may be None, as their comments say.
     """
 
     world_size: int  # the number of ranks
-    device: str  # where this process computes: cpu, cuda:0
-    compute_dtype: str  # what the layers compute in: a copy of the model in it gives the same numbers
-    notes: Sequence[str]  # what a user should know about this model, such as fast paths that it cannot take
-    checkpoint_bytes: int | None  # about what a checkpoint takes on the disk; None: unknown
-    can_profile: bool  # whether `start_profile` and `stop_profile` may be called
-    # The causal LM, which an in-process engine may generate with, on `thread`; None where no process has all weights.
+    device: str  # the device of this process: cpu, cuda:0
+    compute_dtype: str  # the dtype in which layers compute; a copy of the model in it gives the same numbers
+    notes: Sequence[str]  # for the user: what this model cannot do, such as an optimization that does not apply
+    checkpoint_bytes: int | None  # approximate size of a checkpoint on disk; None: unknown
+    can_profile: bool  # whether `start_profile` and `stop_profile` are available
+    # The causal LM, for an engine in this process that uses it on `thread`. None if no process has all weights.
     model: Any
-    thread: TorchThread  # where all torch work happens, in order
-    # What lies beside the weights in a folder that servers load (rollouts.training.weights.files.ModelFiles); None: the
+    thread: TorchThread  # runs all torch work in order
+    # The files beside the weights in a folder for servers (rollouts.training.weights.files.ModelFiles). None if the
     # weights cannot be written for servers.
     model_files: Any
 
     @property
     def version(self) -> int:
-        """How many optimizer steps have changed the weights."""
+        """The number of optimizer steps that changed the weights."""
 
     def forward(
         self, batch: TrainBatch, needs: tuple[str, ...] = ("logprobs",), *, only_live: bool = False
     ) -> TrainFuture[ForwardOutput]:
-        """What `needs` names (the fields of ForwardOutput), without gradient; at live positions or at all."""
+        """Compute the fields of ForwardOutput in `needs`, without gradient. `only_live`: at live positions."""
 
     def forward_backward(self, batch: TrainBatch) -> TrainFuture[dict[str, float]]:
-        """Accumulate gradients and denominators; returns the batch's `policy/...` metrics."""
+        """Accumulate gradients and denominators. Returns the `policy/...` metrics of the batch."""
 
     def optim_step(self) -> TrainFuture[StepResult]:
-        """Divide by D once, clip, step, zero, version += 1. D = 0 or a non-finite gradient skips the step and says
-        so.
+        """Divide the gradient by D, clip it, step, set it to zero, and increase `version`.
+
+        The step is skipped if D is 0 or the gradient is not finite. The metric `optim/skipped` reports it.
         """
 
     def get_weights(self, kind: Literal["full", "adapter"] = "full") -> TrainFuture[dict[str, Any]]:
@@ -155,18 +173,19 @@ class TrainingBackend(Protocol):
         """Replace weights by name."""
 
     def save(self, path: str, state: Mapping[str, Any] | None = None) -> TrainFuture[None]:
-        """Write weights (loadable by transformers), optimizer, counters and the run's own `state` (plain data) into
-        the folder, which appears whole or not at all. Raises CheckpointError.
+        """Write weights (in the format of transformers), optimizer, counters and the run's own `state` (plain data).
+
+        The folder appears complete or not at all. Raises CheckpointError.
         """
 
     def load(self, path: str) -> TrainFuture[dict[str, Any]]:
-        """Read back what `save` wrote; gives the run's own `state`. Raises ConfigError, ModelError."""
+        """Read what `save` wrote. Returns the run's own `state`. Raises ConfigError, ModelError."""
 
     def start_profile(self) -> TrainFuture[None]:
-        """Begin to profile what the backend does, on every rank."""
+        """Start profiling on every rank."""
 
     def stop_profile(self, folder: str) -> TrainFuture[None]:
-        """Write what was profiled into `folder`. Raises OutputError."""
+        """Write the profile into `folder`. Raises OutputError."""
 
     def close(self) -> None:
-        """End the backend's thread."""
+        """Stop the backend's thread."""

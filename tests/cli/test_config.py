@@ -36,7 +36,7 @@ def test_the_parts_of_an_algorithm_are_explained(capsys):
         *("--loss", "grpo", "--loss.entropy-coef", "0.001", "--kl", "rk3_loss", "--kl.coef", "0.02"),
         *("--shaping", "overlong", "--reference", "ema", "--correction", "none"),
     )
-    assert "# how much the entropy term counts (a number; default 0.0)\nentropy_coef = 0.001\n" in out
+    assert "# the coefficient of the entropy term (a number; default 0.0)\nentropy_coef = 0.001\n" in out
     assert "# how much the KL counts (a number; default 0.01)\ncoef = 0.02\n" in out
     assert '[shaping.overlong]\nname = "overlong"\n' in out and '[reference]\nname = "ema"\n' in out
     result = resolve(tomllib.loads(out))

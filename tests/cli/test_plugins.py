@@ -75,7 +75,7 @@ def test_show_an_algorithm_with_its_coefficients(acme, capsys):
     assert main(["plugins", "show", "dapo"]) == 0
     out = capsys.readouterr().out
     assert "--loss.clip-high     a number          default 0.28" in out
-    assert "--loss.entropy-coef  a number          default 0.0   how much the entropy term counts" in out
+    assert "--loss.entropy-coef  a number          default 0.0   the coefficient of the entropy term" in out
     assert main(["plugins", "show", "acme_loss"]) == 0
     assert "--loss.entropy-coef" in capsys.readouterr().out  # the usual term beside a bare loss
 

@@ -183,7 +183,7 @@ def test_requests_and_terms() -> None:
     term = reward_term("g", lambda tasks, trajectories: [], 2.0)
     assert term.is_group and term.requests == ("tasks", "trajectories") and term.weight == 2.0
     assert not reward_term("r", lambda env, task, *, k=1: 0.0, settings={"k": 2}).is_group
-    with pytest.raises(SignatureError, match="reward r: it asks for 'answer'"):
+    with pytest.raises(SignatureError, match="reward r: it names 'answer'"):
         reward_term("r", lambda answer: 0.0)
 
 

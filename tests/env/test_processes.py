@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -23,6 +25,7 @@ from rollouts.env import processes, tool
 from rollouts.env.authoring import tools_of
 from rollouts.env.calls import CallTimeoutError
 from rollouts.env.isolated import Reference, find_function, reference_of
+from rollouts.env.results import ToolOutcome
 from rollouts.env.schema import tool_schema
 from rollouts.env.worker import answer
 from rollouts.errors import EnvironmentDefinitionError
@@ -50,8 +53,14 @@ def left() -> tuple[int, int, int]:
     return len(me.children(recursive=True)), me.num_fds(), threads
 
 
+class Outcome(NamedTuple):
+    text: str
+    failure: str | None
+
+
 async def ask(name, **arguments):
-    return await run_tool(TOOLS, ToolCall(name, arguments))
+    """The outcome without the author's line."""
+    return Outcome(*(await run_tool(TOOLS, ToolCall(name, arguments)))[:2])
 
 
 def outcome(name, **arguments):
@@ -156,6 +165,11 @@ def test_a_crash_is_told(name, words):
 def test_exceptions_are_text():
     assert outcome("fail") == ("Error: ValueError: no \\ud800 good", "exception")
     assert outcome("leave") == ("Error: SystemExit: enough", "exception")
+
+
+def test_an_exception_has_its_file_and_line():
+    error = trio.run(run_tool, TOOLS, ToolCall("fail")).error
+    assert re.search(r"isolated_tools\.py, line \d+: raise ValueError\(", error), error
 
 
 def test_what_it_prints_is_no_answer(capfd):
@@ -385,12 +399,12 @@ def test_the_worker_answers_in_words():
     reference = reference_of(at_the_top)
     assert find_function(reference) is at_the_top
     request = {"call": reference, "label": "at_the_top", "characters_max": 10}
-    assert answer({"load": reference}) == ("", None)
-    assert answer(request | {"arguments": {"n": 4}}) == ("8", None)
-    assert answer(request | {"arguments": {}}).failure == "bad_arguments"
+    assert answer({"load": reference})["outcome"] == ToolOutcome("")
+    assert answer(request | {"arguments": {"n": 4}})["outcome"] == ToolOutcome("8")
+    assert answer(request | {"arguments": {}})["outcome"].failure == "bad_arguments"
     missing = Reference("isolated_tools", "nobody")
-    assert "no attribute 'nobody'" in answer({"load": missing}).text
-    assert answer({"load": Reference("no_such_module", "f", "/nowhere.py")}).failure == "exception"
+    assert "no attribute 'nobody'" in answer({"load": missing})["outcome"].text
+    assert answer({"load": Reference("no_such_module", "f", "/nowhere.py")})["outcome"].failure == "exception"
 
 
 def test_a_deadline_of_the_tools_own_is_no_deadline_of_ours():

@@ -43,9 +43,9 @@ def test_what_is_there_loads(make_distribution, requires):
 @pytest.mark.parametrize(
     ("value", "source", "hint"),
     [
-        ("acme_env:Env", "import absent_solver\n", "it comes with an extra: pip install 'acme-envs[solver]'"),
+        ("acme_env:Env", "import absent_solver\n", "an extra provides it: pip install 'acme-envs[solver]'"),
         ("acme_env:Env", "import absent_other\n", "perhaps: pip install absent_other"),
-        ("acme_env:Env [plain]", "import absent_other\n", "it may come with an extra: pip install 'acme-envs[plain]'"),
+        ("acme_env:Env [plain]", "import absent_other\n", "an extra may provide it: pip install 'acme-envs[plain]'"),
     ],
 )
 def test_a_module_that_is_missing(make_distribution, value, source, hint):

@@ -76,7 +76,7 @@ def test_unknown_name_says_near_misses_what_is_there_and_what_to_type(make_distr
     for part in ("'calc8'", "did you mean: calc9?", "installed (environments): ", "rollouts plugins list"):
         assert part in message
     assert "pip install" not in message.replace("pip install -e .", ""), "a misspelt name is nobody's package"
-    with pytest.raises(UnknownComponentError, match="of that name there is: reward acme/short"):
+    with pytest.raises(UnknownComponentError, match="other components with this name: reward acme/short"):
         find_component("environments", "short")
 
 
@@ -90,9 +90,11 @@ def test_unknown_name_of_a_known_distribution(make_distribution):
     with pytest.raises(UnknownComponentError, match=r"did you mean: acme/brevity\?") as caught:
         find_component("rewards", "acne/brevity")
     assert "pip install acne" not in str(caught.value)
-    with pytest.raises(UnknownComponentError, match=r"\(a guess; see who publishes it .*\): pip install zz-lost$"):
+    with pytest.raises(UnknownComponentError, match=r"\(a guess; check who publishes it .*\): pip install zz-lost$"):
         find_component("rewards", "zz_lost/brief")
-    with pytest.raises(UnknownComponentError, match=r"\(a guess; see who publishes it .*\): pip install rollouts-zz9$"):
+    with pytest.raises(
+        UnknownComponentError, match=r"\(a guess; check who publishes it .*\): pip install rollouts-zz9$"
+    ):
         find_component("rewards", "zz9")
 
 
@@ -132,7 +134,7 @@ BROKEN = {
     "syntax": ("acme_broken:X", "def (", "SyntaxError"),
     "module": ("acme_broken:X", "import gymnasium_zz", "perhaps: pip install gymnasium_zz"),
     "extra": ("acme_broken:X", "import torch_zz.nn", "pip install 'acme-broken[train]'"),
-    "gone": ("acme_gone.deep:X", "", "missing from the distribution itself"),
+    "gone": ("acme_gone.deep:X", "", "the distribution lacks its own module"),
     "attribute": ("acme_broken:Brevty", "class Brevity: ...", "did you mean: Brevity?"),
     "no attribute": ("acme_broken", "", "must name an object in it"),
     "not a value": ("acme broken!", "", "module:attribute"),

@@ -206,7 +206,7 @@ def test_fields_of_a_dataclass_do_not_share_a_name():
     def requested(task, *, options: Asked = asked): ...
 
     for component, words in ((twice, "'count'"), (two, "'count', 'wait_seconds', 'names'"), (requested, "'task'")):
-        with pytest.raises(SignatureError, match=f"are settings, and {words} is the name of another input or setting"):
+        with pytest.raises(SignatureError, match=f"is a setting, and {words} is already an input or a setting"):
             check_signature(component, "rewards", "reward x")
 
 
@@ -259,7 +259,7 @@ def test_composition_is_the_union_of_its_terms(late):
     assert read.requests == ("logprobs", "old_logprobs", "advantages", "entropy")
     assert [setting.name for setting in read.settings][-1] == "floor"
     assert settings_of(recipe, "losses")["clip_low"].default == 0.2
-    with pytest.raises(SignatureError, match=r"loss grpo, term .*<lambda>: it asks for 'logprob'"):
+    with pytest.raises(SignatureError, match=r"loss grpo, term .*<lambda>: it names 'logprob'"):
         check_signature(Algorithm(len, "m", (Term(lambda logprob: 0),)), "losses", "loss grpo")
 
 
@@ -277,7 +277,7 @@ def test_a_term_with_a_name_has_a_coefficient():
     def own(logprobs, *, entropy_coef: float = 7.0): ...
 
     settings = settings_of(Algorithm((Term(entropy_bonus, 0.25, "entropy"),)), "losses")
-    assert settings["entropy_coef"] == Setting("entropy_coef", float, 0.25, "how much the entropy term counts")
+    assert settings["entropy_coef"] == Setting("entropy_coef", float, 0.25, "the coefficient of the entropy term")
     both = Algorithm((Term(own), Term(entropy_bonus, 0.25, "entropy")))
     assert settings_of(both, "losses")["entropy_coef"].default == 7.0
 
@@ -336,27 +336,27 @@ class _AsyncCall:
 REFUSED = {
     "async filter": (_asynchronous, "filters", "_asynchronous is async, but a filter is called and never awaited"),
     "async advantage": (functools.partial(_asynchronous), "advantages", "is async, but an advantage is called"),
-    "async loss": (_AsyncCall(), "losses", r"is async, but a loss is called(.|\n)*write it with `def`"),
+    "async loss": (_AsyncCall(), "losses", r"is async, but a loss is called(.|\n)*write `def`"),
     "async generator": (_generator, "filters", "_generator is async"),
     "async in a partial": (functools.partial(_AsyncCall()), "filters", "is async"),
-    "unknown": (lambda trajectry: 0, "rewards", r"asks for 'trajectry'(.|\n)*did you mean: trajectory, trajectories\?"),
-    "lists all": (lambda answer: 0, "rewards", r"a reward may name:\n  task: (.|\n)*keyword-only: `\*, answer=...`"),
+    "unknown": (lambda trajectry: 0, "rewards", r"it names 'trajectry'(.|\n)*did you mean: trajectory, trajectories\?"),
+    "lists all": (lambda answer: 0, "rewards", r"a reward may name:\n  task: (.|\n)*after a `\*`: `\*, answer=...`"),
     "args": (lambda *inputs: 0, "rewards", r"it takes \*inputs"),
     "kwargs": (lambda task, **rest: 0, "rewards", r"it takes \*\*rest"),
     "default": (lambda task, target=1: 0, "rewards", r"'target' is positional and has a default"),
-    "keyword input": (lambda *, trajectory: 0, "rewards", r"'trajectory' is keyword-only(.|\n)*before the `\*`"),
-    "group mix": (lambda task, trajectories: 0, "rewards", r"asks for 'task' of one(.|\n)*'trajectories' of a whole"),
-    "group env": (lambda tasks, env: 0, "rewards", r"asks for 'env' of one episode"),
+    "keyword input": (lambda *, trajectory: 0, "rewards", r"'trajectory' is an input(.|\n)*before the `\*`"),
+    "group mix": (lambda task, trajectories: 0, "rewards", r"names 'task' of one(.|\n)*'trajectories' of a whole"),
+    "group env": (lambda tasks, env: 0, "rewards", r"names 'env' of one episode"),
     "both": (lambda trajectory, trajectories: 0, "rewards", "whole group"),
-    "batch missing": (lambda rewards, values: 0, "advantages", r"'values', which is there only(.|\n)*name `batch` too"),
-    "batch lengths": (lambda batch, lengths: 0, "advantages", r"'batch' and for 'lengths'"),
+    "batch missing": (lambda rewards, values: 0, "advantages", r"'values', but not 'batch'(.|\n)*name `batch` too"),
+    "batch lengths": (lambda batch, lengths: 0, "advantages", r"'batch' and 'lengths', but only a group"),
     "no call": (3, "losses", "int cannot be called"),
-    "class": (dict, "losses", "dict is a class; a loss is called for each"),
+    "class": (dict, "losses", "dict is a class, but a loss must be a function"),
     "builtin": (max, "losses", "no readable signature"),
     "broken": (_Unreadable(), "filters", "no readable signature"),
     "env args": (type("E", (), {"__init__": lambda self, **rest: None}), "environments", r"\*\*rest"),
     "env slash": (type("E", (), {"__init__": lambda self, digits, /: None}), "environments", "positional-only"),
-    "metric": (lambda trajectories: 0, "metrics", "a metric is not given"),
+    "metric": (lambda trajectories: 0, "metrics", "a metric has no such input"),
 }
 
 
@@ -414,7 +414,7 @@ def test_call_with_passes_by_name_whatever_the_order(order, count, setting):
 
 
 def test_call_with_says_what_the_run_cannot_give():
-    with pytest.raises(SignatureError, match=r"asks for 'teacher_logprobs', which(.|\n)*give: logprobs, mask"):
+    with pytest.raises(SignatureError, match=r"names 'teacher_logprobs', which(.|\n)*has: logprobs, mask"):
         call_with(lambda logprobs, teacher_logprobs: 0, {"mask": 1, "logprobs": 2})
 
 
@@ -460,7 +460,7 @@ def test_requests_are_cached_by_identity_and_die_with_the_function(monkeypatch):
 def test_builtins_do_not_share_an_entry():
     assert call_with(math.sqrt, {"x": 9.0}) == 3.0
     assert call_with(math.isqrt, {"n": 9}) == 3
-    with pytest.raises(SignatureError, match="asks for 'n'"):
+    with pytest.raises(SignatureError, match="names 'n'"):
         call_with(math.isqrt, {"x": 9})
 
 

@@ -156,7 +156,7 @@ def lines_of(folder):
 
 
 def trajectories_of(folder):
-    paths = sorted(Path(folder, "trajectories").iterdir())
+    paths = sorted(Path(folder, "trajectories").glob("step_*"))
     return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 
 

@@ -602,7 +602,9 @@ def test_a_stranger_may_dislike_invented_numbers_and_objects_are_not_called(stra
 
 
 def test_a_strangers_loss_that_does_not_fit_the_aggregation_is_refused(stranger):
-    with pytest.raises(ConfigError, match="takes one value a token, and the loss one_a_rollout gives one a rollout"):
+    with pytest.raises(
+        ConfigError, match="takes one value per token, and the loss one_a_rollout gives one per rollout"
+    ):
         plan(loss=f"{stranger}one_a_rollout")
 
 
@@ -610,7 +612,7 @@ def test_a_strangers_aggregation_says_what_it_takes(stranger):
     assert plan(loss="dpo", aggregation=f"{stranger}of_pairs").schedule
     with pytest.raises(ConfigError, match="--aggregation of_pairs: there are no pairs"):
         plan(aggregation=f"{stranger}of_pairs")
-    with pytest.raises(ConfigError, match="a KL term has one value a token, and of_rollouts takes one a rollout"):
+    with pytest.raises(ConfigError, match="a KL term has one value per token, and of_rollouts takes one per rollout"):
         plan(kl="rk3_loss", aggregation=f"{stranger}of_rollouts")
 
 
@@ -622,16 +624,16 @@ def test_what_the_core_probes_passes_with_its_defaults():
 
 def test_a_kl_off_the_advantages_needs_a_loss_that_names_them():
     with pytest.raises(
-        ConfigError, match=r"k1_reward is taken off the advantages, and the loss cross_entropy does not"
+        ConfigError, match=r"k1_reward is subtracted from the advantages, and the loss cross_entropy does not"
     ):
         plan(loss="rft", kl="k1_reward")
-    with pytest.raises(ConfigError, match="per_rollout takes one a rollout"):
+    with pytest.raises(ConfigError, match="per_rollout takes one per rollout"):
         plan(kl="rk3_loss", aggregation="per_rollout")
 
 
 def test_terms_that_do_not_fit_the_aggregation_are_refused():
     with pytest.raises(
-        ConfigError, match="per_rollout takes one value a rollout, and the loss ppo_clip gives one a token"
+        ConfigError, match="per_rollout takes one value per rollout, and the loss ppo_clip gives one per token"
     ):
         plan(aggregation="per_rollout")
 
@@ -643,7 +645,7 @@ def test_a_coefficient_is_a_finite_number(value):
 
 
 def test_a_selection_and_an_estimator_of_the_whole_batch_do_not_go_together():
-    with pytest.raises(ConfigError, match="the advantage reinforce_pp is estimated on what is trained"):
+    with pytest.raises(ConfigError, match="the advantage reinforce_pp is computed on trained rollouts"):
         plan(loss="reinforce_pp", select="reward_at_least")
 
 
@@ -654,7 +656,7 @@ def test_an_algorithm_in_which_nothing_counts_is_refused(tmp_path, monkeypatch):
         "from rollouts.training.algorithms.losses import reinforce\n"
         "ZERO = GRPO._replace(terms=(Term(reinforce, 0.0, 'main'),))\n"
     )
-    with pytest.raises(ConfigError, match=r"every term of the loss counts 0.*--loss\.main-coef"):
+    with pytest.raises(ConfigError, match=r"every term of the loss has coefficient 0.*--loss\.main-coef"):
         plan(loss="./zero.py:ZERO")
 
 

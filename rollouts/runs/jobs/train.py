@@ -26,12 +26,13 @@ from rollouts.config.settings import Settings
 from rollouts.env.authoring import tools_of
 from rollouts.env.schema import tool_schema
 from rollouts.errors import CheckpointError, ConfigError
-from rollouts.evaluate import Evaluation, evaluate
+from rollouts.evaluate import Evaluation, evaluate, evaluation_metrics
 from rollouts.inference.base import InferenceBackend
 from rollouts.loggers.jsonl import JSONLLogger, read_lines
 from rollouts.plugins.signature import call_with
 from rollouts.runs.environments import Environment, HeldOutPrompts, demonstrations, task_buffer
-from rollouts.runs.folder import MakeFolder, episode_records
+from rollouts.runs.folder import EVALUATED, STEP, MakeFolder, episode_records
+from rollouts.runs.jobs import learning
 from rollouts.runs.jobs.saving import Occasion, Saving
 from rollouts.runs.manifest import MANIFEST, make_manifest
 from rollouts.runs.observer import Observer
@@ -163,6 +164,7 @@ class Training:
             by_clock=resumed.checkpoint if resumed is not None and resumed.is_own and self._start.by_clock else None,
             warn=self.session.observer.note,
         )
+        self._learning = learning.LearningCheck(self.session.observer.note)
         self._syncing = WeightSyncManager([self.inference], temperature=settings.temperature)
         self._failures = Failures(FailurePolicy(settings.retries, settings.max_failures))
         self._score_group = group_scorer(
@@ -182,7 +184,7 @@ class Training:
                 if self._resumes:
                     self._evaluations["before"] = self._start.evaluation.get("before")
                 else:
-                    await self._evaluate("before")
+                    self.session.loggers.add_to_next(await self._evaluate("before", 0))
                 await self._profile_before(self._start.step)
                 if self._settings.mode == "sft":
                     await self._supervised()
@@ -192,7 +194,9 @@ class Training:
                 await self._finish()
 
     def finish(self, failure: BaseException | None) -> None:
-        """The summary is complete already."""
+        """Say in the summary what kept the run from learning until it ended."""
+        if warnings := self._learning.at_the_end():
+            self.summary["warnings"] = warnings
 
     def message(self, failure: BaseException) -> str:
         """How far the run came, and how to resume it."""
@@ -210,7 +214,10 @@ class Training:
             self._evaluations["after"] = self._start.evaluation["after"]
         else:
             await self._serve_newest()
-            self._metrics |= await self._evaluate("after")
+            metrics = await self._evaluate("after", steps)
+            if metrics and steps:
+                self.session.loggers.log(metrics, steps - 1)
+            self._metrics |= metrics
             await self._save(path, steps, self._evaluations, "steps")
         self.summary["checkpoint"] = self._folder.relative(path)
 
@@ -254,8 +261,10 @@ class Training:
             return {"data": self.buffer.state_dict(), "rollouts": manager.state_dict(), "loop": own}
 
         async def on_step(report: StepReport) -> dict[str, float]:
-            self._folder.write_trajectories(f"step_{report.step:06d}", step_records(report))
+            self._folder.write_trajectories(f"{STEP}{report.step:06d}", step_records(report))
             own = environment_metrics(report.groups, self.buffer.epochs)
+            algorithm = stage_at(plan.schedule, report.step).algorithm
+            self._learning.see(learning.findings(report.groups, report.advantages, report.metrics, algorithm, settings))
             return own | await self._between(report.step, report.metrics | own, report.groups)
 
         async def on_logged(report: StepReport) -> None:
@@ -296,6 +305,7 @@ class Training:
         async def on_step(step: int, metrics: dict[str, float]) -> dict[str, float]:
             # Weights are sent where they are used: in evaluations.
             synced = {} if self.inference.capabilities.owns_weights else await self._syncing.sync(self.backend)
+            self._learning.see({learning.NOTHING: learning.why_nothing_demonstrated(metrics)})
             return synced | await self._between(step, metrics | synced, [])
 
         settings, schedule = self._settings, self.plan.schedule
@@ -322,7 +332,7 @@ class Training:
         # The run's end evaluates anyway.
         if settings.eval_every and done % settings.eval_every == 0 and done < settings.steps:
             extra |= await self._serve_newest()
-            extra |= await self._evaluate(f"step {done}")
+            extra |= await self._evaluate(f"step {done}", done)
         self.session.observer.step(step, metrics | extra, groups)
         self.session.call_hooks("rollouts_step_end", metrics=metrics | extra, step=step)
         return extra
@@ -347,14 +357,15 @@ class Training:
         is_served = self._syncing.version == self.backend.version
         return {} if is_served else await self._syncing.sync(self.backend)
 
-    async def _evaluate(self, when: str) -> dict[str, float]:
-        """Both passes over the held-out tasks; gives `eval/` metrics, none where there are no such tasks. What comes
-        `before` and `after` the run is kept.
+    async def _evaluate(self, when: str, done: int) -> dict[str, float]:
+        """Evaluate the held-out tasks after `done` steps, once per temperature, and keep the episodes in
+        `trajectories/eval_*.jsonl`. Returns the `eval/` metrics; none if there are no such tasks.
         """
         if not self.held_out or not self.plan.rewards:
             return {}
-        reports = [
-            await evaluate(
+        reports, records = [], []
+        for temperature in EVALUATION_TEMPERATURES:
+            report, episodes = await evaluate(
                 self.held_out,
                 play=self._player.at(temperature, self._settings.seed + 1),
                 inference=self.inference,
@@ -362,13 +373,14 @@ class Training:
                 concurrency=self._settings.concurrency,
                 failures=self._failures.beside(),
             )
-            for temperature in EVALUATION_TEMPERATURES
-        ]
-        evaluation = Evaluation(*reports)
+            reports.append(report)
+            records += [{"temperature": temperature} | line for each in episodes for line in episode_records(each)]
+        self._folder.write_trajectories(f"{EVALUATED}{done:06d}", records)
+        evaluation = Evaluation(*reports).as_dict()
         if when in self._evaluations:
-            self._evaluations[when] = evaluation.as_dict()
-        self.session.observer.evaluation(when, evaluation.as_dict())
-        return evaluation.as_metrics()
+            self._evaluations[when] = evaluation
+        self.session.observer.evaluation(when, evaluation)
+        return evaluation_metrics(evaluation)
 
     async def _save(self, path: Path, done: int, evaluations: Mapping[str, Any], occasion: Occasion) -> bool:
         """Write a checkpoint that transformers loads, tokenizer and template included, with all that a resume needs;

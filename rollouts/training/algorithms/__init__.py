@@ -1,16 +1,16 @@
-"""Algorithms: pure functions on tensors, put together in NamedTuples.
+"""Algorithms: pure functions on tensors, composed in NamedTuples.
 
-    algorithm recipes              the composition (Term, KL, Algorithm), what it asks of a run; the named ones
-    checks evaluate                what is refused before a model loads; its value on tensors
-    losses kl corrections          one value a token; KL to the reference; weights of what another engine sampled
+    algorithm recipes              the composition (Term, KL, Algorithm) and what it needs; the named algorithms
+    checks evaluate                checks before a model loads; an algorithm's value on tensors
+    losses kl corrections          one value per token; KL to the reference; weights for tokens of another sampler
     rewards                        mixers and shapings, before the advantage
     advantages token_advantages    of one group; of the whole batch (GAE, REINFORCE++)
-    selection                      which rollouts are trained on; which are compared
-    calls                          the careful callers of an author's functions
-    aggregation                    per-token weights u and the denominator D
+    selection                      which rollouts are trained; which are compared
+    calls                          calls of an author's functions, with checks
+    aggregation                    the weights u per token, and the denominator D
     logprobs                       logprobs and entropy in chunks
 
-Nothing is imported until it is used.
+Names are imported on first use.
 """
 
 from __future__ import annotations

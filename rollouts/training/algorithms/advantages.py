@@ -1,9 +1,9 @@
-"""Advantages of one group: rewards [G] in, advantages [G] out.
+"""Advantages of one group: rewards [G] in, advantages [G] out. Pure functions.
 
-A reward that could not be judged (None or NaN) is left out of mean and deviation and gets 0, as does every rollout of a
-group in which nothing can be compared: one judged rollout, or a spread of at most `SPREAD_MIN`. `baseline` and `ones`
-compare nothing, so they act on any group. Pure functions. Left out here: advantages of the whole batch, such as GAE and
-REINFORCE++ (token_advantages.py), and the call of any advantage function (calls.py).
+A reward that could not be judged (None or NaN) does not count in mean and deviation, and gets the advantage 0. All
+advantages are 0 if the group has fewer than two judged rollouts, or a spread of at most `SPREAD_MIN`. `baseline` and
+`ones` do not compare rollouts, so they apply to every group. Not here: advantages of the whole batch, such as GAE and
+REINFORCE++ (token_advantages.py), and calls of advantage functions (calls.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rollouts.training.algorithms.losses import check_setting
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Never test `std == 0`: eight rewards of 0.1 + 0.2 have a deviation of 6e-17, not of 0.
+# Never test `std == 0`: eight rewards of 0.1 + 0.2 have a deviation of 6e-17.
 SPREAD_MIN = 1e-6
 
 
@@ -27,7 +27,7 @@ def group_norm(rewards: Tensor | Sequence[float | None], *, eps: float = 1e-4) -
     [1.15, -0.58, -0.58, 0.0]
 
     Args:
-        eps: added to the deviation, so that a small spread is not blown up
+        eps: added to the deviation, so that a small spread does not give large advantages
     """
     check_setting("eps", eps, 0 <= eps < float("inf"), "a number of 0 or more", "--advantage.eps 1e-4")
     values, judged = _judged(rewards)
@@ -55,10 +55,10 @@ def rloo(rewards: Tensor | Sequence[float | None]) -> Tensor:
 
 
 def baseline(rewards: Tensor | Sequence[float | None], *, value: float = 0.0) -> Tensor:
-    """R - b [G] with a fixed b (Williams 1992); it compares nothing, so a group of one has an advantage too.
+    """R - b [G] with a fixed b (Williams 1992). It compares no rollouts, so a group of one has an advantage too.
 
     Args:
-        value: b, what a reward has to exceed for its rollout to be made likelier
+        value: b; a rollout with a reward above b becomes more likely
     """
     check_setting("value", value, abs(value) < float("inf"), "a finite number", "--advantage.value 0.5")
     values, judged = _judged(rewards)
@@ -66,13 +66,13 @@ def baseline(rewards: Tensor | Sequence[float | None], *, value: float = 0.0) ->
 
 
 def ones(rewards: Tensor | Sequence[float | None]) -> Tensor:
-    """1 for every judged rollout [G]: what is trained on is all equally good, as in supervised and rejection tuning."""
+    """1 for every judged rollout [G]: all of them are equally good, as in supervised learning and rejection tuning."""
     values, judged = _judged(rewards)
     return judged.to(values.dtype)
 
 
 def _judged(rewards: Tensor | Sequence[float | None]) -> tuple[Tensor, Tensor]:
-    """The rewards as a float tensor [G] with 0 for what was not judged, and the bool mask [G] of what was."""
+    """The rewards as a float tensor [G], 0 where not judged, and a bool mask [G] of the judged ones."""
     import torch
 
     if not isinstance(rewards, torch.Tensor):
@@ -85,7 +85,7 @@ def _judged(rewards: Tensor | Sequence[float | None]) -> tuple[Tensor, Tensor]:
 
 
 def _centered(values: Tensor, judged: Tensor) -> Tensor:
-    """The rewards minus their mean [G]; zeros where there is nothing to compare."""
+    """The rewards minus their mean [G]; zeros if no rollouts can be compared."""
     known = values[judged]
     if len(known) < 2 or float(known.max() - known.min()) <= SPREAD_MIN:
         return values.new_zeros(values.shape)

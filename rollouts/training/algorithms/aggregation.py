@@ -1,10 +1,12 @@
-"""How per-token values become one number: the objective is sum(u * loss) / D.
+"""Aggregation: how the values of tokens become one number. The objective is sum(u * loss) / D.
 
 An aggregation is a function of what it names (`masks`, `rollout_index`, `group_index`, `pair_index`, `max_tokens`). It
-gives u, with the mask in it, for every token of every row, and this batch's share of D. D is summed over microbatches,
-calls and ranks, and divided once, in `optim_step`; so results do not depend on how a batch was split. Pure functions on
-lists, no torch. A float mask weighs u and D alike; a rollout, group or pair with nothing live leaves D; rollouts are
-counted, not rows, so a rollout in several segments keeps one weight.
+returns the weight u of every token of every row, which includes the mask, and this batch's part of D. D is added up
+over microbatches, calls and ranks, and divides once, in `optim_step`. So the result does not depend on how a batch was
+split. Pure functions on lists; no torch.
+
+A float mask weighs u and D alike. Rollouts, groups and pairs without live tokens do not count in D. Rollouts are
+counted, not rows, so a rollout in several segments has the weight of one.
 """
 
 from __future__ import annotations
@@ -18,8 +20,14 @@ from rollouts.training.types import Unit
 
 
 class Masks(NamedTuple):
-    """What an aggregation may name, of R rows: `masks` R lists [L] of floats; the rollout, group and pair of each row
-    ([R]; pair -1: none); `max_tokens` the longest reply that is allowed, where that is known.
+    """What an aggregation may name, for R rows.
+
+    Attributes:
+        masks: R lists [L] of floats
+        rollout_index: [R]
+        group_index: [R]
+        pair_index: [R]; -1: in no pair
+        max_tokens: the longest allowed reply, or None
     """
 
     masks: Sequence[Sequence[float]]
@@ -30,8 +38,9 @@ class Masks(NamedTuple):
 
 
 class TokenWeights(NamedTuple):
-    """u per row [L], the mask included, and the batch's share of D. `unit` says what a loss returns one value for; a
-    rollout's or pair's own weight is then the largest u of its tokens.
+    """u of each row [L], and the batch's part of D.
+
+    `unit` says what a loss returns one value for. The weight of a rollout or pair is the largest u of its tokens.
     """
 
     weights: list[list[float]]
@@ -40,26 +49,26 @@ class TokenWeights(NamedTuple):
 
 
 def token_mean(masks: Sequence[Sequence[float]]) -> TokenWeights:
-    """Every live token counts the same: u = mask, D = sum of the mask."""
+    """Every live token counts equally: u = mask, D = sum of the mask."""
     weights = [list(mask) for mask in masks]
     return TokenWeights(weights, float(sum(sum(row) for row in weights)))
 
 
 def rollout_mean(masks: Sequence[Sequence[float]], rollout_index: Sequence[int]) -> TokenWeights:
-    """Every rollout counts the same: u = mask / live tokens of its rollout, D = live rollouts."""
+    """Every rollout counts equally: u = mask / live tokens of its rollout, D = live rollouts."""
     return _mean_within(masks, rollout_index)
 
 
 def rollout_sum(masks: Sequence[Sequence[float]], rollout_index: Sequence[int]) -> TokenWeights:
     """A rollout counts by the sum of its tokens (RLOO, Ahmadian et al. 2024): u = mask, D = live rollouts.
 
-    The loss of a rollout is that of its whole text, so a long rollout counts more than a short one.
+    So a long rollout counts more than a short one.
     """
     return TokenWeights([list(mask) for mask in masks], float(len(_live(masks, rollout_index))))
 
 
 def group_mean(masks: Sequence[Sequence[float]], group_index: Sequence[int]) -> TokenWeights:
-    """Every group counts the same: u = mask / live tokens of its group, D = live groups."""
+    """Every group counts equally: u = mask / live tokens of its group, D = live groups."""
     return _mean_within(masks, group_index)
 
 
@@ -69,27 +78,27 @@ def dr_grpo(
     """No length in the denominator (Dr. GRPO, Liu et al. 2025): u = mask / L_max, D = live rollouts.
 
     Args:
-        length: L_max in tokens; none is the run's max_tokens
+        length: L_max in tokens; none: the run's max_tokens
     """
     divisor = max_tokens if length is None else length
     if divisor is None or divisor <= 0:
         raise ConfigError(
             f"the aggregation dr_grpo divides by a fixed number of tokens, but its length is {divisor}; "
-            "type --aggregation.length with the longest reply that is allowed"
+            "type --aggregation.length with the longest allowed reply"
         )
     weights = [[value / divisor for value in mask] for mask in masks]
     return TokenWeights(weights, float(len(_live(masks, rollout_index))))
 
 
 def per_rollout(masks: Sequence[Sequence[float]], rollout_index: Sequence[int]) -> TokenWeights:
-    """For losses of one value a rollout: u = 1 where the rollout has live tokens, D = live rollouts."""
+    """For losses with one value per rollout: u = 1 if the rollout has live tokens, D = live rollouts."""
     live = _live(masks, rollout_index)
     weights = [[float(value > 0) for value in mask] for mask in masks]
     return TokenWeights(weights, float(len(live)), "rollout")
 
 
 def pair_mean(masks: Sequence[Sequence[float]], pair_index: Sequence[int]) -> TokenWeights:
-    """For losses of one value a pair: u = 1, D = live pairs. A pair is live where one of its rows is."""
+    """For losses with one value per pair: u = 1, D = live pairs. A pair is live if one of its rows is."""
     live = _live(masks, pair_index) - {-1}
     weights = [
         [float(value > 0 and pair in live) for value in mask] for mask, pair in zip(masks, pair_index, strict=True)
@@ -107,8 +116,8 @@ AGGREGATIONS: dict[str, Callable[..., TokenWeights]] = {each.__name__: each for 
 
 
 def aggregation_function(aggregation: str | Callable[..., Any]) -> Callable[..., Any]:
-    """The core's aggregation of this name; a function as it is. Raises ConfigError for an unknown name, with the
-    choices.
+    """The built-in aggregation of this name. A function is returned unchanged. Raises ConfigError, with the choices,
+    for an unknown name.
     """
     if not isinstance(aggregation, str):
         return aggregation
@@ -120,9 +129,9 @@ def aggregation_function(aggregation: str | Callable[..., Any]) -> Callable[...,
 
 
 def aggregate(aggregation: str | Callable[..., Any], batch: Masks) -> TokenWeights:
-    """The weights that an aggregation gives this batch.
+    """The weights that an aggregation returns for this batch.
 
-    Raises ConfigError for an unknown name, TrainingError, naming it, where an author's function is at fault.
+    Raises ConfigError for an unknown name, and TrainingError if an author's function fails; the message names it.
     """
     function = aggregation_function(aggregation)
     pairs = batch.pair_index or [-1] * len(batch.masks)
@@ -141,6 +150,6 @@ def _mean_within(masks: Sequence[Sequence[float]], keys: Sequence[Hashable]) -> 
     totals: dict[Hashable, float] = {}
     for key, mask in zip(keys, masks, strict=True):
         totals[key] = totals.get(key, 0.0) + sum(mask)
-    # Where the total is 0, so is each value.
+    # If the total is 0, every value is 0 too.
     weights = [[value / (totals[key] or 1.0) for value in mask] for key, mask in zip(keys, masks, strict=True)]
     return TokenWeights(weights, float(sum(total > 0 for total in totals.values())))

@@ -1,8 +1,8 @@
-"""An algorithm is a composition of small pure functions in a NamedTuple; nothing is inherited from anything.
+"""An algorithm: small pure functions, composed in a NamedTuple. Nothing is inherited.
 
-Here are the shapes (`Term`, `KL`, `Algorithm`), the functions that put one together and bind its settings, what it asks
-of a run (read from the names of its functions' parameters), and which algorithm of several is in force at a step. What
-it computes is in evaluate.py, what a run refuses in checks.py, what the terms mean in losses.py. No torch.
+Here are the types (`Term`, `KL`, `Algorithm`), and functions that compose them, bind their settings, find what they
+need from a run (by the names of parameters), and choose the algorithm of a step. evaluate.py computes an algorithm,
+checks.py refuses bad ones, losses.py has the terms. No torch.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from rollouts.training.algorithms.selection import best_worst
 Function = Callable[..., Any]
 
 FIRST = "main"
-"""The name of the stage that a run begins with."""
+"""The name of a run's first stage."""
 
 
 class Term(NamedTuple):
-    """One loss function and the number that its values are multiplied by.
+    """A loss function and the coefficient of its values.
 
-    A term with a `name` lets its coefficient be set as `<name>_coef`; at 0 it is not computed.
+    The setting `<name>_coef` of a named term sets its coefficient. A term with coefficient 0 is not computed.
     """
 
     function: Function
@@ -38,11 +38,15 @@ class Term(NamedTuple):
 
 
 class KL(NamedTuple):
-    """A KL estimator against the reference policy, and how much it counts.
+    """A KL estimator against the reference policy, and its weight.
 
-    A function that names `logprobs` is a term of the loss; one that does not is taken off the rewards of tokens. Values
-    above `threshold` (nats a token) are cut to it. With a `target` (nats a token) the coefficient is steered: it grows
-    by up to 0.2 / `horizon` a step while the KL is above the target, and falls likewise.
+    A function that names `logprobs` is a term of the loss. Any other function is subtracted from the rewards of tokens.
+
+    Attributes:
+        coefficient: the weight
+        threshold: larger values are cut to this, in nats per token
+        target: adapt the coefficient to reach this KL, in nats per token
+        horizon: an adapted coefficient changes by up to 0.2 / horizon in a step
     """
 
     function: Function
@@ -53,12 +57,19 @@ class KL(NamedTuple):
 
 
 class Algorithm(NamedTuple):
-    """What to train with. Every part is a function or a tuple of them; None is "not used".
+    """What a backend trains with. Each part is a function or a tuple of functions; None: not used.
 
-    `advantage` (of a group, or of the whole batch if it names `batch`); one `aggregation` (a name of the core's, or a
-    function); `terms`, whose values are summed; `kl` to the reference policy; `correction`, the weight of what another
-    engine sampled (None: the run decides); `mix` (parts to rewards) and `shaping` (rewards to rewards) before the
-    advantage; `select` (which rollouts are trained on) or `pairs` (which are compared); `filters` of groups.
+    Attributes:
+        advantage: of a group, or of the whole batch if it names `batch`
+        aggregation: the name of a built-in one, or a function
+        terms: their values are added up
+        kl: the KL to the reference policy
+        correction: weighs tokens that another engine sampled; None: the run decides
+        mix: makes one reward of several, before the advantage
+        shaping: change rewards, before the advantage
+        select: which rollouts are trained
+        pairs: which rollouts are compared
+        filters: of groups
     """
 
     advantage: Function
@@ -74,9 +85,9 @@ class Algorithm(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """The `algorithm` that is in force from `step` on (0-based), and its name with the backend.
+    """The `algorithm` from `step` on (0-based), and its name in the backend.
 
-    `correction_auto`: its off-policy correction was not asked for, so it is for tokens of other engines or weights.
+    `correction_auto`: the run chose the correction, so it only applies to tokens of other engines or older weights.
     """
 
     step: int
@@ -85,12 +96,12 @@ class Stage(NamedTuple):
     correction_auto: bool = False
 
     def inside(self) -> Stage:
-        """The stage for a sampler that is the trainer itself: no correction, unless one was asked for."""
+        """The stage for a sampler that is the trainer itself: without a correction that the run chose."""
         return self._replace(algorithm=self.algorithm._replace(correction=None)) if self.correction_auto else self
 
 
 def as_algorithm(component: Any) -> Algorithm:
-    """An Algorithm as it is; a bare loss function with the usual advantage, aggregation and an entropy term (0).
+    """Return an Algorithm unchanged. A loss function gets the usual advantage, aggregation and entropy term (0).
 
     A loss that names `pair_index` gets the usual pairs (best and worst of a group). Raises SignatureError.
     """
@@ -104,18 +115,18 @@ def as_algorithm(component: Any) -> Algorithm:
         entropy = () if has_entropy else (Term(entropy_bonus, 0.0, "entropy"),)
         return Algorithm(group_norm, "token_mean", (Term(component), *entropy))
     raise SignatureError(
-        f"a loss is a function of what it names (`def my_loss(logprobs, advantages)`) or an Algorithm of such "
-        f"functions, but {component!r} is neither"
+        f"a loss is a function of what it names (`def my_loss(logprobs, advantages)`), or an Algorithm of such "
+        f"functions; {component!r} is neither"
     )
 
 
 def active_terms(algorithm: Algorithm) -> tuple[Term, ...]:
-    """The terms that count: those without a coefficient of 0."""
+    """The terms whose coefficient is not 0."""
     return tuple(term for term in algorithm.terms if term.coefficient != 0)
 
 
 def function_label(function: Any) -> str:
-    """The name of a function in messages; settings bound by `partial` do not hide it."""
+    """The name of a function for messages, also if settings are bound by `partial`."""
     if isinstance(function, str):
         return function
     return str(getattr(unwrapped(function), "__name__", repr(function)))
@@ -125,12 +136,12 @@ def function_label(function: Any) -> str:
 
 
 def algorithm_settings(algorithm: Algorithm) -> tuple[Setting, ...]:
-    """The keyword-only settings of all terms, each name once, and the coefficients of the terms that have a name."""
+    """The keyword-only settings of all terms, and the coefficients of named terms. Each name appears once."""
     return read_signature(algorithm, "losses").settings
 
 
 def bind_algorithm(algorithm: Algorithm, settings: Mapping[str, Any]) -> Algorithm:
-    """The algorithm with settings bound to the terms that have them. Values are already of their types.
+    """Bind settings to the terms that have them. The values already have the right types.
 
     Raises ConfigError for a setting that no term has.
     """
@@ -139,7 +150,7 @@ def bind_algorithm(algorithm: Algorithm, settings: Mapping[str, Any]) -> Algorit
 
 
 def refuse_unknown(label: str, given: Iterable[str], known: Sequence[str]) -> None:
-    """Raises ConfigError for the first of the `given` settings that is not a known one of `label`."""
+    """Raise ConfigError for the first of the `given` settings that `label` does not know."""
     for name in given:
         if name not in known:
             close = near_misses(name, known)
@@ -148,9 +159,7 @@ def refuse_unknown(label: str, given: Iterable[str], known: Sequence[str]) -> No
 
 
 def setting_of(algorithm: Algorithm, name: str) -> Any | None:
-    """The value that a setting has in the first term that knows it: bound, else its default; None where no term
-    does.
-    """
+    """The value of a setting in the first term that has it, bound or default. None if no term has it."""
     settings = (
         setting for term in active_terms(algorithm) for setting in signature_of(term.function, "losses").settings
     )
@@ -158,7 +167,7 @@ def setting_of(algorithm: Algorithm, name: str) -> Any | None:
 
 
 def bind_own(function: Function, kind: str, settings: Mapping[str, Any]) -> Function:
-    """The function with those of the settings bound that it has."""
+    """Bind those of the settings that the function has."""
     own = {setting.name for setting in signature_of(function, kind).settings}
     return bind(function, {name: value for name, value in settings.items() if name in own})
 
@@ -171,11 +180,11 @@ def _bound_term(term: Term, settings: Mapping[str, Any]) -> Term:
     return Term(function, coefficient, term.name)
 
 
-# --- what it asks of a run ------------------------------------------------------------------------------------------
+# --- what an algorithm needs from a run -----------------------------------------------------------------------------
 
 
 def signature_of(function: Any, kind: str) -> Signature:
-    """The checked signature of a function of this kind, read once. Raises SignatureError."""
+    """The checked signature of a function of this kind, cached. Raises SignatureError."""
     hashable = type(function).__hash__ is not None
     return _signature_once(function, kind) if hashable else check_signature(function, kind, function_label(function))
 
@@ -186,22 +195,22 @@ def _signature_once(function: Function, kind: str) -> Signature:
 
 
 def requests(function: Any, kind: str = "losses") -> tuple[str, ...]:
-    """The names that a function asks for, in order. Raises SignatureError for one outside its kind's vocabulary."""
+    """The names of a function's inputs, in order. Raises SignatureError for a name outside its kind's vocabulary."""
     return signature_of(function, kind).requests
 
 
 def is_batch_advantage(function: Callable[..., Any]) -> bool:
-    """Whether the advantage is called once for the whole batch: it names `batch`."""
+    """Whether the advantage is computed once for the whole batch: it names `batch`."""
     return "batch" in requests(function, "advantages")
 
 
 def is_reward_placed(function: Callable[..., Any]) -> bool:
-    """Whether a KL estimator is taken off the rewards: it carries no gradient, for it does not name `logprobs`."""
+    """Whether a KL estimator is subtracted from the rewards: it does not name `logprobs`, so it has no gradient."""
     return "logprobs" not in requests(function, "kl")
 
 
 def needs(algorithm: Algorithm) -> frozenset[str]:
-    """The names that the loss asks for: its terms, its KL, its correction. Raises SignatureError."""
+    """The names that terms, KL and correction use. Raises SignatureError."""
     names = {name for term in active_terms(algorithm) for name in requests(term.function)}
     if algorithm.kl is not None:
         names |= set(requests(algorithm.kl.function, "kl"))
@@ -211,7 +220,7 @@ def needs(algorithm: Algorithm) -> frozenset[str]:
 
 
 def forward_needs(algorithm: Algorithm) -> tuple[str, ...]:
-    """What has to be computed for the batch before its loss: fields of ForwardOutput, sorted."""
+    """What must be computed before the loss: fields of ForwardOutput, sorted."""
     asked = needs(algorithm)
     of_advantage: frozenset[str] = frozenset()
     if is_batch_advantage(algorithm.advantage) and algorithm.pairs is None:
@@ -235,8 +244,8 @@ def stage_name(step: int) -> str:
 
 
 def stage_at(stages: Sequence[Stage], step: int) -> Stage:
-    """The stage in force at `step`: the last one that has begun. `stages` are sorted, and the first begins at 0."""
+    """The stage of `step`: the last one that has begun. `stages` are sorted, and the first begins at 0."""
     steps = [stage.step for stage in stages]
-    assert steps and steps[0] == 0 and steps == sorted(set(steps)), f"stages begin at {steps}; they start at 0, sorted"
+    assert steps and steps[0] == 0 and steps == sorted(set(steps)), f"stages begin at {steps}; expected 0, then later"
     assert step >= 0, f"there is no step {step}"
     return next(stage for stage in reversed(stages) if stage.step <= step)

@@ -1,12 +1,12 @@
-"""The careful callers of an author's functions: what is handed over, and what has to come back.
+"""Calls of an author's functions: prepares their inputs and checks their results.
 
     group_advantages, mixed_rewards, shaped_rewards, selected, paired    of one group
     batch_advantages                                                     of the whole batch
 
-No author has to think of rollouts that were not judged: they are left out before the call and put back after it.
-Whatever the function raises, and whatever it returns that is no result, becomes a TrainingError that names it.
+Authors never see rollouts that were not judged: they are removed before the call and inserted after it. An exception or
+an invalid result becomes a TrainingError that names the function.
 
-Legend: G rollouts of a group, J of them handed over, T tokens of a batch.
+Legend: G rollouts of a group, J of them passed to the function, T tokens of a batch.
 """
 
 from __future__ import annotations
@@ -28,28 +28,29 @@ Rewards = Sequence[float | None]
 
 
 def call_author(word: str, function: Function, available: Mapping[str, Any]) -> Any:
-    """What the function returns when it is called with what it names; `word` is what it is ("advantage"). Raises
-    TrainingError for whatever it raises.
+    """Call the function with the inputs that it names. `word` is its kind in messages, such as "advantage".
+
+    Raises TrainingError if the function raises.
     """
     try:
         return call_with(function, available)
     except RolloutsError:
         raise
-    except Exception as error:  # the author's code may raise anything
+    except Exception as error:  # an author's function may raise anything
         raise TrainingError(f"the {word} {function_label(function)} raised {words_of(error)}") from error
 
 
 def wrong_result(word: str, function: Function, given: str, expected: str, but: str = "") -> TrainingError:
-    """The error that says what a function returned, and what it has to return."""
-    return TrainingError(f"the {word} {function_label(function)} {but}returned {given}; it has to return {expected}")
+    """An error that says what a function returned and what it must return."""
+    return TrainingError(f"the {word} {function_label(function)} {but}returned {given}; expected {expected}")
 
 
 def per_rollout(word: str, function: Function, available: Mapping[str, Any], count: int) -> list[float]:
-    """The `count` finite numbers, one a rollout, that the function returns. Raises TrainingError, naming it."""
+    """The `count` finite numbers that the function returned, one per rollout. Raises TrainingError, which names it."""
     returned = call_author(word, function, available)
     values = _as_tensor(returned)
     if values is None or tuple(values.shape) != (count,) or not bool(values.isfinite().all()):
-        raise _wrong(word, function, count, _shown(returned), f"{count} finite numbers, one a rollout")
+        raise _wrong(word, function, count, _shown(returned), f"{count} finite numbers, one per rollout")
     return [float(value) for value in values.tolist()]
 
 
@@ -63,10 +64,10 @@ def group_advantages(
     lengths: Sequence[int] | None = None,
     turn_rewards: Sequence[Any] | None = None,
 ) -> list[float]:
-    """The advantages [G] that any per-group function gives the judged rollouts of a group; the others get 0.0.
+    """The advantages [G] of a group, by a per-group function; 0.0 for rollouts that were not judged.
 
-    The function is handed `rewards` [J] (float64) and, where it names them, `lengths` [J] and `turn_rewards`. Raises
-    TrainingError where it does not return J finite numbers.
+    The function gets `rewards` [J] (float64), and `lengths` [J] and `turn_rewards` if it names them. Raises
+    TrainingError if it does not return J finite numbers.
     """
     judged = _judged(rewards)
     available = _of_group(rewards, judged, lengths)
@@ -83,10 +84,10 @@ def mixed_rewards(
     *,
     step: int = 0,
 ) -> list[float | None]:
-    """The rewards [G] that a mixer makes of the parts of judged rollouts; the others, whose parts are None, stay None.
+    """The rewards [G] that a mixer computes from the parts. A rollout without parts (None) has no reward.
 
-    The order of the rewards is that of `weights`; parts that it does not name are only logged. A part that could not be
-    judged in a rollout that counts all the same (--on-invalid-reward zero) is 0. Raises TrainingError.
+    The mixer gets the parts in the order of `weights`; other parts are only logged. A part is 0 if it could not be
+    judged but the rollout counts (--on-invalid-reward zero). Raises TrainingError.
     """
     judged = [index for index, part in enumerate(parts) if part is not None]
     if judged and not weights:
@@ -107,7 +108,7 @@ def shaped_rewards(
     max_tokens: int | None,
     step: int = 0,
 ) -> list[float | None]:
-    """The rewards [G] after a shaping; what was not judged stays None. Truncated rollouts are shaped too: they are in
+    """The rewards [G] after a shaping; None where not judged. Truncated rollouts are shaped too, because they are in
     the baseline. Raises TrainingError.
     """
     judged = _judged(rewards)
@@ -119,9 +120,9 @@ def shaped_rewards(
 def selected(
     function: Function, rewards: Rewards, eligible: Sequence[bool], *, lengths: Sequence[int], step: int = 0
 ) -> list[bool]:
-    """Which rollouts of the group [G] are trained on; only eligible ones are handed over, the others are not.
+    """Which rollouts of the group [G] are trained. The function only gets eligible ones; the others are not trained.
 
-    Raises TrainingError where the function does not return a bool a rollout.
+    Raises TrainingError if the function does not return one bool per rollout.
     """
     handed = _eligible(rewards, eligible)
     kept = [False] * len(rewards)
@@ -130,7 +131,7 @@ def selected(
     returned = call_author("rollout selector", function, _of_group(rewards, handed, lengths) | {"step": step})
     values = _as_tensor(returned)
     if values is None or str(values.dtype) != "torch.bool" or tuple(values.shape) != (len(handed),):
-        expected = f"{len(handed)} bools, one a rollout (such as `rewards >= 1.0`)"
+        expected = f"{len(handed)} bools, one per rollout (such as `rewards >= 1.0`)"
         raise _wrong("rollout selector", function, len(handed), _shown(returned), expected)
     for index, keep in zip(handed, values.tolist(), strict=True):
         kept[index] = keep
@@ -140,9 +141,9 @@ def selected(
 def paired(
     function: Function, rewards: Rewards, eligible: Sequence[bool], *, lengths: Sequence[int], step: int = 0
 ) -> list[tuple[int, int]]:
-    """The (chosen, rejected) rollouts, as positions in the whole group; only eligible ones are handed over.
+    """The (chosen, rejected) pairs, as positions in the whole group. The function only gets eligible rollouts.
 
-    Raises TrainingError for what is no pair of two different positions of those that were handed over.
+    Raises TrainingError if a pair is not two different positions of the rollouts that it got.
     """
     handed = _eligible(rewards, eligible)
     count = len(handed)
@@ -191,7 +192,7 @@ def _tensor(values: list[Any], dtype: str = "float64") -> Tensor:
 def _at_places(
     word: str, function: Function, available: Mapping[str, Any], places: Sequence[int], count: int
 ) -> list[float | None]:
-    """The numbers that the function returns, at their places of `count`; None elsewhere. Not called for no place."""
+    """The numbers that the function returns, at these `places`; None elsewhere. Not called if there are none."""
     spread: list[float | None] = [None] * count
     values = per_rollout(word, function, available, len(places)) if places else []
     for place, value in zip(places, values, strict=True):
@@ -203,11 +204,11 @@ def _at_places(
 
 
 def batch_advantages(function: Function, available: Mapping[str, Any], count: int) -> tuple[Tensor, Tensor | None]:
-    """The advantages [T] of all `count` tokens and, where the function returns them too, the critic's targets [T].
+    """The advantages [T] of all `count` tokens, and the critic's targets [T] if the function returns them, else None.
 
-    `available` holds `mask` [T] and whatever else the function may name. Both are detached, and 0 where the mask is,
-    whatever the function says there. Where nothing is live it is not called. Raises TrainingError for a wrong shape,
-    and for NaN or an infinity at a live token.
+    `available` has `mask` [T] and all other names of the vocabulary. The results are detached, and 0 where the mask is
+    0. The function is not called if nothing is live. Raises TrainingError for a wrong shape, and for NaN or an infinity
+    at a live token.
     """
     import torch
 
@@ -225,11 +226,11 @@ def batch_advantages(function: Function, available: Mapping[str, Any], count: in
 
 
 def _of_tokens(function: Function, returned: Any, live: Tensor, name: str) -> Tensor:
-    """What was returned for each token [T], detached, with zeros where nothing is live."""
+    """The result for each token [T], detached, with 0 where nothing is live."""
     count = live.shape[0]
     values = _as_tensor(returned)
     if values is None or tuple(values.shape) != (count,):
-        expected = f"[{count}], one number a token of the batch, or (advantages [{count}], returns [{count}])"
+        expected = f"[{count}], one number per token of the batch, or (advantages [{count}], returns [{count}])"
         raise wrong_result("advantage", function, f"as {name} {_shown(returned)}", expected)
     values = values.detach()
     faulty = int((~values.isfinite() & live).sum())
@@ -240,18 +241,18 @@ def _of_tokens(function: Function, returned: Any, live: Tensor, name: str) -> Te
 
 
 def _as_tensor(returned: Any) -> Tensor | None:
-    """What was returned as a tensor; None where it cannot be one."""
+    """The result as a tensor; None if that fails."""
     import torch
 
     try:
         with authors_code():
             return torch.as_tensor(returned)
-    except Exception:  # an object of the author's own may raise anything; the caller says what it was
+    except Exception:  # an author's object may raise anything; the caller's message describes it
         return None
 
 
 def _shown(returned: Any) -> str:
-    """What was returned, in at most a line."""
+    """Describe a result in at most one line."""
     import torch
 
     if isinstance(returned, torch.Tensor):

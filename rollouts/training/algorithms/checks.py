@@ -1,5 +1,5 @@
-"""What is refused before any model loads: parts that ask for what a run cannot give, that do not go together, or that
-have a setting outside its domain. No torch until a setting is probed.
+"""Checks before a model loads: parts that need what the run does not have, that do not fit together, or that have an
+invalid setting. Imports torch only to try out settings.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from types import FunctionType
 from typing import Any
 
 from rollouts.author_code import unwrapped
-from rollouts.errors import ConfigError, SignatureError, UserError
+from rollouts.errors import ConfigError, RolloutsError, SignatureError, UserError
 from rollouts.plugins.signature import call_with
 from rollouts.plugins.vocabulary import VOCABULARY
 from rollouts.training.algorithms.aggregation import aggregation_function
@@ -20,14 +20,18 @@ from rollouts.training.algorithms.algorithm import (
     function_label,
     is_batch_advantage,
     is_reward_placed,
+    needs,
     requests,
 )
+from rollouts.training.algorithms.calls import group_advantages
 
 CRITIC_NAMES = frozenset({"old_values", "returns", "values"})
 TEACHER_NAMES = frozenset({"teacher_logprobs", "teacher_topk_ids", "teacher_topk_logprobs", "topk_logprobs"})
 
-# What an advantage of one group may name in this version: no environment gives rewards by turn yet.
+# Names for an advantage of one group. No environment has rewards per turn yet.
 GROUP_ADVANTAGE_AVAILABLE: frozenset[str] = frozenset({"lengths", "rewards"})
+
+ONE_SAMPLE = "one sample per prompt has nothing to compare with; type --samples-per-prompt 8"
 
 _REASONS = {
     **dict.fromkeys(CRITIC_NAMES, "this run has no critic; type --critic head (or a model's name)"),
@@ -40,15 +44,13 @@ _REASONS = {
 def available_names(
     *, critic: bool = False, teacher: bool = False, pairs: bool = False, reference: bool = True
 ) -> frozenset[str]:
-    """What a loss may name in a run that has these."""
+    """The names that a loss may use in a run with these models."""
     given = (critic, CRITIC_NAMES), (teacher, TEACHER_NAMES), (pairs, {"pair_index"}), (reference, {"ref_logprobs"})
     return frozenset(VOCABULARY["losses"]).difference(*(names for has, names in given if not has))
 
 
 def check_needs(algorithm: Algorithm, available: Collection[str]) -> None:
-    """Refuse, before any model loads, a part of the loss that names what this run cannot give. Raises
-    SignatureError.
-    """
+    """Raise SignatureError if a part of the loss names something that this run does not have."""
     parts = [(term.function, "losses", "loss") for term in active_terms(algorithm)]
     parts += [(algorithm.kl.function, "kl", "KL estimator")] if algorithm.kl is not None else []
     for function, kind, word in parts:
@@ -59,9 +61,7 @@ def check_needs(algorithm: Algorithm, available: Collection[str]) -> None:
 
 
 def check_advantage(function: Callable[..., Any], available: Collection[str] = ()) -> None:
-    """Refuse an advantage that names what this run cannot give; `available` are the loss's names. Raises
-    SignatureError.
-    """
+    """Raise SignatureError if the advantage names what this run does not have. `available` are the loss's names."""
     asked = requests(function, "advantages")
     for name in asked:
         if "batch" not in asked and name not in GROUP_ADVANTAGE_AVAILABLE:
@@ -76,16 +76,16 @@ def _refused(word: str, function: Callable[..., Any], name: str, reason: str) ->
 
 
 def check_composition(algorithm: Algorithm, samples_per_prompt: int | None = None) -> None:
-    """Refuse parts that do not go together. Raises ConfigError.
+    """Raise ConfigError if parts do not fit together.
 
-    `samples_per_prompt` None leaves out what depends on the size of a group.
+    `samples_per_prompt` None skips checks that depend on the size of a group.
     """
     terms, select = active_terms(algorithm), algorithm.select
     if not terms:
         flags = ", ".join(f"--loss.{term.name.replace('_', '-')}-coef" for term in algorithm.terms)
-        raise ConfigError(f"every term of the loss counts 0, so there is nothing to train on; raise one of {flags}")
+        raise ConfigError(f"every term of the loss has coefficient 0, so nothing is trained; increase one of {flags}")
     if select is not None and is_batch_advantage(algorithm.advantage):
-        reason = "is estimated on what is trained, so it would see only what was selected; type --advantage group_norm"
+        reason = "is computed on trained rollouts, so it would only see selected ones; type --advantage group_norm"
         label = function_label(algorithm.advantage)
         raise ConfigError(f"--select {function_label(select)}: the advantage {label} {reason}")
     if algorithm.pairs is not None:
@@ -101,6 +101,20 @@ def check_composition(algorithm: Algorithm, samples_per_prompt: int | None = Non
             raise ConfigError(f"the loss {function_label(term.function)} compares pairs; type --pairs best_worst")
 
 
+def compares_groups(algorithm: Algorithm) -> bool:
+    """Whether the advantage compares the rollouts of a group, so that a group of one has none: it gives a single
+    rollout 0, whatever its reward is.
+    """
+    if algorithm.pairs is not None or is_batch_advantage(algorithm.advantage) or "advantages" not in needs(algorithm):
+        return False
+    if not isinstance(unwrapped(algorithm.advantage), FunctionType):  # an object may keep what it has seen
+        return False
+    try:
+        return all(group_advantages(algorithm.advantage, [reward], lengths=[1]) == [0.0] for reward in (0.0, 0.3, 1.0))
+    except RolloutsError:  # the first batch reports what is wrong with it
+        return False
+
+
 def _check_pairs(algorithm: Algorithm, pairs: Callable[..., Any], samples_per_prompt: int | None) -> None:
     flag, size = f"--pairs {function_label(pairs)}", samples_per_prompt
     if algorithm.select is not None:
@@ -110,7 +124,7 @@ def _check_pairs(algorithm: Algorithm, pairs: Callable[..., Any], samples_per_pr
             reason = f"the loss {function_label(term.function)} does not name `pair_index`, so it cannot compare pairs"
             raise ConfigError(f"{flag}: {reason}; type --loss dpo, or leave --pairs out")
     if size is not None and size < 2:
-        reason = "compares rollouts of one prompt, which takes 2 or more of them"
+        reason = "compares rollouts of one prompt, so it needs 2 or more of them"
         raise ConfigError(f"--samples-per-prompt {size}: {flag} {reason}")
 
 
@@ -118,27 +132,29 @@ def _check_kl(function: Callable[..., Any], terms: Sequence[Term], unit: str, ag
     flag = f"--kl {function_label(function)}"
     if unit != "token":
         other = "leave" if unit == "pair" else "type --aggregation rollout_mean, or leave"
-        reason = f"a KL term has one value a token, and {aggregation} takes one a {unit}"
+        reason = f"a KL term has one value per token, and {aggregation} takes one per {unit}"
         raise ConfigError(f"{flag}: {reason}; {other} --kl out")
     if is_reward_placed(function) and not any("advantages" in requests(term.function) for term in terms):
         names = " + ".join(function_label(term.function) for term in terms)
-        reason = f"is taken off the advantages, and the loss {names} does not name them"
+        reason = f"is subtracted from the advantages, and the loss {names} does not name them"
         raise ConfigError(f"{flag} {reason}; type --kl rk3_loss")
 
 
 def unit_of(algorithm: Algorithm) -> str:
-    """What a loss returns one value for, as the aggregation says for two invented rows: a token, a rollout, a pair."""
+    """What a loss returns one value for (token, rollout or pair), as the aggregation says for two invented rows."""
     return str(getattr(_probe(aggregation_function(algorithm.aggregation), _two_rows(8)), "unit", "token"))
 
 
 def probe_settings(
     algorithm: Algorithm, reference: Callable[..., Any] | None = None, max_tokens: int | None = None
 ) -> None:
-    """Call every function of the algorithm once, on three invented tokens of two rollouts; `max_tokens` is the run's.
+    """Call every function of the algorithm once, with three invented tokens of two rollouts.
 
-    Raises ConfigError where a function refuses one of its settings, and where a loss does not return one value for each
-    token, rollout or pair, as the aggregation asks. Whatever else a function raises or returns is left for the first
-    batch, for it may not like invented numbers. An object that is called is left out: it may keep what it has seen.
+    Raises ConfigError if a function refuses one of its settings, or if a loss does not return one value per token,
+    rollout or pair, as the aggregation expects. Ignores all other errors: the first batch reports them, because a
+    function may not accept invented numbers. Callable objects are skipped, because they may have a state.
+
+    `max_tokens` is the run's.
     """
     kl = None if algorithm.kl is None else algorithm.kl.function
     parts = (kl, algorithm.correction, algorithm.mix, algorithm.select, algorithm.pairs, reference)
@@ -151,14 +167,14 @@ def probe_settings(
         values = returned[0] if isinstance(returned, tuple) and returned else returned
         gives = next((name for name, count in units.items() if getattr(values, "shape", ()) == (count,)), unit)
         if gives != unit:
-            takes = f"--aggregation {function_label(algorithm.aggregation)} takes one value a {unit}"
+            takes = f"--aggregation {function_label(algorithm.aggregation)} takes one value per {unit}"
             other = f"type --aggregation {'pair_mean' if gives == 'pair' else 'token_mean'}"
-            raise ConfigError(f"{takes}, and the loss {function_label(term.function)} gives one a {gives}; {other}")
+            raise ConfigError(f"{takes}, and the loss {function_label(term.function)} gives one per {gives}; {other}")
 
 
 def _probe(function: Callable[..., Any], available: dict[str, Any]) -> Any:
-    """What a function returns for invented numbers; None where it is no plain function, or raises. Raises UserError
-    where it refuses its settings: it does not refuse these numbers without them.
+    """What a function returns for invented numbers. None if it is not a plain function, or if it raises. Raises
+    UserError if the function refuses its settings, that is, if it accepts the same numbers without them.
     """
     plain = unwrapped(function)
     if not isinstance(plain, FunctionType):
@@ -168,26 +184,26 @@ def _probe(function: Callable[..., Any], available: dict[str, Any]) -> Any:
     except UserError:
         if not _refuses(plain, available):
             raise
-    except Exception:  # the author's code may raise anything
+    except Exception:  # an author's function may raise anything
         return None
 
 
 def _refuses(function: Callable[..., Any], available: dict[str, Any]) -> bool:
     try:
         call_with(function, available)
-    except Exception as error:  # without a setting that it requires it raises a TypeError
+    except Exception as error:  # a TypeError if a required setting is missing
         return isinstance(error, UserError)
     return False
 
 
 def _two_rows(max_tokens: int | None) -> dict[str, Any]:
-    """Something for every name of an aggregation."""
+    """A value for each name of an aggregation's vocabulary."""
     rows = {"masks": [[0.0, 1.0, 1.0], [0.0, 1.0]], "rollout_index": [0, 1], "max_tokens": max_tokens}
     return rows | {"group_index": [0, 0], "pair_index": [0, 0]}
 
 
 def _three_tokens(max_tokens: int | None) -> dict[str, Any]:
-    """Something for every name of every other kind of function that an algorithm is made of."""
+    """A value for each name of all other kinds of functions in an algorithm."""
     import torch
 
     halves = torch.tensor([-0.5, -0.7, -0.9], dtype=torch.float64)

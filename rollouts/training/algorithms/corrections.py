@@ -1,10 +1,10 @@
-"""Off-policy corrections: what a token counts when another engine sampled it than the one that trains.
+"""Off-policy corrections: how much a token counts if another engine sampled it.
 
 Legend: T tokens of a batch, mu the sampler (`rollout_logprobs`), pi_old the trainer before the step (`old_logprobs`).
-A correction returns detached weights [T], which multiply the loss's numerator and never its denominator. The weight is
-counted once: the engine calls it only where the loss's own ratio starts at pi_old. What is at masked positions is
-not looked at and weighs 1; NaN at a live position stays NaN, so that the engine can name it. A setting outside its
-domain raises ConfigError. Left out: a product over a sequence, for it falls or grows with the length.
+A correction returns detached weights [T]. They multiply the loss's numerator, never its denominator. A weight counts
+once: the engine only calls the correction if the loss's own ratio starts at pi_old. Values at masked positions are
+ignored, and weigh 1. NaN at a live position stays NaN, so that the engine can report it. An invalid setting raises
+ConfigError. Not here: a product over a sequence, because it shrinks or grows with the length.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def truncated(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, c
     """Truncated importance sampling (TIS, Yao et al. 2025): min(pi_old / mu, cap) [T].
 
     Args:
-        cap: no token weighs more than this
+        cap: the largest weight of a token
     """
     check_setting("cap", cap, cap > 0, "a number above 0", "--correction.cap 2")
     return _ratio(old_logprobs, rollout_logprobs, mask).clamp(max=cap)
@@ -30,7 +30,7 @@ def truncated(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, c
 def icepop(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, low: float = 0.5, high: float = 5.0
 ) -> Tensor:
-    """Masked importance sampling (IcePop, Ring-1T 2025): pi_old / mu where it lies in [low, high], else 0; [T].
+    """Masked importance sampling (IcePop, Ring-1T 2025): pi_old / mu if it is in [low, high], else 0; [T].
 
     Args:
         low: tokens with a smaller ratio are left out
@@ -50,10 +50,10 @@ def sequence_mask(
     low: float = 0.9,
     high: float = 1.1,
 ) -> Tensor:
-    """Whole rollouts are kept or left out (Liu, Li et al. 2025): 1 where the geometric mean of pi_old / mu over the
-    rollout's live tokens lies in [low, high], else 0; [T].
+    """Keep or leave out whole rollouts (Liu, Li et al. 2025): 1 if the geometric mean of pi_old / mu over the rollout's
+    live tokens is in [low, high], else 0; [T].
 
-    A mean of many tokens lies much nearer to 1 than the ratio of one, and its bounds do not depend on the length.
+    The mean over many tokens is much closer to 1 than the ratio of one token. The bounds do not depend on the length.
 
     Args:
         low: rollouts with a smaller mean ratio are left out

@@ -1,6 +1,6 @@
-"""An algorithm on tensors: every term is called with what it names; values are summed, metrics gathered.
+"""Evaluate an algorithm on tensors: call every term with its inputs, add up the values, collect the metrics.
 
-Left out: weights and denominators (aggregation.py), and where the tensors come from (the training backend).
+Not here: weights and denominators (aggregation.py), and where the tensors come from (the training backend).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 
 from rollouts.author_code import authors_code, printable, shown
-from rollouts.errors import TrainingError, named
+from rollouts.errors import TrainingError, words_of
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, function_label, is_reward_placed, requests
 from rollouts.training.algorithms.calls import call_author, wrong_result
 from rollouts.training.types import Unit
@@ -23,9 +23,9 @@ _KINDS = get_args(MetricKind)
 
 
 class Metric(NamedTuple):
-    """A number that adds up over microbatches and ranks: sums and counts are added, extremes compared.
+    """A number that can be added up over microbatches and ranks; for `max` and `min`, the extreme is kept.
 
-    A mean is `value / number`; of the other kinds `number` is not used.
+    A mean is `value / number`. The other kinds do not use `number`.
     """
 
     value: Tensor
@@ -34,8 +34,10 @@ class Metric(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """The summed values: [T] one a token (0 where masked), or [U] one a rollout or pair, in the order of their
-    numbers. `metrics` are what the terms report; `nan` says of each term whether it was NaN where it counts.
+    """The sum of the terms' values.
+
+    `values` are [T], one per token (0 if masked), or [U], one per rollout or pair, in the order of their indices.
+    `metrics` are reported by the terms. `nan` says for each term whether a live value is NaN.
     """
 
     values: Tensor
@@ -52,13 +54,18 @@ def evaluate(
     kl_coefficient: float | None = None,
     weights: Tensor | None = None,
 ) -> Evaluation:
-    """Call every term with what it names and sum coefficient * values; `mask` [T] says which positions are live.
+    """Call every term with its inputs, and add up coefficient * values.
 
-    `weights` [T] (of an off-policy correction) multiply the terms whose values are means over what was sampled: those
-    that name `advantages` or `old_logprobs`. Values at masked positions are cut off, so a NaN there changes none; its
-    gradient may still be NaN where a term multiplies by it, so a backend hands over live tokens only.
-    Raises TrainingError, naming the loss, for values that are no tensor of the expected shape. NaN is left to `nan`, so
-    that no wait for the device happens here.
+    Values at masked positions are set to 0, so NaN there has no effect on them. Its gradient may still be NaN if a term
+    multiplies by it, so a backend passes live tokens only. NaN at live tokens does not raise, because that would wait
+    for the device; the result's `nan` reports it.
+
+    Raises TrainingError, which names the loss, if its values are not a tensor of the expected shape.
+
+    Args:
+        mask: [T], above 0 at live positions
+        weights: [T] of an off-policy correction. They multiply the terms whose expectation is over sampled tokens:
+            those that name `advantages` or `old_logprobs`
     """
     live, expected = _expected(available, mask, unit)
     total: Tensor | None = None
@@ -82,12 +89,12 @@ def evaluate(
         if weights is not None and not {"advantages", "old_logprobs"}.isdisjoint(requests(function, kind)):
             values = values * weights
         total = values * coefficient if total is None else total + values * coefficient
-    assert total is not None, "an algorithm has at least one term that counts"
+    assert total is not None, "an algorithm has a term with a coefficient"
     return Evaluation(total, metrics, nan)
 
 
 def importance_weights(algorithm: Algorithm, available: Mapping[str, Any], mask: Tensor) -> Tensor | None:
-    """The correction's weights [T], detached; None where there is no correction. Raises TrainingError, naming it."""
+    """The correction's weights [T], detached; None if there is no correction. Raises TrainingError, which names it."""
     import torch
 
     function = algorithm.correction
@@ -97,25 +104,25 @@ def importance_weights(algorithm: Algorithm, available: Mapping[str, Any], mask:
         weights = call_author("off-policy correction", function, available)
     if not isinstance(weights, torch.Tensor) or weights.shape != mask.shape or weights.isnan().any():
         shape = str(list(weights.shape)) if isinstance(weights, torch.Tensor) else type(weights).__name__
-        expected = f"one number a token, shape [{mask.shape[0]}], and no NaN"
+        expected = f"one number per token, shape [{mask.shape[0]}], and no NaN"
         raise wrong_result("off-policy correction", function, shape, expected)
     return weights.detach()
 
 
 def _expected(available: Mapping[str, Any], mask: Tensor, unit: Unit) -> tuple[Tensor, str]:
-    """What is live of the values that there have to be, and the same in words."""
+    """Which of the expected values are live, and a description of the expected values."""
     import torch
 
     if unit == "token":
-        words = f"shape [{len(mask)}]: unreduced, for the engine masks, weighs and normalizes"
-        return mask > 0, f"one value a token, {words}"
+        words = f"shape [{len(mask)}]: unreduced, because the engine masks, weighs and normalizes"
+        return mask > 0, f"one value per token, {words}"
     numbers = available[f"{unit}_index"].unique()
-    words = f"one value a {unit}, shape [{len(numbers)}], in the order of their numbers in `{unit}_index`"
+    words = f"one value per {unit}, shape [{len(numbers)}], in the order of their numbers in `{unit}_index`"
     return torch.ones_like(numbers, dtype=torch.bool), words
 
 
 def _metric(given_name: Any, reported: Any, live: Tensor, label: str) -> tuple[str, Metric]:
-    """A term's own metric: a value, or (value, kind). A value is one number, or has the shape of the loss's values."""
+    """A term's own metric: a value, or (value, kind). The value is a number, or has the shape of the loss's values."""
     import torch
 
     if not isinstance(given_name, str):
@@ -129,8 +136,8 @@ def _metric(given_name: Any, reported: Any, live: Tensor, label: str) -> tuple[s
     try:
         with authors_code():
             metric = torch.as_tensor(value).detach().to(device=live.device, dtype=torch.float32)
-    except Exception as error:  # an object of the author's own may raise anything
-        raise TrainingError(f"{reports} as {shown(value)}, which is no number: {named(error)}") from error
+    except Exception as error:  # an author's object may raise anything
+        raise TrainingError(f"{reports} as {shown(value)}, which is no number: {words_of(error)}") from error
     count = live.sum().float()
     if metric.dim() == 0:
         return name, Metric(metric * count if kind == "mean" else metric, count, kind)

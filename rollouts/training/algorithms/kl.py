@@ -1,25 +1,24 @@
-"""The KL to a reference policy, one value a token: estimators, how much they count, which to avoid; and how the
-reference follows the policy.
+"""The KL to a reference policy, one value per token; and the rules that update the reference.
 
 Legend: T tokens sampled from mu (`old_logprobs`, the anchor); pi the policy (`logprobs` [T], with gradient); ref
-`ref_logprobs`; r = pi / mu. What matters of an estimator is the expectation of its *gradient*, not of its value:
+`ref_logprobs`; r = pi / mu. Choose an estimator by the expectation of its *gradient*, not of its value:
 
-    k1_reward        reverse KL(pi || ref) of the whole rollout; taken off the rewards of tokens; on-policy
-    k2_loss          reverse, as a loss; off-policy too
+    k1_reward        reverse KL(pi || ref) of the whole rollout, subtracted from the rewards of tokens; on-policy
+    k2_loss          reverse, as a loss; also off-policy
     rk3_loss         reverse, as a loss; the gradient of k2_loss, and the KL as its value (recommended)
-    forward_kl_loss  forward KL(ref || pi), as a loss; off-policy too
+    forward_kl_loss  forward KL(ref || pi), as a loss; also off-policy
     k3_loss          as a loss it has the gradient of the *forward* KL, on-policy only: allowed with a warning
 
-A loss is a KL a token: it does not answer for the states that a token leads to. k1_reward does: its sum over what
-comes later (`rewards_to_go`, or what the advantage makes of `token_rewards`) is the KL of whole rollouts.
+A KL in the loss is a KL per token: it ignores the states to which a token leads. k1_reward includes them: its sum over
+later tokens (`rewards_to_go`, or what the advantage makes of `token_rewards`) is the KL of whole rollouts.
 
-k1 as a loss has an expected gradient of zero and is refused. The sums of Schulman 2020 (k1, k2, k3) estimate the value;
-Tang and Munos 2025 show what their gradients are.
+k1 as a loss has an expected gradient of zero, so it is refused. The estimators of Schulman 2020 (k1, k2, k3) estimate
+the value; Tang and Munos 2025 derive their gradients.
 
-The reference is a copy of every trained tensor, equal to the policy at version 0. A rule (`frozen`, `ema`) is called
-once at version 0 and after every optimizer step: it changes the copy in place and returns nothing; `policy` is only
-read, `version` counts the optimizer steps. Left out: where the copy is kept, how it takes the policy's place while it
-scores (backends/reference.py), and the cut at a threshold (evaluate.py).
+The reference is a copy of every trained tensor. It equals the policy at version 0. A rule (`frozen`, `ema`) is called
+at version 0 and after every optimizer step. It changes the copy in place and returns nothing. It must not change
+`policy`; `version` counts optimizer steps. Not here: where the copy is kept and how it is used
+(backends/auxiliary.py), and the cut at a threshold (evaluate.py).
 """
 
 from __future__ import annotations
@@ -38,32 +37,32 @@ from rollouts.training.algorithms.losses import check_setting, log_ratio
 if TYPE_CHECKING:
     from torch import Tensor
 
-STEER_MAX = 0.2  # Ziegler et al. 2019: the relative error counts no further
+STEER_MAX = 0.2  # the largest relative error that counts (Ziegler et al. 2019)
 _DEFAULTS = KL._field_defaults
 
 KL_SETTINGS: tuple[Setting, ...] = (
-    Setting("coef", float, _DEFAULTS["coefficient"], "how much the KL counts"),
-    Setting("threshold", float | None, _DEFAULTS["threshold"], "values above this are cut to it, in nats a token"),
-    Setting("target", float | None, _DEFAULTS["target"], "steer coef towards this KL, in nats a token"),
-    Setting("horizon", int, _DEFAULTS["horizon"], "with a target: coef changes by up to 0.2 / horizon a step"),
+    Setting("coef", float, _DEFAULTS["coefficient"], "weight of the KL"),
+    Setting("threshold", float | None, _DEFAULTS["threshold"], "larger values are cut to this, in nats per token"),
+    Setting("target", float | None, _DEFAULTS["target"], "adapt coef to reach this KL, in nats per token"),
+    Setting("horizon", int, _DEFAULTS["horizon"], "with a target: coef changes by up to 0.2 / horizon in a step"),
 )
-"""The settings of every KL term, besides those of its estimator."""
+"""The settings of every KL term. Its estimator may have more."""
 
 
 def k1_reward(old_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """log(mu / ref) [T], taken off the rewards of tokens: on-policy the true gradient of the whole rollouts' reverse KL
-    (Ziegler et al. 2019).
+    """log(mu / ref) [T], subtracted from the rewards of tokens. On-policy it has the gradient of the reverse KL of
+    whole rollouts (Ziegler et al. 2019).
 
-    Its expectation is the KL itself; a single value may be negative. With several optimizer steps a batch it is the KL
-    of the policy that sampled.
+    Its expectation is the KL; a single value may be negative. With several optimizer steps per batch, it is the KL of
+    the policy that sampled.
     """
     return log_ratio(old_logprobs, ref_logprobs)
 
 
 def k2_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """stopgrad(r) log(pi / ref)^2 / 2 [T]: a true gradient of the reverse KL, on-policy (r = 1) and off it.
+    """stopgrad(r) log(pi / ref)^2 / 2 [T]: has the gradient of the reverse KL, on-policy (r = 1) and off-policy.
 
-    Only the gradient is the KL's; the expectation of the value is not (Schulman 2020; Tang and Munos 2025).
+    The expectation of its value is not the KL (Schulman 2020; Tang and Munos 2025).
     """
     weight = log_ratio(logprobs, old_logprobs).exp().detach()
     return weight * log_ratio(logprobs, ref_logprobs) ** 2 / 2
@@ -72,19 +71,19 @@ def k2_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor) -> Ten
 def rk3_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """r (ref/pi - 1 - log(ref/pi)) [T], r with gradient: value and gradient of the reverse KL, never negative.
 
-    k3 of Schulman 2020 under an importance ratio that is differentiated too. Its gradient is r log(pi / ref) grad log
-    pi, that of `k2_loss` at every token; what it has beside it is a value that estimates the KL. Recommended.
+    This is k3 of Schulman 2020, multiplied by an importance ratio with gradient. At every token its gradient is that of
+    `k2_loss`, r log(pi / ref) grad log pi, and its value estimates the KL. Recommended.
     """
     return log_ratio(logprobs, old_logprobs).exp() * k3_loss(logprobs, ref_logprobs)
 
 
 def k3_loss(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """ref/pi - 1 - log(ref/pi) [T], as GRPO was published (Shao et al. 2024, eq. 4): biased as reverse KL.
+    """ref/pi - 1 - log(ref/pi) [T], as published in GRPO (Shao et al. 2024, eq. 4): biased as a reverse KL.
 
     Its value estimates KL(pi || ref), but its expected gradient is that of KL(ref || pi).
     """
     apart = log_ratio(ref_logprobs, logprobs)
-    return apart.expm1() - apart  # expm1: both are tiny where the policies are close
+    return apart.expm1() - apart  # expm1 is exact where the policies are close
 
 
 def forward_kl_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -99,7 +98,7 @@ def forward_kl_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor
 
 
 def check_kl(name: str) -> None:
-    """Refuse k1 as a loss. Raises ConfigError, saying why and what to type instead."""
+    """Raise ConfigError for k1 as a loss, with the reason and an alternative."""
     if name.rpartition("/")[2] in ("k1", "k1_loss"):
         raise ConfigError(
             f"--kl {name}: log(pi / ref) as a loss has an expected gradient of zero, so it would only add noise; "
@@ -108,7 +107,7 @@ def check_kl(name: str) -> None:
 
 
 def warning_of(function: Callable[..., Any]) -> str:
-    """What a user of this estimator should know beforehand; empty where there is nothing."""
+    """A warning about this estimator; empty if there is none."""
     if unwrapped(function) is not k3_loss:
         return ""
     return (
@@ -120,21 +119,21 @@ def warning_of(function: Callable[..., Any]) -> str:
 def steer_coefficient(coefficient: float, kl: float, target: float, horizon: float) -> float:
     """The coefficient for the next step, after a step with this `kl` (Ziegler et al. 2019, section 2.2).
 
-    coefficient * (1 + clip(kl / target - 1, -0.2, 0.2) / horizon). A KL that is NaN changes nothing.
+    coefficient * (1 + clip(kl / target - 1, -0.2, 0.2) / horizon). A `kl` of NaN does not change it.
 
     >>> steer_coefficient(0.01, kl=1.0, target=0.1, horizon=10)
     0.0102
     """
-    if math.isnan(kl):  # nothing was measured: a skipped step must not spoil the coefficient for good
+    if math.isnan(kl):  # a skipped step measured nothing
         return coefficient
     error = min(max(kl / target - 1, -STEER_MAX), STEER_MAX)
     return coefficient * (1 + error / horizon)
 
 
 def make_kl(function: Callable[..., Any], settings: Mapping[str, Any]) -> KL:
-    """The KL term: coef, threshold, target and horizon are its own, the rest is bound to the estimator.
+    """Make a KL term. It takes coef, threshold, target and horizon; all other settings go to the estimator.
 
-    Raises ConfigError for a setting that neither has, and for a value outside its domain.
+    Raises ConfigError for an unknown setting, and for a value out of range.
     """
     own = {setting.name: settings.get(setting.name, setting.default) for setting in KL_SETTINGS}
     rest = {name: value for name, value in settings.items() if name not in own}
@@ -149,15 +148,15 @@ def make_kl(function: Callable[..., Any], settings: Mapping[str, Any]) -> KL:
     return KL(bind(function, rest), coefficient, threshold, target, horizon)
 
 
-# --- how the reference follows --------------------------------------------------------------------------------------
+# --- the rules of the reference -------------------------------------------------------------------------------------
 
 
 def frozen() -> None:
-    """The reference stays the policy that the run began with."""
+    """The reference stays the policy of the run's beginning."""
 
 
 def adapter_off(adapters: list[Tensor]) -> None:
-    """The reference is the base model, whatever the adapters began with: they are zeros in it (LoRA only)."""
+    """The reference is the base model: adapters of zeros, whatever the run's adapters began with (LoRA only)."""
     import torch
 
     if adapters:
@@ -165,10 +164,10 @@ def adapter_off(adapters: list[Tensor]) -> None:
 
 
 def every_n(reference: list[Tensor], policy: list[Tensor], version: int, *, steps: int = 100) -> None:
-    """The reference becomes the policy at every version that `steps` divides, and stays so in between.
+    """The reference becomes the policy after every `steps` optimizer steps.
 
     Args:
-        steps: optimizer steps from one copy to the next
+        steps: optimizer steps between two copies
     """
     import torch
 
@@ -184,13 +183,13 @@ def ema(reference: list[Tensor], policy: list[Tensor], version: int, *, decay: f
     After k steps it is decay^k policy_0 + (1 - decay) sum_i decay^(k-i) policy_i.
 
     Args:
-        decay: how much of the average is kept at a step; 1 never moves
+        decay: the part of the average that a step keeps; with 1 the reference never changes
     """
     import torch
 
     check_setting("decay", decay, 0 <= decay <= 1, "a number from 0 to 1", "--reference.decay 0.99")
-    if version == 0 or not reference:  # the reference is the policy
+    if version == 0 or not reference:  # the reference equals the policy
         return
     with torch.no_grad():
-        # The policy's tensors may be of another precision, which `lerp` does not take.
+        # The policy's tensors may have another precision, which `lerp` does not accept.
         torch._foreach_lerp_(reference, [new.to(old) for new, old in zip(policy, reference, strict=True)], 1 - decay)

@@ -1,10 +1,10 @@
-"""Logprobs and entropy of chosen tokens, without ever holding tokens x vocabulary in memory.
+"""Logprobs and entropy of chosen tokens, without the logits of all tokens in memory at once.
 
-`head` maps hidden states [t, H] to logits [t, V]. Many tokens go through in chunks, and all chunks but the last are
-computed again in the backward: four products instead of three, and the memory of one chunk. Any function can be a head:
-LoRA, soft-capped, scaled. A plain `nn.Linear`, also a tied one, has a path of its own, in two buffers that every chunk
-uses again and with the weight's gradient added up in place. Logits are taken to fp32 (fp64 stays) and divided by the
-temperature. Left out: heads that are split over devices.
+`head` maps hidden states [t, H] to logits [t, V]. Many tokens are computed in chunks. All chunks but the last are
+computed again in the backward pass; this costs four products instead of three, and needs the memory of one chunk. A
+head may be any function: LoRA, soft-capped, scaled. A plain `nn.Linear`, tied or not, has a faster path, which uses two
+buffers for all chunks, and adds the weight's gradient in place. Logits are converted to fp32 (fp64 stays) and divided
+by the temperature. Not here: heads that are split over devices.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-# Logits of one chunk: 2**26 fp32 numbers are 256 MiB, and 441 rows of 151,936. Each chunk reads the head's weight, so a
-# quarter of this took a quarter more time. Below this nothing is computed twice.
+# The logits of one chunk: 2**26 fp32 numbers are 256 MiB, or 441 rows of 151,936. Each chunk reads the head's weight;
+# chunks of a quarter of this size took a quarter more time. With fewer numbers nothing is computed twice.
 CHUNK_ELEMENTS_MAX = 1 << 26
 
-# A vocabulary entry masked with -inf has p = 0, and 0 * -inf would be NaN. This is so far away that p is 0 too, and so
-# near that its product with a gradient is finite.
+# Replaces a logprob of -inf (a masked vocabulary entry), because p = 0 times -inf would be NaN. The value is so low
+# that p is 0 too, and its product with a gradient is finite.
 _LOGPROB_MIN = -1e30
-# What a CPU's cache holds nearly: 2**20 fp32 numbers are 4 MiB.
+# About what a CPU's cache holds: 2**20 fp32 numbers are 4 MiB.
 _SCRATCH_ELEMENTS_CPU = 1 << 20
 
 Divisor = float | Tensor
@@ -68,7 +68,7 @@ def logprobs_with_alternatives(
     temperature: Divisor = 1.0,
     chunk_elements_max: int = CHUNK_ELEMENTS_MAX,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `logprobs_and_entropy`, and the logprobs [T, K] of the ids `alternatives` [T, K], with gradient too."""
+    """Like `logprobs_and_entropy`, and the logprobs [T, K] of the ids `alternatives` [T, K], with gradient too."""
     size = _rows_a_chunk(targets.shape[0], vocabulary_size, chunk_elements_max)
     ids = torch.cat([targets[:, None], alternatives], -1)
     chosen, entropy = _score(head, hidden, ids, _by_row(temperature), size)
@@ -85,7 +85,7 @@ def topk_logprobs(
     temperature: Divisor = 1.0,
     chunk_elements_max: int = CHUNK_ELEMENTS_MAX,
 ) -> tuple[Tensor, Tensor]:
-    """The K likeliest ids [T, K], likeliest first, and their logprobs [T, K], without gradient."""
+    """The K most likely ids [T, K], in descending order, and their logprobs [T, K], without gradient."""
     assert 1 <= k <= vocabulary_size, f"the {k} likeliest of {vocabulary_size} tokens"
     size = _rows_a_chunk(features.shape[0], vocabulary_size, chunk_elements_max)
     parts = []
@@ -114,7 +114,7 @@ def _score(head: Head, hidden: Tensor, ids: Tensor, divisor: Divisor, size: int)
     pieces: list[tuple[Tensor, Tensor]] = []
     for part in _parts(count, size):
         arguments = (hidden[part], ids[part], _of_part(divisor, part))
-        if graded and part.stop < count:  # the backward begins with the last, so that is kept
+        if graded and part.stop < count:  # the last chunk is kept, because the backward pass begins with it
             pieces.append(checkpoint(one_chunk, *arguments, use_reentrant=False, preserve_rng_state=False))
         else:
             pieces.append(one_chunk(*arguments))
@@ -124,7 +124,7 @@ def _score(head: Head, hidden: Tensor, ids: Tensor, divisor: Divisor, size: int)
 
 
 def _is_plain_linear(head: object, hidden: Tensor) -> bool:
-    """Whether the head is just its weight and bias: no subclass, hook, parametrization or sharded weight."""
+    """Whether the head is only its weight and bias: no subclass, hook, parametrization or sharded weight."""
     if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter or head.weight.dtype != hidden.dtype:
         return False
     hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
@@ -132,19 +132,19 @@ def _is_plain_linear(head: object, hidden: Tensor) -> bool:
 
 
 def _rows_a_chunk(count: int, vocabulary_size: int, elements_max: int) -> int:
-    """Rows a chunk, so that chunks are of one size nearly."""
+    """The number of rows of a chunk, so that chunks have about the same size."""
     most = max(1, elements_max // max(1, vocabulary_size))
     return max(1, -(-count // max(1, -(-count // most))))
 
 
 def _parts(count: int, size: int) -> Iterator[slice]:
-    """Slices of `size` rows; one empty slice where there are no rows."""
+    """Slices of `size` rows; one empty slice if there are no rows."""
     for start in range(0, max(1, count), size):
         yield slice(start, min(start + size, count))
 
 
 def _by_row(temperature: Divisor) -> Divisor:
-    """What divides logits [T, V]: one number, or one a row [T, 1]."""
+    """The divisor of logits [T, V]: one number, or one per row [T, 1]."""
     return temperature[:, None] if isinstance(temperature, Tensor) else temperature
 
 
@@ -157,15 +157,16 @@ def _wide(logits: Tensor) -> Tensor:
 
 
 def _over(values: Tensor, divisor: Divisor) -> Tensor:
-    """Logits, or a gradient [t, ...]: dividing that is cheaper than dividing the gradient of the logits [t, V]."""
+    """Divide logits, or a gradient [t, ...], which is cheaper than dividing the gradient of the logits [t, V]."""
     return values if not isinstance(divisor, Tensor) and divisor == 1.0 else values / divisor
 
 
 def _logit_gradient_(
     logp: Tensor, scratch: Tensor, ids: Tensor, entropy: Tensor, grads: Sequence[Tensor | None], rows: slice
 ) -> None:
-    """Gradient [t, V] of the undivided logits, in the place of `logp` [t, V]; `scratch` has t rows or more. The others
-    are of all tokens; `rows` are the t.
+    """The gradient [t, V] of the undivided logits, written over `logp` [t, V].
+
+    `scratch` has at least t rows. The other tensors are for all tokens, and `rows` selects the t.
 
     d logp_i / d logit_j = [i = j] - p_j,  d H / d logit_j = -p_j (logp_j + H).
     """
@@ -181,7 +182,7 @@ def _logit_gradient_(
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """logits [t, V], ids [t, I] -> (logprobs [t, I], entropy [t, 1]); keeps log-probabilities only, once."""
+    """logits [t, V], ids [t, I] -> (logprobs [t, I], entropy [t, 1]). Stores one copy of the log-probabilities only."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, ids: Tensor, divisor: Divisor) -> tuple[Tensor, Tensor]:
@@ -200,7 +201,7 @@ class _TokenLogprobs(torch.autograd.Function):
         if grads[0] is None and grads[1] is None:
             return None, None, None
         divided = [None if grad is None else _over(grad, ctx.divisor) for grad in grads]
-        gradient = logp.clone()  # the graph may be kept, and run backward again
+        gradient = logp.clone()  # the graph may be kept for another backward pass
         scratch = _scratch(gradient, len(gradient))
         for rows in _parts(len(gradient), max(1, len(scratch))):
             _logit_gradient_(gradient[rows], scratch, ids, entropy, divided, rows)
@@ -210,7 +211,7 @@ class _TokenLogprobs(torch.autograd.Function):
 class _LinearTokenLogprobs(torch.autograd.Function):
     """hidden [T, H], weight [V, H], bias [V], ids [T, I] -> (logprobs [T, I], entropy [T, 1]), `size` rows at a time.
 
-    Keeps two numbers a token, and the log-probabilities of the last chunk: the backward begins with those.
+    Stores two numbers per token, and the log-probabilities of the last chunk, because the backward pass begins there.
     """
 
     @staticmethod
@@ -254,7 +255,7 @@ class _LinearTokenLogprobs(torch.autograd.Function):
         if grads[0] is None and grads[1] is None:
             return (None,) * 7
         hidden, weight, bias, ids, entropy, norm = ctx.saved_tensors
-        kept, ctx.kept = ctx.kept, None  # it is overwritten; a second backward computes it again
+        kept, ctx.kept = ctx.kept, None  # it is overwritten; another backward pass computes it again
         divided = [None if grad is None else _over(grad, ctx.divisor) for grad in grads]
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if for_hidden else None
@@ -285,13 +286,13 @@ class _LinearTokenLogprobs(torch.autograd.Function):
 
 
 def _chunk_buffer(hidden: Tensor, weight: Tensor, size: int) -> Tensor:
-    """Room for the logits [size, V] of one chunk."""
+    """A buffer for the logits [size, V] of one chunk."""
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
     return torch.empty(size, weight.shape[0], dtype=dtype, device=hidden.device)
 
 
 def _scratch(like: Tensor, size: int) -> Tensor:
-    """Room for some rows of `size`: for few on a CPU, where they stay in its cache; for all elsewhere."""
+    """A buffer for some rows of a chunk: few on a CPU, so that they stay in its cache; else all `size`."""
     most = max(1, _SCRATCH_ELEMENTS_CPU // like.shape[-1]) if like.device.type == "cpu" else size
     return like.new_empty(min(most, size), like.shape[-1])
 

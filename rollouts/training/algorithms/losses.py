@@ -1,10 +1,10 @@
-"""Losses: pure functions of what they name, one value a token (`dpo`: one a pair).
+"""Losses: pure functions of what they name. They return one value per token (`dpo`: one per pair).
 
 Legend: T tokens of a batch, P pairs of rollouts, K alternatives of one token; pi the policy (`logprobs` [T], with
-gradient), A `advantages`, r = pi / pi_old the ratio to `old_logprobs`; everything else is detached. A loss returns
-unreduced values; the engine masks, weighs and normalizes them (aggregation.py), so no loss can get a denominator wrong.
-A loss that wants to report something returns `(values, {"name": [T] or scalar})`. A setting outside its domain raises
-ConfigError. Left out here: KL terms (kl.py) and the weights of off-policy samples (corrections.py).
+gradient), A `advantages`, r = pi / pi_old the ratio to `old_logprobs`. All inputs but pi are detached. Losses return
+unreduced values. The engine masks, weighs and normalizes them (aggregation.py), so no loss can use a wrong denominator.
+To report metrics, a loss returns `(values, {"name": [T] or scalar})`. An invalid setting raises ConfigError. Not here:
+KL terms (kl.py), and the weights of off-policy samples (corrections.py).
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LOG_RATIO_MAX = 20.0
-"""Nats. Beyond it a ratio says no more than "far apart", and its exponential would overflow in what follows."""
+"""In nats. A larger log ratio only means "far apart", and its exponential could overflow."""
 
 
 def log_ratio(new: Tensor, anchor: Tensor) -> Tensor:
-    """log(new / anchor) of two logprobs, clamped to +-20 nats; the shape of both. No gradient where it is clamped."""
+    """log(new / anchor) of two logprobs, clamped to +-20 nats, in their shape. Clamped values have no gradient."""
     return (new - anchor).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
 
 
 def mean_by_rollout(values: Tensor, mask: Tensor, rollout_index: Tensor) -> Tensor:
-    """Every token gets the mean of `values` over its rollout's live tokens, weighed by the mask: [T].
+    """Replace every value by the mean over its rollout's live tokens, weighed by the mask: [T].
 
-    What is at masked positions is not looked at, be it NaN; a rollout with nothing live has the mean 0.
+    Values at masked positions are ignored, also NaN. The mean of a rollout without live tokens is 0.
     """
     import torch
 
@@ -40,9 +40,9 @@ def mean_by_rollout(values: Tensor, mask: Tensor, rollout_index: Tensor) -> Tens
     return torch.where(weights > 0, totals / weights.where(weights > 0, 1.0), 0.0)[place]
 
 
-def check_setting(name: str, value: float | None, holds: bool, expected: str, example: str) -> None:
-    """Raises ConfigError, naming the setting, what was given, what was expected and what to type, unless it holds."""
-    if not holds:
+def check_setting(name: str, value: float | None, is_valid: bool, expected: str, example: str) -> None:
+    """Raise ConfigError if a setting is not valid. The message has its name, its value, and what to type instead."""
+    if not is_valid:
         raise ConfigError(f"the setting {name} is {value}, but it has to be {expected}; type {example}")
 
 
@@ -67,15 +67,15 @@ def ppo_clip(
 ) -> Tensor:
     """The clipped surrogate of PPO and GRPO (Schulman et al. 2017, eq. 7): -min(rA, clip(r, 1-low, 1+high) A) [T].
 
-    With a dual clip c (Ye et al. 2020, eq. 5) the surrogate of A < 0 is not let below cA, however large r is.
+    With a dual clip c (Ye et al. 2020, eq. 5) the surrogate of A < 0 is at least cA, however large r is.
 
     Args:
         clip_low: how far the ratio may fall below 1
         clip_high: how far the ratio may rise above 1
-        dual_clip: where A < 0 the ratio counts up to this, a number above 1; none: without bound
+        dual_clip: the largest ratio that counts where A < 0, a number above 1; none: no limit
     """
-    holds = dual_clip is None or dual_clip > 1
-    check_setting("dual_clip", dual_clip, holds, "a number above 1, or none", "--loss.dual-clip 3")
+    is_valid = dual_clip is None or dual_clip > 1
+    check_setting("dual_clip", dual_clip, is_valid, "a number above 1, or none", "--loss.dual-clip 3")
     surrogate = _clipped(log_ratio(logprobs, old_logprobs).exp(), advantages, clip_low, clip_high)
     if dual_clip is not None:
         surrogate = surrogate.maximum(dual_clip * advantages).where(advantages < 0, surrogate)
@@ -94,9 +94,9 @@ def gspo(
 ) -> Tensor:
     """The clipped surrogate with the ratio of a whole rollout (GSPO-token, Zheng et al. 2025, eq. 13) [T].
 
-    log r = stopgrad(mean log(pi / pi_old) over the rollout's live tokens) + log pi - stopgrad(log pi): the value is the
-    sequence's, the gradient each token's own. Masked positions get 0. Its ratios lie much nearer to 1 than those of
-    tokens, hence the narrow clip.
+    log r = stopgrad(mean log(pi / pi_old) over the rollout's live tokens) + log pi - stopgrad(log pi). The value is
+    that of the sequence; the gradient is that of each token. Masked positions get 0. The ratios are much closer to 1
+    than those of tokens, so the clip range is narrow.
 
     Args:
         clip_low: how far the rollout's ratio may fall below 1
@@ -104,7 +104,7 @@ def gspo(
     """
     live = mask > 0
     mean = mean_by_rollout(log_ratio(logprobs.detach(), old_logprobs), mask, rollout_index)
-    own_gradient = (logprobs - logprobs.detach()).where(live, 0.0)  # its value is 0
+    own_gradient = (logprobs - logprobs.detach()).where(live, 0.0)  # the value is 0
     ratio = (mean + own_gradient).exp()
     return -_clipped(ratio, advantages.where(live, 0.0), clip_low, clip_high)
 
@@ -114,10 +114,10 @@ def cispo(
 ) -> Tensor:
     """The policy gradient with a clipped weight (MiniMax 2025, eq. 4): -stopgrad(clip(r, 1-low, 1+high)) A log pi [T].
 
-    No token loses its gradient; only its weight is bounded.
+    Every token keeps its gradient; only its weight is limited.
 
     Args:
-        clip_low: how far the weight may fall below 1; 1: without bound
+        clip_low: how far the weight may fall below 1; 1: no limit
         clip_high: how far the weight may rise above 1
     """
     _check_clip(clip_low, clip_high)
@@ -126,22 +126,22 @@ def cispo(
 
 
 def cross_entropy(logprobs: Tensor) -> Tensor:
-    """Supervised learning: -log pi [T]; the row's float mask weighs the tokens."""
+    """Supervised learning: -log pi [T]. The row's float mask weighs the tokens."""
     return -logprobs
 
 
 def entropy_bonus(entropy: Tensor) -> Tensor:
-    """-H [T]: as a term with a small coefficient it keeps the policy from collapsing."""
+    """-H [T]. As a term with a small coefficient, it keeps the policy from collapsing."""
     return -entropy
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, value_clip: float = 0.2) -> Tensor:
     """The critic's error: max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2) / 2 [T].
 
-    The clipped form of the PPO reference code (Huang et al. 2022, detail 9), which is more pessimistic than (v - R)^2.
+    This is the clipped form of the PPO reference code (Huang et al. 2022, detail 9). It is never below (v - R)^2 / 2.
 
     Args:
-        value_clip: how far a prediction may move from the one before the step; inf: without bound
+        value_clip: how far a prediction may move from its value before the step; inf: no limit
     """
     check_setting("value_clip", value_clip, value_clip > 0, "a number above 0", "--loss.value-clip 0.2")
     near = values.clamp(old_values - value_clip, old_values + value_clip)
@@ -151,12 +151,12 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, value_cli
 def dpo(logprobs: Tensor, ref_logprobs: Tensor, advantages: Tensor, pair_index: Tensor, *, beta: float = 0.1) -> Tensor:
     """Direct preference optimization (Rafailov et al. 2023, eq. 7): -log sigmoid(beta (D_chosen - D_rejected)) [P].
 
-    D is the sum of log(pi / pi_ref) over a rollout's tokens. `advantages` is +1 at tokens of the chosen, -1 at those of
-    the rejected rollout and 0 where nothing is trained; the pairs come in the order of their numbers, -1 is none. The
-    sums are not clamped: nothing here is exponentiated.
+    D is the sum of log(pi / pi_ref) over a rollout's tokens. `advantages` is +1 at tokens of the chosen rollout, -1 at
+    those of the rejected one, and 0 where nothing is trained. The values are in the order of the pairs' numbers; -1 is
+    no pair. The sums are not clamped, because they are never exponentiated.
 
     Args:
-        beta: how strongly the policy is held to the reference
+        beta: a larger beta keeps the policy closer to the reference
     """
     import torch
 
@@ -170,11 +170,11 @@ def dpo(logprobs: Tensor, ref_logprobs: Tensor, advantages: Tensor, pair_index: 
 
 
 def distill_topk(topk_logprobs: Tensor, teacher_topk_logprobs: Tensor) -> Tensor:
-    """Forward KL to a teacher over its K likeliest tokens: sum_k p_T (log p_T - log p_S) - p_T + p_S; [T, K] -> [T].
+    """Forward KL to a teacher over its K most likely tokens: sum_k p_T (log p_T - log p_S) - p_T + p_S; [T, K] -> [T].
 
-    The last two summands add up to 0 over a whole vocabulary, and this is then KL(teacher || student) (Hinton et al.
-    2015). Over K tokens they make it the KL of unnormalised measures: never negative, and 0 with no gradient where the
-    student equals the teacher. Without them an equal student would still be pushed to put everything on the K tokens.
+    Over a whole vocabulary the last two terms add up to 0, and this is KL(teacher || student) (Hinton et al. 2015).
+    Over K tokens they make it the KL of unnormalized measures: never negative, and 0 without gradient if the student
+    equals the teacher. Without them, an equal student would still move all probability to the K tokens.
     """
     teacher = teacher_topk_logprobs.exp()
     apart = (teacher_topk_logprobs - topk_logprobs).where(teacher > 0, 0.0)
@@ -187,6 +187,6 @@ def _check_clip(low: float, high: float) -> None:
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """min(rA, clip(r, 1-low, 1+high) A): clipping only ever takes gain away, never loss."""
+    """min(rA, clip(r, 1-low, 1+high) A): clipping never increases the objective."""
     _check_clip(low, high)
     return (ratio * advantages).minimum(ratio.clamp(1 - low, 1 + high) * advantages)

@@ -1,7 +1,7 @@
-"""The named algorithms: each is a few pure functions put together, never a subclass of another.
+"""The named algorithms, composed of pure functions.
 
-None brings a KL term: its default coefficient is 0, and then no reference policy is loaded (`--kl rk3_loss` adds one).
-The entropy term counts 0 until `--loss.entropy-coef` says otherwise, and is not computed before.
+None has a KL term, so no reference policy is loaded (`--kl rk3_loss` adds one). The entropy term has coefficient 0, and
+is only computed if `--loss.entropy-coef` sets another.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Rewards before the advantage, within a group: mixers bring several to one number, shapings add to it. Pure functions.
+"""Rewards of a group before the advantage. Mixers make one number of several; shapings change it. Pure functions.
 
-Legend: J judged rollouts of a group (truncated ones included, for they are in the baseline), P rewards. `parts` [J, P]
-is what each reward said, float64; `weights` [P] are the rewards' own. A mixer returns [J]; without one the engine adds
-up weight * reward (`weighted_sum` is that). A shaping takes rewards [J] and returns rewards [J].
+Legend: J judged rollouts of a group (truncated ones too, because they are in the baseline), P rewards. `parts` [J, P]
+are the values of each reward, float64; `weights` [P] are the rewards' weights. A mixer returns [J]; without one, the
+engine adds up weight * reward (like `weighted_sum`). A shaping takes rewards [J] and returns rewards [J].
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def weighted_sum(parts: Tensor, weights: Tensor) -> Tensor:
 
 
 def minimum(parts: Tensor, weights: Tensor) -> Tensor:
-    """min_p w_p r_p [J]: a rollout is as good as the worst that is said of it. A weight of 0 leaves a reward out."""
+    """min_p w_p r_p [J]: only the worst weighted reward counts. A weight of 0 leaves a reward out."""
     counted = weights != 0
     if not bool(counted.any()):
         return parts.new_zeros(parts.shape[0])
@@ -31,13 +31,13 @@ def minimum(parts: Tensor, weights: Tensor) -> Tensor:
 
 
 def product(parts: Tensor, weights: Tensor) -> Tensor:
-    """prod_p r_p^w_p [J], the weighted geometric mean if the weights add up to 1: every reward has to be good.
+    """prod_p r_p^w_p [J], the weighted geometric mean if the weights add up to 1. All rewards must be high.
 
     Raises TrainingError for a negative reward, and for a reward of 0 with a weight below 0.
     """
     if bool((parts < 0).any()):
         raise TrainingError(
-            f"the reward mixer product got a negative reward ({float(parts.min()):g}), of which it can take no power; "
+            f"the reward mixer product got a negative reward ({float(parts.min()):g}), which has no power; "
             "type --mix weighted_sum, or make the reward 0 or more"
         )
     if bool(((parts == 0) & (weights < 0)).any()):
@@ -49,18 +49,16 @@ def product(parts: Tensor, weights: Tensor) -> Tensor:
 
 
 def lexicographic(parts: Tensor, weights: Tensor, *, tolerance: float = 0.0) -> Tensor:
-    """The rank within the group [J], 0 (worst) to 1 (best): the first reward decides, a later one only between ties.
+    """The rank within the group [J], 0 (worst) to 1 (best). The first reward decides; later ones decide between ties.
 
-    The order is that of the rewards. The sign of a weight is a reward's direction (below 0: less is better); a weight
-    of 0 leaves it out. Rollouts that no reward tells apart share their rank; neighboring ranks are equally far apart;
-    where all are tied it is 0.
-
+    Rewards are in the order in which they were given. With a weight below 0, less is better; a weight of 0 leaves a
+    reward out. Tied rollouts share a rank. Neighboring ranks have equal distances. The rank is 0 if all are tied.
     >>> import torch
     >>> lexicographic(torch.tensor([[1.0, 30.0], [1.0, 20.0], [0.0, 5.0]]), torch.tensor([1.0, -0.1])).tolist()
     [0.5, 1.0, 0.0]
 
     Args:
-        tolerance: values at most this far below the best of the ties are ties too
+        tolerance: a value is tied with the best of its ties if it is at most this far below
     """
     finite = 0 <= tolerance < float("inf")
     check_setting("tolerance", tolerance, finite, "a number of 0 or more", "--mix.tolerance 0.1")
@@ -76,8 +74,8 @@ def lexicographic(parts: Tensor, weights: Tensor, *, tolerance: float = 0.0) -> 
 
 
 def normalised_sum(parts: Tensor, weights: Tensor, *, eps: float = 1e-4) -> Tensor:
-    """sum_p w_p (r_p - mean_p) / (std_p + eps) [J], ddof 1: every reward is brought to one scale within the group
-    before they are added (GDPO, Liu et al. 2026), so that none drowns the others. One without spread adds 0.
+    """sum_p w_p (r_p - mean_p) / (std_p + eps) [J], ddof 1 (GDPO, Liu et al. 2026). Brings all rewards of the group to
+    one scale before adding them, so that none dominates. A reward without spread adds 0.
 
     Args:
         eps: added to the deviation
@@ -93,16 +91,16 @@ def overlong(
 ) -> Tensor:
     """R + min(0, (L_max - buffer - length) / buffer) factor [J]: the soft penalty of DAPO (Yu et al. 2025, eq. 13).
 
-    Nothing up to L_max - buffer tokens, then linearly down to -factor at L_max = max_tokens. Raises ConfigError where
-    the run has no max_tokens.
+    0 up to L_max - buffer tokens, then linear down to -factor at L_max = max_tokens. Raises ConfigError if the run has
+    no max_tokens.
 
     Args:
-        buffer: the last tokens before L_max, in which the penalty grows; none is a quarter of max_tokens
+        buffer: the penalty grows over this many tokens before L_max; none: a quarter of max_tokens
         factor: the penalty at L_max
     """
     if max_tokens is None:
         raise ConfigError(
-            "the reward shaping overlong needs the longest reply that is allowed, and this run has no max_tokens; "
+            "the reward shaping overlong needs the longest allowed reply, and this run has no max_tokens; "
             "type --max-tokens with a number of tokens"
         )
     width = max(1, max_tokens // 4) if buffer is None else buffer
@@ -116,7 +114,7 @@ def overlong(
 
 
 def _levels(ties: list[int], scores: list[float], within: float) -> list[list[int]]:
-    """The tied rollouts parted by their scores, best first; each level reaches `within` below its own best."""
+    """Split tied rollouts by their scores, best first. A level has scores down to `within` below its best."""
     levels: list[list[int]] = []
     best = 0.0
     for place in sorted(ties, key=lambda place: -scores[place]):

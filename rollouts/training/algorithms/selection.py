@@ -1,8 +1,8 @@
-"""Which rollouts of a group are trained on, and which are compared: functions of the rewards [J]. Pure functions.
+"""Which rollouts of a group are trained, and which are compared. Pure functions of the rewards [J].
 
-Legend: J rollouts of a group that may be trained on, judged and not truncated. A selector returns bool [J]. The
-advantages are those of the whole group: a selector says what is trained on, never what it is compared with. A pairing
-returns (chosen, rejected) positions. Rewards that differ by at most `SPREAD_MIN` are equal, and equal ones are no pair.
+Legend: J rollouts of a group that are judged and not truncated. A selector returns bool [J]: which rollouts are
+trained. It does not change the advantages, which are those of the whole group. A pairing returns (chosen, rejected)
+positions. Rewards that differ by at most `SPREAD_MIN` are equal; equal rewards make no pair.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def reward_at_least(rewards: Tensor, *, threshold: float = 1.0) -> Tensor:
-    """Where R >= threshold: bool [J] (rejection sampling). Rounding is forgiven: 0.7 + 0.2 + 0.1 is at least 1.
+    """Where R >= threshold: bool [J] (rejection sampling). Tolerates rounding: 0.7 + 0.2 + 0.1 is at least 1.
 
     Args:
         threshold: the lowest reward that is kept
@@ -27,7 +27,7 @@ def reward_at_least(rewards: Tensor, *, threshold: float = 1.0) -> Tensor:
 
 
 def top(rewards: Tensor, *, count: int = 1) -> Tensor:
-    """The `count` best: bool [J]; of equal ones the first.
+    """The `count` best rollouts: bool [J]. The first of equal ones.
 
     Args:
         count: how many rollouts of a group are kept
@@ -43,8 +43,8 @@ def top(rewards: Tensor, *, count: int = 1) -> Tensor:
 def max_variance(rewards: Tensor, *, count: int = 4) -> Tensor:
     """The `count` rollouts whose rewards have the largest variance: bool [J] (PODS, Xu et al. 2025).
 
-    They are always some of the lowest and some of the highest, so only count + 1 choices are looked at; of equally good
-    choices the one nearest to half and half.
+    The best choice is always some of the lowest and some of the highest, so only count + 1 choices are compared. Of
+    equally good choices, the one closest to half and half.
 
     Args:
         count: how many rollouts of a group are kept
@@ -59,7 +59,7 @@ def max_variance(rewards: Tensor, *, count: int = 4) -> Tensor:
     known = (rewards - rewards.mean())[order]
     choices = [_ends(low, count, size) for low in range(count + 1)]
     variances = [float(known[choice].var()) for choice in choices]
-    # Choices that differ by rounding only are equal.
+    # Choices that differ by rounding only are equally good.
     best = [low for low, variance in enumerate(variances) if variance >= max(variances) - SPREAD_MIN**2]
     kept = torch.zeros_like(rewards, dtype=torch.bool)
     kept[order[choices[min(best, key=lambda low: abs(2 * low - count))]]] = True
@@ -67,7 +67,7 @@ def max_variance(rewards: Tensor, *, count: int = 4) -> Tensor:
 
 
 def best_worst(rewards: Tensor) -> list[tuple[int, int]]:
-    """The best against the worst, the first of equal ones; no pair where all are equal.
+    """The best rollout against the worst. The first of equal ones; no pair if all are equal.
 
     >>> import torch
     >>> best_worst(torch.tensor([0.0, 1.0, 0.5]))
@@ -79,11 +79,11 @@ def best_worst(rewards: Tensor) -> list[tuple[int, int]]:
 
 
 def all_pairs(rewards: Tensor, *, margin: float = 0.0, limit: int = 8) -> list[tuple[int, int]]:
-    """Every better one against every worse one, at most `limit` pairs: the largest differences, then the first.
+    """Every better rollout against every worse one, at most `limit` pairs: those with the largest differences first.
 
     Args:
-        margin: the smallest difference that makes a pair
-        limit: at most this many pairs of a group
+        margin: the smallest difference of a pair
+        limit: at most this many pairs per group
     """
     check_setting("margin", margin, 0 <= margin < float("inf"), "a number of 0 or more", "--pairs.margin 0.5")
     check_setting("limit", limit, limit >= 1, "a number of 1 or more", "--pairs.limit 8")
@@ -98,5 +98,5 @@ def all_pairs(rewards: Tensor, *, margin: float = 0.0, limit: int = 8) -> list[t
 
 
 def _ends(low: int, count: int, size: int) -> list[int]:
-    """The positions of the first `low` of `size`, and of as many of the last as make it `count`."""
+    """The positions of the first `low` of `size`, and of enough of the last to make `count`."""
     return [*range(low), *range(size - (count - low), size)]

@@ -1,15 +1,15 @@
-"""Advantages of the whole batch, one a token: GAE, REINFORCE++, on-policy distillation.
+"""Advantages per token, of the whole batch: GAE, REINFORCE++, on-policy distillation.
 
-Legend: T all token positions of all rows, one after another, the rows of a rollout in order of time (several segments
-of a rollout are one sequence of actions); N rollouts; C the most live tokens of a rollout. A token is live where `mask`
-is above 0. `rewards` [N] are NaN where a rollout was not judged (its tokens are then masked); `token_rewards` [T] is
-what single tokens are given, such as -coefficient * KL.
+Legend: T token positions of all rows, concatenated; the rows of a rollout are in order of time, and several segments of
+a rollout are one sequence of actions. N rollouts; C the largest number of live tokens of a rollout. A token is live if
+`mask` is above 0. `rewards` [N] are NaN for rollouts that were not judged (their tokens are masked). `token_rewards`
+[T] are rewards of single tokens, such as -coefficient * KL.
 
-Only live tokens are actions. Time goes from one to the next, whatever text of tools or templates is between them, so
-masked tokens change no action's advantage: nothing is discounted across them, and what is there, NaN included,
-is not looked at. The reward of a rollout is given to its last live token. All is detached, and of the dtype of the [T]
-that comes in (float32 or float64). Masked positions get 0; `distill`, which knows no mask, leaves that to its caller
-(calls.py). `batch` is None: naming it asks for the call over the whole batch.
+Only live tokens are actions. Time steps go from one live token to the next. Text of tools or templates between them
+does not count: nothing is discounted across it, and its values are ignored, also NaN. The last live token gets the
+rollout's reward. Results are detached, and have the dtype of the [T] inputs (float32 or float64). They are 0 at masked
+positions; for `distill`, which has no mask, the caller does that (calls.py). `batch` is None: an advantage that names
+it is called for the whole batch.
 """
 
 from __future__ import annotations
@@ -41,13 +41,12 @@ def gae(
     """Generalized advantage estimation (Schulman et al. 2016, eq. 16): advantages [T], and the critic's targets [T].
 
     Over the live tokens t of a rollout: delta_t = r_t + gamma V_t+1 - V_t, with V = 0 after the last; A_t = delta_t +
-    gamma lam A_t+1; returns = A + V, before whitening. `values` [T] are the critic's for the state in which the token
-    was chosen.
-
+    gamma lam A_t+1; returns = A + V, before whitening. `values` [T] are the critic's values of the states before the
+    tokens.
     Args:
         gamma: discount from one sampled token to the next
-        lam: 0 trusts the critic alone, 1 the rewards alone
-        whiten: bring the advantages of all live tokens to mean 0 and deviation 1
+        lam: 0 uses the critic only, 1 the rewards only
+        whiten: scale the advantages of all live tokens to mean 0 and deviation 1
     """
     import torch
 
@@ -93,29 +92,30 @@ def reinforce_pp(
 def distill(batch: None, rollout_logprobs: Tensor, teacher_logprobs: Tensor, *, coef: float = 1.0) -> Tensor:
     """On-policy distillation (Agarwal et al. 2024; Lu 2025): -coef (log pi - log pi_teacher) [T], detached.
 
-    The reward of a token is what it takes off the reverse KL to the teacher, and nothing later counts. pi is the
-    sampler's, the log-ratio is clamped to +-20. A student that is its teacher gets exactly 0.
+    The reward of a token is its part of the reverse KL to the teacher, with a minus sign. Later tokens do not count. pi
+    is the sampler's, and the log-ratio is clamped to +-20. If student and teacher are equal, the advantage is 0.
 
     Args:
-        coef: how much the teacher counts
+        coef: weight of the teacher
     """
     check_setting("coef", coef, 0 < coef < float("inf"), "a number above 0", "--advantage.coef 1")
     return coef * log_ratio(teacher_logprobs, rollout_logprobs).detach()
 
 
 def rewards_to_go(token_rewards: Tensor, mask: Tensor, rollout_index: Tensor) -> Tensor:
-    """What a token and the live ones after it in its rollout are given [T]: sum of r_s over s >= t, undiscounted.
+    """The sum of a token's reward and those of later live tokens in its rollout [T], undiscounted.
 
-    An advantage of the rollout's own reward plus this is the policy gradient of both (Williams 1992; Sutton et al.
-    2000): a token answers for what it leads to, and for nothing before it.
+    Added to an advantage of the rollout's own reward, it gives the policy gradient of both (Williams 1992; Sutton et
+    al. 2000): a token is credited for what follows it only.
     """
     packing = _pack(mask, rollout_index, int(rollout_index.max()) + 1 if len(rollout_index) else 0)
     return packing.scatter(_discounted(packing.gather(token_rewards.detach()), 1.0))
 
 
 class _Packing(NamedTuple):
-    """Where the live tokens [L] of the batch [T] lie in [N, C]: row `rows` and column `columns` of each; `lengths` [N]
-    counts a rollout's. `live` [L] are their positions in the batch of `size` T.
+    """Where the live tokens [L] of the batch [T] are in [N, C]: row `rows` and column `columns` of each.
+
+    `lengths` [N] are the numbers of live tokens. `live` [L] are their positions in the batch of `size` T.
     """
 
     live: Tensor
@@ -125,7 +125,7 @@ class _Packing(NamedTuple):
     size: int
 
     def gather(self, stream: Tensor) -> Tensor:
-        """The live tokens' values [T] -> [N, C], zeros behind a rollout's last."""
+        """The live tokens' values [T] -> [N, C], with zeros after a rollout's last."""
         packed = stream.new_zeros(self.lengths.shape[0], int(self.lengths.max()) if len(self.lengths) else 0)
         packed[self.rows, self.columns] = stream[self.live]
         return packed
@@ -142,7 +142,7 @@ def _pack(mask: Tensor, rollout_index: Tensor, rollouts: int) -> _Packing:
 
     assert mask.shape == rollout_index.shape, f"mask {tuple(mask.shape)}, rollout_index {tuple(rollout_index.shape)}"
     live = (mask > 0).nonzero().squeeze(1)
-    # Rows of other rollouts may stand between two segments of one: a stable order keeps a rollout's own time.
+    # Rows of other rollouts may be between two segments of one rollout. A stable order keeps the order of time.
     live = live[rollout_index[live].argsort(stable=True)]
     rows = rollout_index[live]
     lengths = torch.bincount(rows, minlength=rollouts)
@@ -153,15 +153,15 @@ def _pack(mask: Tensor, rollout_index: Tensor, rollouts: int) -> _Packing:
 
 
 def _rewards_of_actions(packing: _Packing, rewards: Tensor, token_rewards: Tensor, dtype: torch.dtype) -> Tensor:
-    """What each action is given [N, C]: its own reward, and at a rollout's last the rollout's."""
+    """The reward of each action [N, C]: the token's reward; the last one also gets the rollout's."""
     packed = packing.gather(token_rewards.detach().to(dtype))
-    acted = packing.lengths.nonzero().squeeze(1)  # a rollout without a live token has nothing to give its reward to
+    acted = packing.lengths.nonzero().squeeze(1)  # rollouts without a live token get no reward
     packed[acted, packing.lengths[acted] - 1] += rewards.detach()[acted].to(dtype)
     return packed
 
 
 def _discounted(steps: Tensor, factor: float) -> Tensor:
-    """x_t = steps_t + factor x_t+1 along the second axis [N, C]; one operation over all rollouts a column."""
+    """x_t = steps_t + factor x_t+1 along the second axis [N, C]; one operation per column for all rollouts."""
     import torch
 
     columns = list(steps.unbind(1))
@@ -171,12 +171,12 @@ def _discounted(steps: Tensor, factor: float) -> Tensor:
 
 
 def _whitened(stream: Tensor, live: Tensor, eps: float) -> Tensor:
-    """(x - mean) / (std + eps) over the live positions, ddof 1; zeros elsewhere, and all zeros without spread."""
+    """(x - mean) / (std + eps) over the live positions, ddof 1; zeros elsewhere, and zeros if there is no spread."""
     import torch
 
     known = stream[live]
     whitened = torch.zeros_like(stream)
-    if known.numel() < 2 or float(known.max() - known.min()) <= SPREAD_MIN:  # a NaN is no spread, and goes on
+    if known.numel() < 2 or float(known.max() - known.min()) <= SPREAD_MIN:  # with a NaN this is False
         return whitened
     whitened[live] = (known - known.mean()) / (known.std() + eps)
     return whitened

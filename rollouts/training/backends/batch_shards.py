@@ -73,7 +73,7 @@ def _shard_rows(rows: Sequence[Row], count: int, keep: Keep) -> list[list[Row]]:
     for place, row in enumerate(rows):
         index = getattr(row, f"{keep}_index") if keep else place
         # A row in no pair is kept with nothing.
-        sets.setdefault(("alone", place) if index < 0 and keep == "pair" else index, []).append(place)
+        sets.setdefault(("single", place) if index < 0 and keep == "pair" else index, []).append(place)
     tokens = {key: sum(len(rows[place].tokens) for place in members) for key, members in sets.items()}
     ranks: list[list[int]] = [[] for _ in range(count)]
     loads = [0] * count

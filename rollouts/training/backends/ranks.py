@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 from torch import distributed
 
+from rollouts.author_code import innermost_place
 from rollouts.errors import ConfigError, RankError, RolloutsError, words_of
 from rollouts.training.backends import rendezvous
 from rollouts.training.backends.batch_shards import BatchShard
@@ -317,7 +318,7 @@ def report_failure(channel: Channel, rank: int, error: BaseException, doing: str
     """Let rank 0 know why this rank ends: what it was doing, and the error. The first report stays."""
     known = isinstance(error, RolloutsError)
     symptom = isinstance(error, RuntimeError) and not known and _is_collective(error)
-    failure = Failure(f"{doing}: {error if known else words_of(error)}", symptom=symptom, known=known)
+    failure = Failure(f"{doing}: {error if known else words_of(error, innermost_place)}", symptom=symptom, known=known)
     with contextlib.suppress(Exception):  # rank 0 may be gone, which is then the reason
         if channel.read(f"failed/{rank}") is None:
             channel.post(f"failed/{rank}", msgspec.msgpack.encode(failure))

@@ -1,3 +1,1 @@
-"""The loops, pure functions over stateful parts: `rl_loop` (generate, train, sync; its batches are made in `rl_batch`)
-and `sft_loop`.
-"""
+"""The training loops: `rl_loop` (its batches come from `rl_batch`) and `sft_loop`."""

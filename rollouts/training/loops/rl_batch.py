@@ -1,11 +1,11 @@
-"""From played groups to a batch that can be trained on: pure functions, in the order in which the loop calls them.
+"""Turn finished groups of rollouts into a batch for training. Functions in the order in which the loop calls them.
 
-    prepare_rl_batch     leave out stale tokens, mix and shape rewards, choose rollouts or pairs, advantages, rows
-    complete_batch       asks the backend for what the loss needs (reference, teacher, values) and stamps it
-    estimate_advantages  token rewards, and advantages of the whole batch
+    prepare_rl_batch     mask stale tokens, mix and shape rewards, select rollouts or pairs, compute advantages
+    complete_batch       compute what the loss needs (logprobs of reference and teacher, values), store it in rows
+    estimate_advantages  rewards per token, and advantages of the whole batch
 
-A token has lag 0 where it was sampled by the weights that the step begins with, and lag 2 where it was by those of two
-steps before (`lag_of`). Left out: when this happens (rl_loop), and the mathematics (algorithms).
+The lag of a token is the age of the weights that sampled it, in steps. Lag 0: the weights at the beginning of this
+step. Lag 2: those of two steps before (`lag_of`). Not here: the loop (rl_loop), the mathematics (algorithms).
 """
 
 from __future__ import annotations
@@ -35,16 +35,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _STAMPS = {"ref_logprobs": "ref_logprobs", "teacher_logprobs": "teacher_logprobs", "values": "old_values"}
-"""What models give of a row, by the name in ForwardOutput and for an author's function; and the field of the row."""
+"""The results of a forward pass: their names in ForwardOutput and in an author's function -> the field of Row."""
 
 
 @dataclass(frozen=True)
 class RLTrainingConfig:
-    """How many steps, how often the engines get the weights, and the temperature that the rollouts were sampled at.
+    """Settings of the loop.
 
-    `minibatches` optimizer steps are made of each batch. `response_tokens_max` is L_max of the aggregation dr_grpo
-    and of overlong shaping. With a `staleness` above 0 that many steps are sampled ahead of the one that is trained on,
-    and tokens that are older still are not trained on.
+    Args:
+        num_steps: steps of the whole run
+        sync_every: the engines get new weights after this many steps
+        temperature: of sampling
+        response_tokens_max: L_max of the aggregation dr_grpo and of overlong shaping
+        minibatches: optimizer steps for each batch
+        staleness: how many steps sampling may be ahead of training. Tokens that are older are not trained
     """
 
     num_steps: int
@@ -62,15 +66,17 @@ class RLTrainingConfig:
 
     @property
     def lag_max(self) -> int | None:
-        """How many steps old the weights may be that sampled a token which is trained on. None: any number, for then
-        nothing is sampled ahead, and what is carried over is meant to be trained on.
+        """The largest lag of a token that is trained. None: no limit, because nothing is prefetched and carried-over
+        rollouts are always trained.
         """
         return self.staleness + self.sync_every - 1 if self.staleness else None
 
 
 class PreparedBatch(NamedTuple):
-    """What a step trains on: the samples of the kept groups, their advantages [N] by `rollout_index` (those of the
-    whole batch are estimated later), the batch, and metrics of how old its tokens are.
+    """The input of one training step: the samples of the kept groups, and the batch.
+
+    `advantages` [N] are indexed by `rollout_index`; 0 if they are estimated over the whole batch later. `metrics`
+    describe the age of the tokens.
     """
 
     samples: list[Sample]
@@ -88,10 +94,13 @@ def prepare_rl_batch(
     name: str = "main",
     start_versions: Sequence[int] = (),
 ) -> PreparedBatch:
-    """Samples, advantages and the batch of these groups; `name` is the algorithm's with the backend. `start_versions`
-    are the versions of the policy with which the last steps began, this one last.
+    """Make samples, advantages and the batch of these groups.
 
-    Raises TrainingError, naming the function, where a part of the algorithm is at fault.
+    Raises TrainingError if a function of the algorithm fails; the message names the function.
+
+    Args:
+        name: the algorithm's name in the backend
+        start_versions: the policy's versions at the beginning of recent steps, the current step last
     """
     fresh = drop_stale(group_samples(groups), start_versions, config.lag_max)
     rewards: list[float | None] = []
@@ -112,7 +121,7 @@ def prepare_rl_batch(
         if algorithm.select is not None:
             trained += calls.selected(algorithm.select, own, eligible, lengths=lengths, step=step)
         if algorithm.pairs is not None:
-            # One side with tokens left out would be compared by a part of its logprob.
+            # A pair compares whole replies, so a reply with masked stale tokens is in no pair.
             whole = [fit and index not in fresh.cut for index, fit in enumerate(eligible, first)]
             found = calls.paired(algorithm.pairs, own, whole, lengths=lengths, step=step)
             pairs += [(first + chosen, first + rejected) for chosen, rejected in found]
@@ -130,17 +139,18 @@ def prepare_rl_batch(
         trained=trained if algorithm.select is not None else None,
         pairs=pairs if algorithm.pairs is not None else None,
     )
-    # A correction weighs what another engine sampled against the policy as it was: the ratio then starts at 1. It has
-    # a weight a token; a loss of one value a rollout keeps the sampler as its anchor, and its ratio corrects.
+    # A correction weighs tokens of another engine by the current policy, so the ratio starts at 1. It has one weight
+    # per token. A loss with one value per rollout keeps the sampler as its anchor, so that its ratio corrects.
     if algorithm.correction is not None and batch.unit == "token":
         batch.anchor = "current"
     return PreparedBatch(fresh.samples, advantages, batch, fresh.metrics)
 
 
 class Fresh(NamedTuple):
-    """The samples without what is too old, and the `staleness/` metrics: mean and largest lag of the live tokens that
-    are left, and how many were dropped. `cut` are the rollouts that some were dropped of, `emptied` those of which
-    nothing live is left, by `rollout_index`.
+    """Samples without stale tokens.
+
+    `metrics` (`staleness/...`) are the mean and the largest lag of the remaining live tokens, and the number of masked
+    ones. `cut` are the rollouts (`rollout_index`) with masked tokens; `emptied` are those without any live token left.
     """
 
     samples: list[Sample]
@@ -150,8 +160,10 @@ class Fresh(NamedTuple):
 
 
 def lag_of(version: int, start_versions: Sequence[int]) -> int:
-    """How many steps ago a version was last the newest. `start_versions` are those with which the last steps began, the
-    present one last; a version before all of them has the lag of one step more.
+    """The lag of a version: how many steps ago it was last the newest one.
+
+    `start_versions` are the policy's versions at the beginning of recent steps, the current step last. An older version
+    counts as one step older than the first of them.
 
     >>> [lag_of(version, [3, 4, 6]) for version in (6, 5, 4, 3, 2)]
     [0, 1, 1, 2, 3]
@@ -160,8 +172,9 @@ def lag_of(version: int, start_versions: Sequence[int]) -> int:
 
 
 def drop_stale(samples: Sequence[Sample], start_versions: Sequence[int], lag_max: int | None) -> Fresh:
-    """Mask the live tokens whose lag is above `lag_max` (None: no bound), in copies; rewards stay in their group's
-    baseline. Tokens of an unknown version (-1) have no lag.
+    """Mask live tokens with a lag above `lag_max` (None: no limit), in copies of the samples.
+
+    Rewards stay in the baseline of their group. Tokens of an unknown version (-1) have no lag.
     """
     fresh, lags, dropped, cut = [], list[int](), 0, set[int | None]()
     for sample in samples:
@@ -191,8 +204,9 @@ def drop_stale(samples: Sequence[Sample], start_versions: Sequence[int], lag_max
 def advantage_rewards(
     group: Group, algorithm: Algorithm, step: int, *, max_tokens: int | None = None
 ) -> list[float | None]:
-    """The group's rewards [G] as filters, selectors and the advantage see them: mixed, then shaped. Raises
-    TrainingError, naming the function that is at fault.
+    """The group's rewards [G], mixed and then shaped: the input of filters, selectors and the advantage.
+
+    Raises TrainingError if a function fails; the message names it.
     """
     rewards = group.rewards
     if algorithm.mix is not None:
@@ -211,11 +225,11 @@ def advantage_rewards(
 async def complete_batch(
     backend: TrainingBackend, batch: TrainBatch, algorithm: Algorithm, *, minibatches: int = 1
 ) -> None:
-    """Stamp on the rows what the loss needs before it can be computed, then the advantages of the whole batch.
+    """Compute what the loss needs, store it in the rows, then estimate the advantages of the whole batch.
 
-    One forward pass, over live tokens, for each model that is needed; none where nothing is. The anchor is asked for
-    too where it is the policy as it is now and has to be known later, or for advantages: with several optimizer steps,
-    or a KL in the rewards, and an engine outside or rows whose sampler's logprobs are not known.
+    Runs one forward pass over live tokens for each model that is needed. The policy's own logprobs are needed in two
+    cases. First, several optimizer steps follow, and the anchor is the current policy or the sampler's logprobs are
+    unknown. Second, the sampler's logprobs are unknown, and the advantages or a KL in the rewards need them.
     """
     names = forward_needs(algorithm)
     unknown = any(row.rollout_logprobs is None and any(row.loss_mask) for row in batch.rows)
@@ -227,16 +241,14 @@ async def complete_batch(
 
 
 def _by_token(algorithm: Algorithm) -> tuple[KL | None, bool]:
-    """What gives tokens of one rollout different advantages: a KL that is placed in the reward, and whether the
-    advantage is of the whole batch.
-    """
+    """What makes advantages differ between tokens of one rollout: a KL in the reward, and an advantage of the batch."""
     kl = algorithm.kl
     penalty = kl if kl is not None and is_reward_placed(kl.function) else None
     return penalty, algorithm.pairs is None and is_batch_advantage(algorithm.advantage)
 
 
 def _stamp(batch: TrainBatch, output: ForwardOutput) -> None:
-    """What the models gave, on the rows. The anchor of a row whose sampler is the anchor stays the sampler."""
+    """Store a forward pass in the rows. Where the anchor is the sampler, known logprobs of the sampler stay."""
     anchors = output.logprobs
     if anchors is not None and batch.anchor == "sampler":
         anchors = [row.rollout_logprobs or anchor for row, anchor in zip(batch.rows, anchors, strict=True)]
@@ -248,7 +260,7 @@ def _stamp(batch: TrainBatch, output: ForwardOutput) -> None:
 
 
 def estimate_advantages(batch: TrainBatch, algorithm: Algorithm) -> None:
-    """Stamp the advantages of single tokens: the batch's own estimator, and a KL that is placed in the reward."""
+    """Set advantages per token, from the estimator of the whole batch and from a KL in the reward."""
     penalty, is_whole = _by_token(algorithm)
     if not (penalty or is_whole) or not any(any(row.loss_mask) for row in batch.rows):
         return
@@ -270,7 +282,7 @@ def estimate_advantages(batch: TrainBatch, algorithm: Algorithm) -> None:
 
 
 def _tensors(batch: TrainBatch) -> dict[str, Any]:
-    """What an advantage of the whole batch may name: all positions of all rows, one after another [T]."""
+    """The inputs of an advantage of the whole batch: all positions of all rows, concatenated [T]."""
     import torch
 
     rows = batch.rows
@@ -281,7 +293,7 @@ def _tensors(batch: TrainBatch) -> dict[str, Any]:
             stream = getattr(row, name)
             if stream is None and fallback:
                 stream = getattr(row, fallback)
-            assert stream is not None or not any(row.loss_mask), f"a live row has no {name}; complete_batch asks for it"
+            assert stream is not None or not any(row.loss_mask), f"a live row has no {name}; complete_batch sets it"
             values += [0.0] * len(row.tokens) if stream is None else stream
         return torch.tensor(values, dtype=torch.float64)
 
@@ -301,7 +313,7 @@ def _tensors(batch: TrainBatch) -> dict[str, Any]:
 
 
 def _penalties(kl: KL, available: dict[str, Any], coefficient: float | None) -> Tensor:
-    """-coefficient * KL [T] at live tokens."""
+    """-coefficient * KL [T] at live tokens, 0 elsewhere."""
     import torch
 
     values = calls.call_author("KL estimator", kl.function, available)
@@ -312,7 +324,7 @@ def _penalties(kl: KL, available: dict[str, Any], coefficient: float | None) -> 
 
 
 def rollout_advantages(batch: TrainBatch, count: int) -> list[float]:
-    """The mean advantage of each rollout's [N] trained tokens; 0.0 where it has none."""
+    """The mean advantage of the trained tokens of each rollout [N]; 0.0 for a rollout without any."""
     values: list[list[float]] = [[] for _ in range(count)]
     for row in batch.rows:
         values[row.rollout_index] += [a for a, live in zip(row.advantages, row.loss_mask, strict=True) if live > 0]

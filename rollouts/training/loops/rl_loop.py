@@ -1,9 +1,8 @@
-"""The reinforcement loop: generate, train, sync; read from top to bottom in one sitting.
+"""The reinforcement learning loop: generate, train, sync. Read it from top to bottom.
 
-`run_rl_training` is a pure function over stateful parts: it keeps nothing, mutates none of its arguments, and returns
-the metrics. rl_batch.py makes a batch of rollouts. Where the manager prefetches steps, sampling continues
-beside training, and pauses only while the weights change and what is done between two steps is done. Left out: how that
-comes about (`rollout_gen.manager`).
+`run_rl_training` is a function: it changes none of its arguments, and returns the metrics. rl_batch.py makes
+batches of rollouts. If the manager prefetches steps, it samples while the loop trains. It pauses only while the loop
+changes weights, logs, evaluates and saves. Not here: how prefetching works (`rollout_gen.manager`).
 """
 
 from __future__ import annotations
@@ -29,13 +28,16 @@ from rollouts.training.types import TrainBatch, TrainingBackend
 from rollouts.training.weights.sync import WeightSyncManager
 from rollouts.types import Sample
 
-VERSIONS_KEPT = 64  # beyond what is trained on: how old tokens are that are dropped, or carried over without a bound
+VERSIONS_KEPT = 64  # start versions beyond the staleness limit: the lag metrics of older tokens need them
 
 
 class LoopState(NamedTuple):
-    """The progress of the loop: `step` steps are done. `kl_coefficients` are those of steered KL terms, by the names of
-    the stages that have one. `start_versions` are the versions of the policy with which the last steps began, as many
-    as the age of a token that may be trained on depends on.
+    """The progress of the loop.
+
+    Attributes:
+        step: the number of finished steps
+        kl_coefficients: of adaptive KL terms, by the names of their stages
+        start_versions: the policy's versions at the beginning of recent steps. They determine the age of tokens
     """
 
     step: int = 0
@@ -44,8 +46,9 @@ class LoopState(NamedTuple):
 
 
 class StepReport(NamedTuple):
-    """What an observer is given after each step (0-based). `advantages` [N] are those of the kept groups' rollouts;
-    with `state` the loop can be started again after this step.
+    """A finished step (0-based), for observers.
+
+    `advantages` [N] are those of the kept groups' rollouts. A loop that starts with `state` continues after this step.
     """
 
     step: int
@@ -58,10 +61,10 @@ class StepReport(NamedTuple):
 BEGINNING = LoopState()
 
 OnStep = Callable[[StepReport], Awaitable[dict[str, float]]]
-"""Called after each step's training; the metrics that it returns (an evaluation, say) are logged with the step's."""
+"""Called after the training of each step. The loop logs the returned metrics, for example of an evaluation."""
 
 OnLogged = Callable[[StepReport], Awaitable[None]]
-"""Called once the step is logged, with all of its metrics: what is saved here is never ahead of the logs."""
+"""Called after a step is logged, with all metrics. Save here: a checkpoint is then never newer than the logs."""
 
 
 async def run_rl_training(
@@ -80,19 +83,20 @@ async def run_rl_training(
     syncing: WeightSyncManager | None = None,
     start: LoopState = BEGINNING,
 ) -> list[dict[str, float]]:
-    """Train until `config.num_steps` steps are done; returns one dict of metrics a step that this call took.
+    """Train until `config.num_steps` steps are done. Returns the metrics of each step of this call.
 
-    A `start` other than the beginning continues after the step whose report had that state; backend, buffer and manager
-    must be as they were then, and the engines must serve the backend's weights. `algorithm` is the one that `backend`
-    was composed with under the name "main"; a `schedule` says which one holds from which step on, the first included.
-    `syncing` is over these engines, and remembers what they were sent before this call.
+    With a staleness, sampling continues while a step trains. A cancelled call leaves the last whole step's weights.
 
-    The manager must have the staleness of `config`. With one, sampling continues while a step is trained on; between
-    steps, weights are changed, logged, evaluated and saved while the manager holds. Cancellation between two awaits
-    leaves whole steps: the weights are those of the last finished one.
+    Raises ConfigError if the manager's staleness is not that of `config`; RewardError or TrainingError for a bad result
+    of a reward, loss or advantage; InferenceError if an engine does not serve the weights that it received.
 
-    Raises ConfigError where loop and manager differ in staleness, RewardError or TrainingError for what a reward, loss
-    or advantage returned, and InferenceError where an engine does not serve the weights that it was given.
+    Args:
+        rollout_manager: must have the staleness of `config`
+        algorithm: the algorithm that `backend` knows as "main"
+        schedule: which algorithm applies from which step on, including the first
+        on_samples: called with the samples of each step, and the step
+        syncing: sends weights to `inference_engines`, and remembers what they have; None for a new one
+        start: an earlier `StepReport.state`. Backend, buffer and manager must have their states of that time
     """
     _check_staleness(rollout_manager.config.staleness, config.staleness)
     stages = tuple(schedule) or (Stage(0, "main", algorithm),)
@@ -138,25 +142,23 @@ async def run_rl_training(
 def _check_staleness(of_manager: int, of_loop: int) -> None:
     if of_manager != of_loop:
         differ = f"the manager's RolloutConfig has a staleness of {of_manager} and the loop one of {of_loop}"
-        result = "tokens would be older than the loop allows, or nothing would be sampled ahead"
+        result = "tokens would be older than the loop allows, or nothing would be prefetched"
         raise ConfigError(f"{differ}: {result}; give both the same")
 
 
 def _coefficients(stages: Sequence[Stage], start: LoopState) -> dict[KL | None, float]:
-    """The coefficients that were steered so far, by their KL terms, which stages may share."""
+    """The saved coefficients of adaptive KL terms. Stages may share a term."""
     kept = start.kl_coefficients
     return {stage.algorithm.kl: kept[stage.name] for stage in stages if stage.algorithm.kl and stage.name in kept}
 
 
 def _by_stage(stages: Sequence[Stage], coefficients: Mapping[KL | None, float]) -> dict[str, float]:
-    """The same by the stages' names: a function cannot be written down."""
+    """The coefficients by the names of stages, because a checkpoint cannot store functions."""
     return {stage.name: coefficients[kl] for stage in stages if (kl := stage.algorithm.kl) in coefficients}
 
 
 def _steered(kl: KL | None, coefficient: float | None, metrics: Mapping[str, float]) -> dict[KL | None, float]:
-    """The next coefficient of this KL term, where it has a target and a KL was measured. A later stage with the same
-    term continues from there.
-    """
+    """The next coefficient of an adaptive KL term, if a KL was measured. Later stages with this term continue there."""
     if kl is None or kl.target is None or "policy/kl_ref" not in metrics:
         return {}
     current = kl.coefficient if coefficient is None else coefficient
@@ -166,7 +168,7 @@ def _steered(kl: KL | None, coefficient: float | None, metrics: Mapping[str, flo
 def _training_metrics(
     reports: Sequence[dict[str, float]], batch: TrainBatch, kl: KL | None, seconds: float
 ) -> dict[str, float]:
-    """What the optimizer steps of a batch reported, and how fast they were. A NaN says nothing, and is no JSON."""
+    """The metrics and the speed of a batch's optimizer steps. NaN values are left out: JSON has none."""
     tokens = sum(len(row.tokens) for row in batch.rows)
     metrics = _joined(reports) | {"time/forward_backward": seconds, "perf/train_tok_s": tokens / max(seconds, 1e-9)}
     if kl is not None:
@@ -175,10 +177,10 @@ def _training_metrics(
 
 
 def _joined(reports: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The metrics of the optimizer steps of one batch as one.
+    """Join the metrics of a batch's optimizer steps.
 
-    Means, or the largest of what is a maximum, over the steps that were not skipped. How far sampler and trainer are
-    apart is what the first one saw: later ones see a policy that has moved.
+    Takes the mean over steps that were not skipped, or the largest value of a maximum. The difference between sampler
+    and trainer is that of the first step, because the policy has moved in later ones.
     """
     if len(reports) == 1:
         return reports[0]
@@ -195,7 +197,7 @@ def _joined(reports: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def _sampling_metrics(rollouts: RolloutStep, epoch: int) -> dict[str, float]:
-    """What the rollouts of a step were like, and how fast they were sampled."""
+    """Metrics of a step's rollouts, and the speed of sampling."""
     sampled = sum(sum(group.lengths) for group in rollouts.groups)
     return {
         **rollout_metrics(rollouts.groups),
@@ -209,7 +211,7 @@ def _sampling_metrics(rollouts: RolloutStep, epoch: int) -> dict[str, float]:
 async def _observed(
     report: StepReport, on_step: OnStep | None, metrics_logger: MetricsLogger | None, on_logged: OnLogged | None
 ) -> dict[str, float]:
-    """All metrics of the step, once its observers have been called."""
+    """Call the observers of a step. Returns all of its metrics."""
     if on_step is not None:
         report = report._replace(metrics=report.metrics | await on_step(report))
     if metrics_logger is not None:

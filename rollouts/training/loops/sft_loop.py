@@ -1,6 +1,6 @@
-"""The supervised loop: the next batch of samples, one optimizer step, again.
+"""The supervised loop: take the next batch of samples, do one optimizer step, repeat.
 
-`run_sft_training` is a pure function over a backend and a list of samples. Left out: curricula.
+`run_sft_training` is a function over a backend and a list of samples. Not here: curricula.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SFTTrainingConfig:
-    """How many optimizer steps, and how many samples each."""
+    """The number of optimizer steps, and the number of samples for each."""
 
     num_steps: int
     batch_size: int
@@ -45,13 +45,18 @@ async def run_sft_training(
     on_logged: Callable[[int, dict[str, float]], Awaitable[None]] | None = None,
     first_step: int = 0,
 ) -> list[dict[str, float]]:
-    """Train on `samples`, `batch_size` at a time, around and around, until `config.num_steps` steps are done; returns
-    one dict of metrics a step that this call took, from `first_step` on.
+    """Train on `samples`, `batch_size` at a time, until `config.num_steps` steps are done.
 
-    The metrics that `on_step` returns are logged with the step's; `on_logged` is called once they are.
+    Starts over at the end of the list. Returns the metrics of each step of this call.
 
-    The backend's algorithm "main" has to be one that needs no rewards (`sft`); a `schedule` says which one holds from
-    which step on, the first included. A PyTorchTrainingBackend trains with its own loss function. Raises TrainingError.
+    Raises TrainingError.
+
+    Args:
+        backend: its algorithm "main" must need no rewards (`sft`). A PyTorchTrainingBackend uses its own loss function
+        schedule: which algorithm applies from which step on, including the first
+        on_step: called with the step and its metrics after the step's training; the loop logs what it returns
+        on_logged: called with the step and all of its metrics after they are logged
+        first_step: the number of steps that are already done
     """
     assert samples, "there are no samples to train on"
     history: list[dict[str, float]] = []
@@ -69,7 +74,7 @@ async def run_sft_training(
         forward_backward, optim_step = backend.forward_backward(batch), backend.optim_step()
         metrics = dict(await forward_backward)
         stepped = await optim_step
-        metrics |= stepped if isinstance(stepped, dict) else stepped.metrics  # torch objects of one's own say a dict
+        metrics |= stepped if isinstance(stepped, dict) else stepped.metrics  # a PyTorchTrainingBackend returns a dict
         seconds = time.perf_counter() - start
         tokens = sum(len(sample.tokens) for sample in batch_samples)
         metrics |= {"time/step": seconds, "perf/train_tok_s": tokens / seconds}
@@ -84,12 +89,12 @@ async def run_sft_training(
 
 
 def _renumbered(samples: Sequence[Sample]) -> list[Sample]:
-    """Copies whose `rollout_index` counts the batch's conversations from 0; rows of one conversation share theirs, and
-    a sample without one is a conversation of its own.
+    """Copies of the samples whose `rollout_index` counts conversations from 0. The rows of a conversation share it; a
+    sample without one is a conversation of its own.
     """
     numbers: dict[object, int] = {}
     renumbered = []
     for place, sample in enumerate(samples):
-        key = ("alone", place) if sample.rollout_index is None else sample.rollout_index
+        key = ("single", place) if sample.rollout_index is None else sample.rollout_index
         renumbered.append(replace(sample, rollout_index=numbers.setdefault(key, len(numbers))))
     return renumbered

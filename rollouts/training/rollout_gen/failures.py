@@ -1,13 +1,12 @@
-"""Failed episodes: which are played again, and how many a run may have.
+"""Failed episodes: which ones are retried, and how many a run may have.
 
     failures = Failures(FailurePolicy(retries=1, max_failures=0.5))
-    kept = failures.settle(outcome, job.order)  # None: play the same job again; RunError: the budget is spent
+    kept = failures.settle(outcome, job.order)  # None: play the same job again; RunError: too many failures
 
-A failure here is one of the infrastructure (`Status`): it says nothing about the policy. An episode that was stopped on
-purpose (ABORTED) is none. An episode is retried where it may well go right another time: the engine failed for the
-moment, or the environment could not be built or set up. One whose deadline passed is not retried: it would mostly pass
-again, at its full price. Left out: the queue of jobs (`pool`), and a step in which nothing could be judged
-(`groups.check_judged`).
+A failure is an infrastructure failure (`Status`), which says nothing about the policy. An aborted episode is not a
+failure. An episode is retried if a second attempt may succeed: the engine failed, or the environment could not be made
+or set up. A timeout is not retried, because it would probably time out again. Not here: the queue of jobs (`pool`), and
+a step without any judged rollout (`groups.check_judged`).
 """
 
 from __future__ import annotations
@@ -22,16 +21,20 @@ import msgspec
 from rollouts.errors import RunError
 from rollouts.types import Episode, Sample, Status
 
-WINDOW = 200  # the episodes that a share is of: the last ones
-REASONS_MAX = 1000  # different reasons that are counted; their words may hold addresses and numbers
+WINDOW = 200  # a limit as a fraction is of this many recent episodes
+REASONS_MAX = 1000  # different reasons that are counted; a message may contain addresses and numbers
 REASON_CHARACTERS = 300
 REASONS_SHOWN = 3
 
 
 class FailurePolicy(NamedTuple):
-    """`retries`: how often one episode is played again. `max_failures`: the run stops at so many failed episodes
-    (int), or when more than this share of the last `WINDOW` failed (0 < float < 1); None: never for that reason.
-    `pause_seconds`: before an episode that the engine failed is played again, twice as long each time.
+    """Settings for failed episodes.
+
+    Args:
+        retries: how often one episode is retried
+        max_failures: stop the run after this many failed episodes (int), or when more than this fraction of the last
+            `WINDOW` episodes failed (0 < float < 1). None: no limit
+        pause_seconds: wait before the retry after an engine failure; doubles each time
     """
 
     retries: int = 1
@@ -40,12 +43,12 @@ class FailurePolicy(NamedTuple):
 
 
 def is_failure(status: Status) -> bool:
-    """Whether the infrastructure failed it, and not on purpose."""
+    """Whether it is an infrastructure failure. An aborted episode is not."""
     return status.is_infrastructure and status is not Status.ABORTED
 
 
 class FailureBudget:
-    """How many episodes have failed, why, and whether that is too many. Kept for one run of the program."""
+    """Counts failed episodes and their reasons, and ends the run if there are too many. One for each process."""
 
     def __init__(self, max_failures: int | float | None = None) -> None:
         self.settled = 0
@@ -55,7 +58,7 @@ class FailureBudget:
         self._last: deque[bool] = deque(maxlen=WINDOW)
 
     def add(self, status: Status, error: str | None) -> None:
-        """Count a rollout as it is in the end, and why it failed. Raises RunError where the budget is spent."""
+        """Count a rollout that will not be retried. Raises RunError if there are too many failures."""
         failed = is_failure(status)
         self.settled += 1
         self._last.append(failed)
@@ -83,26 +86,25 @@ class FailureBudget:
 class Failures:
     """Decides for each episode of one pool: retry it, or keep and count it.
 
-    Its state is how often each unfinished episode was played, how many retries there were (`retried`), and the budget,
-    which several may share (`beside`).
+    `retried` is the number of retries so far. Several objects may share a `budget` (`beside`).
     """
 
     def __init__(self, policy: FailurePolicy | None = None, budget: FailureBudget | None = None) -> None:
         self.policy = policy or FailurePolicy()
         self.budget = budget or FailureBudget(self.policy.max_failures)
-        self._attempts: dict[tuple[int, ...], list[Status]] = {}  # how the ones to be retried failed so far
+        self._attempts: dict[tuple[int, ...], list[Status]] = {}  # earlier failures of each unfinished episode
         self.retried = 0
 
     def beside(self) -> Failures:
-        """For other episodes whose orders may be the same (an evaluation's), on the same budget."""
+        """For other episodes (of an evaluation), which may have the same orders. Shares the budget."""
         return Failures(self.policy, self.budget)
 
     def settle(self, outcome: Episode | Sequence[Sample], order: tuple[int, ...]) -> Any:
-        """What to keep: the episode, or the samples of a `generate_fn`; None where the job of this `order` is to be
-        played again, with the same order and seed: an episode that may be, or samples of which all have failed.
+        """Decide about the result of a job. Returns what to keep, or None to play the job again.
 
-        An episode that was played again says so in its trajectory's metrics: `retried`, and `retried/<status>` for each
-        time; a sample in its metadata. Raises RunError where too many have failed.
+        `outcome` is an episode, or the samples of a `generate_fn`, which are retried only if all of them failed. A
+        retry has the same order and seed. The kept result has the number of retries in its metrics or metadata, as
+        `retried` and `retried/<status>`. Raises RunError if there are too many failures.
         """
         if isinstance(outcome, Episode):
             results, may_retry = [(outcome.status, outcome.trajectory.error)], outcome.may_retry
@@ -128,7 +130,7 @@ class Failures:
         return outcome._replace(trajectories=trajectories, metrics=outcome.metrics | counts)
 
     def pause_before(self, order: tuple[int, ...]) -> float:
-        """Seconds to wait before this episode is played: a server that is away needs time to come back."""
+        """Seconds to wait before this episode is played. A server that failed needs time to recover."""
         earlier = self._attempts.get(order)
         if not earlier or earlier[-1] is not Status.INFERENCE_ERROR:
             return 0.0

@@ -1,8 +1,8 @@
-"""Groups: all rollouts of one prompt, on the way from episodes to samples.
+"""Groups: all rollouts of one prompt, from episodes to samples.
 
-A group gets the rewards that see all of its rollouts (`group_scorer`), passes the filters (`filter_group`), and becomes
-samples that are numbered for the batch (`group_samples`). Left out: the rewards of one rollout, which are asked while
-its environment still lives (`rollouts.agent.episode`), and what is counted (`metrics`).
+First the rewards that see the whole group (`group_scorer`), then the filters (`filter_group`), then numbered samples
+for the batch (`group_samples`). Not here: rewards of single rollouts, which run while the environment is open
+(`rollouts.agent.episode`), and metrics (`metrics`).
 """
 
 from __future__ import annotations
@@ -18,15 +18,20 @@ import trio
 from rollouts.author_code import authors_code, printable, shown
 from rollouts.env import calls
 from rollouts.env.mixing import InvalidPolicy, RewardTerm, Verdict, mix, read_verdict
-from rollouts.errors import RewardError, RolloutsError, RunError, named, words_of
+from rollouts.error_log import report
+from rollouts.errors import RewardError, RolloutsError, RunError, words_of
 from rollouts.plugins.signature import bind, call_with
 from rollouts.training.samples import episode_samples
 from rollouts.types import Episode, Sample, Status, Task
 
 
 class Group(NamedTuple):
-    """All rollouts of one prompt. `number` is unique in the run; `dropped` says why a filter took the group out of
-    training; `samples` are its rows [G] where a `generate_fn` made them, and empty where they are the episodes'.
+    """All rollouts of one prompt.
+
+    Attributes:
+        number: unique in the run
+        dropped: why a filter dropped the group; None if it is kept
+        samples: the rows [G] of a `generate_fn`; empty if the rows come from the episodes
     """
 
     number: int
@@ -37,19 +42,19 @@ class Group(NamedTuple):
 
     @property
     def rewards(self) -> list[float | None]:
-        """One reward a rollout [G]; None where it failed or could not be judged."""
+        """The reward of each rollout [G]; None if it failed or could not be judged."""
         return [episode.score.value for episode in self.episodes]
 
     @property
     def lengths(self) -> list[int]:
-        """How many tokens of each rollout were sampled [G]; of a `generate_fn`'s samples those that it marked."""
+        """The number of sampled tokens of each rollout [G]; for a `generate_fn`, the tokens with a mask above 0."""
         if self.samples:
             return [sum(weight > 0 for weight in sample.loss_mask) for sample in self.samples]
         return [sum(trajectory.sampled_count for trajectory in episode.trajectories) for episode in self.episodes]
 
 
 def group_samples(groups: Sequence[Group]) -> list[Sample]:
-    """All rows of these groups, numbered 0..N-1 by rollout in the order of groups and rollouts."""
+    """All rows of these groups. `rollout_index` counts from 0, in the order of groups and rollouts."""
     samples: list[Sample] = []
     rollout_index = 0
     for group_index, group in enumerate(groups):
@@ -63,7 +68,7 @@ def group_samples(groups: Sequence[Group]) -> list[Sample]:
 
 
 def _numbered(sample: Sample, episode: Episode, group_index: int, rollout_index: int) -> Sample:
-    """A sample that a function made, with its score and its place; its mask is zero where it may not be trained on."""
+    """A `generate_fn`'s sample with its score and indices. The mask is 0 if the sample must not be trained."""
     reward = None if episode.status.is_infrastructure else episode.score.value
     is_live = episode.status is Status.COMPLETED and reward is not None
     return dataclasses.replace(
@@ -78,7 +83,7 @@ def _numbered(sample: Sample, episode: Episode, group_index: int, rollout_index:
 
 
 def check_judged(episodes: Sequence[Episode], what: str) -> None:
-    """Raise RunError, with the commonest reasons, where not one of these episodes could be judged."""
+    """Raise RunError, with the most common reasons, if no episode could be judged."""
     if not episodes or any(episode.score.value is not None for episode in episodes):
         return
     reasons = Counter(
@@ -93,7 +98,7 @@ def check_judged(episodes: Sequence[Episode], what: str) -> None:
 
 
 class Filter(NamedTuple):
-    """A named group filter and its settings. It gives True to keep, False or a reason to drop."""
+    """A named group filter and its settings. It returns True to keep the group, or False or a reason to drop it."""
 
     name: str
     function: object
@@ -101,7 +106,7 @@ class Filter(NamedTuple):
 
 
 class _Lazy(dict[str, Any]):
-    """What a filter may name; each value is computed when a filter names it. Samples copy every token."""
+    """The values that a filter may name. Each is computed on first use, because samples copy every token."""
 
     def __getitem__(self, name: str) -> Any:
         return super().__getitem__(name)()
@@ -110,8 +115,9 @@ class _Lazy(dict[str, Any]):
 def filter_group(
     group: Group, filters: Sequence[Filter], *, step: int, see: Callable[[Group, int], list[float | None]] | None = None
 ) -> Group:
-    """The group, with `dropped` set by the first filter that refuses it. A group that no reward could judge is
-    dropped too. `see` gives the rewards [G] that the advantage will see, of a group and a step; None: the group's own.
+    """Return the group, with `dropped` set by the first filter that drops it, or if no reward could judge it.
+
+    `see` computes the rewards [G] that the advantage will get, from group and step. None: the group's own rewards.
     """
     if all(reward is None for reward in group.rewards):
         return group._replace(dropped="no_reward")
@@ -139,7 +145,7 @@ def filter_group(
             reason = drop_reason(name, call_with(function, available, settings))
         except RolloutsError:
             raise
-        except Exception as error:  # the author's code may raise anything
+        except Exception as error:  # a filter may raise anything
             raise RunError(f"the filter {name} raised {words_of(error)}") from error
         if reason is not None:
             return group._replace(dropped=reason)
@@ -147,29 +153,29 @@ def filter_group(
 
 
 def drop_reason(name: str, returned: Any) -> str | None:
-    """Why the filter, which returned this, drops the group; None: it is kept. Raises RunError for what is no bool."""
+    """Why the filter drops the group, from its return value; None to keep it. Raises RunError if it is no bool."""
     if isinstance(returned, str):
         return printable(returned) or name
     try:
         with authors_code():
             return None if returned else name
-    except Exception as error:  # an array of several numbers is neither true nor false
-        raise RunError(f"the filter {name} returned {shown(returned)}, which is no bool: {named(error)}") from error
+    except Exception as error:  # an array of several numbers has no truth value
+        raise RunError(f"the filter {name} returned {shown(returned)}, which is no bool: {words_of(error)}") from error
 
 
 # --- rewards of a whole group: `def f(tasks, trajectories) -> [one number a rollout]` ---------------------------------
 
 GroupScorer = Callable[[Sequence[Episode]], Awaitable[list[Episode]]]
-"""Gives the episodes of one group back with the group rewards mixed into their scores."""
+"""Returns the episodes of one group, with the group rewards mixed into their scores."""
 
 
 def group_scorer(
     terms: Sequence[RewardTerm], on_invalid: InvalidPolicy, *, timeout_seconds: float
 ) -> GroupScorer | None:
-    """The scorer of those `terms` that are group rewards; None where there are none.
+    """A scorer for the group rewards among `terms`; None if there are none.
 
-    Rollouts that the infrastructure failed are not shown to the rewards, and keep their score (None). The scorer
-    raises RewardError for what is no reward, or under the policy `raise`.
+    The rewards do not see rollouts with an infrastructure failure, whose score stays None. The scorer raises
+    RewardError for an invalid reward, and for any failed reward under the policy `raise`.
     """
     own = [term for term in terms if term.is_group]
 
@@ -183,7 +189,7 @@ def group_scorer(
 
 
 async def _ask_group(term: RewardTerm, episodes: Sequence[Episode], seconds: float) -> list[Verdict]:
-    """One verdict a rollout. A reward that raises, or takes too long, could not judge any of them."""
+    """One verdict for each rollout. If the reward raises or takes too long, it judged none of them."""
     assert term.function is not None, f"group reward {term.alias} has no function"
     available = {"tasks": [e.task for e in episodes], "trajectories": [e.trajectory for e in episodes]}
     function = bind(term.function, term.settings)
@@ -200,19 +206,19 @@ async def _ask_group(term: RewardTerm, episodes: Sequence[Episode], seconds: flo
         why = f"it took longer than {seconds:g} seconds"
     except RolloutsError:
         raise
-    except Exception as error:  # the author's code may raise anything; the policy decides what follows
-        why = named(error)
+    except Exception as error:  # a reward may raise anything; the policy decides what happens
+        why = report(error, f"the group reward {term.alias}")
     return [Verdict(term.alias, term.weight, None, {}, why, term.alias)] * len(episodes)
 
 
 def _one_each(alias: str, returned: Any, count: int) -> list[Any]:
-    """None judges no rollout; otherwise there has to be one value for each."""
+    """The values of a group reward, one for each rollout. None means that no rollout was judged."""
     if returned is None:
         return [None] * count
     try:
         with authors_code():
             values = list(returned) if isinstance(returned, Iterable) and not isinstance(returned, str) else None
-    except Exception as error:  # a generator runs only here
+    except Exception as error:  # a generator runs its code here
         raise RewardError(f"the group reward {alias!r} raised {words_of(error)}") from error
     if values is None or len(values) != count:
         given = f"the group reward {alias!r} returned {shown(returned)} for {count} rollouts"

@@ -1,8 +1,8 @@
-"""A group that has begun and was not handed out yet, and what a checkpoint keeps of it.
+"""A group that has begun and is not part of a step yet, and its state in a checkpoint.
 
-Kept are its number and step, the data buffer's state before its task was taken, the episodes that are over, and
-those that wait in mid-reply in an environment with `state()` and `restore()`. The others are played again from their
-first turn, with the same number and seed. Left out: when they are played (`manager`).
+The state is the group's number and step, the data buffer's state before its task, its finished episodes, and the
+suspended ones whose environment has `state()` and `restore()`. Other episodes restart from their first turn, with the
+same number and seed. Not here: when they are played (`manager`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,19 @@ from rollouts.training.rollout_gen.groups import Group
 from rollouts.training.rollout_gen.pool import Job
 from rollouts.types import Episode, Task
 
-_NO_TASK = Task("")  # in place of the group's, which comes out of the buffer again
+_NO_TASK = Task("")  # replaces the task in a checkpoint; the buffer yields the task again
 
 
 @dataclass
 class LiveGroup:
-    """A group on its way. `outcomes` are the results of its `size` jobs, by rollout; `position` is the buffer's state
-    before the task was taken, in `step`; `judged` is the group once its rewards and filters were asked.
+    """An unfinished group.
+
+    Attributes:
+        size: how many jobs it has
+        step: in which the task was drawn
+        position: the buffer's state before the task was drawn
+        outcomes: the results of finished jobs, by rollout
+        judged: the group with rewards and filters applied; None before
     """
 
     number: int
@@ -39,30 +45,30 @@ class LiveGroup:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing of it is left to play."""
+        """Whether all of its jobs are finished."""
         return len(self.outcomes) == self.size
 
     @property
     def is_kept(self) -> bool:
-        """Whether it was judged, and no filter dropped it."""
+        """Whether it is judged, and no filter dropped it."""
         return self.judged is not None and self.judged.dropped is None
 
     @property
     def jobs(self) -> list[Job]:
-        """What is left to play."""
+        """The unfinished jobs."""
         left = (index for index in range(self.size) if index not in self.outcomes)
         return [Job(self.task, (self.number, index), self.suspended.get(index)) for index in left]
 
 
 def begin_group(data_buffer: DataBuffer, number: int, size: int, step: int) -> LiveGroup:
-    """A new group over the buffer's next task."""
+    """Begin a group with the buffer's next task."""
     position = data_buffer.state_dict()
     (task,) = data_buffer.get_prompts(1, step=step)
     return LiveGroup(number, task, size, step, position)
 
 
 def group_state(group: LiveGroup, suspended: Mapping[tuple[int, ...], SuspendedEpisode]) -> dict[str, Any]:
-    """The group as plain data. `suspended` maps orders to episodes that wait in mid-reply and can be restored."""
+    """The group as plain data. `suspended` are episodes that can be restored, by (group, rollout)."""
     over = {
         index: _with_task(episode, _NO_TASK)
         for index, episode in group.outcomes.items()
@@ -79,7 +85,7 @@ def group_state(group: LiveGroup, suspended: Mapping[tuple[int, ...], SuspendedE
 
 
 def restore_groups(states: list[dict[str, Any]], data_buffer: DataBuffer, size: int) -> list[LiveGroup]:
-    """The groups of a checkpoint, each with its task; the buffer is left in the state that it was in."""
+    """Restore the groups of a checkpoint, with their tasks. The buffer's own state does not change."""
     here = data_buffer.state_dict()
     groups = []
     for state in sorted(states, key=lambda each: each["number"]):
@@ -96,17 +102,17 @@ def restore_groups(states: list[dict[str, Any]], data_buffer: DataBuffer, size: 
 
 
 def _plain(values: Mapping[int, Any]) -> list[list[Any]]:
-    """Pairs of number and plain data. What cannot be written down is left out: it will be played again."""
+    """Pairs of number and plain data. A value that cannot be encoded is left out; its episode is played again."""
     pairs = []
     for index, value in values.items():
         try:
             pairs.append([index, msgspec.json.decode(msgspec.json.encode(value))])
-        except (TypeError, ValueError, RecursionError):  # an object of the environment's own in a message or a metric
+        except (TypeError, ValueError, RecursionError):  # an environment's own object in a message or a metric
             continue
     return pairs
 
 
 def _with_task(episode: Episode, task: Task) -> Episode:
-    """The episode, as if it had been played for this task."""
+    """The episode with another task."""
     trajectories = [msgspec.structs.replace(each, task=task) for each in episode.trajectories]
     return episode._replace(task=task, trajectories=trajectories)

@@ -1,16 +1,16 @@
-"""AsyncRolloutManager: one step's groups of rollouts, while those of the next may be under way already.
+"""AsyncRolloutManager: generates the groups of one training step, and may prefetch the groups of later steps.
 
     async with AsyncRolloutManager(buffer, RolloutConfig(8, 8, over_sampling_factor=1.5), play=..., inference=...) as m:
         step = await m.generate_batch()
 
-A step ends when enough groups are complete. An episode that is still being played then is stopped in mid-reply, waits
-in memory with its environment, conversation and deadlines, and continues in the next step, under new weights.
-Every group that was begun is at every moment exactly one of kept, dropped, carried or in flight (`statistics`).
+A step ends when enough groups are complete. Episodes that still run are then suspended in mid-reply. They stay in
+memory, with environment, conversation and deadlines, and continue in the next step, under new weights. At every moment,
+each group is exactly one of kept, dropped, carried or in flight (`statistics`).
 
-With an `over_sampling_factor` of 1 a step waits for everything that it began, nothing is carried over, and one seed is
-one result. Above 1 it is a race: which groups are complete first depends on the clock. With a `staleness` above 0 so
-many steps are prefetched, while earlier ones are trained on; weights are then changed in `pause`.
-Left out: the playing itself (`pool`, `rollouts.agent.episode`).
+With an `over_sampling_factor` of 1, a step waits for all of its groups, nothing is carried over, and a seed determines
+the result. Above 1, the clock decides which groups are complete first. With a `staleness` above 0, that many steps are
+prefetched while earlier ones are trained. Change weights inside `pause` then. Not here: playing episodes (`pool`,
+`rollouts.agent.episode`).
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ NO_ENGINE = cast(
         close_session=lambda session: None,
     ),
 )
-"""Where a `generate_fn` brings its own engine, the pool only opens and closes sessions of this one."""
+"""Stands in for an engine: a `generate_fn` has its own, but the pool opens and closes sessions."""
 
 
 class Prefetch(Generic[Step]):
-    """Plays steps before they are asked for: `run` in a task of its own, one after another; `take` gives them out.
+    """Plays steps in advance. `run` plays them in a task of its own, one after another; `take` returns the next one.
 
-    While step s is trained on, the steps up to s + `count` may be played. None of them is begun earlier, so what a step
-    trains on was begun at most `count` steps before.
+    While step s is trained, steps up to s + `count` may be played, and none begins earlier. So a step begins at most
+    `count` steps before it is trained.
     """
 
     def __init__(self, play: Callable[[], Awaitable[Step]], count: int) -> None:
@@ -67,11 +67,11 @@ class Prefetch(Generic[Step]):
         self._play = play
         self._count = count
         self._asked = self._begun = 0
-        self._end: float = math.inf  # steps that will ever be asked for
+        self._end: float = math.inf  # how many steps will be taken in all
         self._moved = trio.Event()
 
     async def run(self) -> None:
-        """Until it is cancelled. What `play` raises is raised."""
+        """Play steps until cancelled. Raises what `play` raises."""
         while True:
             while self._asked == 0 or self._begun >= min(self._asked + self._count, self._end):
                 await self._moved.wait()
@@ -80,9 +80,9 @@ class Prefetch(Generic[Step]):
             self._notify()
 
     async def take(self, wanted: int | None = None) -> Step:
-        """The next step. `wanted` are still to be asked for, this one included; None: it is not known.
+        """Wait for the next step. A cancelled call takes nothing.
 
-        A cancelled call takes nothing.
+        `wanted` is the number of steps that will still be taken, including this one. None: unknown.
         """
         self._end = math.inf if wanted is None else self._asked + wanted
         self._asked += 1
@@ -96,30 +96,38 @@ class Prefetch(Generic[Step]):
         return self.ready.popleft()
 
     def _notify(self) -> None:
-        """Wake both sides."""
+        """Wake `run` and `take`."""
         self._moved.set()
         self._moved = trio.Event()
 
 
 class _PlayedStep(RolloutStep):
-    """A step, and its groups as a checkpoint keeps them until it is handed out."""
+    """A step, with its groups as a checkpoint stores them while the step is prefetched."""
 
     live: list[LiveGroup]
 
 
 @dataclass(eq=False, repr=False)
 class AsyncRolloutManager:
-    """Plays groups side by side and hands them out a step at a time.
+    """Generates groups concurrently, and returns them step by step.
 
-    `play` runs one episode on `inference`, `score_group` adds the rewards that see a whole group (None where the run
-    has none); or the configuration has a `generate_fn`, and neither is needed. `failures` as in the pool.
+    Give either `play`, or a configuration with a `generate_fn`. Inside `async with`, unfinished episodes continue in
+    the next step. Outside, each `generate_batch` cancels them at its end, and so does leaving the block. The next call
+    plays these groups again, with the same numbers and seeds: from the suspended turn if the environment can be
+    restored, else from the first turn.
 
-    Inside of `async with` it carries episodes over from step to step. Outside, each `generate_batch` ends with what it
-    did not need cancelled; the next one plays those groups again from their first turn (or from where they waited, in
-    an environment that can be restored), with the same numbers and seeds. Leaving does the same.
+    `policy_version` is the version that the engines serve, or None; `run_rl_training` sets it. Samples of a
+    `generate_fn` with logprobs and without versions get the `policy_version` of the time of the call.
 
-    `policy_version` is that of the weights that are served, where it is known: `run_rl_training` sets it. Samples of a
-    `generate_fn` with logprobs and without versions are of the one that was served when the function was called.
+    Args:
+        data_buffer: the tasks
+        config: how many groups, how many rollouts, and how many at once
+        play: plays one episode on `inference`
+        inference: the engine
+        filters: group filters, applied in order
+        see_rewards: computes the rewards that filters get, from a group and a step; None: the group's own
+        score_group: adds group rewards; None if there are none
+        failures: decides about retries; None: an episode is never retried, and failures do not end the run
     """
 
     data_buffer: DataBuffer
@@ -135,16 +143,16 @@ class AsyncRolloutManager:
     def __post_init__(self) -> None:
         if (self.play is None) == (self.config.generate_fn is None):
             given = "both" if self.play is not None else "neither"
-            raise ConfigError(f"rollouts are made by `play` or by the configuration's generate_fn; {given} is given")
+            raise ConfigError(f"give either `play` or a generate_fn in the configuration; {given} is given")
         self.policy_version: int | None = None
         self._play = self.play or (lambda job, session, engine: generate(self.config, job.task, self.policy_version))
         self._jobs_per_group = 1 if self.play is None else self.config.n_samples_per_prompt
-        self._begun = self._kept = self._dropped = self._steps = 0  # with steps that were prefetched
-        self._live: dict[int, LiveGroup] = {}  # without them
+        self._begun = self._kept = self._dropped = self._steps = 0  # prefetched steps included
+        self._live: dict[int, LiveGroup] = {}  # groups of prefetched steps excluded
         self._to_restore: list[dict[str, Any]] = []
         self._pool: EpisodePool | None = None
         self._prefetch: Prefetch[_PlayedStep] | None = None
-        self._reward_fn: RewardFn | None = None  # of the next step that is begun
+        self._reward_fn: RewardFn | None = None  # for steps that begin from now on
         self._is_playing = self._is_paused = False
         self._changed = trio.Event()
 
@@ -168,7 +176,7 @@ class AsyncRolloutManager:
             self._live[number].suspended[index] = suspended
         _, self._kept, self._dropped, *_ = self.statistics
         self._steps -= len(self._ready)
-        for group in self._prefetched:  # they belong to the next steps again
+        for group in self._prefetched:  # later steps will judge them again
             group.judged = None
             self._live[group.number] = group
         self._prefetch = None
@@ -177,16 +185,18 @@ class AsyncRolloutManager:
     def generate_batch(
         self, reward_fn: RewardFn | None = None, *, wanted: int | None = None
     ) -> Coroutine[Any, Any, RolloutStep]:
-        """Await it for the next step's groups: `batch_size` that no filter dropped, and the dropped ones; fewer where
-        none are left in flight and no more may be begun. `reward_fn` replaces the configuration's (with a
-        `staleness`: in steps that are not begun yet). `wanted` steps are still to come, this one included; nothing is
-        prefetched beyond them.
+        """Await the result: the groups of the next step.
 
-        A cancelled call loses nothing: its groups are in the next one's.
+        Returns `batch_size` groups that no filter dropped, and the dropped ones. There are fewer if no group is in
+        flight and no more may begin. A cancelled call loses nothing: the next call returns its groups.
+
+        Args:
+            reward_fn: replaces the configuration's; with a `staleness`, for steps that have not begun
+            wanted: how many steps will still be taken, including this one; limits prefetching
 
         Raises:
-            RunError: not one of the step's rollouts could be judged, or a filter or generate_fn cannot be used.
-            RewardError: a reward is none.
+            RunError: no rollout of the step could be judged, or a filter or generate_fn failed.
+            RewardError: a reward returned an invalid value.
         """
         self._reward_fn = reward_fn
         if self._pool is None:
@@ -199,8 +209,10 @@ class AsyncRolloutManager:
 
     @asynccontextmanager
     async def pause(self) -> AsyncIterator[None]:
-        """Nothing is sampled in here: replies that were under way are kept as far as they came, and continue later.
-        Weights change in here, and `state_dict` is complete. Without a `staleness` nothing is under way anyway.
+        """Nothing is sampled inside this block. Unfinished replies keep their tokens and continue later.
+
+        Change weights and call `state_dict` here. Without a `staleness` nothing runs between steps, so this does
+        nothing.
         """
         pool = self._pool
         if pool is None or self._prefetch is None:
@@ -218,7 +230,7 @@ class AsyncRolloutManager:
 
     @property
     def statistics(self) -> RolloutStatistics:
-        """A frozen count of what became of every group so far."""
+        """How many groups have begun, and how many of them are kept, dropped, carried and in flight."""
         waiting = self._prefetched
         kept = sum(group.is_kept for group in waiting)
         dropped = len(waiting) - kept
@@ -228,13 +240,13 @@ class AsyncRolloutManager:
 
     @property
     def partial_samples(self) -> list[Sample]:
-        """The samples of those carried groups' rollouts that are over."""
+        """The samples of finished rollouts in unfinished groups."""
         outcomes = [outcome for group in self._live.values() for _, outcome in sorted(group.outcomes.items())]
         samples = [episode_samples(each, 0, 0) if isinstance(each, Episode) else list(each) for each in outcomes]
         return [sample for some in samples for sample in some]
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must keep of the manager: plain data. Between two steps; with a `staleness` in `pause`."""
+        """The manager's state for a checkpoint, as plain data. Call it between steps, in `pause`."""
         counts = self.statistics
         suspended = self._pool.suspended if self._pool is not None else {}
         live = sorted([*self._prefetched, *self._live.values()], key=lambda group: group.number)
@@ -247,7 +259,7 @@ class AsyncRolloutManager:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint, before the first step. The buffer is restored by itself."""
+        """Continue from a checkpoint. Call it before the first step. Restore the buffer yourself."""
         assert not self._live, f"{len(self._live)} groups are being played"
         self._begun, self._dropped = state["begun"], state["dropped"]
         self._to_restore = list(state.get("live", []))
@@ -258,12 +270,12 @@ class AsyncRolloutManager:
 
     @property
     def _ready(self) -> Sequence[_PlayedStep]:
-        """The steps that were played and not asked for yet."""
+        """Prefetched steps that are finished."""
         return self._prefetch.ready if self._prefetch else ()
 
     @property
     def _prefetched(self) -> list[LiveGroup]:
-        """Their groups."""
+        """The groups of `_ready`."""
         return [group for step in self._ready for group in step.live]
 
     async def _play_step(self, pool: EpisodePool) -> _PlayedStep:
@@ -299,7 +311,7 @@ class AsyncRolloutManager:
         return self._finish(time.perf_counter() - start, refilled)
 
     def _begin(self, pool: EpisodePool, count: int) -> None:
-        """Begin so many groups, in one go: their sessions are open before any of them plays."""
+        """Begin `count` groups. All of their sessions are open before any episode starts."""
         jobs: list[Job] = []
         for _ in range(count):
             group = begin_group(self.data_buffer, self._begun, self._jobs_per_group, self._steps)
@@ -315,7 +327,7 @@ class AsyncRolloutManager:
             self._changed.set()
 
     async def _judge_complete(self, reward_fn: RewardFn | None) -> int:
-        """Judge groups that are complete while any are wanted; how many are still missing."""
+        """Judge complete groups until the step has enough. Returns how many kept groups are missing."""
         unjudged = [group for group in self._live.values() if group.judged is None]
         ready = sorted((group for group in unjudged if group.is_complete), key=lambda group: group.number)
         if self.config.in_rounds and len(ready) < len(unjudged):
@@ -329,7 +341,7 @@ class AsyncRolloutManager:
         return missing
 
     async def _judge(self, live: LiveGroup, reward_fn: RewardFn | None) -> Group:
-        """Rewards that see the whole group, then the filters."""
+        """Apply group rewards, then the filters."""
         if self.config.generate_fn is None:
             group = Group(live.number, live.task, tuple(live.outcomes[index] for index in range(live.size)))
         else:
@@ -344,7 +356,7 @@ class AsyncRolloutManager:
         return group
 
     def _finish(self, seconds: float, refilled: int) -> _PlayedStep:
-        """The judged groups as a step; they are live no more. Raises RunError where no rollout could be judged."""
+        """Return the judged groups as a step, and forget them. Raises RunError if no rollout could be judged."""
         judged = sorted((group for group in self._live.values() if group.judged), key=lambda group: group.number)
         for group in judged:
             del self._live[group.number]

@@ -1,4 +1,4 @@
-"""The metrics of a step's rollouts, under the names of the metrics page. Pure functions on episodes and groups."""
+"""The metrics of a step's rollouts. Pure functions on episodes and groups."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from rollouts.training.rollout_gen.groups import Group
 from rollouts.types import Episode, Status
 
-JUDGING = ("reward_failures", "metric_failures")  # counted in the episode: they are not the trajectory's
+JUDGING = ("reward_failures", "metric_failures")  # counts of the episode, not of a trajectory
 
 
 def reward_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """`reward/mean` and `reward/std` over the judged episodes; what authors name is apart from that, so that nothing of
-    theirs takes the place of these: `reward_part/<name>` for each part, `metric/<name>` for each @metric.
+    """`reward/mean` and `reward/std` of the judged episodes, `reward_part/<name>` for each part of the reward, and
+    `metric/<name>` for each @metric. Authors' names have prefixes of their own, so they replace no other metric.
     """
     rewards = [episode.score.value for episode in episodes if episode.score.value is not None]
     metrics: dict[str, float] = {}
@@ -32,13 +32,13 @@ def reward_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def failure_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """`rollout/fail/<status>`: the share of these episodes that ended so, for each status that one did."""
+    """`rollout/fail/<status>`: the fraction of episodes with this status, for each failed status that occurred."""
     counts = Counter(episode.status.value for episode in episodes if episode.status.is_infrastructure)
     return {f"rollout/fail/{status}": count / len(episodes) for status, count in sorted(counts.items())}
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """What a step's rollouts were like. Empty input gives no metrics."""
+    """The metrics of a step's rollouts; none for empty input."""
     episodes = [episode for group in groups for episode in group.episodes]
     if not episodes:
         return {}
@@ -60,13 +60,13 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     }
     metrics |= failure_metrics(episodes)
     judged = [reward for group in groups for reward in group.rewards if reward is not None]
-    if all(reward in (0.0, 1.0) for reward in judged):  # graded rewards do not say which rollouts pass
+    if all(reward in (0.0, 1.0) for reward in judged):  # other rewards do not say which rollouts are right
         metrics["reward/pass@k"] = statistics.fmean(1.0 in group.rewards for group in groups)
-    # What the agent loop counts, in trajectories or while judging; an episode without a count has 0 of it.
-    counted = {name for trajectory in trajectories for name in trajectory.metrics}
+    # Counts of the agent loop, in trajectories and from judging. An episode without a count has 0.
+    counted = {name for trajectory in trajectories for name, count in trajectory.metrics.items() if count}
     counted |= {name for episode in episodes for name in JUDGING if name in episode.metrics}
     for name in sorted(counted - {"turns"}):
-        # A rollout of an environment's own may count what it likes, but it replaces nothing that is counted here.
+        # An environment's own rollout may report any metric, but must not replace those of this function.
         mean = sum(episode.metrics.get(name, 0.0) for episode in episodes) / len(episodes)
         metrics.setdefault(f"rollout/{name}", mean)
     dropped = Counter(group.dropped for group in groups if group.dropped)
@@ -74,10 +74,10 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def environment_metrics(groups: Sequence[Group], epochs: Mapping[str, int]) -> dict[str, float]:
-    """`env/<alias>/...` for every environment that had a group in this step; nothing where there is only one.
+    """`env/<alias>/...` for each environment with a group in this step; empty if there is only one environment.
 
-    `reward` (the mean), `reward_part/<name>`, `metric/<name>`, `share` (of the step's groups), `kept_frac`,
-    `infra_fail_frac` and `epoch`.
+    The metrics are `reward` (the mean), `reward_part/<name>`, `metric/<name>`, `share` (the fraction of groups),
+    `kept_frac`, `infra_fail_frac` and `epoch`.
     """
     metrics: dict[str, float] = {}
     for alias in sorted({group.task.env for group in groups} - {""}):

@@ -1,13 +1,13 @@
-"""EpisodePool: episodes side by side, at most so many of them playing; they can be paused in mid-reply and resumed.
+"""EpisodePool: plays episodes concurrently, up to a limit. It can suspend them in mid-reply, and resume them.
 
     episodes = await run_episodes(jobs, play, inference, concurrency=64)
 
-The set of playing episodes decides how an in-process engine forms its batches, so it may depend on counts only, never
-on the order in which trio runs tasks or on how long a reward takes: sessions are opened before the tasks that use them
-run, and where an episode closes its session, its successor's is opened first.
+The episodes that are playing determine the batches of an engine in this process. So they may depend on counts only, and
+not on the order in which trio runs tasks, or on the time that a reward takes. Therefore sessions are opened before
+their tasks run. When an episode closes its session, the session of its successor is opened first.
 
-While the pool is shut no reply is sampled: episodes that ask for one wait at the gate, in memory, with environment and
-conversation; they do not count as playing. Left out: what is played, and when the pool is shut (`manager`).
+While the pool is closed, no new reply begins. Episodes that need one wait at the turn gate, in memory, and do not count
+as playing. Not here: what is played, and when the pool is closed (`manager`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,17 @@ from rollouts.inference.suspend import SuspendableEngine, SuspendedEpisode
 from rollouts.training.rollout_gen.failures import FailurePolicy, Failures
 from rollouts.types import Episode, Task
 
-ABORT_SECONDS = 30.0  # an engine that was asked to stop has this long to give back what it has
+ABORT_SECONDS = 30.0  # how long an engine may take to return the replies that it aborts
 
 
 class Job(NamedTuple):
-    """One episode to play: the task, and its place (group, rollout) in the run. `suspended` is its saved state."""
+    """One episode to play.
+
+    Attributes:
+        task: its task
+        order: its place in the run, as (group, rollout)
+        suspended: its state from a checkpoint; None: begin with the first turn
+    """
 
     task: Task
     order: tuple[int, int]
@@ -37,28 +43,34 @@ class Job(NamedTuple):
 
 
 Play = Callable[[Job, str, SuspendableEngine], Awaitable[Any]]
-"""Plays one job in the named session of the engine; gives its Episode. It returns failed episodes as data; what it
-raises ends the run."""
+"""Plays one job in this session of the engine, and returns its Episode. A failed episode is a result too; an exception
+ends the run."""
 
 OnEnd = Callable[[Job, Any], None]
-"""Called at once with what `play` returned, in trio's thread; not with what is played again."""
+"""Called with the result of `play`, in trio's thread. Not called if the job is retried."""
 
 
 class _Turn(NamedTuple):
-    """Whose turn it is to play, with a session that is open already."""
+    """A job, or a suspended episode, that may play now, and its open session."""
 
-    who: Job | SuspendableEngine
+    entry: Job | SuspendableEngine
     session: str
 
 
 @dataclass(eq=False, repr=False)
 class EpisodePool:
-    """Plays jobs; enter it first. It is shut until `open` is called.
+    """Plays jobs. Enter it first, then call `open`; it is closed before.
 
-    No episode begins while it `is_closed`, and none asks for a reply; replies that are under way continue. What runs in
-    its `nursery` ends with it. Leaving it cancels what still plays (each environment is closed, under its own
-    deadline). A RolloutsError that `play` raises ends everything and is raised as it is where the pool is left; of
-    several the first one. `failures` says which episodes are played again, and when too many have failed.
+    While it `is_closed`, no episode begins and no new reply starts, but unfinished replies continue. Leaving it cancels
+    the tasks of its `nursery` and all unfinished episodes; each closes its environment, under its own deadline. A
+    RolloutsError from `play` cancels everything, and leaving the pool raises it (the first one, if there are several).
+
+    Args:
+        play: plays one job
+        inference: the engine
+        concurrency: how many episodes play at once
+        on_end: called with each result
+        failures: decides which episodes are retried, and when too many have failed
     """
 
     play: Play
@@ -69,10 +81,9 @@ class EpisodePool:
     is_closed: bool = field(default=True, init=False)
     _queue: list[Job | SuspendableEngine] = field(default_factory=list, init=False)
     _engines: dict[tuple[int, ...], SuspendableEngine] = field(default_factory=dict, init=False)
-    _turns: dict[SuspendableEngine, trio.Event] = field(default_factory=dict, init=False)  # of those at the gate
-    _successors: dict[SuspendableEngine, _Turn] = field(
-        default_factory=dict, init=False
-    )  # of those whose reward is being asked
+    _turns: dict[SuspendableEngine, trio.Event] = field(default_factory=dict, init=False)  # those that wait at the gate
+    # By the episode whose reward is running: the one that plays next.
+    _successors: dict[SuspendableEngine, _Turn] = field(default_factory=dict, init=False)
     _playing: int = field(default=0, init=False)
     _idle: trio.Event = field(default_factory=trio.Event, init=False)
     _manager: AbstractAsyncContextManager[trio.Nursery] = field(default_factory=trio.open_nursery, init=False)
@@ -91,37 +102,37 @@ class EpisodePool:
         except BaseExceptionGroup as group:
             leaves = list(leaves_of(group))
             if leaves == [error]:
-                return  # raised in the block, as it is
+                return  # the block's own exception, which continues
             if all(isinstance(leaf, RolloutsError) for leaf in leaves):
                 raise leaves[0] from None
-            raise  # Ctrl-C, or a bug: neither may hide behind an error that is known
+            raise  # Ctrl-C or a bug must not be replaced by a known error
 
     @property
     def suspended(self) -> dict[tuple[int, ...], SuspendedEpisode]:
-        """What a checkpoint can keep of those that wait at the gate, by (group, rollout)."""
+        """Suspended episodes that a checkpoint can store, by (group, rollout)."""
         return {order: engine.suspended for order, engine in self._engines.items() if engine.suspended is not None}
 
     def add(self, jobs: Iterable[Job]) -> None:
-        """More to play, after what waits already."""
+        """Add jobs to the end of the queue."""
         self._queue.extend(jobs)
         self._fill()
 
     def open(self) -> None:
-        """Let them play: those at the gate and those that have not begun, by their order."""
+        """Open the gate. Waiting episodes and new jobs play in their order."""
         self.is_closed = False
-        self._queue.sort(key=lambda who: who.order)
+        self._queue.sort(key=lambda entry: entry.order)
         self._fill()
 
     async def pause(self) -> None:
-        """Shut, and have the engine give back the replies that are under way.
+        """Close the pool, and make the engine return unfinished replies.
 
-        An engine that cannot abort is waited for until it has finished them (the episodes' deadlines bound that); one
-        that is asked to, and does not, loses what it has of them.
+        If the engine cannot abort, wait until the replies are finished; the deadlines of the episodes limit this. If an
+        engine does not return a reply in time, the tokens of this reply are lost.
         """
         self.is_closed = True
-        for turn in self._successors.values():  # they have not begun: the reward of their predecessor is being asked
+        for turn in self._successors.values():  # they have not begun: their predecessor's reward is still running
             self.inference.close_session(turn.session)
-            self._queue.append(turn.who)
+            self._queue.append(turn.entry)
         self._successors.clear()
         generating = [engine for engine in self._engines.values() if not engine.idle.is_set()]
         if not generating or not self.inference.capabilities.aborts:
@@ -144,11 +155,11 @@ class EpisodePool:
     async def _abort(self, engine: SuspendableEngine) -> None:
         try:
             await cast(CanAbort, self.inference).abort(engine.session)
-        except InferenceError:  # what it has of this reply is lost; the episode resumes before it
+        except InferenceError:  # the tokens of this reply are lost; the episode continues before it
             engine.cancel_request()
 
     async def finished(self) -> None:
-        """Until everything that was added is over."""
+        """Wait until all jobs are finished."""
         while self._queue or self._engines or self._playing:
             self._idle = trio.Event()
             await self._idle.wait()
@@ -156,13 +167,13 @@ class EpisodePool:
     # --- the turn gate ------------------------------------------------------------------------------------------------
 
     async def wait(self, engine: SuspendableEngine) -> None:
-        """Until it is this engine's turn."""
+        """Wait until this episode may play."""
         if engine.has_turn:
             engine.has_turn = False
             self._playing -= 1
         event = self._turns[engine] = trio.Event()
         self._queue.append(engine)
-        self._queue.sort(key=lambda who: who.order)
+        self._queue.sort(key=lambda entry: entry.order)
         self._fill()
         try:
             await event.wait()
@@ -172,7 +183,7 @@ class EpisodePool:
                 self._queue.remove(engine)
 
     def leave(self, engine: SuspendableEngine) -> None:
-        """Its successor's session is opened before its own is closed."""
+        """Open the session of the successor, before the episode closes its own."""
         if engine.has_turn and (turn := self._next()) is not None:
             self._successors[engine] = turn
 
@@ -181,24 +192,24 @@ class EpisodePool:
     def _next(self) -> _Turn | None:
         if self.is_closed or not self._queue:
             return None
-        who = self._queue.pop(0)
-        return _Turn(who, self.inference.open_session(who.order))
+        entry = self._queue.pop(0)
+        return _Turn(entry, self.inference.open_session(entry.order))
 
     def _fill(self) -> None:
-        """Give turns while there are any; every session is open before the first of these tasks runs."""
+        """Start turns up to the limit. Every session is open before any of these tasks runs."""
         while self._playing < self.concurrency and (turn := self._next()) is not None:
             self._start(turn)
 
     def _start(self, turn: _Turn) -> None:
-        who, session = turn
-        if isinstance(who, Job):
+        entry, session = turn
+        if isinstance(entry, Job):
             self._playing += 1
-            self.nursery.start_soon(self._work, who, session)
-        elif who in self._turns:
+            self.nursery.start_soon(self._work, entry, session)
+        elif entry in self._turns:
             self._playing += 1
-            who.session, who.has_turn = session, True
-            self._turns[who].set()
-        else:  # it was cancelled while its predecessor's reward was asked
+            entry.session, entry.has_turn = session, True
+            self._turns[entry].set()
+        else:  # it was cancelled while its predecessor's reward ran
             self.inference.close_session(session)
             self._fill()
 
@@ -206,7 +217,7 @@ class EpisodePool:
         engine = self._engines[job.order] = SuspendableEngine(self.inference, self, job.order, session, job.suspended)
         try:
             seconds = self.failures.pause_before(job.order)
-            if seconds and not self.inference.capabilities.in_process:  # an engine in this process cannot be away
+            if seconds and not self.inference.capabilities.in_process:  # an engine in this process needs no recovery
                 await trio.sleep(seconds)
             outcome = await self.play(job, session, engine)
             engine.close_session(session)
@@ -218,7 +229,7 @@ class EpisodePool:
             raise
         finally:
             del self._engines[job.order]
-        if kept is None:  # it is played again, from its first turn
+        if kept is None:  # a retry, from the first turn
             self._queue.insert(0, job._replace(suspended=None))
         else:
             self.on_end(job, kept)
@@ -240,11 +251,15 @@ async def run_episodes(
     failures: Failures | None = None,
     on_end: OnEnd | None = None,
 ) -> list[Episode]:
-    """Play every job; the result has the order of `jobs`. `failures` and `on_end` as in the pool
-    (None: no episode is played again, and none fails the run).
+    """Play every job. The results have the order of `jobs`.
 
-    Cancellation ends all episodes (each closes its environment under its own deadline) and returns nothing. A
-    RolloutsError that `play` raises ends them too, and is raised as it is; several give the first one.
+    If cancelled, all episodes end (each closes its environment, under its own deadline) and nothing is returned. A
+    RolloutsError from `play` also ends them, and is raised (the first one, if there are several).
+
+    Args:
+        concurrency: how many episodes play at once
+        failures: as for EpisodePool; None: an episode is never retried, and failures do not end the run
+        on_end: called with each finished job and its episode
     """
     episodes: dict[tuple[int, int], Episode] = {}
 

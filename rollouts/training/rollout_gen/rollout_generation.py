@@ -1,8 +1,8 @@
-"""Batches from a function of one's own, without a manager: a generator, and its deprecated form as an object.
+"""Batches from a `generate_fn`, without a manager: a generator, and a deprecated class.
 
     batches = generate_rollout_batches(buffer, RolloutConfig(batch_size=4, generate_fn=my_fn))
 
-`user_functions` says what the functions are given and return. Left out: several groups side by side (`manager`).
+`user_functions` describes the functions. Not here: concurrent groups (`manager`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import trio
 
 from rollouts.author_code import authors_code, unwrapped
+from rollouts.error_log import report
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.rollout_gen.groups import drop_reason
@@ -28,11 +29,10 @@ from rollouts.types import Sample
 def generate_rollout_batches(
     data_buffer: DataBuffer, config: RolloutConfig, **rollout_kwargs: Any
 ) -> Iterator[RolloutBatch]:
-    """Batches without end; `rollout_kwargs` are given to `config.generate_fn`.
+    """Yield batches without end. `rollout_kwargs` are passed to `config.generate_fn`.
 
-    Each is made of the next `batch_size` prompts, less what the filter drops. Outside of trio's loop only.
-
-    Raises ConfigError where the configuration asks for what only AsyncRolloutManager does.
+    Each batch has the next `batch_size` prompts, without the groups that the filter drops. Do not use it inside of a
+    trio program. Raises ConfigError if the configuration needs AsyncRolloutManager.
     """
     if config.generate_fn is None:
         raise ConfigError("generate_rollout_batches needs a generate_fn: RolloutConfig(..., generate_fn=my_function)")
@@ -55,9 +55,9 @@ def _batches(data_buffer: DataBuffer, config: RolloutConfig, generate: Callable[
 
 
 def apply_sample_transforms(samples: Sequence[Sample], config: RolloutConfig) -> list[Sample]:
-    """The samples with their rewards (`reward_fn`), less the groups that `filter_fn` drops.
+    """Set the samples' rewards with `reward_fn`, and remove the groups that `filter_fn` drops.
 
-    Samples of one `group_index` are a group; one that has none is a group by itself.
+    Samples with the same `group_index` are a group. A sample without one is a group of its own.
     """
     rewarded = list(samples)
     if config.reward_fn is not None:
@@ -66,8 +66,8 @@ def apply_sample_transforms(samples: Sequence[Sample], config: RolloutConfig) ->
         return rewarded
     groups: dict[object, list[Sample]] = {}
     for position, sample in enumerate(rewarded):
-        alone = ("alone", position)
-        groups.setdefault(alone if sample.group_index is None else sample.group_index, []).append(sample)
+        key = ("single", position) if sample.group_index is None else sample.group_index
+        groups.setdefault(key, []).append(sample)
     name = name_of(config.filter_fn)
     kept = [group for group in groups.values() if drop_reason(name, _call(config.filter_fn, group)) is None]
     return [sample for group in kept for sample in group]
@@ -78,13 +78,14 @@ def _reward(reward_fn: Callable[..., Any], sample: Sample) -> float | None:
         returned = _call(reward_fn, sample)
     except RolloutsError:
         raise
-    except Exception:  # the author's code may raise anything: it could not judge
+    except Exception as error:  # a reward that raises could not judge
+        report(error, "reward_fn")
         return None
     return score_of(returned).value
 
 
 def _call(function: Callable[..., Any], *args: Any) -> Any:
-    """Call it, in a loop of its own where it is a coroutine function."""
+    """Call the function; a coroutine function runs in a trio loop of its own."""
     with authors_code():
         if inspect.iscoroutinefunction(unwrapped(function)):
             return trio.run(functools.partial(function, *args))
@@ -92,7 +93,7 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
 
 
 class RolloutManager:
-    """Deprecated: `generate_rollout_batches` as an object that can be iterated over."""
+    """Deprecated: `generate_rollout_batches` as a class with a saved state."""
 
     def __init__(self, data_buffer: DataBuffer, config: RolloutConfig, **rollout_kwargs: Any) -> None:
         warnings.warn(
@@ -116,10 +117,10 @@ class RolloutManager:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of its data buffer, and how many batches there were."""
+        """The state of the data buffer, and the number of batches so far."""
         return {"data_buffer": self.data_buffer.state_dict(), "step_id": self.step_id}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from there."""
+        """Continue from a saved state."""
         self.data_buffer.load_state_dict(state["data_buffer"])
         self.step_id = state["step_id"]

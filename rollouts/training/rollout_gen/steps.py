@@ -1,5 +1,6 @@
-"""What AsyncRolloutManager is given and what it gives: RolloutConfig, RolloutStep, RolloutStatistics; and the rows of a
-step as a RolloutBatch. Plain data, and pure functions from samples to batches.
+"""AsyncRolloutManager's configuration and results: RolloutConfig, RolloutStep, RolloutStatistics, RolloutBatch.
+
+Plain data, and pure functions.
 """
 
 from __future__ import annotations
@@ -16,15 +17,20 @@ from rollouts.types import Sample
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """How many prompts a step, how many rollouts each, and what is done so that a step does not wait for the slowest.
+    """How many prompts and rollouts a step has, and what it does with slow and dropped groups.
 
-    `over_sampling_factor` f: ceil(batch_size * f) groups are in flight, the step ends when `batch_size` of them are
-    complete, and the others continue in the next one. `refill`: groups that a filter drops are replaced, in at most
-    `refills_max` rounds (dynamic sampling as DAPO does it). `concurrency` episodes play at once. `staleness` steps are
-    prefetched: played while an earlier one is trained on.
-
-    `generate_fn(prompts)` makes the samples itself, for one group at a time, in at most `generate_seconds`;
-    `reward_fn(sample)` gives them their reward; `filter_fn(samples)` sees a group. See `user_functions`.
+    Args:
+        batch_size: groups of a step
+        n_samples_per_prompt: rollouts of a group
+        over_sampling_factor: ceil(batch_size * factor) groups are in flight. The step ends when `batch_size` of them
+            are complete; the others continue in the next step
+        generate_fn: generate_fn(prompts) makes the samples of one group. See `user_functions`
+        reward_fn: reward_fn(sample) returns the reward
+        filter_fn: filter_fn(samples) decides about a group
+        concurrency: how many episodes play at once
+        refill: replace groups that a filter drops, in at most `refills_max` rounds (dynamic sampling of DAPO)
+        generate_seconds: deadline of a call of `generate_fn`
+        staleness: how many steps are prefetched while an earlier one is trained
     """
 
     batch_size: int
@@ -45,23 +51,23 @@ class RolloutConfig:
         assert self.staleness >= 0, f"staleness must be >= 0, got {self.staleness}"
         factor = self.over_sampling_factor
         if not 1 <= factor < math.inf:
-            raise ConfigError(f"over_sampling_factor {factor}: expected 1 (what a step needs) or more, such as 1.5")
+            raise ConfigError(f"over_sampling_factor {factor}: expected 1 or more, such as 1.5")
 
     @property
     def in_rounds(self) -> bool:
-        """Whether a step waits for everything that it has begun, so that one seed is one result."""
+        """Whether a step waits for all of its groups. Then a seed determines the result."""
         return self.over_sampling_factor == 1
 
     def in_flight(self, groups: int) -> int:
-        """How many groups are in flight where so many are wanted."""
+        """How many groups are in flight if a step needs this many."""
         return math.ceil(groups * self.over_sampling_factor)
 
 
 class RolloutStatistics(NamedTuple):
-    """What became of every group begun so far: begun = kept + dropped + carried + in_flight.
+    """How many groups there are of each kind: begun = kept + dropped + carried + in_flight.
 
-    `kept` and `dropped` groups were handed out; `in_flight` ones are being played for the present step, `carried` ones
-    wait, between two steps, for the next one.
+    `kept` and `dropped` groups were returned. `in_flight` groups are being played for the current step. `carried`
+    groups wait for the next step.
     """
 
     begun: int
@@ -73,8 +79,10 @@ class RolloutStatistics(NamedTuple):
 
 @dataclass
 class RolloutBatch:
-    """Rows of training: `tokens` and `loss_masks` [row][L], `rewards` [row] (NaN: not judged), `response_lengths` [row]
-    (trained tokens), and what is known besides.
+    """Rows for training, and metadata.
+
+    `tokens` and `loss_masks` are [row][L]; `rewards` [row] (NaN: not judged); `response_lengths` [row] are the numbers
+    of trained tokens.
     """
 
     tokens: list[list[int]]
@@ -85,10 +93,10 @@ class RolloutBatch:
 
 
 class RolloutStep(RolloutBatch):
-    """One step's groups, dropped ones included, by their numbers, and the seconds that it took to play them.
+    """The groups of one step, by number and with dropped ones, and the seconds that it took to play them.
 
-    It is a RolloutBatch too: the rows of the groups that were kept, made when they are asked for. `metrics` say what
-    over-sampling and refilling did; empty where neither is on.
+    The fields of RolloutBatch are the rows of the kept groups. They are computed on first use. `metrics` describe
+    over-sampling and refilling; empty if neither is on.
     """
 
     def __init__(
@@ -108,7 +116,7 @@ class RolloutStep(RolloutBatch):
 
     @property
     def kept(self) -> list[Group]:
-        """The groups that no filter dropped."""
+        """The groups that are trained: no filter dropped them."""
         return [group for group in self.groups if group.dropped is None]
 
     def __getattr__(self, name: str) -> Any:
@@ -119,14 +127,14 @@ class RolloutStep(RolloutBatch):
 
 
 def convert_to_batch(samples: Sequence[Sample], epoch_id: int, step_id: int) -> RolloutBatch:
-    """The samples as one batch, a row each."""
+    """Make a batch with one row for each sample."""
     tokens, loss_masks, rewards = extract_sample_fields(samples)
     metadata = build_batch_metadata(samples, epoch_id, step_id)
     return RolloutBatch(tokens, loss_masks, rewards, compute_response_lengths(loss_masks), metadata)
 
 
 def extract_sample_fields(samples: Sequence[Sample]) -> tuple[list[list[int]], list[list[float]], list[float]]:
-    """Tokens, loss masks and rewards (NaN: not judged), a row a sample.
+    """Tokens, loss masks and rewards (NaN: not judged) of each sample.
 
     >>> extract_sample_fields([Sample(tokens=[1, 2], loss_mask=[0.0, 1.0], reward=0.5)])
     ([[1, 2]], [[0.0, 1.0]], [0.5])
@@ -136,7 +144,7 @@ def extract_sample_fields(samples: Sequence[Sample]) -> tuple[list[list[int]], l
 
 
 def compute_response_lengths(loss_masks: Sequence[Sequence[float]]) -> list[int]:
-    """How many tokens of each row are trained.
+    """The number of trained tokens of each row.
 
     >>> compute_response_lengths([[0.0, 1.0, 1.0], [0.0]])
     [2, 0]
@@ -145,8 +153,8 @@ def compute_response_lengths(loss_masks: Sequence[Sequence[float]]) -> list[int]
 
 
 def build_batch_metadata(samples: Sequence[Sample], epoch_id: int, step_id: int) -> dict[str, Any]:
-    """`epoch_id`, `step_id`, `num_samples`; and by row `group_indices`, `statuses`, and each key of the samples' own
-    metadata (None where a sample does not have it).
+    """`epoch_id`, `step_id`, `num_samples`; and for each row `group_indices`, `statuses`, and every key of the samples'
+    metadata (None for samples without it).
 
     >>> build_batch_metadata([Sample(group_index=3, metadata={"correct": True})], 0, 7)["correct"]
     [True]

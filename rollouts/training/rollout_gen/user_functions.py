@@ -1,8 +1,8 @@
-"""The functions that a RolloutConfig may bring: they are called, what they return is checked, and it becomes a group.
+"""Calls the functions of a RolloutConfig, checks what they return, and makes groups of it.
 
-`generate_fn(prompts)` gives one Sample a prompt; `reward_fn(sample)` its reward, or None where it cannot judge;
-`filter_fn(samples)` sees the samples of one prompt and gives True to keep them, False or a reason to drop them. Each
-may be a plain function or a coroutine function.
+`generate_fn(prompts)` returns one Sample for each prompt. `reward_fn(sample)` returns the reward, or None if it cannot
+judge. `filter_fn(samples)` gets the samples of one prompt, and returns True to keep them, or False or a reason to drop
+them. Each is a plain function or a coroutine function.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import trio
 
 from rollouts.env import calls
 from rollouts.env.mixing import mix, read_verdict
+from rollouts.error_log import report
 from rollouts.errors import RolloutsError, RunError, words_of
 from rollouts.training.rollout_gen.groups import Group, drop_reason, group_samples
 from rollouts.training.rollout_gen.steps import RolloutConfig
@@ -24,9 +25,10 @@ from rollouts.types import Episode, Message, Sample, Score, Segment, Status, Tas
 
 
 async def generate(config: RolloutConfig, task: Task, version: int | None) -> list[Sample]:
-    """One group by `generate_fn`; samples with logprobs and without versions are of `version` (None: unknown).
+    """Make one group with `generate_fn`. Samples with logprobs and without versions get `version` (None: unknown).
 
-    Where the function raises or takes too long, its samples have failed. Raises RunError for what are no samples.
+    If the function raises or takes too long, the samples have failed. Raises RunError if it returns anything but
+    samples.
     """
     assert config.generate_fn is not None, "checked when the manager was made"
     count, seconds = config.n_samples_per_prompt, config.generate_seconds
@@ -37,20 +39,20 @@ async def generate(config: RolloutConfig, task: Task, version: int | None) -> li
         status, why = Status.TIMEOUT, f"generate_fn took longer than {seconds:g} seconds"
     except RolloutsError:
         raise
-    except Exception as error:  # the author's code may raise anything
-        status, why = Status.ENVIRONMENT_ERROR, f"generate_fn: {words_of(error)}"
+    except Exception as error:  # generate_fn may raise anything
+        status, why = Status.ENVIRONMENT_ERROR, f"generate_fn: {report(error, 'generate_fn')}"
     else:
         return [_stamped(sample, version) for sample in check_samples(returned, count)]
     return [Sample(task.prompt, reward=None, status=status, metadata={"error": why}) for _ in range(count)]
 
 
 def bare_prompt(task: Task) -> Any:
-    """What `generate_fn` is given: the prompt alone where the task is nothing else, as it was put into the buffer."""
+    """The input of `generate_fn`: the plain prompt if the task has nothing else, as it was put into the buffer."""
     return task.prompt if task == Task(task.prompt) else task
 
 
 def check_samples(returned: Any, count: int) -> list[Sample]:
-    """What `generate_fn` returned, checked. Raises RunError."""
+    """Check what `generate_fn` returned. Raises RunError."""
     samples = list(returned) if isinstance(returned, Sequence) else None
     if samples is None or len(samples) != count or not all(isinstance(sample, Sample) for sample in samples):
         shown = type(returned).__name__
@@ -72,13 +74,13 @@ def _stamped(sample: Sample, version: int | None) -> Sample:
 
 
 def sample_group(number: int, task: Task, samples: Sequence[Sample]) -> Group:
-    """The samples of one task as a group."""
+    """Make a group of the samples of one task."""
     episodes = [sample_episode(sample, task, (number, index)) for index, sample in enumerate(samples)]
     return Group(number, task, tuple(episodes), samples=tuple(samples))
 
 
 def sample_episode(sample: Sample, task: Task, order: tuple[int, int]) -> Episode:
-    """A sample as an episode. One that does not say how it ended was completed."""
+    """Make an episode of a sample. A sample without a final status is completed."""
     status = Status.COMPLETED if sample.status is Status.PENDING else sample.status
     segments = []
     if sample.rollout_log_probs is not None:
@@ -86,18 +88,19 @@ def sample_episode(sample: Sample, task: Task, order: tuple[int, int]) -> Episod
         mask, logprobs = list(sample.loss_mask), list(sample.rollout_log_probs)
         segments = [Segment(list(sample.tokens), mask, logprobs, list(versions))]
     messages = [*task.messages, Message("assistant", sample.response)]
-    trajectory = Trajectory(task, messages, segments, status, {"turns": 1.0})
+    trajectory = Trajectory(task, messages, segments, status)
+    trajectory.metrics["turns"] = 1.0
     score = Score(None if status.is_infrastructure else sample.reward, dict(sample.parts))
-    return Episode(order, task, [trajectory], score, {"turns": 1.0})
+    return Episode(order, task, [trajectory], score, dict(trajectory.metrics))
 
 
 def score_of(returned: Any) -> Score:
-    """What `reward_fn` returned, as a score. Raises RewardError for what is no reward."""
+    """Turn the result of `reward_fn` into a score. Raises RewardError if it is not a reward."""
     return mix([read_verdict("reward_fn", 1.0, returned)])
 
 
 async def reward_group(group: Group, reward_fn: Callable[..., Any]) -> Group:
-    """The group with the scores that `reward_fn` gives; rollouts that the infrastructure failed keep theirs (None)."""
+    """Return the group with the scores of `reward_fn`. After an infrastructure failure, the score stays None."""
     episodes = []
     for index, episode in enumerate(group.episodes):
         samples = [group.samples[index]] if group.samples else episode_samples(episode, 0, 0)
@@ -106,25 +109,25 @@ async def reward_group(group: Group, reward_fn: Callable[..., Any]) -> Group:
                 score = await calls.call(reward_fn, samples[-1], convert=score_of)
             except RolloutsError:
                 raise
-            except Exception as error:  # the author's code may raise anything
-                score = Score(None, {"reward_fn": None}, f"reward_fn could not judge: {words_of(error)}")
+            except Exception as error:  # reward_fn may raise anything
+                score = Score(None, {"reward_fn": None}, f"reward_fn could not judge: {report(error, 'reward_fn')}")
             episode = episode._replace(score=score)
         episodes.append(episode)
     return group._replace(episodes=tuple(episodes))
 
 
 async def filter_group_by(filter_fn: Callable[..., Any], group: Group) -> Group:
-    """The group, with `dropped` set where `filter_fn` refuses it. Raises RunError where that raises."""
+    """Return the group, with `dropped` set if `filter_fn` drops it. Raises RunError if the function raises."""
     name = name_of(filter_fn)
     try:
         returned = await calls.call(filter_fn, group_samples([group]))
     except RolloutsError:
         raise
-    except Exception as error:  # the author's code may raise anything
+    except Exception as error:  # filter_fn may raise anything
         raise RunError(f"the filter {name} raised {words_of(error)}") from error
     return group._replace(dropped=drop_reason(name, returned))
 
 
 def name_of(function: Any) -> str:
-    """A function's name, for people."""
+    """A function's name, for messages."""
     return getattr(function, "__name__", None) or type(function).__name__

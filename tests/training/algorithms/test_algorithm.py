@@ -95,7 +95,7 @@ def test_what_a_run_cannot_give_is_refused(name, words):
 def test_parts_that_do_not_go_together_are_refused():
     checks.check_composition(GRPO, 8)
     checks.check_composition(DPO, 2)
-    with pytest.raises(ConfigError, match="takes 2 or more of them"):
+    with pytest.raises(ConfigError, match="needs 2 or more of them"):
         checks.check_composition(DPO, 1)
     with pytest.raises(ConfigError, match="--aggregation token_mean: pairs need pair_mean"):
         checks.check_composition(DPO._replace(aggregation="token_mean"))
@@ -198,9 +198,9 @@ def test_one_value_a_pair_is_expected_where_the_aggregation_says_so():
     available = {"logprobs": torch.ones(3), "pair_index": pairs}
     found = evaluate_algorithm(algorithm, available, torch.ones(3), unit="pair")
     assert found.values.tolist() == [2.0, 1.0]
-    with pytest.raises(TrainingError, match=r"per_pair returned shape \[2\]; it has to return one value a token"):
+    with pytest.raises(TrainingError, match=r"per_pair returned shape \[2\]; expected one value per token"):
         evaluate_algorithm(algorithm, available, torch.ones(3))
-    with pytest.raises(TrainingError, match=r"returned shape \[3\]; it has to return one value a pair, shape \[2\]"):
+    with pytest.raises(TrainingError, match=r"returned shape \[3\]; expected one value per pair, shape \[2\]"):
         evaluate_algorithm(GRPO._replace(terms=(Term(entropy_bonus),)), available | {"entropy": torch.ones(3)},
                            torch.ones(3), unit="pair")  # fmt: skip
 
@@ -253,5 +253,5 @@ def test_an_aggregation_of_ones_own():
 
     found = aggregate(longest_half, Masks([[0.0, 1.0]], [0], [0]))
     assert found.weights == [[0.0, 2.0]] and found.denominator == 3.0 and found.unit == "token"
-    with pytest.raises(TrainingError, match="aggregation <lambda> returned list; it has to return TokenWeights"):
+    with pytest.raises(TrainingError, match="aggregation <lambda> returned list; expected TokenWeights"):
         aggregate(lambda masks: list(masks), Masks([[0.0, 1.0]], [0], [0]))

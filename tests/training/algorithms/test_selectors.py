@@ -101,7 +101,7 @@ def test_the_caller_names_who_is_at_fault():
         return rewards > level["x"]
 
     given = {"lengths": [1, 1], "step": 0}
-    with pytest.raises(TrainingError, match=r"rollout selector positions got 2 rewards .* 2 bools, one a rollout"):
+    with pytest.raises(TrainingError, match=r"rollout selector positions got 2 rewards .* 2 bools, one per rollout"):
         selected(positions, [1.0, 0.0], [True, True], **given)
     with pytest.raises(TrainingError, match=r"rollout selector short got 2 rewards and returned shape \(1,\)"):
         selected(short, [1.0, 0.0], [True, True], **given)

@@ -1,0 +1,189 @@
+"""Whether the steps of a run can teach the model anything, and the reason if they cannot.
+
+`why_nothing` and `broken_tools` look at one step and keep nothing. `LearningCheck` counts the steps in a row in which
+the same thing is wrong: it warns once after `STEPS_MAX` of them, and says at the end what was wrong until then.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rollouts.config.settings import Settings
+from rollouts.training.algorithms.advantages import SPREAD_MIN
+from rollouts.training.algorithms.algorithm import Algorithm, function_label, needs, requests
+from rollouts.training.algorithms.checks import ONE_SAMPLE, compares_groups
+from rollouts.training.rollout_gen.groups import Group
+from rollouts.types import Episode, Status
+
+STEPS_MAX = 8
+"""After so many steps in a row in which nothing is learned, the user gets a note."""
+
+NOTHING = "nothing"
+"""The topic of `LearningCheck` for the step as a whole. The others are the names of tools."""
+
+
+@dataclass
+class LearningCheck:
+    """Counts, for each topic, the steps in a row in which something was wrong. `warn` gets one note for each topic."""
+
+    warn: Callable[[str], None]
+    _steps: int = 0
+    _streaks: dict[str, int] = field(default_factory=dict)
+    _words: dict[str, str] = field(default_factory=dict)
+    _has_warned: set[str] = field(default_factory=set)
+
+    def see(self, found: Mapping[str, str]) -> None:
+        """Add one step: for each topic what was wrong with it, empty if nothing was. A topic that is absent keeps its
+        count: a tool that was not called, for example.
+        """
+        self._steps += 1
+        for topic, words in found.items():
+            self._streaks[topic] = self._streaks.get(topic, 0) + 1 if words else 0
+            self._words[topic] = words
+            if self._streaks[topic] >= STEPS_MAX and topic not in self._has_warned:
+                self._has_warned.add(topic)
+                self.warn(self._sentence(topic))
+
+    def at_the_end(self) -> list[str]:
+        """One sentence for each topic that was wrong in the last steps, `STEPS_MAX` of them or all that there were."""
+        least = max(1, min(STEPS_MAX, self._steps))
+        return [self._sentence(topic) for topic, streak in self._streaks.items() if streak >= least]
+
+    def _sentence(self, topic: str) -> str:
+        count, words = self._streaks[topic], self._words[topic]
+        if topic != NOTHING:
+            return words
+        steps = "the last step" if count == 1 else f"the last {count} steps"
+        return f"nothing was learned in {steps}: {words}"
+
+
+def findings(
+    groups: Sequence[Group],
+    advantages: Sequence[float],
+    metrics: Mapping[str, float],
+    algorithm: Algorithm,
+    settings: Settings,
+) -> dict[str, str]:
+    """What is wrong with one step of mode rl, by topic, for `LearningCheck.see`. `advantages` [N] are the mean
+    advantages of the kept groups' rollouts.
+    """
+    return {NOTHING: why_nothing(groups, advantages, metrics, algorithm, settings), **broken_tools(groups)}
+
+
+def why_nothing_demonstrated(metrics: Mapping[str, float]) -> str:
+    """Why a step of mode sft taught nothing; empty if it taught something.
+
+    >>> why_nothing_demonstrated({"optim/lr": 0.0, "optim/grad_norm": 1.0})
+    'the learning rate is 0'
+    """
+    if metrics.get("optim/lr") == 0:
+        return "the learning rate is 0"
+    if metrics.get("optim/skipped") == 1 and metrics.get("optim/grad_norm") == 0:
+        return "no token of the demonstrations is trained on: the loss mask is 0 everywhere"
+    return "the gradient is 0" if metrics.get("optim/grad_norm") == 0 else ""
+
+
+def why_nothing(
+    groups: Sequence[Group],
+    advantages: Sequence[float],
+    metrics: Mapping[str, float],
+    algorithm: Algorithm,
+    settings: Settings,
+) -> str:
+    """Why a step of mode rl taught nothing; empty if it taught something. Arguments are those of `findings`."""
+    if metrics.get("optim/lr") == 0:
+        return "the learning rate is 0"
+    uses_advantages = algorithm.pairs is None and "advantages" in needs(algorithm)
+    has_advantage = any(abs(advantage) > SPREAD_MIN for advantage in advantages)
+    if has_advantage if uses_advantages else metrics.get("optim/grad_norm", 1.0) != 0:
+        return ""
+    of_rewards = uses_advantages and "rewards" in requests(algorithm.advantage, "advantages")
+    flat = why_flat(groups) if of_rewards or algorithm.pairs is not None else ""
+    dropped = Counter(group.dropped for group in groups if group.dropped is not None)
+    if len(groups) == dropped.total():
+        filtered = f"the filters dropped every group ({', '.join(dropped)})"
+        return f"{flat}, and {filtered}" if flat else filtered
+    kept = [group for group in groups if group.dropped is None]
+    played = [each for group in kept for each in group.episodes if not each.status.is_infrastructure]
+    if played and all(episode.status is Status.TRUNCATED for episode in played):
+        return _why_truncated(played, settings)
+    if compares_groups(algorithm) and settings.samples_per_prompt == 1:
+        return ONE_SAMPLE
+    if flat:
+        return flat
+    if metrics.get("staleness/dropped") and metrics.get("optim/skipped") == 1:
+        return f"all tokens are older than --staleness {settings.staleness} allows: raise it"
+    if algorithm.select is not None and metrics.get("optim/skipped") == 1:
+        return f"--select {function_label(algorithm.select)} chose no rollout"
+    if algorithm.pairs is not None:
+        return f"--pairs {function_label(algorithm.pairs)} found nothing to compare"
+    if uses_advantages:
+        return f"all advantages of {function_label(algorithm.advantage)} are 0 for the tokens that are trained on"
+    return "the gradient is 0"
+
+
+def why_flat(groups: Iterable[Group]) -> str:
+    """Which reward is flat, and its value: all rollouts of each group have the same. Empty if the rewards of a group
+    differ, or if there are none.
+    """
+    judged = [[each for each in group.episodes if each.score.value is not None] for group in groups]
+    values = [[each.score.value or 0.0 for each in episodes] for episodes in judged if episodes]
+    if not values or any(_spread(own) > SPREAD_MIN for own in values):
+        return ""
+    together = [value for own in values for value in own]
+    episodes = [episode for own in judged for episode in own]
+    if _spread(together) > SPREAD_MIN:
+        low, high = min(together), max(together)
+        return (
+            f"the reward is flat in each group: the rollouts of one prompt all have the same reward (prompts differ, "
+            f"from {low:.3f} to {high:.3f})"
+        )
+    whys = Counter(episode.score.why.splitlines()[0] for episode in episodes if episode.score.why)
+    why = f" ({whys.most_common(1)[0][0]})" if whys else ""
+    parts = _flat_parts(episodes)
+    if len(parts) == 1:
+        return f"the reward `{parts[0][0]}` is flat: it is {parts[0][1]} in every rollout{why}"
+    of_parts = "; ".join(f"`{name}` is {value}" for name, value in parts)
+    return f"the reward is flat: it is {together[0]:.3f} in every rollout{of_parts and f' ({of_parts})'}{why}"
+
+
+def _flat_parts(episodes: Sequence[Episode]) -> list[tuple[str, str]]:
+    """Each part of the reward with its value in words."""
+    parts = []
+    for name in dict.fromkeys(name for episode in episodes for name in episode.score.parts):
+        values = [value for episode in episodes if (value := episode.score.parts.get(name)) is not None]
+        if not values:
+            parts.append((name, "not judged"))
+        elif _spread(values) > SPREAD_MIN:
+            parts.append((name, f"from {min(values):.3f} to {max(values):.3f}"))
+        else:
+            parts.append((name, f"{values[0]:.3f}"))
+    return parts
+
+
+def _why_truncated(played: Sequence[Episode], settings: Settings) -> str:
+    sampled = [sum(trajectory.sampled_count for trajectory in episode.trajectories) for episode in played]
+    if any(count >= settings.max_tokens for count in sampled):
+        return f"all replies were cut off at --max-tokens {settings.max_tokens}: raise it"
+    reasons = Counter(episode.trajectory.error or "cut off" for episode in played)
+    return f"all replies were cut off: {reasons.most_common(1)[0][0]}"
+
+
+def broken_tools(groups: Iterable[Group]) -> dict[str, str]:
+    """For each tool that was called: why it failed in every call, with the first error; empty if a call went well.
+    Calls with wrong arguments do not count: they are the model's mistakes.
+    """
+    trajectories = [each for group in groups for episode in group.episodes for each in episode.trajectories]
+    errors: dict[str, str] = {}
+    for trajectory in trajectories:
+        errors = trajectory.tool_errors | errors  # the first one of each
+    answers = [message for each in trajectories for message in each.messages if message.role == "tool"]
+    fine = {message.name for message in answers if message.name and not message.text.startswith("Error: ")}
+    failed = {name: f"the tool `{name}` failed in every call: {words}" for name, words in errors.items()}
+    return dict.fromkeys(fine, "") | {name: words for name, words in failed.items() if name not in fine}
+
+
+def _spread(values: Sequence[float]) -> float:
+    return max(values) - min(values)

@@ -1,0 +1,171 @@
+"""An exported model becomes a repository on the Hugging Face Hub, and its folder says how it was trained.
+
+`huggingface_hub` does the upload; it comes with transformers. Its environment variables hold: HF_TOKEN, HF_ENDPOINT,
+HF_HUB_OFFLINE. Left out: writing the model itself (`export`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rollouts.config.files import load_file
+from rollouts.config.resolving import Resolved, resolve, run_settings_file
+from rollouts.errors import ConfigError, RunError, UserError, named
+from rollouts.runs.folder import SUMMARY, read_json
+from rollouts.runs.manifest import MANIFEST
+from rollouts.training.models import BUNDLED
+
+CARD = "README.md"
+_OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_TRAINED = {"sft": "demonstrations (sft)", "rl": "reinforcement (rl)"}
+_MODELS_MAX = 20  # runs that began with each other's models
+
+
+def check_push(name: str) -> None:
+    """Refuse an upload that cannot work, before anything is written. Nothing is asked of the network.
+
+    Raises ConfigError: the name is not one of the hub's, the hub is switched off, or there is no token.
+    """
+    from huggingface_hub import constants, get_token
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise ConfigError(
+            f"--push {name}: {error}\ntype the name as USER/MODEL, such as --push ada/calculator"
+        ) from error
+    if constants.HF_HUB_OFFLINE:
+        variable = next((each for each in _OFFLINE if os.environ.get(each)), _OFFLINE[0])
+        raise ConfigError(
+            f"--push {name}: the variable {variable} is set, so nothing may be sent to the hub\n"
+            f"type: unset {variable}, or leave --push out"
+        )
+    if not get_token():
+        raise ConfigError(
+            f"--push {name}: there is no token for {constants.ENDPOINT}\n"
+            "type: hf auth login, or export HF_TOKEN=... with a token that may write"
+        )
+
+
+def push(folder: Path, name: str, *, is_public: bool = False) -> str:
+    """Upload the folder to the repository `name`, which is made if it does not exist; returns its address.
+
+    A new repository is private unless `is_public`. One that exists keeps its visibility and its other files. Raises
+    RunError where the hub refuses or cannot be reached, and KeyboardInterrupt; both say how to upload the folder, which
+    stays as it is.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    privacy = "--no-private" if is_public else "--private"
+    retry = f"{folder} is complete\nto upload it, type: hf upload {name} {shlex.quote(str(folder))} . {privacy}"
+    api = HfApi()
+    try:
+        repository = api.create_repo(name, private=not is_public, exist_ok=True)
+        api.upload_folder(
+            repo_id=repository.repo_id, folder_path=folder, commit_message="A model trained with rollouts"
+        )
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt(f"interrupted: the upload to {name} is not complete; {retry}") from error
+    except Exception as error:  # its HTTP library raises errors of its own, and so do its helpers
+        raise RunError(f"the upload to {name} failed: {_words_of(error, api.endpoint)}\n{retry}") from error
+    return str(repository)
+
+
+def _words_of(error: Exception, endpoint: str) -> str:
+    """What the hub said, in one line; where its status says what to do, that too."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    said = str(getattr(error, "server_message", None) or "") or named(error).strip().splitlines()[0]
+    if status in (401, 403):
+        return f"{endpoint} refuses the token (status {status}: {said}); see whether it may write there"
+    if status is None:
+        return f"{endpoint} cannot be reached, or broke off ({said})"
+    return f"{endpoint} answered with status {status}: {said}"
+
+
+# --- the model card -------------------------------------------------------------------------------------------------
+
+
+def model_card(checkpoint: Path, title: str) -> str:
+    """What the README.md of an exported model says: its base model, how a run trained it, and the rewards. Empty where
+    no run wrote the checkpoint.
+    """
+    file = run_settings_file(str(checkpoint))
+    if file is None:
+        return ""
+    summary, manifest = read_json(file.parent / SUMMARY), read_json(file.parent / MANIFEST)
+    try:
+        run = resolve(*load_file(file), allow_left_out=True)
+    except UserError as error:  # of another version of rollouts, say
+        facts, base = {"settings": f"they cannot be read ({str(error).splitlines()[0]})"}, ""
+    else:
+        base = _base_model(run)
+        facts = _facts(run, checkpoint, summary, base)
+    head = ["library_name: transformers", "pipeline_tag: text-generation", "tags:", "- rollouts"]
+    head += [f"base_model: {base}"] if _HUB_NAME.fullmatch(base) and not Path(base).exists() else []
+    lines = ["---", *head, "---", "", f"# {title}", "", "A language model that was trained with rollouts.", ""]
+    lines += [*_table("", "", facts), "", *_reward_lines(checkpoint, summary)]
+    versions = {"rollouts": manifest.get("rollouts"), "Python": manifest.get("python")}
+    versions |= manifest.get("distributions") or {}
+    lines += ["## Versions", "", *_table("package", "version", versions)]
+    return "\n".join(lines) + "\n"
+
+
+def _facts(run: Resolved, checkpoint: Path, summary: Mapping[str, Any], base: str) -> dict[str, Any]:
+    settings = run.settings
+    number = re.search(r"step_(\d+)$", checkpoint.name)
+    chosen = {key: " + ".join(each.name for each in run.components[key]) for key in ("env", "loss")}
+    return {
+        "base model": base,
+        "environment": chosen["env"],
+        "trained by": _TRAINED.get(settings.mode, settings.mode),
+        "loss": chosen["loss"],
+        "steps": int(number[1]) if number else summary.get("steps"),
+        "seed": settings.seed,
+    }
+
+
+def _base_model(run: Resolved) -> str:
+    """The model that training began with. Where that is another run's, the one that it began with, and so on."""
+    model = run.settings.model
+    for _ in range(_MODELS_MAX):
+        file = run_settings_file(model)
+        if file is None:
+            break
+        model = str(load_file(file)[0].get("model") or model)
+    return f"{model} (comes with rollouts)" if model in BUNDLED else model
+
+
+def _reward_lines(checkpoint: Path, summary: Mapping[str, Any]) -> Iterator[str]:
+    """The rewards of held-out tasks; "after" only for the checkpoint that they are of."""
+    evaluation = summary.get("evaluation") or {}
+    before, after = evaluation.get("before"), evaluation.get("after")
+    is_last = Path(str(summary.get("checkpoint") or "")).name == checkpoint.name
+    if not before or not after or not is_last:
+        return
+    rows = [("reward, sampled", "reward_mean"), ("reward, greedy", "greedy_mean")]
+    shown = [(label, _number(before.get(key)), _number(after.get(key))) for label, key in rows]
+    parts = before.get("parts") or {}
+    shown += [(part, _number(parts.get(part)), _number(value)) for part, value in (after.get("parts") or {}).items()]
+    yield from ("## Rewards", "", f"On {after.get('tasks')} held-out tasks:", "")
+    yield from ("| | before | after |", "|---|---:|---:|", *(f"| {' | '.join(row)} |" for row in shown), "")
+
+
+def _table(first: str, second: str, rows: Mapping[str, Any]) -> list[str]:
+    shown = [f"| {key} | {value} |" for key, value in rows.items() if value is not None]
+    return [f"| {first} | {second} |", "|---|---|", *shown]
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"

@@ -1,0 +1,186 @@
+"""An exported model says how it was trained, and is uploaded whole or kept; the hub here is on loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from runs.fake_hub import TOKEN, FakeHub
+
+from rollouts.runs.publish import model_card
+
+EVALUATION = {"reward_mean": 0.25, "greedy_mean": None, "parts": {"correct": 0.25}, "tasks": 8, "judged": 8}
+PUSH = """
+import sys
+from pathlib import Path
+from rollouts.errors import RolloutsError
+from rollouts.runs.publish import check_push, push
+try:
+    check_push(sys.argv[2])
+    print(push(Path(sys.argv[1]), sys.argv[2], is_public="--public" in sys.argv))
+except RolloutsError as error:
+    print(error, file=sys.stderr)
+    sys.exit(error.exit_code)
+except KeyboardInterrupt as error:
+    print(error, file=sys.stderr)
+    sys.exit(130)
+"""
+
+
+@pytest.fixture
+def hub():
+    with FakeHub() as made:
+        yield made
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "a model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(bytes(range(256)) * 40)
+    (folder / "config.json").write_text("{}")
+    (folder / "README.md").write_text("---\nlibrary_name: transformers\n---\n")
+    return folder
+
+
+def environment(hub_url, tmp_path, token=TOKEN, offline=""):
+    """What huggingface_hub reads when it is imported; none of it is this machine's own."""
+    own = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "TRANSFORMERS_", "HUGGING"))}
+    given = {"HF_ENDPOINT": hub_url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": token}
+    return own | given | {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": offline}
+
+
+def push(folder, name, env, *flags):
+    command = [sys.executable, "-c", PUSH, str(folder), name, *flags]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_a_folder_is_uploaded_whole_to_a_private_repository(hub, model, tmp_path):
+    env = environment(hub.url, tmp_path)
+    done = push(model, "ada/first", env)
+    assert (done.returncode, done.stdout) == (0, f"{hub.url}/ada/first\n"), done.stderr
+    (made,) = hub.repositories.values()
+    assert made["private"]
+    assert made["files"] == {file.name: file.read_bytes() for file in model.iterdir()}
+    (model / "config.json").write_text('{"a": 1}')
+    again = push(model, "ada/first", env, "--public")  # it exists: its visibility stays
+    assert again.returncode == 0, again.stderr
+    assert made["private"]
+    assert made["files"]["config.json"] == b'{"a": 1}'
+
+
+def test_a_new_repository_is_public_if_you_ask_for_it(hub, model, tmp_path):
+    assert push(model, "open", environment(hub.url, tmp_path), "--public").returncode == 0
+    assert not hub.repositories["ada/open"]["private"]
+
+
+@pytest.mark.parametrize(
+    ("name", "token", "offline", "words"),
+    [
+        ("a/b/c", TOKEN, "", "type the name as USER/MODEL"),
+        ("ada/first", "", "", "type: hf auth login, or export HF_TOKEN="),
+        ("ada/first", TOKEN, "1", "type: unset HF_HUB_OFFLINE, or leave --push out"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_sent(hub, model, tmp_path, name, token, offline, words):
+    done = push(model, name, environment(hub.url, tmp_path, token, offline))
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert hub.repositories == {}
+
+
+@pytest.mark.parametrize(
+    ("fails", "status", "token", "words"),
+    [
+        ("", 0, "hf_wrong", "refuses the token (status 401"),
+        ("/api/repos/create", 403, TOKEN, "refuses the token (status 403"),
+        ("/commit/", 400, TOKEN, "answered with status 400"),
+    ],
+)
+def test_a_failed_upload_says_why_and_how_to_retry(hub, model, tmp_path, fails, status, token, words):
+    hub.fails, hub.status = fails, status
+    before = {file.name: file.read_bytes() for file in model.iterdir()}
+    done = push(model, "ada/first", environment(hub.url, tmp_path, token))
+    assert done.returncode == 1, done.stderr
+    assert words in done.stderr
+    assert f"type: hf upload ada/first '{model}' . --private" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert {file.name: file.read_bytes() for file in model.iterdir()} == before
+
+
+def test_a_hub_that_is_not_there(model, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    done = push(model, "ada/first", environment(url, tmp_path))
+    assert done.returncode == 1
+    assert f"{url} cannot be reached" in done.stderr
+    assert "hf upload ada/first" in done.stderr
+
+
+# --- the model card ---------------------------------------------------------------------------------------------------
+
+
+def run_folder(path: Path, config: str, step: int = 10, **summary) -> Path:
+    """A run's folder as far as a model card reads it; returns its checkpoint."""
+    checkpoint = path / "checkpoints" / f"step_{step:06d}"
+    checkpoint.mkdir(parents=True)
+    (path / "config.toml").write_text(config)
+    (path / "summary.json").write_text(json.dumps({"checkpoint": f"checkpoints/step_{step:06d}"} | summary))
+    (path / "manifest.json").write_text('{"rollouts": "0.1.0", "python": "3.12.1", "distributions": {"torch": "2.9"}}')
+    return checkpoint
+
+
+def test_a_card_says_how_the_model_was_trained(tmp_path):
+    after = EVALUATION | {"reward_mean": 0.75, "greedy_mean": 1.0, "parts": {"correct": 0.75}}
+    config = 'model = "Qwen/Qwen3-0.6B"\nseed = 3\nenv = "calculator"\nloss = "dapo"\n'
+    checkpoint = run_folder(tmp_path / "run", config, evaluation={"before": EVALUATION, "after": after})
+    card = model_card(checkpoint, "first")
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    assert "base_model: Qwen/Qwen3-0.6B\n" in card
+    for line in (
+        "# first",
+        "| base model | Qwen/Qwen3-0.6B |",
+        "| environment | calculator |",
+        "| trained by | reinforcement (rl) |",
+        "| loss | dapo |",
+        "| steps | 10 |",
+        "| seed | 3 |",
+        "On 8 held-out tasks:",
+        "| reward, sampled | 0.250 | 0.750 |",
+        "| reward, greedy | – | 1.000 |",
+        "| correct | 0.250 | 0.750 |",
+        "| torch | 2.9 |",
+    ):
+        assert line in card.splitlines(), card
+
+
+def test_the_rewards_of_the_end_are_not_those_of_an_earlier_checkpoint(tmp_path):
+    run_folder(tmp_path / "run", 'env = "calculator"\n', evaluation={"before": EVALUATION, "after": EVALUATION})
+    early = tmp_path / "run" / "checkpoints" / "step_000004"
+    early.mkdir()
+    card = model_card(early, "early")
+    assert "| steps | 4 |" in card
+    assert "Rewards" not in card
+
+
+def test_the_base_model_of_a_run_after_a_run_is_the_first_one(tmp_path):
+    first = run_folder(tmp_path / "sft", 'model = "tiny"\nenv = "calculator"\nmode = "sft"\n')
+    second = run_folder(tmp_path / "rl", f'model = "{first}"\nenv = "calculator"\n')
+    card = model_card(second, "both")
+    assert "| base model | tiny (comes with rollouts) |" in card
+    assert "base_model:" not in card  # no name on the hub
+
+
+def test_a_card_without_a_run_or_with_settings_that_cannot_be_read(tmp_path):
+    assert model_card(tmp_path, "plain") == ""
+    checkpoint = run_folder(tmp_path / "run", "no_such_setting = 1\n")
+    card = model_card(checkpoint, "odd")
+    assert "| settings | they cannot be read (" in card
+    assert "| rollouts | 0.1.0 |" in card
