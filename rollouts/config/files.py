@@ -173,7 +173,7 @@ def _no_such_file(path: Path) -> ConfigError:
         other = f"a setting is a flag: --{name.replace('_', '-')} {value}"
     elif other and "/" in str(path):
         other += f"; to choose a model, `--model {path}`"
-    return ConfigError(in_lines(f"{path}: there is no such settings file", near, other))
+    return ConfigError(in_lines(f"{path}: there is no such settings file", near, other or ("" if near else _WRITE_ONE)))
 
 
 def _of_folder(path: Path) -> Iterator[str]:
@@ -206,6 +206,10 @@ def _quote_hint(text: str, line: str) -> str:
     given = lines[int(line) - 1] if int(line) <= len(lines) else ""
     if re.search(r'=\s*"[^"]*\\', given):
         return "\na backslash needs single quotes: model = 'C:\\models\\mine'"
+    if match := re.fullmatch(r"\s*([\w.-]+):\s+(\S.*?)\s*", given):
+        return (
+            f"\nTOML has an equals sign: {match[1]} = {'...' if is_secret(match[1].rpartition('.')[2]) else match[2]}"
+        )
     match = re.fullmatch(r"\s*([\w.-]+)\s*=\s*([A-Za-z./][^\"'#]*?)\s*", given)
     if match is None:
         return ""
@@ -246,6 +250,12 @@ def _read_py(source: Source) -> Any:
     if "config" in namespace:
         return namespace["config"]
     names = [name for name, _ in _assignments(module.body) if not name.startswith("_")]
+    defined = [each.name for each in module.body if isinstance(each, ast.ClassDef)]
+    if defined and not names:
+        file = source.path if "/" in source.path else f"./{source.path}"
+        raise ConfigError(
+            f"{source.path}: it holds no settings\nto run an environment from this file: --env {file}:{defined[-1]}"
+        )
     return {name: namespace[name] for name in names if name in namespace}
 
 

@@ -7,6 +7,7 @@ a model loads is raised here. An evaluation has a plan too, in which nothing of 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -212,6 +213,7 @@ def make_plan(resolved: Resolved) -> Plan:
     is_evaluation = settings.mode == "eval"
     if is_evaluation and not settings.eval_tasks:
         raise ConfigError("--eval-tasks 0: an evaluation needs tasks; leave it out, or give a number")
+    _check_system(settings.system)
     manager = PluginManager()
     resolved = _with_data(resolved, manager)
     own = {key: each for key, each in resolved.components.items() if key in EVAL or not is_evaluation}
@@ -231,7 +233,8 @@ def make_plan(resolved: Resolved) -> Plan:
     shared = settings if run is None else dataclasses.replace(settings, steps=run.settings.steps)
     environments = plan_environments(manager, components["env"], chosen["env"], shared, source)
     resolved = resolved._replace(settings=settings, components=components)
-    notes = composed.notes if is_evaluation else (*notes, *composed.notes)
+    filters = _filters(chosen["filter"]) if settings.mode == "rl" else ()
+    notes = composed.notes if is_evaluation else (*notes, *composed.notes, *_unused(resolved, filters))
     if run is not None:
         notes += _held_out_notes(manager, run, environments, resolved)
     rewards = _reward_terms(components["reward"], chosen["reward"])
@@ -250,7 +253,7 @@ def make_plan(resolved: Resolved) -> Plan:
         chosen,
         environments,
         rewards,
-        _filters(chosen["filter"]) if settings.mode == "rl" else (),
+        filters,
         composed.stages,
         composed.stages_chosen,
         composed.auxiliary_models,
@@ -350,6 +353,30 @@ def _lr(settings: Settings) -> float:
 
 def _critic_lr(settings: Settings) -> float:
     return settings.critic_lr if settings.critic_lr is not None else _lr(settings) * LR_CRITIC_FACTOR
+
+
+def _unused(resolved: Resolved, filters: Sequence[Filter]) -> list[str]:
+    """What was given for LoRA or for filters in a training run that has none, in words."""
+    settings, notes = resolved.settings, []
+    if not settings.lora_rank:
+        given = [name for name in ("lora_alpha", "lora_targets") if name in resolved.components["training"][0].settings]
+        notes = [
+            f"--training.{name.replace('_', '-')} is not used: every weight is trained; type --lora-rank 16"
+            for name in given
+        ]
+    if settings.refill and not filters:
+        notes.append(f"--refill {settings.refill} is not used: there is no filter; type --filter nonzero_std")
+    return notes
+
+
+def _check_system(system: str) -> None:
+    """Raise ConfigError for a system prompt that is the path of a file: nobody wants the model to read the path."""
+    with contextlib.suppress(OSError, ValueError):  # a text that is too long for a path, or no path at all
+        if system and Path(system).is_file():
+            raise ConfigError(
+                f"--system {system}: this is the text of a system prompt, and {system} is a file\n"
+                f'type: --system "$(cat {shlex.quote(system)})"'
+            )
 
 
 def _with_data(resolved: Resolved, manager: PluginManager) -> Resolved:

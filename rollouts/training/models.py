@@ -76,7 +76,9 @@ def resolve_model_name(name: str) -> str:
     if path.is_dir():
         if not (path / "config.json").is_file() and not is_adapter(path):
             found = [*path.glob("*/config.json"), *path.glob(f"*/{ADAPTER_CONFIG}")]
-            hint = f"; did you mean {path / max(entry.parent.name for entry in found)}?" if found else ""
+            hint = "; give a folder that a run or save_pretrained wrote, a hub name, or `--model tiny`"
+            if found:
+                hint = f"; did you mean {path / max(entry.parent.name for entry in found)}?"
             raise ModelError(f"the folder {name} holds no config.json, so it is no transformers model{hint}")
         return str(path)
     if path.exists():

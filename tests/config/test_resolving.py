@@ -185,7 +185,7 @@ def test_merge_changes_no_argument():
     [
         (
             "seed = 1\nstpes = 3",
-            r"^a\.toml, line 2: stpes: there is no setting 'stpes'\ndid you mean: steps\?\n.*checkpoint",
+            r"^a\.toml, line 2: stpes: there is no setting 'stpes'\ndid you mean: steps\?\na component's",
         ),
         ("prompts-per-step = 3", r"did you mean: prompts_per_step\?"),
         ("seed = 1\nsteps = 3.0", r"^a\.toml, line 2: steps: expected a whole number; got 3.0"),
