@@ -229,7 +229,10 @@ FILES = [
     row("a folder", "run d", "d is a folder", files={"d/x": ""}),
     row("bytes", "run a.toml", "a.toml, line 1", files={"a.toml": "\0\1"}),
     row(
-        "text without quotes", "run a.toml", 'needs quotes: env = "calculator"', files={"a.toml": "env = calculator\n"}
+        "text without quotes",
+        "run a.toml",
+        'put text in quotes: env = "calculator"',
+        files={"a.toml": "env = calculator\n"},
     ),
     row("True", "run a.toml", "resume = true", files={"a.toml": "resume = True\n"}),
     row("a path of windows", "run a.toml", "single quotes", files={"a.toml": 'model = "C:\\Users\\me"\n'}),
