@@ -57,6 +57,7 @@ REWARD = """
     def correct(self, task, trajectory):
         return 1.0
 """
+ABSTRACT = "import abc\n\n\nclass Dice(abc.ABC):\n    @abc.abstractmethod\n    def roll(self): ...\n"
 ROW = '{"prompt": "a", "answer": "b"}\n'
 GOOD = {"r.py": "def good(task, trajectory):\n    return 1.0\n"}
 
@@ -97,12 +98,19 @@ def env(*changes: tuple[str, str]) -> dict[str, str]:
     return {"e.py": text}
 
 
-def reward(body: str) -> dict[str, str]:
-    return {"r.py": body}
+def dice(name: str, change: tuple[str, str], *says: str) -> Any:
+    """The environment with a change."""
+    return row(name, DICE, *says, files=env(change))
 
 
-def loss(body: str) -> dict[str, str]:
-    return {"l.py": body}
+def reward(name: str, body: str, *says: str, code: int = 2) -> Any:
+    """A file with the reward `r`."""
+    return row(name, f"{CALC} --reward ./r.py:r", *says, files={"r.py": body}, code=code)
+
+
+def loss(name: str, body: str, *says: str, code: int = 2) -> Any:
+    """A file with the loss `l`."""
+    return row(name, f"{CALC} --loss ./l.py:l", *says, files={"l.py": body}, code=code)
 
 
 def rows(text: str) -> dict[str, str]:
@@ -139,6 +147,7 @@ COMMANDS = [
 NAMES = [
     row("a typo of an environment", "run --env calculater", "did you mean: calculator?"),
     row("a loss in capitals", f"{CALC} --loss GRPO", "did you mean: grpo", never=("pip install",)),
+    row("a typo of a flag", f"{CALC} --stepz 3", "no option --stepz", "did you mean: --steps?"),
     row("half a name", f"{CALC} --kl rk3", "did you mean: rk3_loss?", never=("pip install",)),
     row("a typo of a filter", f"{CALC} --filter nonzero", "did you mean: nonzero_std?"),
     row("another library's backend", f"{CALC} --training deepspeed", "'deepspeed'", "fsdp, torch"),
@@ -154,7 +163,7 @@ NAMES = [
     row("no weight above 0", "run --env calculator:0", "--env.calculator.weight 1"),
     row("a number as reward", f"{CALC} --reward 0.5", "'0.5'", "--reward env:1", never=("pip install",)),
     row("the environment's reward by name", f"{CALC} --reward correct", "'correct'", "--reward env:1"),
-    row("a weight in words", f"{CALC} --reward env:high", "'high' is no number", "--reward env:1.0"),
+    row("a weight in words", f"{CALC} --reward env:high", "'high' is not a number", "--reward env:1.0"),
     row("a reward that the file lacks", f"{CALC} --reward ./r.py:bad", "'bad'", "good", files=GOOD),
 ]
 
@@ -177,6 +186,7 @@ VALUES = [
     row("a setting that is nearly one", f"{CALC} --loss.clip_hi 1", "did you mean: --loss.clip-high"),
     row("a negative setting", f"{CALC} --loss.clip-high -1", "clip_high is -1.0", "--loss.clip-high 0.28"),
     row("a short name of a dtype", f"{CALC} --training.dtype bf16", "'bf16'", "bfloat16"),
+    row("a device of another name", f"{CALC} --training.device gpu", "'gpu' cannot be used", "cuda"),
     row("a device that is not there", f"{CALC} --training.device cuda:77", "'cuda:77' cannot be used", "cpu"),
     row("layers that are not there", f"{CALC} --lora-rank 8 --training.lora-targets q,k", "'q,k'", "q_proj"),
     row("more minibatches than prompts", f"{CALC} --minibatches 100", "--minibatches 2 or less"),
@@ -242,6 +252,13 @@ FILES = [
     row("dashes in a key", "run a.toml", "prompts_per_step", files={"a.toml": "prompts-per-step = 4\n"}),
     row("another library's key", "run a.toml", "--prompts-per-step", files={"a.toml": "train_batch_size = 4\n"}),
     row("lr in training", "run a.toml", "line 3", "--lr", files={"a.toml": "env='calculator'\n[training]\nlr = 1\n"}),
+    row(
+        "a typo of a component's key",
+        "run a.toml --env calculator",
+        "line 2",
+        "warmup_steps",
+        files={"a.toml": "[training]\nwarmup = 3\n"},
+    ),
     row("settings below a table", "run a.toml", "--steps", files={"a.toml": "[env]\nname='calculator'\nsteps = 3\n"}),
     row("an environment without a name", "run a.toml", "--env NAME", files={"a.toml": "[env]\ndigits = 3\n"}),
     row("a number as component", "run a.toml", "reward: expected the name", files={"a.toml": "reward = 0.5\n"}),
@@ -257,6 +274,7 @@ DATA = [
     row("other keys", PROMPTS, "line 1", "answer, question", files=rows('{"question": "a", "answer": "b"}\n')),
     row("one bad line", PROMPTS, "line 4: not JSON", files=rows(ROW * 3 + "{'prompt': 'a'}\n")),
     row("a prompt that is a number", PROMPTS, '"prompt" is text or a list', files=rows('{"prompt": 3}\n')),
+    row("prompts without rows", f"{CALC} --env prompts --reward ./r.py:good", "--data rows.jsonl", files=GOOD),
     row("a directory of rows", PROMPTS, "Is a directory", files={**GOOD, "rows.jsonl/x": ""}),
     row("a dataset of a hub", PROMPTS.replace("rows.jsonl", "openai/gsm8k"), ".jsonl", "saved as", files=GOOD),
     row("a csv file", PROMPTS.replace("rows.jsonl", "r.csv"), "not '.csv'", files={**GOOD, "r.csv": "prompt\na\n"}),
@@ -265,174 +283,64 @@ DATA = [
 ]
 
 ENVIRONMENTS = [
-    row("no tasks", DICE, "no method `tasks`", "get_tasks", files=env(("def tasks", "def get_tasks"))),
-    row("tasks without arguments", DICE, "def tasks(self, split, rng)", files=env(("(self, split, rng)", "(self)"))),
-    row("tasks that are numbers", DICE, "gave 3 (int)", files=env((YIELD, "        return [3]\n"))),
-    row("tasks that are none", DICE, "NoneType", "list of Task", files=env((YIELD, "        [Task('a')]\n"))),
-    row("one task", DICE, "cannot be iterated", files=env((YIELD, "        return Task('a')\n"))),
-    row(
-        "tasks as attribute",
-        DICE,
-        "not a method",
-        files=env(("    def tasks(self, split, rng):\n" + YIELD, "    tasks = []")),
+    dice("no tasks", ("def tasks", "def get_tasks"), "no method `tasks`", "get_tasks"),
+    dice("tasks without arguments", ("(self, split, rng)", "(self)"), "def tasks(self, split, rng)"),
+    dice("tasks that are numbers", (YIELD, "        return [3]\n"), "3 (int)", "Task"),
+    dice("tasks that are none", (YIELD, "        [Task('a')]\n"), "NoneType", "list of Task"),
+    dice("one task", (YIELD, "        return Task('a')\n"), "cannot be iterated", "list of Task"),
+    dice(
+        "tasks as attribute", ("    def tasks(self, split, rng):\n" + YIELD, "    tasks = []"), "def tasks(self, split"
     ),
-    row("async tasks", DICE, "plain generator", files=env(("    def tasks", "    async def tasks"))),
-    row("tasks that raise", DICE, "FileNotFoundError", "e.py, line 9", files=env(("in range(1000)", "in open('x')"))),
-    row("an unknown field of Task", DICE, "'question'", "e.py, line 10", files=env(('Task("', 'Task(question="'))),
-    row("a constructor's argument", DICE, "needs `sides`", "--env.sides", files=env(("int = 6", "int"))),
-    row(
-        "a constructor that raises",
-        DICE,
-        "ZeroDivisionError",
-        "e.py, line 6",
-        files=env(("= sides\n", "= sides / 0\n")),
-    ),
-    row(
-        "an abstract class",
-        DICE,
-        "abstract",
-        "roll",
-        files=env(
-            (
-                "class Dice:",
-                ABSTRACT := "import abc\n\n\nclass Dice(abc.ABC):\n    @abc.abstractmethod\n    def roll(self): ...\n",
-            )
-        ),
-    ),
+    dice("async tasks", ("    def tasks", "    async def tasks"), "tasks", "plain generator"),
+    dice("tasks that raise", ("in range(1000)", "in open('x')"), "FileNotFoundError", "e.py, line 9"),
+    dice("an unknown field of Task", ('Task("', 'Task(question="'), "'question'", "e.py, line 10"),
+    dice("a constructor's argument", ("int = 6", "int"), "needs `sides`", "--env.sides"),
+    dice("a constructor that raises", ("= sides\n", "= sides / 0\n"), "ZeroDivisionError", "e.py, line 6"),
+    dice("an abstract class", ("class Dice:", ABSTRACT), "abstract", "roll"),
+    dice("a syntax error", ("rng):", "rng)"), "e.py, line 8", "SyntaxError"),
+    dice("tabs", ("        for", "\tfor"), "e.py, line 9", "TabError"),
+    dice("a package that is missing", ("class", "import pandaz\n\n\nclass"), "e.py, line 4", "pip install pandaz"),
+    dice("a wrong import", ("import Task", "import tools, Task"), "e.py, line 1", "cannot import name 'tools'"),
+    dice("tool with *args", ("guess: int", "*guesses: int"), "'guesses'", "by name"),
+    dice("tool with **kwargs", ("guess: int", "**kw"), "'kw'", "by name"),
+    dice("tool without hints", ("guess: int", "guess"), "'guess' has no type hint", "`guess: str`"),
+    dice("tool with a class of its own", ("guess: int", 'guess: "Dice"'), "type Dice cannot be described", "dataclass"),
+    dice("tool with an unknown type", ("guess: int", 'guess: "DataFrame"'), "'DataFrame'", "import"),
+    dice("tool timeout", ("@tool", "@tool(timeout=5)"), "e.py, line 12", "'timeout'"),
+    dice("tool timeout 0", ("@tool", "@tool(timeout_seconds=0)"), "positive number of seconds"),
+    dice("reward of a string", ("task, traj", "prompt, traj"), "asks for 'prompt'", "task, trajectory"),
+    dice("no reward", (REWARD, ""), "no @reward", "--reward"),
+    dice("reward without its decorator", ("    @reward\n", ""), "no @reward"),
     row(
         "two classes",
         f"run --env ./e.py {SMALL}",
-        "it defines: Other, Dice",
-        files=env(("class Dice:", "class Other: ...\n\n\nclass Dice:")),
+        "defines: Other, Dice",
+        files=env(("class", "class Other: ...\n\n\nclass")),
     ),
     row("an empty module", DICE, "'Dice'", "nothing public", files={"e.py": ""}),
-    row("a syntax error", DICE, "e.py, line 8", "SyntaxError", files=env(("rng):", "rng)"))),
-    row("tabs", DICE, "e.py, line 9", "TabError", files=env(("        for", "\tfor"))),
-    row(
-        "a package that is missing",
-        DICE,
-        "e.py, line 4",
-        "pip install pandaz",
-        files=env(("class", "import pandaz\n\n\nclass")),
-    ),
-    row(
-        "a wrong import",
-        DICE,
-        "e.py, line 1",
-        "cannot import name 'tools'",
-        files=env(("import Task", "import tools, Task")),
-    ),
-    row("tool with *args", DICE, "'guesses'", "by name", files=env(("guess: int", "*guesses: int"))),
-    row("tool with **kwargs", DICE, "'kw'", "by name", files=env(("guess: int", "**kw"))),
-    row("tool without hints", DICE, "'guess' has no type hint", "`guess: str`", files=env(("guess: int", "guess"))),
-    row(
-        "tool with a class of its own",
-        DICE,
-        "type Dice cannot be described",
-        files=env(("guess: int", 'guess: "Dice"')),
-    ),
-    row("tool with an unknown type", DICE, "'DataFrame'", "import", files=env(("guess: int", 'guess: "DataFrame"'))),
-    row("tool timeout", DICE, "e.py, line 12", "'timeout'", files=env(("@tool", "@tool(timeout=5)"))),
-    row("tool timeout 0", DICE, "positive number of seconds", files=env(("@tool", "@tool(timeout_seconds=0)"))),
-    row("reward of a string", DICE, "asks for 'prompt'", "task, trajectory", files=env(("task, traj", "prompt, traj"))),
-    row("no reward", DICE, "no @reward", "--reward", files=env((REWARD, ""))),
-    row("reward without its decorator", DICE, "no @reward", files=env(("    @reward\n", ""))),
     row("a gym environment", DICE, "no method `tasks`", files={"e.py": "class Dice:\n    def reset(self): ...\n"}),
 ]
 
 REWARDS = [
-    row(
-        "trl's reward",
-        f"{CALC} --reward ./r.py:r",
-        "'prompts'",
-        "task:",
-        files=reward("def r(prompts, **kw):\n    return 1.0\n"),
-    ),
-    row("a number", f"{CALC} --reward ./r.py:r", "cannot be called", files=reward("r = 1.0\n")),
-    row(
-        "a reward file that does not import", f"{CALC} --reward ./r.py:r", "r.py, line 1", files=reward("def r(task)\n")
-    ),
-    row(
-        "text",
-        f"{CALC} --reward ./r.py:r",
-        "'yes' (str)",
-        "finite float",
-        files=reward("def r(task):\n    return 'yes'\n"),
-        code=1,
-    ),
-    row(
-        "a tuple",
-        f"{CALC} --reward ./r.py:r",
-        "(tuple)",
-        "finite float",
-        files=reward("def r(task):\n    return 1, 2\n"),
-        code=1,
-    ),
-    row(
-        "nan",
-        f"{CALC} --reward ./r.py:r",
-        "returned nan",
-        files=reward("def r(task):\n    return float('nan')\n"),
-        code=1,
-    ),
-    row(
-        "none", f"{CALC} --reward ./r.py:r", "it returned None", files=reward("def r(task):\n    print(task)\n"), code=1
-    ),
-    row(
-        "a name error",
-        f"{CALC} --reward ./r.py:r",
-        "NameError",
-        files=reward("def r(task):\n    return nope\n"),
-        code=1,
-    ),
+    reward("trl's reward", "def r(prompts, **kw): ...\n", "'prompts'", "task:"),
+    reward("a number as function", "r = 1.0\n", "cannot be called", "a function"),
+    reward("a reward that does not import", "def r(task)\n", "r.py, line 1", "SyntaxError"),
+    reward("text", "def r(task):\n    return 'yes'\n", "'yes' (str)", "finite float", code=1),
+    reward("a tuple", "def r(task):\n    return 1, 2\n", "(tuple)", "finite float", code=1),
+    reward("nan", "def r(task):\n    return float('nan')\n", "returned nan", "finite float", code=1),
+    reward("none", "def r(task):\n    print(task)\n", "it returned None", code=1),
+    reward("a name error", "def r(task):\n    return nope\n", "NameError", "r.py, line 2", code=1),
 ]
 
 LOSSES = [
-    row("trl's loss", f"{CALC} --loss ./l.py:l", "'model'", "logprobs:", files=loss("def l(model, inputs): ...\n")),
-    row(
-        "a misspelled input", f"{CALC} --loss ./l.py:l", "did you mean: logprobs", files=loss("def l(log_probs): ...\n")
-    ),
-    row("a class as loss", f"{CALC} --loss ./l.py:l", "def my_loss(", files=loss("class l: ...\n")),
-    row(
-        "a scalar",
-        f"{CALC} --loss ./l.py:l",
-        "scalar",
-        "drop its .mean()",
-        files=loss("def l(logprobs):\n    return -logprobs.mean()\n"),
-        code=1,
-    ),
-    row(
-        "no gradient",
-        f"{CALC} --loss ./l.py:l",
-        "no gradient",
-        ".detach()",
-        files=loss("def l(logprobs):\n    return -logprobs.detach()\n"),
-        code=1,
-    ),
-    row(
-        "nothing returned",
-        f"{CALC} --loss ./l.py:l",
-        "NoneType",
-        "one value per token",
-        files=loss("def l(logprobs):\n    -logprobs\n"),
-        code=1,
-    ),
-    row(
-        "a number returned",
-        f"{CALC} --loss ./l.py:l",
-        "float",
-        "one value per token",
-        files=loss("def l(logprobs):\n    return 0.5\n"),
-        code=1,
-    ),
-    row(
-        "torch is not imported",
-        f"{CALC} --loss ./l.py:l",
-        "NameError",
-        "l.py, line 2",
-        files=loss("def l(logprobs):\n    return torch.exp(logprobs)\n"),
-        code=1,
-    ),
+    loss("trl's loss", "def l(model, inputs): ...\n", "'model'", "logprobs:"),
+    loss("a misspelled input", "def l(log_probs): ...\n", "did you mean: logprobs"),
+    loss("a class as loss", "class l: ...\n", "def my_loss("),
+    loss("a scalar", "def l(logprobs):\n    return -logprobs.mean()\n", "scalar", "drop its .mean()"),
+    loss("no gradient", "def l(logprobs):\n    return -logprobs.detach()\n", "no gradient", ".detach()"),
+    loss("nothing returned", "def l(logprobs):\n    -logprobs\n", "NoneType", "one value per token"),
+    loss("a number returned", "def l(logprobs):\n    return 0.5\n", "float", "one value per token"),
+    loss("torch is not imported", "def l(logprobs):\n    return torch.exp(logprobs)\n", "NameError", "l.py, line 2"),
 ]
 
 MODELS = [
