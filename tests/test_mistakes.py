@@ -337,7 +337,7 @@ LOSSES = [
     loss("a misspelled input", "def l(log_probs): ...\n", "did you mean: logprobs"),
     loss("a class as loss", "class l: ...\n", "def my_loss("),
     loss("a scalar", "def l(logprobs):\n    return -logprobs.mean()\n", "scalar", "drop its .mean()"),
-    loss("no gradient", "def l(logprobs):\n    return -logprobs.detach()\n", "no gradient", ".detach()"),
+    loss("no gradient", "def l(logprobs):\n    return -logprobs.detach()\n", "no gradient", ".detach()", code=1),
     loss("nothing returned", "def l(logprobs):\n    -logprobs\n", "NoneType", "one value per token"),
     loss("a number returned", "def l(logprobs):\n    return 0.5\n", "float", "one value per token"),
     loss("torch is not imported", "def l(logprobs):\n    return torch.exp(logprobs)\n", "NameError", "l.py, line 2"),
