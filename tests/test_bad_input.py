@@ -75,10 +75,6 @@ def short_loss(logprobs, advantages, step):
     return -(logprobs * advantages)[1 if step else 0 :]
 
 
-def short_advantage(rewards):
-    return rewards[1:]
-
-
 class ChatOnly:
     capabilities = Capabilities(trainable=False)
     context_tokens_max, vocabulary_size, version = 100, 0, 0
@@ -256,7 +252,6 @@ def test_a_reward_that_returns_nan(capsys, parts):
         (["--loss", "./parts.py:nan_loss"], ["the loss nan_loss", "NaN"]),
         (["--loss", "./parts.py:short_loss"], ["the loss short_loss", "shape"]),
         (["--filter", "./parts.py:broken_filter"], ["the filter broken_filter raised IndexError", "parts.py, line"]),
-        (["--advantage", "./parts.py:short_advantage"], ["the advantage short_advantage"]),
         (
             ["--advantage", "./parts.py:broken_advantage"],
             [

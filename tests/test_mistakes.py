@@ -58,6 +58,7 @@ REWARD = """
         return 1.0
 """
 ABSTRACT = "import abc\n\n\nclass Dice(abc.ABC):\n    @abc.abstractmethod\n    def roll(self): ...\n"
+SHORT = "def a(rewards):\n    return rewards[1:]\n"
 ROW = '{"prompt": "a", "answer": "b"}\n'
 GOOD = {"r.py": "def good(task, trajectory):\n    return 1.0\n"}
 
@@ -333,6 +334,7 @@ REWARDS = [
 ]
 
 LOSSES = [
+    row("a short advantage", f"{CALC} --advantage ./a.py:a", "2 rewards", "one per rollout", files={"a.py": SHORT}),
     loss("trl's loss", "def l(model, inputs): ...\n", "'model'", "logprobs:"),
     loss("a misspelled input", "def l(log_probs): ...\n", "did you mean: logprobs"),
     loss("a class as loss", "class l: ...\n", "def my_loss("),
