@@ -206,18 +206,8 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
     of one kind or another, with what to type.
     """
     settings, source = resolved.settings, resolved.source
-    if settings.mode == "sft+rl":
-        raise ConfigError(
-            "mode sft+rl is two runs, and each has a plan; rollouts.runs.sft_then_rl.phases() gives their settings"
-        )
-    if needs_environment and not resolved.components["env"]:
-        raise ConfigError(
-            "no environment was named; type --env calculator (`rollouts plugins list` shows what there is)"
-        )
+    _check_settings(settings, needs_environment and not resolved.components["env"])
     is_evaluation = settings.mode == "eval"
-    if is_evaluation and not settings.eval_tasks:
-        raise ConfigError("--eval-tasks 0: an evaluation needs tasks; leave it out, or give a number")
-    _check_system(settings.system)
     manager = PluginManager()
     resolved = _with_data(resolved, manager)
     own = {key: each for key, each in resolved.components.items() if key in EVAL or not is_evaluation}
@@ -380,8 +370,21 @@ def _unused(resolved: Resolved, filters: Sequence[Filter]) -> list[str]:
     return notes
 
 
-def _check_system(system: str) -> None:
-    """Raise ConfigError for a system prompt that is the path of a file: nobody wants the model to read the path."""
+def _check_settings(settings: Settings, lacks_environment: bool) -> None:
+    """Raise ConfigError for settings of which no plan can be made. A system prompt that is the path of a file is one:
+    the model would read the path.
+    """
+    if settings.mode == "sft+rl":
+        raise ConfigError(
+            "mode sft+rl is two runs, and each has a plan; rollouts.runs.sft_then_rl.phases() gives their settings"
+        )
+    if lacks_environment:
+        raise ConfigError(
+            "no environment was named; type --env calculator (`rollouts plugins list` shows what there is)"
+        )
+    if settings.mode == "eval" and not settings.eval_tasks:
+        raise ConfigError("--eval-tasks 0: an evaluation needs tasks; leave it out, or give a number")
+    system = settings.system
     with contextlib.suppress(OSError, ValueError):  # a text that is too long for a path, or no path at all
         if system and Path(system).is_file():
             raise ConfigError(
