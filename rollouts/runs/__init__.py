@@ -15,6 +15,10 @@ manifest.py      what the run was made of
 observer.py      who watches a run
 rank.py          a rank above 0 of a distributed backend
 export.py        a checkpoint becomes a model
+publish.py       an exported model becomes a repository on the hub
+run_model.py     the model of a run with its settings, to talk to
+chat.py          a conversation with it
+trio_thread.py   trio in a thread, for a program that waits for a person
 """
 
 from __future__ import annotations
@@ -44,6 +48,7 @@ def run(
     started = time.perf_counter()
     from rollouts.child_environment import pass_on
     from rollouts.runs.folder import choose_folder, default_out
+    from rollouts.runs.manifest import naming_copies
     from rollouts.runs.observer import NullObserver
     from rollouts.runs.plan import make_plan
     from rollouts.runs.resume import finished, finished_words, named_checkpoint, run_to_resume
@@ -69,7 +74,8 @@ def run(
             return train_phases(resolved, observer, started, home, resume=folder, checkpoint=checkpoint)
         from rollouts.runs.jobs.train import train
 
-        plan = make_plan(resolved)
+        with naming_copies(folder):
+            plan = make_plan(resolved)
         make_folder = choose_folder(settings.out, default_out(plan.env_name, plan.one("loss").name), home, folder)
         chosen = named_checkpoint(folder, checkpoint, home) if folder is not None and checkpoint else None
         held_out = plan.eval_tasks()

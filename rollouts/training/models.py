@@ -75,11 +75,16 @@ def resolve_model_name(name: str) -> str:
     if path.is_dir():
         if not (path / "config.json").is_file() and not is_adapter(path):
             found = [*path.glob("*/config.json"), *path.glob(f"*/{ADAPTER_CONFIG}")]
-            hint = f"; did you mean {path / max(entry.parent.name for entry in found)}?" if found else ""
+            hint = "; give a folder that a run or save_pretrained wrote, a hub name, or `--model tiny`"
+            if found:
+                hint = f"; did you mean {path / max(entry.parent.name for entry in found)}?"
             raise ModelError(f"the folder {name} holds no config.json, so it is no transformers model{hint}")
         return str(path)
     if path.exists():
         raise ModelError(f"the model {name} is a file; give the folder that holds config.json and the weights")
+    if "://" in name:
+        hub = "/".join(name.rstrip("/").split("/")[-2:])
+        raise ModelError(f"the model {name} is a web address; type its name on the hub: --model {hub}")
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name:
         raise ModelError(f"there is no folder {name}; give a folder that exists, a hub name, or `--model tiny`")
     return name
@@ -333,7 +338,8 @@ def _explain(resolved: str, what: str, error: Exception) -> str:
         code = f"the {what} of {resolved} is Python code that comes with the model, and would run on this machine"
         return f"{code}; read it, then type --trust-remote-code true, or give another model"
     if Path(resolved).is_dir():
-        return f"the {what} in {resolved} could not be loaded: {first_line(error)}"
+        whole = "give a folder that save_pretrained wrote, with the model and its tokenizer, or try `--model tiny`"
+        return f"the {what} in {resolved} could not be loaded: {first_line(error).rstrip(':.')}; {whole}"
     missing = f"the {what} {resolved!r} is no folder here and could not be loaded from the hub: {first_line(error)}"
     hint = "give a folder with the model, or try `--model tiny`, which needs neither"
     return f"{missing} Check the spelling and the connection, {hint}"
