@@ -29,7 +29,7 @@ from rollouts.errors import CheckpointError, ConfigError
 from rollouts.evaluate import Evaluation, evaluate, evaluation_metrics
 from rollouts.inference.base import InferenceBackend
 from rollouts.loggers.jsonl import JSONLLogger, read_lines
-from rollouts.plugins.signature import call_with
+from rollouts.runs.components import make_component
 from rollouts.runs.environments import Environment, HeldOutPrompts, demonstrations, task_buffer
 from rollouts.runs.folder import EVALUATED, STEP, MakeFolder, episode_records
 from rollouts.runs.jobs import learning
@@ -437,7 +437,7 @@ def make_training(plan: Plan) -> TrainingBackend | RankServer:
     """
     settings, chosen = plan.settings, plan.one("training")
     available = plan.training_arguments() | {"config": plan.config_of_ranks}
-    backend: TrainingBackend | RankServer = call_with(chosen.component, available, chosen.settings)
+    backend: TrainingBackend | RankServer = make_component("training backend", chosen, available)
     if isinstance(backend, RankServer):
         return backend
     launched = os.environ.get("WORLD_SIZE", "1")
