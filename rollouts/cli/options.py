@@ -93,15 +93,16 @@ def read_settings(
     from rollouts.config.merging import merge
     from rollouts.config.resolving import resolve
 
-    flags = _flags(options)
+    flags = read_options(options)
     tree, source = load_file(file) if file else ({}, NOWHERE)
     given = merge(tree, flags, ctx.obj or {}, forced or {})
     return resolve(given, source), given
 
 
-def _flags(options: dict[str, Any]) -> Tree:
-    """The options that were given, as flags of a tree."""
+def read_options(options: dict[str, Any]) -> Tree:
+    """The options that were given, as flags of a tree. Raises ConfigError."""
     from rollouts.config.flags import flag_name, read_flag
+    from rollouts.config.stopping import read_rule
 
     tree: Tree = {}
     for name, value in options.items():
@@ -111,5 +112,7 @@ def _flags(options: dict[str, Any]) -> Tree:
             if text.startswith("--"):
                 flag = flag_name((name,))
                 raise ConfigError(f"{flag} needs a value, and {text} follows it\ntype: {flag} VALUE")
+            if name == "stop_when" and text.lower() != "none":
+                read_rule(text)  # before FILE is read: without quotes, the shell takes its number for a file
         tree[name] = [read_flag(text) for text in value] if isinstance(value, tuple) else read_flag(value)
     return tree

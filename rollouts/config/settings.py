@@ -44,7 +44,7 @@ MULTIPLE = ("reward", "shaping", "filter", "logger")
 SINGLE = tuple(key for key in COMPONENT_KINDS if key not in MULTIPLE)
 """Those of which there is one. Of `env` there may be several too; each has an alias then, one alone has none."""
 
-REPEATED = ("env", *MULTIPLE)
+REPEATED = ("env", *MULTIPLE, "stop_when")
 """Those whose flag may be given more than once."""
 
 WEIGHTED = ("env", "reward")
@@ -224,6 +224,10 @@ class Settings:
         pass_env: More environment variables for isolated tools and launched servers: names, or patterns such as AWS_*,
             separated by commas. Default: none.
         steps: Training steps. Each uses one batch of rollouts or demonstrations.
+        stop_when: End the run early when a metric of a step meets a rule, such as 'eval/reward_mean >= 0.95'. Repeat it
+            for more rules; one is enough. Default: none.
+        max_hours: End the run early after this many hours of this process, with its last checkpoint and evaluation.
+            Default: none.
         lr: The learning rate. Default: 3e-4 for tiny and its checkpoints, else 1e-6 (sft 1e-5); ten times that with
             LoRA.
         critic_lr: The learning rate of the critic. Default: ten times the learning rate.
@@ -291,6 +295,8 @@ class Settings:
     max_failures: int | float | None = _bounded(None, above=0)
     pass_env: str = ""
     steps: int = _bounded(120, minimum=0)
+    stop_when: tuple[str, ...] = ()
+    max_hours: float | None = _bounded(None, above=0)
     lr: float | None = _bounded(None, above=0)
     critic_lr: float | None = _bounded(None, above=0)
     tokens_per_microbatch: int = _bounded(16384, minimum=1)

@@ -81,6 +81,7 @@ async def run_rl_training(
     on_step: OnStep | None = None,
     on_logged: OnLogged | None = None,
     syncing: WeightSyncManager | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
     start: LoopState = BEGINNING,
 ) -> list[dict[str, float]]:
     """Train until `config.num_steps` steps are done. Returns the metrics of each step of this call.
@@ -96,6 +97,7 @@ async def run_rl_training(
         schedule: which algorithm applies from which step on, including the first
         on_samples: called with the samples of each step, and the step
         syncing: sends weights to `inference_engines`, and remembers what they have; None for a new one
+        should_stop: called after each step is logged; the loop ends where it is true
         start: an earlier `StepReport.state`. Backend, buffer and manager must have their states of that time
     """
     _check_staleness(rollout_manager.config.staleness, config.staleness)
@@ -136,6 +138,8 @@ async def run_rl_training(
             mean_advantages = rollout_advantages(batch, len(advantages))
             finished = StepReport(step, metrics, rollouts.groups, mean_advantages, state)
             history.append(await _observed(finished, on_step, metrics_logger, on_logged))
+        if should_stop():
+            break
     return history
 
 
