@@ -1,7 +1,7 @@
-"""Evaluation: every held-out task played once, and what came of it in numbers.
+"""Evaluate a model on held-out tasks.
 
-`evaluate` is what a training run does between its steps; `numbers_of` is what `rollouts eval` reports of a model.
-Pure over its parts: it plays episodes and aggregates; what is trained or written is not its business.
+A training run calls `evaluate` between its steps. `rollouts eval` reports the result of `numbers_of`. This module runs
+episodes and aggregates their results. It trains nothing and writes no file.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from rollouts.types import Episode, Status, Task
 
 
 class Evaluation(NamedTuple):
-    """Two passes over the held-out tasks, in the numbers of `numbers_of`: sampled (at the run's evaluation temperature)
-    and greedy.
+    """The results of two passes over the held-out tasks, from `numbers_of`: sampled at the temperature of the run, and
+    greedy.
     """
 
     sampled: Mapping[str, Any]
     greedy: Mapping[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
-        """As it stands in summary.json."""
+        """The results for summary.json."""
         found = {
             "reward_mean": self.sampled["reward_mean"],
             "greedy_mean": self.greedy["reward_mean"],
@@ -42,7 +42,7 @@ class Evaluation(NamedTuple):
         return found | ({"environments": several} if several else {})
 
     def _own(self) -> dict[str, Evaluation]:
-        """What it is of each of several environments."""
+        """The results of each of several environments, by alias."""
         own = self.sampled.get("environments", {})
         return {alias: Evaluation(numbers, self.greedy["environments"][alias]) for alias, numbers in own.items()}
 
@@ -70,10 +70,10 @@ async def evaluate(
     concurrency: int = 256,
     failures: Failures | None = None,
 ) -> tuple[dict[str, Any], list[Episode]]:
-    """Play each task once. Returns the numbers (see `numbers_of`) and the episodes, in the order of the tasks.
+    """Run one episode of each task. Returns the numbers (see `numbers_of`) and the episodes, in the order of the tasks.
 
-    Failed episodes are not judged. `failures` is that of `run_episodes`. Raises RunError if all episodes failed, and
-    whatever `play` raises.
+    Failed episodes are not judged. `failures` is passed to `run_episodes`. Raises RunError if all episodes failed, and
+    what `play` raises.
     """
     jobs = [Job(task, (index, 0)) for index, task in enumerate(tasks)]
     episodes = await run_episodes(jobs, play, inference, concurrency=concurrency, failures=failures)
@@ -84,11 +84,12 @@ async def evaluate(
 
 
 def numbers_of(groups: Sequence[Sequence[Episode]]) -> dict[str, Any]:
-    """The numbers of an evaluation; each group holds the episodes of one task (all equally many, or fewer where it was
-    interrupted). Of several environments also those of each.
+    """The results of an evaluation as numbers. A group holds the episodes of one task: the same number for each task,
+    or fewer after an interrupt. With several environments, the key `environments` holds the numbers of each.
 
-    `reward_stderr` is that of the mean over tasks, each with the mean of its own episodes: episodes of one task are
-    not independent. `pass@k` is there where every reward is 0 or 1. What failed of the infrastructure is in no mean.
+    `reward_stderr` is the standard error of the mean over tasks, not over episodes, because episodes of one task are
+    not independent. `pass@k` is given if every reward is 0 or 1. The means leave out episodes that failed because of
+    the infrastructure.
     """
     aliases = sorted({episode.task.env for group in groups for episode in group} - {""})
     found = _numbers(groups)
@@ -100,8 +101,8 @@ def numbers_of(groups: Sequence[Sequence[Episode]]) -> dict[str, Any]:
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
-    """The chance that one of `k` samples passes, without bias from `samples` of which `passed` did (Chen et al. 2021,
-    https://arxiv.org/abs/2107.03374, equation 1).
+    """An unbiased estimate of the probability that at least one of `k` samples passes, from `samples` samples of which
+    `passed` passed (Chen et al. 2021, https://arxiv.org/abs/2107.03374, equation 1).
 
     >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 4), pass_at_k(4, 1, 2)
     (0.25, 1.0, 0.5)
@@ -139,7 +140,7 @@ def _numbers(groups: Sequence[Sequence[Episode]]) -> dict[str, Any]:
 
 
 def _passes(judged: Iterable[Sequence[float]]) -> dict[str, float]:
-    """pass@1, pass@2, pass@4 … up to as many samples as every task has; none where a reward is neither 0 nor 1."""
+    """pass@1, pass@2, pass@4 … up to the smallest number of samples of a task; empty if a reward is not 0 or 1."""
     groups = [rewards for rewards in judged if rewards]
     if not groups or any(reward not in (0.0, 1.0) for rewards in groups for reward in rewards):
         return {}

@@ -1,13 +1,16 @@
-"""The process between us and a child of ours: it starts the child, and ends it, and all that it started, with us.
+"""A process that supervises a child of ours. When we end, it ends the child and all processes that the child started.
 
-    python -I -S supervisor.py LIFELINE OWNER GRACE COMMAND...          # as `supervised` gives it
+    python -I -S supervisor.py LIFELINE OWNER GRACE COMMAND...          # the command that `supervised` returns
 
-A model server and the worker of isolated tools run under it; it runs nothing of theirs. `LIFELINE` is a pipe without a
-writer: it closes with its owner, the process `OWNER`, however that one ends. Then, or when it is asked to end, the
-supervisor asks the child to end (SIGTERM) if it has a grace, and kills after `GRACE` seconds whatever is left. On Linux
-it adopts every orphan among its descendants (a child subreaper), also a daemon that has a session of its own; elsewhere
-it knows a process group only. It exits as the child did, 128 + n where signal n killed that. Run by its path, it
-imports nothing of rollouts and costs a few milliseconds.
+Model servers and workers of isolated tools run under a supervisor. `LIFELINE` is the read end of a pipe to which
+nothing is written: it closes when the process `OWNER` ends for any reason. When it closes, or when the supervisor
+receives SIGTERM, SIGINT or SIGHUP, the supervisor sends SIGTERM to the child if `GRACE` is not 0, waits at most `GRACE`
+seconds, and kills all processes that are left.
+
+On Linux, the supervisor also ends daemons with their own session: it is a child subreaper, so it adopts the orphans
+among its descendants. On other systems it ends only the process group of the child. It exits with the exit code of the
+child, or with 128 + n if signal n killed the child. It runs by its path and imports nothing of rollouts, so it starts
+in a few milliseconds.
 """
 
 from __future__ import annotations
@@ -20,23 +23,24 @@ import subprocess
 import sys
 import time
 
-LOOK_SECONDS = 0.5  # how often it sees whether its owner lives, should something else hold the pipe open
-KILL_SECONDS = 4.0  # to kill processes that may still start others, at least
+LOOK_SECONDS = 0.5  # between checks that the owner lives: another process may hold the pipe open
+KILL_SECONDS = 4.0  # the least time to kill processes that keep starting others
 PAUSE_SECONDS = 0.005
 ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
 
 
 def supervised(command: list[str], lifeline: int, *, grace_seconds: float = 0.0) -> list[str]:
-    """The command that runs `command` under a supervisor of this process. Pass `lifeline` on to it, and start it in a
-    session of its own. Without a grace the child has yet another session: to kill its own group spares the supervisor.
+    """The command that runs `command` under a supervisor. Start it in its own session, and let it inherit `lifeline`.
+    With `grace_seconds` of 0, the child has its own session, so that a child that kills its group spares the
+    supervisor.
     """
     arguments = __file__, lifeline, os.getpid(), grace_seconds
     return [sys.executable, "-I", "-S", *map(str, arguments), *command]
 
 
 def status_of(code: int | None) -> int | None:
-    """The child's exit status, as `subprocess` gives it, from the code that its supervisor exited with.
+    """The exit status of the child, as `subprocess` returns it, from the exit code of its supervisor.
 
     >>> status_of(3), status_of(128 + 9), status_of(255)
     (3, -9, 255)
@@ -45,20 +49,20 @@ def status_of(code: int | None) -> int | None:
 
 
 def main(lifeline: int, owner: int, grace: float, command: list[str]) -> int:
-    """Run the command to its end, or to ours. Gives its exit code."""
+    """Run the command until it ends or its owner ends. Returns its exit code."""
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     for number in (signal.SIGCHLD, *ENDING):
-        signal.signal(number, lambda *_: None)  # its number is written to `wake`
+        signal.signal(number, lambda *_: None)  # Python writes the signal's number to `wake`
     os.set_inheritable(lifeline, False)
-    lifeline = os.dup(lifeline)  # a low number, as `select` wants: its owner may have many files open
+    lifeline = os.dup(lifeline)  # `select` needs a low number, and the owner may have many open files
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     child = subprocess.Popen(
         command, preexec_fn=lambda: _prctl(PR_SET_PDEATHSIG, signal.SIGKILL), start_new_session=not grace
     )
     nothing = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1):  # where they are pipes, they close with the child
+    for stream in (0, 1):  # if they are pipes, they close when the child ends
         os.dup2(nothing, stream)
     while child.returncode is None and os.getppid() == owner:
         ready, _, _ = select.select([lifeline, woken], [], [], LOOK_SECONDS)
@@ -71,7 +75,7 @@ def main(lifeline: int, owner: int, grace: float, command: list[str]) -> int:
 
 
 def _reap(child: subprocess.Popen[bytes]) -> bool:
-    """Take the exit status of all that have ended: the child's and its orphans'. Whether any are left."""
+    """Collect the exit status of the child and of orphans that ended. Returns whether any are left."""
     with contextlib.suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
             if found[0] == child.pid:
@@ -85,8 +89,8 @@ def _end(child: subprocess.Popen[bytes], grace: float) -> None:
         child.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(grace)
-    # What cannot be killed is left, rather than waited for. A list of processes may miss one that was just started;
-    # the kernel knows whether any are left.
+    # Repeat until `_reap` finds no process: the list of processes may miss one that has just started. Give up at the
+    # deadline, because some processes cannot be killed.
     deadline = time.monotonic() + max(grace, KILL_SECONDS)
     while _reap(child) and time.monotonic() < deadline:
         for pid in _left(child, grace):
@@ -99,8 +103,8 @@ def _end(child: subprocess.Popen[bytes], grace: float) -> None:
 
 
 def _left(child: subprocess.Popen[bytes], grace: float) -> list[int]:
-    """All processes beneath this one, also those that are dead and not waited for: other threads of theirs may still
-    run. On Linux only; elsewhere the child, and its group, where it has one of its own.
+    """The processes to kill. On Linux: all descendants, also zombies, because their other threads may still run. On
+    other systems: the child or its process group.
     """
     if sys.platform != "linux":
         return [] if child.returncode is not None else [child.pid] if grace else [-child.pid]
@@ -122,5 +126,5 @@ def _prctl(option: int, value: int) -> None:
 
 
 if __name__ == "__main__":
-    # At once: Python resets the handlers of signals while it ends, and a late SIGTERM would hide the child's exit code.
+    # Without a normal exit: Python resets signal handlers in it, and a late SIGTERM would hide the child's exit code.
     os._exit(main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4:]))

@@ -282,7 +282,7 @@ def test_a_folder_that_cannot_be_written(capsys, parts):
 def test_a_dry_run_meets_the_same_errors_and_writes_nothing(capsys, out):
     assert "gave nothing" in refuse_early(capsys, "--env", "./parts.py:Nothing", "--dry-run", *out)
     assert main(["run", "--env", "calculator", "--dry-run", *out]) == 0
-    assert "nothing was loaded or written" in capsys.readouterr().out
+    assert "the model was not loaded, and nothing was written" in capsys.readouterr().out
     assert [path.name for path in Path.cwd().iterdir() if path.name != "__pycache__"] == ["parts.py"]
 
 

@@ -1,15 +1,15 @@
-"""Settings: the core's own, and those of components, from flags, a file and defaults, in that order of precedence.
+"""Settings of the core and of components. Flags override a settings file, and the file overrides the defaults.
 
-    settings.py   the core's settings, each with its documentation, default and bounds
-    hints.py      type hints and documentation of parameters, each read by itself
-    flags.py      dotted flags off the command line; a flag's text as a value
-    files.py      .toml, .json and .py files; the line of a setting
-    convert.py    values into types; a component's settings by its signature; values and types in words
-    merging.py    what names components: flags over a file over defaults
-    schedule.py   what changes at a step
-    secrets.py    components' secrets, which are written nowhere
-    resolving.py  checking: a tree into `Resolved`
-    render.py     `Resolved` back into a file that repeats the run
+    settings.py   the core's settings, with their documentation, defaults and bounds
+    hints.py      type hints and documentation of parameters
+    flags.py      parses dotted flags of the command line
+    files.py      reads .toml, .json and .py files; finds the line of a setting
+    convert.py    converts values to types, and a component's settings by its signature
+    merging.py    merges the settings that name components
+    schedule.py   changes at a step
+    secrets.py    keeps the secrets of components out of files
+    resolving.py  checks a tree of settings, and makes a `Resolved` of it
+    render.py     writes a `Resolved` as a settings file
 
-A name becomes a component elsewhere (rollouts.runs); nothing here imports one.
+This package imports no component: `rollouts.runs` does.
 """

@@ -1,9 +1,8 @@
-"""Values into types, by msgspec, with messages that say where the value was given and what was expected; and values
-and types in words: TOML of a value, and what a person would call a type.
+"""Convert values to the types of settings (with msgspec), and describe values and types in words.
 
-Files are strict: a whole number is no text and 3.0 is no whole number. A flag has no type of its own; it was read as
-TOML, and where a setting is text its own characters count. TOML has no null: `none` is None wherever a setting admits
-None.
+Errors say where the value was given and what was expected. Values in files are strict: a whole number is no text, and
+3.0 is no whole number. Flags are parsed as TOML; for a setting whose type is text, the text of the flag is its value.
+TOML has no null: if a setting allows None, `none` means None.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from rollouts.plugins.signature import Signature
 
 Path = tuple[str, ...]
-SHOWN_MAX = 200  # characters of a wrong value
+SHOWN_MAX = 200  # characters of a wrong value that an error shows
 
 _WORDS: dict[Any, str] = {
     int: "a whole number",
@@ -45,7 +44,7 @@ _WORDS: dict[Any, str] = {
 
 
 def plain(value: Any) -> Any:
-    """The value with every `Flag` in it replaced by what it reads as."""
+    """The value with every `Flag` in it replaced by its parsed value."""
     return _map_flags(value, lambda flag: flag.value)
 
 
@@ -60,7 +59,7 @@ def _map_flags(value: Any, replace: typing.Callable[[Flag], Any]) -> Any:
 
 
 def convert_value(value: Any, hint: Any, path: Path, source: Source = NOWHERE) -> Any:
-    """A value as the type asks. Raises ConfigError, which says where it was given and what was expected."""
+    """Convert a value to a type. Raises ConfigError, which says where it was given and what was expected."""
     if _means_none(value) and "none" in choices_of(hint):
         value = value.text if isinstance(value, Flag) else value
     elif _means_none(value) and admits_none(hint):
@@ -74,7 +73,7 @@ def convert_value(value: Any, hint: Any, path: Path, source: Source = NOWHERE) -
         except msgspec.ValidationError as error:
             refusal = refusal or error
         except (TypeError, NotImplementedError, NameError):
-            # A type that msgspec does not know, at any depth; only enums of mixed values are ours.
+            # msgspec does not support this type, or a type inside it
             return _convert_unknown(candidate, hint, path, value, source)
     raise _mistyped(value, hint, path, source, str(refusal)) from refusal
 
@@ -85,7 +84,7 @@ def _means_none(value: Any) -> bool:
 
 
 def _convert_other(hint: Any, value: Any) -> Any:
-    """msgspec asks here about classes that it does not know."""
+    """Convert to a class that msgspec does not support. Called by msgspec."""
     if isinstance(value, hint):
         return value
     if issubclass(hint, PurePath) and isinstance(value, str):
@@ -94,7 +93,7 @@ def _convert_other(hint: Any, value: Any) -> Any:
 
 
 def _convert_unknown(candidate: Any, hint: Any, path: Path, value: Any, source: Source) -> Any:
-    """A hint that cannot be checked leaves the value as it is: the component will judge it."""
+    """Convert to a type that msgspec does not support. Without choices to check, return the value unchanged."""
     for member in members_of(hint):
         if isinstance(member, type) and issubclass(member, enum.Enum):
             found = [choice for choice in member if candidate in (choice, choice.value)]
@@ -122,7 +121,7 @@ def _mistyped(value: Any, hint: Any, path: Path, source: Source, detail: str) ->
 
 
 def _example(hint: Any) -> str:
-    """A value that would be right, as it is typed in a shell; empty where no example is at hand."""
+    """An example of a valid value, as typed in a shell; empty if there is none."""
     member = members_of(hint)[0]
     origin = typing.get_origin(member) or member
     examples = {int: "3", float: "0.5", bool: "true", dict: "'{ key = 1 }'"}
@@ -133,7 +132,7 @@ def _example(hint: Any) -> str:
 
 
 def _check_keys(value: Any, hint: Any, path: Path, source: Source) -> None:
-    """Refuse keys that a table's type does not have, at every depth (msgspec would drop them for a dataclass)."""
+    """Refuse unknown keys of a table, at every depth. For a dataclass, msgspec would ignore them."""
     for member in members_of(hint):
         arguments = typing.get_args(member)
         if isinstance(value, dict):
@@ -151,7 +150,7 @@ def _check_keys(value: Any, hint: Any, path: Path, source: Source) -> None:
 
 
 def _record_fields(hint: Any) -> dict[str, Any] | None:
-    """The fields of a dataclass, Struct, NamedTuple or TypedDict with their types; None for any other type."""
+    """The fields and their types of a dataclass, Struct or TypedDict; None for other types."""
     if not isinstance(hint, type):
         return None
     if dataclasses.is_dataclass(hint):
@@ -164,7 +163,7 @@ def _record_fields(hint: Any) -> dict[str, Any] | None:
         return None
     try:
         hints = typing.get_type_hints(hint)
-    except NameError:  # a type under TYPE_CHECKING: the names are still right
+    except NameError:  # a type under TYPE_CHECKING: use the names without types
         hints = {}
     return {name: hints.get(name, Any) for name in names}
 
@@ -172,10 +171,10 @@ def _record_fields(hint: Any) -> dict[str, Any] | None:
 def convert_settings(
     signature: Signature, given: Mapping[str, Any], label: str, source: Source = NOWHERE, path: Path = ()
 ) -> dict[str, Any]:
-    """A component's settings, converted by its signature; what was not given is left to the component's defaults.
+    """Convert the given settings of a component by its signature. Defaults are not added.
 
-    `label` names the component in messages ("environment calculator"); `path` is that of its settings (("env",) or
-    ("reward", alias)). Raises ConfigError for an unknown setting, a mistyped one, and a missing one without default.
+    `label` names the component in errors ("environment calculator"). `path` is the path of its settings: ("env",) or
+    ("reward", alias). Raises ConfigError for an unknown setting, a wrong type, and a missing setting without default.
     """
     known = {setting.name: setting for setting in signature.settings}
     for key, value in given.items():
@@ -197,7 +196,7 @@ def convert_settings(
 
 
 def default_text(setting: Setting) -> str:
-    """The default as a file would write it, or as Python shows it where no file could; or that there is none."""
+    """The default as TOML, or as Python shows it if TOML cannot hold it; or "no default"."""
     if setting.is_required:
         return "no default"
     try:
@@ -207,9 +206,9 @@ def default_text(setting: Setting) -> str:
 
 
 def complete_settings(signature: Signature, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with every default filled in, in the signature's order: what a resolved file holds.
+    """The settings with all defaults added, in the order of the signature, for the settings file of a run.
 
-    A default that no file could hold, or that a file would leave out as a secret, is left out, which means it.
+    Defaults that TOML cannot hold, and defaults of secrets, are not added: without a value, the default applies.
     """
     complete: dict[str, Any] = {}
     for setting in signature.settings:
@@ -223,17 +222,17 @@ def complete_settings(signature: Signature, settings: Mapping[str, Any]) -> dict
 
 
 def toml_key(key: str) -> str:
-    """A key, in quotes where it needs them."""
+    """A key as TOML, in quotes if it needs them."""
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _quoted(key)
 
 
 def _quoted(text: str) -> str:
-    # JSON's escapes are TOML's, but for DEL, which TOML wants escaped.
+    # JSON's escapes are valid in TOML. TOML also requires an escape for DEL.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def toml_value(value: Any) -> str:
-    """A value as TOML in one line. Raises TypeError for what TOML cannot hold, such as None inside a list.
+    """A value as TOML in one line. Raises TypeError if TOML cannot hold it, such as None inside a list.
 
     >>> toml_value({"a": (1, 2.5), "b": "x"}), toml_value(None)
     ('{ a = [1, 2.5], b = "x" }', '"none"')
@@ -265,7 +264,7 @@ def _toml(value: Any) -> str:
 
 
 def members_of(hint: Any) -> tuple[Any, ...]:
-    """The members of a union (one for anything else), `Annotated` taken off."""
+    """The member types of a union, without `Annotated`. Any other type is its own only member."""
     if typing.get_origin(hint) is typing.Annotated:
         return members_of(typing.get_args(hint)[0])
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
@@ -274,7 +273,7 @@ def members_of(hint: Any) -> tuple[Any, ...]:
 
 
 def admits_none(hint: Any) -> bool:
-    """Whether None is a value of that type."""
+    """Whether the type allows None."""
     return any(
         member in (None, type(None), Any, object)
         or (typing.get_origin(member) is typing.Literal and None in typing.get_args(member))
@@ -283,7 +282,7 @@ def admits_none(hint: Any) -> bool:
 
 
 def choices_of(hint: Any) -> list[Any]:
-    """The values of a choice: of `Literal` and enums. None is left out; empty where anything else is possible too."""
+    """The allowed values of a `Literal` or enum, without None; empty if the type also allows other values."""
     found: list[Any] = []
     for member in members_of(hint):
         if typing.get_origin(member) is typing.Literal:
@@ -296,7 +295,7 @@ def choices_of(hint: Any) -> list[Any]:
 
 
 def describe_type(hint: Any) -> str:
-    """A type in a person's words.
+    """A type in plain words.
 
     >>> describe_type(int | None), describe_type(list[str])
     ('a whole number or none', 'a list of text')
@@ -311,7 +310,7 @@ def describe_type(hint: Any) -> str:
 
 
 def _describe_bounds(hint: Any) -> str:
-    """The bounds that `Annotated[float, msgspec.Meta(ge=0)]` sets, in words."""
+    """The bounds of a type such as `Annotated[float, msgspec.Meta(ge=0)]`, in words."""
     metas = [meta for meta in getattr(hint, "__metadata__", ()) if isinstance(meta, msgspec.Meta)]
     words = {"gt": "above {}", "ge": "{} or more", "lt": "below {}", "le": "{} or less"}
     bounds = [(words[name], getattr(meta, name)) for meta in metas for name in words]
@@ -326,7 +325,7 @@ def _describe_member(hint: Any) -> str:
     try:
         if hint in _WORDS:
             return _WORDS[hint]
-    except TypeError:  # an annotation that cannot be hashed is named below
+    except TypeError:  # an annotation that cannot be hashed
         return str(hint)
     if origin is typing.Literal:
         return "one of: " + ", ".join(map(str, arguments))

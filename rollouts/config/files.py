@@ -1,6 +1,6 @@
-"""Settings files (.toml, .json, .py): reading them, and saying on which line a setting is.
+"""Read settings files (.toml, .json, .py), and find the line of a setting for an error message.
 
-Lines are looked up only when there is an error to report, so that reading keeps nothing but the text.
+A line is searched only for an error, in the text of the file.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from rollouts.errors import ConfigError, in_lines, suggestion, words_of
 Keys = tuple[str, ...]
 
 SUFFIXES = (".toml", ".json", ".py")
-DEPTH_MAX = 50  # tables within tables; none of ours is deeper than ten
-INTEGER_BITS = 1_000  # of a component's setting; a number of more cannot be compared with a float, or even printed
-_HUGE = re.compile(r"\d{4301}")  # Python reads no longer ones
+DEPTH_MAX = 50  # of tables inside tables; our own settings need fewer than ten
+INTEGER_BITS = 1_000  # larger numbers cannot be compared with a float, or printed
+_HUGE = re.compile(r"\d{4301}")  # Python refuses longer numbers
 
 
 @dataclass(frozen=True)
 class Source:
-    """The file that settings came from, for messages. Any two are equal: where a setting stood is not what it says."""
+    """A settings file, for error messages. All sources are equal, so that comparisons of settings ignore the file."""
 
     path: str = field(default="", compare=False)
     text: str = field(default="", compare=False, repr=False)
 
     def line_of(self, path: Sequence[str]) -> int | None:
-        """The line on which the setting at this path, or the nearest table around it, begins; None if there is none."""
+        """The first line of the setting at this path, or of the nearest table around it; None if there is neither."""
         lines: dict[Keys, int] = {}
         for found, line in _places(self.text, Path(self.path).suffix):
             lines.setdefault(_underscored(found), line)
@@ -45,11 +45,11 @@ class Source:
 
 
 NOWHERE = Source()
-"""No file was given."""
+"""The source of settings that do not come from a file."""
 
 
 def where(path: Sequence[str], value: Any, source: Source) -> str:
-    """Where a setting was given: its flag, or the file and line and its key; ends such that `: message` can follow."""
+    """Where a setting was given: its flag; or file, line and key. A caller adds `: message`."""
     flag = _flag_inside(tuple(path), value)
     if flag is not None:
         return flag
@@ -61,15 +61,15 @@ def where(path: Sequence[str], value: Any, source: Source) -> str:
 
 
 def refusal(path: Sequence[str], value: Any, source: Source, *lines: str) -> ConfigError:
-    """The error for a setting: where it was given, then the lines that are not empty."""
+    """The error for a setting: where it was given, and the lines that are not empty."""
     return ConfigError(f"{where(path, value, source)}: {in_lines(*lines)}")
 
 
 def unknown_key(
     path: Sequence[str], value: Any, source: Source, problem: str, known: Iterable[str], listing: str
 ) -> ConfigError:
-    """The error for a key that nothing reads, with those of the known ones that are nearly the same, as flags where it
-    was one; `listing` says which there are.
+    """The error for an unknown key. It suggests similar known keys, as flags if the key was a flag. `listing` is a line
+    that lists the known keys.
     """
     place, flag = where(path, value, source), flag_name(path)
 
@@ -80,7 +80,7 @@ def unknown_key(
 
 
 def _flag_inside(path: tuple[str, ...], value: Any) -> str | None:
-    """The name of the first flag in a value; None where it came from a file."""
+    """The name of the first flag in a value; None if it has no flag."""
     for inside, _, given in walk({"": value}):
         if isinstance(given, Flag):
             return flag_name((*path, *(key.partition("[")[0] for key in inside[1:])))
@@ -88,17 +88,19 @@ def _flag_inside(path: tuple[str, ...], value: Any) -> str | None:
 
 
 def load_file(path: str | Path) -> tuple[Tree, Source]:
-    """Read a settings file; returns its tree, and its text with which later errors find their line.
+    """Read a settings file. Returns its tree of settings, and its Source for later errors.
 
-    A `.py` file defines a dict `config`, or its settings as names of the module (those that begin with an underscore
-    are its own). Raises ConfigError with file and line.
+    A `.py` file assigns a dict to `config`, or assigns the settings to names; names that begin with an underscore are
+    not settings. Raises ConfigError with file and line.
     """
     path = Path(path)
     reader = {".toml": _read_toml, ".json": _read_json, ".py": _read_py}.get(path.suffix)
     if reader is None or not path.is_file():
         raise _no_such_file(path)
     try:
-        source = Source(str(path), path.read_text(encoding="utf-8-sig"))  # Windows' editors write a byte order mark
+        source = Source(
+            str(path), path.read_text(encoding="utf-8-sig")
+        )  # editors on Windows may write a byte order mark
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not text in UTF-8 ({error.reason} at byte {error.start})") from error
     except OSError as error:
@@ -107,7 +109,7 @@ def load_file(path: str | Path) -> tuple[Tree, Source]:
         tree = reader(source)
     except (RecursionError, MemoryError) as error:
         raise ConfigError(f"{path}: its values are nested too deep; expected {DEPTH_MAX} levels at most") from error
-    except ValueError as error:  # the reader could read it but for one of its numbers
+    except ValueError as error:  # a number with too many digits
         huge = _HUGE.search(source.text)
         line = source.text.count("\n", 0, huge.start()) + 1 if huge else "?"
         raise ConfigError(f"{path}, line {line}: expected a whole number of 300 digits at most: {error}") from error
@@ -118,8 +120,8 @@ def load_file(path: str | Path) -> tuple[Tree, Source]:
 
 
 def check_tree(tree: Tree, source: Source = NOWHERE) -> None:
-    """Raise ConfigError where `tree` holds what no settings file can hold: values that are nested too deep or contain
-    themselves, whole numbers of thousands of digits, text that is no Unicode.
+    """Raise ConfigError if `tree` holds values that are nested too deep or contain themselves, whole numbers with more
+    than INTEGER_BITS bits, or text with lone surrogates.
     """
     for path, depth, given in walk(tree):
         value = given.value if isinstance(given, Flag) else given
@@ -130,8 +132,8 @@ def check_tree(tree: Tree, source: Source = NOWHERE) -> None:
 
 
 def walk(tree: Tree) -> Iterator[tuple[Keys, int, Any]]:
-    """Every value of a tree with its path and depth, in order. An element of a list is at `name[0]`. What is deeper
-    than DEPTH_MAX is not entered.
+    """The path, depth and value of every value in a tree, in order. The path of a list element ends in `name[0]`.
+    Values below DEPTH_MAX are left out.
     """
     waiting: list[tuple[Keys, int, Any]] = [((), 0, tree)]
     while waiting:
@@ -153,7 +155,7 @@ def _problem_of(value: Any) -> str:
     texts = [value] if isinstance(value, str) else list(value) if isinstance(value, dict) else []
     for text in texts:
         if isinstance(text, str) and re.search("[\ud800-\udfff]", text):
-            return f"expected text; got {text[:80]!r}, which holds half of a surrogate pair and is no Unicode"
+            return f"expected text; got {text[:80]!r}, which holds a lone surrogate and is not valid Unicode"
     return ""
 
 
@@ -195,14 +197,14 @@ def _read_toml(source: Source) -> Tree:
 
 
 def _quote_hint(text: str, line: str) -> str:
-    """The commonest mistake: text without quotes."""
+    """A hint for text without quotes, the most common mistake."""
     lines = text.split("\n")
     given = lines[int(line) - 1] if int(line) <= len(lines) else ""
     match = re.fullmatch(r"\s*([\w.-]+)\s*=\s*([A-Za-z./][^\"'#]*?)\s*", given)
     if match is None:
         return ""
     text = "..." if is_secret(match[1].rpartition(".")[2]) else match[2]
-    return f'\ntext stands in quotes: {match[1]} = "{text}"'
+    return f'\nput text in quotes: {match[1]} = "{text}"'
 
 
 def _read_json(source: Source) -> Any:
@@ -210,7 +212,7 @@ def _read_json(source: Source) -> Any:
         keys = [key for key, _ in pairs]
         twice = next((key for key in keys if keys.count(key) > 1), None)
         if twice is not None:
-            raise ConfigError(f"{source.path}: the key {twice!r} stands twice in one table")
+            raise ConfigError(f"{source.path}: the key {twice!r} is in one table twice")
         return dict(pairs)
 
     try:
@@ -226,9 +228,9 @@ def _read_py(source: Source) -> Any:
         exec(compile(module, source.path, "exec"), namespace)
     except SyntaxError as error:
         raise ConfigError(f"{source.path}, line {error.lineno}: not Python: {error.msg}") from error
-    except (KeyboardInterrupt, MemoryError):  # MemoryError: the parser's, of a file that is nested too deep
+    except (KeyboardInterrupt, MemoryError):  # the parser raises MemoryError for a file that is nested too deep
         raise
-    except BaseException as error:  # whatever the user's file raises is the user's to mend, also SystemExit
+    except BaseException as error:  # the file may raise anything, also SystemExit
         raise ConfigError(f"{source.path}: the settings file raised {words_of(error)}") from error
     if "config" in namespace:
         return namespace["config"]
@@ -237,7 +239,7 @@ def _read_py(source: Source) -> Any:
 
 
 def _assignments(body: Iterable[ast.stmt]) -> Iterator[tuple[str, ast.expr]]:
-    """The names that statements assign, with the expression, in order."""
+    """The names that the statements assign, with their expressions, in order."""
     for statement in body:
         targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
         value = getattr(statement, "value", None)
@@ -246,21 +248,21 @@ def _assignments(body: Iterable[ast.stmt]) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _underscored(path: Iterable[str]) -> Keys:
-    """Aliases are compared with dashes as underscores."""
+    """The path with dashes replaced by underscores, to compare aliases."""
     return tuple(key.replace("-", "_") for key in path)
 
 
 def _places(text: str, suffix: str) -> Iterator[tuple[Keys, int]]:
-    """Every path of a file with its line. The file is known to be valid; what is computed has no line.
+    """Every path in a valid file with its line. In a .py file, computed values have no line.
 
-    An element of an array is at `name[0]`, and a table with an alias in an array at that alias too.
+    The path of an array element ends in `name[0]`. A table with an alias in an array also has the path of that alias.
     """
     if suffix == ".toml":
         yield from _toml_places(text)
         return
     values: dict[str, ast.expr] = {}
     with warnings.catch_warnings(action="ignore"), contextlib.suppress(SyntaxError, RecursionError, MemoryError):
-        # JSON is read as Python, which has fewer escapes, and may refuse what is nested too deep.
+        # JSON is parsed as Python, which does not allow all escapes and limits the depth.
         values = dict(_assignments(ast.parse(f"config = ({text})" if suffix == ".json" else text).body))
     if "config" in values:
         yield from _literal_places(values["config"], (), 1)
@@ -270,10 +272,12 @@ def _places(text: str, suffix: str) -> Iterator[tuple[Keys, int]]:
 
 
 def _toml_places(text: str) -> Iterator[tuple[Keys, int]]:
-    """The shortest parsable prefix that holds a path ends with its statement; that begins after the one before."""
+    """The line of each path. The shortest valid prefix of the text that has a path ends with the statement of the
+    path.
+    """
     import tomllib
 
-    lines = text.split("\n")  # as TOML does: U+2028 in a text ends no line
+    lines = text.split("\n")  # like TOML: U+2028 does not end a line
     begin = 1
     for count in range(1, len(lines) + 1):
         with contextlib.suppress(tomllib.TOMLDecodeError):
@@ -283,7 +287,7 @@ def _toml_places(text: str) -> Iterator[tuple[Keys, int]]:
 
 
 def _by_alias(value: Any, depth: int = 3) -> Any:
-    """The tree with arrays of tables, such as [[env]] and [[sft.env]], as tables by alias."""
+    """The tree with arrays of tables, such as [[env]] and [[sft.env]], changed to tables by alias."""
     if isinstance(value, list) and all(isinstance(each, dict) for each in value):
         value = {str(each.get("alias") or re.split(r"[/:]", str(each.get("name")))[-1]): each for each in value}
     is_open = isinstance(value, dict) and depth > 0
@@ -291,7 +295,7 @@ def _by_alias(value: Any, depth: int = 3) -> Any:
 
 
 def _literal_places(node: ast.expr, path: Keys, line: int) -> Iterator[tuple[Keys, int]]:
-    """The same of a dict display in Python, which an object of JSON is too."""
+    """Every path in a Python dict literal, or a JSON object, with its line."""
     yield path, line
     if isinstance(node, ast.Dict):
         for key, value in zip(node.keys, node.values, strict=True):

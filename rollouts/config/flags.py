@@ -1,8 +1,8 @@
-"""Flags of the command line: taking off the dotted ones, and reading a value.
+"""Parse the dotted flags of the command line.
 
-`--env.digits 3` and `--loss.clip-high=0.28` set a component's settings; they are removed before the command's own
-parser sees the rest, so that every component's settings are flags without being declared anywhere. Dashes and
-underscores are the same. What a value means is decided when its setting's type is known (rollouts.config.convert).
+`--env.digits 3` and `--loss.clip-high=0.28` set settings of components. They are removed before click parses the other
+flags, because click does not know the settings of components. Dashes equal underscores. `rollouts.config.convert`
+converts the values when the types of the settings are known.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rollouts.config.settings import SINGLE
 from rollouts.errors import ConfigError
 
 Tree = dict[str, Any]
-"""Nested settings: the core's at the top level, tables for components. Leaves of the command line are `Flag`."""
+"""Nested settings: those of the core at the top level, and a table for each component. A flag's value is a `Flag`."""
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 _DOTTED = re.compile(r"--(?P<path>[A-Za-z][\w-]*(?:\.[\w-]+)+)(?:=(?P<value>.*))?", re.DOTALL)
@@ -24,14 +24,14 @@ _DOTTED = re.compile(r"--(?P<path>[A-Za-z][\w-]*(?:\.[\w-]+)+)(?:=(?P<value>.*))
 
 @dataclass(frozen=True)
 class Flag:
-    """A value of the command line: what it reads as in TOML, and the text itself (for a setting that is text)."""
+    """The value of a flag: parsed as TOML, and as text for a setting whose type is text."""
 
     text: str
     value: Any = field(hash=False)
 
 
 def read_flag(text: str) -> Flag:
-    """Read a flag's value as a TOML value, else as text; `none` is None.
+    """Parse the value of a flag as TOML, else as text. `none` becomes None.
 
     >>> read_flag("3").value, read_flag("[1, 2]").value, read_flag("a b").value, read_flag("none").value
     (3, [1, 2], 'a b', None)
@@ -44,8 +44,8 @@ def read_flag(text: str) -> Flag:
 
     try:
         read = tomllib.loads(f"value = {text}")
-    except (ValueError, RecursionError):  # not TOML, a number of thousands of digits, nested too deep
-        # TOML wants `0.5` and `7`; people also type `.5` and `007`.
+    except (ValueError, RecursionError):  # not TOML, too many digits, or nested too deep
+        # numbers that TOML refuses, such as `.5` and `007`
         if _NUMBER.fullmatch(text) and len(text) < 100:
             return Flag(text, int(text) if text.lstrip("+-").isdigit() else float(text))
         return Flag(text, text)
@@ -53,7 +53,7 @@ def read_flag(text: str) -> Flag:
 
 
 def flag_name(path: Sequence[str]) -> str:
-    """The flag that sets what lies at a path.
+    """The flag that sets the value at a path.
 
     >>> flag_name(("loss", "clip_high"))
     '--loss.clip-high'
@@ -62,11 +62,11 @@ def flag_name(path: Sequence[str]) -> str:
 
 
 def take_dotted_flags(argv: Sequence[str]) -> tuple[list[str], Tree]:
-    """Split the arguments: those without dotted flags, and what the dotted flags say, as a tree of `Flag`.
+    """Split the arguments into those without dotted flags, and a tree of the dotted flags' values.
 
-    What names a component of the table `sft` leaves room for its settings (`--sft.env a --sft.env.b 2`), as `--env a`
-    does. A bare `--` ends the flags. A flag given twice counts the last time. Raises ConfigError for a flag without a
-    value and for one that contradicts another (`--env.a 1 --env.a.b 2`).
+    `--sft.env a` names a component, so `--sft.env.b 2` can follow. A bare `--` ends the flags. If a flag is repeated,
+    the last value counts. Raises ConfigError for a flag without a value, and for flags that contradict each other
+    (`--env.a 1 --env.a.b 2`).
     """
     rest: list[str] = []
     tree: Tree = {}
@@ -84,8 +84,8 @@ def take_dotted_flags(argv: Sequence[str]) -> tuple[list[str], Tree]:
             if text.startswith("--"):
                 flag = f"--{match['path']}"
                 raise ConfigError(
-                    f"{flag} needs a value, and none follows it\ntype `{flag} VALUE` (`true` or `false` for a switch); "
-                    f"a value that begins with two dashes is written `{flag}=--value`"
+                    f"{flag} needs a value\ntype: {flag} VALUE (for a switch, `true` or `false`; for a value that "
+                    f"begins with two dashes, {flag}=--value)"
                 )
             next(arguments)
         path = tuple(match["path"].replace("-", "_").split("."))
@@ -95,11 +95,11 @@ def take_dotted_flags(argv: Sequence[str]) -> tuple[list[str], Tree]:
 
 
 def _insert(tree: Tree, path: tuple[str, ...], flag: Flag) -> None:
-    """Put a flag into the tree that is being built."""
+    """Put a flag into the tree."""
     for depth, key in enumerate(path[:-1], start=1):
         tree = tree.setdefault(key, {})
         if not isinstance(tree, dict):
-            raise ConfigError(f"{flag_name(path)} contradicts {flag_name(path[:depth])}, which gives a plain value")
+            raise ConfigError(f"{flag_name(path)} contradicts {flag_name(path[:depth])}, which sets a plain value")
     if isinstance(tree.get(path[-1]), dict):
-        raise ConfigError(f"{flag_name(path)} gives a plain value, and another flag sets something inside it")
+        raise ConfigError(f"{flag_name(path)} sets a plain value, but another flag sets a value inside it")
     tree[path[-1]] = flag

@@ -1,4 +1,4 @@
-"""What settings of TRL, verl, prime-rl and verifiers are called here, for those who type their names."""
+"""The settings of TRL, verl, prime-rl and verifiers, with the flags of rollouts for them."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ _NAMES = {
     "rollouts resume DIR": "resume_from_checkpoint load resume_from",
 }
 FOREIGN = {name: ours for ours, names in _NAMES.items() for name in names.split()}
-"""By their name, with underscores: what to type here."""
+"""The flag of rollouts by the other library's name, with underscores."""
 
 
 def foreign_hint(name: str, known: Collection[str] = ()) -> str:
-    """The line of an error for a name from elsewhere; empty for any other, and for a setting that is not among the
-    `known` flags of the command, if any are given: an evaluation has no learning rate under any name.
+    """A line for an error: the flag of rollouts for the name of another library's setting; empty for other names. If
+    `known` flags of the command are given, also empty for a flag that is not among them.
 
     >>> foreign_hint("--num-generations")
     'in rollouts this is: --samples-per-prompt'

@@ -1,6 +1,6 @@
-"""Type hints and documentation of a component's parameters, each read by itself.
+"""Read the type hints and the documentation of a component's parameters.
 
-A hint that cannot be resolved (a `Tensor` under TYPE_CHECKING) costs that parameter its hint and no other one anything.
+Each hint is resolved by itself. If one cannot be resolved (a `Tensor` under TYPE_CHECKING), the others still can.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ENTRY = re.compile(r"^\s*\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
 
 
 def resolve_hint(annotation: Any, scopes: Sequence[_Scope], fallback: Any) -> Any:
-    """The type that an annotation means in the first scope that knows all its names, else the fallback."""
+    """Resolve an annotation in the first scope that has all its names; if none has, return the fallback."""
     if isinstance(annotation, typing.ForwardRef):
         annotation = annotation.__forward_arg__
     if annotation is inspect.Parameter.empty:
@@ -36,18 +36,18 @@ def resolve_hint(annotation: Any, scopes: Sequence[_Scope], fallback: Any) -> An
         holder.__annotations__ = {"hint": annotation}
         try:
             hint = typing.get_type_hints(holder, module_names, class_names, include_extras=True)["hint"]
-        except Exception:  # any name may be missing, any expression may fail: the next scope, then the fallback
+        except Exception:  # a name is missing or the expression fails: try the next scope
             continue
         return hint.type if isinstance(hint, dataclasses.InitVar) else hint
     return fallback
 
 
 def hint_scopes(component: Any, name: str) -> list[_Scope]:
-    """Where the hint of the parameter `name` may have been written, most likely first."""
+    """The scopes where the hint of the parameter `name` may be written, the most likely one first."""
     if not inspect.isclass(component):
         return [(getattr(_plain_function(component), "__globals__", {}), {})]
     classes = [klass for klass in component.__mro__ if klass is not object]
-    classes.sort(key=lambda klass: name not in _own_annotations(klass))  # stable: owners first
+    classes.sort(key=lambda klass: name not in _own_annotations(klass))  # classes that annotate `name` first
     written = _plain_function(component.__init__)
     scopes: list[_Scope] = []
     if not dataclasses.is_dataclass(component) and hasattr(written, "__globals__"):
@@ -55,13 +55,13 @@ def hint_scopes(component: Any, name: str) -> list[_Scope]:
     for klass in classes:
         module = sys.modules.get(klass.__module__)
         names = vars(module) if module is not None else {}
-        # Without the class's own names first: a field's default would hide a type of the same name.
+        # First without the names of the class: the default of a field could hide a type of the same name.
         scopes += [(names, {}), (names, dict(vars(klass)))]
     return scopes
 
 
 def setting_docs(component: Any) -> dict[str, str]:
-    """A line for each documented parameter: from an `Args:` section, else a dataclass field's trailing comment."""
+    """A line for each documented parameter, from an `Args:` section or the comment after a dataclass field."""
     docs: dict[str, str] = {}
     if not inspect.isclass(component):
         function = _plain_function(component)
@@ -74,7 +74,7 @@ def setting_docs(component: Any) -> dict[str, str]:
 
 
 def argument_docs(docstring: str | None) -> dict[str, str]:
-    """The entries of a docstring's `Args:` section, each in one line.
+    """The entries of the `Args:` section of a docstring, each as one line.
 
     >>> argument_docs("Short answers.\\n\\nArgs:\\n    target: tokens that cost nothing,\\n        counted once.\\n")
     {'target': 'tokens that cost nothing, counted once.'}
@@ -104,7 +104,7 @@ def argument_docs(docstring: str | None) -> dict[str, str]:
 
 
 def _plain_function(component: Any) -> Any:
-    """The function beneath partials, bound methods, callable objects and `functools.wraps`."""
+    """The function inside partials, bound methods, callable objects and `functools.wraps`."""
     while True:
         if isinstance(component, functools.partial):
             component = component.func
@@ -119,14 +119,14 @@ def _plain_function(component: Any) -> Any:
 
 
 def _field_comments(klass: type) -> Mapping[str, str]:
-    """The comment at the end of each annotated line of a dataclass's body, where its source can be read."""
+    """The comments after the fields of a dataclass. Empty if its source cannot be read."""
     if not dataclasses.is_dataclass(klass):
         return {}
     try:
         source = textwrap.dedent(inspect.getsource(klass))
         body = ast.parse(source).body[0]
     except (OSError, TypeError, SyntaxError):
-        return {}  # typed into a prompt, or made by code: there is no source to document it
+        return {}  # a class without source: typed into a prompt, or made by code
     lines = source.encode().split(b"\n")
     docs: dict[str, str] = {}
     for node in body.body if isinstance(body, ast.ClassDef) else ():

@@ -1,18 +1,19 @@
-"""What names components: merging flags over a file over defaults, and reading out what was chosen.
+"""Merge the settings that name components (defaults, then a file, then flags), and read the chosen components.
 
-The rules, which files and flags share:
-- A component is a name (`env = "calculator"`), or a table with `name` and its settings (`[env]`). Naming another
-  component drops the settings that were written for the one before; naming the same one keeps them.
-- `reward`, `shaping`, `filter` and `logger` are lists of names, or tables by alias (`[reward.short]`, whose `name` is
-  the alias where it has none). What names them replaces what was there (a file the default, a flag the file's list);
-  dotted flags change the settings of those that are chosen.
-- `env` is one component, or several, each with an alias and a weight: a list, `[[env]]` tables, tables by alias, or
-  `--env easy=calculator:2`. A list of one without either is that one, and in tables by alias there is no `name` but
-  inside them. Naming several replaces what was there.
+The rules for files and flags:
+- A component is a name (`env = "calculator"`), or a table with `name` and settings (`[env]`). If a later source names
+  another component, the earlier settings are dropped. If it names the same component, they are kept.
+- `reward`, `shaping`, `filter` and `logger` are lists of names, or tables by alias (`[reward.short]`; without a `name`,
+  the alias is the name). A list or a table in a file replaces the default. Flags that name components replace those of
+  the file. Dotted flags change the settings of the chosen components.
+- `env` is one component or several. Several have an alias and a weight each, as a list, as `[[env]]` tables, as tables
+by
+  alias, or as `--env easy=calculator:2`. A list with one name, without alias and weight, is one component. Several
+  replace the components of the earlier source.
 - `sft` is a tree of such settings, merged by the same rules.
-- An alias that is not given is the last part of the name. Only the last colon separates a weight.
+- The default alias is the last part of the name. The last colon separates the weight.
 
-Left out: what a weight means (`rollouts.runs.environments`).
+`rollouts.runs.environments` applies the weights.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ from rollouts.errors import ConfigError, suggestion
 Path = tuple[str, ...]
 
 EnvWeight = float | dict[str, Any] | list[list[float]]
-"""A number; a curriculum: its table with `name`; or the points (step, weight) that it goes through."""
+"""The weight of an environment: a number, the table of a curriculum with its `name`, or points (step, weight)."""
 
 
 class Component(NamedTuple):
-    """One chosen component. `weight` counts for rewards, and for several environments, whose weights may be curricula;
-    `alias` is empty where only one can be chosen, and for an environment that is alone.
+    """One chosen component.
 
-    `settings` are as they were given until `convert_settings` has seen the component's signature.
-    Those of OWN_KEYS may have an empty name: the settings are then for the algorithm's own.
+    Rewards have a `weight`, and so has each of several environments. `alias` is empty for a single component.
+    `settings` are not converted yet; `convert_settings` does this with the component's signature. For a key in
+    OWN_KEYS, `name` may be empty: the settings are then for the component of the algorithm.
     """
 
     name: str
@@ -55,7 +56,7 @@ def settings_path(key: str, component: Component) -> Path:
 
 
 def parse_component(key: str, text: str, path: str = "") -> Component:
-    """Read `[alias=]name[:weight]` (the weight for rewards and environments; a file is `./f.py:name[:weight]`).
+    """Parse `[alias=]name[:weight]`, or `[alias=]./f.py:name[:weight]`. Only rewards and environments have a weight.
 
     >>> parse_component("reward", "short=pkg/brevity:-0.1")
     Component(name='pkg/brevity', settings={}, weight=-0.1, alias='short')
@@ -73,7 +74,7 @@ def parse_component(key: str, text: str, path: str = "") -> Component:
             name, weight = head, float(tail)
         elif key == "reward" and not head.endswith(".py"):
             raise ConfigError(
-                f"{path}: what follows the last colon is the weight, and {tail!r} is no number\n"
+                f"{path}: expected a weight after the last colon; {tail!r} is not a number\n"
                 f"type: {flag_name((key,))} {head}:1.0"
             )
     if not name:
@@ -83,11 +84,11 @@ def parse_component(key: str, text: str, path: str = "") -> Component:
 
 
 def merge(*trees: Tree) -> Tree:
-    """One tree out of several, later ones over earlier ones; no argument is changed. Raises ConfigError."""
+    """Merge trees of settings, later ones over earlier ones, into a new tree. Raises ConfigError."""
     merged: Tree = {}
     for tree in trees:
         for key, value in tree.items():
-            before = merged.get(key, {})  # an absent table and an empty one merge alike
+            before = merged.get(key, {})  # a missing table merges like an empty one
             if key in COMPONENT_KINDS:
                 merged[key] = _merge_components(key, before, value)
             elif key == "sft" and isinstance(before, dict) and isinstance(value, dict):
@@ -104,7 +105,7 @@ def _merge_value(before: Any, value: Any) -> Any:
 
 
 def _merge_components(key: str, before: Any, value: Any) -> Tree:
-    """The table of one component, or tables by alias."""
+    """The merged table of one component, or merged tables by alias."""
     base, adjusts = _tables(key, before), isinstance(value, dict) and _is_adjustment(value)
     is_one = "" in base
     names_none = key == "env" and isinstance(value, dict) and "name" not in value and not holds_several(value)
@@ -114,7 +115,7 @@ def _merge_components(key: str, before: Any, value: Any) -> Tree:
                 raise _of_which(alias, inner, base)
             base[alias] = _merge_table(base.get(alias, {}), _table(inner, (key, alias)))
         return base
-    # `--env.options.name x` is a setting of the environment that is named, and no environment of that alias.
+    # `--env.options.name x` sets `options` of the chosen environment. It does not choose one with the alias `options`.
     tables = {"": _table(value, (key,))} if adjusts and is_one and base[""].get("name") else _tables(key, value)
     if is_one and "" in tables:
         return _merge_table(base[""], tables[""])
@@ -126,7 +127,7 @@ def _merge_components(key: str, before: Any, value: Any) -> Tree:
 
 
 def _merge_table(before: Tree, table: Tree) -> Tree:
-    """A component's table over the one before it; another name drops the old settings."""
+    """Merge a component's table over the earlier one. Another name drops the earlier settings."""
     if "name" in table and "name" in before and _name(before["name"], ("name",)) != _name(table["name"], ("name",)):
         return dict(table)
     merged: Tree = _merge_value(before, table)
@@ -134,14 +135,14 @@ def _merge_table(before: Tree, table: Tree) -> Tree:
 
 
 def _is_adjustment(value: Any) -> bool:
-    """Whether a value consists of dotted flags: it changes what is chosen and chooses nothing."""
+    """Whether a value consists of dotted flags only, so that it changes settings and chooses no component."""
     if isinstance(value, dict):
         return bool(value) and all(_is_adjustment(inner) for inner in value.values())
     return isinstance(value, Flag)
 
 
 def holds_several(table: Mapping[str, Any]) -> bool:
-    """Whether this is a table of environments by alias, not the settings of one.
+    """Whether this table holds environments by alias, not the settings of one environment.
 
     >>> holds_several({"easy": {"name": "calculator"}}), holds_several({"name": "calculator", "digits": 3})
     (True, False)
@@ -150,19 +151,19 @@ def holds_several(table: Mapping[str, Any]) -> bool:
 
 
 def by_alias(key: str, table: Mapping[str, Any]) -> bool:
-    """Whether the table of a key holds components by alias, not the settings of one."""
+    """Whether the table of `key` holds components by alias, not the settings of one component."""
     return key in MULTIPLE or (key == "env" and holds_several(table))
 
 
 def _of_which(name: str, value: Any, aliases: Iterable[str]) -> ConfigError:
-    """The error for a setting that does not say which of several environments it is for."""
+    """The error for a setting that does not name one of several environments."""
     flags = " or ".join(flag_name(("env", alias, name)) for alias in aliases)
-    several = "there are several environments, and this does not say for which of them it is"
+    several = "there are several environments, and this flag does not name one of them"
     return refusal(("env", name), value, NOWHERE, several, f"type: {flags}")
 
 
 def _tables(key: str, value: Any) -> dict[str, Tree]:
-    """What a value chooses for a key, as tables by alias. The alias of one that is alone is empty."""
+    """The components that a value chooses for a key, as tables by alias. The alias of a single component is empty."""
     if not isinstance(value, dict):
         if key == "env" or key in MULTIPLE:
             return _listed_tables(key, list(value) if isinstance(value, list | tuple) else [value])
@@ -174,7 +175,7 @@ def _tables(key: str, value: Any) -> dict[str, Tree]:
         if key == "env" and not isinstance(inner, dict):
             raise _of_which(alias, inner, [each for each in value if isinstance(value[each], dict)])
         table = _table(inner, (key, alias))
-        # What a file writes as a table is chosen: without a name, its alias is the name.
+        # A table in a file chooses a component. Without a name, its alias is the name.
         is_named = key == "env" or "name" in table or _is_adjustment(table)
         tables[alias.replace("-", "_")] = table if is_named else {"name": alias.replace("-", "_"), **table}
     return tables
@@ -184,7 +185,7 @@ def _listed_tables(key: str, entries: list[Any]) -> dict[str, Tree]:
     """A list of components as tables by alias."""
     if key == "env":
         for place, entry in enumerate(entries, start=1):
-            if not isinstance(entry, dict) and not _name(entry, (key,)):  # `none`: nothing of what came before it
+            if not isinstance(entry, dict) and not _name(entry, (key,)):  # `none` drops the entries before it
                 return _listed_tables(key, entries[place:])
         if not entries:
             return {"": {"name": ""}}
@@ -208,7 +209,7 @@ def _listed_tables(key: str, entries: list[Any]) -> dict[str, Tree]:
 
 
 def _entry(key: str, entry: Any) -> tuple[str, Tree, bool]:
-    """Alias and table of one entry of a list, and whether the alias was given; an empty alias for `none`."""
+    """The alias and table of a list entry, and whether the entry gives the alias. For `none`, the alias is empty."""
     if isinstance(entry, dict):
         table = _table(entry, (key,))
         if not isinstance(table.get("name"), str):
@@ -225,7 +226,7 @@ def _entry(key: str, entry: Any) -> tuple[str, Tree, bool]:
 
 
 def _table(value: Any, path: Path) -> Tree:
-    """A component's table, its name checked. The name stays a flag if it is one: `_is_adjustment` asks for it."""
+    """A copy of a component's table, its name checked. A name that is a Flag stays one, for `_is_adjustment`."""
     if not isinstance(value, dict):
         setting = flag_name((*path, "SETTING"))
         raise refusal(path, value, NOWHERE, f"expected a table of settings, such as `{setting} VALUE`")
@@ -235,7 +236,7 @@ def _table(value: Any, path: Path) -> Tree:
 
 
 def _name(value: Any, path: Path) -> str:
-    """A component's name as text; None and `none` are the empty name."""
+    """The name of a component as text. None and `none` become an empty name."""
     if isinstance(value, Flag):
         value = value.value if value.value is None or isinstance(value.value, str) else value.text
     if value is None:
@@ -249,9 +250,10 @@ def _name(value: Any, path: Path) -> str:
 def components_of(
     chosen: Tree, keys: Iterable[str], source: Source = NOWHERE, place: Path = ()
 ) -> dict[str, list[Component]]:
-    """The components that a merged tree chooses for each key; `place` is the path of the tree in its file.
+    """The components that a merged tree chooses for each key. `place` is the path of the tree in its file.
 
-    Raises ConfigError: a key that needs a component and has none, settings for a component that is not chosen.
+    Raises ConfigError if a key that needs a component has none, or if settings are given for a component that is not
+    chosen.
     """
     found: dict[str, list[Component]] = {}
     for key in keys:
@@ -264,12 +266,14 @@ def components_of(
             if not names[alias]:
                 named = [each for each in names if names[each]]
                 near = suggestion(alias, named, lambda name: flag_name((key, name)))  # noqa: B023 - called at once
-                other = f"chosen: {', '.join(named) or 'none'}; to add one, type {flag_name((key, alias, 'name'))} NAME"
+                other = (
+                    f"chosen: {', '.join(named) or 'none'}; to add one, type: {flag_name((key, alias, 'name'))} NAME"
+                )
                 problem = f"no {key} with the alias {alias!r} is chosen"
                 raise refusal((*place, key, alias), table, source, problem, near, other)
         found[key] = [_several(key, alias, names[alias], table, source, place) for alias, table in tables.items()]
         if key == "env" and all(each.weight == 0 for each in found[key]):
-            zero = f"the weights of {' and '.join(names)} sum to 0, so no task could be drawn"
+            zero = f"the weights of {' and '.join(names)} are 0, so no environment has a task to draw"
             again = f"type: {flag_name((key, next(iter(names)), 'weight'))} 1"
             raise refusal((*place, key), None, source, zero, again)
     return found
@@ -283,13 +287,13 @@ def _single(key: str, table: Tree, source: Source, place: Path) -> list[Componen
     if not name and settings and key not in OWN_KEYS:
         first = next(iter(settings))
         again = f"type: {flag_name((key,))} NAME; `rollouts plugins list` shows what is installed"
-        missing = f"no {key} is chosen that could have this setting"
+        missing = f"no {key} is chosen, so it has no settings"
         raise refusal((*place, key, first), settings[first], source, missing, again)
     return [Component(name, settings)] if name or settings else []
 
 
 def _several(key: str, alias: str, name: str, table: Tree, source: Source, place: Path) -> Component:
-    """One of several components, with its weight where it has one."""
+    """One of several components, with its weight if it has one."""
     settings = {setting: value for setting, value in table.items() if setting != "name"}
     if key not in WEIGHTED or "weight" not in table:
         return Component(name, settings, alias=alias)
@@ -303,7 +307,7 @@ def _several(key: str, alias: str, name: str, table: Tree, source: Source, place
 
 
 def _env_weight(value: Any, path: Path, source: Source) -> EnvWeight:
-    """The weight of one of several environments, checked as far as it can be without importing anything."""
+    """The weight of one of several environments, checked as far as possible without an import."""
     given = plain(value)
     if isinstance(given, str):
         return {"name": given}
@@ -318,24 +322,21 @@ def _env_weight(value: Any, path: Path, source: Source) -> EnvWeight:
 
 
 def _fault_of_points(points: Any) -> str:
-    """Why these are no points (step, weight) for a weight to go through; empty where they are."""
+    """Why this is not a valid list of points (step, weight); empty if it is."""
     if not isinstance(points, list):
         return f"{_NO_WEIGHT}; got {without_secrets(points)!r}"
     if len(points) < 2 or not all(isinstance(each, list | tuple) and len(each) == 2 for each in points):
-        return (
-            "a weight that changes goes through two points (step, weight) or more, such as [[0, 0.0], [100, 1.0]]; "
-            f"got {points!r}"
-        )
+        return f"expected two or more points (step, weight), such as [[0, 0.0], [100, 1.0]]; got {points!r}"
     wrong = [number for number in itertools.chain(*points) if not _is_positive(number)]
     steps = [step for step, _ in points]
     if not wrong and any(after <= before for before, after in itertools.pairwise(steps)):
-        return f"the steps of the points must rise; got {steps}"
+        return f"the steps of the points must increase; got {steps}"
     return f"{_NO_WEIGHT}; got {wrong[0]!r}" if wrong else ""
 
 
 _NO_WEIGHT = (
-    "the weight of an environment is a number that is 0 or more, points such as [[0, 0.0], [100, 1.0]], or the name of "
-    "a curriculum, such as ./curriculum.py:harder"
+    "expected the weight of an environment: a number (0 or more), points such as [[0, 0.0], [100, 1.0]], or the name "
+    "of a curriculum, such as ./curriculum.py:harder"
 )
 
 
@@ -344,11 +345,11 @@ def _is_positive(value: Any) -> bool:
 
 
 def component_table(key: str, component: Component) -> Tree:
-    """The table that chooses this component: its name, its weight where it has one, and its settings. A setting called
-    `name` cannot be given in a table, and has its default.
+    """The table that chooses this component: its name, its weight if it has one, and its settings. A component's
+    setting called `name` cannot be given: in the table, `name` is the component.
     """
     weight = component.weight
-    if isinstance(weight, dict) and len(weight) == 1:  # a curriculum without settings is its name alone
+    if isinstance(weight, dict) and len(weight) == 1:  # a curriculum without settings is written as its name
         weight = weight["name"]
     has_weight = key in WEIGHTED and bool(component.alias)
     own = {"name": component.name, **({"weight": weight} if has_weight else {})}
@@ -356,7 +357,7 @@ def component_table(key: str, component: Component) -> Tree:
 
 
 def component_tables(components: Mapping[str, list[Component]]) -> Tree:
-    """The tree that chooses these components: the inverse of `components_of`."""
+    """The tree of settings that chooses these components: the inverse of `components_of`."""
     trees: Tree = {}
     for key, chosen in components.items():
         tables = {each.alias: component_table(key, each) for each in chosen}
@@ -365,8 +366,8 @@ def component_tables(components: Mapping[str, list[Component]]) -> Tree:
 
 
 def component_names(components: Mapping[str, list[Component]]) -> dict[str, Any]:
-    """What the settings that name components say, as `Settings` holds it: of several a list of texts, each as short as
-    it can be.
+    """The values of the settings that name components, as `Settings` holds them: one name, or a tuple of texts such as
+    `alias=name:weight`, without parts that equal their default.
     """
     return {
         key: tuple(_written(key, each) for each in chosen)

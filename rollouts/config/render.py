@@ -1,7 +1,7 @@
-"""A Resolved as the text of a settings file: whole, so that running the file again repeats the run.
+"""Write resolved settings as the text of a settings file. `rollouts run FILE` with that file repeats the run.
 
-With `commented`, every setting is explained: what it is, its type, its default. Components' settings can be explained
-where their signatures are given; nothing is imported here to find them.
+With `commented`, each setting has a comment with its description, type and default. For the settings of components,
+pass their signatures: this module imports no component.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ from rollouts.config.settings import (
 from rollouts.errors import ConfigError
 
 _HEADER = """\
-# The settings of a run, whole. `rollouts run FILE` reads them; flags of the command override what stands here.
-# `rollouts plugins list` shows the components that can be named; `rollouts plugins show NAME` what each can be told.
+# All settings of a run, for `rollouts run FILE`. Flags of the command override the settings in this file.
+# `rollouts plugins list` lists the components that you can name. `rollouts plugins show NAME` lists their settings.
 """
 
 _MULTIPLE_NOTE = {
-    "env": "Environments, mixed by weight: a [[env]] table each, with name, alias, weight and settings.",
-    "reward": "Rewards, mixed by weight. Each has a table of its own: [reward.ALIAS], with name, weight and settings.",
-    "shaping": "Shapings of rewards, in their order. Each has a table: [shaping.ALIAS], with name and settings.",
-    "filter": "Filters of groups. Each has a table of its own: [filter.ALIAS], with name and settings.",
-    "logger": "Loggers. Each has a table of its own: [logger.ALIAS], with name and settings.",
+    "env": "Environments, mixed by weight. Each has a table [[env]] with its name, alias, weight and settings.",
+    "reward": "Rewards, mixed by weight. Each has a table [reward.ALIAS] with its name, weight and settings.",
+    "shaping": "Shapings of rewards, in their order. Each has a table [shaping.ALIAS] with its name and settings.",
+    "filter": "Filters of groups. Each has a table [filter.ALIAS] with its name and settings.",
+    "logger": "Loggers. Each has a table [logger.ALIAS] with its name and settings.",
 }
 
 Settings_ = Mapping[tuple[str, ...], Sequence[Setting]]
 
 
 def to_toml(resolved: Resolved, commented: bool = False, signatures: Settings_ | None = None) -> str:
-    """The whole file. `signatures` maps a component's path (see `settings_path`) to its settings, for their comments.
+    """The text of the file. `signatures` maps the path of a component (see `settings_path`) to its settings, for the
+    comments.
 
-    Raises ConfigError for a component's setting that no file can hold.
+    Raises ConfigError for a component's setting that TOML cannot hold.
     """
     settings = resolved.settings
     infos = [info for info in setting_infos() if info.name in EVAL or settings.mode != "eval"]
@@ -52,7 +53,7 @@ def to_toml(resolved: Resolved, commented: bool = False, signatures: Settings_ |
     for info in infos:
         value = getattr(settings, info.name)
         if resolved.components[info.name] if info.name in COMPONENT_KINDS else info.name in FILE_ONLY and value:
-            continue  # a table further down
+            continue  # written below as a table
         if commented and info.group != group:
             sections.append([f"# ---- {info.group} ----"])
             group = info.group
@@ -61,7 +62,7 @@ def to_toml(resolved: Resolved, commented: bool = False, signatures: Settings_ |
         note = ["# Arguments of the chat template."] if commented else []
         sections.append([*note, *_table_lines(("template",), settings.template)])
     if settings.sft:
-        note = ["# The supervised phase, where it differs."] if commented else []
+        note = ["# Settings that differ in the supervised phase."] if commented else []
         sections.append([*note, "[sft]", *_inside_lines("sft", settings.sft)])
     named = {info.name: info for info in infos}
     for key in (key for key in COMPONENT_KINDS if key in named):
@@ -72,7 +73,7 @@ def to_toml(resolved: Resolved, commented: bool = False, signatures: Settings_ |
             known = (signatures or {}).get(settings_path(key, component))
             sections.append(list(_component_lines(named[key], component, commented, known)))
     if settings.schedule and commented:
-        sections.append(["# What changes at a step, and stays so from then on."])
+        sections.append(["# Changes from a step on."])
     sections += [["[[schedule]]", *_inside_lines("schedule", table)] for table in settings.schedule]
     return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
 
@@ -87,12 +88,12 @@ def _assignment(path: tuple[str, ...], key: str, value: Any) -> str:
         return f"{toml_key(key)} = {toml_value(value)}"
     except TypeError as error:
         raise ConfigError(
-            f"{flag_name((*path, key))}: {error}, so the run's settings could not be written down"
+            f"{flag_name((*path, key))}: {error}, so the settings of the run cannot be written to a file"
         ) from error
 
 
 def _inside_lines(name: str, table: Mapping[str, Any]) -> Iterator[str]:
-    """What is in a table that may name components: plain values first, then a table for each component."""
+    """The content of a table that may name components: plain values first, then a table for each component."""
     inner = {key: value for key, value in table.items() if isinstance(value, Mapping) and value}
     yield from (_assignment((name,), key, value) for key, value in table.items() if key not in inner)
     for key, value in inner.items():
@@ -127,7 +128,7 @@ def _component_lines(
             yield f"# {doc}{' ' if doc else ''}({describe_type(docs[name].type)}; {default_text(docs[name])})"
         if name not in table:
             yield f"# {toml_key(name)} ="
-        elif table[name] or name != "name":  # without a name the settings are for the algorithm's own
+        elif table[name] or name != "name":  # without a name, the settings are for the component of the algorithm
             yield _assignment(path, name, table[name])
     if commented and known is None and component.name not in ("", "env", OWN, AUTO):
-        yield f"# its settings: rollouts plugins show {component.name}"
+        yield f"# for its settings, type: rollouts plugins show {component.name}"

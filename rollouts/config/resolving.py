@@ -1,6 +1,6 @@
-"""A merged tree of settings into a Resolved: everything checked and converted, and what nothing reads refused.
+"""Check and convert a merged tree of settings. The result is a `Resolved`. Unknown settings are refused.
 
-Left out: merging, and what names components (merging.py); components' own settings (convert.py).
+`merging.py` merges trees. `convert.py` converts the settings of components.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from rollouts.config.stopping import read_rule
 from rollouts.errors import ConfigError, in_lines
 
 HOLDING_OUT = ("seed", "eval_tasks")
-"""The settings that say what a run holds out: its evaluation takes them over."""
+"""The settings that decide which tasks are held out. The evaluation of a run takes them from that run."""
 
 _TABLES = {"template": "--template.enable-thinking false", "sft": "--sft.steps 50"}
-"""The core's settings that are tables, each with an example."""
+"""The core settings that are tables, each with an example."""
 
 
 class Resolved(NamedTuple):
-    """Everything a run is composed from. `source` is the file, if any, for messages; comparisons leave it out."""
+    """The checked settings of a run. `source` is its settings file, for error messages. Comparisons ignore `source`."""
 
     settings: Settings
     components: dict[str, list[Component]]
     source: Source = NOWHERE
 
     def without_secrets(self) -> Resolved:
-        """The same with LEFT_OUT in place of every secret of a component."""
+        """A copy with LEFT_OUT in place of every secret of a component."""
         core = tree_without_secrets({"schedule": self.settings.schedule, "sft": self.settings.sft})
         settings = dataclasses.replace(self.settings, schedule=tuple(core["schedule"]), sft=core["sft"])
         components = {key: components_without_secrets(chosen) for key, chosen in self.components.items()}
@@ -58,13 +58,14 @@ class Resolved(NamedTuple):
 
 
 def resolve(tree: Tree, source: Source = NOWHERE, *, allow_left_out: bool = False) -> Resolved:
-    """Check and convert a merged tree (without defaults); `source` is the file it came from, for messages. The
-    evaluation of a run takes the seed and the number of held-out tasks from that run's own file.
+    """Check and convert a merged tree of settings, and add the defaults. `source` is its file, for error messages.
 
-    With `allow_left_out`, a secret that the file leaves out is no error. Use it to read a run, not to start one.
+    The settings of components are not converted; `convert_settings` does that later. An evaluation of a run takes the
+    seed and the number of held-out tasks from the settings file of that run. With `allow_left_out`, a secret that the
+    file does not hold is no error: use this to read a run, not to start one.
 
-    Raises ConfigError: an unknown setting, a wrong type, a value out of bounds, a dotted flag for a component that is
-    not chosen. Components' settings stay as they are, for `convert_settings`.
+    Raises ConfigError for an unknown setting, a wrong type, a value out of bounds, and settings of a component that is
+    not chosen.
     """
     check_tree(tree, source)
     infos = {info.name: info for info in setting_infos()}
@@ -80,7 +81,7 @@ def resolve(tree: Tree, source: Source = NOWHERE, *, allow_left_out: bool = Fals
     if mode == "sft":
         defaults["loss"] = "sft"
     if tree.get("data") is not None and plain(tree["data"]):
-        defaults["env"] = "prompts"  # rows of a file, and nothing else was named
+        defaults["env"] = "prompts"  # the default environment for the rows of a file
     chosen = merge(defaults, {key: value for key, value in tree.items() if key in COMPONENT_KINDS})
     values = {
         name: _core_value(tree[name], info, source)
@@ -94,21 +95,21 @@ def resolve(tree: Tree, source: Source = NOWHERE, *, allow_left_out: bool = Fals
     settings = Settings(**values, **component_names(components))
     if settings.sft and settings.mode != "sft+rl":
         first = next(iter(settings.sft))
-        other = f"it is for the supervised phase of mode sft+rl, and this run is of mode {settings.mode}"
+        other = f"this setting is for the supervised phase of mode sft+rl, but the mode of this run is {settings.mode}"
         again = "type: rollouts run --mode sft+rl, or leave it out"
         raise refusal(("sft", first), tree["sft"][first], source, other, again)
-    scheduled_parts(components, settings.schedule, source)  # refuse a table that chooses nothing here, not later
+    scheduled_parts(components, settings.schedule, source)  # raises ConfigError for an invalid schedule
     return Resolved(settings, components, source)
 
 
 def _of_evaluation(tree: Tree, source: Source) -> Tree:
-    """What matters to an evaluation: so that the file of a training run can be given as it is. What was typed is
-    refused where it is of training.
+    """The settings of an evaluation. Training settings in a file are dropped, so that you can pass the file of a
+    training run. Training settings given as flags are refused.
     """
     for key, value in tree.items():
         if key not in EVAL and (place := where((key,), value, source)).startswith("--"):
             raise ConfigError(
-                f"{place.removesuffix('.name')}: an evaluation trains nothing, and this is a setting of training; "
+                f"{place.removesuffix('.name')}: this is a setting of training, and an evaluation trains nothing; "
                 "leave it out\n`rollouts eval --help` lists the settings of an evaluation"
             )
     return {key: value for key, value in tree.items() if key in EVAL}
@@ -118,14 +119,14 @@ def _refuse_unknown(tree: Tree, known: Iterable[str], source: Source) -> None:
     for key in (key for key in tree if key not in known):
         listing = (
             f"the core's settings: {', '.join(sorted(known))}\n"
-            "a component's settings go into its table ([loss] clip_high = 0.28) or dotted flags (--loss.clip-high 0.28)"
+            "write a component's settings in its table ([loss] clip_high = 0.28) or as flags (--loss.clip-high 0.28)"
         )
         problem = in_lines(f"there is no setting {key!r}", foreign_hint(key))
         raise unknown_key((key,), tree[key], source, problem, known, listing)
 
 
 def _core_value(value: Any, info: Setting, source: Source, place: tuple[str, ...] = ()) -> Any:
-    """The value of one core setting; `place` is the table that it is in."""
+    """The converted value of one core setting. `place` is the path of its table."""
     path = (*place, info.name)
     if info.name == "schedule":
         return check_schedule(value, source)
@@ -134,9 +135,9 @@ def _core_value(value: Any, info: Setting, source: Source, place: tuple[str, ...
             raise refusal(path, value, source, f"expected a table, such as `{_TABLES[info.name]}`")
         if info.name == "sft":
             return _sft(value, source)
-        return {key: inner for key, inner in plain(value).items() if inner is not None}  # None is not passed on
+        return {key: inner for key, inner in plain(value).items() if inner is not None}  # None means: not set
     if isinstance(value, dict):
-        raise refusal(path, value, source, f"`{info.name}` is one value and has no settings of its own")
+        raise refusal(path, value, source, f"expected one value; `{info.name}` has no settings of its own")
     if info.type is str and (value is None or (isinstance(value, Flag) and value.value is None)):
         return info.default
     if info.name == "stop_when":
@@ -168,7 +169,7 @@ def _check_stop_rules(values: Tree, tree: Tree, source: Source) -> None:
 
 
 def _fault_of_number(info: Setting, number: float) -> str:
-    """What the number of a core setting must be and is not; empty where it may be this one."""
+    """The bound that a number breaks, in words; empty if it breaks none."""
     if isinstance(number, int) and number.bit_length() >= 64:
         return "less than 2**63"
     if not math.isfinite(number) or number < info.minimum or number <= info.above:
@@ -179,20 +180,20 @@ def _fault_of_number(info: Setting, number: float) -> str:
 
 
 def _sft(table: Tree, source: Source) -> Tree:
-    """The settings of the supervised phase: core ones converted, those that name components as they were given."""
+    """The settings of the supervised phase. Core settings are converted; settings that name components are merged."""
     infos = {info.name: info for info in setting_infos()}
     found: Tree = {}
     for key, value in table.items():
         if key not in SFT:
-            what = "is the same in both phases, or is for rollouts" if key in infos else "is no setting"
-            listing = f"the supervised phase has: {', '.join(SFT)}"
+            what = "cannot differ in the supervised phase" if key in infos else "is no setting"
+            listing = f"the settings of the supervised phase: {', '.join(SFT)}"
             raise unknown_key(("sft", key), value, source, f"{key!r} {what}", SFT, listing)
         found[key] = value if key in COMPONENT_KINDS else _core_value(value, infos[key], source, ("sft",))
     return found | merge({key: value for key, value in found.items() if key in COMPONENT_KINDS})
 
 
 def run_settings_file(model: Any) -> Path | None:
-    """The settings file of the run that wrote this model: its folder or one of its checkpoints; None for other models.
+    """The settings file of the run whose folder or checkpoint is `model`; None for other models.
 
     >>> run_settings_file("tiny") is None
     True
@@ -209,10 +210,10 @@ def run_settings_file(model: Any) -> Path | None:
 
 
 def _with_settings_of_run(tree: Tree) -> Tree:
-    """The settings of an evaluation with the seed and the number of held-out tasks of the run that it evaluates, where
-    they are not given. A run that held nothing out leaves that number at its default.
+    """Add the seed and the number of held-out tasks of the evaluated run, unless they are given. If the run held out no
+    tasks, the number keeps its default.
 
-    Raises ConfigError where the run's settings cannot be read.
+    Raises ConfigError if the settings of the run cannot be read.
     """
     file = run_settings_file(plain(tree.get("model")))
     if file is None or all(name in tree for name in HOLDING_OUT):

@@ -1,8 +1,8 @@
-"""The schedule: which parts of the algorithm change at which step. `[[schedule]]` tables of a file.
+"""Schedules: `[[schedule]]` tables of a file, which change parts of the algorithm at a step.
 
-A table holds `step` and keys of SCHEDULED. It is merged over what is in force before it, by the rules that a file
-follows over the defaults: naming another component drops the old settings, naming the same one keeps them. Settings of
-the algorithm's own parts are dropped with their algorithm. Left out: what the names mean (rollouts.runs).
+A table holds `step` and keys of SCHEDULED. It is merged over the parts before it, like a file over the defaults: if it
+names another component, the earlier settings are dropped; if it names the same one, they are kept. If it names another
+algorithm, the settings for the components of the earlier algorithm are dropped. `rollouts.runs` loads the components.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from rollouts.errors import ConfigError
 
 Path = tuple[str, ...]
 
-_HOW = 'a schedule is in a file, as tables such as\n[[schedule]]\nstep = 50\nloss = "cispo"'
+_HOW = 'write it in a file, as tables such as\n[[schedule]]\nstep = 50\nloss = "cispo"'
 
 
 class ScheduledParts(NamedTuple):
-    """What is in force from `step` on: the components of the keys in SCHEDULED.
+    """The components of the keys in SCHEDULED from `step` on.
 
-    `given` are the keys that its table names; `places` says where each key was given last, for messages.
+    `given` holds the keys of its table. `places` holds the path where each key was given last, for error messages.
     """
 
     step: int
@@ -35,9 +35,9 @@ class ScheduledParts(NamedTuple):
 
 
 def check_schedule(value: Any, source: Source = NOWHERE) -> tuple[dict[str, Any], ...]:
-    """The tables of a schedule as plain data: each with its step, and nothing in it that cannot change.
+    """The tables of a schedule, checked, as plain data.
 
-    Raises ConfigError, with the line where there is a file.
+    Raises ConfigError for a table without a valid step, two tables with the same step, and a key that cannot change.
     """
     if value is None:
         return ()
@@ -48,17 +48,17 @@ def check_schedule(value: Any, source: Source = NOWHERE) -> tuple[dict[str, Any]
         path = (f"schedule[{number}]",)
         for key in (key for key in table if key != "step" and key not in SCHEDULED):
             listing = f"a [[schedule]] table holds: step, {', '.join(SCHEDULED)}"
-            problem = "this cannot change at a step"
+            problem = "this setting cannot change at a step"
             raise unknown_key((*path, key), table[key], source, problem, ("step", *SCHEDULED), listing)
         step = table.get("step")
         if step is None:
-            raise refusal(path, table, source, "it says no step; write `step = 50` into it")
+            raise refusal(path, table, source, "the table has no step; write `step = 50` into it")
         if isinstance(step, bool) or not isinstance(step, int) or step <= 0:
             wrong = f"expected a whole number, 1 or more; got {step!r}"
-            itself = "what is in force from the beginning is in the settings themselves"
+            itself = "for step 0, write the settings outside of the schedule"
             raise refusal((*path, "step"), step, source, wrong, itself)
         if step in steps:
-            twice = f"two tables begin at step {step}; write what changes there into one of them"
+            twice = f"two tables have step {step}; write their settings into one table"
             raise refusal((*path, "step"), step, source, twice)
         steps.append(step)
     return tuple(plain(table) for table in value)
@@ -67,9 +67,10 @@ def check_schedule(value: Any, source: Source = NOWHERE) -> tuple[dict[str, Any]
 def scheduled_parts(
     components: Mapping[str, list[Component]], schedule: Sequence[Mapping[str, Any]], source: Source = NOWHERE
 ) -> tuple[ScheduledParts, ...]:
-    """The run's own `components` (step 0) and what each table of the schedule makes of them, sorted by step.
+    """The parts of the run for step 0 and for each table of the schedule, sorted by step. `components` are those of
+    the run's own settings.
 
-    Raises ConfigError where a table names what cannot be a component.
+    Raises ConfigError for a table with an invalid component.
     """
     own = {key: components[key] for key in SCHEDULED}
     parts = [ScheduledParts(0, SCHEDULED, own, {key: (key,) for key in SCHEDULED})]
@@ -87,13 +88,13 @@ def scheduled_parts(
 
 
 def scheduled_table(step: int, given: Sequence[str], components: Mapping[str, list[Component]]) -> dict[str, Any]:
-    """The table of a schedule that says the same, with every setting of what it names written down."""
+    """A schedule table for these components, with all their settings."""
     tables = component_tables(components)
     return {"step": step, **{key: tables[key] or [] for key in given}}
 
 
 def _merged(before: Tree, given: Tree) -> Tree:
-    """What is given over what was in force."""
+    """Merge the keys of a table over the parts before it."""
     merged = merge(before, given)
     if merged["loss"].get("name") == before["loss"].get("name"):
         return merged
@@ -101,7 +102,7 @@ def _merged(before: Tree, given: Tree) -> Tree:
 
 
 def _without_own_settings(trees: Tree) -> Tree:
-    """Without the settings of the parts that belong to an algorithm: it is no longer in force."""
+    """The parts without settings for the components of the earlier algorithm."""
     kept: Tree = {}
     for key, table in trees.items():
         if key in OWN_KEYS and not table["name"]:

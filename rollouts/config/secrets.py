@@ -1,7 +1,7 @@
-"""Secrets among components' settings (`--inference.body.api-key sk-1`): they are used, and written nowhere.
+"""Keep the secrets of components (`--inference.body.api-key sk-1`) out of all files.
 
-The name of a setting says that it is one, at any depth: see `is_secret`. LEFT_OUT is written instead of its value,
-and a run of such a file asks for it. Left out: the core's own settings, none of which is a secret.
+`is_secret` decides by the name of a setting, at any depth. LEFT_OUT is written in place of a secret. A run from such a
+file ends with an error that names the missing secret. No setting of the core is a secret.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from rollouts.config.settings import LEFT_OUT, MULTIPLE, is_secret, without_secr
 
 
 def tree_without_secrets(tree: Tree) -> Tree:
-    """The same for a tree of settings, of the whole run or of its table `sft`. The alias of a component is not the name
-    of a setting: what `[reward.password]` holds is written.
+    """A copy of a tree of settings, of a run or of its table `sft`, with LEFT_OUT in place of every secret. An alias is
+    not the name of a setting: the table `[reward.password]` is no secret.
     """
     hidden: Tree = {}
     for key, value in tree.items():
@@ -35,7 +35,7 @@ def tree_without_secrets(tree: Tree) -> Tree:
 
 
 def flat_without_secrets(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for settings by their dotted names."""
+    """A copy of settings by their dotted names, with LEFT_OUT in place of every secret."""
     hidden: dict[str, Any] = {}
     for name, value in flat.items():
         path = name.split(".")
@@ -49,7 +49,7 @@ def flat_without_secrets(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _secret_depth(path: Sequence[str]) -> int | None:
-    """How much of the path of a setting names the first secret; None where nothing of it does."""
+    """The length of the part of a path that ends at the first secret; None if there is no secret in it."""
     first = 1 + (path[0] == "sft")
     if len(path) > first + 1 and path[first - 1] in MULTIPLE:
         first += 1  # the alias
@@ -57,7 +57,7 @@ def _secret_depth(path: Sequence[str]) -> int | None:
 
 
 def components_without_secrets(components: Sequence[Component]) -> list[Component]:
-    """The same for the components of one kind."""
+    """Copies of components, with LEFT_OUT in place of every secret."""
     return [
         each._replace(settings=without_secrets(each.settings), weight=without_secrets(each.weight))
         for each in components
@@ -65,31 +65,31 @@ def components_without_secrets(components: Sequence[Component]) -> list[Componen
 
 
 def leaves_out(value: Any) -> bool:
-    """Whether a secret was left out of these settings."""
+    """Whether these settings contain LEFT_OUT."""
     return bool(_left_out({"": value}))
 
 
 def refuse_left_out(tree: Tree, source: Source) -> None:
-    """Raise ConfigError where a secret was left out of a settings file and is not given anew."""
+    """Raise ConfigError if the settings still contain LEFT_OUT in place of a secret."""
     missing = _left_out(tree)
     missing = [path for path in missing if path[0] != "sft" or path[1:] not in missing]
     if not missing:
         return
     flags = dict.fromkeys(flag for path in missing if (flag := _flag_for(path)))
-    again = f"type it anew: {' '.join(f'{flag} VALUE' for flag in flags)}" if flags else "write it into the file"
-    raise refusal(missing[0], None, source, "a secret, which was left out when this was written", again)
+    again = f"type: {' '.join(f'{flag} VALUE' for flag in flags)}" if flags else "write it into the file"
+    raise refusal(missing[0], None, source, "this secret was left out when the file was written", again)
 
 
 def with_secrets_of_run(tree: Tree) -> Tree:
-    """The tree where the table `sft` has the run's own secrets in place of those that were left out of it."""
+    """The tree with every LEFT_OUT in its table `sft` replaced by the run's own secret."""
     if not isinstance(tree.get("sft"), Mapping):
         return tree
     return tree | {"sft": {key: _filled(value, tree.get(key)) for key, value in tree["sft"].items()}}
 
 
 def _filled(value: Any, other: Any) -> Any:
-    """`value` with what `other` has at the same places where a secret was left out of it. Another component has other
-    secrets.
+    """`value` with each LEFT_OUT replaced by the value at the same place in `other`. Nothing is taken from a component
+    with another name.
     """
     if isinstance(value, str) and value == LEFT_OUT:
         return value if other is None else other
@@ -102,8 +102,8 @@ def _filled(value: Any, other: Any) -> Any:
 
 
 def _flag_for(path: Sequence[str]) -> str:
-    """The flag that gives what lies at this path, or the list or table around it where a flag cannot name it; "" where
-    no flag does.
+    """The flag that sets the value at this path; or the list or table around it, if no flag can set the value itself.
+    Empty if no flag can.
     """
     named: list[str] = []
     for part in path:
@@ -120,7 +120,7 @@ def _left_out(tree: Tree) -> list[tuple[str, ...]]:
 
 
 def command_without_secrets(argv: Sequence[str]) -> list[str]:
-    """A command as it was typed, with LEFT_OUT in place of the secrets in its dotted flags."""
+    """A command line with LEFT_OUT in place of the secrets in its dotted flags."""
     written: list[str] = []
     flag = ""
     for word in argv:

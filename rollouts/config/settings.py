@@ -1,9 +1,10 @@
-"""The core's own settings: one dataclass, with a line of documentation, a default and bounds for each; and what is
-known of any one setting, the core's or a component's, and whether it is a secret.
+"""The core's own settings, and the description of any setting.
 
-The same names are keys at the top level of a file and flags of the command (`prompts_per_step`, `--prompts-per-step`).
-Anything else belongs to a component and is read from its signature; there is no class to write for it.
-This module is light: `rollouts run --help` is made from it.
+Each field of `Settings` has a default, bounds and a line of documentation. Its name is a key of a settings file and a
+flag of the command (`prompts_per_step`, `--prompts-per-step`). All other settings belong to components and are read
+from their signatures.
+
+`rollouts run --help` reads this module, so it imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -36,31 +37,31 @@ COMPONENT_KINDS = {
     "training": "training",
     "logger": "loggers",
 }
-"""The settings that name components, and the kind of plugin that each names."""
+"""The settings that name components, with the kind of component."""
 
 MULTIPLE = ("reward", "shaping", "filter", "logger")
-"""Those that may name several, each with an alias."""
+"""The settings that may name several components, each with an alias."""
 
 SINGLE = tuple(key for key in COMPONENT_KINDS if key not in MULTIPLE)
-"""Those of which there is one. Of `env` there may be several too; each has an alias then, one alone has none."""
+"""The settings that name one component. `env` may also name several; each of those has an alias."""
 
 REPEATED = ("env", *MULTIPLE, "stop_when")
-"""Those whose flag may be given more than once."""
+"""The settings whose flag may be repeated."""
 
 WEIGHTED = ("env", "reward")
-"""Those whose entries have a weight: `[alias=]name[:weight]`."""
+"""The settings whose components may have a weight: `[alias=]name[:weight]`."""
 
 OWN_KEYS = ("advantage", "aggregation", "kl", "mix", "select", "pairs")
-"""Those for which naming none means the algorithm's own; settings that are given then are for that one."""
+"""The settings that default to the component of the algorithm. Its settings can be given without its name."""
 
 OWN = "algorithm"
-"""The word of `shaping` and `filter` for the algorithm's own, as `env` is the word of `reward`."""
+"""In `shaping` and `filter`, this word means the components of the algorithm."""
 
 AUTO = "auto"
-"""The word of `correction` for: as the engine needs it."""
+"""In `correction`, this word means: a correction if the engine needs one."""
 
 SCHEDULED = ("loss", "advantage", "aggregation", "kl", "correction", "mix", "shaping", "select", "pairs")
-"""What may change at a step: the keys of a `[[schedule]]` entry, besides its `step`."""
+"""The keys of a `[[schedule]]` table besides `step`: the settings that may change at a step."""
 
 SFT = tuple(
     """
@@ -68,7 +69,7 @@ SFT = tuple(
     eval_every eval_tasks checkpoint_every checkpoint_seconds keep_checkpoints profile logger
     """.split()
 )
-"""What the supervised phase of mode sft+rl may have otherwise than the run: the keys of `[sft]`."""
+"""The keys of `[sft]`: the settings that may differ in the supervised phase of mode sft+rl."""
 
 EVAL = tuple(
     """
@@ -77,13 +78,13 @@ EVAL = tuple(
     reward_seconds cleanup_seconds retries max_failures pass_env seed eval_tasks logger out
     """.split()
 )
-"""What matters to an evaluation (mode eval). The rest is of training: left out of a file, refused as a flag."""
+"""The settings of an evaluation (mode eval). It ignores other settings in a file, and refuses them as flags."""
 
 EVAL_DEFAULTS = {"samples_per_prompt": 1}
-"""Defaults that are others in mode eval."""
+"""Different defaults in mode eval."""
 
 FILE_ONLY = {"schedule": "[[schedule]] in FILE", "sft": "--sft.SETTING VALUE", "template": "--template.ARGUMENT VALUE"}
-"""Settings without a flag of their own, and how they are given."""
+"""Settings without their own flag, and how to give them."""
 
 
 GROUPS = {
@@ -95,7 +96,7 @@ GROUPS = {
     "steps": "Training",
     "eval_every": "Evaluation, checkpoints and logs",
 }
-"""The groups in which help and files show the settings, by the first setting of each."""
+"""The groups of settings in help and files, by the first setting of each group."""
 
 
 class Required(enum.Enum):
@@ -108,15 +109,15 @@ class Required(enum.Enum):
 
 
 REQUIRED: Final = Required.REQUIRED
-"""The `default` of a setting that has none."""
+"""The `default` of a setting that has no default."""
 
 
 class Setting(NamedTuple):
-    """One setting, of a component or of the core: its type (Any where nothing says), its default or REQUIRED, and a
-    line about it.
+    """The description of one setting, of the core or of a component: its type (Any if unknown), its default or
+    REQUIRED, and a line of documentation.
 
-    Those of the core have a group in which help shows them, bounds (`minimum` is allowed, `above` is not), and words
-    where the default's value does not say what it means.
+    A setting of the core also has a `group` for help, bounds (at least `minimum`, more than `above`), and `shown`: the
+    default in words, if its value does not explain itself.
     """
 
     name: str
@@ -130,22 +131,22 @@ class Setting(NamedTuple):
 
     @property
     def is_required(self) -> bool:
-        """Whether it has no default."""
+        """Whether the setting has no default."""
         return self.default is REQUIRED
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The words that it can be; empty where it can be anything of its type."""
+        """The allowed words; empty if every value of its type is allowed."""
         return typing.get_args(self.type) if typing.get_origin(self.type) is Literal else ()
 
     @property
     def flag(self) -> str:
-        """The core's flag that sets it."""
+        """The flag of a core setting."""
         return "--" + self.name.replace("_", "-")
 
     @property
     def default_text(self) -> str:
-        """The core's default in words."""
+        """The default of a core setting in words."""
         if self.shown:
             return self.shown
         if isinstance(self.default, tuple | dict):
@@ -154,16 +155,16 @@ class Setting(NamedTuple):
 
 
 def _bounded(default: Any, **bound: float) -> Any:
-    """A field with a bound: `minimum` is allowed, `above` is not."""
+    """A field with a bound: at least `minimum`, or more than `above`."""
     return field(default=default, metadata=bound)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The core's own settings. Lists are tuples, so that two runs share nothing.
+    """The core's own settings.
 
-    `reward`, `shaping`, `filter` and `logger` are written as `alias=name:weight` where the parts differ from their
-    defaults; the parsed form is in `Resolved.components`. The tables of `schedule` are plain data.
+    `reward`, `shaping`, `filter` and `logger` hold texts such as `alias=name:weight`. `Resolved.components` holds the
+    parsed components. Lists are tuples, so that two runs do not share them.
 
     Settings:
         mode: How to train: reinforcement (rl), demonstrations (sft), or first one and then the other (sft+rl). eval
@@ -314,7 +315,7 @@ class Settings:
 
 
 def setting_infos() -> tuple[Setting, ...]:
-    """Every core setting, in the order in which help and files show them."""
+    """Every core setting, in the order of help and files."""
     defaults, hints, docs = Settings(), typing.get_type_hints(Settings), argument_docs(Settings.__doc__)
     found: list[Setting] = []
     for each in fields(Settings):
@@ -328,20 +329,20 @@ def setting_infos() -> tuple[Setting, ...]:
 
 
 LEFT_OUT = "(a secret, left out)"
-"""What is written instead of a secret."""
+"""The text that is written in place of a secret."""
 
 _KEYS = ("access", "account", "api", "auth", "encryption", "master", "private", "secret", "signing", "ssh")
-"""The words that make a `key` a secret: `api_key`. Others do not: `prompt_key`, `sort_key`, `public_key`."""
+"""After one of these words, `key` means a secret: `api_key`, but not `prompt_key`, `sort_key` or `public_key`."""
 
 _TOKENS = ("bos", "cls", "eos", "mask", "pad", "sep", "stop", "unk")
-"""The words that make a `token` one of a tokenizer: `pad_token`."""
+"""After one of these words, `token` means a token of a tokenizer: `pad_token`."""
 
 
 def is_secret(name: str) -> bool:
-    """Whether the name of a component's setting says that its value is a secret.
+    """Whether the name of a component's setting means that its value is a secret.
 
-    These do: a name whose last word is `secret`, `password`, `passphrase` or `apikey`; `key` alone, or after a word of
-    `_KEYS`; and `token` after any word but one of `_TOKENS`.
+    It does if its last word is `secret`, `password`, `passphrase` or `apikey`, if it is `key` or ends in a word of
+    `_KEYS` and `key`, or if it ends in a word outside `_TOKENS` and `token`.
 
     >>> [is_secret(name) for name in ("key", "openai_api_key", "x-api-key", "client-secret", "password", "hf_token")]
     [True, True, True, True, True, True]
@@ -357,8 +358,8 @@ def is_secret(name: str) -> bool:
 
 
 def without_secrets(settings: Any, name: str = "") -> Any:
-    """A copy of a component's settings with LEFT_OUT in place of every secret: text, a number, a list or a table. What
-    is None, empty or a boolean is none.
+    """A copy of a component's settings with LEFT_OUT in place of every secret. Empty values, None and booleans are
+    kept.
 
     >>> without_secrets({"url": "http://h", "body": {"api_key": "sk-1", "max_tokens": 3}})
     {'url': 'http://h', 'body': {'api_key': '(a secret, left out)', 'max_tokens': 3}}

@@ -1,7 +1,9 @@
-"""Loggers: where a run's metrics go.
+"""Loggers, which record the metrics of a run.
 
-Rooms: `base` (MetricsLogger, the Protocol; helpers for writing a logger), `jsonl` (JSONLLogger, the default).
-TensorBoard, W&B and Trackio are packages of their own under `plugins/`. Left out: what is logged, and when (the loops).
+- `base.py`: the Protocol `MetricsLogger`, and helpers for your own logger
+- `jsonl.py`: `JSONLLogger`, the default
+
+The loggers for TensorBoard, W&B and Trackio are separate packages in `plugins/`.
 """
 
 from __future__ import annotations

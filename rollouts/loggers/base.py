@@ -1,8 +1,7 @@
-"""What a logger is, and two helpers for writing one: `plain_settings` and `import_library`.
+"""The Protocol of loggers, and two helpers for your own logger: `plain_settings` and `import_library`.
 
-A logger is any class whose `__init__` names `folder`, `settings` and `first_step` as it needs them (its keyword-only
-parameters are its settings) and that has the two methods below. It is registered under the entry-point group
-`rollouts.loggers`.
+A logger is a class with the methods of `MetricsLogger`. Its `__init__` may name `folder`, `settings` and `first_step`.
+Its keyword-only parameters are its settings. Register it in the entry-point group `rollouts.loggers`.
 """
 
 from __future__ import annotations
@@ -17,22 +16,23 @@ from rollouts.errors import BrokenPluginError, UserError
 
 @runtime_checkable
 class MetricsLogger(Protocol):
-    """Where a run's numbers go. Several loggers may listen to one run; none of them may change what it is given."""
+    """Records the metrics of a run. A run may have several loggers, so a logger must not change its arguments."""
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Record the metrics of one step. Names are `room/name`; a value may be NaN. Steps come in order. The last step
-        comes twice: its second call has the metrics of the evaluation at the end.
+        """Record the metrics of one step. Metric names have the form `group/name`. Values may be NaN. Steps come in
+        order. The last step comes twice: its second call has the metrics of the evaluation at the end.
 
-        A run that is resumed begins at `first_step`, in the same folder: later steps that were logged before are
-        logged again.
+        A resumed run begins at `first_step` in the same folder, and logs the steps from there on again.
         """
 
     def close(self) -> None:
-        """Write out what is pending. Called once at the end, also when the run failed or was interrupted."""
+        """Write everything that is not written yet. Called once at the end, also if the run failed or was
+        interrupted.
+        """
 
 
 def plain_settings(settings: Any) -> dict[str, Any]:
-    """The run's settings as plain dicts, lists and numbers, for trackers that keep a config beside the curves.
+    """The settings of a run as plain dicts, lists, text and numbers, for trackers that show them.
 
     >>> plain_settings({"env": {"digits": 2}, "reward": ("env:1",)})
     {'env': {'digits': 2}, 'reward': ['env:1']}
@@ -54,15 +54,15 @@ def _plain(value: Any) -> Any:
 
 
 def import_library(module: str, *, logger: str, install: str) -> Any:
-    """Import the library a logger writes with.
+    """Import the library that a logger needs.
 
     Raises:
-        UserError: the library is not installed; the message says what to type.
+        UserError: the library is not installed. The message says what to type.
         BrokenPluginError: it is installed, but its import fails.
     """
     try:
         return importlib.import_module(module)
-    except Exception as error:  # an import may fail in any way; all but one of them are one mistake to the reader
+    except Exception as error:  # an import may raise anything
         needs = f"the logger {logger!r} needs the library {module!r}, which is"
         missing = isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0]
         if missing == module.split(".")[0]:

@@ -1,8 +1,7 @@
-"""Metrics as JSON lines: `{"step": 3, "reward/mean": 0.5, ...}`, one object a step, in a file of the run folder.
+"""Write metrics as JSON lines to a file in the run folder: one object `{"step": 3, "reward/mean": 0.5, ...}` per step.
 
-A line is handed to the operating system as soon as it is logged, so that a run that dies keeps what it wrote and can be
-followed with `tail -f`. A run that is resumed continues its file: the lines of steps that it takes again, and a last
-line that a kill cut short, are removed first, in one rename.
+Each line is flushed at once: you can follow the file with `tail -f`, and a killed run keeps its lines. A resumed run
+first removes the lines of the steps that it repeats and an incomplete last line, with one rename.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from rollouts.errors import OutputError
 
 
 class JSONLLogger:
-    """Append every step's metrics to `folder/file`, whose lines before `first_step` are kept. NaN and infinities, which
-    JSON does not have, are written as null.
+    """Append the metrics of each step to `folder/file`. Existing lines of steps before `first_step` are kept. NaN and
+    infinities become null, because JSON does not have them.
 
     Args:
-        file: the file's name in the run folder
+        file: the name of the file in the run folder
 
     Raises:
         OutputError: the file cannot be written.
@@ -49,10 +48,10 @@ class JSONLLogger:
             raise OutputError(f"cannot write metrics to {self.path}: {error}; type `--out FOLDER`") from error
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Write one line and flush it. Further metrics of the last step are added to its line. Raises TypeError, naming
-        the metric, if a value is not a number.
+        """Write one line and flush it. More metrics of the last step are added to its line. Raises TypeError for a
+        value that is not a number.
         """
-        assert "step" not in metrics, "`step` is the line's own key, no metric may have that name"
+        assert "step" not in metrics, "`step` is a key of the line, so no metric may have this name"
         line = {"step": int(step)} | {name: _number(name, value) for name, value in metrics.items()}
         if self._last.get("step") == line["step"]:
             line = self._last | line
@@ -66,7 +65,7 @@ class JSONLLogger:
         self._last = line
 
     def close(self) -> None:
-        """Close the file; closing twice is harmless."""
+        """Close the file. A second call does nothing."""
         self._stream.close()
 
 
@@ -75,7 +74,7 @@ def _encoded(line: dict[str, Any]) -> bytes:
 
 
 def _number(name: str, value: Any) -> float | int | None:
-    """An int stays one; whatever else says it is a number (numpy's, a tensor of one element) becomes a float."""
+    """The value as an int or a float; None for NaN and infinities. Converts NumPy numbers and one-element tensors."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if isinstance(value, str) or not hasattr(value, "__float__"):
@@ -85,8 +84,8 @@ def _number(name: str, value: Any) -> float | int | None:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any], bytes]]:
-    """Step, metrics and text of each line of a metrics file; what a kill or a crash left of a line is passed over.
-    Nothing where there is no such file. Raises OSError.
+    """The step, metrics and text of each line of a metrics file, without incomplete lines. Yields nothing if there is
+    no such file. Raises OSError.
     """
     if not path.exists():
         return

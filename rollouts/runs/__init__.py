@@ -5,6 +5,7 @@ components.py    one component: found, and given its settings
 environments.py  the chosen environments: tasks, demonstrations, shares
 algorithms.py    the chosen ones as Algorithms, a stage each, and every check of them
 dry_run.py       a plan in words, with the memory it will take: what `--dry-run` prints
+rehearsal.py     what a dry run tries out: a scripted episode, a small training step
 session.py       one run in its folder, from the opened folder to summary.json
 jobs/            what a session runs: train, evaluate
 sft_then_rl.py   one run after another: demonstrations, then reinforcement

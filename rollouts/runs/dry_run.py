@@ -19,6 +19,7 @@ from rollouts.runs.components import Chosen
 from rollouts.runs.environments import demonstrations, task_buffer
 from rollouts.runs.folder import check_out
 from rollouts.runs.plan import Plan, make_plan
+from rollouts.runs.rehearsal import rehearse
 from rollouts.runs.resume import run_to_resume
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, function_label, is_reward_placed
 from rollouts.training.datasets.mixing import shares_at
@@ -53,7 +54,8 @@ def describe(plan: Plan) -> str:
     """Settings, components with their distributions, tasks; of a training run what the loss needs, and an estimate of
     memory.
 
-    Draws the first tasks and reads the model's configuration; raises the first UserError that a run would meet there.
+    Draws the first tasks, reads the model's configuration, and tries the components out (`rehearsal`). Raises the first
+    UserError that a run would meet there.
     """
     trains = plan.settings.mode != "eval"
     if plan.settings.out and not (trains and run_to_resume(plan.resolved)):
@@ -64,6 +66,7 @@ def describe(plan: Plan) -> str:
     elif trains:
         next(demonstrations(plan.environments, held_out, plan.settings.prompts_per_step))
     samples = plan.settings.samples_per_prompt
+    found = rehearse(plan, held_out)
     times = "once" if samples == 1 else f"{samples} times"
     tools = [(env, [tool.name for tool in tools_of(env.make())]) for env in plan.environments]
     takes = "messages: no tokenizer, no chat template" if plan.is_chat else "token ids"
@@ -83,7 +86,10 @@ def describe(plan: Plan) -> str:
         f"held-out tasks: {len(held_out)}{_counted_words(plan, held_out)}{'' if trains else f', each played {times}'}",
         *(_training_lines(plan) if trains else (f"the engine takes {takes}",)),
         *(f"note: {note}" for note in plan.notes),
-        "nothing was loaded or written" if trains else "nothing was loaded, asked or written",
+        "",
+        "# Tried out",
+        *found,
+        f"the model was not {'loaded' if trains else 'asked'}, and nothing was written",
     ]
     return "\n".join(lines)
 

@@ -234,10 +234,11 @@ def model_words(model: str) -> str:
     return f" · {model} is the package's toy model: give another with --model" if model in BUNDLED else ""
 
 
-def load_chat(settings: Settings, environments: Sequence[Environment]) -> ChatFormat:
-    """The model's chat format. Raises ModelError where its template cannot show what the environment needs."""
-    tokenizer = load_tokenizer(settings.model)
-    chat = load_chat_format(tokenizer, settings.template)
+def load_chat(settings: Settings, environments: Sequence[Environment], tokenizer: Any = None) -> ChatFormat:
+    """The model's chat format; `tokenizer` None: load it. Raises ModelError where its template cannot show what the
+    environment needs.
+    """
+    chat = load_chat_format(tokenizer or load_tokenizer(settings.model), settings.template)
     with_tools = [env.name for env in environments if tools_of(env.make())]
     if with_tools and not chat.report.tools:
         raise ModelError(

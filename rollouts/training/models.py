@@ -240,13 +240,15 @@ def _attention(name: str) -> dict[str, str]:
     return {} if name == "auto" else {"attn_implementation": name}
 
 
-def load_tokenizer(name: str) -> Any:
-    """The model's tokenizer; an adapter's own where it has one, else that of the model beneath. Raises ModelError."""
+def load_tokenizer(name: str, **settings: Any) -> Any:
+    """The model's tokenizer; an adapter's own where it has one, else that of the model beneath. `settings` are those of
+    transformers, such as `local_files_only`. Raises ModelError.
+    """
     from transformers import AutoTokenizer
 
     whole, adapters = adapters_beneath(name)
     own = [folder for folder in adapters if has_tokenizer(folder)]
-    return _load(AutoTokenizer, own[-1] if own else whole, "tokenizer")
+    return _load(AutoTokenizer, own[-1] if own else whole, "tokenizer", **settings)
 
 
 def load_config(whole: str, **settings: Any) -> Any:

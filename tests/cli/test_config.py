@@ -27,7 +27,7 @@ def test_named_components_are_explained(capsys, acme):
     result = resolve(tomllib.loads(out))
     assert result.settings.reward == ("env:1", "b=acme-parts/brevity:-0.1")
     assert result.components["env"][0].settings == {"digits": 3, "operators": ["+", "*"]}
-    assert "# its settings: rollouts plugins show hf" in out
+    assert "# for its settings, type: rollouts plugins show hf" in out
 
 
 def test_the_parts_of_an_algorithm_are_explained(capsys):

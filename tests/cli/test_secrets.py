@@ -75,8 +75,8 @@ def test_a_secret_is_used_and_written_nowhere_and_asked_for_again(tmp_path, monk
     for again in (["resume", "out", "--steps", "2"], ["run", "out/config.toml", "--out", "again"]):
         assert main(again) == 2
         error = capsys.readouterr().err
-        assert "out/config.toml, line" in error and "logger.own.api_key: a secret, which was left out" in error
-        assert "type it anew: --logger.own.api-key VALUE" in error
+        assert "out/config.toml, line" in error and "logger.own.api_key: this secret was left out" in error
+        assert "type: --logger.own.api-key VALUE" in error
         assert not (tmp_path / "again").exists()
     assert main(["resume", "out", "--steps", "2", *SECRETS]) == 0
     assert b"hush" not in everything_in("out")
@@ -121,7 +121,7 @@ def test_both_phases_with_secrets_are_resumed(here, capsys):
     capsys.readouterr()
     assert main(["resume", "two", "--steps", "1"]) == 2
     error = capsys.readouterr().err
-    assert error.endswith("type it anew: --logger.own.api-key VALUE --logger.own.headers.x VALUE\n")
+    assert error.endswith("type: --logger.own.api-key VALUE --logger.own.headers.x VALUE\n")
     assert main(["resume", "two", "--steps", "1", *SECRETS]) == 0, "the supervised phase has the run's own"
     words = ["--mode", "sft+rl", "--steps", "2", "--sft.steps", "1", "--out", "two", "--resume", "auto"]
     assert main(["run", *SMALL, *words, *secrets]) == 0
@@ -146,7 +146,7 @@ def test_a_secret_need_not_be_text(here, capsys):
     Path("again.toml").write_text(shown[1])
     assert main(["run", "again.toml", "--out", "again"]) == 2
     flags = "--logger.own.api-key VALUE --logger.own.headers.password VALUE --logger.own.headers.inner.secret VALUE"
-    assert f"type it anew: {flags}" in capsys.readouterr().err
+    assert f"type: {flags}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -182,8 +182,11 @@ def test_names_that_only_look_like_secrets(here):
         ("[logger.own]\nname = './secret_tracker.py:Tracker'\nprompt_key = { password = '123456' }", "expected text"),
         ("[[logger]]\napi_key = '123456'", "an entry of the list needs a `name`"),
         ("[[inference]]\nname = 'openai'\napi_key = '123456'", "inference: expected the name of a component"),
-        ("[logger.own]\napi_key = sk-123456", 'text stands in quotes: api_key = "..."'),
-        ("[[env]]\nname = 'a'\nweight = { api_key = '123456' }\n[[env]]\nname = 'b'", "env.a.weight: the weight of"),
+        ("[logger.own]\napi_key = sk-123456", 'put text in quotes: api_key = "..."'),
+        (
+            "[[env]]\nname = 'a'\nweight = { api_key = '123456' }\n[[env]]\nname = 'b'",
+            "env.a.weight: expected the weight of",
+        ),
     ],
 )
 def test_an_error_about_settings_holds_no_secret(here, capsys, text, words):

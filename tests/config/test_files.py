@@ -119,12 +119,12 @@ def test_the_line_of_what_stands_in_an_array(name, text, lines):
         (
             "a.toml",
             "steps = 3\nenv = calculator\n",
-            r'a\.toml, line 2: not TOML.*\ntext stands in quotes: env = "calculator"',
+            r'a\.toml, line 2: not TOML.*\nput text in quotes: env = "calculator"',
         ),
         ("a.toml", "steps = 3\nsteps = 4\n", r"a\.toml, line 2: not TOML"),
         ("a.toml", "steps = [3\n", r"a\.toml, line \d: not TOML"),
         ("a.json", '{"a": 1,\n}', r"a\.json, line \d: not JSON"),
-        ("a.json", '{"a": 1, "a": 2}', r"'a' stands twice"),
+        ("a.json", '{"a": 1, "a": 2}', r"'a' is in one table twice"),
         ("a.json", "[1]", r"expected a table of settings, got list"),
         ("a.py", "x = 1\ny = (", r"a\.py, line 2: not Python"),
         (

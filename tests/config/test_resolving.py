@@ -194,7 +194,7 @@ def test_merge_changes_no_argument():
         ("lr = 0", r"must be more than 0; got 0"),
         ("temperature = nan", r"must be more than 0; got nan"),
         ("temperature = inf", r"must be more than 0; got inf"),
-        ("[steps]\na = 1", r"`steps` is one value"),
+        ("[steps]\na = 1", r"expected one value; `steps` has"),
         ("template = 3", r"template: expected a table"),
         ("[env]\ndigits = 3", r"line 2: env.digits: no env is chosen"),
         ("env = 3", r"env: expected the name of a component"),
@@ -206,17 +206,17 @@ def test_merge_changes_no_argument():
         ("sft = 3", r"^a\.toml, line 1: sft: expected a table, such as `--sft.steps 50`"),
         (
             'mode = "sft+rl"\n[sft]\nstpes = 3',
-            r"line 3: sft\.stpes: 'stpes' is no setting\ndid you mean: steps\?\nthe supervised phase has: steps, lr",
+            r"line 3: sft\.stpes: 'stpes' is no setting\ndid you mean: steps\?\nthe settings of the supervised phase: ",
         ),
         (
             'mode = "sft+rl"\n[sft]\nseed = 3',
-            r"line 3: sft\.seed: 'seed' is the same in both phases, or is for rollouts",
+            r"line 3: sft\.seed: 'seed' cannot differ in the supervised phase",
         ),
         ('mode = "sft+rl"\n[sft]\nsteps = -3', r"line 3: sft\.steps: must be at least 0; got -3"),
         ('mode = "sft+rl"\n[sft]\nsteps = 2.5', r"line 3: sft\.steps: expected a whole number; got 2.5"),
         (
             "[sft]\nsteps = 3",
-            r"line 2: sft\.steps: it is for .* this run is of mode rl\ntype: rollouts run --mode sft\+rl",
+            r"line 2: sft\.steps: this setting is for .* the mode of this run is rl\ntype: rollouts run --mode sft\+rl",
         ),
     ],
 )
@@ -229,7 +229,7 @@ def test_what_a_file_gets_wrong_is_said_with_its_line(file, words):
     ("argv", "words"),
     [
         (["--evn.digits", "3"], r"^--evn\.digits: there is no setting 'evn'\ndid you mean: --env\.digits\?"),
-        (["--steps.x", "3"], r"^--steps\.x: `steps` is one value"),
+        (["--steps.x", "3"], r"^--steps\.x: expected one value; `steps` has"),
         (["--env.digits", "3"], r"^--env\.digits: no env is chosen"),
         (
             ["--reward.evn.weight", "3"],
@@ -237,8 +237,8 @@ def test_what_a_file_gets_wrong_is_said_with_its_line(file, words):
         ),
         (["--reward.env", "3"], r"^--reward\.env: expected a table"),
         (["--sft.stpes", "3"], r"^--sft\.stpes: 'stpes' is no setting\ndid you mean: --sft\.steps\?"),
-        (["--sft.kl.coef", "3"], r"^--sft\.kl\.coef: 'kl' is the same in both phases, or is for rollouts"),
-        (["--sft.steps", "3"], r"^--sft\.steps: it is for the supervised phase of mode sft\+rl"),
+        (["--sft.kl.coef", "3"], r"^--sft\.kl\.coef: 'kl' cannot differ in the supervised phase"),
+        (["--sft.steps", "3"], r"^--sft\.steps: this setting is for the supervised phase of mode sft\+rl"),
         (["--template", "3"], None),
     ],
 )

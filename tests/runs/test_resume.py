@@ -492,7 +492,7 @@ def test_a_dry_run_of_it_writes_nothing(capsys):
     for code in (1, 0):
         kept = files_of("out", "**/*")
         assert main(["run", *SMALL, "--out", "out", "--resume", "auto", "--dry-run"]) == 0
-        assert "nothing was loaded or written" in capsys.readouterr().out
+        assert "the model was not loaded, and nothing was written" in capsys.readouterr().out
         assert files_of("out", "**/*") == kept
         if code:
             run("out", code=1, stop=0)

@@ -129,7 +129,8 @@ def function_label(function: Any) -> str:
     """The name of a function for messages, also if settings are bound by `partial`."""
     if isinstance(function, str):
         return function
-    return str(getattr(unwrapped(function), "__name__", repr(function)))
+    plain = unwrapped(function)
+    return str(getattr(plain, "__name__", type(plain).__name__))
 
 
 # --- settings -------------------------------------------------------------------------------------------------------

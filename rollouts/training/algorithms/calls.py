@@ -47,7 +47,11 @@ def wrong_result(word: str, function: Function, given: str, expected: str, but: 
 
 def per_rollout(word: str, function: Function, available: Mapping[str, Any], count: int) -> list[float]:
     """The `count` finite numbers that the function returned, one per rollout. Raises TrainingError, which names it."""
-    returned = call_author(word, function, available)
+    return check_per_rollout(word, function, call_author(word, function, available), count)
+
+
+def check_per_rollout(word: str, function: Function, returned: Any, count: int) -> list[float]:
+    """The `count` finite numbers that a function returned. Raises TrainingError, which names it, for anything else."""
     values = _as_tensor(returned)
     if values is None or tuple(values.shape) != (count,) or not bool(values.isfinite().all()):
         raise _wrong(word, function, count, _shown(returned), f"{count} finite numbers, one per rollout")

@@ -9,9 +9,10 @@ from types import FunctionType
 from typing import Any
 
 from rollouts.author_code import unwrapped
-from rollouts.errors import ConfigError, RolloutsError, SignatureError, UserError
+from rollouts.errors import ConfigError, RolloutsError, SignatureError, TrainingError, UserError, words_of
 from rollouts.plugins.signature import call_with
 from rollouts.plugins.vocabulary import VOCABULARY
+from rollouts.training.algorithms import calls
 from rollouts.training.algorithms.aggregation import aggregation_function
 from rollouts.training.algorithms.algorithm import (
     Algorithm,
@@ -23,7 +24,7 @@ from rollouts.training.algorithms.algorithm import (
     needs,
     requests,
 )
-from rollouts.training.algorithms.calls import group_advantages
+from rollouts.training.algorithms.evaluate import check_loss_values
 
 CRITIC_NAMES = frozenset({"old_values", "returns", "values"})
 TEACHER_NAMES = frozenset({"teacher_logprobs", "teacher_topk_ids", "teacher_topk_logprobs", "topk_logprobs"})
@@ -110,7 +111,9 @@ def compares_groups(algorithm: Algorithm) -> bool:
     if not isinstance(unwrapped(algorithm.advantage), FunctionType):  # an object may keep what it has seen
         return False
     try:
-        return all(group_advantages(algorithm.advantage, [reward], lengths=[1]) == [0.0] for reward in (0.0, 0.3, 1.0))
+        return all(
+            calls.group_advantages(algorithm.advantage, [reward], lengths=[1]) == [0.0] for reward in (0.0, 0.3, 1.0)
+        )
     except RolloutsError:  # the first batch reports what is wrong with it
         return False
 
@@ -150,42 +153,64 @@ def probe_settings(
 ) -> None:
     """Call every function of the algorithm once, with three invented tokens of two rollouts.
 
-    Raises ConfigError if a function refuses one of its settings, or if a loss does not return one value per token,
-    rollout or pair, as the aggregation expects. Ignores all other errors: the first batch reports them, because a
-    function may not accept invented numbers. Callable objects are skipped, because they may have a state.
+    Raises ConfigError if a function refuses one of its settings, if a loss, a KL estimator or an advantage returns a
+    wrong shape, or if a name in a function does not exist. Ignores all other errors: the first batch reports them,
+    because a function may not accept invented numbers. Callable objects are skipped, because they may have a state.
 
     `max_tokens` is the run's.
     """
-    kl = None if algorithm.kl is None else algorithm.kl.function
-    parts = (kl, algorithm.correction, algorithm.mix, algorithm.select, algorithm.pairs, reference)
-    for function in (algorithm.advantage, *algorithm.shaping, *(part for part in parts if part is not None)):
+    parts = (algorithm.correction, algorithm.mix, algorithm.select, algorithm.pairs, reference)
+    for function in (*algorithm.shaping, *(part for part in parts if part is not None)):
         _probe(function, _three_tokens(max_tokens))
     _probe(aggregation_function(algorithm.aggregation), _two_rows(max_tokens))
+    tokens = _three_tokens(max_tokens)
+    returned = _probe(algorithm.advantage, tokens)
+    is_batch = is_batch_advantage(algorithm.advantage)
+    if returned is not _NO_ANSWER and not is_batch:
+        _as_config_error(calls.check_per_rollout, "advantage", algorithm.advantage, returned, 2)
     unit, units = unit_of(algorithm), {"token": 3, "rollout": 2, "pair": 1}
-    for term in active_terms(algorithm):
-        returned = _probe(term.function, _three_tokens(max_tokens))
+    functions = [term.function for term in active_terms(algorithm)]
+    for function in [*functions, *([] if algorithm.kl is None else [algorithm.kl.function])]:
+        returned = _probe(function, tokens)
+        if returned is _NO_ANSWER:
+            continue
         values = returned[0] if isinstance(returned, tuple) and returned else returned
         gives = next((name for name, count in units.items() if getattr(values, "shape", ()) == (count,)), unit)
         if gives != unit:
             takes = f"--aggregation {function_label(algorithm.aggregation)} takes one value per {unit}"
             other = f"type --aggregation {'pair_mean' if gives == 'pair' else 'token_mean'}"
-            raise ConfigError(f"{takes}, and the loss {function_label(term.function)} gives one per {gives}; {other}")
+            raise ConfigError(f"{takes}, and the loss {function_label(function)} gives one per {gives}; {other}")
+        _as_config_error(check_loss_values, values, function, unit, units[unit])
+
+
+_NO_ANSWER = object()
+
+
+def _as_config_error(check: Callable[..., object], *arguments: Any) -> None:
+    """Run a check of a training step. What it refuses is the user's mistake here."""
+    try:
+        check(*arguments)
+    except TrainingError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _probe(function: Callable[..., Any], available: dict[str, Any]) -> Any:
-    """What a function returns for invented numbers. None if it is not a plain function, or if it raises. Raises
+    """What a function returns for invented numbers. _NO_ANSWER if it is not a plain function, or if it raises. Raises
     UserError if the function refuses its settings, that is, if it accepts the same numbers without them.
     """
     plain = unwrapped(function)
     if not isinstance(plain, FunctionType):
-        return None
+        return _NO_ANSWER
     try:
         return call_with(function, available)
     except UserError:
         if not _refuses(plain, available):
             raise
+    except NameError as error:  # other numbers would not help
+        raise ConfigError(f"the function {function_label(function)} raised {words_of(error)}") from error
     except Exception:  # an author's function may raise anything
-        return None
+        return _NO_ANSWER
+    return _NO_ANSWER
 
 
 def _refuses(function: Callable[..., Any], available: dict[str, Any]) -> bool:

@@ -67,7 +67,7 @@ def evaluate(
         weights: [T] of an off-policy correction. They multiply the terms whose expectation is over sampled tokens:
             those that name `advantages` or `old_logprobs`
     """
-    live, expected = _expected(available, mask, unit)
+    live = _live(available, mask, unit)
     total: Tensor | None = None
     metrics: dict[str, Metric] = {}
     nan: dict[str, Tensor] = {}
@@ -81,7 +81,7 @@ def evaluate(
         if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
             returned, reported = returned
             metrics |= dict(_metric(name, value, live, label) for name, value in reported.items())
-        _check_values(returned, live, function, expected)
+        check_loss_values(returned, function, unit, len(live))
         values = returned.where(live, 0)
         nan[label] = values.detach().isnan().any()
         if kind == "kl" and kl is not None and kl.threshold is not None:
@@ -109,16 +109,30 @@ def importance_weights(algorithm: Algorithm, available: Mapping[str, Any], mask:
     return weights.detach()
 
 
-def _expected(available: Mapping[str, Any], mask: Tensor, unit: Unit) -> tuple[Tensor, str]:
-    """Which of the expected values are live, and a description of the expected values."""
+def _live(available: Mapping[str, Any], mask: Tensor, unit: Unit) -> Tensor:
+    """Which of the expected values are live: one per token, rollout or pair."""
     import torch
 
+    return mask > 0 if unit == "token" else torch.ones_like(available[f"{unit}_index"].unique(), dtype=torch.bool)
+
+
+def _expected_words(unit: Unit, count: int) -> str:
     if unit == "token":
-        words = f"shape [{len(mask)}]: unreduced, because the engine masks, weighs and normalizes"
-        return mask > 0, f"one value per token, {words}"
-    numbers = available[f"{unit}_index"].unique()
-    words = f"one value per {unit}, shape [{len(numbers)}], in the order of their numbers in `{unit}_index`"
-    return torch.ones_like(numbers, dtype=torch.bool), words
+        return f"one value per token, shape [{count}]: unreduced, because the engine masks, weighs and normalizes"
+    return f"one value per {unit}, shape [{count}], in the order of their numbers in `{unit}_index`"
+
+
+def check_loss_values(values: Any, function: Any, unit: Unit, count: int) -> None:
+    """Raise TrainingError if a loss returned anything but `count` values, one per unit."""
+    import torch
+
+    expected = _expected_words(unit, count)
+    if not isinstance(values, torch.Tensor):
+        raise wrong_result("loss", function, type(values).__name__, expected)
+    if values.dim() == 0:
+        raise wrong_result("loss", function, "a scalar", f"{expected} (drop its .mean() or .sum())")
+    if values.shape != (count,):
+        raise wrong_result("loss", function, f"shape {list(values.shape)}", expected)
 
 
 def _metric(given_name: Any, reported: Any, live: Tensor, label: str) -> tuple[str, Metric]:
@@ -146,14 +160,3 @@ def _metric(given_name: Any, reported: Any, live: Tensor, label: str) -> tuple[s
         raise TrainingError(f"{reports} with {shape}")
     kept = metric.where(live, {"max": -math.inf, "min": math.inf}.get(kind, 0.0))
     return name, Metric(kept.max() if kind == "max" else kept.min() if kind == "min" else kept.sum(), count, kind)
-
-
-def _check_values(values: Any, live: Tensor, function: Any, expected: str) -> None:
-    import torch
-
-    if not isinstance(values, torch.Tensor):
-        raise wrong_result("loss", function, type(values).__name__, expected)
-    if values.dim() == 0:
-        raise wrong_result("loss", function, "a scalar", f"{expected} (drop its .mean() or .sum())")
-    if values.shape != live.shape:
-        raise wrong_result("loss", function, f"shape {list(values.shape)}", expected)

@@ -1,0 +1,366 @@
+"""What `--dry-run` tries out before the run's model is loaded: one scripted episode, and one small training step.
+
+No model speaks in the episode: a script calls the environment's first tool with arguments made from its schema, then
+says a text. The code is a run's own: episode, tools, rewards, metrics, filters. So is the training step, which takes
+invented tokens and trains the package's toy model on them. Left out: everything that needs the run's model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from rollouts.author_code import shown
+from rollouts.chat.format import ChatFormat
+from rollouts.chat.masks import tokenize_supervised
+from rollouts.env.authoring import tools_of
+from rollouts.env.schema import tool_schema
+from rollouts.errors import ConfigError, EnvironmentDefinitionError, ModelError, RunError, said_of
+from rollouts.inference.base import Capabilities, GenerateRequest, Generation, Health, VersionSpan, WeightUpdate
+from rollouts.inference.chatting import ChatReply, ChatRequest
+from rollouts.runs.environments import Environment
+from rollouts.runs.plan import Plan
+from rollouts.runs.session import Player, load_chat
+from rollouts.training.algorithms.algorithm import Algorithm, Stage, active_terms, function_label
+from rollouts.training.models import adapters_beneath, load_tokenizer
+from rollouts.training.rollout_gen.groups import Group, filter_group, group_scorer
+from rollouts.training.rollout_gen.pool import Job, run_episodes
+from rollouts.types import Episode, Message, Score, Segment, Status, Task, ToolCall, Trajectory
+
+CONTEXT_TOKENS = 1_000_000
+PROMPT_CHARACTERS = 160  # of the rendered prompt's end
+REPLY = "This is a scripted reply."
+TOY = "tiny"
+_LOGPROB = -6.0  # of each scripted or invented token: about what the toy model gives any token
+_EXAMPLES: Mapping[str, Any] = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
+
+
+def rehearse(plan: Plan, held_out: Sequence[Task]) -> list[str]:
+    """Try the plan out; gives what was found, a line each. Raises UserError where a component fails, with the file and
+    the line.
+    """
+    settings = plan.settings
+    chat, missing = _chat_of(plan)
+    lines = [missing] if missing else []
+    groups: list[Group] = []
+    if settings.mode != "sft" or (held_out and plan.rewards):
+        for env in plan.environments:
+            if task := _a_task(env, held_out):
+                with _users_mistake(env.alias):
+                    group = trio.run(_play, plan, env, task, chat)
+                groups.append(group)
+                lines += _episode_lines(plan, env, group, chat)
+    if settings.mode == "sft" and chat is not None:
+        lines.append(_demonstration_words(plan, held_out, chat))
+    if settings.mode != "eval":
+        with _users_mistake():
+            lines += trio.run(_train, plan, groups[0].episodes[0].score if groups else Score(1.0))
+    return lines
+
+
+@contextlib.contextmanager
+def _users_mistake(place: str = "") -> Iterator[None]:
+    """What fails a run is a mistake in what was given, here where nothing else can fail."""
+    with said_of(place):
+        try:
+            yield
+        except RunError as error:
+            raise ConfigError(str(error)) from error
+
+
+def _chat_of(plan: Plan) -> tuple[ChatFormat | None, str]:
+    """The model's chat format, or why the episode is played in messages only. No hub is asked. Raises ModelError."""
+    if plan.is_chat:
+        return None, ""
+    whole, _ = adapters_beneath(plan.settings.model)
+    try:
+        tokenizer = load_tokenizer(plan.settings.model, local_files_only=True)
+    except ModelError as error:
+        if Path(whole).is_dir() or "--trust-remote-code" in str(error):
+            raise
+        return None, f"prompt: not shown, because the tokenizer of {whole} is not on this machine"
+    return load_chat(plan.settings, plan.environments, tokenizer), ""
+
+
+def _a_task(env: Environment, held_out: Sequence[Task]) -> Task | None:
+    """A held-out task of the environment, else a training task; None for one that is never played."""
+    tasks = [task for task in held_out if task.env == env.alias]
+    if tasks or env.share == 0:
+        return tasks[0] if tasks else None
+    source = env.training_source()
+    return next(iter(source(0) if callable(source) else source), None)
+
+
+# --- the episode ------------------------------------------------------------------------------------------------------
+
+
+def script_of(schemas: Sequence[dict[str, Any]]) -> list[Message]:
+    """What the scripted model says, turn by turn: a call of the first tool, if there is one, then a text."""
+    if not schemas:
+        return [Message("assistant", REPLY)]
+    function = schemas[0]["function"]
+    known = function["parameters"]["properties"]
+    arguments = {name: example_of(known[name]) for name in function["parameters"]["required"]}
+    call = Message("assistant", "", [ToolCall(function["name"], arguments, "call_1")])
+    return [call, Message("assistant", REPLY)]
+
+
+def example_of(schema: Mapping[str, Any]) -> Any:
+    """A value that fits a JSON schema.
+
+    >>> example_of({"type": "string", "enum": ["red", "blue"]}), example_of({"type": "array"}), example_of({})
+    ('red', [], '1')
+    """
+    for key in ("enum", "examples"):
+        if schema.get(key):
+            return schema[key][0]
+    for key in ("const", "default"):
+        if key in schema:
+            return schema[key]
+    if options := schema.get("anyOf") or schema.get("oneOf"):
+        return example_of(options[0])
+    kind = schema.get("type")
+    kind = kind[0] if isinstance(kind, list) else kind
+    if kind == "object" and schema.get("properties"):
+        return {name: example_of(schema["properties"][name]) for name in schema.get("required", ())}
+    if kind in ("integer", "number") and "minimum" in schema:
+        return schema["minimum"]
+    return _EXAMPLES.get(str(kind), "1")
+
+
+class ScriptedEngine:
+    """An engine that says what a script says, its last message again and again. `chat` None: it takes messages."""
+
+    capabilities = Capabilities(in_process=True, chats=True, checks=True)
+    context_tokens_max = CONTEXT_TOKENS
+    vocabulary_size = version = 0
+
+    def __init__(self, schemas: Sequence[dict[str, Any]], chat: ChatFormat | None) -> None:
+        self._script = script_of(schemas)
+        self._ids = [] if chat is None else [_ids_of(message, schemas, chat) for message in self._script]
+
+    async def __aenter__(self) -> ScriptedEngine:
+        return self
+
+    async def __aexit__(self, *exc: Any) -> None:
+        return None
+
+    def open_session(self, order: tuple[int, ...]) -> str:
+        """Nothing is kept."""
+        return str(order)
+
+    def close_session(self, session: str) -> None:
+        """Nothing is kept."""
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """The script's next message as ids."""
+        ids = self._ids[min(request.order[-1], len(self._ids) - 1)]
+        tokens = ids[: request.max_tokens]
+        spans = [VersionSpan(0, 0, len(tokens))]
+        return Generation(tokens, [_LOGPROB] * len(tokens), "stop" if len(tokens) == len(ids) else "length", spans)
+
+    async def chat(self, request: ChatRequest) -> ChatReply:
+        """The script's next message."""
+        said = sum(message.role == "assistant" for message in request.messages)
+        return ChatReply(self._script[min(said, len(self._script) - 1)], "stop", 0, 1)
+
+    async def check(self, tools: Sequence[dict[str, Any]] = (), temperature: float = 1.0) -> None:
+        """It can always be used."""
+
+    async def score(self, tokens: list[int], temperature: float = 1.0) -> list[float]:
+        """As it sampled them."""
+        return [0.0, *[_LOGPROB] * (len(tokens) - 1)]
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        """It has none."""
+
+    async def health(self) -> Health:
+        """Always well."""
+        return Health(True, 0)
+
+
+def _ids_of(message: Message, schemas: Sequence[dict[str, Any]], chat: ChatFormat) -> list[int]:
+    """The message as the model would have sampled it."""
+    row = tokenize_supervised([Message("user", "?"), message], schemas, chat)[-1]
+    return [token for token, weight in zip(row.tokens, row.loss_mask, strict=True) if weight > 0]
+
+
+async def _play(plan: Plan, env: Environment, task: Task, chat: ChatFormat | None) -> Group:
+    """A group of scripted rollouts of the task: two, so that rewards of whole groups have something to compare."""
+    settings = plan.settings
+    schemas = [tool_schema(tool.function, tool.name) for tool in tools_of(env.make_checked())]
+    engine = ScriptedEngine(schemas, chat)
+    play = Player(settings, plan.environments, plan.rewards, chat).at(settings.temperature, settings.seed)
+    jobs = [Job(task, (0, rollout)) for rollout in range(min(2, settings.samples_per_prompt))]
+    episodes: Sequence[Episode] = await run_episodes(jobs, play, engine, concurrency=settings.concurrency)
+    score = group_scorer(plan.rewards, settings.on_invalid_reward, timeout_seconds=settings.reward_seconds)
+    if score is not None:
+        episodes = await score(episodes)
+    _check_played(env, episodes[0])
+    return Group(0, task, tuple(episodes))
+
+
+def _check_played(env: Environment, episode: Episode) -> None:
+    """Refuse an environment that failed, and a reward that raised. A reward may say that it cannot judge (None)."""
+    name = env.alias or env.name
+    if episode.status.is_infrastructure:
+        raise EnvironmentDefinitionError(
+            f"{name}: a scripted episode ended with {episode.status.value}: {episode.trajectory.error}"
+        )
+    for why in episode.score.why.split("; "):
+        if " could not judge: " in why and not why.endswith("it returned None"):
+            raise ConfigError(f"{name}: in a scripted episode the reward {why}")
+
+
+def _episode_lines(plan: Plan, env: Environment, group: Group, chat: ChatFormat | None) -> Iterator[str]:
+    """What was said and done in a scripted episode, and what it was worth."""
+    episode = group.episodes[0]
+    trajectory = episode.trajectory
+    of = f" of {env.alias}" if env.alias else ""
+    yield f"a scripted episode{of}: {len(trajectory.messages)} messages, {trajectory.status.value}"
+    if chat is not None:
+        prompt = chat.render(trajectory.task.messages, trajectory.tools, True)
+        count = len(chat.encode_prompt(trajectory.task.messages, trajectory.tools))
+        yield f"  prompt: {count} tokens, the end is {shown(prompt[-PROMPT_CHARACTERS:])}"
+    for message in trajectory.messages:
+        for call in message.tool_calls:
+            arguments = ", ".join(f"{key}={value!r}" for key, value in call.arguments.items())
+            yield f"  call: {call.name}({arguments})" + (
+                f", which was not read back: {shown(call.error)}" if call.error else ""
+            )
+        if message.role == "tool":
+            yield f"  answer: {shown(message.text)}"
+    failures = [name.partition("/")[2] for name in episode.metrics if name.startswith("tool_failure/")]
+    if failures:
+        yield f"  the tool failed ({', '.join(failures)}); its arguments are invented, so look whether that is right"
+    parts = ", ".join(f"{name} {_number(value)}" for name, value in episode.score.parts.items())
+    why = f"; {episode.score.why}" if episode.score.why else ""
+    yield f"  reward: {_number(episode.score.value)} ({parts}){why}"
+    metrics = {name[7:]: value for name, value in episode.metrics.items() if name.startswith("metric/")}
+    if metrics or "metric_failures" in episode.metrics:
+        failed = int(episode.metrics.get("metric_failures", 0))
+        words = [f"{name} {_number(value)}" for name, value in metrics.items()]
+        yield f"  metrics: {', '.join([*words, *([f'{failed} failed'] if failed else [])])}"
+    if plan.filters:
+        yield f"  filters: {_filter_words(plan, group)}"
+
+
+def _filter_words(plan: Plan, group: Group) -> str:
+    """What the filters make of the scripted group. Raises ConfigError for a filter that fails."""
+    from rollouts.training.loops.rl_batch import advantage_rewards
+
+    def see(group: Group, step: int) -> list[float | None]:
+        return advantage_rewards(group, plan.algorithm, step, max_tokens=plan.settings.max_tokens)
+
+    with _users_mistake():
+        dropped = filter_group(group, plan.filters, step=0, see=see).dropped
+    return f"drop this group ({dropped}); its rollouts are alike" if dropped else "keep this group"
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:g}"
+
+
+def _demonstration_words(plan: Plan, held_out: Sequence[Task], chat: ChatFormat) -> str:
+    """The first demonstration as it is trained on. Raises ModelError where the template cannot show it."""
+    from rollouts.runs.jobs.train import demonstration_samples
+
+    settings = dataclasses.replace(plan.settings, steps=1, prompts_per_step=1)
+    samples = demonstration_samples(plan.environments, held_out, settings, chat)
+    live = sum(weight > 0 for sample in samples for weight in sample.loss_mask)
+    return f"a demonstration: {sum(len(sample.tokens) for sample in samples)} tokens, {live} of them trained"
+
+
+# --- the training step ------------------------------------------------------------------------------------------------
+
+
+async def _train(plan: Plan, score: Score) -> list[str]:
+    """One training step of every stage, on invented rollouts whose rewards have the parts of `score`."""
+    backend = _toy_backend(plan)
+    try:
+        lines = []
+        for stage in plan.schedule:
+            with _users_mistake(f"[[schedule]], from step {stage.step}" if stage.step else ""):
+                unit = await _step(plan, stage, score, backend)
+            begin = f"a small training step, from step {stage.step}" if stage.step else "a small training step"
+            lines.append(f"{begin}: {_step_words(stage.algorithm, unit)}")
+        return lines
+    finally:
+        backend.close()
+
+
+def _toy_backend(plan: Plan) -> Any:
+    """The torch backend with the toy model in place of every model of the run."""
+    from rollouts.training.backends.torch import create_torch_backend
+
+    wanted = plan.auxiliary_models
+    if wanted is not None:
+        critic = wanted.critic if wanted.critic in ("", "head") else TOY
+        wanted = wanted._replace(critic=critic, teacher=TOY if wanted.teacher else "")
+    rank = min(plan.settings.lora_rank, 2)
+    return create_torch_backend(TOY, 0, 1, plan.lr, rank, 4096, plan.algorithms, wanted)
+
+
+async def _step(plan: Plan, stage: Stage, score: Score, backend: Any) -> str:
+    """One step as the loops take it; gives what the loss has a value for, "" where nothing is trained on."""
+    from rollouts.training.batching import make_batch, part_batch
+    from rollouts.training.loops.rl_batch import RLTrainingConfig, complete_batch, prepare_rl_batch
+    from rollouts.training.rollout_gen.groups import group_samples
+
+    settings, algorithm = plan.settings, stage.algorithm
+    is_rl = settings.mode == "rl"
+    groups = [_invented_group(number, settings.samples_per_prompt if is_rl else 2, score) for number in range(2)]
+    config = RLTrainingConfig(
+        1,
+        temperature=settings.temperature,
+        response_tokens_max=settings.max_tokens,
+        minibatches=min(2, settings.minibatches),
+    )
+    if is_rl:
+        batch = prepare_rl_batch(groups, algorithm, config, stage.step, name=stage.name).batch
+        await complete_batch(backend, batch, algorithm, minibatches=config.minibatches)
+    else:
+        samples = group_samples(groups)
+        of_each = [0.0] * len(samples)
+        batch = make_batch(samples, of_each, aggregation=algorithm.aggregation, step=stage.step, algorithm=stage.name)
+    if not any(any(row.loss_mask) for row in batch.rows):
+        return ""
+    for part in part_batch(batch, config.minibatches, algorithm.aggregation, settings.max_tokens):
+        await backend.forward_backward(part)
+        await backend.optim_step()
+    return batch.unit
+
+
+def _invented_group(number: int, size: int, score: Score) -> Group:
+    """Up to four short rollouts with the rewards 1, 0, 1 and 0, whose parts are named as those of `score`."""
+    task = Task("?", id=str(number))
+    episodes = []
+    for rollout in range(min(size, 4)):
+        value = float(rollout % 2 == 0)
+        live = 2 + rollout % 2
+        segment = Segment(
+            [5, 6, *range(7, 7 + live)],
+            [0.0, 0.0] + [1.0] * live,
+            [0.0, 0.0] + [_LOGPROB] * live,
+            [-1, -1] + [0] * live,
+        )
+        messages = [*task.messages, Message("assistant", REPLY)]
+        trajectory = Trajectory(task, messages, segments=[segment], status=Status.COMPLETED)
+        own = Score(value, dict.fromkeys(score.parts, value), "", score.weights)
+        episodes.append(Episode((number, rollout), task, [trajectory], own, {}))
+    return Group(number, task, tuple(episodes))
+
+
+def _step_words(algorithm: Algorithm, unit: str) -> str:
+    if not unit:
+        chooser = algorithm.select or algorithm.pairs
+        label = function_label(chooser) if chooser is not None else "the algorithm"
+        return f"{label} trains on none of the rewards 1 and 0, so the loss was not called"
+    loss = " + ".join(function_label(term.function) for term in active_terms(algorithm))
+    takes = function_label(algorithm.aggregation)
+    return f"every function was called; {loss} gives one value per {unit}, as {takes} takes"
