@@ -77,7 +77,7 @@ async def run_episode(
         inference if isinstance(inference, SuspendableEngine) else SuspendableEngine(inference, None, order, session)
     )
     engine.clock.begin()
-    episode_run = _EpisodeRun(engine, task, make_env, chat, limits, seed)
+    episode_run = EpisodeRun(engine, task, make_env, chat, limits, seed)
     engine.snapshot = episode_run.snapshot
     score, counts = Score(None), dict[str, float]()
     try:
@@ -85,10 +85,10 @@ async def run_episode(
         engine.close_session(session)
         judged = episode_run.finish(status, error)
         if not judged.status.is_infrastructure:
-            score, counts = await _judge(episode_run.env, judged, rewards, limits.reward_seconds, on_invalid_reward)
+            score, counts = await judge(episode_run.env, judged, rewards, limits.reward_seconds, on_invalid_reward)
     finally:
         engine.close_session(session)
-        close_error = await _close(episode_run.env, limits.cleanup_seconds)
+        close_error = await close_environment(episode_run.env, limits.cleanup_seconds)
     if close_error is not None and not judged.status.is_infrastructure:
         judged = episode_run.finish(Status.ENVIRONMENT_ERROR, close_error)
     if judged.status.is_infrastructure:
@@ -106,7 +106,7 @@ BUILDING, SETUP = "building the environment", "running setup"
 
 
 @dataclass(eq=False)
-class _EpisodeRun:
+class EpisodeRun:
     """What there is of an episode so far, so that a failure at any point knows what to close and what to report."""
 
     engine: SuspendableEngine
@@ -146,7 +146,7 @@ class _EpisodeRun:
                     reply = await model.chat(messages)
                     messages = await self.respond(model, reply)
         except Exception as error:  # also a group of errors
-            status, why, self.may_retry = _outcome_of(error, self.stage)
+            status, why, self.may_retry = outcome_of(error, self.stage)
         else:
             if deadline.cancelled_caught:
                 status, why = Status.TIMEOUT, f"the episode's deadline of {seconds:g} seconds passed while {self.stage}"
@@ -154,15 +154,13 @@ class _EpisodeRun:
             raise self.model.failure  # an environment's `rollout` may have caught it, or raised something else over it
         return status, why
 
-    async def set_up(self) -> ChatModel:
-        """The environment, ready, and the model that speaks in it."""
+    async def set_up(self, *, for_task: bool = True) -> ChatModel:
+        """The environment, ready, and the model that speaks in it. `for_task` False: its `setup` does not run."""
         seconds, suspended = self.limits.setup_seconds, self.engine.resume_from
         try:
             self.env = await _call_env(self.make_env, seconds=seconds)
-            tools = {tool.name: tool for tool in tools_of(self.env)}
-            schemas = [tool_schema(tool.function, tool.name) for tool in tools.values()]
-            self.model = ChatModel(self.engine, self.task, self.chat, self.limits, self.seed, tools, schemas)
-            if hasattr(self.env, "setup"):
+            self.model = self.new_model()
+            if for_task and hasattr(self.env, "setup"):
                 self.stage = SETUP
                 await _call_env(self.env.setup, self.task, seconds=seconds)
             if suspended is not None and self.can_restore:
@@ -172,6 +170,12 @@ class _EpisodeRun:
         except calls.CallTimeoutError as error:
             raise EpisodeOver(Status.TIMEOUT, f"{self.stage} took longer than {seconds:g} seconds") from error
         return self.model
+
+    def new_model(self) -> ChatModel:
+        """The model with the environment's tools. It has not spoken yet."""
+        tools = {tool.name: tool for tool in tools_of(self.env)}
+        schemas = [tool_schema(tool.function, tool.name) for tool in tools.values()]
+        return ChatModel(self.engine, self.task, self.chat, self.limits, self.seed, tools, schemas)
 
     async def respond(self, model: ChatModel, reply: Message) -> list[Message] | None:
         """The conversation with the answer to a reply, by tools or the environment; None where the episode ends."""
@@ -250,7 +254,7 @@ async def _env_reply(env: Any, trajectory: Trajectory) -> list[Message]:
     return [Message("user", answer) if isinstance(answer, str) else answer for answer in answers]
 
 
-def _outcome_of(error: Exception, stage: str) -> tuple[Status, str, bool]:
+def outcome_of(error: Exception, stage: str) -> tuple[Status, str, bool]:
     """What an exception makes of the episode, why, and whether the same episode may go right another time: neither the
     policy nor a deadline has failed it. Raises what ends the run: two errors of the environment, and all that the core
     itself should never have raised.
@@ -275,7 +279,7 @@ def _outcome_of(error: Exception, stage: str) -> tuple[Status, str, bool]:
     return Status.ENVIRONMENT_ERROR, f"{stage}: {words}", stage in (BUILDING, SETUP)
 
 
-async def _close(env: Any, seconds: float) -> str | None:
+async def close_environment(env: Any, seconds: float) -> str | None:
     """Run the environment's `close` whatever is being cancelled; what went wrong, in words."""
     if not hasattr(env, "close"):
         return None
@@ -295,7 +299,7 @@ async def _close(env: Any, seconds: float) -> str | None:
 # --- judging --------------------------------------------------------------------------------------------------------
 
 
-async def _judge(
+async def judge(
     env: Any, trajectory: Trajectory, terms: Sequence[RewardTerm], seconds: float, on_invalid: InvalidPolicy
 ) -> tuple[Score, dict[str, float]]:
     """The score of every term that is not a group's, and the environment's metrics."""

@@ -24,6 +24,7 @@ from rollouts.agent.tools import run_tool
 from rollouts.author_code import printable, shown
 from rollouts.encoding import DEPTH_MAX, plain
 from rollouts.env.authoring import ToolMethod
+from rollouts.env.checks import check_text
 from rollouts.error_log import report
 from rollouts.errors import (
     NAME_CHARACTERS_MAX,
@@ -186,6 +187,8 @@ class ChatModel:
         self._is_waiting, self._state.asked = True, said
         try:
             await trio.lowlevel.checkpoint()  # tasks that ask at once meet here, however fast the engine is
+            if self._chat is not None:
+                check_text(said, f"the task {shown(self._task.id or self._task.key)}")
             conversation = self._longest(said) or _Conversation(Trajectory(self._task, said))
             self._refuse(conversation, said)
             turn = self._prepare(conversation, said, schemas)
@@ -371,6 +374,10 @@ class ChatModel:
     def _count(self, name: str, amount: float = 1.0) -> None:
         if (trajectory := self.trajectory) is not None:
             trajectory.metrics[name] = trajectory.metrics.get(name, 0.0) + amount
+
+    def renew_limits(self) -> None:
+        """Allow all turns and tokens of the episode again, for the next message of a person. The conversation stays."""
+        self._state.sampled_count = self._state.turns = 0
 
     # --- between turns ----------------------------------------------------------------------------------------------
 

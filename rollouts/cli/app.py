@@ -1,11 +1,12 @@
 """The group of commands: each imported only when it is called, each mistake told in one message.
 
-Installed packages add commands through the entry-point group `rollouts.commands`; they are looked up when a command is
-not one of the core's, and are therefore listed by `rollouts plugins list`, not by `--help`.
+Installed packages add commands through the entry-point group `rollouts.commands`. They are found when a command is not
+one of the core's. `--help` reads no metadata, so it does not list them: `rollouts plugins list --kind commands` does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import importlib
@@ -16,9 +17,10 @@ from typing import Any
 
 import click
 
-from rollouts.author_code import message_of
+from rollouts.author_code import innermost_place, message_of, place_of
 from rollouts.cli.ending import interrupted_by_signals, silent_when_closed
-from rollouts.errors import RolloutsError, UserError, leaves_of, near_misses
+from rollouts.cli.stray import stray_errors_in_words
+from rollouts.errors import RolloutsError, UserError, leaves_of, near_misses, words_of
 from rollouts.version import __version__
 
 COMMANDS = {
@@ -27,6 +29,7 @@ COMMANDS = {
     "eval": ("rollouts.cli.run:evaluate", "Evaluate a model on held-out tasks of an environment."),
     "resume": ("rollouts.cli.run:resume", "Resume a run, or make it longer."),
     "export": ("rollouts.cli.export:export", "Export a run's model for transformers, vLLM and SGLang."),
+    "chat": ("rollouts.cli.chat:chat", "Talk to a run's model, with the tools of its environment."),
     "config": ("rollouts.cli.config:config", "Print a complete settings file."),
     "plugins": ("rollouts.cli.plugins:plugins", "List, show and check installed plugins."),
 }
@@ -35,7 +38,10 @@ COMMANDS = {
 INTERRUPTED = 130
 """The exit code after Ctrl-C, 128 + SIGINT, as in a shell."""
 
-TAKES_SETTINGS = ("run", "sft", "eval", "config", "resume")
+SIGNALS = "rollouts.signals"
+"""The key in a context's `meta` of the list that holds the signal which ended the command, if one did."""
+
+TAKES_SETTINGS = ("run", "sft", "eval", "config", "resume", "chat")
 """The commands that take dotted flags. A plugin's command gets them in `ctx.obj` and judges for itself."""
 
 
@@ -102,8 +108,10 @@ app = RolloutsGroup(
     "rollouts",
     help="Train language-model agents in environments that are plugins.\n\n"
     "Start with: rollouts run --env calculator --loss grpo",
-    epilog="See `rollouts COMMAND --help`. Exit codes: 0 done, 1 the run failed, 2 a mistake in a command or a file, "
-    "130 interrupted (143 by SIGTERM, 129 by SIGHUP).",
+    epilog="Help of a command: rollouts COMMAND --help\n\n"
+    "Commands of installed plugins: rollouts plugins list --kind commands\n\n"
+    "Exit codes: 0 done, 1 the run failed, 2 a mistake in a command or a file, 130 interrupted (143 by SIGTERM, 129 by "
+    "SIGHUP).",
     no_args_is_help=True,
     context_settings={
         "token_normalize_func": lambda token: token.replace("_", "-"),
@@ -119,29 +127,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Without arguments it is the process's own command: what a run has excluded from garbage collection stays excluded,
     since to collect it as the process ends takes a second. No traceback is shown for the user's mistakes and for runs
-    that failed, unless ROLLOUTS_TRACEBACK=1; an error that is neither is raised.
+    that failed, unless ROLLOUTS_TRACEBACK=1. An error that is neither is a mistake of rollouts: the process's own
+    command says so in one message and ends with 1; with arguments it is raised.
     """
     arguments, dotted = list(sys.argv[1:] if argv is None else argv), dict[str, Any]()
-    with silent_when_closed("stderr"), interrupted_by_signals() as signals:
+    stray = stray_errors_in_words() if argv is None else contextlib.nullcontext()
+    with silent_when_closed("stderr"), stray, interrupted_by_signals() as signals:
         try:
             if any(argument.startswith("--") and "." in argument.partition("=")[0] for argument in arguments):
                 from rollouts.config.flags import take_dotted_flags
 
                 arguments, dotted = take_dotted_flags(arguments)
             with app.make_context("rollouts", arguments, obj=dotted) as context:
+                context.meta[SIGNALS] = signals
                 result = app.invoke(context)
             if sys.stdout is not None:  # here, so that a closed pipe is met while it can still be reported
                 sys.stdout.flush()
             return result if isinstance(result, int) else 0
         except (Exception, KeyboardInterrupt, BaseExceptionGroup) as error:
             known = _known_error(error)
-            if known is None:
+            if known is None and argv is not None:
                 raise
             if os.environ.get("ROLLOUTS_TRACEBACK") == "1":
                 import traceback
 
                 traceback.print_exception(error)
-            code = _report(known)
+            code = _report_bug(error) if known is None else _report(known)
             return 128 + signals[0] if signals and code == INTERRUPTED else code
         finally:
             if argv is not None:
@@ -188,6 +199,14 @@ def _report(error: BaseException) -> int:
     assert isinstance(error, click.ClickException), f"{error!r} is not one of {_KNOWN}"
     click.echo(f"error: {_usage_message(error)}", err=True)
     return 2
+
+
+def _report_bug(error: BaseException) -> int:
+    """Say on stderr that rollouts itself made a mistake; returns the exit code."""
+    notes = "\n".join(getattr(error, "__notes__", ["with ROLLOUTS_TRACEBACK=1 its traceback is shown"]))
+    words = words_of(error, lambda each: place_of(each) or innermost_place(each))
+    click.echo(f"error: {words}\nthis is a mistake in rollouts or in a plugin, please report it; {notes}", err=True)
+    return 1
 
 
 def _usage_message(error: click.ClickException) -> str:

@@ -28,17 +28,23 @@ _METAVARS = {bool: "true|false", int: "N", float: "X", str: "TEXT"}
 
 
 class SettingsCommand(click.Command):
-    """A command that takes a file and settings, all or those of `infos`, and `own` parameters besides. Its help shows
-    settings by group, each with its default.
+    """A command that takes a file (or another `argument`) and settings, all or those of `infos`, and `own` parameters
+    besides. Its help shows settings by group, each with its default.
     """
 
     def __init__(
-        self, name: str, *, infos: Iterable[Setting] | None = None, own: Sequence[click.Parameter] = (), **given: Any
+        self,
+        name: str,
+        *,
+        infos: Iterable[Setting] | None = None,
+        own: Sequence[click.Parameter] = (),
+        argument: click.Argument | None = None,
+        **given: Any,
     ) -> None:
         self.infos = tuple(setting_infos() if infos is None else infos)
-        file = click.Argument(["file"], required=False, metavar="[FILE]")
+        argument = argument or click.Argument(["file"], required=False, metavar="[FILE]")
         options = (_option(info) for info in self.infos if info.name != "template")
-        super().__init__(name, params=[file, *options, *own], epilog=DOTTED_FLAGS, **given)
+        super().__init__(name, params=[argument, *options, *own], epilog=DOTTED_FLAGS, **given)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """As click's; a missing value is told with this command's name."""
@@ -93,14 +99,14 @@ def read_settings(
     from rollouts.config.merging import merge
     from rollouts.config.resolving import resolve
 
-    flags = read_options(options)
+    flags = given_flags(options)
     tree, source = load_file(file) if file else ({}, NOWHERE)
     given = merge(tree, flags, ctx.obj or {}, forced or {})
     return resolve(given, source), given
 
 
-def read_options(options: dict[str, Any]) -> Tree:
-    """The options that were given, as flags of a tree. Raises ConfigError."""
+def given_flags(options: dict[str, Any]) -> Tree:
+    """The options that were given, as flags of a tree. Raises ConfigError where one has a flag for a value."""
     from rollouts.config.flags import flag_name, read_flag
     from rollouts.config.stopping import read_rule
 

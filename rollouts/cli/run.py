@@ -43,10 +43,10 @@ def _run(file: str | None, dry_run: bool, **options: Any) -> int:
 
 
 def _resume(folder: str, checkpoint: str | None, **options: Any) -> int:
-    from rollouts.cli.options import read_options
+    from rollouts.cli.options import given_flags
     from rollouts.runs import resume_run
 
-    given = (click.get_current_context().obj or {}) | read_options(options)
+    given = (click.get_current_context().obj or {}) | given_flags(options)
     with _progress() as progress:
         resume_run(folder, given, progress, checkpoint=checkpoint or "")
     return 0

@@ -15,6 +15,10 @@ manifest.py      what the run was made of
 observer.py      who watches a run
 rank.py          a rank above 0 of a distributed backend
 export.py        a checkpoint becomes a model
+publish.py       an exported model becomes a repository on the hub
+run_model.py     the model of a run with its settings, to talk to
+chat.py          a conversation with it
+trio_thread.py   trio in a thread, for a program that waits for a person
 """
 
 from __future__ import annotations

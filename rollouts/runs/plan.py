@@ -21,6 +21,7 @@ from rollouts.config.render import to_toml
 from rollouts.config.resolving import HOLDING_OUT, Resolved, resolve, run_settings_file
 from rollouts.config.secrets import components_without_secrets, leaves_out, tree_without_secrets
 from rollouts.config.settings import EVAL, OWN, Settings, without_secrets
+from rollouts.env.advice import warn_about
 from rollouts.env.authoring import rewards_of
 from rollouts.env.checks import check_environment, reward_term
 from rollouts.env.mixing import RewardTerm, env_term
@@ -198,14 +199,16 @@ class Plan(NamedTuple):
         return tasks
 
 
-def make_plan(resolved: Resolved) -> Plan:
-    """Find, import and check every component. Raises UserError of one kind or another, with what to type."""
+def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
+    """Find, import and check every component. Only a conversation with a model needs no environment. Raises UserError
+    of one kind or another, with what to type.
+    """
     settings, source = resolved.settings, resolved.source
     if settings.mode == "sft+rl":
         raise ConfigError(
             "mode sft+rl is two runs, and each has a plan; rollouts.runs.sft_then_rl.phases() gives their settings"
         )
-    if not resolved.components["env"]:
+    if needs_environment and not resolved.components["env"]:
         raise ConfigError(
             "no environment was named; type --env calculator (`rollouts plugins list` shows what there is)"
         )
@@ -230,14 +233,19 @@ def make_plan(resolved: Resolved) -> Plan:
     # Several environments share the held-out tasks by their mean weights over the steps of the run.
     shared = settings if run is None else dataclasses.replace(settings, steps=run.settings.steps)
     environments = plan_environments(manager, components["env"], chosen["env"], shared, source)
+    is_chat = is_evaluation_only(inference.component)
+    environments = tuple(env._replace(text_only=not is_chat) for env in environments)
     resolved = resolved._replace(settings=settings, components=components)
     notes = composed.notes if is_evaluation else (*notes, *composed.notes)
     if run is not None:
         notes += _held_out_notes(manager, run, environments, resolved)
     rewards = _reward_terms(components["reward"], chosen["reward"])
     notes += _dropped_rewards(environments, rewards)
+    judges = needs_environment and (settings.mode == "rl" or settings.eval_tasks > 0)
     for env in environments:
-        check_environment(env.make_checked(), rewards if settings.mode == "rl" or settings.eval_tasks else None)
+        made = env.make_checked()
+        check_environment(made, rewards if judges else None)
+        warn_about(made)
     components["env"] = [
         each._replace(weight={"name": env.curriculum.name, **env.curriculum.settings}) if env.curriculum else each
         for each, env in zip(components["env"], environments, strict=True)

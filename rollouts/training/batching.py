@@ -134,7 +134,7 @@ def part_batch(
 
     Groups stay whole. Each part gets its own u and D; all other fields stay as they are.
     """
-    assert parts >= 1, f"a batch cannot be parted in {parts}"
+    assert parts >= 1, f"a batch cannot be split into {parts}"
     if parts == 1 or not batch.rows:
         return [batch]
     groups: dict[int, list[Row]] = {}

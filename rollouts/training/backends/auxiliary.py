@@ -1,8 +1,8 @@
-"""The models beside the policy: a critic that is trained with it, a teacher and a reference that are only asked.
+"""The models beside the policy: a critic, which is trained; a teacher and a reference, which are not.
 
-Critic and teacher score the same rows as the policy does; what they give is put into the order of the policy's
-selection. The reference is a second set of the trained tensors, which takes the policy's place while it scores. Left
-out: when they are asked, and the critic's optimizer (`trainer`).
+Critic and teacher score the same rows as the policy. Their outputs are put into the order of the policy's outputs. The
+reference is a copy of the trained tensors, which replaces them while the reference scores. Not here: when these models
+run, and the critic's optimizer (`trainer`).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from rollouts.training.types import Row
 
 T = TypeVar("T")
 
-Asked = tuple[Sequence[Row], Sequence[Sequence[int]]]
-"""Rows, and of each the positions whose tokens are asked for."""
+RowPositions = tuple[Sequence[Row], Sequence[Sequence[int]]]
+"""Rows, and for each row the positions of the tokens to compute."""
 
 
 class _Scorer:
-    """A model's features of the tokens that a selection names, in its order. It is run as `how` says."""
+    """Computes a model's features in the order of a selection. `how` are the arguments of `inspect_model`."""
 
     def __init__(self, causal: Any, **how: Any) -> None:
         self.causal = causal
@@ -39,12 +39,12 @@ class _Scorer:
 
     @functools.cached_property
     def paths(self) -> ModelPaths:
-        """How this model is run; found out at the first use."""
+        """How to run this model; found on first use."""
         return inspect_model(self.causal, **self._how)
 
-    def features(self, asked: Asked, like: Selection) -> Tensor:
-        """[T, F], row by row and position by position as in `like`."""
-        features, own, _ = run(self.paths, *asked)
+    def features(self, inputs: RowPositions, like: Selection) -> Tensor:
+        """Features [T, F] in the order of `like`."""
+        features, own, _ = run(self.paths, *inputs)
         if own == like:
             return features
         place = {token: number for number, token in enumerate(own.tokens())}
@@ -53,37 +53,37 @@ class _Scorer:
 
 
 class Teacher(_Scorer):
-    """A second model in this process: its logprobs of what the policy sampled, or of its own likeliest tokens."""
+    """A second model in this process. Computes logprobs of the policy's tokens, or of its own most likely ones."""
 
     def __init__(self, name: str, policy: ModelPaths, *, dtype: str, device: str, top_k: int) -> None:
-        """Raises ModelError where it cannot be loaded, or does not speak the policy's tokens."""
+        """Raise ModelError if the model cannot be loaded, or has another vocabulary than the policy."""
         causal = load_hf_model(name, dtype=dtype, device=device)
         super().__init__(causal.requires_grad_(False), bucket_saving_min=policy.bucket_saving_min)
         found = self.paths.vocabulary_size
         if found != policy.vocabulary_size:
             raise ModelError(
-                f"--teacher {name} knows {found} tokens and the policy {policy.vocabulary_size}; a teacher needs the "
+                f"--teacher {name} has {found} tokens and the policy {policy.vocabulary_size}; a teacher needs the "
                 "tokenizer of the policy"
             )
         self._top_k = min(top_k, found)
 
     @torch.no_grad()
-    def logprobs(self, asked: Asked, like: Selection, targets: Tensor, temperature: float | Tensor) -> Tensor:
+    def logprobs(self, inputs: RowPositions, like: Selection, targets: Tensor, temperature: float | Tensor) -> Tensor:
         """Logprobs [T] of `targets` [T]."""
-        return self.paths.logprobs_and_entropy(self.features(asked, like), targets, temperature)[0]
+        return self.paths.logprobs_and_entropy(self.features(inputs, like), targets, temperature)[0]
 
     @torch.no_grad()
-    def top(self, asked: Asked, like: Selection, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
-        """The K likeliest ids [T, K] and their logprobs [T, K]."""
-        features, paths = self.features(asked, like), self.paths
+    def top(self, inputs: RowPositions, like: Selection, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
+        """The K most likely ids [T, K] and their logprobs [T, K]."""
+        features, paths = self.features(inputs, like), self.paths
         size = paths.vocabulary_size
         return topk_logprobs(paths.head, features, self._top_k, vocabulary_size=size, temperature=temperature)
 
 
 class Critic(nn.Module):
-    """Values of states: a linear layer on the policy's trunk, or on that of a model of its own.
+    """Values of states: a linear layer on the policy's trunk, or on the trunk of another model.
 
-    The layer begins at 0, so that the first advantages are those of no critic. It is fp32.
+    The layer is fp32, and begins with zeros, so the first advantages are those without a critic.
     """
 
     def __init__(self, causal: Any, *, scorer: _Scorer | None = None) -> None:
@@ -96,46 +96,46 @@ class Critic(nn.Module):
         self.trunk = None if scorer is None else scorer.causal
         self.scorer = scorer
 
-    def values(self, asked: Asked, like: Selection, features: Tensor) -> Tensor:
-        """Values [T] fp32 of the states in which the tokens were chosen; `features` [T, F] are the policy's."""
+    def values(self, inputs: RowPositions, like: Selection, features: Tensor) -> Tensor:
+        """Values [T] fp32 of the states before the tokens. `features` [T, F] are the policy's."""
         if self.scorer is not None:
-            features = self.scorer.features(asked, like)
+            features = self.scorer.features(inputs, like)
         values: Tensor = self.linear(features.float()).squeeze(-1)
         return values
 
     @classmethod
     def load(cls, name: str, policy: Any, *, dtype: str, device: str, **how: Any) -> Critic:
-        """`head`: on the trunk of the causal LM `policy`; else the model of this name, trained whole and run as `how`
-        says.
+        """Make a critic. `head`: on the trunk of the causal LM `policy`; else of the model with this name, which is
+        trained completely. `how` are the arguments of `inspect_model`.
 
-        Raises ModelError, ConfigError. Whether it can work is for `check`, once it can be run.
+        Raises ModelError, ConfigError. Call `check` once the model can run.
         """
         if name == "head":
             return cls(policy)
         causal = load_hf_model(name, dtype=dtype, device=device)
         head = causal.get_output_embeddings()
         if head.weight is not causal.get_input_embeddings().weight:
-            head.requires_grad_(False)  # the logits of a critic are never asked for
+            head.requires_grad_(False)  # a critic's logits are never computed
         return cls(policy, scorer=_Scorer(causal, **how))
 
     @torch.no_grad()
     def check(self, name: str, policy: ModelPaths) -> None:
-        """Raises ConfigError where the model does not show hidden states."""
+        """Raise ConfigError if the model does not return hidden states."""
         paths = policy if self.scorer is None else self.scorer.paths
         ids = torch.zeros(1, 2, dtype=torch.long, device=paths.causal.get_input_embeddings().weight.device)
         features, _ = paths.body(input_ids=ids, use_cache=False)
         if features.shape[-1] != self.linear.in_features:
             what = "--critic head: the model" if self.scorer is None else f"--critic {name}: it"
             raise ConfigError(
-                f"{what} does not show the hidden states that a value head needs; type --critic with another"
+                f"{what} does not return the hidden states that a value head needs; type --critic with another"
             )
 
 
 class Networks(nn.Module):
-    """Everything that is trained, as one module: the policy `causal` (adapters injected), and `critic` if there is one.
+    """Everything that is trained, as one module: the policy `causal`, with its adapters, and the `critic`, if any.
 
-    Names of parameters begin with either. Whatever runs them runs inside `Networks.__call__`: there a sharded model has
-    its outermost weights whole, also where they are used without calling their module (the chunked head).
+    Parameter names begin with `causal` or `critic`. Run the networks inside `Networks.__call__` only: there the
+    outermost weights of a sharded model are whole. The chunked head needs this, because it uses its weights directly.
     """
 
     def __init__(self, causal: nn.Module, critic: Critic | None = None) -> None:
@@ -149,18 +149,18 @@ class Networks(nn.Module):
 
 
 class ReferencePolicy:
-    """A copy of `parameters`, changed by `rule` once now and after every optimizer step.
+    """A copy of `parameters`. The `rule` changes it once now, and after every optimizer step.
 
-    Only what is trained is kept twice: all weights, or with LoRA the adapters. The exchange is of storage, not of
-    values, so it costs nothing; all torch work of a backend runs on one thread, so nothing else sees the policy
-    meanwhile. Of a sharded model each rank exchanges its shards' values.
+    Only trained tensors are copied: all weights, or with LoRA the adapters. To score, the two sets exchange their
+    storage, which costs nothing. This is safe, because all torch work of a backend runs in one thread. With a sharded
+    model, each rank exchanges the values of its shards.
 
-    Raises ConfigError where the rule needs adapters and there are none; TrainingError, naming it, for what it raises.
+    Raises ConfigError if the rule needs adapters and there are none, and TrainingError if the rule raises.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], rule: Callable[..., Any], *, adapters: bool) -> None:
         self._parameters = list(parameters)
-        # In the order of the parameters: a checkpoint is written from them, and read into them.
+        # In the order of the parameters, because a checkpoint stores them by the parameters' names.
         self.tensors = [parameter.detach().clone() for parameter in parameters]
         self._rule = rule
         self._adapters = adapters
@@ -172,7 +172,7 @@ class ReferencePolicy:
         self.follow(0)
 
     def follow(self, version: int) -> None:
-        """Let the rule change the copy; `version` counts the policy's optimizer steps."""
+        """Apply the rule. `version` is the number of optimizer steps of the policy."""
         available: dict[str, Any] = {
             "reference": self.tensors,
             "policy": [parameter.detach() for parameter in self._parameters],
@@ -185,7 +185,7 @@ class ReferencePolicy:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model is the reference policy inside."""
+        """Inside the block, the model is the reference policy."""
         self._exchange()
         try:
             yield
@@ -194,15 +194,15 @@ class ReferencePolicy:
 
     @property
     def follows(self) -> bool:
-        """Whether the rule may move the copy. One whose rule names nothing is made again from the model that the run
-        began with, so no checkpoint has to keep it.
+        """Whether the rule may change the copy. If not, the copy is that of the run's first model, and no checkpoint
+        stores it.
         """
         return bool(requests(self._rule, "references"))
 
     def _exchange(self) -> None:
         for number, parameter in enumerate(self._parameters):
             other = self.tensors[number]
-            if isinstance(other, DTensor):  # a shard's storage is the sharded model's own, so the values change
+            if isinstance(other, DTensor):  # the storage belongs to the sharded model, so exchange values
                 mine, other = cast(DTensor, parameter.detach()).to_local(), other.to_local()
                 kept = mine.clone()
                 mine.copy_(other)

@@ -1,10 +1,8 @@
-"""Each rank's shard of a batch, and their outputs as one. Pure.
+"""Splits a batch into shards, one for each rank, and joins the ranks' outputs. Pure functions.
 
-Rows are shared out so that ranks have about as many tokens, and as many microbatches.
-
-Ranks meet in every layer of every microbatch, so all of them run the same number; one that has fewer runs empty ones. A
-microbatch of several ranks is one pass through the model: buckets and shared prompts, whose number differs from rank to
-rank, are for a single process.
+Ranks get about the same number of tokens, and exactly the same number of microbatches: they meet in every layer of
+every microbatch, so a rank with fewer runs empty ones. With several ranks, a microbatch is one pass through the model.
+Buckets and shared prompts would give ranks different numbers of passes, so a single process only uses them.
 """
 
 from __future__ import annotations
@@ -18,10 +16,12 @@ from rollouts.training.types import ForwardOutput, Row, TrainBatch
 
 
 class BatchShard(msgspec.Struct):
-    """One rank's part of a batch.
+    """One rank's rows of a batch.
 
-    `batch` has this rank's rows, and D of the whole; `places` are the rows' places in the whole batch; `parts` are
-    microbatches as numbers of rows in `batch`, empty ones among them.
+    Attributes:
+        batch: this rank's rows, and D of the whole batch
+        places: the rows' indices in the whole batch
+        parts: microbatches, as lists of row numbers in `batch`; some may be empty
     """
 
     batch: TrainBatch
@@ -29,16 +29,20 @@ class BatchShard(msgspec.Struct):
     parts: list[list[int]]
 
     def microbatches(self) -> list[list[Row]]:
-        """The rows of each part."""
+        """The rows of each microbatch."""
         return [[self.batch.rows[number] for number in part] for part in self.parts]
 
 
 def shard_batch(
     batch: TrainBatch, count: int, split: Callable[[TrainBatch], list[list[Row]]], *, keep: Keep = ""
 ) -> list[BatchShard]:
-    """The batch for `count` ranks. `split` makes microbatches of a rank's rows; `keep` names what stays on one rank.
+    """Split the batch for `count` ranks.
 
-    Sets of rows go, longest first, to the rank that has the fewest tokens so far.
+    Sets of rows go to ranks one by one, the longest first, to the rank with the fewest tokens so far.
+
+    Args:
+        split: makes microbatches of a rank's rows
+        keep: rows of one rollout, pair or group go to one rank
     """
     assert count >= 1, f"{count} ranks"
     place_of = {id(row): place for place, row in enumerate(batch.rows)}
@@ -57,7 +61,7 @@ def shard_batch(
 def gather_outputs(
     batch: TrainBatch, shards: Sequence[BatchShard], outputs: Sequence[dict[str, list[list[float]]]]
 ) -> ForwardOutput:
-    """What the ranks found for their rows, in the order of the whole batch."""
+    """Join the ranks' outputs, in the order of the whole batch."""
     found: dict[str, list[list[float]]] = {name: [[] for _ in batch.rows] for name in outputs[0]}
     for shard, output in zip(shards, outputs, strict=True):
         for name, streams in output.items():
@@ -72,7 +76,7 @@ def _shard_rows(rows: Sequence[Row], count: int, keep: Keep) -> list[list[Row]]:
     sets: dict[Hashable, list[int]] = {}
     for place, row in enumerate(rows):
         index = getattr(row, f"{keep}_index") if keep else place
-        # A row in no pair is kept with nothing.
+        # A row without a pair forms a set of its own.
         sets.setdefault(("single", place) if index < 0 and keep == "pair" else index, []).append(place)
     tokens = {key: sum(len(rows[place].tokens) for place in members) for key, members in sets.items()}
     ranks: list[list[int]] = [[] for _ in range(count)]

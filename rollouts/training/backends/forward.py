@@ -1,10 +1,10 @@
-"""Rows through the models that a trainer has, what is stamped on them as tensors, and which rows need no backward.
+"""Runs rows through the policy, the critic and the teacher; makes tensors of the rows' fields; finds flat rows.
 
-A group whose rollouts are all rewarded alike has advantages of 0, and most policy losses are then 0 with all their
-gradient (*flat* rows). Whether it is so is not assumed but measured, at what the models gave: the terms are called as
-ever, on logprobs that are the ends of the graph (`cut_off`). So metrics are the same, and a term that does not depend
-on advantages keeps its rows trained in full. Left out: which rows when, losses and gradients (`trainer`); one model by
-itself (`transformer`).
+If all rollouts of a group have the same reward, their advantages are 0, and most policy losses have no gradient there.
+Such *flat* rows need no backward pass. This is measured, not assumed: the terms are computed as usual, on logprobs that
+are leaves of a graph of their own (`cut_off`). So the metrics stay the same, and rows with a gradient, from a term that
+does not depend on advantages, are trained in full. Not here: losses and gradients (`trainer`), running a single model
+(`transformer`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, is_reward_placed, requests
 from rollouts.training.algorithms.logprobs import logprobs_with_alternatives, token_logprobs
-from rollouts.training.backends.auxiliary import Asked, Critic, Teacher
+from rollouts.training.backends.auxiliary import Critic, RowPositions, Teacher
 from rollouts.training.backends.transformer import ModelPaths, Selection, run
 from rollouts.training.types import Row
 
@@ -28,7 +28,7 @@ _OPTIONAL = ("old_logprobs", "ref_logprobs", "teacher_logprobs", "old_values", "
 
 
 class Scored(NamedTuple):
-    """What one run of rows gives for T selected tokens. `tokens` is (run, run with padding)."""
+    """The outputs for T selected tokens. `tokens` is (tokens that were run, the same with padding)."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -39,35 +39,37 @@ class Scored(NamedTuple):
 
 
 class Models(NamedTuple):
-    """The policy by its `paths`, and what is beside it."""
+    """The policy (`paths`), critic and teacher."""
 
     paths: ModelPaths
     critic: Critic | None
     teacher: Teacher | None
 
-    def ask(self, asked: Asked, temperature: float, needs: Sequence[str]) -> tuple[dict[str, Tensor], Selection]:
-        """Each of `needs` [T] by the policy, the critic or the teacher."""
-        features, selection, _ = run(self.paths, *asked)
-        targets, divisor = _targets(asked[0], selection, temperature, features.device)
+    def predict(
+        self, inputs: RowPositions, temperature: float, needs: Sequence[str]
+    ) -> tuple[dict[str, Tensor], Selection]:
+        """Compute each of `needs` [T] with the policy, the critic or the teacher."""
+        features, selection, _ = run(self.paths, *inputs)
+        targets, divisor = _targets(inputs[0], selection, temperature, features.device)
         tensors: dict[str, Tensor] = {}
         if {"logprobs", "entropy"} & set(needs):
             tensors["logprobs"], tensors["entropy"] = self.paths.logprobs_and_entropy(features, targets, divisor)
         if self.critic is not None and "values" in needs:
-            tensors["values"] = self.critic.values(asked, selection, features)
+            tensors["values"] = self.critic.values(inputs, selection, features)
         if self.teacher is not None and "teacher_logprobs" in needs:
-            tensors["teacher_logprobs"] = self.teacher.logprobs(asked, selection, targets, divisor)
+            tensors["teacher_logprobs"] = self.teacher.logprobs(inputs, selection, targets, divisor)
         return {name: tensors[name] for name in needs}, selection
 
-    def score(self, asked: Asked, temperature: float, requested: frozenset[str]) -> Scored:
-        """Run the rows with gradient; `extra` holds what `requested` names beyond logprobs, entropy and values: logits,
-        or the teacher's likeliest tokens.
+    def score(self, inputs: RowPositions, temperature: float, requested: frozenset[str]) -> Scored:
+        """Run the rows with gradient. `extra` has the requested outputs beside logprobs, entropy and values: logits, or
+        the teacher's most likely tokens.
         """
-        features, selection, tokens = run(self.paths, *asked)
-        targets, divisor = _targets(asked[0], selection, temperature, features.device)
+        features, selection, tokens = run(self.paths, *inputs)
+        targets, divisor = _targets(inputs[0], selection, temperature, features.device)
         extra: dict[str, Tensor] = {}
         if requested & {"topk_logprobs", "teacher_topk_ids", "teacher_topk_logprobs"}:
             assert self.teacher is not None, "check_needs saw to it"
-            ids, theirs = self.teacher.top(asked, selection, divisor)
+            ids, theirs = self.teacher.top(inputs, selection, divisor)
             extra = {"teacher_topk_ids": ids, "teacher_topk_logprobs": theirs}
         if "logits" in requested:
             logits = self.paths.head(features)
@@ -85,20 +87,20 @@ class Models(NamedTuple):
             logprobs, entropy = self.paths.logprobs_and_entropy(features, targets, divisor)
         values = None
         if self.critic is not None and "values" in requested:
-            values = self.critic.values(asked, selection, features)
+            values = self.critic.values(inputs, selection, features)
         return Scored(logprobs, entropy, values, selection, tokens, extra)
 
 
-# --- what is stamped on rows, as tensors [T] in the order in which they were run --------------------------------------
+# --- the fields of rows, as tensors [T] in the order of the selected tokens ------------------------------------------
 
 
 def make_streams(
     rows: list[Row], selection: Selection, rewards: list[float], device: torch.device
 ) -> dict[str, Tensor]:
-    """Every stream of the rows that is there, and the numbers of rollout, group, pair and segment. `sampled` is whether
-    the sampler's logprobs are known; where they are not, `rollout_logprobs` holds 0.0.
+    """The fields of the rows, and their rollout, group, pair and segment numbers, as tensors [T].
 
-    `returns` falls back to the rollout's reward where there are values but no estimator gave returns.
+    `sampled` says whether the sampler's logprobs are known; if not, `rollout_logprobs` is 0.0. `returns` are the
+    rollout's reward if the rows have values and no returns.
     """
     chosen = [(rows[row], positions) for row, positions in zip(selection.rows, selection.positions, strict=True)]
     names = ["loss_mask", "weights", "advantages"]
@@ -119,7 +121,7 @@ def make_streams(
     numbers = {name: [getattr(row, name) for row, _ in chosen] for name in indices}
     numbers["segments"] = [row.segment for row, _ in chosen]
     numbers["sampled"] = [int(row.rollout_logprobs is not None) for row, _ in chosen]
-    # numpy reads lists of numbers several times faster than torch
+    # numpy converts lists of numbers several times faster than torch.
     table = torch.from_numpy(np.array(list(floats.values()), dtype=np.float32)).to(device)
     repeated = np.repeat(np.array(list(numbers.values()), dtype=np.int64), counts, axis=1)
     whole = torch.from_numpy(repeated).to(device)
@@ -127,7 +129,7 @@ def make_streams(
 
 
 def unit_weights(tensors: dict[str, Tensor], unit: str) -> Tensor:
-    """u of every value: [T], or one a rollout or pair [U] in the order of their numbers."""
+    """u of every value: [T], or one per rollout or pair [U] in the order of their numbers."""
     if unit == "token":
         return tensors["weights"]
     numbers, place = torch.unique(tensors[f"{unit}_index"], return_inverse=True)
@@ -135,7 +137,7 @@ def unit_weights(tensors: dict[str, Tensor], unit: str) -> Tensor:
 
 
 def _take(stream: Sequence[_T], positions: Sequence[int]) -> Sequence[_T]:
-    """The stream at these ascending positions; at once where none is left out between them."""
+    """The values at these ascending positions; a slice if the positions are contiguous."""
     if positions and positions[-1] - positions[0] == len(positions) - 1:
         return stream[positions[0] : positions[-1] + 1]
     return [stream[t] for t in positions]
@@ -144,7 +146,7 @@ def _take(stream: Sequence[_T], positions: Sequence[int]) -> Sequence[_T]:
 def _targets(
     rows: Sequence[Row], selection: Selection, default: float, device: torch.device
 ) -> tuple[Tensor, float | Tensor]:
-    """The ids [T] of the selected tokens; and one temperature where all rows have the same, else one a token [T]."""
+    """The ids [T] of the selected tokens, and their temperature: one number if all rows have the same, else [T]."""
     chosen = list(zip(selection.rows, selection.positions, strict=True))
     ids = [token for row, positions in chosen for token in _take(rows[row].tokens, positions)]
     targets = torch.from_numpy(np.array(ids, dtype=np.int64)).to(device)
@@ -155,11 +157,11 @@ def _targets(
     return targets, torch.tensor(values, dtype=torch.float32, device=device)
 
 
-# --- rows without an advantage ----------------------------------------------------------------------------------------
+# --- flat rows --------------------------------------------------------------------------------------------------------
 
 
 def may_be_flat(algorithm: Algorithm) -> bool:
-    """Whether it is worth trying: every term of the loss names the advantages, and no KL is a term of it."""
+    """Whether flat rows may have no gradient: every term names the advantages, and no term is a KL."""
     kl = algorithm.kl
     if kl is not None and not is_reward_placed(kl.function):
         return False
@@ -167,17 +169,17 @@ def may_be_flat(algorithm: Algorithm) -> bool:
 
 
 def is_flat(rows: Sequence[Row]) -> bool:
-    """Whether no token of these rows has an advantage; of no rows that is False."""
+    """Whether all advantages of these rows are 0. False for no rows."""
     return bool(rows) and not any(any(row.advantages) for row in rows)
 
 
 def cut_off(scored: Scored) -> tuple[Scored, list[Tensor]]:
-    """The same numbers as ends of a graph of their own, and a list of these ends."""
+    """The same numbers as leaves of a new graph, and a list of these leaves."""
     ends: list[Tensor] = []
 
     def end(tensor: Tensor) -> Tensor:
         ends.append(tensor.detach().requires_grad_())
-        return ends[-1].clone()  # which a loss may change in place
+        return ends[-1].clone()  # a loss may change it in place
 
     extra = {name: end(tensor) if tensor.is_floating_point() else tensor for name, tensor in scored.extra.items()}
     values = None if scored.values is None else end(scored.values)
@@ -185,7 +187,7 @@ def cut_off(scored: Scored) -> tuple[Scored, list[Tensor]]:
 
 
 def gradient_size(objective: Tensor, ends: Sequence[Tensor]) -> float:
-    """The largest gradient at the ends; NaN where one is, or where the objective depends on none of them."""
+    """The largest gradient at the leaves. NaN if one is NaN, or if the objective depends on none of them."""
     if not objective.requires_grad:
         return math.nan
     gradients = torch.autograd.grad(objective, ends, allow_unused=True)

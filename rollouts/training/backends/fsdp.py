@@ -1,9 +1,8 @@
-"""The sharded training backend: FSDP2 over the ranks of a launcher, or over processes that rank 0 starts here.
+"""The sharded training backend: FSDP2 over the ranks of a launcher, or over processes that rank 0 starts.
 
-Each rank holds a shard of every weight, gradient and moment (Zhao et al. 2023; torch's `fully_shard`). Weights stay
-float32 and are computed with in `dtype`. One process is enough: that is how all weights of a model are trained in
-bfloat16 on one GPU. Left out: tensor, context and pipeline parallelism; weights that do not fit the memory of rank 0's
-machine.
+Each rank holds a shard of every weight, gradient and moment (Zhao et al. 2023; torch's `fully_shard`). Weights are
+float32; computations are in `dtype`. It also works with one process, to train all weights of a model in bfloat16 on one
+GPU. Not here: tensor, context and pipeline parallelism; models that do not fit the memory of rank 0's machine.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from rollouts.training.types import AuxiliaryModels
 
 
 def check_fsdp(values: Mapping[str, Any]) -> None:
-    """What can be refused of an fsdp backend without starting a rank. Raises ConfigError, SignatureError."""
+    """Check settings without starting a rank. Raises ConfigError, SignatureError."""
     settings: TorchSettings = values["settings"]
-    # Trained weights are float32 whatever layers compute in.
+    # Trained weights are float32; `dtype` is that of computations.
     check_torch({**values, "settings": dataclasses.replace(settings, dtype="float32"), "share_prefix": False})
     check_sharded(settings)
     stall, start = values["stall_seconds"], values["start_seconds"]
@@ -43,7 +42,7 @@ def check_fsdp(values: Mapping[str, Any]) -> None:
         ("--training.stall-seconds", f"{stall:g}", stall >= 1, "1 or more"),
         ("--training.start-seconds", f"{start:g}", start >= 1, "1 or more"),
         ("--training.dtype", dtype, dtype in ("float32", "bfloat16"), dtypes),
-        ("--training.processes", processes, processes >= 0, "1 or more, or 0 for one a GPU"),
+        ("--training.processes", processes, processes >= 0, "1 or more, or 0 for one per GPU"),
     )
     place = place_of_this_process()
     if place is not None:
@@ -71,18 +70,18 @@ def create_fsdp_backend(
     stall_seconds: float = 45.0,
     start_seconds: float = 600.0,
 ) -> TorchBackend | Worker:
-    """Rank 0's backend; on the ranks above 0 it serves rank 0. Raises UserError, RankError.
+    """Make rank 0's backend. On ranks above 0, return a Worker that serves rank 0. Raises UserError, RankError.
 
     Args:
-        processes: ranks on this machine; 0: one a GPU. Under torchrun the launcher decides
-        replicas: so many groups of ranks hold the same shards (HSDP); the number of ranks must divide by it
-        dtype: what layers compute in, float32 or bfloat16; trained weights and sums of gradients are float32
+        processes: ranks on this machine; 0: one per GPU. Under torchrun the launcher decides
+        replicas: number of groups of ranks with the same shards (HSDP); must divide the number of ranks
+        dtype: of computations, float32 or bfloat16; trained weights and sums of gradients are float32
         device: auto, cpu or cuda
-        gradient_checkpointing: compute activations again in the backward; saves memory
-        layout: a microbatch's rows padded to the longest, or packed into one sequence; auto packs where the attention
-            skips what its mask hides (flash_attention_2, flex_attention)
-        fp32_head: keep embedding, last norm and head in float32 where layers compute in bfloat16
-        stall_seconds: how long a rank may keep the others waiting before the run ends
+        gradient_checkpointing: compute activations again in the backward pass; saves memory
+        layout: rows of a microbatch padded to the longest, or packed into one sequence; auto: packed if the attention
+            skips masked tokens (flash_attention_2, flex_attention)
+        fp32_head: keep embedding, last norm and head in float32 if layers compute in bfloat16
+        stall_seconds: the run ends if one rank keeps the others waiting this long
         start_seconds: how long ranks may take to start
     """
     check_fsdp(locals())
@@ -92,7 +91,7 @@ def create_fsdp_backend(
     chosen = settings.of_run(lr=lr, steps=steps, tokens_per_microbatch=tokens_per_microbatch, share_prefix=False)
 
     agreement = f"{model}, seed {seed}, {lora_rank=}, {replicas=}, {chosen}, {sorted(algorithms.items())}"
-    # Functions print where they lie in memory, which differs from process to process.
+    # The text of a function has its address, which differs between processes.
     agreement = re.sub(r" at 0x[0-9a-f]+", "", agreement)
     on_gpus = kind != "cpu"
     group = gather_ranks(world_size, config, stall_seconds=stall_seconds, start_seconds=start_seconds, on_gpus=on_gpus)
@@ -127,22 +126,22 @@ def create_fsdp_backend(
 
 
 def _load(model: str, lora_rank: int, settings: TorchSettings, seed: int, *, is_first: bool) -> tuple[Any, Any]:
-    """The causal LM, and its adapter, if any. Only rank 0 reads the weights, and gives every rank its shards; on a GPU
-    the model never is whole.
+    """The causal LM, and its adapter, if any. Only rank 0 reads the weights, and sends the other ranks their shards. On
+    a GPU, the model is never whole.
     """
-    # Adapters are float32 always; the base that they are added to is only read.
+    # Adapters are always float32. The base model is only read.
     dtype = settings.dtype if lora_rank else "float32"
     if is_first:
         causal = load_hf_model(model, dtype=dtype, device="cpu", attention=settings.attention)
     else:
         causal = build_hf_model(model, dtype=dtype, attention=settings.attention)
-    # Of float32 weights the head need not be found; `Sharding` says in what it computes.
+    # With float32 weights the head needs no conversion; `Sharding` sets the dtype of computations.
     settings = dataclasses.replace(settings, fp32_head=settings.fp32_head and dtype == "bfloat16")
     return causal, put_in(causal, settings, lora_rank, seed)
 
 
 def _world_size(processes: int, kind: str) -> int:
-    """How many ranks there will be. Raises ConfigError where that cannot be."""
+    """The number of ranks. Raises ConfigError if there cannot be as many."""
     place = place_of_this_process()
     if place is not None:
         if processes and place.launched and processes != place.world_size:
@@ -160,7 +159,7 @@ def _world_size(processes: int, kind: str) -> int:
 
 
 def _device(kind: str, local_rank: int) -> str:
-    """The device of this rank, made the current one."""
+    """This rank's device, which becomes the current one."""
     if kind != "cuda":
         return kind
     index = local_rank % torch.cuda.device_count()
@@ -171,6 +170,6 @@ def _device(kind: str, local_rank: int) -> str:
 def _check_replicas(replicas: int, world_size: int) -> None:
     if replicas < 1 or world_size % replicas:
         raise ConfigError(
-            f"--training.replicas {replicas}: {world_size} ranks cannot be parted in {replicas} equal groups; give a "
+            f"--training.replicas {replicas}: {world_size} ranks cannot be split into {replicas} equal groups; give a "
             f"number that divides {world_size}"
         )

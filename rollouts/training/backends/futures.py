@@ -1,8 +1,8 @@
-"""Futures, and the one thread that runs all torch work of a backend in the order it was submitted.
+"""Futures, and the thread that runs all torch work of a backend in the order of submission.
 
-`TrainFuture` is what every call of a training backend returns at once (Tinker's shape): submit, go on, await later.
-`TorchThread` is a first-in-first-out worker: optimizer steps, forward passes and HF generation go through the same
-one, so that they never overlap. Cancelling a wait leaves the job running; its result is then dropped.
+Every call of a training backend returns a `TrainFuture` at once (as in Tinker): submit, continue, await later.
+`TorchThread` is a first-in-first-out worker. Optimizer steps, forward passes and HF generation share it, so they never
+overlap. If a wait is cancelled, the job continues, and its result is discarded.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ P = ParamSpec("P")
 
 
 class TrainFuture(Generic[T]):
-    """The result of submitted work. `await future` or `await future.result()` under trio; `future.wait()` in plain
-    code.
+    """The result of submitted work. Under trio: `await future` or `await future.result()`. In plain code:
+    `future.wait()`.
     """
 
     def __init__(self) -> None:
         self._future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def set_result(self, value: T) -> None:
-        """Resolve the future; called once, from any thread. What was abandoned stays failed."""
+        """Set the result. Called once, from any thread. A future that has failed stays failed."""
         with contextlib.suppress(concurrent.futures.InvalidStateError):
             self._future.set_result(value)
 
     def set_exception(self, error: BaseException) -> None:
-        """Fail the future; awaiting it raises the error. The first outcome stays."""
+        """Set an error, which awaiting the future raises. A future that is done does not change."""
         with contextlib.suppress(concurrent.futures.InvalidStateError):
             self._future.set_exception(error)
 
     def done(self) -> bool:
-        """True once there is a result or an error."""
+        """Whether there is a result or an error."""
         return self._future.done()
 
     def wait(self, timeout_seconds: float | None = None) -> T:
-        """Block the calling thread until done. Never call it inside a trio task. Raises TimeoutError."""
+        """Block the calling thread until done. Never call it in a trio task. Raises TimeoutError."""
         return self._future.result(timeout_seconds)
 
     async def result(self) -> T:
@@ -57,7 +57,7 @@ class TrainFuture(Generic[T]):
                 try:
                     token.run_sync_soon(finished.set)
                 except trio.RunFinishedError:
-                    return  # the task that waited has ended
+                    return  # the waiting task has ended
 
             self._future.add_done_callback(wake)
             await finished.wait()
@@ -68,7 +68,7 @@ class TrainFuture(Generic[T]):
 
 
 class ImmediateTrainFuture(TrainFuture[T]):
-    """A future that is already resolved: for work that was done synchronously."""
+    """A future that is already done, for synchronous work."""
 
     def __init__(self, value: T) -> None:
         super().__init__()
@@ -79,14 +79,14 @@ _Job = tuple[TrainFuture[Any], Callable[[], Any]]
 
 
 class TorchThread:
-    """One daemon thread that runs submitted functions in order. Errors go to the future, never to the thread."""
+    """A daemon thread that runs submitted functions in order. Errors go to the future, never to the thread."""
 
     def __init__(self, name: str = "rollouts-torch", pending_max: int = 1024) -> None:
         self._jobs: queue.Queue[_Job | None] = queue.Queue(pending_max)
         self._current: TrainFuture[Any] | None = None
         self._abandoned: BaseException | None = None
         self._closed = False
-        self._lock = threading.Lock()  # a job is either seen by `abandon` or refused
+        self._lock = threading.Lock()  # so that every job is either failed by `abandon` or refused
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -101,7 +101,7 @@ class TorchThread:
         return future
 
     def abandon(self, error: BaseException) -> None:
-        """Fail the job under way, those that wait and all to come, from any thread: the thread itself may be stuck."""
+        """Fail the running job, all waiting ones and all later ones. For any thread: this one may be stuck."""
         with self._lock:
             self._abandoned = error
         current = self._current
@@ -113,8 +113,9 @@ class TorchThread:
         self._jobs.put_nowait(None)
 
     def close(self, timeout_seconds: float = 30.0, *, last: Callable[[], None] | None = None) -> None:
-        """Finish what was submitted, call `last` in the thread, and end it. A second call does nothing. One that was
-        abandoned is not waited for, and `last` is then called here.
+        """Finish submitted work, call `last` in the thread, and end the thread. A second call does nothing.
+
+        After `abandon`, it does not wait, and calls `last` in the calling thread.
         """
         if self._abandoned is not None:
             if last is not None:
@@ -135,7 +136,7 @@ class TorchThread:
             self._current = future
             try:
                 value = function()
-            except BaseException as error:  # handed to the waiter, whatever it is
+            except BaseException as error:  # the future raises it
                 future.set_exception(error)
             else:
                 future.set_result(value)
@@ -151,7 +152,7 @@ S = TypeVar("S", bound=_HasThread)
 
 
 def on_thread(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], TrainFuture[T]]:
-    """Have a method run on the `thread` of its object: a call queues it and gives a future at once."""
+    """Decorator for methods: the method runs on its object's `thread`, and a call returns a future at once."""
 
     @functools.wraps(method)
     def submit(self: S, /, *args: P.args, **settings: P.kwargs) -> TrainFuture[T]:

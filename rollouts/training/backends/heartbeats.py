@@ -1,10 +1,10 @@
-"""Which rank failed: every rank has a heartbeat, and rank 0 has a failure detector that listens to them.
+"""Finds the rank that failed. Every rank sends heartbeats, and a failure detector on rank 0 reads them.
 
-A rank that waits for another one inside a collective cannot tell why: torch says that a collective timed out or that a
-connection closed, not which rank is at fault nor what it was doing. So each rank has a second thread, whose heartbeat
-goes on while the first thread is stuck; it says which command is under way and at which line of Python it is. Rank 0
-reads the heartbeats, sees the processes end that it started, and declares one fault: which rank, at which command, and
-where (docs/distributed.md says what torch's own tools leave open).
+A rank that waits in a collective does not know why: torch reports a timeout or a closed connection, but not which rank
+caused it. Therefore each rank has a second thread for its heartbeat, which continues while the first thread is stuck. A
+heartbeat has the rank's current command and its line of Python code. Rank 0 reads the heartbeats, notices the end of
+processes that it started, and reports one fault: which rank, at which command, and where. (docs/distributed.md says
+what torch's own tools do not show.)
 """
 
 from __future__ import annotations
@@ -24,13 +24,20 @@ from rollouts.errors import RankError, first_line, words_of_exit
 from rollouts.training.backends.rendezvous import Channel
 
 BEAT_SECONDS = 1.0
-SYMPTOM_SECONDS = 3.0  # a failed collective is a symptom: its cause may show within this time, before places decide
-SILENCE_SECONDS = 30.0  # a rank without a heartbeat for so long is gone: heartbeats need no collective and no model
+SYMPTOM_SECONDS = 3.0  # a failed collective is a symptom; wait this long for its cause, then compare the ranks' places
+SILENCE_SECONDS = 30.0  # a rank without a heartbeat for this long is gone; heartbeats need no collective and no model
 
 
 class RankStatus(msgspec.Struct):
-    """What a rank does: its command and which one it is, whether that is `done`, and where it is in Python; `meets`
-    while it is inside torch's collectives, where it may wait for others. `progress` counts microbatches.
+    """What a rank is doing.
+
+    Attributes:
+        command: its current or last command
+        number: the command's number
+        done: whether the command is finished
+        place: its line of Python code
+        meets: whether it is inside a collective of torch, where it may wait for other ranks
+        progress: a counter of microbatches
     """
 
     command: str = "starting"
@@ -42,22 +49,24 @@ class RankStatus(msgspec.Struct):
     beat: int = 0
 
     def begin(self, command: str, number: int) -> None:
-        """Another command is under way."""
+        """Begin another command."""
         self.command, self.number, self.done = command, number, False
 
     def where(self) -> str:
-        """For a message: its place, if there is one."""
+        """The place, for a message."""
         return f"; it is at {self.place}" if self.place else ""
 
     def words(self) -> str:
-        """For a message."""
+        """The command, for a message."""
         count = f", command {self.number}" if self.number else ""
         return f"{self.command}{count}{' (done)' if self.done else ''}"
 
 
 class Failure(msgspec.Struct):
-    """Why a rank above 0 ends. A `symptom` is that others did not meet it: another rank is to blame. What is `known`
-    is an error of rollouts, which rank 0 most likely raises too.
+    """Why a rank above 0 ends.
+
+    `symptom`: another rank failed, and this one could not meet it. `known`: an error of rollouts, which rank 0 probably
+    raises too.
     """
 
     words: str
@@ -67,10 +76,10 @@ class Failure(msgspec.Struct):
 
 @dataclass(eq=False)
 class Heartbeat:
-    """This rank's heartbeat, from a thread of its own. `status` is changed by the thread that works.
+    """This rank's heartbeat, in a thread of its own. The working thread changes `status`.
 
-    `on_silence` is called when rank 0 is not heard of any more, was not heard of for `start_seconds`, or the store is
-    gone: for the ranks above it.
+    On ranks above 0, `on_silence` is called if rank 0 has no heartbeat, did not start within `start_seconds`, or the
+    store is gone.
     """
 
     channel: Channel
@@ -88,16 +97,16 @@ class Heartbeat:
         self._thread.start()
 
     def works_in_this_thread(self) -> None:
-        """From now on the place is that of the calling thread."""
+        """Report the place of the calling thread from now on."""
         self._worker = threading.get_ident()
 
     def progressed(self) -> None:
-        """One more microbatch."""
+        """Count a microbatch."""
         self.status.progress += 1
 
     def end(self) -> None:
-        """No more beats, and nothing happens on silence. Waits for the thread: one that is inside a call of torch's
-        while Python ends makes the process abort.
+        """Stop the heartbeat. Waits for its thread, because a thread inside a call of torch would abort the process at
+        the end of Python.
         """
         self._ended.set()
         self._thread.join(5 * BEAT_SECONDS)
@@ -109,7 +118,7 @@ class Heartbeat:
             try:
                 self.channel.post(f"beat/{self.rank}", msgspec.msgpack.encode(self.status))
                 is_silent = self.on_silence is not None and self._is_silent()
-            except Exception:  # the store is gone, and with it rank 0
+            except Exception:  # the store is gone, and rank 0 with it
                 is_silent = True
             if is_silent:
                 if self.on_silence is not None and not self._ended.is_set():
@@ -125,7 +134,7 @@ class Heartbeat:
 
 
 class _Heard(msgspec.Struct):
-    """What was heard of a rank above 0, and when."""
+    """The last heartbeat of a rank above 0, and its time."""
 
     at: float
     status: RankStatus = msgspec.field(default_factory=RankStatus)
@@ -136,11 +145,13 @@ class _Heard(msgspec.Struct):
 
 @dataclass(eq=False)
 class FailureDetector:
-    """Rank 0's, begun when it is made. `fault` is the RankError, once there is one; then `on_fault` was called with it.
+    """The failure detector of rank 0. It starts when it is made.
 
-    `own` is what rank 0 does: the last command that it gave. A rank may take `start_seconds` from now until its first
-    beat. With `stall_seconds` no rank may pass so long without progress in a command that computes: for devices whose
-    collectives raise no error in time.
+    When it finds a fault, it sets `fault`, a RankError, and calls `on_fault` with it.
+
+    `own` is the status of rank 0, with its last command. A rank may take `start_seconds` until its first heartbeat.
+    With `stall_seconds`, a rank may compute that long without progress; for devices whose collectives raise no error in
+    time.
     """
 
     channel: Channel
@@ -149,7 +160,7 @@ class FailureDetector:
     own: RankStatus
     start_seconds: float
     stall_seconds: float | None = None
-    on_fault: Callable[[RankError], None] = lambda error: None  # called from the thread that looks
+    on_fault: Callable[[RankError], None] = lambda error: None  # called in the detector's thread
     fault: RankError | None = None
 
     def __post_init__(self) -> None:
@@ -157,18 +168,18 @@ class FailureDetector:
         self._declared = threading.Event()
         start = time.monotonic()
         self._heard = {rank: _Heard(start) for rank in range(1, self.world_size)}
-        self._first_waited = False  # rank 0 was where the others should have met it
+        self._first_waited = False  # whether rank 0 waited for the others
         self._moved: tuple[Any, float] = (None, start)
         self._thread = threading.Thread(target=self._run, name="rollouts-failures", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
-        """Declare nothing any more: ranks that end now are meant to."""
+        """Stop. Ranks that end from now on are no fault."""
         self._ended.set()
         self._thread.join(5 * BEAT_SECONDS)
 
     def why(self, error: BaseException) -> RankError:
-        """Why a collective failed on rank 0: another rank's fault if one shows in time, else the fault of the rank that
+        """Why a collective failed on rank 0: because of a fault of another rank that shows in time, or of the rank that
         is not where the others wait.
         """
         self._first_waited = True
@@ -176,7 +187,7 @@ class FailureDetector:
         return self.fault or self._declare(self._from_places(first_line(error)))
 
     def late(self, rank: int, seconds: float) -> RankError:
-        """A rank that did not answer although rank 0 is done."""
+        """The error for a rank that did not finish after rank 0."""
         words = f"rank {rank} did not finish {self.own.words()} within {seconds:g} s of rank 0"
         return self.fault or self._declare(words + self._heard[rank].status.where())
 
@@ -184,27 +195,25 @@ class FailureDetector:
         while not self._ended.wait(BEAT_SECONDS / 2):
             try:
                 fault = self._look()
-            except Exception as error:  # the store is this process's own, or the launcher's
+            except Exception as error:  # the store of this process, or of the launcher
                 fault = f"the ranks' store cannot be reached any more: {error}"
             if fault and not self._ended.is_set():
                 self._declare(fault)
                 return
 
     def _look(self) -> str:
-        """What is wrong, in words; empty while all is well. Causes come before symptoms, in whatever order they are
-        heard.
-        """
+        """Describe the fault; empty if there is none. Causes are found before symptoms, whatever arrives first."""
         now = time.monotonic()
         self._listen(now)
         for rank, heard in self._heard.items():
             failure = heard.failure
-            # Rank 0 raises what all ranks raise, and its own error says it best.
+            # All ranks raise the same error, and that of rank 0 is the most helpful.
             if failure and not failure.symptom and (not failure.known or now - heard.failed_at > SYMPTOM_SECONDS):
                 return f"rank {rank} failed in {failure.words}"
         for rank, process in self.processes.items():
             code = process.poll()
             if code is not None:
-                self._listen(now)  # it may have said why after the first look
+                self._listen(now)  # its report may have arrived since
                 if self._heard[rank].failure is None:
                     how = f"killed by {words_of_exit(code)}" if code < 0 else words_of_exit(code)
                     return f"rank {rank} died ({how}); its last command: {self.own.words()}"
@@ -214,12 +223,12 @@ class FailureDetector:
                 continue
             if heard.beat is None and silent > self.start_seconds:
                 return (
-                    f"rank {rank} did not start within {self.start_seconds:g} s; look at what it wrote, or give it "
+                    f"rank {rank} did not start within {self.start_seconds:g} s; look at its output, or give it "
                     "more time with --training.start-seconds"
                 )
             if heard.beat is not None and silent > SILENCE_SECONDS:
                 last = self.own.words() + heard.status.where()
-                return f"rank {rank} was not heard of for {silent:.0f} s; its last command: {last}"
+                return f"rank {rank} sent no heartbeat for {silent:.0f} s; its last command: {last}"
         symptoms = [(each.failed_at, rank, each.failure.words) for rank, each in self._heard.items() if each.failure]
         if symptoms and now - min(symptoms)[0] > 2 * SYMPTOM_SECONDS:
             return self._from_places(min(symptoms)[2])
@@ -242,10 +251,10 @@ class FailureDetector:
         computes = own.command in ("forward", "forward_backward", "optim_step") and not own.done
         if self.stall_seconds is None or not computes or now - self._moved[1] <= self.stall_seconds:
             return ""
-        return self._from_places(f"no rank got on for {self.stall_seconds:g} s")
+        return self._from_places(f"no rank made progress for {self.stall_seconds:g} s")
 
     def _from_places(self, reason: str) -> str:
-        """Which rank keeps the others waiting: one without a heartbeat, else those that are not inside a collective."""
+        """The rank that the others wait for: one without a heartbeat, else those that are not inside a collective."""
         now, last = time.monotonic(), self.own.words()
         alive = {rank: heard for rank, heard in self._heard.items() if heard.failure is None}
         quiet = next((rank for rank, heard in alive.items() if now - heard.at > 3 * BEAT_SECONDS), None)
@@ -263,14 +272,14 @@ class FailureDetector:
         self.fault = self.fault or RankError(fault)
         for process in self.processes.values():
             if process.poll() is None:
-                process.kill()  # a stopped one too; a rank that waits for it in a collective is woken
+                process.kill()  # also a stopped one; ranks that wait for it in a collective then continue
         self._declared.set()
         self.on_fault(self.fault)
         return self.fault
 
 
 def _place_of(thread: int) -> tuple[str, bool]:
-    """The innermost line of Python outside torch, and whether the thread is inside torch's collectives."""
+    """The innermost line of Python outside torch, and whether the thread is in a collective of torch."""
     frame: Any = sys._current_frames().get(thread)
     meets = frame is not None and f"torch{os.sep}distributed" in frame.f_code.co_filename
     while frame is not None and f"{os.sep}torch{os.sep}" in frame.f_code.co_filename:

@@ -1,7 +1,7 @@
-"""Low-rank adapters through peft: put them in, read them out, merge a copy.
+"""Low-rank adapters through peft: inject them, read their weights, merge a copy.
 
-The causal LM keeps its class: adapters are injected into its linear layers, so generation and training see one model.
-Only the adapters are trained. Left out: adapters with dropout (ratios would not be 1), several adapters at once.
+The causal LM keeps its class. Adapters are injected into its linear layers, so generation and training use one model.
+Only the adapters are trained. Not here: adapters with dropout (ratios would not be 1), several adapters at once.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from rollouts.errors import ConfigError
 from rollouts.training.models import no_peft_warnings, tied_with_adapter
 
 Whole = Callable[[Iterable[tuple[str, Tensor]]], dict[str, Tensor]]
-"""CPU copies by name, a sharded tensor put together; ranks above 0 get an empty dict."""
+"""Makes CPU copies by name. Joins sharded tensors. Returns an empty dict on ranks above 0."""
 
 ADAPTER = "default"
 
 
 def add_lora(causal: Any, *, rank: int, alpha: float | None, targets: str, seed: int) -> Any:
-    """A PeftModel around the causal LM (which is changed in place). `alpha` None is 2 * rank.
+    """Make a PeftModel of the causal LM, which changes in place. `alpha` None: 2 * rank.
 
-    `targets` is "all-linear" or names of layers with commas between them. Raises ConfigError where they match nothing,
-    or a layer whose weight the model ties to another one.
+    `targets` is "all-linear", or names of layers, separated by commas. Raises ConfigError if no layer matches, or if
+    the weight of a layer is tied to another one.
     """
     from peft import LoraConfig
 
@@ -59,7 +59,7 @@ def add_lora(causal: Any, *, rank: int, alpha: float | None, targets: str, seed:
 
 
 def wrap_in_adapter(causal: Any, config: Any) -> Any:
-    """A PeftModel around the causal LM (which is changed in place), by peft's configuration. Raises ValueError."""
+    """Make a PeftModel of the causal LM, which changes in place, from peft's configuration. Raises ValueError."""
     from peft import get_peft_model
 
     with no_peft_warnings():
@@ -81,16 +81,16 @@ def adapter_parameters(peft_model: Any) -> dict[str, Tensor]:
     named = dict(peft_model.named_parameters())
     found: dict[str, Tensor] = {}
     for name in get_peft_model_state_dict(peft_model, adapter_name=ADAPTER, save_embedding_layers=False):
-        stem, _, last = name.rpartition(".")  # peft leaves the adapter's name out of the names in its files
+        stem, _, last = name.rpartition(".")  # names in peft's files do not contain the adapter's name
         own = next(each for each in (name, f"{stem}.{ADAPTER}.{last}", f"{name}.{ADAPTER}") if each in named)
         found[name] = named[own]
     return found
 
 
 def merged_weights(causal: Any, whole: Whole) -> dict[str, Tensor]:
-    """A CPU copy of the model's weights with the adapters added in, under the names of the model without adapters.
+    """A CPU copy of the model's weights with the adapters merged, under the names of the model without adapters.
 
-    W + scaling * B A, computed in float32 (Hu et al. 2021). Empty where `whole` gives nothing, as on ranks above 0.
+    W + scaling * B A, computed in float32 (Hu et al. 2021). Empty if `whole` returns nothing, as on ranks above 0.
     """
     modules = dict(causal.named_modules())
     merged: dict[str, Tensor] = {}
@@ -109,7 +109,7 @@ def merged_weights(causal: Any, whole: Whole) -> dict[str, Tensor]:
             continue
         base = found["base"]
         if "a" in found:
-            assert layer is not None, "it has the adapter"
+            assert layer is not None, "the name of an adapter's layer"
             delta = (found["b"].float() @ found["a"].float()) * layer.scaling[ADAPTER]
             turned = is_embedding or layer.fan_in_fan_out
             base = (base.float() + (delta.T if turned else delta)).to(base.dtype)

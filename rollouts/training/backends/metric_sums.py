@@ -1,6 +1,6 @@
-"""Metrics of one `forward_backward`: added up on the device over microbatches, read once at the end, joined over ranks.
+"""Metrics of one `forward_backward`: added up on the device, read once at the end, joined over ranks.
 
-Every `.item()` waits for the device; here there is one `.tolist()` a batch and rank.
+Every `.item()` waits for the device, so there is a single `.tolist()` for each batch and rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _RUNS_OWN = {
     *("data", "env", "eval", "group", "metric", "optim", "perf", "reward", "reward_part", "rollout", "sampler"),
     *("staleness", "sync", "time"),
 }
-"""What a run logs besides training: no loss reports under these names."""
+"""Prefixes of a run's other metrics. A loss cannot use them."""
 
 _SAMPLED, _ANCHORED = "sampler/sampled", "sampler/anchored"
 
@@ -30,12 +30,15 @@ _EXTREMES: dict[str, Callable[[float, float], float]] = {"max": max, "min": min}
 
 
 class Microbatch(NamedTuple):
-    """What there is to measure of one: `tensors` [T] by the names of the loss's vocabulary (and `weights` of a
-    correction, if any, as `importance`), the objective, what the terms report, and (tokens, tokens with padding).
-    `sampled` [T] of the tensors says whose sampler's logprobs are known, `anchored` [T] who has an anchor besides the
-    policy as it is.
+    """The measurements of one microbatch.
 
-    `clip` are the bounds of a token's ratio, or None.
+    Attributes:
+        tensors: [T] by their names in the loss's vocabulary. `importance` are the weights of a correction. `sampled`
+            says where the sampler's logprobs are known; `anchored`, where the anchor is not the current policy
+        objective: sum(u * loss)
+        evaluation: the values and metrics of the terms
+        clip: the clip range of a token's ratio, or None
+        tokens: (tokens that were run, the same with padding)
     """
 
     tensors: Mapping[str, Tensor]
@@ -46,11 +49,14 @@ class Microbatch(NamedTuple):
 
 
 class Reading(msgspec.Struct):
-    """What one rank added up: `sums` by name as (value, number, kind), live tokens, and (tokens, tokens with padding)
-    that were run. Which of the losses gave NaN is an extreme among the sums.
+    """The sums of one rank.
 
-    `learned` is False where there were microbatches and no loss in them carried a gradient; None where there were
-    none. `forward_only` are the numbers of microbatches whose gradient is 0, so that they had no backward.
+    Attributes:
+        sums: (value, number, kind) by name. NaN checks are stored as extremes
+        count: live tokens
+        tokens: (tokens that were run, the same with padding)
+        learned: whether a loss had a gradient; None if there were no microbatches
+        forward_only: the numbers of microbatches without a gradient, whose backward pass was skipped
     """
 
     sums: dict[str, tuple[float, float, str]] = {}
@@ -61,7 +67,7 @@ class Reading(msgspec.Struct):
 
 
 class MetricSums:
-    """Sums and extremes by name over live tokens, counted plainly (a float mask does not weigh a metric)."""
+    """Sums and extremes by name over live tokens. A float mask does not weigh metrics."""
 
     def __init__(self) -> None:
         self._metrics: dict[str, Metric] = {}
@@ -69,7 +75,7 @@ class MetricSums:
         self._tokens = (0, 0)
 
     def add(self, part: Microbatch) -> None:
-        """Take in one microbatch."""
+        """Add one microbatch."""
         tensors = part.tensors
         logprobs = tensors["logprobs"]
         self._count += logprobs.shape[0]
@@ -95,7 +101,7 @@ class MetricSums:
             self._add(_NAN + label, Metric(broken.float(), broken.float(), "max"))
 
     def read(self) -> Reading:
-        """What was added up, as plain numbers: the device is waited for once."""
+        """Read the sums as plain numbers. Waits for the device once."""
         if not self._count:
             return Reading()
         pairs = [(metric.value.float(), metric.number.float()) for metric in self._metrics.values()]
@@ -113,10 +119,9 @@ class MetricSums:
 
 
 def metrics_of(readings: Sequence[Reading], denominator: float) -> dict[str, float]:
-    """Metrics of a batch from what its ranks read: means over live tokens, and what terms report by its kind;
-    `policy/loss` is divided by the batch's D.
+    """The metrics of a batch from the sums of its ranks: means over live tokens, and the terms' own metrics.
 
-    Raises TrainingError, naming a loss that gave NaN.
+    `policy/loss` is divided by the batch's D. Raises TrainingError if a loss returned NaN; the message names it.
     """
     total = functools.reduce(_joined, readings)
     if not total.count:
@@ -129,7 +134,7 @@ def metrics_of(readings: Sequence[Reading], denominator: float) -> dict[str, flo
         if not name.startswith(_NAN)
     }
     found["policy/loss"] = found["policy/loss"] / denominator if denominator > 0 else 0.0
-    unknown = [] if found.pop(_SAMPLED) else ["mismatch/"]  # as of supervised rows
+    unknown = [] if found.pop(_SAMPLED) else ["mismatch/"]  # supervised rows have no sampler
     unknown += [] if found.pop(_ANCHORED) else ["policy/ratio", "policy/kl_old"]
     found = {name: value for name, value in found.items() if not name.startswith(tuple(unknown))}
     _finish(found)
@@ -150,7 +155,7 @@ def _joined(one: Reading, other: Reading) -> Reading:
 
 
 def _check_nan(broken: dict[str, bool]) -> None:
-    if broken.pop(_BAD_MODEL):  # a broken model makes every loss NaN; the optimizer skips that step
+    if broken.pop(_BAD_MODEL):  # a broken model makes every loss NaN; the optimizer will skip the step
         return
     for label, flag in broken.items():
         if flag:
@@ -174,14 +179,14 @@ def _policy(tensors: Mapping[str, Tensor], clip: tuple[float, float] | None) -> 
 
 
 def _k3(apart: Tensor) -> Tensor:
-    """An estimate of KL(p || q) at tokens that p sampled, of `apart` = log(q / p): q/p - 1 - log(q/p) (k3 of Schulman
-    2020), never negative, with little noise.
+    """Estimate KL(p || q) at tokens that p sampled, from `apart` = log(q / p): q/p - 1 - log(q/p). This is k3 of
+    Schulman 2020, which is never negative and has little noise.
     """
-    return apart.expm1() - apart  # expm1: both are tiny where the policies are close
+    return apart.expm1() - apart  # expm1 is exact where the policies are close
 
 
 def _mismatch(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """How far the trainer before the step is from the sampler."""
+    """The difference between the sampler and the trainer before the step."""
     apart = log_ratio(_trainer(tensors), tensors["rollout_logprobs"])
     means = {"mismatch/abs_logp_mean": apart.abs(), "mismatch/k3": _k3(apart)}
     if "importance" in tensors:
@@ -195,7 +200,7 @@ def _mismatch(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _trainer(tensors: Mapping[str, Tensor]) -> Tensor:
-    """The trainer's own logprobs: the anchor, unless that is the sampler's."""
+    """The trainer's own logprobs: the anchor, unless the anchor is the sampler."""
     return tensors["old_logprobs"] if "importance" in tensors else tensors["logprobs"]
 
 
@@ -222,8 +227,8 @@ def _maxima(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _finish(found: dict[str, float]) -> None:
-    """Put what is made of several means in their place."""
-    if "mismatch/weight_square_mean" in found:  # Kish's effective sample size, as a share of the tokens
+    """Compute the metrics that combine several means."""
+    if "mismatch/weight_square_mean" in found:  # Kish's effective sample size, as a fraction of the tokens
         square = found.pop("mismatch/weight_square_mean")
         found["mismatch/ess"] = found["mismatch/weight_mean"] ** 2 / square if square > 0 else 0.0
     if "value/return_square" in found:

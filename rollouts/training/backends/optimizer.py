@@ -1,5 +1,5 @@
-"""How the weights are optimized: the settings and what of them is refused, the learning rate of each step, the
-optimizer, and its state as tensors by name. Left out: the steps themselves (`trainer`).
+"""Settings of a backend and their checks, the learning rate of each step, the optimizer, and its state as tensors by
+name. Not here: the optimizer steps (`trainer`).
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ class TorchSettings:
         device: auto, cpu, cuda, cuda:1
         betas: of AdamW; the first is the momentum of SGD
         eps: of AdamW
-        weight_decay: of the optimizer; SGD adds it to the gradient, the others shrink weights by it
-        max_grad_norm: gradients are clipped to this global norm, the critic's by themselves
+        weight_decay: SGD adds it to the gradient, other optimizers shrink the weights by it
+        max_grad_norm: largest global norm of the gradients; the critic's are clipped separately
         optimizer: adamw, adafactor or sgd
-        lr_schedule: after the warm-up: constant, or linear or half a cosine to the end of the run
-        lr_final: the share of the learning rate at the end of linear and cosine
-        warmup_steps: optimizer steps to reach the learning rate (never more than the run has)
-        lora_alpha: scale of the adapters; none is twice the rank
-        lora_targets: "all-linear", or names of layers with commas between them
-        gradient_checkpointing: compute activations again in the backward; saves memory, and shares no prompts
-        layout: rows padded in buckets of similar length, or packed into one sequence; auto packs where the attention
-            skips what its mask hides (flash_attention_2, flex_attention)
-        attention: auto, sdpa, eager, flash_attention_2 or flex_attention, as transformers has them
+        lr_schedule: after the warm-up: constant, linear, or half a cosine until the end of the run
+        lr_final: fraction of the learning rate at the end of linear and cosine
+        warmup_steps: optimizer steps until the full learning rate; at most the steps of the run
+        lora_alpha: scale of the adapters; none: twice the rank
+        lora_targets: "all-linear", or names of layers, separated by commas
+        gradient_checkpointing: compute activations again in the backward pass; saves memory, but shares no prompts
+        layout: buckets: rows of similar length, padded; packed: rows in one sequence; auto: packed if the attention
+            skips masked tokens (flash_attention_2, flex_attention)
+        attention: auto, sdpa, eager, flash_attention_2 or flex_attention, as in transformers
         fp32_head: compute the logits of a half-precision model in float32
     """
 
@@ -63,7 +63,7 @@ class TorchSettings:
     fp32_head: bool = False
 
     def of_run(self, *, lr: float, steps: int, tokens_per_microbatch: int, share_prefix: bool) -> TrainerSettings:
-        """With what the run decides. The warm-up is never longer than the run."""
+        """Add what the run decides. The warm-up is never longer than the run."""
         own = vars(self) | {"warmup_steps": min(self.warmup_steps, max(1, steps))}
         return TrainerSettings(
             **own, lr=lr, steps=steps, tokens_per_microbatch=tokens_per_microbatch, share_prefix=share_prefix
@@ -72,8 +72,12 @@ class TorchSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSettings(TorchSettings):
-    """With `lr` and what else a run decides. `steps` is the number of optimizer steps that are planned, by which linear
-    and cosine reach the share `lr_final` of `lr`; 0: unknown. With `share_prefix` a prompt that rows share is run once.
+    """The backend's settings, and those that the run decides.
+
+    Attributes:
+        lr: learning rate
+        steps: planned optimizer steps. The schedules linear and cosine end there; 0: unknown
+        share_prefix: run a shared prompt once
     """
 
     lr: float
@@ -83,7 +87,7 @@ class TrainerSettings(TorchSettings):
 
 
 def check_settings(settings: TrainerSettings) -> None:
-    """Refuse what torch would refuse later with a traceback, or what would train nothing. Raises ConfigError."""
+    """Refuse settings with which torch would fail later, or nothing would be trained. Raises ConfigError."""
     above, whole = "a number above 0", "a whole number, 0 or more"
     check_bounds(
         ("--lr", settings.lr, 0 < settings.lr < math.inf, above),
@@ -93,26 +97,26 @@ def check_settings(settings: TrainerSettings) -> None:
         ("--training.max-grad-norm", settings.max_grad_norm, 0 < settings.max_grad_norm < math.inf, above),
         ("--training.warmup-steps", settings.warmup_steps, settings.warmup_steps >= 0, whole),
         ("--tokens-per-microbatch", settings.tokens_per_microbatch, settings.tokens_per_microbatch >= 1, "1 or more"),
-        ("--training.lr-final", settings.lr_final, 0 <= settings.lr_final <= 1, "a share of --lr, from 0 to 1"),
+        ("--training.lr-final", settings.lr_final, 0 <= settings.lr_final <= 1, "a fraction of --lr, from 0 to 1"),
         ("--steps", settings.steps, settings.steps >= 0, whole),
         one_of("--training.optimizer", settings.optimizer, get_args(OptimizerName)),
         one_of("--training.lr-schedule", settings.lr_schedule, get_args(ScheduleName)),
     )
     if settings.lr_schedule != "constant" and settings.steps == 0:
         raise ConfigError(
-            f"--training.lr-schedule {settings.lr_schedule}: it falls until the last optimizer step, and how many "
-            "there will be is not known; give --steps, or type --training.lr-schedule constant"
+            f"--training.lr-schedule {settings.lr_schedule}: it falls until the last optimizer step, and their number "
+            "is not known; give --steps, or type --training.lr-schedule constant"
         )
     if settings.lr_schedule == "constant" and settings.lr_final:
         raise ConfigError(
-            f"--training.lr-final {settings.lr_final}: a constant learning rate has no other end; type "
+            f"--training.lr-final {settings.lr_final}: a constant learning rate has no final value; type "
             "--training.lr-schedule cosine or linear, or leave --training.lr-final out"
         )
 
 
 def check_trained_weights(lora_rank: int, lora_alpha: float | None, dtype: str, critic: str = "") -> None:
-    """Gradients and the optimizer's moments have the dtype of what is trained: in half precision most steps round to
-    nothing, and float16 overflows. Raises ConfigError.
+    """Refuse to train half-precision weights. Gradients and moments have the dtype of the weights: in bfloat16 most
+    steps round to nothing, and float16 overflows. Raises ConfigError.
     """
     is_alpha = lora_alpha is None or 0 < lora_alpha < math.inf
     check_bounds(
@@ -134,7 +138,7 @@ def check_trained_weights(lora_rank: int, lora_alpha: float | None, dtype: str, 
 
 
 def check_sharded(settings: TorchSettings) -> None:
-    """Refuse what cannot step weights that are DTensors, whether on one rank or on many. Raises ConfigError."""
+    """Refuse optimizers that cannot step sharded weights (DTensors), on any number of ranks. Raises ConfigError."""
     if settings.optimizer == "adafactor":
         raise ConfigError(
             "--training.optimizer adafactor: torch's Adafactor cannot step sharded weights (it takes norms of rows in "
@@ -143,18 +147,17 @@ def check_sharded(settings: TorchSettings) -> None:
 
 
 def lr_factor(settings: TrainerSettings, version: int) -> float:
-    """What the learning rate is multiplied by in the next step, when `version` steps are done.
+    """The factor of the learning rate in the next step, after `version` steps.
 
     With w = `warmup_steps`, N = `steps`, e = `lr_final` and p = min(1, (version - w) / (N - w)):
 
-        version < w   (version + 1) / w, so that the first step counts too and step w is the first whole one
+        version < w   (version + 1) / w: the first step is not 0, and step w is the first full one
         constant      1
         linear        e + (1 - e) (1 - p)
         cosine        e + (1 - e) (1 + cos(pi p)) / 2     Loshchilov & Hutter 2016 (arXiv:1608.03983), eq. 5, one cycle
 
-    From step N on it is e: a run that goes on longer stays there. After the warm-up these are the schedules of
-    transformers (`get_cosine_schedule_with_warmup` and its kin), whose warm-up is one step behind: its first step is
-    at 0.
+    From step N on it is e. After the warm-up these are the schedules of transformers (for example
+    `get_cosine_schedule_with_warmup`), whose warm-up is one step later: its first step has a rate of 0.
 
     >>> settings = TrainerSettings(lr=1e-3, warmup_steps=2, lr_schedule="linear", lr_final=0.1, steps=11)
     >>> [round(lr_factor(settings, version), 2) for version in (0, 1, 2, 3, 10, 11, 99)]
@@ -171,10 +174,10 @@ def lr_factor(settings: TrainerSettings, version: int) -> float:
 
 
 def make_optimizer(sets: list[tuple[list[nn.Parameter], float]], settings: TrainerSettings) -> torch.optim.Optimizer:
-    """The optimizer over sets of parameters with a learning rate each; one parameter group a set, in their order.
+    """The optimizer over sets of parameters, each with a learning rate. Each set is one parameter group.
 
-    Parameters may be DTensors, but not for adafactor (`check_sharded`). Whatever kernel torch takes, the result is the
-    same up to rounding; which one is decided for each set (`_kernel`).
+    Parameters may be DTensors, but not for adafactor (`check_sharded`). `_kernel` chooses a kernel for each set; the
+    result is the same up to rounding.
     """
     name = settings.optimizer
     groups: list[dict[str, Any]] = [{"params": chosen, "lr": lr} | _kernel(chosen, name) for chosen, lr in sets]
@@ -190,11 +193,11 @@ def make_optimizer(sets: list[tuple[list[nn.Parameter], float]], settings: Train
 
 
 def _kernel(parameters: list[nn.Parameter], optimizer: OptimizerName) -> dict[str, bool]:
-    """Options of a parameter group: AdamW fused (one kernel for everything) where torch 2.13 has it, which DTensor
-    passes on to the shares; else what torch chooses.
+    """The kernel option of a parameter group. AdamW is fused (one kernel for all parameters) where torch 2.13 supports
+    it; DTensor passes it on to the shards. Otherwise torch chooses.
 
-    SGD has a fused kernel that DTensor knows nothing of, so it is left out: sharded or not, a step is the same. Where
-    DTensors and plain tensors are in one list, only the loop over single tensors works.
+    SGD has a fused kernel too, but DTensor does not support it. It is not used, so that sharded and other steps are the
+    same. A list with both DTensors and plain tensors only works with the loop over single tensors.
     """
     if optimizer == "adafactor":
         return {}
@@ -205,13 +208,12 @@ def _kernel(parameters: list[nn.Parameter], optimizer: OptimizerName) -> dict[st
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Tensor]:
-    """The state of an optimizer of `make_optimizer`: its own tensors (no copies), by name, DTensors where the parameter
-    is one.
+    """The state tensors of an optimizer of `make_optimizer`, by name; not copies. DTensors where the parameter is one.
 
-    The names are "<name of the parameter>.<key>", as in "causal.lm_head.weight.exp_avg": `step` (no dimensions, whole
-    on every rank) with `exp_avg` and `exp_avg_sq` (adamw), or with `row_var` and `col_var` or `variance` (adafactor);
-    `momentum_buffer` (sgd with momentum). A parameter that was never stepped gets the zeros that its first step would
-    begin with, so the names are always the same. Whatever is written into these tensors is loaded.
+    The names are "<name of the parameter>.<key>", for example "causal.lm_head.weight.exp_avg". Keys: `step` (no
+    dimensions, whole on every rank) with `exp_avg` and `exp_avg_sq` (adamw), or with `row_var` and `col_var` or
+    `variance` (adafactor); `momentum_buffer` (sgd with momentum). A parameter that was never stepped has the state
+    with which its first step begins, so the names are always the same. Write into these tensors to load a state.
     """
     found: dict[str, Tensor] = {}
     for group in optimizer.param_groups:
@@ -224,12 +226,12 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parame
 
 
 def _fresh_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> dict[str, Tensor]:
-    """What the optimizer's first step would begin with. For sgd, whose first step takes the gradient as its momentum,
-    zeros are the same: momentum * 0 + gradient.
+    """The state with which the first step begins. The first step of sgd uses the gradient as its momentum; zeros have
+    the same result: momentum * 0 + gradient.
     """
     if isinstance(optimizer, torch.optim.SGD):
         return {"momentum_buffer": _zeros_like(parameter)} if group["momentum"] else {}
-    # A fused kernel counts on the device; the others spare themselves the wait for it.
+    # A fused kernel counts on the device. The others count on the CPU, which needs no wait.
     step = torch.zeros((), dtype=torch.float32, device=parameter.device if group.get("fused") else "cpu")
     if isinstance(optimizer, torch.optim.AdamW):
         return {"step": step, "exp_avg": _zeros_like(parameter), "exp_avg_sq": _zeros_like(parameter)}

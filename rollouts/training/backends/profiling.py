@@ -1,8 +1,8 @@
-"""A profile of some steps: where a backend's time and memory went, as files in the run's folder.
+"""Profiles some steps: where a backend's time and memory go, as files in the run's folder.
 
-Call `start` and `finish` in the thread that does the torch work; what other threads run is not seen
-(the backward's own threads are). One profile at a time in a process: torch keeps one, and lets a second one end it
-unasked. Left out: which steps (`rollouts.training.loops`), and what the numbers mean (docs/memory-and-speed.md).
+Call `start` and `finish` in the thread that does the torch work. Other threads are not recorded, except those of the
+backward pass. Only one profile runs in a process at a time, because torch supports one, and a second would silently end
+it. Not here: which steps (`rollouts.training.loops`), and how to read a profile (docs/memory-and-speed.md).
 
     profile = Profile()
     profile.start(torch.device("cpu"))
@@ -25,7 +25,7 @@ import torch
 from rollouts.errors import OutputError, TrainingError
 
 OPERATORS_MAX = 40
-# Allocations and frees that the snapshot of a GPU's memory looks back on.
+# A snapshot of a GPU's memory contains this many allocations and frees.
 _HISTORY_ENTRIES_MAX = 200_000
 
 _lock = threading.RLock()
@@ -33,7 +33,7 @@ _current: Profile | None = None
 
 
 class Profile:
-    """Starts and finishes any number of times, once at a time."""
+    """Starts and finishes any number of times, but not twice at once."""
 
     def __init__(self) -> None:
         self._profiler: Any = None
@@ -42,14 +42,14 @@ class Profile:
 
     @property
     def running(self) -> bool:
-        """Whether it was started and neither finished nor discarded."""
+        """Whether it was started, and neither finished nor discarded."""
         return self._profiler is not None
 
     def start(self, device: torch.device | str) -> None:
         """Record what this thread runs, on the CPU and on `device`.
 
-        Raises TrainingError where a profile runs already; one whose thread has ended, as after a run that failed, is
-        discarded.
+        Raises TrainingError if a profile is already running. A profile whose thread has ended, as after a failed run,
+        is discarded.
         """
         from torch.profiler import ProfilerActivity, profile
 
@@ -72,18 +72,17 @@ class Profile:
             raise
 
     def finish(self, folder: Path, rank: int) -> list[Path]:
-        """Stop, and write into `folder`, names ending in the rank: a trace (Chrome, Perfetto), a table of the operators
-        that took most time, and what is known of memory. Gives the files.
+        """Stop, and write files into `folder`: a trace (Chrome, Perfetto), a table of the operators that took the most
+        time, and a memory record. File names end with the rank. Returns the files.
 
-        Raises TrainingError where nothing was started, OutputError where they cannot be written; it has stopped then
-        too.
+        Raises TrainingError if nothing was started, and OutputError if a file cannot be written. It stops in any case.
         """
         if self._profiler is None:
             raise TrainingError("there is no profile to finish: none was started")
         assert self._thread is threading.current_thread(), f"started in {self._thread}"
         try:
             if self._has_gpu:
-                torch.cuda.synchronize(self._device)  # what was launched belongs to it
+                torch.cuda.synchronize(self._device)  # so that launched kernels are part of the profile
             self._profiler.stop()
             folder.mkdir(parents=True, exist_ok=True)
             return self._write_files(folder, rank)
@@ -96,7 +95,7 @@ class Profile:
             self._release()
 
     def discard(self) -> None:
-        """Stop and keep nothing; harmless where nothing runs. For a run that ends before `finish`."""
+        """Stop, and write nothing. Does nothing if no profile is running. For a run that ends before `finish`."""
         if _current is not self:
             return
         try:
@@ -141,16 +140,14 @@ class Profile:
 
 
 def peak_gib(device: torch.device | str) -> float:
-    """GiB of the device's memory that tensors of this process have held at most; on a CPU, the process's largest
-    resident size since it began.
-    """
+    """The largest memory of tensors on the device, in GiB. On a CPU: the process's largest resident size."""
     place = torch.device(device)
     most = torch.cuda.max_memory_allocated(place) if place.type == "cuda" else _peak_rss()
     return most / 2**30
 
 
 def _write_trace(profiler: Any, path: Path) -> None:
-    """torch only logs a trace that it cannot write, so it is looked at before it is packed."""
+    """Compress a trace. Checks first that it exists, because torch only logs a failed write."""
     plain = path.with_suffix("")
     plain.unlink(missing_ok=True)
     try:
@@ -161,29 +158,29 @@ def _write_trace(profiler: Any, path: Path) -> None:
             with plain.open("rb") as source, gzip.open(path, "wb", compresslevel=6) as packed:
                 shutil.copyfileobj(source, packed)
         except OSError:
-            path.unlink(missing_ok=True)  # half a trace is none
+            path.unlink(missing_ok=True)  # an incomplete trace is useless
             raise
     finally:
         plain.unlink(missing_ok=True)
 
 
 def _allocating(averages: Any) -> list[dict[str, Any]]:
-    """The operators that leave most memory allocated, by themselves; what they free again is not counted."""
+    """The operators that allocated the most memory and did not free it themselves."""
     found = [(int(each.self_cpu_memory_usage), each.key, int(each.count)) for each in averages]
     found = sorted((each for each in found if each[0] > 0), key=lambda each: (-each[0], each[1]))
     return [{"name": name, "calls": calls, "bytes": size} for size, name, calls in found[:OPERATORS_MAX]]
 
 
 def _peak_rss() -> int:
-    """Bytes."""
-    import resource  # there is none on Windows, where nothing else here fails
+    """In bytes."""
+    import resource  # does not exist on Windows, where everything else works
 
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024  # there bytes, elsewhere KiB
+    return most if sys.platform == "darwin" else most * 1024  # bytes on macOS, KiB elsewhere
 
 
 def _rss() -> int | None:
-    """Bytes; None where the system does not tell it in a file."""
+    """In bytes; None if the system has no file with it."""
     import resource
 
     try:

@@ -1,13 +1,13 @@
-"""torch objects of one's own behind futures, and the functions that make them: for a loop that is written by hand.
+"""A backend for your own torch objects, and functions to make them. For a loop that you write by hand.
 
     model = load_hf_model("tiny", device="cpu")
     optimizer = create_adamw_optimizer(model, lr=1e-3)
     backend = PyTorchTrainingBackend(model, optimizer, create_cross_entropy_loss(), "checkpoints")
     metrics = await backend.forward_backward(collate_batch(samples, 4, step)).result()
 
-`create_pytorch_backend` is the other tier: one line for the backend of `rollouts run`, which `run_sft_training` and
-`run_rl_training` train. Left out of `PyTorchTrainingBackend`: what that one does beyond (microbatches, shared prompts,
-losses by name, LoRA, several ranks).
+`create_pytorch_backend` makes the backend of `rollouts run` in one line, for `run_sft_training` and `run_rl_training`.
+That one also has microbatches, shared prompts, losses by name, LoRA and several ranks; `PyTorchTrainingBackend` has
+none of these.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _WEIGHTS = "model.pt"
 def create_adamw_optimizer(
     model: nn.Module, lr: float, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.0
 ) -> torch.optim.AdamW:
-    """AdamW over what of the model requires a gradient, as the backends make it. Raises ConfigError."""
+    """AdamW over the model's trainable parameters, as the backends make it. Raises ConfigError."""
     settings = TrainerSettings(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
     check_settings(settings)
     optimizer = make_optimizer([([p for p in model.parameters() if p.requires_grad], lr)], settings)
@@ -56,8 +56,8 @@ def create_adamw_optimizer(
 def create_warmup_cosine_scheduler(
     optimizer: torch.optim.Optimizer, warmup_steps: int, num_steps: int, min_ratio: float = 0.0
 ) -> LambdaLR:
-    """`lr_factor` as a scheduler of torch: up to the optimizer's learning rate in `warmup_steps`, then half a cosine
-    down to `min_ratio` of it at step `num_steps`. Call its `step()` after each of the optimizer's. Raises ConfigError.
+    """A torch scheduler with `lr_factor`: warm-up for `warmup_steps`, then half a cosine down to `min_ratio` of the
+    learning rate at step `num_steps`. Call its `step()` after each optimizer step. Raises ConfigError.
     """
     settings = TrainerSettings(
         lr=1.0, warmup_steps=warmup_steps, lr_schedule="cosine", lr_final=min_ratio, steps=num_steps
@@ -67,11 +67,11 @@ def create_warmup_cosine_scheduler(
 
 
 def create_cross_entropy_loss() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """A function of `logits` [B, L, V], `labels` [B, L] and `loss_mask` [B, L]: the mean cross-entropy of the next
-    token, weighed by the mask; a scalar, 0 where nothing is live.
+    """A function of `logits` [B, L, V], `labels` [B, L] and `loss_mask` [B, L]. It returns the mean cross-entropy of
+    the next token, weighed by the mask, as a scalar; 0 if nothing is live.
 
-    Labels are the ids themselves, as `prepare_sft_batch` gives them: the shift is made here. Logits at t predict the
-    label at t + 1, which counts by its own mask, and the first label is predicted by nothing.
+    Labels are the token ids, as `prepare_sft_batch` returns them; this function shifts them. Logits at t predict the
+    label at t + 1, which counts by its own mask. Nothing predicts the first label.
 
     >>> logits = torch.zeros(1, 3, 8)
     >>> round(create_cross_entropy_loss()(logits, torch.tensor([[1, 2, 3]]), torch.tensor([[0, 0, 1]])).exp().item())
@@ -82,7 +82,7 @@ def create_cross_entropy_loss() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 def _cross_entropy(logits: Tensor, labels: Tensor, loss_mask: Tensor) -> Tensor:
     weights = loss_mask[:, 1:].to(torch.float32)
-    live = weights > 0  # chosen, not multiplied by 0: what is not finite elsewhere stays there
+    live = weights > 0  # select instead of multiplying by 0, because other values may not be finite
     values = nn.functional.cross_entropy(logits[:, :-1][live].float(), labels[:, 1:][live], reduction="none")
     total = weights.sum()
     return values @ weights[live] / torch.where(total > 0, total, torch.ones_like(total))
@@ -100,10 +100,10 @@ def create_pytorch_backend(
     auxiliary_models: AuxiliaryModels | None = None,
     **settings: Any,
 ) -> TorchBackend:
-    """The backend of `rollouts run` in one line: `create_torch_backend`, which also takes the other `settings`.
+    """Make the backend of `rollouts run` in one line. `create_torch_backend` takes the other `settings`.
 
-    `algorithm` is one of the core's by name (`sft`, `grpo`, ...), an Algorithm, or a loss function; the batches find it
-    as "main". Raises ModelError, ConfigError, SignatureError.
+    `algorithm` is the name of a built-in one (`sft`, `grpo`, ...), an Algorithm, or a loss function. Its name in
+    batches is "main". Raises ModelError, ConfigError, SignatureError.
     """
     from rollouts.training.backends.torch import create_torch_backend
 
@@ -127,7 +127,7 @@ def _recipe(name: str) -> Algorithm:
         near = near_misses(name, known)
         hint = f"; did you mean {', '.join(near)}?" if near else ""
         raise ConfigError(
-            f"there is no algorithm {name!r} in the core{hint}\nit has: {', '.join(sorted(known))}; give any other one "
+            f"there is no built-in algorithm {name!r}{hint}\nbuilt-in: {', '.join(sorted(known))}; give any other one "
             "as a loss function or an Algorithm"
         )
     found: Algorithm = getattr(recipes, known[name])
@@ -135,16 +135,16 @@ def _recipe(name: str) -> Algorithm:
 
 
 class PyTorchTrainingBackend:
-    """A model, an optimizer and a loss function behind futures: one thread does the work in the order of the calls.
+    """A backend for a model, an optimizer and a loss function. Returns futures; one thread works in the order of calls.
 
-    `weight_version` counts optimizer steps. `loss_fn` receives what its parameters name: `logits` [B, L, V] and the
-    tensors of the batch (`labels`, `loss_mask`, `advantages`, whatever it holds). It returns a scalar, the mean over
-    the batch, or a pair of scalars: a sum, and the denominator to divide it by. A mean counts by the `loss_mask` that
-    it names (from position 1 on, for nothing predicts the first token), or by the batch's rows if it names none. So the
-    gradient of several batches before one `optim_step` is that of one batch of all their rows.
+    `loss_fn` gets the inputs that its parameters name: `logits` [B, L, V] and the batch's tensors (`labels`,
+    `loss_mask`, `advantages` or any other). It returns a scalar, the mean over the batch; or two scalars, a sum and its
+    denominator. A mean has the weight of the `loss_mask` that it names (from position 1 on, because nothing predicts
+    the first token), or of the batch's rows if it names none. So several batches before one `optim_step` have the same
+    gradient as one batch of all their rows.
 
-    `optim_step` divides once, clips where `max_grad_norm` is given, and steps the `scheduler` too. Where the
-    denominators add up to 0 there is nothing to learn from: it changes no weight and counts no version.
+    `optim_step` divides once, clips if there is a `max_grad_norm`, and also steps the `scheduler`. If the denominators
+    add up to 0, it changes no weight. `weight_version` is the number of optimizer steps.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class PyTorchTrainingBackend:
         self.optimizer = optimizer
         self.weight_version = 0
         self.thread = TorchThread("rollouts-pytorch")
-        # A module's own call takes anything; what it names is in its forward.
+        # A module's __call__ takes anything, so use the parameters of its forward.
         self._loss_fn = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
         self._folder = Path(checkpoint_dir).absolute()
         self._scheduler = scheduler
@@ -170,11 +170,11 @@ class PyTorchTrainingBackend:
 
     @on_thread
     def forward_backward(self, batch: Mapping[str, Any] | TrainBatch) -> dict[str, float]:
-        """Add up the gradients of a batch: `input_ids` [B, L] (with `attention_mask` and `position_ids`, if there are
-        such) go to the model. Gives the mean `loss` of this batch, and `grad_norm` of the mean over all batches so far.
-        Raises TrainingError, SignatureError.
+        """Accumulate the gradients of a batch. `input_ids` [B, L] go to the model, with `attention_mask` and
+        `position_ids` if there are any. Returns the batch's mean `loss`, and the `grad_norm` of the mean over all
+        batches since the last step. Raises TrainingError, SignatureError.
 
-        Of a TrainBatch, as `run_sft_training` makes it, the tokens and masks are taken (see `prepare_sft_batch`).
+        A TrainBatch, as `run_sft_training` makes it, is converted (see `prepare_sft_batch`).
         """
         if isinstance(batch, TrainBatch):
             batch = prepare_sft_batch([Sample(tokens=row.tokens, loss_mask=row.loss_mask) for row in batch.rows])
@@ -196,8 +196,8 @@ class PyTorchTrainingBackend:
 
     @on_thread
     def optim_step(self) -> dict[str, float]:
-        """Step with the gradients added up, divided by the sum of the denominators, and forget them; gives `lr`, and
-        `optim/skipped` 1.0 where the denominators add up to 0.
+        """Divide the accumulated gradients by the sum of the denominators, step, and reset them. Returns `lr`; also
+        `optim/skipped` 1.0 if the denominators add up to 0.
         """
         lr = float(self.optimizer.param_groups[0]["lr"])
         if not self._denominator:
@@ -221,25 +221,26 @@ class PyTorchTrainingBackend:
 
     @on_thread
     def load_weights(self, weights: dict[str, Any]) -> None:
-        """Replace all weights by name. Raises TrainingError for names or shapes that differ."""
+        """Replace all weights by name. Raises TrainingError if names or shapes differ."""
         self._load_weights(weights)
 
     async def save_checkpoint(self, step: int, metrics: Mapping[str, float] | None = None) -> Path:
-        """Write `checkpoint_dir`/step_000010, whole or not at all, and give its path: weights (as transformers loads
-        them, if the model is one of its), the optimizer, the scheduler and `metrics`. Raises CheckpointError.
+        """Write `checkpoint_dir`/step_000010, completely or not at all, and return its path. Contains the weights (in
+        the format of transformers, if the model is one of theirs), optimizer, scheduler and `metrics`. Raises
+        CheckpointError.
         """
         return await self.thread.submit(self._save, step, dict(metrics or {}))
 
     async def load_checkpoint(self, path: str | Path) -> dict[str, float]:
-        """Read back what `save_checkpoint` wrote; gives its metrics. Raises ConfigError, ModelError."""
+        """Read what `save_checkpoint` wrote. Returns its metrics. Raises ConfigError, ModelError."""
         return await self.thread.submit(self._load, Path(path))
 
     def close(self) -> None:
-        """Finish what was submitted, then end the thread."""
+        """Finish submitted work, then stop the thread."""
         self.thread.close()
 
     def _weight_of(self, tensors: Mapping[str, Any]) -> float:
-        """What the mean of a batch counts: the live weight that its loss function sees, else its rows."""
+        """The weight of a batch's mean: the live weight that its loss function sees, else its rows."""
         mask = tensors.get("loss_mask")
         if isinstance(mask, Tensor) and "loss_mask" in inspect.signature(self._loss_fn).parameters:
             return float(mask[:, 1:].sum())
@@ -255,7 +256,7 @@ class PyTorchTrainingBackend:
     def _load_weights(self, weights: dict[str, Any]) -> None:
         try:
             self.model.load_state_dict(weights)
-        except RuntimeError as error:  # torch has no error of its own for names and shapes that differ
+        except RuntimeError as error:  # torch's error for other names or shapes
             raise TrainingError(f"these are not this model's weights: {error}") from error
 
     def _save(self, step: int, metrics: dict[str, float]) -> Path:
@@ -300,15 +301,15 @@ class PyTorchTrainingBackend:
 
 
 def _sum_and_denominator(returned: Any, weight: float) -> tuple[Tensor, float]:
-    """A loss as its sum and its share of D; a mean of this weight is taken back to its sum. Raises TrainingError."""
+    """A loss as a sum and its part of D. A mean is multiplied by its weight. Raises TrainingError."""
     pair = returned if isinstance(returned, tuple) and len(returned) == 2 else None
     total = returned if pair is None else pair[0]
     if not isinstance(total, Tensor) or total.numel() != 1:
         shown = f"shape {list(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
-        raise TrainingError(f"the loss function returned {shown}; it has to return a mean, or (sum, denominator)")
+        raise TrainingError(f"the loss function returned {shown}; expected a mean, or (sum, denominator)")
     if pair is not None:
         denominator = float(pair[1])
         if not 0 <= denominator < math.inf:
-            raise TrainingError(f"the loss function returned the denominator {denominator}; it has to be 0 or more")
+            raise TrainingError(f"the loss function returned the denominator {denominator}; expected 0 or more")
         return total, denominator
     return total * weight, weight

@@ -1,9 +1,9 @@
-"""Several ranks: how they meet, the executor on rank 0 that commands them, and the worker that serves it on the others.
+"""Several ranks: how they meet, the executor on rank 0, and the workers on the other ranks.
 
-The others wait for a command on a store, not inside a collective, so that rank 0 may sample, evaluate or talk to
-engines for as long as it likes. A rank that dies, hangs or fails ends the run with one error that names it
-(heartbeats.py). Ranks are the processes of a launcher (torchrun, or what sets its variables) where there is one; else
-rank 0 starts them on its own machine.
+Workers wait for commands on a store, not inside a collective, so rank 0 may sample, evaluate or call engines for any
+time. If a rank dies, hangs or fails, the run ends with one error that names it (heartbeats.py). The ranks are the
+processes of a launcher (torchrun, or another that sets its variables). Without a launcher, rank 0 starts them on its
+own machine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rollouts.training.backends.torch import Command, CommandName, Executor
 from rollouts.training.backends.trainer import Trainer
 from rollouts.training.types import StepResult
 
-_WAIT_SECONDS = 30.0  # how long one wait for a command lasts before it begins again
+_WAIT_SECONDS = 30.0  # a worker waits this long for a command, then waits again
 _CLOSE_SECONDS = 15.0
 FILES_SECONDS = 1800.0
 _LEAVE_SECONDS = 5.0
@@ -49,7 +49,7 @@ _ANSWERED: dict[str, Any] = {
 
 @dataclass(eq=False)
 class RankGroup:
-    """All ranks of a run, seen from one of them: this process at its `place`, and the `processes` that it started."""
+    """All ranks of a run, as one of them sees them: its own `place`, and the `processes` that it started."""
 
     place: Place
     channel: Channel
@@ -57,7 +57,7 @@ class RankGroup:
     stall_seconds: float
     start_seconds: float
     on_gpus: bool
-    files_group: Any = None  # a process group whose collectives may wait for a slow disk
+    files_group: Any = None  # a process group for collectives that wait for a disk
 
     def __post_init__(self) -> None:
         place, start = self.place, self.start_seconds
@@ -71,7 +71,7 @@ class RankGroup:
 
     @contextlib.contextmanager
     def starting(self, backend: str, agreement: str) -> Iterator[None]:
-        """Join the others, make this rank's trainer inside, and wait for theirs. What fails ends all ranks."""
+        """Join the other ranks, make this rank's trainer inside the block, and wait for theirs. An error ends all."""
         rank = self.place.rank
         if rank > 0:
             ignore_interrupts()
@@ -88,9 +88,9 @@ class RankGroup:
             raise
 
     def join(self, backend: str, agreement: str) -> None:
-        """Wait for all ranks to be composed, then make the process group. `agreement` says in words what was composed.
+        """Wait for all ranks, then make the process group. `agreement` is a text of what this rank composed.
 
-        Raises RankError where a rank does not come, ConfigError where one composed something else than rank 0.
+        Raises RankError if a rank does not come, and ConfigError if a rank composed something else than rank 0.
         """
         rank = self.place.rank
         self.meet("composed", agreement)
@@ -100,7 +100,7 @@ class RankGroup:
                 f"rank {rank} composed another run than rank 0; start all ranks with the same command\n"
                 f"  rank 0: {first}\n  rank {rank}: {agreement}"
             )
-        # On GPUs the failure detector comes first: there torch ends the process without a word.
+        # On GPUs the failure detector must be first, because torch ends the process without a message there.
         seconds = self.stall_seconds * (1 if backend == "gloo" else 4)
         with self.failures():
             distributed.init_process_group(
@@ -110,13 +110,13 @@ class RankGroup:
                 world_size=self.place.world_size,
                 timeout=datetime.timedelta(seconds=seconds),
             )
-            # Where ranks read and write files, one may be much slower than the others.
+            # For reading and writing files, where one rank may be much slower than the others.
             self.files_group = distributed.new_group(backend="gloo", timeout=datetime.timedelta(seconds=FILES_SECONDS))
 
     def meet(self, name: str, word: str = "") -> None:
-        """Wait on the store, not in a collective, until all ranks are here: what they did alone may take long.
+        """Wait on the store until all ranks are here. Not in a collective, because they may take long.
 
-        Raises RankError where one does not come.
+        Raises RankError if a rank does not come.
         """
         self.channel.post(f"{name}/{self.place.rank}", word.encode() or b"1")
         deadline = time.monotonic() + self.start_seconds
@@ -135,13 +135,13 @@ class RankGroup:
                 )
 
     def check(self) -> None:
-        """Raises the fault, if there is one."""
+        """Raise the detected fault, if there is one."""
         if self.detector is not None and self.detector.fault is not None:
             raise self.detector.fault
 
     @contextlib.contextmanager
     def failures(self) -> Iterator[None]:
-        """What fails inside on rank 0 may be another rank's fault: then a RankError names it."""
+        """If an error inside the block is another rank's fault, raise a RankError that names that rank."""
         try:
             yield
         except RuntimeError as error:
@@ -150,15 +150,15 @@ class RankGroup:
             raise self.detector.why(error) from error
 
     def end(self) -> None:
-        """Stop the threads and leave the process group; on rank 0 also say that it is over, and wait for the ranks that
-        it started.
+        """Stop the threads and leave the process group. Rank 0 also ends the other ranks, and waits for those that it
+        started.
         """
         if self.detector is not None:
             self.detector.end()
             with contextlib.suppress(Exception):  # the store may be gone with its launcher
                 self.channel.post("over", b"1")
         self.heartbeat.end()
-        # A launcher's rank that still runs must not keep this one waiting.
+        # A rank of a launcher that still runs must not keep this one waiting.
         thread = threading.Thread(target=_leave_group, name="rollouts-leave", daemon=True)
         thread.start()
         thread.join(_LEAVE_SECONDS)
@@ -170,7 +170,7 @@ class RankGroup:
                 process.wait()
 
     def kill(self) -> None:
-        """As `end`, but the ranks that rank 0 started end at once."""
+        """Like `end`, but kill the ranks that rank 0 started."""
         for process in self.processes.values():
             process.kill()
         self.end()
@@ -179,7 +179,7 @@ class RankGroup:
 def gather_ranks(
     processes: int, config: str, *, stall_seconds: float, start_seconds: float, on_gpus: bool
 ) -> RankGroup:
-    """Meet the ranks of a launcher, or start `processes` - 1 others here, which compose the run from `config`."""
+    """Meet the ranks of a launcher, or start `processes` - 1 ranks here, which compose the run from `config`."""
     place = rendezvous.place_of_this_process()
     started: dict[int, subprocess.Popen[bytes]] = {}
     if place is not None:
@@ -196,14 +196,14 @@ def _start_others(processes: int, config: str, variables: Mapping[str, str]) -> 
         **variables,
         "WORLD_SIZE": str(processes),
         "ROLLOUTS_STARTED_BY_RANK_0": str(os.getpid()),
-        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # rank 0 says what goes wrong
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # rank 0 reports errors
     }
     if "OMP_NUM_THREADS" not in os.environ:
         shared["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // processes))
     started: dict[int, subprocess.Popen[bytes]] = {}
     for rank in range(1, processes):
         environment = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        with tempfile.TemporaryFile() as settings:  # not through the store, which other users can reach
+        with tempfile.TemporaryFile() as settings:  # not through the store, which other users can read
             settings.write(config.encode())
             settings.seek(0)
             started[rank] = subprocess.Popen(
@@ -216,7 +216,7 @@ def _start_others(processes: int, config: str, variables: Mapping[str, str]) -> 
 
 
 class DistributedExecutor(Executor):
-    """The executor of several ranks, on rank 0. `weights` go to rank 0's trainer only."""
+    """Rank 0's executor for several ranks. `weights` go to rank 0's trainer only."""
 
     def __init__(self, trainer: Trainer, group: RankGroup) -> None:
         super().__init__(trainer)
@@ -226,8 +226,8 @@ class DistributedExecutor(Executor):
         self._is_broken = False
 
     def each(self, name: CommandName, shards: Sequence[BatchShard | None] = (), **settings: Any) -> list[Any]:
-        """Send the command, carry it out here, and collect the answers. After an error the ranks are out of step, and
-        can do nothing more.
+        """Send the command, run it here too, and collect the answers. After an error the ranks are out of step, and
+        the executor is unusable.
         """
         self._group.check()
         assert not self._is_broken, f"{name} after a command that failed"
@@ -249,7 +249,7 @@ class DistributedExecutor(Executor):
         return results
 
     def close(self) -> None:
-        """Tell the others to end; those that cannot hear it are killed."""
+        """End the other ranks. Kills those that do not answer."""
         if not self._is_broken:
             with contextlib.suppress(RankError):
                 self.each("close")
@@ -274,13 +274,13 @@ class DistributedExecutor(Executor):
 
 @dataclass(eq=False)
 class Worker:
-    """A rank above 0: its trainer, and the commands that it serves until rank 0 ends it."""
+    """A rank above 0: runs commands on its trainer until rank 0 ends it."""
 
     trainer: Trainer
     group: RankGroup
 
     def serve(self) -> None:
-        """Carry out commands. Returns when the run is over; a command that fails ends this process."""
+        """Run commands. Returns when the run is over. A command that fails ends this process."""
         try:
             self._serve()
         finally:
@@ -301,7 +301,7 @@ class Worker:
                 report_failure(channel, rank, error, heartbeat.status.words())
                 raise
             if name == "close":
-                heartbeat.end()  # rank 0 may be gone as soon as it has the answer
+                heartbeat.end()  # rank 0 may end as soon as it has the answer
             channel.send(f"answer/{number}/{rank}", msgspec.msgpack.encode(value if name in _ANSWERED else None))
             heartbeat.status.done = True
 
@@ -314,18 +314,20 @@ class Worker:
                     raise
 
 
-def report_failure(channel: Channel, rank: int, error: BaseException, doing: str) -> None:
-    """Let rank 0 know why this rank ends: what it was doing, and the error. The first report stays."""
+def report_failure(channel: Channel, rank: int, error: BaseException, activity: str) -> None:
+    """Report to rank 0 why this rank ends: its command, and the error. The first report is kept."""
     known = isinstance(error, RolloutsError)
     symptom = isinstance(error, RuntimeError) and not known and _is_collective(error)
-    failure = Failure(f"{doing}: {error if known else words_of(error, innermost_place)}", symptom=symptom, known=known)
-    with contextlib.suppress(Exception):  # rank 0 may be gone, which is then the reason
+    failure = Failure(
+        f"{activity}: {error if known else words_of(error, innermost_place)}", symptom=symptom, known=known
+    )
+    with contextlib.suppress(Exception):  # rank 0 may be gone, which is then the cause
         if channel.read(f"failed/{rank}") is None:
             channel.post(f"failed/{rank}", msgspec.msgpack.encode(failure))
 
 
 def ignore_interrupts() -> None:
-    """Ctrl-C and a closed terminal reach all processes, and so may SIGTERM; rank 0 decides what it means for them."""
+    """Ignore signals. Ctrl-C, a closed terminal and often SIGTERM reach all processes, but rank 0 decides."""
     with contextlib.suppress(ValueError):  # only the main thread can set handlers
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
@@ -337,14 +339,14 @@ def _leave_group() -> None:
 
 
 def _is_collective(error: RuntimeError) -> bool:
-    """Whether torch's communication raised it."""
+    """Whether torch's communication raised the error."""
     words = str(error).lower()
     named = ("gloo", "nccl", "connection", "timed out", "timeout", "peer", "socket", "store", "broken pipe")
     return type(error).__name__.startswith("Dist") or any(word in words for word in named)
 
 
 def _end_this_rank() -> None:
-    """Rank 0 is gone: nothing here can be of use to anybody, and the main thread may be stuck in a collective."""
+    """End this process: rank 0 is gone, and the main thread may be stuck in a collective."""
     sys.stderr.write(f"rank {os.environ.get('RANK')}: rank 0 is gone, so this rank ends\n")
     sys.stderr.flush()
     os._exit(1)

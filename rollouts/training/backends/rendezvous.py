@@ -1,10 +1,10 @@
-"""Where ranks meet: a store of torch's, and the signed messages that they leave there for each other.
+"""How ranks meet: a torch store, and signed messages in it.
 
-Where all ranks are on one machine, the store listens on loopback only. Ranks of several hosts meet at MASTER_ADDR and
+If all ranks are on one machine, the store listens on loopback only. Ranks on several hosts meet at MASTER_ADDR and
 MASTER_PORT, where anything on that network can connect; they need the same secret in their environment. torch's store
-has no authentication: anything that can connect may read and write. So every message carries an HMAC under the secret
-of the run, and a message that is not signed is not obeyed. Nothing is encrypted, and nothing stops a stranger from
-deleting. A store holds values of some megabytes at most, so longer messages go in pieces.
+has no authentication: any client may read and write. So every message carries an HMAC with the secret of the run, and
+unsigned messages are ignored or refused. Messages are not encrypted, and a stranger could delete them. The store only
+accepts values of some megabytes, so longer messages are split.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ SECRET = "ROLLOUTS_RANKS_SECRET"
 _LOOPBACK = "127.0.0.1"
 _SECRET_LENGTH_MIN = 16
 _TIMEOUT = datetime.timedelta(seconds=300)
-# libuv's server refuses payloads of 8 MiB.
+# libuv's server refuses values of 8 MiB.
 _PIECE_BYTES = 4 << 20
 _TAG_BYTES = hashlib.sha256().digest_size
 
 
 class Place(NamedTuple):
-    """Which of how many ranks this process is; `launched` by torchrun or the like, or by rank 0 itself."""
+    """Which of how many ranks this process is. `launched`: by torchrun or the like, or by rank 0."""
 
     rank: int
     world_size: int
@@ -41,9 +41,9 @@ class Place(NamedTuple):
 
 
 def place_of_this_process() -> Place | None:
-    """The place that a launcher gave this process by RANK and WORLD_SIZE; None where no launcher did.
+    """The place from RANK and WORLD_SIZE, which a launcher sets; None without a launcher.
 
-    Raises ConfigError where only some of the variables are set, or they are no numbers.
+    Raises ConfigError if only some of the variables are set, or if they are not numbers.
     """
     given = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     if not given["RANK"] and not given["WORLD_SIZE"]:
@@ -64,9 +64,9 @@ def place_of_this_process() -> Place | None:
 
 
 def secret_of(place: Place) -> bytes:
-    """The secret of this rank's run. Empty where there is none and all ranks are on this machine.
+    """The secret of this rank's run. Empty if there is none and all ranks are on this machine.
 
-    Raises ConfigError where it is missing, or too short to be one.
+    Raises ConfigError if it is missing or too short.
     """
     secret = os.environ.get(SECRET, "")
     make = f"type `export {SECRET}=$(openssl rand -hex 32)` on one host, and give all ranks the same value"
@@ -81,7 +81,7 @@ def secret_of(place: Place) -> bytes:
 
 
 def open_here(world_size: int) -> tuple[Channel, dict[str, str]]:
-    """Rank 0: a store on loopback with a new secret, and the variables by which ranks that it starts find them."""
+    """Rank 0: open a store on loopback with a new secret. Also returns the variables for ranks that it starts."""
     store, port = _listen(world_size, 0)
     secret = secrets.token_hex(32)
     variables = {"MASTER_ADDR": _LOOPBACK, "MASTER_PORT": str(port), SECRET: secret} | _stay_on_loopback()
@@ -89,17 +89,17 @@ def open_here(world_size: int) -> tuple[Channel, dict[str, str]]:
 
 
 def join_ranks(place: Place) -> Channel:
-    """The channel of a rank that a launcher started, or rank 0. Raises ConfigError where the secret is missing."""
+    """The channel of rank 0, or of a rank that a launcher started. Raises ConfigError if the secret is missing."""
     secret, size, is_first = secret_of(place), place.world_size, place.rank == 0
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a launcher's store outlives what it restarts
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the launcher's store survives restarts of ranks
     launcher_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if not _all_here(place):
         store = _connect(address, port, size, is_master=is_first and not launcher_has_store)
     else:
         _stay_on_loopback()
         if launcher_has_store:
-            # The launcher's store listens on every interface, so it gets the port of ours and nothing else.
+            # The launcher's store listens on every interface, so it only gets the port of our store.
             shared = PrefixStore(f"rollouts/{attempt}", _connect(address, port, size))
             if is_first:
                 store, port = _listen(size, 0)
@@ -113,21 +113,21 @@ def join_ranks(place: Place) -> Channel:
 
 
 def _all_here(place: Place) -> bool:
-    """Whether all ranks are on this machine, as far as the launcher says."""
+    """Whether all ranks are on this machine, according to the launcher."""
     address = os.environ["MASTER_ADDR"]
     is_loopback = address in ("localhost", "::1") or address.startswith("127.")
     return is_loopback or os.environ.get("LOCAL_WORLD_SIZE") == str(place.world_size)
 
 
 def _stay_on_loopback() -> dict[str, str]:
-    """Have gloo listen on loopback, whatever the machine's name resolves to; gives the variable for other ranks."""
+    """Make gloo listen on loopback, whatever the machine's name is. Returns the variable for other ranks."""
     name = "GLOO_SOCKET_IFNAME"
     loopback = next((each for _, each in socket.if_nameindex() if each in ("lo", "lo0")), None)
     return {} if loopback is None else {name: os.environ.setdefault(name, loopback)}
 
 
 def _listen(world_size: int, port: int) -> tuple[Any, int]:
-    """A store on loopback, and its port; 0 is any that is free."""
+    """A store on loopback, and its port. Port 0: any free one."""
     try:
         listener = socket.create_server((_LOOPBACK, port))
     except OSError as error:
@@ -144,8 +144,9 @@ def _connect(address: str, port: int, world_size: int, *, is_master: bool = Fals
 
 @dataclass(frozen=True, eq=False)
 class Channel:
-    """One rank's way to the store. Not for two threads at once: give each a `clone`. `run` is part of what is signed,
-    so that a message of one run says nothing in another one.
+    """One rank's connection to the store. Use it in one thread; a second thread needs a `clone`.
+
+    `run` is part of every signature, so a message of one run is invalid in another.
     """
 
     store: Any
@@ -157,24 +158,25 @@ class Channel:
         return Channel(self.store.clone(), self.secret, self.run)
 
     def group_store(self) -> Any:
-        """Where torch makes a process group of the ranks; torch signs nothing."""
+        """The store in which torch makes a process group of the ranks. torch signs nothing."""
         return PrefixStore("group", self.store)
 
     def send(self, key: str, data: bytes) -> None:
-        """Leave a message under a key that was never used."""
+        """Send a message. Every message needs a new key."""
         pieces = range(0, max(1, len(data)), _PIECE_BYTES)
         for number, start in enumerate(pieces):
             self.store.set(f"{key}/{number}", data[start : start + _PIECE_BYTES])
         self.post(key, len(pieces).to_bytes(4, "big") + hashlib.sha256(data).digest())
 
     def is_there(self, key: str) -> bool:
-        """Whether a message, signed or not, waits under this key."""
+        """Whether a message, signed or not, has this key."""
         found: bool = self.store.check([key])
         return found
 
     def receive(self, key: str, timeout_seconds: float) -> bytes:
-        """Wait for the message, take it, and remove it. Raises RankError for one that this run did not sign, and what
-        the store raises: see `is_timeout`.
+        """Wait for the message, and remove it from the store.
+
+        Raises RankError if this run did not sign it, and the store's own errors (see `is_timeout`).
         """
         self.store.wait([key], datetime.timedelta(seconds=timeout_seconds))
         head = self._verified(key, self.store.get(key))
@@ -189,11 +191,11 @@ class Channel:
         return data
 
     def post(self, key: str, data: bytes) -> None:
-        """Write a short notice, over an older one."""
+        """Write a short notice, and replace an older one with this key."""
         self.store.set(key, self._tag(key, data) + data)
 
     def read(self, key: str) -> bytes | None:
-        """The notice, which stays; None where there is none that this run signed."""
+        """Read the notice, which stays in the store. None if there is none, or if this run did not sign it."""
         return self._verified(key, self.store.get(key)) if self.store.check([key]) else None
 
     def _tag(self, key: str, data: bytes) -> bytes:
@@ -205,7 +207,7 @@ class Channel:
 
 
 def is_timeout(error: Exception) -> bool:
-    """Whether the store raised this because nothing came in time, and not because it is gone."""
+    """Whether this error of the store is a timeout. If not, the store is gone."""
     return isinstance(error, DistStoreError) and "imeout" in str(error)
 
 

@@ -1,8 +1,8 @@
-"""FSDP2: the networks of every rank hold a shard of each weight, and put a layer together while it runs.
+"""FSDP2: every rank holds a shard of each weight. A layer's weights are put together while it runs.
 
-The layers that a model repeats are sharded one by one, what is left (embedding, norm, head) together with the module
-that holds all; a critic's value layer by itself, since it stays float32. Gradients are summed over ranks, in float32;
-the engine divides once by D. Left out: how ranks find each other (ranks.py).
+Repeated layers are sharded one by one. The rest (embedding, norm, head) is sharded together with the outermost module.
+A critic's value layer is sharded by itself, because it stays float32. Gradients are added up over ranks, in float32;
+the engine divides once by D. Not here: how ranks meet (ranks.py).
 """
 
 from __future__ import annotations
@@ -18,10 +18,15 @@ from rollouts.training.backends.auxiliary import Networks
 
 
 class Sharding(NamedTuple):
-    """Over which ranks, and what layers compute in: None is the dtype of the weights, which stay what they are.
+    """How to shard.
 
-    `files_group` is a process group whose collectives may wait for a slow disk; `meet` waits on the store until all
-    ranks are here, however long they were busy alone; `progressed` counts one more microbatch.
+    Attributes:
+        mesh: the ranks
+        compute_dtype: of the layers' computations; None: the dtype of the weights
+        fp32_head: whether the head computes in float32
+        files_group: a process group for collectives that wait for a disk
+        meet: waits on the store until all ranks are here
+        progressed: counts a microbatch
     """
 
     mesh: Any
@@ -33,7 +38,7 @@ class Sharding(NamedTuple):
 
 
 def make_mesh(device: str, world_size: int, replicas: int) -> Any:
-    """Ranks in a row that shard; or `replicas` such rows, which hold the same (HSDP)."""
+    """A mesh of ranks that shard; with `replicas`, several such groups with the same shards (HSDP)."""
     from torch.distributed.device_mesh import init_device_mesh
 
     kind = torch.device(device).type
@@ -43,7 +48,7 @@ def make_mesh(device: str, world_size: int, replicas: int) -> Any:
 
 
 def shard_networks(networks: Networks, sharding: Sharding) -> None:
-    """Shard in place. Raises ModelError for a model whose repeated layers cannot be found."""
+    """Shard in place. Raises ModelError if a model's repeated layers cannot be found."""
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     layers = MixedPrecisionPolicy(param_dtype=sharding.compute_dtype, reduce_dtype=torch.float32)
@@ -56,12 +61,12 @@ def shard_networks(networks: Networks, sharding: Sharding) -> None:
     for module in networks.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            # Gloo can neither average nor scale while it sums.
+            # gloo cannot average or scale while it adds up.
             module.set_force_sum_reduction_for_comms(True)
 
 
 def reshard(networks: Networks) -> None:
-    """Give up the whole weights that a forward without backward leaves, so that the next one sees what has changed."""
+    """Free the whole weights that a forward pass without backward pass keeps, so that the next pass reads new ones."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in networks.modules():
@@ -70,13 +75,13 @@ def reshard(networks: Networks) -> None:
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """The tensor put together from all ranks' shards (each rank has to ask); a plain one as it is."""
+    """A sharded tensor, put together from all ranks' shards; all ranks must call this. Other tensors are unchanged."""
     full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full
 
 
 def whole_tensors(named: Iterable[tuple[str, Tensor]], *, keep: bool) -> dict[str, Tensor]:
-    """CPU copies by name, put together one by one; every rank has to call it, those without `keep` get nothing."""
+    """CPU copies by name. All ranks must call this; ranks without `keep` get an empty dict."""
     found: dict[str, Tensor] = {}
     for name, tensor in named:
         with torch.no_grad():
@@ -87,8 +92,9 @@ def whole_tensors(named: Iterable[tuple[str, Tensor]], *, keep: bool) -> dict[st
 
 
 def load_whole(own: dict[str, Tensor], given: dict[str, Tensor], *, alone: bool) -> None:
-    """Write the whole tensors `given` on rank 0 (nothing on the others) into each rank's `own`; all ranks call it.
-    `alone`: there is this process only.
+    """Write rank 0's whole tensors `given` into each rank's shards `own`. All ranks call this; the others give nothing.
+
+    `alone`: there is only one process.
     """
     from torch import distributed
     from torch.distributed.tensor import DTensor, distribute_tensor
@@ -108,7 +114,7 @@ def load_whole(own: dict[str, Tensor], given: dict[str, Tensor], *, alone: bool)
 
 
 def _repeated_layers(networks: Networks) -> list[nn.Module]:
-    """The transformer blocks, by the classes that transformers must not split; else what the longest list holds."""
+    """The transformer blocks: modules of the classes that transformers must not split, else the longest list."""
     trunk = getattr(networks.critic, "trunk", None)
     found: list[nn.Module] = []
     for causal in (networks.causal, trunk):
@@ -120,8 +126,6 @@ def _repeated_layers(networks: Networks) -> list[nn.Module]:
             lists = [list(module) for module in causal.modules() if isinstance(module, nn.ModuleList)]
             blocks = max(lists, key=len, default=[])
         if not blocks:
-            raise ModelError(
-                f"{type(causal).__name__} has no repeated layers that could be sharded; type --training torch"
-            )
+            raise ModelError(f"{type(causal).__name__} has no repeated layers to shard; type --training torch")
         found += blocks
     return found

@@ -1,8 +1,8 @@
-"""The training backend: futures around executors, in one thread that does all torch work in order.
+"""The training backend: returns futures, and runs all torch work in one thread, in order.
 
-An executor carries commands out: in this process, or on all ranks (`ranks`). A command is the name of a method of
-`Trainer` and plain data, never a function, so that any rank can carry it out. What a rank does is in `trainer`. Left
-out: how ranks start (`fsdp`).
+An executor runs commands, in this process or on all ranks (`ranks`). A command is the name of a method of `Trainer`,
+and plain data, never a function, so that any rank can run it. Not here: what a rank does (`trainer`), and how ranks
+start (`fsdp`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rollouts.training.weights import store
 
 
 def check_torch(values: Mapping[str, Any]) -> None:
-    """What can be refused of a torch backend without loading its model. Raises ConfigError, SignatureError."""
+    """Check settings without loading the model. Raises ConfigError, SignatureError."""
     auxiliary_models: AuxiliaryModels = values["auxiliary_models"] or AuxiliaryModels()
     settings: TorchSettings = values["settings"]
     for algorithm in values["algorithms"].values():
@@ -64,7 +64,7 @@ def create_torch_backend(
     """Load a model and make it trainable. Raises ModelError, ConfigError, SignatureError.
 
     Args:
-        share_prefix: run a prompt that rows share once
+        share_prefix: run a shared prompt once
     """
     check_torch(locals())
     chosen = settings.of_run(lr=lr, steps=steps, tokens_per_microbatch=tokens_per_microbatch, share_prefix=share_prefix)
@@ -76,7 +76,7 @@ def create_torch_backend(
 
 
 def put_in(causal: Any, settings: TorchSettings, lora_rank: int, seed: int) -> Any:
-    """Give the causal LM its float32 head and its adapters, if there are to be any; returns the adapters."""
+    """Convert the causal LM's head to float32 and inject adapters, as the settings say. Returns the adapters."""
     if settings.fp32_head:
         use_float32_head(causal)
     if not lora_rank:
@@ -103,20 +103,20 @@ CommandName = Literal[
 
 
 class Command(msgspec.Struct):
-    """What a rank does next: a method of its trainer by name, with these settings; `shard` is its part of a batch."""
+    """A command for a rank: the name of a trainer's method, its settings, and the rank's `shard` of a batch."""
 
     name: CommandName
     settings: dict[str, Any]
     shard: BatchShard | None = None
 
     def run(self, trainer: Trainer) -> Any:
-        """Carry it out on this rank. Raises what the trainer raises."""
+        """Run it on this rank. Raises what the trainer raises."""
         method = getattr(trainer, self.name)
         return method(**self.settings) if self.shard is None else method(self.shard, **self.settings)
 
 
 class Executor:
-    """All ranks of a backend, seen from rank 0, whose own is the `trainer`. This one has no other (`ranks` has)."""
+    """Runs commands on all ranks of a backend, from rank 0. This class has rank 0 only; `ranks` has the others."""
 
     size = 1
 
@@ -124,23 +124,23 @@ class Executor:
         self.trainer = trainer
 
     def call(self, name: CommandName, **settings: Any) -> Any:
-        """Have every rank carry out the command; gives what rank 0's trainer returned.
+        """Run the command on every rank. Returns the result of rank 0.
 
         Raises what rank 0 raises, or RankError.
         """
         return self.each(name, **settings)[0]
 
     def each(self, name: CommandName, shards: Sequence[BatchShard] = (), **settings: Any) -> list[Any]:
-        """As `call`, each rank with its shard of a batch; gives what each returned, rank 0 first."""
+        """Like `call`, with a shard of a batch for each rank. Returns all results, rank 0 first."""
         return [getattr(self.trainer, name)(*shards, **settings)]
 
     def close(self) -> None:
-        """End the ranks. Called once, when no command is under way."""
+        """Stop the other ranks. Called once, when no command is running."""
         self.trainer.close()
 
 
 class TorchBackend:
-    """Implements `TrainingBackend`; `model` (adapters, if any, injected) is None where the weights are sharded."""
+    """Implements `TrainingBackend`. `model` includes the adapters; it is None if the weights are sharded."""
 
     can_profile = True
 
@@ -159,20 +159,21 @@ class TorchBackend:
 
     @property
     def version(self) -> int:
-        """How many optimizer steps have changed the weights."""
+        """The number of optimizer steps that changed the weights."""
         return self._trainer.version
 
     @property
     def shares_prefix(self) -> bool:
-        """Whether prompts that rows share are run once."""
+        """Whether shared prompts run once."""
         return self._trainer.shares_prefix
 
     @on_thread
     def forward(
         self, batch: TrainBatch, needs: tuple[str, ...] = ("logprobs",), *, only_live: bool = False
     ) -> ForwardOutput:
-        """What `needs` names (fields of ForwardOutput) of every token of every row [L], or of live ones only; without
-        gradient. Raises TrainingError for what this backend was not given: a reference, a teacher, a critic.
+        """Compute the fields of ForwardOutput in `needs`, for every token of every row [L] or for live ones only.
+
+        No gradient. Raises TrainingError if this backend has no reference, teacher or critic and `needs` names one.
         """
         self._trainer.check_forward(needs)
         shards = self._shard(batch, "", only_live=only_live, trained=False)
@@ -181,15 +182,15 @@ class TorchBackend:
 
     @on_thread
     def forward_backward(self, batch: TrainBatch) -> dict[str, float]:
-        """Accumulate gradients and D; gives `policy/`, `mismatch/` and `perf/` metrics. Raises TrainingError."""
+        """Accumulate gradients and D. Returns `policy/`, `mismatch/` and `perf/` metrics. Raises TrainingError."""
         trainer = self._trainer
         algorithm = trainer.algorithms.get(batch.algorithm)
         if algorithm is None:
             raise TrainingError(
-                f"the batch names the algorithm {batch.algorithm!r}; this backend was given: "
+                f"the batch names the algorithm {batch.algorithm!r}; this backend has: "
                 f"{', '.join(sorted(trainer.algorithms))}"
             )
-        names: tuple[Keep, ...] = ("group", "pair", "rollout")  # a loss sees the largest that it names whole
+        names: tuple[Keep, ...] = ("group", "pair", "rollout")  # keep the largest unit that a loss names
         keep: Keep = next((name for name in names if f"{name}_index" in needs(algorithm)), "")
         shards = self._shard(batch, keep, only_live=True, trained=True)
         start = time.perf_counter()
@@ -211,15 +212,15 @@ class TorchBackend:
         return metrics | training_speed(trainer, shards, readings, seconds)
 
     def optim_step(self) -> TrainFuture[StepResult]:
-        """Divide by D once, clip, step. D = 0 or a non-finite gradient skips the step: counted, version unchanged.
+        """Divide by D, clip, step. If D is 0 or a gradient is not finite, skip the step and keep the version.
 
-        Raises TrainingError at the third step in a row that was skipped for what is not finite.
+        Raises TrainingError when the third step in a row is skipped because of non-finite gradients.
         """
         return self.thread.submit(self._executor.call, "optim_step")
 
     @on_thread
     def get_weights(self, kind: Literal["full", "adapter"] = "full") -> dict[str, Any]:
-        """A CPU copy by name. `full` has the adapters merged in; `adapter` raises TrainingError without LoRA."""
+        """A CPU copy by name. `full` has the adapters merged in. `adapter` raises TrainingError without LoRA."""
         if kind == "adapter" and self._trainer.adapter is None:
             raise TrainingError('this run trains all weights, so there is no adapter; ask for kind "full"')
         weights: dict[str, Any] = self._executor.call("get_weights", kind=kind)
@@ -227,15 +228,15 @@ class TorchBackend:
 
     @on_thread
     def load_weights(self, weights: dict[str, Any]) -> None:
-        """Replace what is trained: all weights, or with LoRA the adapter's. Raises TrainingError for names that do
-        not fit.
-        """
+        """Replace the trained weights: all, or with LoRA the adapter's. Raises TrainingError if names do not fit."""
         self._trainer.check_weights(weights)
         self._executor.call("load_weights", weights=weights)
 
     def save(self, path: str, state: Mapping[str, Any] | None = None) -> TrainFuture[None]:
-        """Write a checkpoint folder in one rename: weights as transformers or peft load them, the trainer's state, and
-        `state` as it is now. Raises CheckpointError; a checkpoint that was there stays.
+        """Write a checkpoint folder: weights in the format of transformers or peft, the trainer's state, and `state`.
+
+        `state` is copied now. The folder appears with one rename; if it fails, an older checkpoint stays. Raises
+        CheckpointError.
         """
         return self.thread.submit(self._save, path, dict(state or {}))
 
@@ -254,11 +255,11 @@ class TorchBackend:
 
     @on_thread
     def load(self, path: str) -> dict[str, Any]:
-        """Restore what `save` wrote, on whatever number of ranks; the next step is then bit-equal on the same number.
+        """Restore what `save` wrote, on any number of ranks. On the same number, the next step is bit-equal.
 
-        Gives the `state` that was saved. Raises ConfigError, ModelError.
+        Returns the `state` that was saved. Raises ConfigError, ModelError.
         """
-        # Whatever can be refused is refused, and read, before the other ranks are asked: they would wait for it.
+        # First check and read everything on rank 0: after an error, the other ranks would wait.
         self._trainer.check_checkpoint(path)
         weights = self._trainer.read_weights(path)
         self._executor.call("load", path=path, weights=weights)
@@ -266,15 +267,15 @@ class TorchBackend:
         return state
 
     def start_profile(self) -> TrainFuture[None]:
-        """Begin to profile what the thread does, on every rank."""
+        """Start to profile the thread, on every rank."""
         return self.thread.submit(self._executor.call, "start_profile")
 
     def stop_profile(self, folder: str) -> TrainFuture[None]:
-        """Write what was profiled into `folder`. Raises OutputError."""
+        """Write the profile into `folder`. Raises OutputError."""
         return self.thread.submit(self._executor.call, "stop_profile", folder=folder)
 
     def close(self) -> None:
-        """Finish what was submitted, and end the thread and the other ranks."""
+        """Finish submitted work, then stop the thread and the other ranks."""
         self.thread.close(last=self._executor.close)
 
     def _shard(self, batch: TrainBatch, keep: Keep, *, only_live: bool, trained: bool) -> list[BatchShard]:

@@ -1,10 +1,10 @@
-"""One rank's model, optimizer and all torch work on them, synchronous; a single process is the only rank.
+"""One rank's model and optimizer, and all torch work on them, synchronously. A single process is the only rank.
 
-`forward_backward` accumulates the gradients of sum(u * loss), and D, which is the whole batch's on every rank;
-`optim_step` divides once, clips by the global norm, and steps. The model runs in evaluation mode also while training:
-dropout would make the ratio of a policy to itself differ from 1. The models beside it (reference, teacher, critic) have
-rooms of their own. Rows without an advantage are run forward only, where that changes nothing (`flat`). Every rank
-calls the same methods in the same order, with its own shard of a batch. Left out: futures and ranks (`torch`, `ranks`).
+`forward_backward` accumulates the gradients of sum(u * loss), and D; on every rank, D is that of the whole batch.
+`optim_step` divides by D once, clips by the global norm, and steps. The model is in evaluation mode also in training,
+because dropout would make the ratio of a policy to itself differ from 1. Rows without an advantage skip the backward
+pass if their gradient is 0 (*flat* rows, see `forward`). Every rank calls the same methods in the same order, with its
+own shard of a batch. Not here: futures and ranks (`torch`, `ranks`), auxiliary models (`auxiliary`).
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from rollouts.training.models import prepare_gradient_checkpointing
 from rollouts.training.types import AuxiliaryModels, Row, StepResult, TrainBatch
 from rollouts.training.weights import checkpoint, files, store
 
-# On a GPU a pass through a small model is mostly launches, as long as those of some thousand tokens.
+# On a GPU, a pass through a small model mostly costs kernel launches, as much as some thousand tokens.
 _GPU_BUCKET_SAVING_MIN = 4096
-# One step that is not finite may be a batch's bad luck and is skipped; so many in a row are weights that diverged.
+# A single step with a non-finite gradient is skipped. This many in a row mean that training has diverged.
 _NOT_FINITE_MAX = 3
-# An empty microbatch runs a row of two tokens.
-_EMPTY_PASS = ([Row([0, 0], [0.0] * 2, [0.0] * 2, [0.0] * 2, [0.0] * 2, 0, 0)], [[1]])
+# The inputs of an empty microbatch: one row of two tokens.
+_EMPTY_INPUTS = ([Row([0, 0], [0.0] * 2, [0.0] * 2, [0.0] * 2, [0.0] * 2, 0, 0)], [[1]])
 
 
 class _Work(NamedTuple):
@@ -54,9 +54,13 @@ class _Work(NamedTuple):
 
 
 class Trainer:
-    """`networks` hold everything that is trained, `causal` is the policy (adapters injected; sharded, if this trainer
-    shards); `version` counts optimizer steps that changed the weights. `notes` say in words which fast paths this model
-    cannot take.
+    """The model of one rank, with its optimizer.
+
+    Attributes:
+        networks: everything that is trained
+        causal: the policy, with its adapters; sharded if this trainer shards
+        version: the number of optimizer steps that changed the weights
+        notes: which optimizations this model cannot use, for the user
     """
 
     def __init__(
@@ -71,40 +75,40 @@ class Trainer:
         shards: Sharding | None = None,
         rank: int = 0,
     ) -> None:
-        """`source` is where the tokenizer is found, if anywhere. With `shards`, all ranks get rank 0's weights."""
+        """`source` is the folder or name with the tokenizer. With `shards`, all ranks get rank 0's weights."""
         optimizer.check_settings(settings)
         wanted = auxiliary_models or AuxiliaryModels()
         self.version = 0
         self.rank = rank
         self.algorithms = dict(algorithms)
         self.adapter = adapter
-        self.kind: Literal["full", "adapter"] = "full" if adapter is None else "adapter"  # what a checkpoint holds
+        self.kind: Literal["full", "adapter"] = "full" if adapter is None else "adapter"  # the content of checkpoints
         self.is_sharded = shards is not None
-        # It is read at every save, whatever the working directory is then.
+        # Absolute, because every save reads it, and the working directory may have changed.
         self._source = str(Path(source).absolute()) if source is not None and Path(source).is_dir() else source
         self._settings = settings
         self._shards = shards
         self._denominator = 0.0
         self._skipped = 0
-        self._not_finite = 0  # steps in a row that were skipped for it
-        self._never_flat: set[str] = set()  # algorithms that were seen to train rows without an advantage
+        self._not_finite = 0  # steps in a row that were skipped because of a non-finite gradient
+        self._never_flat: set[str] = set()  # algorithms that had a gradient at rows without an advantage
         self._profile = Profile()
         kind = causal.get_input_embeddings().weight.device.type if shards is None else shards.mesh.device_type
         self._files_group = None if shards is None else shards.files_group
         self._progressed: Callable[[], object] = (lambda: None) if shards is None else shards.progressed
         self._microbatch_saving_min = MICROBATCH_SAVING_MIN if kind == "cpu" else _GPU_BUCKET_SAVING_MIN
         saving = BUCKET_SAVING_MIN if kind == "cpu" else _GPU_BUCKET_SAVING_MIN
-        saving = saving if shards is None else sys.maxsize  # ranks meet in each pass, so they run one a microbatch
+        saving = saving if shards is None else sys.maxsize  # ranks meet in each pass, so a microbatch is one pass
         apart = settings.gradient_checkpointing or settings.layout == "packed" or shards is not None
         share_prompts = settings.share_prefix and not apart
         self.causal = causal.eval()
         critic, how = None, {"share_prefix": share_prompts, "bucket_saving_min": saving}
         if wanted.critic:
-            # It is trained, so of a sharded one the masters are loaded; its shards go to their device.
+            # It is trained. A sharded critic is loaded in float32 on the CPU, and its shards move to their device.
             dtype, device = (settings.dtype, settings.device) if shards is None else ("float32", "cpu")
             critic = Critic.load(wanted.critic, causal, dtype=dtype, device=device, **how)
         self.networks = Networks(causal, critic)
-        # A hash of the names and shapes that weights have in files; sharding changes none of them.
+        # A hash of the names and shapes of weights in files. Sharding changes none of them.
         self.fingerprint = checkpoint.model_fingerprint(causal.state_dict())
         self.size = model_size_of(causal)
         if shards is not None:
@@ -113,14 +117,14 @@ class Trainer:
         computes = (shards and shards.compute_dtype) or causal.dtype
         self.compute_dtype = str(computes).removeprefix("torch.")
         self._parameters = [p for p in causal.parameters() if p.requires_grad]
-        # What is clipped together, and its learning rate: the policy, and the critic if there is one.
+        # Sets of parameters that are clipped together, with their learning rates: the policy, and the critic.
         self._sets = [(self._parameters, settings.lr)]
         if critic is not None:
             self._sets.append(([p for p in critic.parameters() if p.requires_grad], wanted.critic_lr))
         self._names = {p: name for name, p in self.networks.named_parameters() if p.requires_grad}
         self._models = self._inspect(wanted, critic, **how)
-        self.shares_prefix = self._models.paths.share_prefix  # whether prompts that rows share are run once
-        # That rows are not packed is no news: it was not asked for, or `_inspect` has refused.
+        self.shares_prefix = self._models.paths.share_prefix  # whether shared prompts run once
+        # Notes about packing are left out: packing was not requested, or `_inspect` has already refused.
         self.notes = tuple(note for note in self._models.paths.notes if "pack" not in note)
         rule, adapters = wanted.reference, adapter is not None
         self._reference = None if rule is None else ReferencePolicy(self._parameters, rule, adapters=adapters)
@@ -129,7 +133,7 @@ class Trainer:
             prepare_gradient_checkpointing(causal)
 
     def _shard(self, shards: Sharding) -> None:
-        """Part the networks among the ranks, with rank 0's weights."""
+        """Shard the networks over the ranks, with rank 0's weights."""
         whole = dict(self.causal.state_dict()) if self.rank == 0 else {}
         shards.meet("loaded")
         sharding.shard_networks(self.networks, shards)
@@ -137,12 +141,12 @@ class Trainer:
 
     @functools.cached_property
     def model_files(self) -> files.ModelFiles:
-        """What lies beside the weights in a folder that others load."""
+        """The files beside the weights in a folder for other programs."""
         config = None if self.adapter is None else self.adapter.peft_config[lora.ADAPTER]
         return files.ModelFiles(self.causal, config, self._source)
 
     def _inspect(self, wanted: AuxiliaryModels, critic: Critic | None, **how: Any) -> Models:
-        """Find out how the policy is run, and load the teacher. Raises ConfigError, ModelError."""
+        """Find out how to run the policy, and load the teacher. Raises ConfigError, ModelError."""
         paths: ModelPaths = self._run_networks(functools.partial(inspect_model, self.causal, **how))
         if critic is not None:
             self._run_networks(critic.check, wanted.critic, paths)
@@ -161,7 +165,7 @@ class Trainer:
         return Models(paths._replace(share_prefix=paths.share_prefix and not packed, packed=packed), critic, teacher)
 
     def split(self, batch: TrainBatch, keep: Keep, only_live: bool, *, trained: bool = False) -> list[list[Row]]:
-        """The rows in microbatches; if they are `trained`, those without an advantage may have some of their own."""
+        """Split the rows into microbatches. If `trained`, flat rows may get microbatches of their own."""
         return split_microbatches(
             batch,
             self._settings.tokens_per_microbatch,
@@ -174,11 +178,11 @@ class Trainer:
         )
 
     def _tries_flat(self, name: str) -> bool:
-        """Whether rows without an advantage may be run forward only: never over ranks, which meet in every backward."""
+        """Whether flat rows may skip the backward pass. Never with several ranks, which meet in every backward pass."""
         return self._shards is None and name not in self._never_flat and forward.may_be_flat(self.algorithms[name])
 
     def check_forward(self, needs: Sequence[str]) -> None:
-        """Raises TrainingError for what this trainer was not given."""
+        """Raise TrainingError for outputs that need a model which this trainer does not have."""
         have = {
             "logprobs": True,
             "entropy": True,
@@ -189,16 +193,16 @@ class Trainer:
         missing = sorted(name for name in needs if not have.get(name, False))
         if missing:
             able = ", ".join(name for name, is_there in have.items() if is_there)
-            raise TrainingError(f"this backend was asked for {', '.join(missing)}; it can give {able}")
+            raise TrainingError(f"this backend cannot compute {', '.join(missing)}; it can compute {able}")
 
     def forward(self, shard: BatchShard, needs: Sequence[str], only_live: bool) -> dict[str, list[list[float]]]:
-        """Each of `needs` for every row of the shard [L], 0.0 where nothing was asked for."""
+        """Compute each of `needs` for every row of the shard [L]; 0.0 at other positions."""
         rows, temperature = shard.batch.rows, shard.batch.temperature
         found = {name: [[0.0] * len(row.tokens) for row in rows] for name in needs}
         own = tuple(name for name in needs if name != "ref_logprobs")
-        ask = functools.partial(self._run_networks, self._models.ask, inference=True)
+        predict = functools.partial(self._run_networks, self._models.predict, inference=True)
         for part in shard.parts:
-            chosen, wanted = _EMPTY_PASS
+            chosen, wanted = _EMPTY_INPUTS
             if part:
                 chosen = [rows[number] for number in part]
                 wanted = [
@@ -207,11 +211,11 @@ class Trainer:
             if not any(wanted):
                 continue
             self._progressed()
-            results = [ask((chosen, wanted), temperature, own)] if own else []
+            results = [predict((chosen, wanted), temperature, own)] if own else []
             if "ref_logprobs" in needs:
-                assert self._reference is not None, "check_forward saw to it"
+                assert self._reference is not None, "check_forward has refused it"
                 with self._reference.in_place():
-                    tensors, selection = ask((chosen, wanted), temperature, ("logprobs",))
+                    tensors, selection = predict((chosen, wanted), temperature, ("logprobs",))
                 results.append(({"ref_logprobs": tensors["logprobs"]}, selection))
             for tensors, selection in results if part else ():
                 places = [(part[place], position) for place, position in selection.tokens()]
@@ -221,22 +225,22 @@ class Trainer:
         return found
 
     def forward_backward(self, shard: BatchShard) -> Reading:
-        """Accumulate gradients and D; gives what was measured."""
+        """Accumulate gradients and D. Returns the sums of metrics."""
         algorithm = self.algorithms[shard.batch.algorithm]
         work = _Work(shard.batch, algorithm, needs(algorithm))
         sums = MetricSums()
-        learned: list[bool] = []  # of each microbatch with rows that had a backward: whether it had a gradient
+        learned: list[bool] = []  # for each microbatch with a backward pass and rows: whether it had a gradient
         flat: list[int] = []
         try:
-            # transformers checkpoints activations in training mode only; all dropout was set to 0 before.
+            # transformers checkpoints activations in training mode only. All dropout is 0.
             self.causal.train(self._settings.gradient_checkpointing)
             for number, rows in enumerate(shard.microbatches()):
-                if self._pass_flat(rows, work, sums):
+                if self._forward_only(rows, work, sums):
                     flat.append(number)
                     continue
                 learned += self._microbatch(rows, work, sums)
-            if flat and not any(learned):  # no gradient is not a gradient of 0, which still moves momenta
-                self.networks(self._touch, work.requested).backward()
+            if flat and not any(learned):  # momentum still moves weights with a gradient of 0, but not without one
+                self.networks(self._zero_objective, work.requested).backward()
             reading = sums.read()
         except BaseException:
             self.forget_gradients()
@@ -249,29 +253,29 @@ class Trainer:
         return reading
 
     def forget_gradients(self) -> None:
-        """Drop what was accumulated."""
+        """Discard accumulated gradients and D."""
         self._optimizer.zero_grad(set_to_none=True)
         self._denominator = 0.0
 
     def optim_step(self) -> StepResult:
-        """Divide by D once, clip, step. D = 0 or a non-finite gradient skips the step: counted, version unchanged.
+        """Divide by D, clip, step. If D is 0 or a gradient is not finite, skip the step and keep the version.
 
-        Raises TrainingError at the third step in a row that was skipped for what is not finite.
+        Raises TrainingError when the third step in a row is skipped because of non-finite gradients.
         """
         denominator, self._denominator = self._denominator, 0.0
         settings = self._settings
         factor = optimizer.lr_factor(settings, self.version)
         gradients = [[p.grad for p in chosen if p.grad is not None] for chosen, _ in self._sets]
-        able = denominator > 0
-        norms = [_norm(each) / denominator if each and able else 0.0 for each in gradients]
+        has_tokens = denominator > 0
+        norms = [_norm(each) / denominator if each and has_tokens else 0.0 for each in gradients]
         metrics = {"optim/lr": settings.lr * factor, "optim/grad_norm": norms[0]}
         if len(norms) > 1:
             metrics["optim/critic_grad_norm"] = norms[1]
         finite = all(map(math.isfinite, norms))
-        if not any(gradients) or not able or not finite:
+        if not any(gradients) or not has_tokens or not finite:
             self._skipped += 1
             self.forget_gradients()
-            self._not_finite += not finite  # with D = 0 the norms are 0.0
+            self._not_finite += not finite  # with D = 0 the norms are 0.0, which is finite
             if self._not_finite >= _NOT_FINITE_MAX:
                 raise TrainingError(
                     f"the weights or gradients were not finite in {self._not_finite} steps in a row, so training has "
@@ -294,15 +298,15 @@ class Trainer:
         return StepResult(metrics | {"optim/skipped": 0.0}, self.version)
 
     def get_weights(self, kind: Literal["full", "adapter"]) -> dict[str, Tensor]:
-        """CPU copies by name on rank 0, nothing on the others."""
+        """CPU copies by name on rank 0; empty on other ranks."""
         whole = functools.partial(sharding.whole_tensors, keep=self.rank == 0)
         if kind == "full":
             return lora.merged_weights(self.causal, whole)
-        assert self.adapter is not None, "the backend has looked"
+        assert self.adapter is not None, "the backend has checked it"
         return lora.read_adapter_weights(self.adapter, whole)
 
     def check_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Raises TrainingError for names or shapes that are not those of what is trained."""
+        """Raise TrainingError if names or shapes are not those of the trained weights."""
         own = self._loadable()
         wrong = sorted(set(own) ^ set(weights))
         wrong += sorted(name for name in set(own) & set(weights) if own[name].shape != weights[name].shape)
@@ -311,7 +315,7 @@ class Trainer:
             raise TrainingError(f"these are not this {what}'s weights: {len(wrong)} of them differ, first {wrong[0]}")
 
     def load_weights(self, weights: Mapping[str, Tensor] | None = None) -> None:
-        """Replace what is trained; ranks above 0 are given nothing and get their shards of rank 0's."""
+        """Replace the trained weights. Ranks above 0 pass None, and get their shards of rank 0's weights."""
         self._reshard()
         sharding.load_whole(self._loadable(), dict(weights or {}), alone=self._shards is None)
 
@@ -319,9 +323,7 @@ class Trainer:
         return self.causal.state_dict() if self.adapter is None else lora.adapter_parameters(self.adapter)
 
     def save(self, path: str) -> dict[str, Any]:
-        """Write this rank's shard of the trainer's tensors into `path`, rank 0 also the weights; gives its random
-        state.
-        """
+        """Write this rank's shards into `path`; rank 0 also writes the weights. Returns the random state."""
         folder = Path(path)
         checkpoint.write_tensors(folder, self._tensors(), group=self._files_group, alone=self._shards is None)
         weights = self.get_weights(self.kind)
@@ -330,7 +332,7 @@ class Trainer:
         return checkpoint.random_state()
 
     def checkpoint_bytes(self) -> int:
-        """About what a checkpoint of all ranks takes on the disk: weights, a critic's, a reference's, and moments."""
+        """The approximate size on disk of a checkpoint of all ranks: weights, critic, reference, and moments."""
         policy = self.causal.parameters() if self.adapter is None else lora.adapter_parameters(self.adapter).values()
         critic = [parameter for parameter in self._names if all(parameter is not own for own in self._parameters)]
         reference = self._parameters if self._reference is not None and self._reference.follows else []
@@ -342,11 +344,11 @@ class Trainer:
         )
 
     def state(self) -> dict[str, Any]:
-        """The counters."""
+        """The counters, for a checkpoint."""
         return {"version": self.version, "skipped": self._skipped, "not_finite": self._not_finite}
 
     def check_checkpoint(self, path: str) -> None:
-        """Raises ConfigError or ModelError for a folder that is damaged or not of this trainer."""
+        """Raise ConfigError or ModelError if the checkpoint is damaged, or not of this trainer."""
         store.check_folder(path, kind=self.kind, fingerprint=self.fingerprint)
         saved = checkpoint.saved_keys(path)
         has_critic = any(key.startswith("critic") for key in saved)
@@ -356,20 +358,20 @@ class Trainer:
         checkpoint.check_tensors(path, self._loadable_tensors(saved))
 
     def _loadable_tensors(self, saved: set[str]) -> dict[str, Any]:
-        """The trainer's own tensors that a checkpoint with these is read into."""
+        """The trainer's own tensors, as a checkpoint with these tensors is read into them."""
         tensors = self._tensors()
         if not any(key.startswith("reference") for key in saved):
-            tensors.pop("reference", None)  # the run that wrote it had another rule, or none
+            tensors.pop("reference", None)  # the run that wrote it had no reference, or a fixed one
         return tensors
 
     def read_weights(self, path: str) -> dict[str, Tensor]:
-        """The weights of a checkpoint, as rank 0 loads them. Raises ConfigError, ModelError, TrainingError."""
+        """Read the weights of a checkpoint for rank 0. Raises ConfigError, ModelError, TrainingError."""
         weights = files.read_weights(path, kind=self.kind, dtype=self.causal.dtype)
         self.check_weights(weights)
         return weights
 
     def load(self, path: str, weights: Mapping[str, Tensor] | None = None) -> None:
-        """Restore what `save` wrote, whatever number of ranks wrote it; `weights` are those of `read_weights`."""
+        """Restore what `save` wrote, with any number of ranks. `weights` come from `read_weights`."""
         self.load_weights(weights)
         tensors = self._loadable_tensors(checkpoint.saved_keys(path))
         checkpoint.read_tensors(path, tensors, group=self._files_group, alone=self._shards is None)
@@ -382,21 +384,21 @@ class Trainer:
             checkpoint.set_random_state(state["random"][self.rank])
 
     def start_profile(self) -> None:
-        """Begin to record what this thread runs. Raises TrainingError."""
+        """Start to profile this thread. Raises TrainingError."""
         self._profile.start(self.device)
 
     def stop_profile(self, folder: str) -> None:
-        """Write what was recorded into `folder`. Raises OutputError."""
+        """Write the profile into `folder`. Raises OutputError."""
         self._profile.finish(Path(folder), self.rank)
 
     def close(self) -> None:
-        """Drop a profile that was not finished."""
+        """Discard an unfinished profile."""
         self._profile.discard()
 
-    # --- the parts --------------------------------------------------------------------------------------------------
+    # --- helpers ----------------------------------------------------------------------------------------------------
 
     def _tensors(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside the weights, and what it is read into: this rank's shards."""
+        """This rank's tensors in a checkpoint, beside the weights. A checkpoint is also read into them."""
         tensors: dict[str, Any] = {"optimizer": optimizer.optimizer_tensors(self._optimizer, self._names)}
         if self._models.critic is not None:
             tensors["critic"] = dict(self._models.critic.state_dict())
@@ -410,8 +412,10 @@ class Trainer:
             sharding.reshard(self.networks)
 
     def _run_networks(self, function: Callable[..., Any], *args: Any, inference: bool = False) -> Any:
-        """Call it where the networks can be run, without gradient. `inference` is for what no gradient meets later, and
-        not for a sharded model, which keeps buffers.
+        """Call a function that runs the networks, without gradient.
+
+        `inference`: no later operation needs a gradient through the results. It has no effect on a sharded model, which
+        keeps buffers.
         """
         with torch.inference_mode() if inference and self._shards is None else torch.no_grad():
             found = self.networks(function, *args)
@@ -419,23 +423,23 @@ class Trainer:
         return found
 
     def _microbatch(self, part: list[Row], work: _Work, sums: MetricSums) -> list[bool]:
-        """Add up one microbatch; whether any term's values carried a gradient, nothing where it was empty."""
+        """Run one microbatch and accumulate. Returns whether the objective had a gradient; [] if the part is empty."""
         self._progressed()
         if not part:
-            self.networks(self._touch, work.requested).backward()
+            self.networks(self._zero_objective, work.requested).backward()
             return []
-        measured, nothing = self.networks(self._measure, part, work)
+        measured, zero = self.networks(self._measure, part, work)
         learned = bool(measured.objective.requires_grad)  # a loss may be constant in some microbatches
         if self._shards is not None:
-            (measured.objective + nothing).backward()  # ranks meet in the backward of every part of the model
+            (measured.objective + zero).backward()  # ranks meet in the backward pass of every module
         elif learned:
             measured.objective.backward()
         with torch.no_grad():
             sums.add(measured)
         return [learned]
 
-    def _pass_flat(self, part: list[Row], work: _Work, sums: MetricSums) -> bool:
-        """Add up a microbatch without an advantage, if its gradient is 0: then it needs no backward."""
+    def _forward_only(self, part: list[Row], work: _Work, sums: MetricSums) -> bool:
+        """Run a microbatch of flat rows forward only. Returns False, and adds nothing, if it has a gradient."""
         if not forward.is_flat(part) or not self._tries_flat(work.batch.algorithm):
             return False
         self._progressed()
@@ -449,23 +453,23 @@ class Trainer:
             sums.add(measured)
         return True
 
-    def _touch(self, requested: frozenset[str]) -> Tensor:
-        """A 0 that depends on all that is trained: an empty microbatch, in which a rank only meets the others."""
-        return _nothing(self._models.score(_EMPTY_PASS, 1.0, requested - {"logits"}))
+    def _zero_objective(self, requested: frozenset[str]) -> Tensor:
+        """A 0 that depends on all trained weights. A rank with an empty microbatch uses it to meet the others."""
+        return _zero_of(self._models.score(_EMPTY_INPUTS, 1.0, requested - {"logits"}))
 
     def _measure(self, rows: list[Row], work: _Work) -> tuple[Microbatch, Tensor]:
-        """What there is to measure, and a 0 that depends on every output of the networks."""
+        """The measurements of a microbatch, and a 0 that depends on every output of the networks."""
         scored = self._score(rows, work)
-        nothing = _nothing(scored)
-        return self._evaluate(rows, work, scored), nothing
+        zero = _zero_of(scored)
+        return self._evaluate(rows, work, scored), zero
 
     def _score(self, rows: list[Row], work: _Work) -> Scored:
-        """What the policy gives at live tokens, and the critic's values if they are asked for."""
+        """Run the networks for the live tokens of the rows."""
         wanted = [[t for t, weight in enumerate(row.loss_mask) if weight > 0] for row in rows]
         return self._models.score((rows, wanted), work.batch.temperature, work.requested)
 
     def _evaluate(self, rows: list[Row], work: _Work, scored: Scored) -> Microbatch:
-        """The sum of u * loss, and what else there is to measure, of what the networks gave."""
+        """Compute sum(u * loss) and the inputs of metrics from the networks' outputs."""
         batch, algorithm, requested = work
         device = scored.logprobs.device
         tensors = forward.make_streams(rows, scored.selection, batch.rewards, device) | scored.extra
@@ -483,7 +487,7 @@ class Trainer:
         if "rewards" in requested:
             available["rewards"] = torch.tensor(batch.rewards, device=device)
         mask = tensors["mask"]
-        # The importance weight is counted once: in the ratio against the sampler, or here.
+        # The importance weight counts once: in the ratio to the sampler, or here.
         weights = importance_weights(algorithm, available, mask) if batch.anchor == "current" else None
         evaluation = evaluate(
             algorithm, available, mask, unit=batch.unit, kl_coefficient=batch.kl_coefficient, weights=weights
@@ -499,14 +503,14 @@ class Trainer:
 def training_speed(
     trainer: Trainer, shards: Sequence[BatchShard], readings: Sequence[Reading], seconds: float
 ) -> dict[str, float]:
-    """`perf/tflops` a rank, `perf/mfu` where the device's peak is known, and this rank's `perf/peak_gib`."""
+    """`perf/tflops` per rank, `perf/mfu` if the device's peak is known, and this rank's `perf/peak_gib`."""
     found = {"perf/peak_gib": peak_gib(trainer.device)}
     trained: list[Row] = []
     forward_only: list[Row] = []
     for shard, reading in zip(shards, readings, strict=True):
         for number, part in enumerate(shard.microbatches()):
             (forward_only if number in reading.forward_only else trained).extend(part)
-    # Of the three passes of full training, two are the backward's.
+    # Full training has the cost of three forward passes; two of them are the backward pass.
     flops = (
         _flops(trainer.size, trained, lora=trainer.adapter is not None)
         + _flops(trainer.size, forward_only, lora=False) / 3
@@ -534,13 +538,14 @@ def _norm(gradients: list[Tensor]) -> float:
     return float(sharding.whole_tensor(nn.utils.get_total_norm(gradients)))
 
 
-def _nothing(scored: Scored) -> Tensor:
-    nothing = scored.logprobs.sum() * 0.0
-    return nothing if scored.values is None else nothing + scored.values.sum() * 0.0
+def _zero_of(scored: Scored) -> Tensor:
+    """A 0 that depends on every output of the networks."""
+    zero = scored.logprobs.sum() * 0.0
+    return zero if scored.values is None else zero + scored.values.sum() * 0.0
 
 
 def _clip_bounds(algorithm: Algorithm) -> tuple[float, float] | None:
-    """How far the ratio of one token may go, where a term clips it by itself."""
+    """The clip range of one token's ratio, if a term clips it; else None."""
     for term in active_terms(algorithm):
         names = requests(term.function)
         if "old_logprobs" in names and "rollout_index" not in names:

@@ -1,15 +1,14 @@
-"""Rows of token ids through a causal language model: features at chosen positions, and the head that makes logits of
-them.
+"""Runs rows of token ids through a causal language model. Returns features at chosen positions, for the head.
 
-Four things make this fast where a padded batch through `model(...)` is slow: the head runs on chosen positions only; a
-prompt that several rows share goes through once and the rows continue its keys and values, with gradients; rows are
-padded to similar ones; or, packed, several rows are one sequence without padding, in which positions begin again and no
-row sees another (`run_packed`). Each is checked once against the model's own logits (`inspect_model`) and left where it
-does not agree. Right padding needs no mask: what comes later is not seen under causal attention.
+Four optimizations make this faster than a padded batch through `model(...)`. The head runs at chosen positions only. A
+prompt that several rows share runs once, and the rows continue its keys and values, with gradients. Rows are padded to
+rows of similar length. Or several rows are packed into one sequence without padding; positions restart, and no row sees
+another (`run_packed`). Each is compared once with the model's own logits (`inspect_model`), and not used if they
+differ. Right padding needs no mask, because causal attention never sees later tokens.
 
-`use_float32_head` makes the head of a half-precision model compute in float32. Logits rounded to bfloat16 have 8 bits:
-two engines that round differently then disagree about a token's probability by percents, and the ratio of a policy to
-itself is not 1. Left out: packing rows that share a prompt; packing under a mask where layers see a window only.
+`use_float32_head` makes the head of a half-precision model compute in float32. Logits in bfloat16 have 8 bits. Two
+engines that round differently then disagree by percents about a token's probability, and the ratio of a policy to
+itself is not 1. Not here: packing rows with shared prompts; packing with a mask for layers with a window.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from rollouts.training.algorithms.logprobs import logprobs_and_entropy
 from rollouts.training.batching import Layout, plan_layout
 from rollouts.training.types import Row
 
-# These find packed rows by their positions and skip what no row sees; the others get a mask and compute all of it.
+# These find packed rows by their positions, and skip masked tokens. Others get a mask, and compute everything.
 _SKIPPING = ("flash_attention_2", "flex_attention")
 _MASKING = ("sdpa", "eager")
 
@@ -37,10 +36,14 @@ _Way = Literal["plain", "shared", "packed"]
 class ModelPaths(NamedTuple):
     """How to run one model.
 
-    `body(**inputs)` gives features [R, C, F] and a cache; `head(features [t, F])` gives logits [t, vocabulary_size].
-    `share_prefix` says whether shared prompts may run once, `packs` whether rows may be packed; `notes` says in words
-    what could not be used, and why. Rows are run `packed` into one sequence, or padded in buckets, of which another one
-    has to save `bucket_saving_min` padded tokens.
+    Attributes:
+        body: `body(**inputs)` returns features [R, C, F] and a cache
+        head: `head(features [t, F])` returns logits [t, vocabulary_size]
+        share_prefix: whether shared prompts run once
+        packs: whether rows may be packed
+        packed: run rows packed into one sequence, else padded in buckets
+        bucket_saving_min: an extra bucket must save this many padded tokens
+        notes: which optimizations cannot be used, and why
     """
 
     causal: Any
@@ -56,33 +59,31 @@ class ModelPaths(NamedTuple):
     def logprobs_and_entropy(
         self, features: Tensor, targets: Tensor, temperature: float | Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Of `targets` [T], each [T]; the logits are computed in chunks."""
+        """Logprobs and entropy of `targets` [T], each [T]. The logits are computed in chunks."""
         size = self.vocabulary_size
         return logprobs_and_entropy(self.head, features, targets, vocabulary_size=size, temperature=temperature)
 
 
 class Selection(NamedTuple):
-    """Which token each of the T selected features predicts: `rows` [P] numbers and, for each, `positions` in that
-    row.
-    """
+    """The tokens that T features predict: `rows` [P] are row numbers, with the `positions` in each."""
 
     rows: list[int]
     positions: list[Sequence[int]]
 
     def tokens(self) -> list[tuple[int, int]]:
-        """(row, position) of each."""
+        """(row, position) of each token."""
         return [(row, t) for row, positions in zip(self.rows, self.positions, strict=True) for t in positions]
 
 
 class _Picked:
-    """Features of chosen positions, piece by piece, and which tokens they predict."""
+    """Features of chosen positions, collected in pieces, and the tokens that they predict."""
 
     def __init__(self) -> None:
         self._pieces: list[Tensor] = []
         self._selection = Selection([], [])
 
     def take(self, features: Tensor, offsets: list[int], positions: list[list[int]], numbers: Sequence[int]) -> None:
-        """The features at offset + position of the rows with these numbers."""
+        """Add the features at offset + position of the rows with these numbers."""
         index = [offset + t for offset, chosen in zip(offsets, positions, strict=True) for t in chosen]
         if not index:
             return
@@ -94,13 +95,13 @@ class _Picked:
         self._pieces.append(flat.index_select(0, torch.tensor(index, device=features.device)))
 
     def whole(self) -> tuple[Tensor, Selection]:
-        """All of them [T, F]."""
-        assert self._pieces, "no position was asked for"
+        """All features [T, F]."""
+        assert self._pieces, "no position was requested"
         return (self._pieces[0] if len(self._pieces) == 1 else torch.cat(self._pieces)), self._selection
 
 
 def inspect_model(causal: Any, *, share_prefix: bool = True, bucket_saving_min: int = 0) -> ModelPaths:
-    """Find the fastest way to run this model that agrees with its own logits to 1e-4 (fp32)."""
+    """Find the fastest way to run this model whose logits differ from the model's own by at most 1e-4 (fp32)."""
     rows = _probe_rows(int(causal.get_input_embeddings().weight.shape[0]))
     notes: list[str] = []
     with torch.no_grad():
@@ -112,26 +113,26 @@ def inspect_model(causal: Any, *, share_prefix: bool = True, bucket_saving_min: 
             reason = _disagreement(paths, rows, expected, "plain")
         if paths is None or reason:
             paths = full
-            notes.append(f"the whole logits are computed, for {reason}")
+            notes.append(f"the logits of all tokens are computed, because {reason}")
         if share_prefix:
             reason = _why_not(causal, "shared") or _disagreement(paths, rows, expected, "shared")
-            notes += [f"shared prompts are not run once, for {reason}"] if reason else []
+            notes += [f"shared prompts run more than once, because {reason}"] if reason else []
             paths = paths._replace(share_prefix=not reason)
         reason = _why_not(causal, "packed") or _disagreement(paths, rows, expected, "packed")
-        notes += [f"rows are not packed, for {reason}"] if reason else []
+        notes += [f"rows are not packed, because {reason}"] if reason else []
     return paths._replace(packs=not reason, notes=tuple(notes), bucket_saving_min=bucket_saving_min)
 
 
 def prefers_packing(causal: Any) -> bool:
-    """Whether packing is faster than buckets of similar length: only where attention skips what its mask hides."""
+    """Whether packing is faster than buckets of similar length: only if the attention skips masked tokens."""
     return _attention(causal) in _SKIPPING
 
 
 def run(
     paths: ModelPaths, rows: Sequence[Row], wanted: Sequence[Sequence[int]]
 ) -> tuple[Tensor, Selection, tuple[int, int]]:
-    """Features [T, F] that predict the tokens at `wanted` positions (each >= 1) of every row, which they are, and
-    (tokens, tokens with padding) that were run.
+    """Run rows, packed or in buckets. Returns the features [T, F] that predict the tokens at the `wanted` positions
+    (each >= 1) of every row, the selection, and (tokens that were run, the same with padding).
     """
     lengths = [len(row.tokens) for row in rows]
     if paths.packed:
@@ -144,7 +145,7 @@ def run(
 def run_rows(
     paths: ModelPaths, rows: Sequence[Row], layout: Layout, wanted: Sequence[Sequence[int]]
 ) -> tuple[Tensor, Selection]:
-    """Features of `wanted` positions (see `run`), rows padded as the layout says."""
+    """Compute the features of the `wanted` positions (see `run`), with rows padded as the layout says."""
     device = _device(paths.causal)
     cache = None
     picked = _Picked()
@@ -168,7 +169,7 @@ def run_rows(
 def run_packed(
     paths: ModelPaths, rows: Sequence[Row], bins: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]]
 ) -> tuple[Tensor, Selection]:
-    """As `run_rows`, each bin of row numbers (algorithms/packing.py) run as one sequence [1, sum of lengths]."""
+    """Like `run_rows`, with each bin of rows (`pack_rows`) as one sequence [1, sum of lengths]."""
     picked = _Picked()
     for chosen in bins:
         positions = [list(wanted[row]) for row in chosen]
@@ -182,7 +183,7 @@ def run_packed(
 def use_float32_head(causal: Any) -> None:
     """Make the output head of this causal LM compute in float32, in place. Adapters may be injected before or after.
 
-    Nothing changes where it does already. Raises ConfigError for a model that does not show its head.
+    Does nothing if the head is already in float32. Raises ConfigError if the model does not return its head.
     """
     outer = causal.get_output_embeddings()
     if outer is None:
@@ -197,15 +198,15 @@ def use_float32_head(causal: Any) -> None:
         return
     tied = head.weight is embedding.weight
     for parameter in head.parameters(recurse=False):
-        parameter.data = parameter.data.float()  # the same Parameter, so what is tied stays tied
+        parameter.data = parameter.data.float()  # keeps the Parameter, so tied weights stay tied
     head.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(), *inputs[1:]))
     if tied:
         embedding.register_forward_hook(lambda _, inputs, output: output.to(dtype))
 
 
 def _pack(causal: Any, tokens: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Inputs [1, L] of rows one after another: positions that begin again at 0, and a mask [1, 1, L, L] under which
-    each row sees itself only. Where attention skips, transformers reads the rows' bounds from the positions.
+    """Inputs [1, L] of concatenated rows: positions that restart at 0, and a mask [1, 1, L, L] under which each row
+    sees itself only. If the attention skips masked tokens, transformers finds the rows by their positions.
     """
     device = _device(causal)
     lengths = [len(row) for row in tokens]
@@ -226,13 +227,13 @@ def _pack(causal: Any, tokens: Sequence[Sequence[int]]) -> dict[str, Any]:
 def _continue(
     causal: Any, rows: Sequence[Row], layout: Layout, bucket: list[int], cache: Any, width: int
 ) -> dict[str, Any]:
-    """Inputs that let the rows of a bucket continue their prefixes: cache, positions [R, C], mask [R, 1, C, P + C]."""
+    """Inputs with which rows of a bucket continue their prefixes: cache, positions [R, C], mask [R, 1, C, P + C]."""
     device = _device(causal)
     prefix_width = max(len(prefix) for prefix in layout.prefixes)
     prefix_of_row = torch.tensor([layout.prefix_of_row[row] for row in bucket], device=device)
     starts = np.array([layout.starts[row] for row in bucket])
     lengths = np.array([len(rows[row].tokens) for row in bucket])
-    # Padding repeats the row's last position: a table of positions may end there.
+    # Padding repeats the row's last position, because a table of positions may end there.
     positions = np.minimum(starts[:, None] + np.arange(width), lengths[:, None] - 1)
     visible = np.zeros((len(bucket), 1, width, prefix_width + width), dtype=bool)
     visible[..., :prefix_width] = (np.arange(prefix_width) < starts[:, None])[:, None, None]
@@ -259,7 +260,7 @@ def _padded(tokens: Sequence[Sequence[int]], device: torch.device) -> Tensor:
 
 
 def _separate_head(causal: Any) -> ModelPaths | None:
-    """Body and head apart, with the logit scalings that configurations of the known families ask for."""
+    """Body and head of a model, with the logit scaling of its configuration, for known families."""
     base, embeddings = causal.base_model, causal.get_output_embeddings()
     if embeddings is None or base is causal:
         return None
@@ -273,7 +274,7 @@ def _separate_head(causal: Any) -> ModelPaths | None:
             logits = logits * scale
         return torch.tanh(logits / cap) * cap if cap else logits
 
-    is_plain = scale == 1.0 and not cap  # a plain layer has a path of its own
+    is_plain = scale == 1.0 and not cap  # a plain layer has a faster path
     body, size = _body(base, "last_hidden_state"), embeddings.weight.shape[0]
     return ModelPaths(causal, body, embeddings if is_plain else head, size, share_prefix=False)
 
@@ -285,27 +286,27 @@ def _full_logits(causal: Any, vocabulary_size: int) -> ModelPaths:
 def _body(module: Any, features: str) -> Callable[..., tuple[Tensor, Any]]:
     def body(**inputs: Any) -> tuple[Tensor, Any]:
         output = module(**inputs)
-        return getattr(output, features), getattr(output, "past_key_values", None)  # a recurrent model has none
+        return getattr(output, features), getattr(output, "past_key_values", None)  # None for a recurrent model
 
     return body
 
 
 def _why_not(causal: Any, way: _Way) -> str:
-    """What in the configuration makes packed rows wrong, or continuing a cache with padded rows (`shared`); empty where
-    nothing does.
+    """Why the model's configuration rules out packed rows, or shared prompts with padded rows (`shared`). Empty if it
+    does not.
 
-    A mask that is given whole is taken by all layers as it is, also by those that see a window only. Layers, such as
-    recurrent ones, may carry one row into the next, and positions may depend on other rows.
+    All layers use a given mask unchanged, also layers with a window. Other layers, such as recurrent ones, may carry
+    state from one row to the next, and positions may depend on other rows.
     """
     attention, config = _attention(causal), causal.config.get_text_config(decoder=True)
     skips = way == "packed" and attention in _SKIPPING
     if not skips and attention not in _MASKING:
         takes_none = f"the attention implementation {attention} takes no mask per token"
-        return takes_none if way == "shared" else f"nobody has tried it with the attention implementation {attention}"
+        return takes_none if way == "shared" else f"the attention implementation {attention} is untested with it"
     layers = set(getattr(config, "layer_types", None) or ())
     has_window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
     if has_window and not layers and not skips:
-        return "its attention sees a window only"
+        return "its attention has a window"
     others = sorted(layers - {"full_attention"} - ({"sliding_attention"} if skips else set()))
     if others:
         return f"it has layers of kind {', '.join(others)}"
@@ -316,10 +317,10 @@ def _why_not(causal: Any, way: _Way) -> str:
 
 
 def _disagreement(paths: ModelPaths, rows: list[Row], expected: Tensor, way: _Way) -> str:
-    """In words, how far this way of running is from the model's own logits; empty where it agrees."""
+    """Describe the difference between this way of running and the model's own logits. Empty if there is none."""
     try:
         found = _probe(paths, rows, way)
-    except Exception as error:  # whatever a model's own code raises: it cannot be run this way, and the note says why
+    except Exception as error:  # a model's own code may raise anything; the note then says why it is not used
         return f"it raises {type(error).__name__}: {error}"
     exact = expected.dtype in (torch.float32, torch.float64) and _hidden_dtype(paths.causal) == expected.dtype
     largest = float(expected.abs().max())
@@ -329,7 +330,7 @@ def _disagreement(paths: ModelPaths, rows: list[Row], expected: Tensor, way: _Wa
 
 
 def _probe(paths: ModelPaths, rows: list[Row], way: _Way) -> Tensor:
-    """Logits [T, V] at the live positions of the probe rows, in the order of the rows."""
+    """Logits [T, V] at the live positions of the test rows, in the order of the rows."""
     wanted = [[t for t, weight in enumerate(row.loss_mask) if weight > 0] for row in rows]
     if way == "packed":
         features, selection = run_packed(paths, rows, [range(len(rows))], wanted)
@@ -359,7 +360,7 @@ def _attention(causal: Any) -> str | None:
 
 
 def _hidden_dtype(causal: Any) -> torch.dtype:
-    """What the layers compute in; the embedding's weight may be a float32 head's too."""
+    """The dtype of the layers; the embedding may be float32 because of the head."""
     with torch.no_grad():
         embedded = causal.get_input_embeddings()(torch.zeros(1, dtype=torch.long, device=_device(causal)))
     dtype: torch.dtype = embedded.dtype
@@ -372,6 +373,6 @@ def _device(causal: Any) -> torch.device:
 
 
 def _base_layer(module: Any) -> nn.Module:
-    """The model's own layer beneath a LoRA layer: it stays when adapters are merged or removed."""
+    """The model's own layer inside a LoRA layer. It stays when adapters are merged or removed."""
     layer: nn.Module = module.get_base_layer() if hasattr(module, "get_base_layer") else module
     return layer

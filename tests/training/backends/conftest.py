@@ -14,7 +14,7 @@ from rollouts.runs.plan import make_plan
 from rollouts.training.batching import make_batch
 
 
-class Crew:
+class Ranks:
     """A backend, the plan that it was composed from, and what a test does with both."""
 
     def __init__(self, model: str, settings: dict) -> None:
@@ -68,8 +68,8 @@ class Crew:
 
 
 @pytest.fixture
-def crew_of(monkeypatch, forked_ranks):
-    """Makes crews; ends their ranks, whatever became of the test."""
+def ranks_of(monkeypatch, forked_ranks):
+    """Makes backends of several ranks, and ends their ranks after the test."""
     monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
     made = []
 
@@ -79,9 +79,9 @@ def crew_of(monkeypatch, forked_ranks):
         if processes == 0:
             del backend["processes"]
             backend["name"] = "torch"
-        made.append(Crew(str(model), {"training": backend, **settings}))
+        made.append(Ranks(str(model), {"training": backend, **settings}))
         return made[-1]
 
     yield make
-    for crew in made:
-        crew.backend.close()
+    for ranks in made:
+        ranks.backend.close()

@@ -228,14 +228,14 @@ def test_topk_distillation_is_the_kl_of_the_teacher_where_k_is_the_vocabulary(ti
 
 def test_a_teacher_of_another_vocabulary_is_refused(tiny, backend_of, tmp_path):
     other = saved(tiny.qwen3(vocab=50), tmp_path / "other")
-    with pytest.raises(ModelError, match="knows 50 tokens and the policy 61; a teacher needs the tokenizer"):
+    with pytest.raises(ModelError, match="has 50 tokens and the policy 61; a teacher needs the tokenizer"):
         backend_of(tiny.qwen3(), auxiliary_models=AuxiliaryModels(teacher=other))
 
 
 def test_what_a_backend_was_not_given_it_cannot_score(tiny, backend_of):
     backend = backend_of(tiny.qwen3())
     for name in ("ref_logprobs", "teacher_logprobs", "values"):
-        with pytest.raises(TrainingError, match=rf"asked for {name}; it can give logprobs, entropy"):
+        with pytest.raises(TrainingError, match=rf"cannot compute {name}; it can compute logprobs, entropy"):
             backend.forward(batch_of(tiny.make_samples()), (name,)).wait()
 
 
@@ -332,7 +332,7 @@ def test_packed_rows_give_the_same_gradient(tiny, backend_of, maker):
 
 
 def test_a_model_that_cannot_be_packed_is_refused_or_told(tiny, backend_of):
-    with pytest.raises(ConfigError, match=r"--training.layout packed: rows are not packed, for .*layout buckets"):
+    with pytest.raises(ConfigError, match=r"--training.layout packed: rows are not packed, because .*layout buckets"):
         backend_of(tiny.gemma2(), layout="packed")
     assert not any("pack" in note for note in backend_of(tiny.gemma2()).notes), "nobody asked for it"
 

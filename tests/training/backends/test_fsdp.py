@@ -24,8 +24,8 @@ def folder(tiny, tmp_path):
     return tmp_path / "model"
 
 
-def weights_of(crew):
-    return crew.backend.get_weights().wait(60)
+def weights_of(ranks):
+    return ranks.backend.get_weights().wait(60)
 
 
 def close(one, other, tolerance=1e-4):
@@ -45,13 +45,13 @@ def same_words(one, other, tolerance=1e-4):
             assert math.isclose(value, theirs[name], rel_tol=50 * tolerance, abs_tol=tolerance), name
 
 
-def test_ranks_are_one_process(tiny, folder, crew_of, tmp_path):
+def test_ranks_are_one_process(tiny, folder, ranks_of, tmp_path):
     """Every aggregation, unequal token counts, several steps each; a rank with nothing to do; the checkpoint of any
     number of ranks loads into any other.
     """
     steps = [3, *[2] * (len(AGGREGATIONS) - 1)]
     samples = tiny.make_samples()
-    alone = crew_of(folder, 0, schedule=STAGES)
+    alone = ranks_of(folder, 0, schedule=STAGES)
     expected, after = [], []
     alone.backend.save(str(tmp_path / "start")).wait(60)
     for stage in range(len(AGGREGATIONS)):
@@ -63,30 +63,30 @@ def test_ranks_are_one_process(tiny, folder, crew_of, tmp_path):
     scored = alone.backend.forward(alone.batch(samples), ("logprobs", "entropy")).wait(60)
     alone.backend.save(str(tmp_path / "of_0"), {"mine": [1]}).wait(60)
     for processes in (1, 2, 4):
-        crew = crew_of(folder, processes, schedule=STAGES)
-        assert isinstance(crew.backend, TorchBackend) and crew.backend.world_size == processes
-        assert crew.backend.model is None, "sharded"
+        ranks = ranks_of(folder, processes, schedule=STAGES)
+        assert isinstance(ranks.backend, TorchBackend) and ranks.backend.world_size == processes
+        assert ranks.backend.model is None, "sharded"
         for stage in range(len(AGGREGATIONS)):
-            same_words(crew.train(crew.batch(samples, stage), steps[stage]), expected[stage])
-            close(weights_of(crew), after[stage])
-            crew.backend.load(str(tmp_path / "start")).wait(60)
-        same_words(crew.train(crew.batch(few), 1), expected_few)
-        found = crew.backend.forward(crew.batch(samples), ("logprobs", "entropy")).wait(60)
+            same_words(ranks.train(ranks.batch(samples, stage), steps[stage]), expected[stage])
+            close(weights_of(ranks), after[stage])
+            ranks.backend.load(str(tmp_path / "start")).wait(60)
+        same_words(ranks.train(ranks.batch(few), 1), expected_few)
+        found = ranks.backend.forward(ranks.batch(samples), ("logprobs", "entropy")).wait(60)
         for name in ("logprobs", "entropy"):
             for mine, theirs in zip(getattr(found, name), getattr(scored, name), strict=True):
                 assert mine == pytest.approx(theirs, abs=2e-4)
-        crew.backend.save(str(tmp_path / f"of_{processes}"), {"mine": [1]}).wait(60)
-        words = crew.train(crew.batch(samples), 1)
+        ranks.backend.save(str(tmp_path / f"of_{processes}"), {"mine": [1]}).wait(60)
+        words = ranks.train(ranks.batch(samples), 1)
         for writer in ("of_0", f"of_{processes}"):
-            assert crew.backend.load(str(tmp_path / writer)).wait(60) == {"mine": [1]}
-            assert crew.backend.version == 1
-            found = crew.train(crew.batch(samples), 1)
+            assert ranks.backend.load(str(tmp_path / writer)).wait(60) == {"mine": [1]}
+            assert ranks.backend.version == 1
+            found = ranks.train(ranks.batch(samples), 1)
             same_words(found, words)
             if writer != "of_0":
                 assert found == words, "bit for bit on as many ranks"
         alone.backend.load(str(tmp_path / f"of_{processes}")).wait(60)
         same_words(alone.train(alone.batch(samples), 1), words)
-        crew.backend.close()
+        ranks.backend.close()
 
 
 @pytest.mark.parametrize(
@@ -102,47 +102,47 @@ def test_ranks_are_one_process(tiny, folder, crew_of, tmp_path):
     ],
     ids=["activation checkpointing", "replicas", "lora", "lora with its base as reference", "ema", "critic", "packed"],
 )
-def test_two_ranks_with(settings, tiny, folder, crew_of, tmp_path):
+def test_two_ranks_with(settings, tiny, folder, ranks_of, tmp_path):
     """The same as one process, after a checkpoint too."""
     samples = tiny.make_samples(2, 3)
     settings = dict(settings)
     training = settings.pop("training", {})
     own = {name: value for name, value in training.items() if name != "replicas"}
-    crews = [crew_of(folder, 0, training=own, **settings), crew_of(folder, 2, training=training, **settings)]
+    crews = [ranks_of(folder, 0, training=own, **settings), ranks_of(folder, 2, training=training, **settings)]
     words = []
-    for crew in crews:
-        batch = crew.batch(samples)
-        names = [name for name in ("ref_logprobs", "values") if name in crew.plan.needs]
+    for ranks in crews:
+        batch = ranks.batch(samples)
+        names = [name for name in ("ref_logprobs", "values") if name in ranks.plan.needs]
         said = []
         for step in range(3):
             if names:
-                output = crew.backend.forward(batch, tuple(names)).wait(60)
+                output = ranks.backend.forward(batch, tuple(names)).wait(60)
                 for number, row in enumerate(batch.rows):
                     row.ref_logprobs = output.ref_logprobs[number] if output.ref_logprobs else None
                     row.old_values = output.values[number] if output.values else None
-            said += crew.train(batch, 1)
+            said += ranks.train(batch, 1)
             if step == 1:
-                crew.backend.save(str(tmp_path / f"{crew.backend.world_size}")).wait(60)
+                ranks.backend.save(str(tmp_path / f"{ranks.backend.world_size}")).wait(60)
         words.append(said)
     same_words(*words)
     close(*map(weights_of, crews))
-    for crew, other in zip(crews, ("2", "1"), strict=True):
-        crew.backend.load(str(tmp_path / other)).wait(60)
+    for ranks, other in zip(crews, ("2", "1"), strict=True):
+        ranks.backend.load(str(tmp_path / other)).wait(60)
     close(*map(weights_of, crews))
-    same_words(*(crew.train(crew.batch(samples), 0) for crew in crews))
+    same_words(*(ranks.train(ranks.batch(samples), 0) for ranks in crews))
 
 
-def test_ranks_meet_in_the_backward_of_rows_without_an_advantage(tiny, folder, crew_of):
+def test_ranks_meet_in_the_backward_of_rows_without_an_advantage(tiny, folder, ranks_of):
     """One process runs them forward only. Of two ranks one may have no other rows, and in one step nobody has."""
     samples = tiny.make_samples(4, 3)
-    words, crews = [], [crew_of(folder, processes) for processes in (0, 2)]
-    for crew in crews:
+    words, crews = [], [ranks_of(folder, processes) for processes in (0, 2)]
+    for ranks in crews:
         said = []
         for informative in ((1,), (), (0, 2)):
-            batch = crew.batch(samples)
+            batch = ranks.batch(samples)
             for row in batch.rows:
                 row.advantages = [value if row.group_index in informative else 0.0 for value in row.advantages]
-            said += crew.train(batch, 1)
+            said += ranks.train(batch, 1)
         words.append(said)
     assert [said["optim/skipped"] for said in words[0]] == [0.0] * 3
     same_words(*words)
@@ -150,38 +150,38 @@ def test_ranks_meet_in_the_backward_of_rows_without_an_advantage(tiny, folder, c
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
-def test_two_ranks_of_other_families(family, tiny, crew_of, tmp_path):
+def test_two_ranks_of_other_families(family, tiny, ranks_of, tmp_path):
     """An untied head, transposed linear layers, a capped head; ranks above 0 get all weights from rank 0."""
     model = getattr(tiny, family)()
     model.save_pretrained(tmp_path / "model")
     samples = tiny.make_samples(2, 3)
     attention = {"attention": "eager"} if family == "gemma2" else {}
-    alone = crew_of(tmp_path / "model", 0, training=attention)
-    crew = crew_of(tmp_path / "model", 2, training=attention)
-    close(weights_of(crew), weights_of(alone), 0.0)
-    same_words(crew.train(crew.batch(samples)), alone.train(alone.batch(samples)))
-    close(weights_of(crew), weights_of(alone))
-    crew.backend.save(str(tmp_path / "saved")).wait(60)
+    alone = ranks_of(tmp_path / "model", 0, training=attention)
+    ranks = ranks_of(tmp_path / "model", 2, training=attention)
+    close(weights_of(ranks), weights_of(alone), 0.0)
+    same_words(ranks.train(ranks.batch(samples)), alone.train(alone.batch(samples)))
+    close(weights_of(ranks), weights_of(alone))
+    ranks.backend.save(str(tmp_path / "saved")).wait(60)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    close(loaded.state_dict(), weights_of(crew), 0.0)
+    close(loaded.state_dict(), weights_of(ranks), 0.0)
 
 
-def test_bfloat16_layers_keep_float32_weights(tiny, folder, crew_of, tmp_path):
+def test_bfloat16_layers_keep_float32_weights(tiny, folder, ranks_of, tmp_path):
     """The masters are float32, in a checkpoint too; a small step is not lost, as it is where weights are bfloat16."""
     samples = tiny.make_samples(2, 3)
-    exact = crew_of(folder, 0, lr=1e-5)
-    crew = crew_of(folder, 2, lr=1e-5, training={"dtype": "bfloat16"})
-    before = weights_of(crew)
-    assert {tensor.dtype for tensor in before.values()} == {torch.float32} and crew.backend.compute_dtype == "bfloat16"
-    words, expected = crew.train(crew.batch(samples), 2), exact.train(exact.batch(samples), 2)
+    exact = ranks_of(folder, 0, lr=1e-5)
+    ranks = ranks_of(folder, 2, lr=1e-5, training={"dtype": "bfloat16"})
+    before = weights_of(ranks)
+    assert {tensor.dtype for tensor in before.values()} == {torch.float32} and ranks.backend.compute_dtype == "bfloat16"
+    words, expected = ranks.train(ranks.batch(samples), 2), exact.train(exact.batch(samples), 2)
     assert words[0]["policy/loss"] == pytest.approx(expected[0]["policy/loss"], abs=0.05)
     assert words[0] != expected[0], "it does compute in bfloat16"
-    after = weights_of(crew)
+    after = weights_of(ranks)
     moved = {name: (after[name] - before[name]).abs().max() for name in before}
     assert all(1e-6 < value < 1e-4 for value in moved.values()), moved
     lost = {name: (after[name].bfloat16() == before[name].bfloat16()).float().mean() for name in before}
     assert sum(lost.values()) / len(lost) > 0.5, "bfloat16 weights would have kept most of their values"
-    crew.backend.save(str(tmp_path / "c")).wait(60)
+    ranks.backend.save(str(tmp_path / "c")).wait(60)
     exact.backend.load(str(tmp_path / "c")).wait(60)
     close(weights_of(exact), after, 0.0)
 
@@ -189,16 +189,16 @@ def test_bfloat16_layers_keep_float32_weights(tiny, folder, crew_of, tmp_path):
 @pytest.mark.parametrize(
     ("training", "words"),
     [
-        ({"replicas": 2, "processes": 3}, "replicas 2: 3 ranks cannot be parted in 2 equal groups"),
+        ({"replicas": 2, "processes": 3}, "replicas 2: 3 ranks cannot be split into 2 equal groups"),
         ({"processes": -1}, "processes -1: expected 1 or more"),
         ({"dtype": "float16"}, "dtype float16: expected float32 or bfloat16"),
         ({"stall_seconds": 0}, "stall-seconds 0: expected 1 or more"),
         ({"lora_targets": "nowhere"}, "'nowhere' match no layer of Qwen3ForCausalLM"),
     ],
 )
-def test_what_cannot_be_is_told(training, words, folder, crew_of):
+def test_what_cannot_be_is_told(training, words, folder, ranks_of):
     with pytest.raises(ConfigError, match=words):
-        crew_of(folder, 2, training=training, lora_rank=2 if "lora_targets" in training else 0)
+        ranks_of(folder, 2, training=training, lora_rank=2 if "lora_targets" in training else 0)
 
 
 @pytest.mark.parametrize(
@@ -215,8 +215,8 @@ def test_what_cannot_be_is_told(training, words, folder, crew_of):
         ),
     ],
 )
-def test_a_launcher_that_disagrees_is_told(variables, words, folder, crew_of, monkeypatch):
+def test_a_launcher_that_disagrees_is_told(variables, words, folder, ranks_of, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=words):
-        crew_of(folder, 2)
+        ranks_of(folder, 2)

@@ -85,4 +85,4 @@ def test_a_rank_that_has_begun_may_be_silent_for_less_long(judged):
     assert verdicts == []
     clock.now += 11.0
     assert heard.wait(5)
-    assert "rank 2 was not heard of for 31 s" in verdicts[0]
+    assert "rank 2 sent no heartbeat for 31 s" in verdicts[0]

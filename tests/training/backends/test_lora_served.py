@@ -32,25 +32,25 @@ def merged_says(folder):
 
 
 @pytest.mark.parametrize("processes", [0, 2])
-def test_served_is_merged_is_trained(processes, tiny, crew_of, tmp_path):
+def test_served_is_merged_is_trained(processes, tiny, ranks_of, tmp_path):
     tiny.qwen3().save_pretrained(tmp_path / "model")
-    crew = crew_of(tmp_path / "model", processes, lora_rank=4)
-    engine = create_hf_inference(str(tmp_path / "model"), crew.backend, 0)
-    batch = crew.batch(tiny.make_samples(2, 3))
+    ranks = ranks_of(tmp_path / "model", processes, lora_rank=4)
+    engine = create_hf_inference(str(tmp_path / "model"), ranks.backend, 0)
+    batch = ranks.batch(tiny.make_samples(2, 3))
     said = {}
 
     async def look(when):
-        metrics = await sync_weights(crew.backend, [engine])
-        crew.backend.save(str(tmp_path / when)).wait(60)
+        metrics = await sync_weights(ranks.backend, [engine])
+        ranks.backend.save(str(tmp_path / when)).wait(60)
         export(str(tmp_path / when), str(tmp_path / f"{when}-merged"))
         served = await engine.score(TOKENS)
-        said[when] = (served, trainer_says(crew.backend), merged_says(tmp_path / f"{when}-merged"))
+        said[when] = (served, trainer_says(ranks.backend), merged_says(tmp_path / f"{when}-merged"))
         return metrics
 
     async def main():
         async with engine:
             await look("before")
-            crew.train(batch, 1)
+            ranks.train(batch, 1)
             if processes:
                 assert await engine.score(TOKENS) == said["before"][0], "served only after the update"
             return await look("after")
@@ -61,7 +61,7 @@ def test_served_is_merged_is_trained(processes, tiny, crew_of, tmp_path):
     for one, other in zip(said["before"], said["after"], strict=True):
         assert max(abs(a - b) for a, b in zip(one, other, strict=True)) > 1e-3, "each of them has moved"
     if processes:
-        adapter = crew.backend.get_weights("adapter").wait(60)
+        adapter = ranks.backend.get_weights("adapter").wait(60)
         assert metrics["sync/bytes"] == sum(each.nbytes for each in adapter.values()), "the adapter alone is sent"
     base = {name: value for name, value in engine.model.state_dict().items() if ".lora_" not in name}
     for name, value in tiny.qwen3().state_dict().items():
@@ -70,13 +70,13 @@ def test_served_is_merged_is_trained(processes, tiny, crew_of, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["full", "adapter"])
-def test_an_update_that_brings_the_wrong_thing(kind, tiny, crew_of, tmp_path):
+def test_an_update_that_brings_the_wrong_thing(kind, tiny, ranks_of, tmp_path):
     from rollouts.errors import InferenceError
 
     tiny.qwen3().save_pretrained(tmp_path / "model")
-    crew = crew_of(tmp_path / "model", 1, lora_rank=2 if kind == "adapter" else 0)
-    engine = create_hf_inference(str(tmp_path / "model"), crew.backend, 0)
-    weights = crew.backend.get_weights(kind).wait(60)
+    ranks = ranks_of(tmp_path / "model", 1, lora_rank=2 if kind == "adapter" else 0)
+    engine = create_hf_inference(str(tmp_path / "model"), ranks.backend, 0)
+    weights = ranks.backend.get_weights(kind).wait(60)
     some = next(iter(weights))
     other = "full" if kind == "adapter" else "adapter"
     for update, words in (

@@ -92,7 +92,7 @@ def test_a_cosine_scheduler_is_the_backends_schedule():
         assert optimizer.param_groups[0]["lr"] == pytest.approx(2e-3 * lr_factor(plan, version))
         optimizer.step()
         scheduler.step()
-    with pytest.raises(ConfigError, match="a share of --lr"):
+    with pytest.raises(ConfigError, match="a fraction of --lr"):
         create_warmup_cosine_scheduler(optimizer, 3, 10, 1.5)
 
 
@@ -232,7 +232,7 @@ def test_nothing_live_changes_no_weight(backend_of):
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
-        (lambda logits: logits, r"returned shape \[1, 2, 16\]; it has to return a mean, or \(sum, denominator\)"),
+        (lambda logits: logits, r"returned shape \[1, 2, 16\]; expected a mean, or \(sum, denominator\)"),
         (lambda logits: 3.0, "returned float"),
         (lambda logits: (logits.sum(), -1.0), "the denominator -1.0"),
     ],
@@ -336,5 +336,5 @@ def test_one_line_takes_algorithms_by_name_and_by_themselves(monkeypatch):
         assert args[:6] == ("tiny", 3, 7, 1e-3, 2, 16384) and settings == {"optimizer": "sgd"}
     assert given[0][0][6] == given[1][0][6] == {"main": GRPO}
     assert given[2][0][6]["main"].terms[0].function is mine
-    with pytest.raises(ConfigError, match=r"no algorithm 'grop' in the core; did you mean grpo\?\nit has: .*sft"):
+    with pytest.raises(ConfigError, match=r"no built-in algorithm 'grop'; did you mean grpo\?\nbuilt-in: .*sft"):
         create_pytorch_backend("tiny", 1e-3, 7, "grop")

@@ -45,8 +45,8 @@ def faulty(tmp_path):
     return make
 
 
-def pid_of(crew, rank: int = 1) -> int:
-    return crew.backend._executor._group.processes[rank].pid
+def pid_of(ranks, rank: int = 1) -> int:
+    return ranks.backend._executor._group.processes[rank].pid
 
 
 def is_running(pid: int) -> bool:
@@ -57,37 +57,37 @@ def is_running(pid: int) -> bool:
     return True
 
 
-def fails(crew, batch, words: str, seconds: float):
+def fails(ranks, batch, words: str, seconds: float):
     start = time.monotonic()
     with pytest.raises(RankError, match=words):
         for _ in range(1000):
-            crew.backend.forward_backward(batch).wait(60)
-            crew.backend.optim_step().wait(60)
+            ranks.backend.forward_backward(batch).wait(60)
+            ranks.backend.optim_step().wait(60)
     assert time.monotonic() - start < seconds
-    pid = pid_of(crew)
+    pid = pid_of(ranks)
     with pytest.raises(RankError, match=words):
-        crew.backend.optim_step().wait(5)
-    crew.backend.close()
+        ranks.backend.optim_step().wait(5)
+    ranks.backend.close()
     assert not is_running(pid), "it is ended too"
 
 
-def test_a_rank_that_dies(tiny, model, crew_of):
-    crew = crew_of(model, 2)
-    batch = crew.batch(tiny.make_samples(1, 2))
-    crew.train(batch, 1)
-    os.kill(pid_of(crew), signal.SIGKILL)
-    fails(crew, batch, r"rank 1 died \(killed by SIGKILL\); its last command: \w+, command \d+", 20)
+def test_a_rank_that_dies(tiny, model, ranks_of):
+    ranks = ranks_of(model, 2)
+    batch = ranks.batch(tiny.make_samples(1, 2))
+    ranks.train(batch, 1)
+    os.kill(pid_of(ranks), signal.SIGKILL)
+    fails(ranks, batch, r"rank 1 died \(killed by SIGKILL\); its last command: \w+, command \d+", 20)
 
 
-def test_a_rank_that_is_stopped(tiny, model, crew_of, monkeypatch):
+def test_a_rank_that_is_stopped(tiny, model, ranks_of, monkeypatch):
     """It sends no more heartbeats; the collective, whose own deadline is longer here, is never asked."""
     monkeypatch.setattr(heartbeats, "SILENCE_SECONDS", 6.0)
-    crew = crew_of(model, 2, training={"stall_seconds": 300})
-    batch = crew.batch(tiny.make_samples(1, 2))
-    crew.train(batch, 1)
+    ranks = ranks_of(model, 2, training={"stall_seconds": 300})
+    batch = ranks.batch(tiny.make_samples(1, 2))
+    ranks.train(batch, 1)
     time.sleep(2 * heartbeats.BEAT_SECONDS)  # it has been heard of
-    os.kill(pid_of(crew), signal.SIGSTOP)
-    fails(crew, batch, r"rank 1 was not heard of for [67] s; its last command: \w+, command \d+", 50)
+    os.kill(pid_of(ranks), signal.SIGSTOP)
+    fails(ranks, batch, r"rank 1 sent no heartbeat for [67] s; its last command: \w+, command \d+", 50)
 
 
 @pytest.mark.parametrize(
@@ -100,32 +100,32 @@ def test_a_rank_that_is_stopped(tiny, model, crew_of, monkeypatch):
     ],
     ids=["raises", "exits", "hangs", "rank 0 hangs"],
 )
-def test_a_loss_that_goes_wrong_on_one_rank(rank, fault, words, tiny, model, crew_of, faulty):
+def test_a_loss_that_goes_wrong_on_one_rank(rank, fault, words, tiny, model, ranks_of, faulty):
     loss, trigger = faulty(rank, fault)
-    crew = crew_of(model, 2, loss=loss, training={"stall_seconds": 2})
-    batch = crew.batch(tiny.make_samples(2, 2))
-    crew.train(batch, 1)
+    ranks = ranks_of(model, 2, loss=loss, training={"stall_seconds": 2})
+    batch = ranks.batch(tiny.make_samples(2, 2))
+    ranks.train(batch, 1)
     trigger.write_text("")
-    fails(crew, batch, words, 45)
+    fails(ranks, batch, words, 45)
 
 
 @pytest.mark.parametrize("fault", ["hangs", "dies"])
-def test_of_three_ranks_the_guilty_one_is_named(fault, tiny, model, crew_of, faulty):
+def test_of_three_ranks_the_guilty_one_is_named(fault, tiny, model, ranks_of, faulty):
     """Rank 1 is the first that complains: it waits for rank 2, or has lost it."""
     loss, trigger = faulty("2", "time.sleep(600)" if fault == "hangs" else "os.kill(os.getpid(), 9)")
-    crew = crew_of(model, 3, loss=loss, training={"stall_seconds": 2})
-    batch = crew.batch(tiny.make_samples(3, 2))
-    crew.train(batch, 1)
+    ranks = ranks_of(model, 3, loss=loss, training={"stall_seconds": 2})
+    batch = ranks.batch(tiny.make_samples(3, 2))
+    ranks.train(batch, 1)
     trigger.write_text("")
     words = (
         r"rank 2 died \(killed by SIGKILL\)"
         if fault == "dies"
         else r"in vain for rank 2 at .*faulty.py, line \d+, in loss"
     )
-    fails(crew, batch, words, 45)
+    fails(ranks, batch, words, 45)
 
 
-def test_what_rank_0_does_alone_may_take_longer_than_a_stall(tiny, model, crew_of, tmp_path, monkeypatch):
+def test_what_rank_0_does_alone_may_take_longer_than_a_stall(tiny, model, ranks_of, tmp_path, monkeypatch):
     """Reading a model or a checkpoint: the others do not wait for it in a collective."""
     from rollouts.training.backends import fsdp
     from rollouts.training.weights import checkpoint, files
@@ -138,27 +138,27 @@ def test_what_rank_0_does_alone_may_take_longer_than_a_stall(tiny, model, crew_o
         return call
 
     monkeypatch.setattr(fsdp, "load_hf_model", slow(fsdp.load_hf_model))
-    crew = crew_of(model, 2, training={"stall_seconds": 2})
-    batch = crew.batch(tiny.make_samples(1, 2))
-    crew.train(batch, 1)
+    ranks = ranks_of(model, 2, training={"stall_seconds": 2})
+    batch = ranks.batch(tiny.make_samples(1, 2))
+    ranks.train(batch, 1)
     monkeypatch.setattr(files, "read_weights", slow(files.read_weights))
     monkeypatch.setattr(checkpoint, "write_tensors", slow(checkpoint.write_tensors))
-    crew.backend.save(str(tmp_path / "c")).wait(60)
-    crew.backend.load(str(tmp_path / "c")).wait(60)
-    crew.train(batch, 1)
+    ranks.backend.save(str(tmp_path / "c")).wait(60)
+    ranks.backend.load(str(tmp_path / "c")).wait(60)
+    ranks.train(batch, 1)
 
 
-def test_an_error_of_all_ranks_is_rank_0s(tiny, model, crew_of, tmp_path):
-    """What the user has to mend is told as in a single process; a crew that refused something goes on."""
-    crew = crew_of(model, 2)
+def test_an_error_of_all_ranks_is_rank_0s(tiny, model, ranks_of, tmp_path):
+    """What the user has to mend is told as in a single process; a ranks that refused something goes on."""
+    ranks = ranks_of(model, 2)
     with pytest.raises(TrainingError, match="so there is no adapter"):
-        crew.backend.get_weights("adapter").wait(60)
-    crew.train(crew.batch(tiny.make_samples(1, 2)), 1)
-    crew.backend.save(str(tmp_path / "c")).wait(60)
-    other = crew_of(model, 0, training={"optimizer": "sgd"})
+        ranks.backend.get_weights("adapter").wait(60)
+    ranks.train(ranks.batch(tiny.make_samples(1, 2)), 1)
+    ranks.backend.save(str(tmp_path / "c")).wait(60)
+    other = ranks_of(model, 0, training={"optimizer": "sgd"})
     with pytest.raises(ConfigError, match="momentum_buffer"):
         other.backend.load(str(tmp_path / "c")).wait(60)
-    crew.backend.load(str(tmp_path / "c")).wait(60)
+    ranks.backend.load(str(tmp_path / "c")).wait(60)
 
 
 def test_ranks_end_with_rank_0(tiny, model, tmp_path):
@@ -169,9 +169,9 @@ def test_ranks_end_with_rank_0(tiny, model, tmp_path):
             f"""
             import sys, time
             sys.path.insert(0, {os.path.dirname(__file__)!r})
-            from conftest import Crew
-            crew = Crew({str(model)!r}, {{"training": {{"name": "fsdp", "processes": 2}}}})
-            (process,) = crew.backend._executor._group.processes.values()
+            from conftest import Ranks
+            ranks = Ranks({str(model)!r}, {{"training": {{"name": "fsdp", "processes": 2}}}})
+            (process,) = ranks.backend._executor._group.processes.values()
             print(process.pid, flush=True)
             time.sleep(600)
             """

@@ -382,7 +382,7 @@ def test_an_error_leaves_nothing_accumulated(tiny, backend_of):
         backend.forward_backward(batch_of(tiny.make_samples())).wait()
     assert all(p.grad is None for p in backend.model.parameters()) and backend._trainer._denominator == 0
     other = batch_of(tiny.make_samples(), algorithm="other")
-    with pytest.raises(TrainingError, match="names the algorithm 'other'; this backend was given: main"):
+    with pytest.raises(TrainingError, match="names the algorithm 'other'; this backend has: main"):
         backend.forward_backward(other).wait()
 
 

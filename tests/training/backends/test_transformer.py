@@ -123,7 +123,9 @@ def test_control_shared_positions_are_seen(tiny, monkeypatch, name, attention):
         with pytest.raises(AssertionError):
             assert_same(model, packed(paths, rows, bins), reference, expected)
         notes = transformer.inspect_model(model).notes
-        assert notes and notes[-1].startswith("rows are not packed, for it"), "the probe at load would have caught it"
+        assert notes and notes[-1].startswith("rows are not packed, because it"), (
+            "the probe at load would have caught it"
+        )
     else:
         # Rotary positions are relative, so under the mask rows may begin anywhere; without it positions are the bounds.
         monkeypatch.setattr(transformer, "_attention", lambda causal: "flex_attention")
@@ -179,7 +181,7 @@ def test_rows_that_are_not_asked_for_are_not_run(tiny):
     rows = rows_of(tiny.make_samples(groups=2, rollouts=1))
     features, selection = transformer.run_packed(paths, rows, [[0], [1]], [[], [3, 5]])
     assert features.shape == (2, 32) and selection == transformer.Selection([1], [[3, 5]])
-    with pytest.raises(AssertionError, match="no position was asked for"):
+    with pytest.raises(AssertionError, match="no position was requested"):
         transformer.run_packed(paths, rows, [[0, 1]], [[], []])
 
 
@@ -200,21 +202,21 @@ def test_why_rows_are_not_packed(tiny):
         assert not paths.packs
         return paths.notes[-1]
 
-    assert reason(tiny.gemma2()) == "rows are not packed, for it has layers of kind sliding_attention"
+    assert reason(tiny.gemma2()) == "rows are not packed, because it has layers of kind sliding_attention"
     model = tiny.llama()
     model.config.sliding_window = 4096
-    assert reason(model) == "rows are not packed, for its attention sees a window only"
+    assert reason(model) == "rows are not packed, because its attention has a window"
     model = tiny.llama()
     model.config.layer_types = ["full_attention", "linear_attention"]
-    assert reason(model) == "rows are not packed, for it has layers of kind linear_attention"
+    assert reason(model) == "rows are not packed, because it has layers of kind linear_attention"
     model = tiny.llama()
     model.config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    assert reason(model) == "rows are not packed, for its positions depend on the length of the whole input"
+    assert reason(model) == "rows are not packed, because its positions depend on the length of the whole input"
     model = tiny.gemma2()
     model.config._attn_implementation_internal = "flash_attention_2"
     assert transformer._why_not(model, "packed") == "", "there transformers keeps windows within rows"
     model.config._attn_implementation_internal = "paged"
-    assert "nobody has tried it" in transformer._why_not(model, "packed")
+    assert "is untested with it" in transformer._why_not(model, "packed")
 
 
 def test_a_recurrent_model_is_found_out_by_its_logits():
@@ -225,7 +227,7 @@ def test_a_recurrent_model_is_found_out_by_its_logits():
     config = MambaConfig(vocab_size=61, hidden_size=16, state_size=4, num_hidden_layers=2, initializer_range=0.3)
     paths = transformer.inspect_model(MambaForCausalLM(config).eval())
     assert not paths.packs and not paths.share_prefix
-    assert paths.notes[-1].startswith("rows are not packed, for it")
+    assert paths.notes[-1].startswith("rows are not packed, because it")
 
 
 def test_control_wrong_positions_are_seen(tiny, monkeypatch):
@@ -243,7 +245,7 @@ def test_control_wrong_positions_are_seen(tiny, monkeypatch):
     values = by_layout(paths, rows, plan_layout(rows, share_prefix=True))
     assert (values - reference).abs().max() > 1e-2
     notes = transformer.inspect_model(model).notes
-    assert "shared prompts are not run once" in notes[0], "the probe at load would have caught it"
+    assert "shared prompts run more than once" in notes[0], "the probe at load would have caught it"
 
 
 def test_control_a_leaking_mask_is_seen(tiny, monkeypatch):
@@ -280,7 +282,7 @@ def test_a_head_that_is_not_what_it_seems_is_not_used(tiny):
 
     model.forward = forward
     paths = transformer.inspect_model(model)
-    assert paths.notes[0].startswith("the whole logits are computed, for its logits would be")
+    assert paths.notes[0].startswith("the logits of all tokens are computed, because its logits would be")
     rows = rows_of(tiny.make_samples(groups=2, rollouts=3))
     values = by_layout(paths, rows, plan_layout(rows, share_prefix=paths.share_prefix))
     assert (values - one_by_one(model, rows)).abs().max() <= 1e-5
@@ -288,8 +290,8 @@ def test_a_head_that_is_not_what_it_seems_is_not_used(tiny):
 
 def test_scaled_logits_of_configurations(tiny):
     assert transformer.inspect_model(tiny.gemma2()).notes == (
-        "shared prompts are not run once, for it has layers of kind sliding_attention",
-        "rows are not packed, for it has layers of kind sliding_attention",
+        "shared prompts run more than once, because it has layers of kind sliding_attention",
+        "rows are not packed, because it has layers of kind sliding_attention",
     )
 
 

@@ -1,0 +1,110 @@
+"""A person talks to a model that has the tools of an environment, message by message.
+
+The model, its tools and its tokens are those of an episode (`episode`, `model`, `tools`). What differs: the person's
+next message takes the place of the environment's `reply`, and each message has the limits of a whole episode. A task
+may open the conversation; then the environment is set up for it, its `reply` answers until the episode is over, and its
+rewards can judge. Left out: the terminal, and where model and environment come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from rollouts.agent.episode import EpisodeRun, close_environment, judge, outcome_of
+from rollouts.env.mixing import RewardTerm
+from rollouts.errors import ConfigError, InferenceError, RunError
+from rollouts.types import Message, Score, Status, Trajectory
+
+
+@dataclass(eq=False)
+class Conversation:
+    """The messages so far, and the model that answers them.
+
+    `show` is called with each new message of the model, a tool or the environment, at once. Close it with `aclose`,
+    also where `open` failed. Methods are called one at a time; cancelling one leaves the conversation as it was before.
+    """
+
+    run: EpisodeRun
+    show: Callable[[Message], None]
+    messages: list[Message] = field(default_factory=list)
+    _trajectory: Trajectory | None = None
+
+    async def open(self, *, for_task: bool) -> None:
+        """Build the environment, and set it up if a task opens the conversation. Raises RunError where that fails."""
+        try:
+            await self.run.set_up(for_task=for_task)
+        except Exception as error:
+            raise RunError(outcome_of(error, self.run.stage)[1]) from error
+        if for_task and hasattr(self.run.env, "rollout"):
+            raise ConfigError(
+                f"{type(self.run.env).__name__} plays its tasks in a loop of its own (`rollout`), so a task cannot "
+                "open a conversation\nleave --task out to talk to the model with its tools, or type: rollouts eval"
+            )
+
+    async def play_task(self) -> str:
+        """The model answers the task, as in an episode. Returns what `say` returns."""
+        return await self._exchange(self.run.task.messages, environment_replies=True)
+
+    async def say(self, text: str) -> str:
+        """The model answers a message, and calls tools until it has no more calls.
+
+        Returns a note where the reply was cut off, or where there is none: then the message is dropped. Empty: all is
+        well. Raises InferenceError where the engine failed, and EnvironmentDefinitionError.
+        """
+        return await self._exchange([*self.messages, Message("user", text)], environment_replies=False)
+
+    async def judge(self, rewards: Sequence[RewardTerm]) -> Score:
+        """The rewards of the conversation so far. Rewards of whole groups are left out. Raises RewardError."""
+        assert self._trajectory is not None, "nothing was said"
+        status = Status.COMPLETED if self._trajectory.status is Status.PENDING else self._trajectory.status
+        trajectory = msgspec.structs.replace(self._trajectory, status=status)
+        score, _ = await judge(self.run.env, trajectory, rewards, self.run.limits.reward_seconds, "drop")
+        return score
+
+    async def aclose(self) -> None:
+        """End the session with the engine, and close the environment. Raises RunError where its `close` fails."""
+        self.run.engine.close_session(self.run.engine.session)
+        why = await close_environment(self.run.env, self.run.limits.cleanup_seconds)
+        if why is not None:
+            raise RunError(why)
+
+    async def _exchange(self, asked: list[Message], *, environment_replies: bool) -> str:
+        run, model = self.run, self.run.model
+        assert model is not None, "open the conversation first"
+        model.renew_limits()
+        is_whole, note = False, ""
+        messages: list[Message] | None = asked
+        try:
+            while messages is not None:
+                run.stage = "waiting for the model"
+                reply = await model.chat(messages)
+                self.show(reply)
+                known = len(messages) + 1
+                messages = await run.respond(model, reply) if reply.tool_calls or environment_replies else None
+                for message in (messages or [])[known:]:
+                    self.show(message)
+            is_whole = model.trajectory is not None and model.trajectory.status is Status.PENDING
+            note = "" if is_whole or model.trajectory is None else model.trajectory.error or ""
+            self._keep(model.trajectory)
+        except Exception as error:  # what an author's code and an engine may raise; the core's own is raised again
+            status, note, _ = outcome_of(error, run.stage)
+            if status is Status.INFERENCE_ERROR:
+                raise InferenceError(note) from error
+            has_replied = model.trajectory is not None and len(model.trajectory.messages) > len(asked)
+            if status is Status.COMPLETED and has_replied:  # all turns are used
+                self._keep(model.trajectory)
+            else:
+                shorter = "; type a shorter one, or begin a new conversation" if status is Status.TRUNCATED else ""
+                note += f"; your message is not part of the conversation{shorter}"
+        finally:
+            if not is_whole:  # what was cut off, or given up, cannot continue as it is
+                run.seed += 1
+                run.model = run.new_model()
+        return note
+
+    def _keep(self, trajectory: Trajectory | None) -> None:
+        assert trajectory is not None, "a model that spoke has a trajectory"
+        self.messages, self._trajectory = list(trajectory.messages), trajectory

@@ -1,0 +1,192 @@
+"""`rollouts chat RUN`: talk to a model in the terminal, or through a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import click
+
+from rollouts.cli.app import SIGNALS
+from rollouts.cli.options import SettingsCommand, given_flags
+from rollouts.config.settings import setting_infos
+from rollouts.errors import OutputError
+
+if TYPE_CHECKING:
+    from rollouts.runs.chat import Chat
+    from rollouts.types import Message, Score
+
+SHOWN = (
+    "env reward data system template inference max_tokens max_turns temperature seed turn_seconds tool_seconds "
+    "trust_remote_code"
+).split()
+"""The settings that have a flag. The others are the run's."""
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a terminal obeys them, and a model may write them
+
+
+def _chat(model: str, task: int | None, out: str | None, **options: Any) -> int:
+    from rollouts.config.merging import merge
+    from rollouts.runs.chat import SETTINGS, open_chat
+    from rollouts.runs.run_model import model_plan
+
+    context = click.get_current_context()
+    given = merge(given_flags(options), context.obj or {})
+    with contextlib.ExitStack() as stack:
+        plan = stack.enter_context(model_plan(model, given, SETTINGS))
+        transcript = stack.enter_context(_transcript(out))
+        chat = stack.enter_context(open_chat(plan, task, _show))
+        for note in chat.notes:
+            click.echo(f"note: {note}", err=True)
+        click.echo(f"{chat.title} · Ctrl-C stops a reply, Ctrl-D ends", err=True)
+        _Talk(chat, transcript, context.meta[SIGNALS]).run()
+    return 0
+
+
+class _Talk:
+    """A conversation between the input and the model. `signals` holds the signal that ends the process, if one came."""
+
+    def __init__(self, chat: Chat, transcript: TextIO | None, signals: list[int]) -> None:
+        self._chat, self._transcript, self._signals = chat, transcript, signals
+        self._written = 0
+
+    def run(self) -> None:
+        """One exchange after another, until the input ends. Raises KeyboardInterrupt."""
+        chat = self._chat
+        if chat.task is not None:
+            for message in chat.task.messages:
+                _show(message)
+            self._exchange(chat.play_task)
+        while (text := self._read()) is not None:
+            if text:
+                self._exchange(lambda said=text: chat.say(said))  # type: ignore[misc]
+
+    def _exchange(self, ask: Callable[[], str]) -> None:
+        from rollouts.encoding import encode
+
+        chat, before = self._chat, len(self._chat.conversation.messages)
+        try:
+            if note := ask():
+                click.echo(f"({note})", err=True)
+            messages = chat.conversation.messages
+            if chat.has_rewards and len(messages) > before:
+                _show_score(chat.judge())
+        except KeyboardInterrupt:
+            if self._signals:
+                raise
+            click.echo("\n(stopped; this exchange is not part of the conversation)", err=True)
+            return
+        if self._transcript is not None:
+            self._transcript.writelines(encode(message).decode() + "\n" for message in messages[self._written :])
+            self._transcript.flush()
+            self._written = len(messages)
+
+    def _read(self) -> str | None:
+        """The next message; None at the end of the input."""
+        if sys.stdin is None:
+            return None
+        if not sys.stdin.isatty():
+            line = sys.stdin.readline()
+            if line.strip():
+                click.echo(f"user: {_visible(line.strip())}")
+            return line.strip() if line else None
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 -- `input` edits lines with it
+        for is_last in (False, True):
+            try:
+                return input("> ").strip()
+            except EOFError:
+                click.echo()
+                return None
+            except KeyboardInterrupt:
+                if is_last or self._signals:
+                    raise
+                click.echo("\n(Ctrl-D ends the conversation; so does Ctrl-C, typed again)", err=True)
+        raise AssertionError("the second attempt returns or raises")
+
+
+def _show(message: Message) -> None:
+    """One message as `role: text`; thoughts, calls and results are dimmed in a terminal."""
+    if message.reasoning:
+        click.secho(f"(thinks) {_visible(message.reasoning.strip())}", dim=True)
+    if message.role == "tool":
+        click.secho(f"tool: {_visible(message.text.strip())}", dim=True)
+    elif message.text.strip() or not message.tool_calls:
+        click.echo(f"{message.role}: {_visible(message.text.strip())}")
+    for call in message.tool_calls:
+        arguments = ", ".join(f"{name}={value!r}" for name, value in call.arguments.items())
+        words = f"(a call that cannot be read: {call.error})" if call.error else f"[{call.name}({arguments})]"
+        click.secho(f"{message.role}: {_visible(words)}", dim=True)
+
+
+def _show_score(score: Score) -> None:
+    if not score.parts:  # the environment has no reward
+        return
+    parts = ", ".join(f"{name} {'–' if value is None else f'{value:g}'}" for name, value in score.parts.items())
+    value = "–" if score.value is None else f"{score.value:g}"
+    click.secho(
+        f"reward: {value}" + (f" ({parts})" if parts else "") + (f": {score.why}" if score.why else ""), bold=True
+    )
+
+
+def _visible(text: str) -> str:
+    """The text without what a terminal would obey."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+@contextlib.contextmanager
+def _transcript(out: str | None) -> Iterator[TextIO | None]:
+    """The file for the conversation, a new one; it is removed if nothing was said. Raises UserError."""
+    if out is None:
+        yield None
+        return
+    try:
+        file = open(out, "x", encoding="utf-8", errors="backslashreplace")
+    except FileExistsError as error:
+        raise OutputError(f"--out {out}: it exists already and is kept as it is; give another name") from error
+    except OSError as error:
+        raise OutputError(f"--out {out} cannot be written: {error.strerror or error}") from error
+    with file:
+        try:
+            yield file
+        finally:
+            if not file.tell():
+                Path(out).unlink(missing_ok=True)
+
+
+def _settings_infos() -> Iterator[Any]:
+    docs = {
+        "max_tokens": "Tokens that the model may sample for one message of yours, in all its turns.",
+        "max_turns": "How often the model may speak for one message of yours; each tool call takes one.",
+        "temperature": "The sampling temperature. 0 is greedy.",
+        "env": "The environment whose tools the model gets.",
+    }
+    for info in setting_infos():
+        if info.name in SHOWN:
+            shown = "that of the run; none for another model" if info.name == "env" else "that of the run"
+            yield info._replace(doc=docs.get(info.name, info.doc), shown=shown)
+
+
+chat = SettingsCommand(
+    "chat",
+    callback=_chat,
+    infos=_settings_infos(),
+    argument=click.Argument(["model"], metavar="RUN"),
+    own=[
+        click.Option(
+            ["--task"], type=int, metavar="N", help="Begin with held-out task N (from 0), and show its reward."
+        ),
+        click.Option(["--out"], metavar="FILE", help="Write the messages to this new file, as JSON lines."),
+    ],
+    help="Talk to a run's model, with the tools of its environment.\n\n"
+    "RUN is the folder of a run (its newest checkpoint is used), a checkpoint, or any other model. The environment, "
+    "system prompt, template and engine are those of the run. Each line that you type is a message. The input may be a "
+    "pipe. Ctrl-C stops a reply. Ctrl-D ends.\n\n"
+    "\b\nExamples:\n  rollouts chat runs/first\n  rollouts chat runs/first --task 0 --temperature 0\n"
+    "  rollouts chat Qwen/Qwen3-0.6B --env calculator\n"
+    "  echo 'What is 12 * 7?' | rollouts chat runs/first --out talk.jsonl",
+)

@@ -1,0 +1,147 @@
+"""A conversation with a model in the tools of its environment, from its plan to its end. Left out: the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from rollouts.agent.conversation import Conversation
+from rollouts.agent.episode import EpisodeRun
+from rollouts.agent.model import EpisodeLimits
+from rollouts.env.authoring import tools_of
+from rollouts.errors import ConfigError
+from rollouts.inference.base import InferenceBackend
+from rollouts.inference.suspend import SuspendableEngine
+from rollouts.runs.plan import Plan
+from rollouts.runs.run_model import temporary_engine
+from rollouts.runs.session import load_chat
+from rollouts.runs.trio_thread import TrioThread
+from rollouts.types import Message, Score, Task
+
+if TYPE_CHECKING:
+    from rollouts.chat.format import ChatFormat
+
+SETTINGS = tuple(
+    """
+    mode env reward data system template inference max_tokens max_turns temperature turn_seconds tool_seconds
+    reward_seconds setup_seconds tasks_seconds cleanup_seconds trust_remote_code pass_env seed eval_tasks
+    """.split()
+)
+"""The settings of a run that hold in a conversation too."""
+
+
+class _NoEnvironment:
+    """What the conversation with a plain model has: no tools."""
+
+
+class Chat:
+    """An open conversation, for a program that waits for a person. Ctrl-C in `say` or `play_task` ends the reply."""
+
+    def __init__(self, plan: Plan, task: Task | None, thread: TrioThread) -> None:
+        self.task = task
+        self.conversation: Conversation = thread.value
+        self._plan, self._thread = plan, thread
+
+    @property
+    def tools(self) -> list[str]:
+        """The names of the tools that the model has."""
+        return [tool.name for tool in tools_of(self.conversation.run.env)]
+
+    @property
+    def title(self) -> str:
+        """One line: the model, the environment, the tools."""
+        settings = self._plan.settings
+        names = self.tools
+        tools = f"tools: {', '.join(names)}" if names else "no tools"
+        return f"{settings.model} · {self._plan.env_name or 'no environment'} · {tools}"
+
+    @property
+    def notes(self) -> list[str]:
+        """What a person should know beforehand."""
+        notes, env = list(self._plan.notes), self.conversation.run.env
+        several = [each.alias for each in self._plan.environments][1:]
+        if self.task is None and several:
+            notes.append(f"the tools are those of {self._plan.environments[0].alias}, not of {', '.join(several)}")
+        if self.task is None and hasattr(env, "setup"):
+            notes.append(f"{type(env).__name__} is set up for a task; without one its tools may fail. Type --task 0")
+        return notes
+
+    @property
+    def has_rewards(self) -> bool:
+        """Whether a task opened the conversation, and something judges it."""
+        return self.task is not None and bool(self._plan.rewards)
+
+    def play_task(self) -> str:
+        """The model answers the task that opens the conversation; see `Conversation.say`."""
+        return self._thread.call(self.conversation.play_task)
+
+    def say(self, text: str) -> str:
+        """The model answers a message; see `Conversation.say`."""
+        return self._thread.call(self.conversation.say, text)
+
+    def judge(self) -> Score:
+        """The rewards of the conversation so far."""
+        return self._thread.call(self.conversation.judge, self._plan.rewards)
+
+
+@contextlib.contextmanager
+def open_chat(plan: Plan, task_number: int | None, show: Callable[[Message], None]) -> Iterator[Chat]:
+    """Load the model and build its environment; `show` is called with each new message, in another thread.
+
+    `task_number` counts the held-out tasks from 0; None: no task opens the conversation. Raises UserError, RunError.
+    """
+    task = None if task_number is None else _task(plan, task_number)
+    environments = [env for env in plan.environments if task is None or env.alias == task.env][:1]
+    chat = None if plan.is_chat else load_chat(plan.settings, environments)
+    make_env = environments[0].make if environments else _NoEnvironment
+    with temporary_engine(plan, environments) as backend:
+        inner = _conversation(plan, backend, make_env, chat, task, show)
+        with TrioThread(inner) as thread:
+            yield Chat(plan, task, thread)
+
+
+@contextlib.asynccontextmanager
+async def _conversation(
+    plan: Plan,
+    backend: InferenceBackend,
+    make_env: Callable[[], Any],
+    chat: ChatFormat | None,
+    task: Task | None,
+    show: Callable[[Message], None],
+) -> AsyncIterator[Conversation]:
+    settings = plan.settings
+    limits = EpisodeLimits(
+        settings.max_tokens,
+        settings.max_turns,
+        settings.temperature,
+        cleanup_seconds=settings.cleanup_seconds,
+        reward_seconds=settings.reward_seconds,
+        setup_seconds=settings.setup_seconds,
+        turn_seconds=settings.turn_seconds or math.inf,
+        tool_seconds=settings.tool_seconds or math.inf,
+    )
+    async with backend:
+        engine = SuspendableEngine(backend, None, (0, 0), backend.open_session((0, 0)))
+        engine.clock.begin()
+        run = EpisodeRun(engine, task or Task(""), make_env, chat, limits, settings.seed)
+        system = [Message("system", settings.system)] if settings.system and task is None else []
+        conversation = Conversation(run, show, system)
+        try:
+            await conversation.open(for_task=task is not None)
+            yield conversation
+        finally:
+            await conversation.aclose()
+
+
+def _task(plan: Plan, number: int) -> Task:
+    """The held-out task of this number. Raises ConfigError."""
+    if not plan.environments:
+        raise ConfigError(f"--task {number}: there is no environment to take a task from; type --env NAME")
+    tasks = plan.eval_tasks()
+    if not 0 <= number < len(tasks):
+        raise ConfigError(
+            f"--task {number}: there are {len(tasks)} held-out tasks; give a number from 0 to {len(tasks) - 1}"
+        )
+    return tasks[number]

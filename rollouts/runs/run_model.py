@@ -1,0 +1,47 @@
+"""A model to talk to, with the settings of the run that wrote it: what `chat` and `serve` are composed from."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+
+from rollouts.child_environment import pass_on
+from rollouts.config.files import NOWHERE, load_file
+from rollouts.config.flags import Tree
+from rollouts.config.merging import merge
+from rollouts.config.resolving import resolve, run_settings_file
+from rollouts.errors import ConfigError
+from rollouts.inference.base import InferenceBackend
+from rollouts.runs.environments import Environment
+from rollouts.runs.plan import Plan, make_plan
+from rollouts.runs.session import make_inference
+from rollouts.training.models import remote_code
+
+
+@contextlib.contextmanager
+def model_plan(model: str, given: Tree, settings: Sequence[str]) -> Iterator[Plan]:
+    """The plan of a conversation with a model: the folder of a run, a checkpoint, or any other model.
+
+    A run's own `settings` (names of the core's) hold, and `given` ones replace them. There may be no environment.
+    Raises UserError.
+    """
+    if not model:
+        raise ConfigError("no model was named; give the folder of a run, such as runs/first, or a model")
+    file = run_settings_file(model)
+    tree, source = load_file(file) if file else ({}, NOWHERE)
+    # A run may have held out no task.
+    tree = {key: value for key, value in tree.items() if key in settings and (key != "eval_tasks" or value)}
+    resolved = resolve(merge(tree, given, {"mode": "eval", "model": model}), source)
+    pass_on(resolved.settings.pass_env)
+    with remote_code(resolved.settings.trust_remote_code):
+        yield make_plan(resolved, needs_environment=False)
+
+
+@contextlib.contextmanager
+def temporary_engine(plan: Plan, environments: Sequence[Environment]) -> Iterator[InferenceBackend]:
+    """The plan's engine, not entered, with a folder for its servers that is removed unless something fails in there."""
+    folder = tempfile.mkdtemp(prefix="rollouts-")
+    yield make_inference(plan.one("inference"), plan.inference_arguments(None, folder), environments, must_train=False)
+    shutil.rmtree(folder, ignore_errors=True)

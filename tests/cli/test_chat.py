@@ -1,0 +1,192 @@
+"""`rollouts chat`: a conversation through a pipe and in a terminal, with the tiny model."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import signal
+import sys
+import time
+
+import pytest
+
+import rollouts
+from rollouts.cli import main
+
+ENVIRONMENT = '''\
+import time
+from rollouts import Task, reward, tool
+
+
+class Game:
+    """A game that can hang."""
+
+    def __init__(self, hangs: bool = False):
+        self.hangs = hangs
+
+    def tasks(self, split, rng):
+        return [Task(f"Say {number}.", answer=number, id=str(number)) for number in range(40)]
+
+    def setup(self, task):
+        self.task = task
+
+    @tool
+    def look(self) -> str:
+        """Look."""
+        return "nothing"
+
+    def reply(self, trajectory):
+        if self.hangs:
+            print("HANGS", flush=True)
+            time.sleep(60)
+
+    @reward
+    def length(self, trajectory):
+        return float(len(trajectory.messages))
+'''
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of one step in an environment in a file."""
+    folder = tmp_path_factory.mktemp("chat")
+    (folder / "game.py").write_text(ENVIRONMENT)
+    rollouts.run(
+        env=f"{folder / 'game.py'}:Game",
+        steps=1,
+        prompts_per_step=2,
+        samples_per_prompt=2,
+        max_tokens=8,
+        eval_tasks=8,
+        system="Be brief.",
+        out=str(folder / "run"),
+    )
+    return folder / "run"
+
+
+def say(monkeypatch, *lines):
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+
+
+def test_lines_of_a_pipe_are_messages(run, tmp_path, monkeypatch, capsys):
+    say(monkeypatch, "Hello", "", "  Again ")
+    assert main(["chat", str(run), "--out", str(tmp_path / "talk.jsonl"), "--temperature", "0"]) == 0
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert lines[0] == "user: Hello" and "user: Again" in lines
+    assert "game.py:Game · tools: look" in err
+    assert "Type --task 0" in err  # `setup` did not run
+    messages = [json.loads(line) for line in (tmp_path / "talk.jsonl").read_text().splitlines()]
+    assert [m["role"] for m in messages[:3]] == ["system", "user", "assistant"]
+    assert [m["content"] for m in messages if m["role"] == "user"] == ["Hello", "Again"]
+    say(monkeypatch, "Hello")
+    assert main(["chat", str(run), "--temperature", "0"]) == 0
+    assert capsys.readouterr().out.splitlines()[1] == lines[1]  # greedy: the same
+
+
+def test_a_task_opens_the_conversation_with_its_reward(run, monkeypatch, capsys):
+    say(monkeypatch)
+    assert main(["chat", str(run), "--task", "2"]) == 0
+    out, err = capsys.readouterr()
+    assert "system: Be brief." in out and "user: Say " in out
+    assert "reward: 3 (length 3)" in out
+    assert "Type --task 0" not in err
+
+
+def test_a_plain_model_has_no_tools_unless_an_environment_is_named(run, monkeypatch, capsys):
+    say(monkeypatch, "Hello")
+    assert main(["chat", "tiny", "--max-tokens", "4"]) == 0
+    assert "tiny · no environment · no tools" in capsys.readouterr().err
+    say(monkeypatch)
+    assert main(["chat", "tiny", "--env", "calculator", "--env.digits", "1", "--task", "0"]) == 0
+    out, err = capsys.readouterr()
+    assert "tools: calculator" in err and "reward: " in out
+
+
+def test_what_a_terminal_would_obey_is_shown_as_text(run, monkeypatch, capsys):
+    say(monkeypatch, "\x1b[31mred\x07")
+    assert main(["chat", "tiny", "--max-tokens", "4"]) == 0
+    assert r"user: \x1b[31mred\x07" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["tiny", "--task", "0"], "there is no environment to take a task from; type --env NAME"),
+        (["RUN", "--task", "99"], "there are 8 held-out tasks; give a number from 0 to 7"),
+        (["RUN", "--env", "gmae"], "no environment is named 'gmae'"),
+        (["RUN", "--temperature", "-1"], "must be at least 0; got -1"),
+        (["RUN", "--steps", "3"], "has no option --steps"),
+        (["RUN", "--out", "TAKEN"], "it exists already and is kept as it is"),
+        (["RUN", "--out", "/no/such/folder/x"], "cannot be written: No such file or directory"),
+        (["no/such/run"], "no/such/run"),
+        ([""], "no model was named"),
+    ],
+)
+def test_mistakes_are_one_message(run, tmp_path, monkeypatch, capsys, words, said):
+    taken = tmp_path / "taken"
+    taken.write_text("mine")
+    say(monkeypatch, "Hello")
+    assert main(["chat", *(word.replace("RUN", str(run)).replace("TAKEN", str(taken)) for word in words)]) == 2
+    out, err = capsys.readouterr()
+    assert said in err and "Traceback" not in err and out == ""
+    assert taken.read_text() == "mine"
+
+
+def test_a_transcript_of_nothing_is_no_file(run, tmp_path, monkeypatch, capsys):
+    say(monkeypatch)
+    assert main(["chat", "tiny", "--out", str(tmp_path / "talk.jsonl")]) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+class Terminal:
+    """The command in a terminal of its own."""
+
+    def __init__(self, *argv: str) -> None:
+        self.pid, self._file = pty.fork()
+        if self.pid == 0:
+            os.execv(sys.executable, [sys.executable, "-m", "rollouts", *argv])
+        self._seen = b""
+
+    def until(self, words: str) -> None:
+        """Read until the words are there."""
+        end = time.monotonic() + 60
+        while words.encode() not in self._seen:
+            assert time.monotonic() < end, self._seen
+            self._seen += os.read(self._file, 4096)
+        self._seen = self._seen.partition(words.encode())[2]
+
+    def type(self, text: str) -> None:
+        os.write(self._file, text.encode())
+
+    def exit_code(self) -> int:
+        try:
+            while os.read(self._file, 4096):
+                pass
+        except OSError:  # the other end is closed
+            pass
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def test_ctrl_c_stops_a_reply_and_ctrl_d_ends(run):
+    terminal = Terminal("chat", str(run), "--env.hangs", "true", "--task", "0")
+    terminal.until("HANGS")
+    terminal.type("\x03")
+    terminal.until("(stopped; this exchange is not part of the conversation)")
+    terminal.until("> ")
+    terminal.type("Hello\r")
+    terminal.until("assistant: ")
+    terminal.until("> ")
+    terminal.type("\x03")
+    terminal.until("Ctrl-D ends the conversation")
+    terminal.type("\x04")
+    assert terminal.exit_code() == 0
+
+
+def test_sigterm_ends_a_conversation_in_the_middle_of_a_reply(run):
+    terminal = Terminal("chat", str(run), "--env.hangs", "true", "--task", "0")
+    terminal.until("HANGS")
+    os.kill(terminal.pid, signal.SIGTERM)
+    assert terminal.exit_code() == 143
