@@ -179,17 +179,26 @@ def _each_of(error: BaseException, said: Callable[[BaseException], str]) -> str:
 def words_of_exit(status: int | None) -> str:
     """How a process ended, in words. `status` is the exit status as `subprocess` returns it.
 
-    >>> words_of_exit(3), words_of_exit(-9)
-    ('exit code 3', 'SIGKILL')
+    A shell or a supervisor reports a child that signal n killed as exit code 128 + n. The child may also have exited
+    with that code itself, so the words name both.
+
+    >>> words_of_exit(3), words_of_exit(-9), words_of_exit(137)
+    ('exit code 3', 'SIGKILL', 'exit code 137 = 128 + 9, probably SIGKILL')
     """
     import signal
 
-    if status is None or status >= 0:
-        return "unknown exit status" if status is None else f"exit code {status}"
-    try:
-        return signal.Signals(-status).name
-    except ValueError:
-        return f"signal {-status}"
+    def name_of(number: int) -> str:
+        try:
+            return signal.Signals(number).name
+        except ValueError:
+            return f"signal {number}"
+
+    if status is None:
+        return "unknown exit status"
+    if status < 0:
+        return name_of(-status)
+    number = status - 128
+    return f"exit code {status}" + (f" = 128 + {number}, probably {name_of(number)}" if 0 < number <= 64 else "")
 
 
 def cause_of(error: BaseException) -> BaseException:

@@ -217,8 +217,13 @@ class RunFolder:
 
     def write_text(self, name: str, text: str) -> None:
         """Write a file whole: to a temporary name first, then renamed."""
+        self.write_bytes(name, text.encode())
+
+    def write_bytes(self, name: str, data: bytes) -> None:
+        """The same for bytes; the folders in the name are made."""
         with _refused(self.path / name):
-            write_whole(self.path / name, text.encode())
+            (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self.path / name, data)
 
     def write_json(self, name: str, value: Any) -> None:
         """Write `value` as indented JSON, whole; what JSON cannot hold is replaced, as `rollouts.encoding` says."""

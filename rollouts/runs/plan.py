@@ -35,6 +35,7 @@ from rollouts.plugins.signature import check_signature
 from rollouts.runs.algorithms import Composed, compose
 from rollouts.runs.components import Chosen, bind_each, choose, completed
 from rollouts.runs.environments import Environment, held_out_tasks, plan_environments, task_identity
+from rollouts.runs.manifest import changed_code, code_files
 from rollouts.training.algorithms.algorithm import Algorithm, Stage, function_label, needs
 from rollouts.training.models import bundled
 from rollouts.training.rollout_gen.groups import Filter
@@ -239,6 +240,8 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
     notes = composed.notes if is_evaluation else (*notes, *composed.notes)
     if run is not None:
         notes += _held_out_notes(manager, run, environments, resolved)
+        used = [each.ref for each in (*chosen["env"], *chosen["reward"]) if each.ref is not None]
+        notes += tuple(changed_code(Path(run.source.path).parent, code_files(used)))
     rewards = _reward_terms(components["reward"], chosen["reward"])
     notes += _dropped_rewards(environments, rewards)
     judges = needs_environment and (settings.mode == "rl" or settings.eval_tasks > 0)
