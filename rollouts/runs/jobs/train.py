@@ -22,6 +22,7 @@ import trio
 
 from rollouts.chat.format import ChatFormat
 from rollouts.chat.masks import SupervisedRow, tokenize_supervised
+from rollouts.chat.preflight import TemplateReport
 from rollouts.config.settings import Settings
 from rollouts.env.authoring import tools_of
 from rollouts.env.schema import tool_schema
@@ -72,13 +73,12 @@ def train(
     on_begin: Callable[[], None] = lambda: None,
     hours_from: float | None = None,
 ) -> dict[str, Any]:
-    """Run the plan to its end, with its held-out tasks; returns what summary.json holds. `started` is
-    `time.perf_counter()` at the start; `--max-hours` count from `hours_from`, if that was earlier.
+    """Run the plan to its end; returns the content of summary.json. On a rank above 0 this serves rank 0, and gives {}.
 
-    One that `resumes` goes on from the last checkpoint in the folder, or from `checkpoint`; where the plan's own
-    setting `resume` is `auto`, from the last one that is whole. The tasks in `also_held_out` are not demonstrated
-    either, though this run does not evaluate them. `on_begin` is called before anything in the folder changes, when
-    nothing can be refused any more. On a rank above 0 of a distributed backend this serves rank 0, and gives {}.
+    `started` is `time.perf_counter()` at the start; `--max-hours` count from `hours_from`, if that was earlier. A run
+    that `resumes` continues from `checkpoint`, or from the last one in the folder (with `--resume auto`: the last whole
+    one). The tasks in `also_held_out` are not demonstrated either, but this run does not evaluate them. `on_begin` is
+    called when nothing can be refused any more, before anything in the folder changes.
 
     Raises:
         UserError: before anything is written, or where an environment shows its mistake only when it is played.
@@ -123,14 +123,23 @@ def train(
         session.loggers.open(loggers, folder.path, plan.plain, first)
         if resumed is not None:
             folder.forget_steps(first)
-        stopping = Stopping(settings, started if hours_from is None else hours_from, observer.note)
+        stopping = Stopping(settings, hours_from or started, observer.note)
         job = Training(plan, session, chat, backend, inference, held_out, buffer, samples, resumed, stopping)
-        report = chat.report
-        of_template = [] if report.append_only and not report.refusals else report.words()
-        notes = [*plan.notes, *of_template, *backend.notes, *of_tasks, *(resumed.notes if resumed is not None else ())]
+        notes = [
+            *plan.notes,
+            *_notes_on(chat.report),
+            *backend.notes,
+            *of_tasks,
+            *(resumed.notes if resumed is not None else ()),
+        ]
         session.begin(job, run_title, settings.steps, notes, plan.plain)
         trio.run(job.run, signal.getsignal(signal.SIGINT), restrict_keyboard_interrupt_to_checkpoints=True)
     return job.summary
+
+
+def _notes_on(report: TemplateReport) -> list[str]:
+    """What is unusual about the chat template."""
+    return [] if report.append_only and not report.refusals else report.words()
 
 
 def _logged(folder: Path, loggers: Sequence[Chosen]) -> Logged:

@@ -87,7 +87,6 @@ async def run_rl_training(
     """Train until `config.num_steps` steps are done. Returns the metrics of each step of this call.
 
     With a staleness, sampling continues while a step trains. A cancelled call leaves the last whole step's weights.
-
     Raises ConfigError if the manager's staleness is not that of `config`; RewardError or TrainingError for a bad result
     of a reward, loss or advantage; InferenceError if an engine does not serve the weights that it received.
 
@@ -102,8 +101,7 @@ async def run_rl_training(
     """
     _check_staleness(rollout_manager.config.staleness, config.staleness)
     stages = tuple(schedule) or (Stage(0, "main", algorithm),)
-    coefficients = _coefficients(stages, start)
-    start_versions = tuple(start.start_versions)
+    coefficients, start_versions = _coefficients(stages, start), tuple(start.start_versions)
     syncing = syncing or WeightSyncManager(inference_engines, temperature=config.temperature)
     rollout_manager.policy_version = backend.version
     history: list[dict[str, float]] = []
@@ -124,8 +122,7 @@ async def run_rl_training(
         reports = []
         for part in part_batch(batch, config.minibatches, algorithm.aggregation, config.response_tokens_max):
             forward_backward, optim_step = backend.forward_backward(part), backend.optim_step()
-            report = dict(await forward_backward)
-            reports.append(report | (await optim_step).metrics)
+            reports.append(dict(await forward_backward) | (await optim_step).metrics)
         metrics |= _training_metrics(reports, batch, algorithm.kl, time.perf_counter() - prepared)
         coefficients |= _steered(algorithm.kl, batch.kl_coefficient, metrics)
         async with rollout_manager.pause():
@@ -135,8 +132,7 @@ async def run_rl_training(
             metrics |= _sampling_metrics(rollouts, data_buffer.epoch_id)
             metrics |= {"time/wait": generated - began, "time/step": time.perf_counter() - began}
             state = LoopState(step + 1, _by_stage(stages, coefficients), start_versions)
-            mean_advantages = rollout_advantages(batch, len(advantages))
-            finished = StepReport(step, metrics, rollouts.groups, mean_advantages, state)
+            finished = StepReport(step, metrics, rollouts.groups, rollout_advantages(batch, len(advantages)), state)
             history.append(await _observed(finished, on_step, metrics_logger, on_logged))
         if should_stop():
             break
