@@ -224,17 +224,22 @@ def leaves_of(error: BaseException) -> Iterator[BaseException]:
 
 
 def near_misses(given: str, known: Iterable[str]) -> list[str]:
-    """At most three known names that resemble the given one, best first. None for more than NAME_CHARACTERS_MAX
-    characters: comparing them would take seconds.
+    """At most three known names that resemble the given one, best first: those that differ in a few letters, then those
+    that begin with it. Case and leading dashes do not count. None for more than NAME_CHARACTERS_MAX characters:
+    comparing them would take seconds.
 
-    >>> near_misses("calulator", ["calculator", "prompts"])
-    ['calculator']
+    >>> near_misses("calulator", ["calculator", "prompts"]), near_misses("rk3", ["k3_loss", "rk3_loss"])
+    (['calculator'], ['rk3_loss'])
     """
     import difflib
 
     if len(given) > NAME_CHARACTERS_MAX:
         return []
-    return difflib.get_close_matches(given, sorted(set(known)), n=3, cutoff=0.6)
+    wanted = given.lower().lstrip("-")
+    names = {name.lower().lstrip("-"): name for name in sorted(set(known), reverse=True)}
+    close = difflib.get_close_matches(wanted, sorted(names), n=3, cutoff=0.6)
+    longer = [name for name in sorted(names) if len(wanted) > 2 and name.startswith(wanted)]
+    return [names[name] for name in dict.fromkeys([*close, *longer])][:3]
 
 
 def suggestion(given: str, known: Iterable[str], spelled: Callable[[str], str] = str) -> str:

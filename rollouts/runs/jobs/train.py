@@ -123,15 +123,9 @@ def train(
         session.loggers.open(loggers, folder.path, plan.plain, first)
         if resumed is not None:
             folder.forget_steps(first)
-        stopping = Stopping(settings, hours_from or started, observer.note)
+        stopping, of_resume = Stopping(settings, hours_from or started, observer.note), resumed.notes if resumed else ()
         job = Training(plan, session, chat, backend, inference, held_out, buffer, samples, resumed, stopping)
-        notes = [
-            *plan.notes,
-            *_notes_on(chat.report),
-            *backend.notes,
-            *of_tasks,
-            *(resumed.notes if resumed is not None else ()),
-        ]
+        notes = [*plan.notes, *_notes_on(chat.report), *backend.notes, *of_tasks, *of_resume]
         session.begin(job, run_title, settings.steps, notes, plan.plain)
         trio.run(job.run, signal.getsignal(signal.SIGINT), restrict_keyboard_interrupt_to_checkpoints=True)
     return job.summary
