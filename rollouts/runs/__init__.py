@@ -48,6 +48,7 @@ def run(
     started = time.perf_counter()
     from rollouts.child_environment import pass_on
     from rollouts.runs.folder import choose_folder, default_out
+    from rollouts.runs.manifest import naming_copies
     from rollouts.runs.observer import NullObserver
     from rollouts.runs.plan import make_plan
     from rollouts.runs.resume import finished, finished_words, named_checkpoint, run_to_resume
@@ -73,7 +74,8 @@ def run(
             return train_phases(resolved, observer, started, home, resume=folder, checkpoint=checkpoint)
         from rollouts.runs.jobs.train import train
 
-        plan = make_plan(resolved)
+        with naming_copies(folder):
+            plan = make_plan(resolved)
         make_folder = choose_folder(settings.out, default_out(plan.env_name, plan.one("loss").name), home, folder)
         chosen = named_checkpoint(folder, checkpoint, home) if folder is not None and checkpoint else None
         held_out = plan.eval_tasks()

@@ -109,6 +109,9 @@ def _hint(folder: Path) -> str:
     inside = sorted(each for each in path.iterdir() if holds_run(each)) if path.is_dir() else []
     if inside:
         return f"\ndid you mean: {', '.join(str(folder / each.name) for each in inside[-3:])}?"
+    run = next((above for above in (folder.parent, folder.parent.parent) if path.exists() and holds_run(above)), None)
+    if run is not None:
+        return f", it is inside the folder of one\ntype: {resume_command(run)}"
     return "\nto begin one, type: rollouts run --env NAME --out " + shlex.quote(str(folder))
 
 

@@ -30,14 +30,15 @@ from rollouts.evaluate import Evaluation, evaluate, evaluation_metrics
 from rollouts.inference.base import InferenceBackend
 from rollouts.loggers.jsonl import JSONLLogger, read_lines
 from rollouts.plugins.signature import call_with
+from rollouts.runs.components import Chosen
 from rollouts.runs.environments import Environment, HeldOutPrompts, demonstrations, task_buffer
 from rollouts.runs.folder import EVALUATED, STEP, MakeFolder, episode_records
 from rollouts.runs.jobs import learning
 from rollouts.runs.jobs.saving import Occasion, Saving
-from rollouts.runs.manifest import MANIFEST, make_manifest
+from rollouts.runs.manifest import MANIFEST, changed_code, code_files, keep_code, make_manifest
 from rollouts.runs.observer import Observer
 from rollouts.runs.plan import Plan
-from rollouts.runs.resume import REVISION, Resumed, RunState, restore, resume_command, take_back
+from rollouts.runs.resume import REVISION, Logged, Resumed, RunState, restore, resume_command, take_back
 from rollouts.runs.session import Player, Session, load_chat, make_inference, model_words, second_interrupt_at_once
 from rollouts.training.algorithms.algorithm import stage_at
 from rollouts.training.datasets.buffer import DataBuffer
@@ -95,15 +96,15 @@ def train(
             return {}
         session.resources.callback(backend.close)
         folder = session.open(make_folder)
-        loggers, manifest = plan.chosen["logger"], make_manifest(settings.seed, plan.references)
+        loggers, code = plan.chosen["logger"], code_files(plan.references)
+        manifest = make_manifest(settings.seed, plan.references, code)
         engine_gets = plan.inference_arguments(backend, str(folder.path))
         inference = make_inference(plan.one("inference"), engine_gets, environments, must_train=settings.mode == "rl")
         own = [each for each in loggers if each.component is JSONLLogger]
         resumed, first = None, 0
         if resumes:
-            files = [folder.path / each.settings.get("file", "metrics.jsonl") for each in own]
-            logged = {file.name: {step: "time/save" in line for step, line, _ in read_lines(file)} for file in files}
-            resumed = restore(backend, folder, settings, plan.flat, logged, checkpoint)
+            resumed = restore(backend, folder, settings, plan.flat, _logged(folder.path, own), checkpoint)
+            resumed = resumed._replace(notes=(*resumed.notes, *changed_code(folder.path, code, folder.shown)))
             first = resumed.state.step
             if resumed.state.data:
                 buffer.load_state_dict(resumed.state.data)
@@ -116,6 +117,7 @@ def train(
         if resumed is not None:
             resumed = take_back(backend, folder, resumed, manifest)
             folder.write_config(plan.config)
+        keep_code(folder, code)
         session.loggers.open(loggers, folder.path, plan.plain, first)
         if resumed is not None:
             folder.forget_steps(first)
@@ -126,6 +128,12 @@ def train(
         session.begin(job, run_title, settings.steps, notes, plan.plain)
         trio.run(job.run, signal.getsignal(signal.SIGINT), restrict_keyboard_interrupt_to_checkpoints=True)
     return job.summary
+
+
+def _logged(folder: Path, loggers: Sequence[Chosen]) -> Logged:
+    """The steps in the files of the run's own loggers."""
+    files = [folder / each.settings.get("file", "metrics.jsonl") for each in loggers]
+    return {file.name: {step: "time/save" in line for step, line, _ in read_lines(file)} for file in files}
 
 
 @dataclasses.dataclass(eq=False)
