@@ -139,9 +139,7 @@ async def main(steps: int, seed: int, held_out: int) -> float:
             ]
             batch = make_batch(samples, advantages, aggregation="token_mean", step=step)
             for row in batch.rows:
-                row.old_logprobs = (
-                    row.rollout_logprobs
-                )  # the engine samples with the trainer's weights, so these logprobs are those of the old policy
+                row.old_logprobs = row.rollout_logprobs  # the engine shares the weights: these are the old policy's
             metrics = await backend.forward_backward(batch)
             result = await backend.optim_step()
 
