@@ -11,6 +11,7 @@ import errno
 import gc
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +21,7 @@ import click
 from rollouts.author_code import innermost_place, message_of, place_of
 from rollouts.cli.ending import interrupted_by_signals, silent_when_closed
 from rollouts.cli.stray import stray_errors_in_words
-from rollouts.errors import RolloutsError, UserError, leaves_of, near_misses, words_of
+from rollouts.errors import RolloutsError, UserError, in_lines, leaves_of, near_misses, words_of
 from rollouts.version import __version__
 
 COMMANDS = {
@@ -54,8 +55,12 @@ class NamedGroup(click.Group):
         """As click's, with our words for a command that does not exist."""
         name, path, known = args[0], ctx.command_path, self.list_commands(ctx)
         if not name.startswith("-") and self.get_command(ctx, name) is None:
+            from rollouts.config.foreign import command_hint
+
             near = near_misses(name, known)
             hint = "did you mean: " + ", ".join(f"{path} {each}" for each in near) + "?\n" if near else ""
+            if words := command_hint(name):
+                hint = words + "\n"
             if name.endswith((".toml", ".json", ".py")):
                 hint = f"to run a settings file, type: rollouts run {name}\n"
             raise UserError(f"`{path}` has no command {name!r}\n{hint}commands: {', '.join(known)}")
@@ -211,26 +216,42 @@ def _report_bug(error: BaseException) -> int:
 
 def _usage_message(error: click.ClickException) -> str:
     """click's errors in our form: what was given, near misses, what to type."""
-    from rollouts.config.foreign import foreign_hint
-    from rollouts.config.settings import EVAL, setting_infos
-
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "rollouts"
     if isinstance(error, click.NoSuchOption):
-        known = [name for p in context.command.params for name in (*p.opts, *p.secondary_opts)] if context else []
-        near = near_misses(error.option_name.replace("_", "-"), [name for name in known if name.startswith("--")])
-        message = f"`{command}` has no option {error.option_name}"
-        given = error.option_name.lstrip("-").replace("-", "_")
-        if context and context.info_name == "eval" and given in {info.name for info in setting_infos()} - set(EVAL):
-            near = []
-            message += ": an evaluation trains nothing, and this is a setting of training; leave it out"
-        if hint := foreign_hint(given, known) if context and context.info_name in TAKES_SETTINGS else "":
-            message += f"\n{hint}"
-        elif near:
-            message += f"\ndid you mean: {', '.join(near)}?"
-        if context and context.info_name in TAKES_SETTINGS:
-            message += "\na component's settings are dotted: --env.digits 3, --loss.clip-high 0.28"
+        message = _no_such_option(error, context)
+    elif isinstance(error, click.BadOptionUsage) and context:
+        option = next(each for each in context.command.params if error.option_name in each.opts)
+        return f"{error.option_name} needs a value\ntype: {error.option_name} {option.metavar or 'VALUE'}"
     else:
         message = error.format_message().rstrip(".")
         message = message[:1].lower() + message[1:]
+        if settings := re.findall(r"[( ]([a-z_.]+)=(\S*?)[ )]", message):
+            flags = (f"--{name.replace('_', '-')} {value}" for name, value in settings)
+            message += f"\na setting is a flag: {' '.join(flags)}"
     return f"{message}\ntype: {command} --help"
+
+
+def _no_such_option(error: click.NoSuchOption, context: click.Context | None) -> str:
+    """What an unknown option is here: a setting of another command, another library's name, or nearly one of ours."""
+    from rollouts.config.foreign import foreign_hint
+    from rollouts.config.settings import EVAL, setting_infos
+
+    message = f"`{context.command_path if context else 'rollouts'}` has no option {error.option_name}"
+    given, name = error.option_name.lstrip("-").replace("-", "_"), context.info_name if context else ""
+    known = [each for p in context.command.params for each in (*p.opts, *p.secondary_opts)] if context else []
+    hint = foreign_hint(given, known) if name in TAKES_SETTINGS else ""
+    core = {info.name for info in setting_infos()}
+    elsewhere = {
+        "eval": (core - set(EVAL), "an evaluation trains nothing, and this is a setting of training; leave it out"),
+        "resume": (core, "a resumed run keeps its settings; only --steps and the settings of components can change"),
+        "sft": ({"mode"}, "it has only one mode; type rollouts run --mode MODE"),
+    }
+    names, reason = elsewhere.get(name or "", (set(), ""))
+    if given in names:
+        message += f": {reason}"
+    elif not hint:
+        near = near_misses(error.option_name.replace("_", "-"), [each for each in known if each.startswith("--")])
+        hint = f"did you mean: {', '.join(near)}?" if near else ""
+    dotted = "a component's settings are dotted: --env.digits 3, --loss.clip-high 0.28"
+    return in_lines(message, hint, dotted if name in TAKES_SETTINGS else "")

@@ -84,17 +84,21 @@ class Environment(NamedTuple):
             return [self._ours(as_task(task)) for task in first]
         return lambda epoch: (self._ours(as_task(task)) for task in self._tasks("train", self._rng(f"train/{epoch}")))
 
+    def require_demonstrations(self, env: Any) -> None:
+        """Raise EnvironmentDefinitionError for an environment object without the method."""
+        if not hasattr(env, "demonstrations"):
+            raise EnvironmentDefinitionError(
+                f"the environment {self.name} has no demonstrations; write `def demonstrations(self, split, "
+                "rng)` that yields lists of Message, or train it with `rollouts run`"
+            )
+
     def demonstrations(self) -> Iterator[list[Message]]:
         """Expert conversations for supervised training, each once: a sequence in an order that the seed decides, an
         iterator as `shuffled` has it. Raises EnvironmentDefinitionError where there are none.
         """
         env = self.make_checked()
         label = f"{self.name}.demonstrations('train', rng)"
-        if not hasattr(env, "demonstrations"):
-            raise EnvironmentDefinitionError(
-                f"the environment {self.name} has no demonstrations; write `def demonstrations(self, split, "
-                "rng)` that yields lists of Message, or train it with `rollouts run`"
-            )
+        self.require_demonstrations(env)
         conversation = None
         thread = AuthorThread()
         rng = self._rng("demonstrations")
