@@ -47,7 +47,7 @@ class SettingsCommand(click.Command):
         super().__init__(name, params=[argument, *options, *own], epilog=DOTTED_FLAGS, **given)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As click's; a missing value is told with this command's name."""
+        """Parse as click does. An error for a missing value names this command."""
         try:
             return super().parse_args(ctx, args)
         except click.UsageError as error:

@@ -290,7 +290,7 @@ class _AsyncioBridge:
             atexit.unregister(self.close)  # its thread may be blocked for ever, and is a daemon
 
     def release(self, wake: Callable[[], None]) -> None:
-        """Nobody waits for this call any more."""
+        """End the wait for this call. If it is abandoned and has no other waiter, close the thread."""
         with _lock:
             self.waiting.discard(wake)
             is_last = self._is_abandoned and not self.waiting

@@ -529,8 +529,8 @@ def _held_out_notes(
     shared = HeldOutPrompts([*held_out, *also_held_out]).shared if settings.mode == "sft" else 0
     if shared:
         notes.append(
-            f"{shared} held-out tasks have the prompt of another one, so that their demonstrations cannot be told "
-            "apart: see that demonstrations('train', rng) gives none of them"
+            f"{shared} held-out tasks have the same prompt as another task, so their demonstrations cannot be "
+            "recognized: demonstrations('train', rng) must not return any of them"
         )
     return notes
 
