@@ -96,7 +96,7 @@ class ChatFormat:
     """A tokenizer with its chat template. Made by `load_chat_format`; holds a bounded cache, so one per thread.
 
     Attributes: `tokenizer`; `stop_ids`, the sorted ids that end a turn; `tool_call_format`, a name; `report`, the
-    template's behaviour; `closers`, the special tokens that end an assistant turn in the template (text to id).
+    template's behavior; `closers`, the special tokens that end an assistant turn in the template (text to id).
     """
 
     def __init__(self, tokenizer: Any, template_arguments: Mapping[str, Any]) -> None:

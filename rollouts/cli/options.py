@@ -100,6 +100,7 @@ def read_settings(
 def given_flags(options: dict[str, Any]) -> Tree:
     """The options that were given, as flags of a tree. Raises ConfigError where one has a flag for a value."""
     from rollouts.config.flags import flag_name, read_flag
+    from rollouts.config.stopping import read_rule
 
     tree: Tree = {}
     for name, value in options.items():
@@ -109,5 +110,7 @@ def given_flags(options: dict[str, Any]) -> Tree:
             if text.startswith("--"):
                 flag = flag_name((name,))
                 raise ConfigError(f"{flag} needs a value, and {text} follows it\ntype: {flag} VALUE")
+            if name == "stop_when" and text.lower() != "none":
+                read_rule(text)  # before FILE is read: without quotes, the shell takes its number for a file
         tree[name] = [read_flag(text) for text in value] if isinstance(value, tuple) else read_flag(value)
     return tree
