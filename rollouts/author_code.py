@@ -27,6 +27,10 @@ CORE = f"{Path(__file__).parent}/"
 STANDARD_LIBRARY = f"{Path(os.__file__).parent}/"
 DECORATOR_LINES_MAX = 20
 INSTALLED = ("/site-packages/", "/dist-packages/")
+MACHINERY = frozenset(
+    {"click", "h11", "httpcore", "httpx", "msgspec", "outcome", "pluggy", "torch", "transformers", "trio"}
+)
+"""Installed packages that the core calls itself: a component of theirs is nobody's."""
 
 
 class Place(NamedTuple):
@@ -124,10 +128,10 @@ def place_of(error: BaseException) -> Place | None:
     if isinstance(error, SyntaxError) and error.lineno and is_file(error.filename):
         return _place(error.filename or "", error.lineno)
     foreign = [(file, line) for file, line in _frames(error) if not file.startswith(CORE) and not _is_standard(file)]
-    own = [(file, line) for file, line in foreign if not any(part in file for part in INSTALLED)]
-    if not own and foreign:
-        package = _package(foreign[0][0])
-        own = [(file, line) for file, line in foreign if _package(file) == package]
+    own = [(file, line) for file, line in foreign if not _package(file)]
+    if not own:
+        installed = [(file, line) for file, line in foreign if _package(file) not in MACHINERY]
+        own = [(file, line) for file, line in installed if _package(file) == _package(installed[0][0])]
     return _place(*own[-1]) if own else None
 
 
@@ -166,12 +170,12 @@ def _is_standard(file: str) -> bool:
 
 
 def _package(file: str) -> str:
-    """The installed package that a file is in."""
+    """The installed package that a file is in; empty where it is in none."""
     for part in INSTALLED:
-        before, found, inside = file.rpartition(part)
+        _, found, inside = file.rpartition(part)
         if found:
-            return f"{before}{part}{inside.partition('/')[0]}"
-    return file
+            return inside.partition("/")[0].removesuffix(".py")
+    return ""
 
 
 def _place(file: str, line: int) -> Place:

@@ -104,6 +104,11 @@ class ErrorLog:
 _open: list[ErrorLog] = []
 
 
+def is_logging() -> bool:
+    """Whether a run plays whose log and notes get what is reported."""
+    return bool(_open)
+
+
 def report(error: BaseException, label: str, *, is_noted: bool = True) -> str:
     """The error in words, with the author's line (`words_of`). Its traceback goes to the error log of the run that this
     process plays (the last one that was opened, where it plays several).

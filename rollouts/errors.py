@@ -146,7 +146,11 @@ def words_of(error: BaseException, place_in: Callable[[BaseException], Place | N
 
     def said(leaf: BaseException) -> str:
         place = place_in(leaf) or place_in(error)
-        words = f"{type(leaf).__name__}: {leaf.msg}" if isinstance(leaf, SyntaxError) and place else _named(leaf)
+        words = _named(leaf)
+        if isinstance(leaf, SyntaxError) and place:
+            words = f"{type(leaf).__name__}: {leaf.msg}"
+        elif isinstance(leaf, RolloutsError):  # its type says nothing to an author
+            words = message_of(leaf)
         return f"{words} ({place})" if place else words
 
     return _each_of(error, said)

@@ -96,7 +96,7 @@ class ChatFormat:
     """A tokenizer with its chat template, from `load_chat_format`. It has a bounded cache; use it in one thread only.
 
     Attributes: `tokenizer`; `stop_ids`, the sorted ids that end a turn; `tool_call_format`, a name; `report`, the
-    template's behaviour; `closers`, the special tokens that end an assistant turn in the template (text to id).
+    template's behavior; `closers`, the special tokens that end an assistant turn in the template (text to id).
     """
 
     def __init__(self, tokenizer: Any, template_arguments: Mapping[str, Any]) -> None:
@@ -259,7 +259,7 @@ class ChatFormat:
         return self.encode(text)
 
     def _find_anchor(self) -> str:
-        """A prefix for `_encode_behind`, whose ids are removed again. Some tokenizers need it, since they add a space."""
+        """A prefix for `_encode_behind`, whose ids are removed again. A tokenizer that adds a space needs it."""
         start, rest = "a<", "|b"
         for anchor in ("", "a", "\n", ".", "|"):
             behind = self.encode(anchor + rest)[len(self.encode(anchor)) :]

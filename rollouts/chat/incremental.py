@@ -6,7 +6,7 @@ message. Everything else runs unchanged on the whole conversation. So the text a
 template writes there.
 
 The result is used only if the text before it is proved to be unchanged. The text of a message may depend on the
-message, its neighbours, its index, whether it is first or last, and on values from outside the loop. If the loop reads
+message, its neighbors, its index, whether it is first or last, and on values from outside the loop. If the loop reads
 anything else, the template is not changed at all (`_LoopRewriter` refuses it). At each turn, three things are compared
 with the previous turn: the text before the loop, every outside value that the loop reads, and the old messages. A loop
 that passes a value from one message to the next through a namespace is detected when it writes the value. If anything

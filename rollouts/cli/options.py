@@ -47,7 +47,7 @@ class SettingsCommand(click.Command):
         super().__init__(name, params=[argument, *options, *own], epilog=DOTTED_FLAGS, **given)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As click's; a missing value is told with this command's name."""
+        """Parse as click does. An error for a missing value names this command."""
         try:
             return super().parse_args(ctx, args)
         except click.UsageError as error:
@@ -108,6 +108,7 @@ def read_settings(
 def given_flags(options: dict[str, Any]) -> Tree:
     """The options that were given, as flags of a tree. Raises ConfigError where one has a flag for a value."""
     from rollouts.config.flags import flag_name, read_flag
+    from rollouts.config.stopping import read_rule
 
     tree: Tree = {}
     for name, value in options.items():
@@ -117,5 +118,7 @@ def given_flags(options: dict[str, Any]) -> Tree:
             if text.startswith("--"):
                 flag = flag_name((name,))
                 raise ConfigError(f"{flag} needs a value, and {text} follows it\ntype: {flag} VALUE")
+            if name == "stop_when" and text.lower() != "none":
+                read_rule(text)  # before FILE is read: without quotes, the shell takes its number for a file
         tree[name] = [read_flag(text) for text in value] if isinstance(value, tuple) else read_flag(value)
     return tree

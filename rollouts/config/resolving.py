@@ -32,6 +32,7 @@ from rollouts.config.settings import (
     Settings,
     setting_infos,
 )
+from rollouts.config.stopping import read_rule
 from rollouts.errors import ConfigError, in_lines, near_misses
 
 HOLDING_OUT = ("seed", "eval_tasks")
@@ -90,6 +91,7 @@ def resolve(tree: Tree, source: Source = NOWHERE, *, allow_left_out: bool = Fals
     if mode == "eval":
         values = EVAL_DEFAULTS | values
     components = components_of(chosen, COMPONENT_KINDS, source)
+    _check_stop_rules(values, tree, source)
     settings = Settings(**values, **component_names(components))
     if settings.sft and settings.mode != "sft+rl":
         first = next(iter(settings.sft))
@@ -145,11 +147,32 @@ def _core_value(value: Any, info: Setting, source: Source, place: tuple[str, ...
         raise refusal(path, value, source, f"expected one value; `{info.name}` has no settings of its own", hint)
     if info.type is str and (value is None or (isinstance(value, Flag) and value.value is None)):
         return info.default
+    if info.name == "stop_when":
+        value = _list_of_rules(value)
     converted = convert_value(value, info.type, path, source)
     fault = _fault_of_number(info, converted) if isinstance(converted, int | float) else ""
     if fault:
         raise refusal(path, value, source, f"must be {fault}; got {plain(value)}")
     return converted
+
+
+def _list_of_rules(value: Any) -> Any:
+    """One rule as a list of one; `none` as an empty list."""
+    listed = value if isinstance(value, list | tuple) else [value]
+    return [] if [plain(each) for each in listed] in ([None], ["none"]) else listed
+
+
+def _check_stop_rules(values: Tree, tree: Tree, source: Source) -> None:
+    """Refuse what is no rule, and a rule on evaluations in a run that has none before its end. Raises ConfigError."""
+    for text in values.get("stop_when", ()):
+        try:
+            rule = read_rule(text)
+        except ConfigError as error:
+            raise refusal(("stop_when",), tree["stop_when"], source, str(error)) from error
+        if rule.metric.startswith("eval/") and not (values.get("eval_every") and values.get("eval_tasks", 1)):
+            lacks = "--eval-every 10" if not values.get("eval_every") else "--eval-tasks with more than 0"
+            wrong = f"'{rule}' can never hold: this run evaluates only before its first step and after its last one"
+            raise refusal(("stop_when",), tree["stop_when"], source, wrong, f"type: {lacks}")
 
 
 def _fault_of_number(info: Setting, number: float) -> str:

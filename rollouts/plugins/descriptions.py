@@ -121,7 +121,7 @@ def _ends(text: str, start: int) -> Iterator[int]:
 
 
 def _text_after(text: str) -> str:
-    """The string that stands alone at the start of this text, as documentation of the value before it."""
+    """The string at the start of this text, which documents the value before it; empty if there is none."""
     found = re.match(r'(?:"""(.*?)"""|"([^"\n]*)")[ \t]*(?:#.*)?(?:\n|\Z)', text, re.DOTALL)
     return (found[1] or found[2] or "") if found else ""
 
