@@ -57,7 +57,7 @@ def run(
     settings, observer = resolved.settings, observer or NullObserver()
     home = Path.cwd()  # where relative paths begin; an author's code may go elsewhere
     folder = folder or run_to_resume(resolved)
-    summary = finished(folder, settings.steps) if folder is not None and not checkpoint else None
+    summary = finished(folder, settings.steps, settings.stop_when) if folder is not None and not checkpoint else None
     if folder is not None and summary is not None:
         if os.environ.get("RANK", "0") == "0":  # under a launcher one rank is enough to say it
             observer.finished(finished_words(folder, summary))

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from rollouts.author_code import place_of
 from rollouts.config.convert import complete_settings, convert_settings
 from rollouts.config.files import Source, where
 from rollouts.config.merging import Component
 from rollouts.config.settings import AUTO, COMPONENT_KINDS, MULTIPLE, OWN, OWN_KEYS, Setting
-from rollouts.errors import ConfigError, SignatureError, said_of
+from rollouts.errors import BrokenPluginError, ConfigError, RolloutsError, SignatureError, said_of, words_of
 from rollouts.plugins.index import KIND_WORDS, ComponentRef
 from rollouts.plugins.manager import PluginManager
-from rollouts.plugins.signature import Signature, check_signature, keywords_of
+from rollouts.plugins.signature import Signature, call_with, check_signature, keywords_of
 from rollouts.training.algorithms.aggregation import aggregation_function
 from rollouts.training.algorithms.algorithm import KL, Algorithm, algorithm_settings, as_algorithm, bind_own
 from rollouts.training.algorithms.corrections import truncated
@@ -66,6 +67,18 @@ def choose(
             for each in components[key]
         ]
     return {key: chosen[key] for key in components}
+
+
+def make_component(word: str, chosen: Chosen, available: Mapping[str, Any]) -> Any:
+    """What the component's factory makes. Raises BrokenPluginError, with the line, for what an author's code raises."""
+    try:
+        return call_with(chosen.component, available, chosen.settings)
+    except RolloutsError:
+        raise
+    except Exception as error:
+        if place_of(error) is None:  # the core's own mistake
+            raise
+        raise BrokenPluginError(f"the {word} {chosen.name} cannot be made: {words_of(error)}") from error
 
 
 def _choose(

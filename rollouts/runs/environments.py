@@ -84,17 +84,21 @@ class Environment(NamedTuple):
             return [self._ours(as_task(task)) for task in first]
         return lambda epoch: (self._ours(as_task(task)) for task in self._tasks("train", self._rng(f"train/{epoch}")))
 
+    def require_demonstrations(self, env: Any) -> None:
+        """Raise EnvironmentDefinitionError for an environment object without the method."""
+        if not hasattr(env, "demonstrations"):
+            raise EnvironmentDefinitionError(
+                f"the environment {self.name} has no demonstrations; write `def demonstrations(self, split, "
+                "rng)` that yields lists of Message, or train it with `rollouts run`"
+            )
+
     def demonstrations(self) -> Iterator[list[Message]]:
         """Expert conversations for supervised training, each once: a sequence in an order that the seed decides, an
         iterator as `shuffled` has it. Raises EnvironmentDefinitionError where there are none.
         """
         env = self.make_checked()
         label = f"{self.name}.demonstrations('train', rng)"
-        if not hasattr(env, "demonstrations"):
-            raise EnvironmentDefinitionError(
-                f"the environment {self.name} has no demonstrations; write `def demonstrations(self, split, "
-                "rng)` that yields lists of Message, or train it with `rollouts run`"
-            )
+        self.require_demonstrations(env)
         conversation = None
         thread = AuthorThread()
         rng = self._rng("demonstrations")
@@ -130,12 +134,12 @@ class Environment(NamedTuple):
         label = f"{self.name}.tasks({split!r}, rng)"
         thread = AuthorThread()
         tasks = self._in_time(thread, lambda: self.make().tasks(split, rng), label)
-        if inspect.isawaitable(tasks) or not isinstance(tasks, Iterable):
+        if inspect.isawaitable(tasks) or not isinstance(tasks, Iterable) or isinstance(tasks, str):
             if inspect.iscoroutine(tasks):
                 tasks.close()
+            reason = "whose characters are no tasks" if isinstance(tasks, str) else "which cannot be iterated"
             raise EnvironmentDefinitionError(
-                f"{label} gave {type(tasks).__name__}, which cannot be iterated; "
-                "it must be a plain generator or return a list of Task"
+                f"{label} gave {type(tasks).__name__}, {reason}; it must be a plain generator or return a list of Task"
             )
         if isinstance(tasks, list | tuple):
             return tasks

@@ -7,6 +7,7 @@ a model loads is raised here. An evaluation has a plan too, in which nothing of 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -205,17 +206,8 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
     of one kind or another, with what to type.
     """
     settings, source = resolved.settings, resolved.source
-    if settings.mode == "sft+rl":
-        raise ConfigError(
-            "mode sft+rl is two runs, and each has a plan; rollouts.runs.sft_then_rl.phases() gives their settings"
-        )
-    if needs_environment and not resolved.components["env"]:
-        raise ConfigError(
-            "no environment was named; type --env calculator (`rollouts plugins list` shows what there is)"
-        )
+    _check_settings(settings, needs_environment and not resolved.components["env"])
     is_evaluation = settings.mode == "eval"
-    if is_evaluation and not settings.eval_tasks:
-        raise ConfigError("--eval-tasks 0: an evaluation needs tasks; leave it out, or give a number")
     manager = PluginManager()
     resolved = _with_data(resolved, manager)
     own = {key: each for key, each in resolved.components.items() if key in EVAL or not is_evaluation}
@@ -236,8 +228,10 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
     environments = plan_environments(manager, components["env"], chosen["env"], shared, source)
     is_chat = is_evaluation_only(inference.component)
     environments = tuple(env._replace(text_only=not is_chat) for env in environments)
+    filters = _filters(chosen["filter"]) if settings.mode == "rl" else ()
+    unused = _unused(resolved, filters)
     resolved = resolved._replace(settings=settings, components=components)
-    notes = composed.notes if is_evaluation else (*notes, *composed.notes)
+    notes = composed.notes if is_evaluation else (*notes, *composed.notes, *unused)
     if run is not None:
         notes += _held_out_notes(manager, run, environments, resolved)
         used = [each.ref for each in (*chosen["env"], *chosen["reward"]) if each.ref is not None]
@@ -247,6 +241,8 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
     judges = needs_environment and (settings.mode == "rl" or settings.eval_tasks > 0)
     for env in environments:
         made = env.make_checked()
+        if settings.mode == "sft":
+            env.require_demonstrations(made)
         check_environment(made, rewards if judges else None)
         warn_about(made)
     components["env"] = [
@@ -258,7 +254,7 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
         chosen,
         environments,
         rewards,
-        _filters(chosen["filter"]) if settings.mode == "rl" else (),
+        filters,
         composed.stages,
         composed.stages_chosen,
         composed.auxiliary_models,
@@ -358,6 +354,43 @@ def _lr(settings: Settings) -> float:
 
 def _critic_lr(settings: Settings) -> float:
     return settings.critic_lr if settings.critic_lr is not None else _lr(settings) * LR_CRITIC_FACTOR
+
+
+def _unused(resolved: Resolved, filters: Sequence[Filter]) -> list[str]:
+    """What was given for LoRA or for filters in a training run that has none, in words."""
+    settings, notes = resolved.settings, []
+    if not settings.lora_rank:
+        given = [name for name in ("lora_alpha", "lora_targets") if name in resolved.components["training"][0].settings]
+        notes = [
+            f"--training.{name.replace('_', '-')} is not used: every weight is trained; type --lora-rank 16"
+            for name in given
+        ]
+    if settings.refill and not filters:
+        notes.append(f"--refill {settings.refill} is not used: there is no filter; type --filter nonzero_std")
+    return notes
+
+
+def _check_settings(settings: Settings, lacks_environment: bool) -> None:
+    """Raise ConfigError for settings of which no plan can be made. A system prompt that is the path of a file is one:
+    the model would read the path.
+    """
+    if settings.mode == "sft+rl":
+        raise ConfigError(
+            "mode sft+rl is two runs, and each has a plan; rollouts.runs.sft_then_rl.phases() gives their settings"
+        )
+    if lacks_environment:
+        raise ConfigError(
+            "no environment was named; type --env calculator (`rollouts plugins list` shows what there is)"
+        )
+    if settings.mode == "eval" and not settings.eval_tasks:
+        raise ConfigError("--eval-tasks 0: an evaluation needs tasks; leave it out, or give a number")
+    system = settings.system
+    with contextlib.suppress(OSError, ValueError):  # a text that is too long for a path, or no path at all
+        if system and Path(system).is_file():
+            raise ConfigError(
+                f"--system {system}: this is the text of a system prompt, and {system} is a file\n"
+                f'type: --system "$(cat {shlex.quote(system)})"'
+            )
 
 
 def _with_data(resolved: Resolved, manager: PluginManager) -> Resolved:

@@ -170,7 +170,7 @@ def broken(step):
     ("weights", "words"),
     [
         ([0, 0.0], "the weights of source 0 and source 1 are all 0 at step 0"),
-        ([-1, 2], "the weight of source 0 at step 0 is -1; it must be a number that is 0 or more"),
+        ([-1, 2], "the weight of source 0 at step 0 is -1; expected a number of 0 or more"),
         ([1, float("nan")], "the weight of source 1 at step 0 is nan"),
         ([float("inf"), 1], "the weight of source 0 at step 0 is inf"),
         ([True, 1], "is True"),

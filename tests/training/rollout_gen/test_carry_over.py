@@ -394,7 +394,9 @@ def test_state_must_be_plain_data():
             await own.generate_batch()
             await own.generate_batch()
 
-    with pytest.raises(EnvironmentDefinitionError, match=r"Bad.state\(\) returned what cannot be written"):
+    with pytest.raises(
+        EnvironmentDefinitionError, match=r"Bad.state\(\) returned a value that a checkpoint cannot store"
+    ):
         under_trio(main)
 
 
