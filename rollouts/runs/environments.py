@@ -37,10 +37,13 @@ from rollouts.training.datasets import mixing
 from rollouts.training.datasets.buffer import SKIPPED_MAX, DataBuffer, as_conversation, as_task, draw_tasks, shuffled
 from rollouts.types import Message, Task
 
+HELD_OUT_PART = 5  # of finite tasks that ignore the split, at most a fifth is held out
+
 
 class Environment(NamedTuple):
     """One environment of a run. `share` is its mean share over the run's steps; `curriculum` the chosen component where
-    its weight is one. `text_only`: the model reads no images, and a task that has one is refused.
+    its weight is one. `text_only`: the model reads no images, and a task that has one is refused. `trains`: the tasks
+    are, or were, for training too, so not all of them are held out.
     """
 
     chosen: Chosen
@@ -51,6 +54,7 @@ class Environment(NamedTuple):
     system: str
     tasks_seconds: float = math.inf
     text_only: bool = True
+    trains: bool = True
 
     @property
     def alias(self) -> str:
@@ -72,10 +76,29 @@ class Environment(NamedTuple):
             return self.make()
 
     def held_out(self, count: int) -> list[Task]:
-        """The first `count` different tasks of the split "eval"; fewer where there are fewer."""
+        """The first `count` different tasks of the split "eval"; fewer where there are fewer. Of finite tasks that
+        ignore the split, at most a fifth.
+        """
         if count == 0:
             return []
+        if shared := self.tasks_of_both(count):
+            count = min(count, max(1, shared // HELD_OUT_PART)) if shared > 1 else 0
         return [self._ours(task) for task in draw_tasks(self._tasks("eval", self._rng("eval")), count)]
+
+    def tasks_of_both(self, count: int) -> int:
+        """The number of tasks, where they are finite, the same in both splits, and too few to hold `count` out; else 0.
+
+        An iterator is known to be finite where it ends before `count` tasks; a list is always.
+        """
+        if not self.trains or count == 0:
+            return 0
+        source = self._tasks("eval", self._rng("eval"))
+        is_list = isinstance(source, Sequence)
+        known = {task.key for task in draw_tasks(source, count * HELD_OUT_PART if is_list else count)}
+        if len(known) >= count * (HELD_OUT_PART if is_list else 1):
+            return 0
+        trained = draw_tasks(self._tasks("train", self._rng("train/0")), len(known) + 1)
+        return len(known) if trained and known.issuperset(task.key for task in trained) else 0
 
     def training_source(self) -> Sequence[Task] | Callable[[int], Iterator[Task]]:
         """The training tasks: a sequence to shuffle, or a function of the epoch that reads them in their order."""
@@ -218,7 +241,16 @@ def plan_environments(
         else:
             weight = mixing.piecewise(given) if isinstance(given, list) else given
         environments.append(
-            Environment(found, weight, rule, 0.0, settings.seed, settings.system, settings.tasks_seconds)
+            Environment(
+                found,
+                weight,
+                rule,
+                0.0,
+                settings.seed,
+                settings.system,
+                settings.tasks_seconds,
+                trains=settings.mode != "eval",
+            )
         )
     if not environments:
         return ()
@@ -230,6 +262,20 @@ def held_out_tasks(environments: Sequence[Environment], count: int) -> list[Task
     """`count` held-out tasks of all environments together, shared out by their mean shares over the run."""
     counts = mixing.share_out(count, [env.share for env in environments])
     return [task for env, own in zip(environments, counts, strict=True) for task in env.held_out(own)]
+
+
+def held_out_notes(environments: Sequence[Environment], count: int) -> list[str]:
+    """A note for each environment of which less is held out, because its tasks are the same in both splits."""
+    counts = mixing.share_out(count, [env.share for env in environments])
+    found = [(env.alias or env.name, env.tasks_of_both(own)) for env, own in zip(environments, counts, strict=True)]
+    return [
+        f"{name} has {number} tasks, the same for training and evaluation, so at most a fifth of them is held out: "
+        f"{max(1, number // HELD_OUT_PART)}; to choose them, let tasks(split, rng) look at `split`"
+        if number > 1
+        else f"{name} has one task, so none is held out, and nothing is evaluated"
+        for name, number in found
+        if number
+    ]
 
 
 def task_identity(task: Task) -> str:

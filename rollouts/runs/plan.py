@@ -224,7 +224,7 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
     components = {**resolved.components, **completed(own, chosen)}
     run = _run_of(resolved.settings.model) if is_evaluation else None
     # Several environments share the held-out tasks by their mean weights over the steps of the run.
-    shared = settings if run is None else dataclasses.replace(settings, steps=run.settings.steps)
+    shared = settings if run is None else dataclasses.replace(settings, steps=run.settings.steps, mode="rl")
     environments = plan_environments(manager, components["env"], chosen["env"], shared, source)
     is_chat = is_evaluation_only(inference.component)
     environments = tuple(env._replace(text_only=not is_chat) for env in environments)

@@ -120,11 +120,15 @@ def test_held_out_tasks_are_never_demonstrated(command):
 
 
 def test_nothing_but_held_out_tasks_is_refused(capsys, here):
-    for env in ("./parts.py:Words", "calculator --env.digits 1 --env.operators +-*"):
-        assert main(["sft", "--env", *env.split(), "--out", "out", "--eval-tasks", "10000", "--steps", "1"]) == 2
-        error = capsys.readouterr().err
-        assert "only demonstrations of held-out tasks" in error and "lower --eval-tasks" in error
-        assert "Traceback" not in error and not Path("out").exists()
+    with Path("parts.py").open("a") as file:
+        file.write(
+            "\n\nclass Apart(Words):\n    def tasks(self, split, rng):\n"
+            "        return super().tasks(split, rng) if split == 'eval' else ['Other?']\n"
+        )
+    assert main(["sft", "--env", "./parts.py:Apart", "--out", "out", "--eval-tasks", "10000", "--steps", "1"]) == 2
+    error = capsys.readouterr().err
+    assert "only demonstrations of held-out tasks" in error and "lower --eval-tasks" in error
+    assert "Traceback" not in error and not Path("out").exists()
 
 
 def test_a_conversation_that_teaches_nothing_is_refused(capsys):

@@ -17,7 +17,7 @@ from rollouts.config.flags import take_dotted_flags
 from rollouts.config.merging import merge
 from rollouts.config.resolving import resolve
 from rollouts.errors import BrokenPluginError, ConfigError, EnvironmentDefinitionError, SignatureError, UserError
-from rollouts.runs.environments import demonstrations, task_buffer
+from rollouts.runs.environments import demonstrations, held_out_notes, task_buffer
 from rollouts.runs.jobs.demonstrations import demonstration_samples
 from rollouts.runs.plan import make_plan
 from rollouts.runs.session import load_chat
@@ -195,10 +195,10 @@ def test_two_of_one_kind_draw_different_tasks():
 
 def test_a_prompt_is_held_out_of_all_and_an_id_of_its_own():
     made = plan("./parts.py:Sums", "b=./parts.py:Echo", eval_tasks=4, system="x")
-    held_out = made.eval_tasks()
-    assert Counter(task.env for task in held_out) == {"Sums": 1, "b": 2}
+    assert Counter(task.env for task in made.eval_tasks()) == {"b": 2}, "there is one sum, which is for training"
+    of_sums = made.environments[0]._replace(trains=False).held_out(1)
     with pytest.raises(EnvironmentDefinitionError, match="Sums: the environment has no training task"):
-        buffer_of(made, held_out)
+        buffer_of(made, of_sums)
     other = plan("a=./parts.py:Echo", "b=./parts.py:Echo", eval_tasks=40)
     buffer = buffer_of(other, other.eval_tasks())
     assert isinstance(buffer, MixedBuffer)
@@ -310,7 +310,7 @@ def test_the_command_tells_it_and_writes_nothing(here, capsys):
     assert main(["run", *SMALL, "--env", "./parts.py:Needy", "--out", "out"]) == 2
     assert "perhaps: pip install absent_library" in capsys.readouterr().err
     assert main(["run", *SMALL, *TWO, "--env.easy.weight", "0", "--env.Echo.weight", "0"]) == 2
-    assert "the weights of easy and Echo sum to 0" in capsys.readouterr().err
+    assert "the weights of easy and Echo are 0, so no environment has a task to draw" in capsys.readouterr().err
     assert sorted(path.name for path in here.iterdir() if path.is_dir() and path.name != "__pycache__") == []
 
 
@@ -385,3 +385,60 @@ def test_two_phases(here):
     rollouts.run("out/config.toml", out="again")
     assert lines_of("again/rl") == lines_of("out/rl")
     assert Path("again/config.toml").read_text() == Path("out/config.toml").read_text()
+
+
+FINITE = """\
+from rollouts import Task, reward
+
+
+class Listed:
+    def __init__(self, n: int = 100, apart: bool = False):
+        self.n, self.apart = n, apart
+
+    def tasks(self, split, rng):
+        return [Task(f"Say {number} {split if self.apart else ''}") for number in range(self.n)]
+
+    @reward
+    def good(self, trajectory):
+        return 1.0
+
+
+class Yielded(Listed):
+    def tasks(self, split, rng):
+        tasks = super().tasks(split, rng)
+        rng.shuffle(tasks)
+        yield from tasks
+"""
+
+
+@pytest.mark.parametrize(
+    ("env", "n", "eval_tasks", "held"),
+    [
+        ("Listed", 100, 512, 20),
+        ("Yielded", 100, 512, 20),
+        ("Listed", 600, 512, 120),
+        ("Listed", 100, 10, 10),
+        ("Listed", 3, 512, 1),
+        ("Listed", 1, 512, 0),
+    ],
+)
+def test_of_tasks_that_ignore_the_split_a_fifth_is_held_out(here, env, n, eval_tasks, held):
+    Path("finite.py").write_text(FINITE)
+    settings = {"env": {"name": f"./finite.py:{env}", "n": n}, "eval_tasks": eval_tasks}
+    made = make_plan(resolve(settings))
+    tasks = made.eval_tasks()
+    assert len(tasks) == held
+    prompts = {task.prompt for task in buffer_of(made, tasks).get_prompts(n - held)}
+    assert len(prompts) == n - held and not prompts & {task.prompt for task in tasks}
+    notes = held_out_notes(made.environments, eval_tasks)
+    assert len(notes) == (held != eval_tasks)
+    if held > 1 and notes:
+        assert f"has {n} tasks, the same" in notes[0] and f"at most a fifth of them is held out: {held};" in notes[0]
+    alone = make_plan(resolve(settings | {"mode": "eval"}))
+    assert len(alone.eval_tasks()) == min(n, eval_tasks), "no run has trained on the others"
+
+
+def test_tasks_of_their_own_are_all_held_out(here):
+    Path("finite.py").write_text(FINITE)
+    made = make_plan(resolve({"env": {"name": "./finite.py:Listed", "apart": True}}))
+    assert len(made.eval_tasks()) == 100 and not held_out_notes(made.environments, 512)

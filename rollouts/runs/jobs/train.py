@@ -26,7 +26,7 @@ from rollouts.evaluate import Evaluation, evaluate, evaluation_metrics
 from rollouts.inference.base import InferenceBackend
 from rollouts.loggers.jsonl import JSONLLogger, read_lines
 from rollouts.runs.components import Chosen
-from rollouts.runs.environments import HeldOutPrompts, task_buffer
+from rollouts.runs.environments import Environment, HeldOutPrompts, held_out_notes, task_buffer
 from rollouts.runs.folder import EVALUATED, STEP, MakeFolder, episode_records
 from rollouts.runs.jobs import learning
 from rollouts.runs.jobs.backend import make_training
@@ -90,7 +90,7 @@ def train(
         KeyboardInterrupt: likewise.
     """
     settings, environments = plan.settings, plan.environments
-    run_title, of_tasks = title(plan), _held_out_notes(settings, len(environments), held_out, also_held_out)
+    run_title, of_tasks = title(plan), _held_out_notes(settings, environments, held_out, also_held_out)
     buffer = task_buffer(environments, held_out, settings.prompts_per_step) if settings.mode == "rl" else DataBuffer([])
     chat = load_chat(settings, environments)
     everything = [*held_out, *also_held_out]
@@ -542,12 +542,15 @@ def title(plan: Plan) -> str:
 
 
 def _held_out_notes(
-    settings: Settings, environments: int, held_out: Sequence[Task], also_held_out: Sequence[Task]
+    settings: Settings,
+    environments: Sequence[Environment],
+    held_out: Sequence[Task],
+    also_held_out: Sequence[Task],
 ) -> list[str]:
-    """What is unusual about the held-out tasks of so many environments, in words."""
-    notes = []
-    if len(held_out) < settings.eval_tasks:
-        gave = "environment gave" if environments == 1 else "environments gave"
+    """What is unusual about the held-out tasks of these environments, in words."""
+    notes = held_out_notes(environments, settings.eval_tasks) if len(held_out) < settings.eval_tasks else []
+    if len(held_out) < settings.eval_tasks and not notes:
+        gave = "environment gave" if len(environments) == 1 else "environments gave"
         asked = f"--eval-tasks asked for {settings.eval_tasks}"
         notes.append(f"the {gave} {len(held_out)} different held-out tasks, {asked}")
     shared = HeldOutPrompts([*held_out, *also_held_out]).shared if settings.mode == "sft" else 0
