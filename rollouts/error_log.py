@@ -3,9 +3,9 @@
     with ErrorLog(folder / ERRORS, note=print):
         why = report(error, "the reward brevity")
 
-An error is written the first time that it comes from a line; later ones from there are counted, and the counts are
-written at the end. People get one note for each line. Left out: errors that end a command before it has a folder; their
-message has the line (`rollouts.errors.words_of`), and that is all.
+The first error from a line is written. Later errors from the same line are counted, and the counts are written at the
+end. The user gets one note for each line. Left out: errors that end a command before it has a folder. Their message has
+the line (`rollouts.errors.words_of`), and their traceback is not kept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rollouts.author_code import authors_code, place_of
 from rollouts.errors import words_of
 
 ERRORS = "errors.log"
-PLACES_MAX = 100  # lines whose errors are written; more of them are counted together
+PLACES_MAX = 100  # lines whose errors are written; errors from further lines are only counted
 NOTES_MAX = 10  # notes of one log
 TRACEBACK_CHARACTERS_MAX = 20_000
 
@@ -40,7 +40,7 @@ def fault_of(error: BaseException) -> Fault:
     try:
         with authors_code():
             text = "".join(traceback.format_exception(error))
-    except Exception:  # a class of the author's own may refuse to be printed
+    except Exception:  # a class of the author may refuse to be printed
         text = words
     if len(text) > TRACEBACK_CHARACTERS_MAX:
         text = (
@@ -53,8 +53,8 @@ def fault_of(error: BaseException) -> Fault:
 class ErrorLog:
     """The errors of one run, from the start of the `with` block to its end. Any thread may report to it.
 
-    `note` gets one line for people; `shown` is the file's name in it (None: its path). The file is made with its first
-    error, and an earlier process's is continued.
+    `note` is called with one line for the user, in which the file is named `shown` (None: `path`). The first error
+    creates the file. If the file exists, new errors are appended.
     """
 
     def __init__(self, path: Path, note: Callable[[str], None], shown: Path | None = None) -> None:
@@ -105,16 +105,16 @@ _open: list[ErrorLog] = []
 
 
 def is_logging() -> bool:
-    """Whether a run plays whose log and notes get what is reported."""
+    """Whether an error log is open."""
     return bool(_open)
 
 
 def report(error: BaseException, label: str, *, is_noted: bool = True) -> str:
-    """The error in words, with the author's line (`words_of`). Its traceback goes to the error log of the run that this
-    process plays (the last one that was opened, where it plays several).
+    """The error in words, with the author's line (`words_of`). Its traceback goes to the error log that this process
+    opened last, if one is open.
 
-    `label` says whose error it is, such as `the reward brevity`. Without `is_noted` no note is shown: the caller says
-    it, or the model is the one to read it.
+    `label` names the component, such as `the reward brevity`. With `is_noted` False the user gets no note: the caller
+    shows the error itself, or the model reads it.
     """
     if not _open:
         return words_of(error)
@@ -124,6 +124,6 @@ def report(error: BaseException, label: str, *, is_noted: bool = True) -> str:
 
 
 def report_fault(fault: Fault, label: str, *, is_noted: bool = False) -> None:
-    """The same of an error that came as text."""
+    """Log an error that is text already, such as one of another process."""
     if _open:
         _open[-1].record(fault, label, is_noted=is_noted)
