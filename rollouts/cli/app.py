@@ -66,6 +66,16 @@ class NamedGroup(click.Group):
             raise UserError(f"`{path}` has no command {name!r}\n{hint}commands: {', '.join(known)}")
         return super().resolve_command(ctx, args)
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """As click's. A mistake in a command's options knows the command, also where click forgets it."""
+        try:
+            return super().invoke(ctx)
+        except click.UsageError as error:
+            command = self.get_command(ctx, ctx.invoked_subcommand or "")
+            if error.ctx is None and command is not None:
+                error.ctx = click.Context(command, info_name=ctx.invoked_subcommand, parent=ctx)
+            raise
+
 
 class RolloutsGroup(NamedGroup):
     """Commands by name, imported on demand."""
@@ -222,7 +232,8 @@ def _usage_message(error: click.ClickException) -> str:
         message = _no_such_option(error, context)
     elif isinstance(error, click.BadOptionUsage) and context:
         option = next(each for each in context.command.params if error.option_name in each.opts)
-        return f"{error.option_name} needs a value\ntype: {error.option_name} {option.metavar or 'VALUE'}"
+        value = option.metavar or "|".join(getattr(option.type, "choices", ())) or "VALUE"
+        return f"{error.option_name} needs a value\ntype: {error.option_name} {value}"
     else:
         message = error.format_message().rstrip(".")
         message = message[:1].lower() + message[1:]
