@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from rollouts.cli import main
+from rollouts.env.advice import EnvironmentWarning
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
 
@@ -59,6 +61,7 @@ REWARD = """
 """
 ABSTRACT = "import abc\n\n\nclass Dice(abc.ABC):\n    @abc.abstractmethod\n    def roll(self): ...\n"
 SHORT = "def a(rewards):\n    return rewards[1:]\n"
+IMAGE = '[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]'
 ROW = '{"prompt": "a", "answer": "b"}\n'
 GOOD = {"r.py": "def good(task, trajectory):\n    return 1.0\n"}
 
@@ -112,6 +115,11 @@ def reward(name: str, body: str, *says: str, code: int = 2) -> Any:
 def loss(name: str, body: str, *says: str, code: int = 2) -> Any:
     """A file with the loss `l`."""
     return row(name, f"{CALC} --loss ./l.py:l", *says, files={"l.py": body}, code=code)
+
+
+NOPE = env(('"no"', "nope"))
+SET_UP = env(("    @tool", "    def set_up(self, task): ...\n\n    @tool"))
+WORDLESS = env(('        """Look at the dice."""\n', ""))
 
 
 def rows(text: str) -> dict[str, str]:
@@ -310,6 +318,14 @@ ENVIRONMENTS = [
     dice("tool timeout", ("@tool", "@tool(timeout=5)"), "e.py, line 12", "'timeout'"),
     dice("tool timeout 0", ("@tool", "@tool(timeout_seconds=0)"), "positive number of seconds"),
     dice("reward of a string", ("task, traj", "prompt, traj"), "asks for 'prompt'", "task, trajectory"),
+    dice("tool without self", ("look(self, guess", "look(guess"), "no `self`", "def look(self, guess: int)", "line 13"),
+    dice("tool with a name", ("@tool", '@tool("look")'), "@tool('look')", 'name="calc"', "line 12"),
+    dice("reward without self", ("correct(self, ", "correct("), "no `self`", "def correct(self, task, traj", "line 18"),
+    dice("reward with a number", ("@reward", "@reward(0.5)"), "@reward(0.5)", "@reward(weight=0.5)", "line 17"),
+    dice(
+        "an image", ('Task("Guess."', f"Task({IMAGE}"), "'image_url'", "text only", "rollouts eval --inference openai"
+    ),
+    dice("one text as tasks", (YIELD, "        return 'Guess.'\n"), "gave str", "list of Task"),
     dice("no reward", (REWARD, ""), "no @reward", "--reward"),
     dice("reward without its decorator", ("    @reward\n", ""), "no @reward"),
     row(
@@ -360,10 +376,9 @@ MODELS = [
     row(
         "a folder without a tokenizer",
         f"{CALC} --model m",
-        "the tokenizer in m",
-        "save_pretrained",
+        "m holds no tokenizer",
+        "copy the tokenizer's files",
         files={"m/config.json": '{"a": 1}'},
-        never=("from one of:",),
     ),
     row(
         "an evaluation of an empty folder",
@@ -448,7 +463,23 @@ NOTES = [
     ),
     row("lora without a rank", f"{CALC} --training.lora-alpha 16 --dry-run", "is not used", "--lora-rank 16", code=0),
     row("refill without a filter", f"{CALC} --refill 8 --dry-run", "is not used", "--filter nonzero_std", code=0),
+    row("a near miss of setup", f"{DICE} --dry-run", "Dice.set_up", "did you mean `setup`", code=0, files=SET_UP),
+    row("a tool without words", f"{DICE} --dry-run", "no docstring", "write one below", code=0, files=WORDLESS),
+    row(
+        "the environment's reward is dropped",
+        f"{CALC} --reward ./r.py:good --dry-run",
+        "--reward env:1",
+        code=0,
+        files=GOOD,
+    ),
+    row("a forgotten model", CALC, "toy model", "--model", code=0),
     row("a finished run", "resume done", "done is finished", "rollouts resume done --steps 2", code=0, after_run=True),
+]
+
+FLAT = [
+    row("a constant reward", f"{CALC} --reward ./r.py:good", "flat", "good", code=0, files=GOOD),
+    row("one sample in a group", f"{CALC} --samples-per-prompt 1", "--samples-per-prompt", code=0),
+    row("a tool that raises", "run --env ./e.py:Dice --dry-run", "NameError", "the tool failed", code=0, files=NOPE),
 ]
 
 TABLE = [
@@ -464,6 +495,7 @@ TABLE = [
     *MODELS,
     *FOLDERS,
     *NOTES,
+    *FLAT,
 ]
 
 
@@ -502,10 +534,12 @@ def test_a_mistake(mistake, tmp_path, monkeypatch, capsys, request):
         capsys.readouterr()
     write(tmp_path, mistake.files)
     before = contents(tmp_path)
-    code = main(shlex.split(mistake.command))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", EnvironmentWarning)
+        code = main(shlex.split(mistake.command))
     out, error = capsys.readouterr()
     assert code == mistake.code, error or out
-    said = error if code else out + error
+    said = error if code else out + error + "".join(str(each.message) for each in warned)
     for words in mistake.says:
         assert words in said, said
     for words in (*NEVER, *mistake.never):
@@ -514,7 +548,7 @@ def test_a_mistake(mistake, tmp_path, monkeypatch, capsys, request):
         assert error.startswith("error: ") and error.count("error: ") == 1, error
     if code == 1:
         assert json.loads((tmp_path / "out" / "summary.json").read_text())["status"] == "failed"
-    else:
+    elif code or "--dry-run" in mistake.command or mistake.after_run:
         assert contents(tmp_path) == before
 
 

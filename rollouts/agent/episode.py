@@ -248,7 +248,8 @@ async def _env_reply(env: Any, trajectory: Trajectory) -> list[Message]:
     answers = returned if isinstance(returned, list | tuple) else [] if returned is None else [returned]
     for answer in answers:
         if not isinstance(answer, str | Message):
-            words = f"it returned {type(answer).__name__}, expected text, a Message, a list of them, or None"
+            place = place_of_function(env.reply)
+            words = f"it returned {type(answer).__name__}, expected text, a Message, a list of them, or None ({place})"
             raise _EnvironmentFault(TypeError(words))
     return [Message("user", answer) if isinstance(answer, str) else answer for answer in answers]
 

@@ -1,4 +1,4 @@
-"""The group of commands: each imported only when it is called, each mistake told in one message.
+"""The group of commands. A command is imported when it is called. A mistake of the user gives one message.
 
 Installed packages add commands through the entry-point group `rollouts.commands`. They are found when a command is not
 one of the core's. `--help` reads no metadata, so it does not list them: `rollouts plugins list --kind commands` does.
@@ -34,7 +34,7 @@ COMMANDS = {
     "config": ("rollouts.cli.config:config", "Print a complete settings file."),
     "plugins": ("rollouts.cli.plugins:plugins", "List, show and check installed plugins."),
 }
-"""The core's commands: where each is, and its line in the help (which imports none of them)."""
+"""The core's commands: the place of each, and its line in the help, which imports none of them."""
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, 128 + SIGINT, as in a shell."""
@@ -43,16 +43,16 @@ SIGNALS = "rollouts.signals"
 """The key in a context's `meta` of the list that holds the signal which ended the command, if one did."""
 
 TAKES_SETTINGS = ("run", "sft", "eval", "config", "resume", "chat")
-"""The commands that take dotted flags. A plugin's command gets them in `ctx.obj` and judges for itself."""
+"""The commands that take dotted flags. A command of a plugin receives them in `ctx.obj`."""
 
 
 class NamedGroup(click.Group):
-    """A group that answers a command it does not have with near misses and the list of those it has."""
+    """A group whose error for an unknown command suggests similar commands and lists all."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click's, with our words for a command that does not exist."""
+        """Resolve as click does, with our error for an unknown command."""
         name, path, known = args[0], ctx.command_path, self.list_commands(ctx)
         if not name.startswith("-") and self.get_command(ctx, name) is None:
             from rollouts.config.foreign import command_hint
@@ -66,16 +66,26 @@ class NamedGroup(click.Group):
             raise UserError(f"`{path}` has no command {name!r}\n{hint}commands: {', '.join(known)}")
         return super().resolve_command(ctx, args)
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """As click's. A mistake in a command's options knows the command, also where click forgets it."""
+        try:
+            return super().invoke(ctx)
+        except click.UsageError as error:
+            command = self.get_command(ctx, ctx.invoked_subcommand or "")
+            if error.ctx is None and command is not None:
+                error.ctx = click.Context(command, info_name=ctx.invoked_subcommand, parent=ctx)
+            raise
+
 
 class RolloutsGroup(NamedGroup):
     """Commands by name, imported on demand."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The core's commands in the order in which one meets them."""
+        """The core's commands in the order of the help."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import the command's module; a name that is not the core's is looked up among the installed packages."""
+        """Import a command of the core, else find and import one of an installed package."""
         if cmd_name in COMMANDS:
             module, _, attribute = COMMANDS[cmd_name][0].partition(":")
             command = getattr(importlib.import_module(module), attribute)
@@ -97,14 +107,14 @@ class RolloutsGroup(NamedGroup):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As above; a command that takes no settings refuses dotted flags."""
+        """Refuse dotted flags for a command without settings, then resolve."""
         name = args[0]
         if ctx.obj and name in COMMANDS and name not in TAKES_SETTINGS:
             raise UserError(f"`rollouts {name}` takes no settings, and dotted flags are settings: {', '.join(ctx.obj)}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The list of commands without importing them."""
+        """List the core's commands without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
 
@@ -130,10 +140,10 @@ click.version_option(__version__, message="rollouts %(version)s")(app)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command with the given arguments and return its exit code.
 
-    Without arguments it is the process's own command: what a run has excluded from garbage collection stays excluded,
-    since to collect it as the process ends takes a second. No traceback is shown for the user's mistakes and for runs
-    that failed, unless ROLLOUTS_TRACEBACK=1. An error that is neither is a mistake of rollouts: the process's own
-    command says so in one message and ends with 1; with arguments it is raised.
+    Without `argv`, it runs the command line of the process. Objects that a run excluded from garbage collection then
+    stay excluded, since collecting them at exit takes a second. Mistakes of the user and failed runs show a traceback
+    only with ROLLOUTS_TRACEBACK=1. Any other error is a bug in rollouts: without `argv`, it is one message and exit
+    code 1; with `argv`, it is raised.
     """
     arguments, dotted = list(sys.argv[1:] if argv is None else argv), dict[str, Any]()
     stray = stray_errors_in_words() if argv is None else contextlib.nullcontext()
@@ -146,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with app.make_context("rollouts", arguments, obj=dotted) as context:
                 context.meta[SIGNALS] = signals
                 result = app.invoke(context)
-            if sys.stdout is not None:  # here, so that a closed pipe is met while it can still be reported
+            if sys.stdout is not None:  # here, where a closed pipe can still be reported
                 sys.stdout.flush()
             return result if isinstance(result, int) else 0
         except (Exception, KeyboardInterrupt, BaseExceptionGroup) as error:
@@ -168,9 +178,9 @@ _KNOWN = (RolloutsError, click.ClickException, click.Abort, click.exceptions.Exi
 
 
 def _known_error(error: BaseException) -> BaseException | None:
-    """The error that we can report without a traceback; it may be wrapped in groups by nurseries."""
+    """The error to report without a traceback, taken out of the groups of nurseries; None for an unknown error."""
     leaves = list(leaves_of(error))
-    # Ctrl-C beside anything else is Ctrl-C; an unknown error beside a known one is a bug, and shown.
+    # Ctrl-C together with other errors is Ctrl-C. An unknown error is a bug, and is raised.
     interrupts = [leaf for leaf in leaves if isinstance(leaf, KeyboardInterrupt)]
     if interrupts or all(isinstance(leaf, _KNOWN) or _is_full_output(leaf) for leaf in leaves):
         return (interrupts or leaves)[0]
@@ -178,24 +188,24 @@ def _known_error(error: BaseException) -> BaseException | None:
 
 
 def _is_full_output(error: BaseException) -> bool:
-    """Whether standard output could not be written: errors of files have their names."""
+    """Whether standard output could not be written. An error of a file has a file name."""
     full = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
     return isinstance(error, OSError) and error.errno in full and error.filename is None
 
 
 def _report(error: BaseException) -> int:
-    """Say what happened on stderr; returns the exit code."""
+    """Print an error to stderr, and return the exit code."""
     if isinstance(error, click.exceptions.Exit):
         return error.exit_code
     if isinstance(error, BrokenPipeError) or _is_full_output(error):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more may be written to it at exit
-        if not isinstance(error, BrokenPipeError):  # the reader of our output has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python does not write to it at exit
+        if not isinstance(error, BrokenPipeError):  # not a closed pipe
             click.echo(f"error: the output cannot be written: {getattr(error, 'strerror', error)}", err=True)
         return 1
     if isinstance(error, KeyboardInterrupt | click.Abort):
         click.echo(f"\n{str(error) or 'interrupted'}", err=True)
         return INTERRUPTED
-    if type(error).__name__ == "NoArgsIsHelpError":  # newer versions of click raise it where older ones print
+    if type(error).__name__ == "NoArgsIsHelpError":  # new versions of click raise it; old ones print the help
         click.echo(str(error))
         return 0
     if isinstance(error, RolloutsError):
@@ -215,14 +225,15 @@ def _report_bug(error: BaseException) -> int:
 
 
 def _usage_message(error: click.ClickException) -> str:
-    """click's errors in our form: what was given, near misses, what to type."""
+    """An error of click in our form: what was given, similar names, and what to type."""
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "rollouts"
     if isinstance(error, click.NoSuchOption):
         message = _no_such_option(error, context)
     elif isinstance(error, click.BadOptionUsage) and context:
         option = next(each for each in context.command.params if error.option_name in each.opts)
-        return f"{error.option_name} needs a value\ntype: {error.option_name} {option.metavar or 'VALUE'}"
+        value = option.metavar or "|".join(getattr(option.type, "choices", ())) or "VALUE"
+        return f"{error.option_name} needs a value\ntype: {error.option_name} {value}"
     else:
         message = error.format_message().rstrip(".")
         message = message[:1].lower() + message[1:]

@@ -46,14 +46,6 @@ class SettingsCommand(click.Command):
         options = (_option(info) for info in self.infos if info.name != "template")
         super().__init__(name, params=[argument, *options, *own], epilog=DOTTED_FLAGS, **given)
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As click's; a missing value is told with this command's name."""
-        try:
-            return super().parse_args(ctx, args)
-        except click.UsageError as error:
-            error.ctx = error.ctx or ctx
-            raise
-
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The options that are settings by their groups, then the command's own."""
         options = [parameter for parameter in self.get_params(ctx) if isinstance(parameter, click.Option)]

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 from rollouts.author_code import Place, shown
-from rollouts.error_log import report
+from rollouts.error_log import is_logging, report
 
 
 @contextlib.contextmanager
@@ -39,14 +39,19 @@ def stray_errors_in_words() -> Iterator[None]:
 
 def _of_a_thread(error: threading.ExceptHookArgs) -> None:
     if error.exc_value is not None and not isinstance(error.exc_value, SystemExit):
-        name = error.thread.name if error.thread is not None else "unknown"
-        _say(f"the thread {name} ended: {report(error.exc_value, f'the thread {name}', is_noted=False)}")
+        _tell(error.exc_value, "a thread")
 
 
 def _of_a_destructor(error: Any) -> None:
     if error.exc_value is not None:
-        words = report(error.exc_value, shown(error.object), is_noted=False)
-        _say(f"{error.err_msg or 'an error was ignored in'} {shown(error.object)}: {words}")
+        _tell(error.exc_value, f"code that Python called by itself, {shown(error.object)},")
+
+
+def _tell(error: BaseException, label: str) -> None:
+    """A note of the run that plays, once for each line of the author's; else one line."""
+    words = report(error, label)
+    if not is_logging():
+        _say(f"{label} failed: {words}")
 
 
 def _say(words: str) -> None:

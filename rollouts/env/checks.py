@@ -153,7 +153,7 @@ def _check_selves(env: Any, label: str) -> None:
                 continue
             texts = [_as_written(each) for each in parameters]
             where = f"{label}.{name}({', '.join(texts)})"
-            lost = f"{first.name!r} would be given the environment" if first is not None else "it takes no environment"
+            lost = f"{first.name!r} receives the environment" if first is not None else "it takes no environment"
             written = ", ".join(["self", *texts])
             place = place_of_function(raw)
             raise EnvironmentDefinitionError(

@@ -134,12 +134,12 @@ class Environment(NamedTuple):
         label = f"{self.name}.tasks({split!r}, rng)"
         thread = AuthorThread()
         tasks = self._in_time(thread, lambda: self.make().tasks(split, rng), label)
-        if inspect.isawaitable(tasks) or not isinstance(tasks, Iterable):
+        if inspect.isawaitable(tasks) or not isinstance(tasks, Iterable) or isinstance(tasks, str):
             if inspect.iscoroutine(tasks):
                 tasks.close()
+            reason = "whose characters are no tasks" if isinstance(tasks, str) else "which cannot be iterated"
             raise EnvironmentDefinitionError(
-                f"{label} gave {type(tasks).__name__}, which cannot be iterated; "
-                "it must be a plain generator or return a list of Task"
+                f"{label} gave {type(tasks).__name__}, {reason}; it must be a plain generator or return a list of Task"
             )
         if isinstance(tasks, list | tuple):
             return tasks

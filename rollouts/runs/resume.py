@@ -98,7 +98,9 @@ def read_run(folder: Path, given: Tree, *, allow_left_out: bool = False) -> Reso
     resolved = resolve(merge(tree, given), source, allow_left_out=allow_left_out)
     if resolved.settings.mode == "eval":
         again = shlex.quote(str(folder / CONFIG))
-        raise ConfigError(f"{folder} holds an evaluation, which is not gone on with; type: rollouts eval {again}")
+        raise ConfigError(
+            f"{folder} holds an evaluation, which cannot be resumed; to repeat it, type: rollouts eval {again}"
+        )
     return resolved._replace(settings=dataclasses.replace(resolved.settings, out=str(folder)))
 
 

@@ -338,6 +338,11 @@ def _explain(resolved: str, what: str, error: Exception) -> str:
         code = f"the {what} of {resolved} is Python code that comes with the model, and would run on this machine"
         return f"{code}; read it, then type --trust-remote-code true, or give another model"
     if Path(resolved).is_dir():
+        of_tokenizers = ("token", "vocab", "merges", "spiece")
+        has_one = any(each.name.startswith(of_tokenizers) for each in Path(resolved).iterdir())
+        if what == "tokenizer" and not has_one and "tokenizer" in str(error):
+            copies = "copy the tokenizer's files of the model into it, or try `--model tiny`"
+            return f"the folder {resolved} holds no tokenizer (tokenizer.json); {copies}"
         whole = "give a folder that save_pretrained wrote, with the model and its tokenizer, or try `--model tiny`"
         return f"the {what} in {resolved} could not be loaded: {first_line(error).rstrip(':.')}; {whole}"
     missing = f"the {what} {resolved!r} is no folder here and could not be loaded from the hub: {first_line(error)}"

@@ -75,12 +75,12 @@ class RestoreOfNothing(Base):
         pass
 
 
-LOST = "@tool ToolWithoutSelf.double(x: int) has no `self`, so 'x' would be given the environment; write "
+LOST = "@tool ToolWithoutSelf.double(x: int) has no `self`, so 'x' receives the environment; write "
 REFUSED = [
     (ToolWithoutSelf, LOST + "`def double(self, x: int)`, or write @staticmethod above @tool\n"),
     (ToolOfNothing, "so it takes no environment; write `def stop(self)`"),
     (UntypedTool, "write `def double(self, x, y: int)`"),
-    (RewardWithoutSelf, "@reward RewardWithoutSelf.short(task, trajectory) has no `self`, so 'task' would be given"),
+    (RewardWithoutSelf, "@reward RewardWithoutSelf.short(task, trajectory) has no `self`, so 'task' receives the"),
     (MetricWithoutSelf, "write `def length(self, trajectory)`"),
     (CloseWithoutSelf, "; write `def close(self)`"),
     (SetupWithoutSelf, "write `def setup(self, task)`"),
@@ -322,6 +322,6 @@ def test_the_terminal_never_shows_a_traceback(tmp_path):
     done = subprocess.run([sys.executable, "stray.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     thread, destructor, odd, bug, *_ = done.stderr.splitlines()
-    assert "warning: the thread mine ended: KeyError: 'in a thread' (" in thread and "raise KeyError" in thread
+    assert "warning: a thread failed: KeyError: 'in a thread' (" in thread and "raise KeyError" in thread
     assert "ValueError: in a destructor" in destructor and odd == "warning: odd (x.py, line 3)"
     assert bug.startswith("error: ZeroDivisionError: ours (stray.py, line 20")

@@ -30,8 +30,7 @@ from rollouts.errors import CheckpointError, ConfigError
 from rollouts.evaluate import Evaluation, evaluate, evaluation_metrics
 from rollouts.inference.base import InferenceBackend
 from rollouts.loggers.jsonl import JSONLLogger, read_lines
-from rollouts.plugins.signature import call_with
-from rollouts.runs.components import Chosen
+from rollouts.runs.components import Chosen, make_component
 from rollouts.runs.environments import Environment, HeldOutPrompts, demonstrations, task_buffer
 from rollouts.runs.folder import EVALUATED, STEP, MakeFolder, episode_records
 from rollouts.runs.jobs import learning
@@ -467,7 +466,7 @@ def make_training(plan: Plan) -> TrainingBackend | RankServer:
     """
     settings, chosen = plan.settings, plan.one("training")
     available = plan.training_arguments() | {"config": plan.config_of_ranks}
-    backend: TrainingBackend | RankServer = call_with(chosen.component, available, chosen.settings)
+    backend: TrainingBackend | RankServer = make_component("training backend", chosen, available)
     if isinstance(backend, RankServer):
         return backend
     launched = os.environ.get("WORLD_SIZE", "1")
@@ -530,8 +529,8 @@ def _held_out_notes(
     shared = HeldOutPrompts([*held_out, *also_held_out]).shared if settings.mode == "sft" else 0
     if shared:
         notes.append(
-            f"{shared} held-out tasks have the prompt of another one, so that their demonstrations cannot be told "
-            "apart: see that demonstrations('train', rng) gives none of them"
+            f"{shared} held-out tasks have the same prompt as another task, so their demonstrations cannot be "
+            "recognized: demonstrations('train', rng) must not return any of them"
         )
     return notes
 
