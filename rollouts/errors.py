@@ -135,10 +135,10 @@ def first_line(error: BaseException) -> str:
 
 
 def words_of(error: BaseException, place_in: Callable[[BaseException], Place | None] = place_of) -> str:
-    """An error of an author's code in words: its type, its message, and the author's line that raised it. Of a group
+    """An error of an author's code in words: its type, its message, and the author's line that raised it. For a group:
     the first few errors in it. `place_in` finds the line.
 
-    A line makes it `ZeroDivisionError: division by zero (x.py, line 3: return 1 / 0)`.
+    With a line: `ZeroDivisionError: division by zero (x.py, line 3: return 1 / 0)`.
 
     >>> words_of(ZeroDivisionError("division by zero"))  # never raised, so it has no line
     'ZeroDivisionError: division by zero'
@@ -149,7 +149,7 @@ def words_of(error: BaseException, place_in: Callable[[BaseException], Place | N
         words = _named(leaf)
         if isinstance(leaf, SyntaxError) and place:
             words = f"{type(leaf).__name__}: {leaf.msg}"
-        elif isinstance(leaf, RolloutsError):  # its type says nothing to an author
+        elif isinstance(leaf, RolloutsError):  # an author does not need its type
             words = message_of(leaf)
         return f"{words} ({place})" if place else words
 
@@ -171,7 +171,7 @@ def _named(error: BaseException) -> str:
 
 
 def _each_of(error: BaseException, said: Callable[[BaseException], str]) -> str:
-    """What is said of an error; of a group what is said of its leaves, each once."""
+    """`said(error)`; for a group, the texts of its first few errors, each once."""
     if not isinstance(error, BaseExceptionGroup):
         return said(error)
     leaves = list(dict.fromkeys(map(said, leaves_of(error))))

@@ -179,7 +179,7 @@ def _no_such_file(path: Path) -> ConfigError:
 
 
 def _of_folder(path: Path) -> Iterator[str]:
-    """What to type where the folder of a run, a checkpoint or a model was given as a settings file."""
+    """What to type if the given settings file is the folder of a run, a checkpoint or a model."""
     quoted = shlex.quote(str(path))
     if (path / "config.toml").is_file():
         yield f"to continue the run in it: rollouts resume {quoted}"
@@ -203,7 +203,7 @@ def _read_toml(source: Source) -> Tree:
 
 
 def _quote_hint(text: str, line: str) -> str:
-    """A hint for the most common mistakes: text without quotes, YAML, Python's True, a path of Windows."""
+    """A hint for the most common mistakes: text without quotes, YAML, Python's True, a Windows path."""
     lines = text.split("\n")
     given = lines[int(line) - 1] if int(line) <= len(lines) else ""
     if re.search(r'=\s*"[^"]*\\', given):
@@ -295,8 +295,8 @@ def _places(text: str, suffix: str) -> Iterator[tuple[Keys, int]]:
 
 
 def _toml_places(text: str) -> Iterator[tuple[Keys, int]]:
-    """The line of each path. The shortest valid prefix of the text that has a path ends with the statement of the
-    path.
+    """The line of each path in a TOML text. Parses longer and longer prefixes of the text: the first valid prefix that
+    has a path ends with the statement of that path.
     """
     import tomllib
 

@@ -66,7 +66,7 @@ _NAMES = {
     "rollouts --version": "version",
     "rollouts resume DIR": "resume_from_checkpoint load resume_from",
 }
-_MISSING = {  # settings that rollouts does not have, and what to say
+_MISSING = {  # settings that rollouts does not have, with the reason
     "top_p top_k min_p": "rollouts samples from the whole distribution, since it trains on the logprobs; leave it out",
     "load_in_4bit load_in_8bit": "rollouts trains no quantized models; less memory: --lora-rank 16 "
     "--training.dtype bfloat16",
@@ -86,7 +86,7 @@ COMMANDS = {
     "pip install PACKAGE": "install add",
     "pip uninstall PACKAGE": "uninstall remove",
 }
-"""What to type here, and the commands that people type instead."""
+"""Commands of rollouts, with the names of other programs for them."""
 
 FOREIGN = {name: ours for ours, names in _NAMES.items() for name in names.split()}
 """The flag of rollouts by the other library's name, with underscores."""
@@ -111,7 +111,7 @@ def foreign_hint(name: str, known: Collection[str] = ()) -> str:
 
 
 def command_hint(name: str) -> str:
-    """The line of an error for a command from elsewhere; empty for any other.
+    """A line for an error: the command of rollouts for the name of another program's command; empty for other names.
 
     >>> command_hint("train")
     'in rollouts this is: rollouts run'
@@ -121,8 +121,8 @@ def command_hint(name: str) -> str:
 
 
 def misplaced_hint(name: str, core: Collection[str]) -> str:
-    """The line of an error for a setting that a component does not have: it is one of the run itself, which has the
-    settings `core`, or it has another name here. Empty for any other.
+    """A line for an error about a setting that a component does not have, if it is a setting of the run (one of `core`)
+    or the name of another library's setting. Empty for other names.
 
     >>> misplaced_hint("lr", ["lr"])
     '`lr` is a setting of the run itself: type --lr VALUE, or write it above the first table of the file'

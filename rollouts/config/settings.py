@@ -198,7 +198,7 @@ class Settings:
         inference: The inference backend.
         training: The training backend.
         critic: A critic: `head` on the policy, or a separate model (a path or a name). Default: none.
-        teacher: A teacher to distil from: a path or a name on the hub. Default: none.
+        teacher: A teacher to distill from: a path or a name on the hub. Default: none.
         teacher_top_k: How many of the teacher's likeliest tokens a loss receives.
         prompts_per_step: Prompts per step.
         samples_per_prompt: Rollouts per prompt: the size of a group.

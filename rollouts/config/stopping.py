@@ -1,4 +1,4 @@
-"""Rules that end a run early, as `--stop-when` gives them: a metric, an operator and a number.
+"""The rules of `--stop-when`, which end a run early: a metric, an operator and a number.
 
 rule = read_rule("eval/reward_mean >= 0.95")
 rule.holds({"eval/reward_mean": 0.96})
@@ -28,7 +28,7 @@ _RULE = re.compile(r"\s*(?P<metric>[^\s<>=!]+)\s*(?P<sign>[<>=!]+)\s*(?P<number>
 
 
 class StopRule(NamedTuple):
-    """The run ends after a step whose `metric` compares to `number` as `sign` says."""
+    """A rule: the run ends after a step if `metric sign number` is true."""
 
     metric: str
     sign: str
@@ -38,13 +38,13 @@ class StopRule(NamedTuple):
         return f"{self.metric} {self.sign} {self.number:g}"
 
     def holds(self, metrics: Mapping[str, float]) -> bool:
-        """Whether these metrics end the run. A metric that is absent or NaN does not."""
+        """Whether these metrics end the run. A missing metric or a NaN does not."""
         value = metrics.get(self.metric, math.nan)
         return not math.isnan(value) and OPERATORS[self.sign](value, self.number)
 
 
 def read_rule(text: str) -> StopRule:
-    """Read a rule. Raises ConfigError, which says what is wrong with it and shows one that is right.
+    """Parse a rule. Raises ConfigError, which says what is wrong and shows a valid rule.
 
     >>> read_rule("reward/mean>.9")
     StopRule(metric='reward/mean', sign='>', number=0.9)

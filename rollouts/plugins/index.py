@@ -204,7 +204,7 @@ def unknown_component(
 
 
 def _file_hint(name: str) -> str:
-    """What to type where the name is that of a module here: `my_env:Name`, `my_env.Name` or `my_env`."""
+    """What to type if the name is a module in this folder: `my_env:Name`, `my_env.Name` or `my_env`."""
     module, _, attribute = name.partition(":" if ":" in name else ".")
     if module.isidentifier() and Path(f"{module}.py").is_file():
         return f"there is a file {module}.py here; type: ./{module}.py:{attribute or 'Name'}"

@@ -1,4 +1,4 @@
-"""Groups that are incomplete when a step ends are suspended, carried over and continued. None is ever lost."""
+"""Groups that are incomplete at the end of a step are suspended, carried over and continued; none is ever lost."""
 
 from __future__ import annotations
 
