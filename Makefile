@@ -15,10 +15,10 @@ lint:  ## style, types, and American spelling (the exceptions are in pyproject.t
 	mypy
 	codespell
 
-docs:  ## the page that is made from the commands' own help, and the tests that hold the other pages
+docs:  ## generate docs/cli.md from the help of the commands, and test the documentation
 	python scripts/cli_reference.py > docs/cli.md
 	pytest -n 0 tests/test_docs.py tests/cli/test_reference.py
 
-site:  ## the pages as a website in site/; a link that leads nowhere is an error
+site:  ## build the documentation as a website in site/; a broken link is an error
 	pip install -q -r requirements-docs.txt
 	zensical build --strict

@@ -1,18 +1,18 @@
-"""Seconds per step: over-sampling with episodes carried over, beside waiting for the slowest, in one run.
+"""Seconds per step: over-sampling with carried-over episodes, compared with waiting for the slowest, in one run.
 
     OMP_NUM_THREADS=1 python benchmarks/carry_over.py
     OMP_NUM_THREADS=1 python benchmarks/carry_over.py --steps 40 --json figures.json
 
-Real: the manager, the pool and the gate, on trio and the real clock. Not real: the engine. It sleeps for each reply
-as long as its tokens take at `--token-seconds`, whatever else is asked of it, and gives back what it has when it is
-told to stop; a step of training is a sleep too. So the figures say what carrying over is worth where the engine has
-room for half as many rollouts again; an engine that is full slows down by as much. Lengths are log-normal and cut off
-at `--max-tokens`, a function of the rollout's order: every way plays the same ones, as far as it comes.
+The manager, the pool and the gate are real, and run on trio with the real clock. The engine is not: it sleeps for each
+reply, `--token-seconds` for each token, and returns the tokens so far when it is stopped. Training sleeps too. So the
+figures show the gain if the engine has room for 50% more rollouts; a full engine would slow down by as much. The
+lengths of replies are log-normal, cut off at `--max-tokens`, and depend only on the rollout's order, so all ways have
+the same rollouts.
 
-Ways: `wait` (factor 1), `carry` (what is not complete goes on in the next step), `discard` (the same factor, but what
-is not complete is played again from its first token: what carrying saves). One step of each way follows one of the
-others, so that a busy machine moves all. Seconds are the means of `RolloutStep.seconds`; `sampled` counts the tokens
-that the engine made for each that was handed out.
+The ways: `wait` (factor 1), `carry` (incomplete rollouts continue in the next step), and `discard` (the same factor,
+but incomplete rollouts start again from their first token). The difference between the last two is what carrying saves.
+The ways take steps in turn, so that a busy machine affects all of them. Seconds are means of `RolloutStep.seconds`.
+`sampled` is the number of tokens that the engine made for each token that was handed out.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PROMPTS, MEMBERS = 16, 8
 
 
 class SleepingEngine:
-    """A reply takes as long as its tokens; it can be stopped."""
+    """An engine that sleeps for each token. A reply can be stopped."""
 
     capabilities = Capabilities(in_process=True, aborts=True)
     vocabulary_size = version = 0
@@ -49,7 +49,7 @@ class SleepingEngine:
         self._stops: dict[str, trio.Event] = {}
 
     def length(self, order: tuple[int, ...]) -> int:
-        """Tokens of this rollout's reply."""
+        """The number of tokens in this rollout's reply."""
         drawn = random.Random(str(order[:2])).lognormvariate(5.0, 1.0)
         return max(1, min(int(drawn), self.max_tokens))
 
@@ -81,7 +81,7 @@ class SleepingEngine:
 
 
 async def play(job: Job, session: str, inference: InferenceBackend) -> Episode:
-    """One reply."""
+    """Generate one reply."""
     reply = await inference.generate(GenerateRequest([1], 10**6, (), 0, order=(*job.order, 0), session=session))
     count = len(reply.tokens)
     segment = Segment([1, *reply.tokens], [0.0] + [1.0] * count, [0.0, *reply.logprobs], [-1, *reply.versions])
@@ -90,7 +90,7 @@ async def play(job: Job, session: str, inference: InferenceBackend) -> Episode:
 
 
 class Way(NamedTuple):
-    """One way of taking steps, and what was seen of it."""
+    """One way of taking steps, with its measurements."""
 
     name: str
     manager: AsyncRolloutManager
@@ -99,13 +99,13 @@ class Way(NamedTuple):
     tokens: list[int]
 
     async def step(self) -> None:
-        """Take one."""
+        """Take one step."""
         found = await self.manager.generate_batch()
         self.seconds.append(found.seconds)
         self.tokens.append(sum(e.trajectory.sampled_count for g in found.groups for e in g.episodes))
 
     def figures(self, baseline: float) -> dict[str, float]:
-        """Means, and the ratio to the baseline's."""
+        """Means, and their ratio to the baseline."""
         seconds = statistics.fmean(self.seconds)
         return {
             "step_seconds": seconds,
@@ -116,7 +116,7 @@ class Way(NamedTuple):
 
 
 def make_way(name: str, factor: float, options: argparse.Namespace) -> Way:
-    """A manager with an engine of its own."""
+    """A manager with its own engine."""
     engine = SleepingEngine(options.token_seconds, options.max_tokens)
     config = RolloutConfig(PROMPTS, MEMBERS, factor, concurrency=4 * PROMPTS * MEMBERS)
     buffer = DataBuffer([f"task {number}" for number in range(1000)])
@@ -125,10 +125,10 @@ def make_way(name: str, factor: float, options: argparse.Namespace) -> Way:
 
 
 async def measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """All ways, a step of each in turn."""
+    """Take steps in all ways, in turn."""
     wait, carry = make_way("wait", 1.0, options), make_way("carry", options.factor, options)
     discard = make_way("discard", options.factor, options)
-    async with wait.manager, carry.manager:  # outside of its block the third one carries nothing over
+    async with wait.manager, carry.manager:  # outside of its `async with` block, the third way carries nothing over
         for number in range(options.steps + options.warm_up):
             if number == options.warm_up:
                 for way in (wait, carry, discard):

@@ -1,16 +1,18 @@
-"""Does a run survive a crash of the machine? A file system is shut down under it without a last flush, mounted again,
-and the run is resumed; the result is compared to the bit with a run that nothing happened to.
+"""Does a run survive a crash of the machine? Shut down its file system without a last flush, mount it again, and
+resume.
 
     sudo -E $(which python) benchmarks/crash_and_resume.py                # 10 crashes
     sudo -E $(which python) benchmarks/crash_and_resume.py --crashes 2 --kinds plain,lora --out crashes.json
     sudo -E $(which python) benchmarks/crash_and_resume.py --how shutdown
 
-It needs Linux, root, a free loop device and e2fsprogs. The runs are those of kill_and_resume.py, in an ext4 file system
-in a file of 512 MiB; its journal is committed only where somebody syncs, and a rename flushes nothing
-(`commit=600,noauto_da_alloc`), so that everything that is not synced is lost. It is crashed at a random moment, or one
-time in three while a checkpoint is being written: `--how abort` remounts it with `abort`; `--how shutdown` asks ext4 to
-go down without writing its journal. Then the run is killed, the file system unmounted, repaired by its journal, checked
-by fsck and mounted again. It takes about a minute a crash on one core.
+The result is compared bit by bit with an undisturbed run. Needs Linux, root, a free loop device and e2fsprogs.
+
+The runs are those of kill_and_resume.py, in an ext4 file system in a file of 512 MiB. The mount options
+(`commit=600,noauto_da_alloc`) commit the journal only on a sync, and a rename flushes nothing, so everything that is
+not synced is lost. The crash comes at a random moment, or, in one of three cases, while a checkpoint is being written.
+`--how abort` remounts the file system with `abort`; `--how shutdown` shuts ext4 down without writing its journal. Then
+the run is killed, and the file system is unmounted, repaired by its journal, checked by fsck and mounted again. A crash
+takes about a minute on one core.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ WITHOUT_JOURNAL = 2  # EXT4_GOING_FLAGS_NOLOGFLUSH
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Crash, repair, resume, compare; 1 where a run did not come back the same."""
+    """Crash, repair, resume and compare. Returns 1 if a result differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--crashes", type=int, default=10, help="in all")
     parser.add_argument("--kinds", default="plain,lora,sft,ppo", help=f"some of {', '.join(KINDS)}")
@@ -65,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             place = Path(scratch) / f"disk-{number}"
             crash = _one_crash(place, kind, arguments.how, rng.random() * seconds, rng.random() < 0.33, expected)
             if crash is None:
-                continue  # the run was finished before the moment came
+                continue  # the run finished before the crash
             crashes.append(crash)
             print(f"{len(crashes)}: {kind}, {crash['left']}: {'; '.join(crash['faults']) or 'the same'}", flush=True)
     good = sum(not crash["faults"] for crash in crashes)
@@ -78,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _one_crash(
     place: Path, kind: str, how: str, moment: float, while_saving: bool, expected: Any
 ) -> dict[str, Any] | None:
-    """A run on a new file system that crashes `moment` seconds after its folder is there, or as it saves after that."""
+    """Run on a new file system, which crashes `moment` seconds after the run folder exists, or at the next save."""
     image = place.with_suffix(".ext4")
     place.mkdir()
     with image.open("wb") as file:
@@ -106,7 +108,7 @@ def _one_crash(
 
 
 def _wait(process: subprocess.Popen[bytes], folder: Path, moment: float, while_saving: bool) -> bool:
-    """Until the crash is to come; False where the run ends before."""
+    """Wait until the time of the crash. False if the run ends before."""
     while process.poll() is None and not (folder / ".lock").exists():
         time.sleep(0.002)
     end = time.monotonic() + moment
@@ -119,7 +121,9 @@ def _wait(process: subprocess.Popen[bytes], folder: Path, moment: float, while_s
 
 def _crash(place: Path, how: str) -> None:
     if how == "abort":
-        _call("mount", "-o", "remount,abort", str(place), accepted=(0, 32))  # it is down also where mount complains
+        _call(
+            "mount", "-o", "remount,abort", str(place), accepted=(0, 32)
+        )  # the file system is down even if mount fails
         return
     descriptor = os.open(place, os.O_RDONLY)
     try:
@@ -129,7 +133,7 @@ def _crash(place: Path, how: str) -> None:
 
 
 def _resumed(folder: Path, kind: str, expected: Any) -> list[str]:
-    """Go on, or begin again where the crash took the beginning; what differs then."""
+    """Resume the run, or start it again if the crash lost its start. Returns the differences."""
     empty = [path.name for path in folder.rglob("*.json*") if not path.stat().st_size] if folder.exists() else []
     last = max((int(path.name[5:]) for path in folder.glob("checkpoints/step_*")), default=0)
     lost = [name for name in empty if last and (not name.startswith("step_") or int(name[5:11]) < last)]

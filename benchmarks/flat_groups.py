@@ -1,13 +1,14 @@
-"""CPU seconds of a GRPO training step in which some groups have no advantage: with their backward, and without.
+"""CPU seconds of a GRPO training step with some groups without an advantage: with and without their backward pass.
 
     OMP_NUM_THREADS=1 python benchmarks/flat_groups.py --model tiny
     OMP_NUM_THREADS=1 python benchmarks/flat_groups.py --model 58m --steps 2
 
 Both sides take the same step (`forward_backward` and `optim_step` of the torch backend) on the same rows: 8 groups x 8
-rollouts of random ids, of which `--flat` groups were all rewarded alike. `skipped` is GRPO as it is: it runs those
-groups forward only. `full` is GRPO with one more term, which is 0 and does not name the advantages, so that every row's
-backward is run. The sides take turns; the first step of each is warm-up. Random weights, fp32, one optimizer step a
-batch. Before the first step the gradients of both are compared. Left out: generation, which is the same on both sides.
+rollouts of random ids. In `--flat` of the groups, all rewards are equal. `skipped` is GRPO, which runs these groups
+only forward. `full` is GRPO with one more term, which is 0 and does not name the advantages, so every row has a
+backward pass. The sides take turns, and the first step of each is warm-up. Random weights, fp32, one optimizer step per
+batch. Before the first step, the gradients of both sides are compared. Generation is not included: it is the same on
+both sides.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ TOKENS = 16384
 
 
 def zero(logprobs: torch.Tensor) -> torch.Tensor:
-    """A term that teaches nothing, and asks for the backward of every row."""
+    """A term that is 0, and makes every row run backward."""
     return logprobs * 0.0
 
 
@@ -45,7 +46,7 @@ SIDES = {"skipped": GRPO, "full": GRPO._replace(terms=(*GRPO.terms, Term(zero)))
 
 
 def make_rows(flat: int, prompt: int, reply: int) -> TrainBatch:
-    """Groups that share their prompt; the first `flat` have no advantage."""
+    """Groups of rollouts with one prompt each. The first `flat` groups have no advantage."""
     generator = random.Random(0)
     samples, advantages = [], []
     for group in range(GROUPS):
@@ -68,13 +69,13 @@ def make_rows(flat: int, prompt: int, reply: int) -> TrainBatch:
 
 
 def gradient(backend: TorchBackend, batch: TrainBatch) -> torch.Tensor:
-    """The gradient of the batch, of all weights in one vector."""
+    """The gradient of the batch for all weights, as one vector."""
     backend.forward_backward(batch).wait()
     return torch.cat([p.grad.reshape(-1) for p in backend.model.parameters() if p.grad is not None])
 
 
 def step_seconds(backend: TorchBackend, batch: TrainBatch) -> float:
-    """CPU seconds, of all threads, of one step."""
+    """The CPU seconds of one step, in all threads."""
     start = time.process_time()
     backend.forward_backward(batch).wait()
     backend.optim_step().wait()
@@ -82,7 +83,7 @@ def step_seconds(backend: TorchBackend, batch: TrainBatch) -> float:
 
 
 def make_backend(model: str, algorithm: Algorithm) -> TorchBackend:
-    """A backend of this model that hardly moves."""
+    """A backend for this model with a tiny learning rate."""
     return create_torch_backend(
         model, 0, 100, 1e-7, 0, TOKENS, {"main": algorithm}, None, settings=TorchSettings(device="cpu")
     )

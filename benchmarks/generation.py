@@ -1,11 +1,11 @@
-"""Generation alone: the embedded engine beside transformers' `model.generate`, on replies of 8 to 128 tokens.
+"""Generation alone: the embedded engine compared with transformers' `model.generate`, for replies of 8 to 128 tokens.
 
     OMP_NUM_THREADS=1 python benchmarks/generation.py [--layers 8 --hidden 768] [--profile]
 
-Both sample the same prompts at temperature 1, each row up to a length of its own; `generate` is stopped row by row with
-a stopping criterion, as an end-of-turn token would. Ours also returns logprobs, `generate` is not asked for any. CPU
-seconds, the two in turn within one run, medians; so a noisy machine moves both. `--profile` says where one decode
-step's time goes.
+Both sample the same prompts at temperature 1, each row up to its own length. A stopping criterion ends the rows of
+`generate` one by one, as an end-of-turn token would. Our engine also returns logprobs; `generate` does not. The figures
+are medians of CPU seconds. The two take turns in one run, so that a noisy machine affects both. `--profile` shows the
+parts of a decode step.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def make_model(options: argparse.Namespace) -> Any:
 
 
 def make_workload(options: argparse.Namespace, shared: bool) -> Workload:
-    """Prompts of 24 to 64 tokens: a group's members share theirs, or every row has its own."""
+    """Prompts of 24 to 64 tokens: one for each group, or one for each row."""
     chance = random.Random(1)
     rows: Workload = []
     for _ in range(options.groups):
@@ -95,12 +95,12 @@ def run_generate(model: Any, work: Workload) -> int:
 
 
 def options_eos(model: Any) -> int:
-    """An id that is never sampled: `generate` pads rows that ended only if it knows an end-of-sequence id."""
+    """An id that is never sampled. `generate` needs an end-of-sequence id to pad rows that ended."""
     return int(model.config.vocab_size)
 
 
 def cpu_seconds(function: Callable[[], Any]) -> float:
-    """CPU seconds of one call, over all threads."""
+    """CPU seconds of one call, in all threads."""
     start = time.process_time()
     function()
     return time.process_time() - start
@@ -123,7 +123,7 @@ def compare(model: Any, work: Workload, repeats: int, label: str) -> float:
 
 
 def profile(model: Any, work: Workload) -> None:
-    """Where the loop's time goes: the model's forward pass, sampling, and the rest (inputs, masks, bookkeeping)."""
+    """The time of the parts of a decode step: forward pass, sampling, and the rest (inputs, masks, bookkeeping)."""
     import rollouts.inference.embedded.decode as decode_module
 
     spent = {"forward": 0.0, "sampling": 0.0}

@@ -1,17 +1,17 @@
-"""Seconds per GRPO step: rollouts beside TRL's GRPOTrainer, in one process and one run.
+"""Seconds per GRPO step: rollouts compared with TRL's GRPOTrainer, in one process and one run.
 
     OMP_NUM_THREADS=1 python benchmarks/grpo_step.py --model tiny
     OMP_NUM_THREADS=1 python benchmarks/grpo_step.py --model 60m --steps 6 --json figures.json
 
 Both sides take the same steps: 8 calculator tasks x 8 rollouts with one tool, sampled at temperature 1 up to the same
-number of tokens, one optimizer step a batch, no KL, fp32, full weights, one thread; no logs, evaluation or checkpoints.
-TRL generates with transformers and runs its tool loop; ours is the real loop (`run_rl_training`) over the embedded
-engine and the torch backend. A block of our steps follows each block of TRL's, so that a busy machine moves both; the
-first block is warm-up. CPU seconds are those of all threads of the process. The learning rate is so small that both
-keep sampling what the model samples at the start: compare the printed tokens per reply.
+number of tokens, one optimizer step per batch, no KL, fp32, full weights, one thread; no logs, evaluation or
+checkpoints. TRL generates with transformers and runs its tool loop. Our side is the real loop (`run_rl_training`) with
+the embedded engine and the torch backend. A block of our steps follows each block of TRL's, so that a busy machine
+affects both; the first block is warm-up. CPU seconds include all threads of the process. The learning rate is so small
+that both sides sample alike to the end: compare the printed tokens per reply.
 
-`60m` is a Qwen3 of 8 layers x 768 with random weights and tiny's tokenizer: it calls no tools, so its episodes are one
-reply of the full length. Replies that were cut off are trained on, on both sides (our loop would leave them out).
+`60m` is a Qwen3 of 8 layers x 768 with random weights and the tokenizer of tiny. It calls no tools, so each episode is
+one reply of full length. Both sides train on replies that were cut off; a real run of rollouts would leave them out.
 
 Needs trl and datasets (requirements-test.txt) and the calculator environment.
 """
@@ -75,7 +75,7 @@ class Step(NamedTuple):
 
 
 class Clock:
-    """CPU and wall seconds since it was made or last read."""
+    """A clock of CPU and wall seconds."""
 
     def __init__(self) -> None:
         self.read()
@@ -155,7 +155,7 @@ class Ours:
 
 
 async def play_to_the_end(job: Job, session: str, inference: InferenceBackend, **arguments: Any) -> Episode:
-    """An episode whose reply may be trained on also where it was cut off, as TRL does."""
+    """An episode whose reply is trained on even if it was cut off, as in TRL."""
     episode = await run_episode(job.task, session=session, inference=inference, order=job.order, **arguments)
     for trajectory in episode.trajectories:
         if trajectory.status is Status.TRUNCATED:
@@ -164,7 +164,7 @@ async def play_to_the_end(job: Job, session: str, inference: InferenceBackend, *
 
 
 class Alternate(TrainerCallback):
-    """Times TRL's steps, and after each block of them lets `ours` take as many."""
+    """Measures the steps of TRL. After each block of them, `ours` takes a block of steps."""
 
     def __init__(self, ours: Ours, block: int) -> None:
         self.ours, self.size = ours, block
@@ -177,17 +177,17 @@ class Alternate(TrainerCallback):
         self.clock.read()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """A step of TRL's is over; perhaps it is our turn."""
+        """A step of TRL ended. After a block, take our steps."""
         cpu, wall = self.clock.read()
         self.theirs.append(Step(cpu, wall, self.trainer._metrics["train"]["completions/mean_length"][-1]))
         if len(self.theirs) % self.size == 0:
-            if len(self.mine) == self.size:  # warm-up is over
+            if len(self.mine) == self.size:  # the end of the warm-up
                 self.ours.parts.clear()
             self.mine += self.ours.block(self.size)
         self.clock.read()
 
     def watch(self, trainer: GRPOTrainer) -> None:
-        """Be called by this trainer."""
+        """Register with the trainer."""
         self.trainer = trainer
         trainer.add_callback(self)
 
@@ -202,7 +202,7 @@ def calculator(expression: str) -> str:
 
 
 def correct(prompts: Any, completions: list[list[dict[str, Any]]], answer: list[int], **_: Any) -> list[float]:
-    """The calculator environment's reward, in TRL's shape."""
+    """The reward of the calculator environment, in TRL's form."""
     found = [re.findall(r"-?\d+", str(messages[-1].get("content") or ""))[-1:] for messages in completions]
     return [float(numbers == [str(wanted)]) for numbers, wanted in zip(found, answer, strict=True)]
 
@@ -210,7 +210,9 @@ def correct(prompts: Any, completions: list[list[dict[str, Any]]], answer: list[
 def make_trainer(model: str, tasks: list[Task], steps: int, max_tokens: int, folder: str) -> GRPOTrainer:
     """TRL's trainer, set to do the same work."""
     tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.response_template = qwen3_template  # TRL knows it by the template's text only; the format is the same
+    tokenizer.response_template = (
+        qwen3_template  # TRL recognizes a tool format only by the text of its template; the format is the same
+    )
     rows = [{"prompt": [{"role": "user", "content": task.prompt}], "answer": task.answer} for task in tasks]
     config = GRPOConfig(
         output_dir=folder,
@@ -246,7 +248,7 @@ def make_trainer(model: str, tasks: list[Task], steps: int, max_tokens: int, fol
 
 
 def report(name: str, alternate: Alternate, warmup: int, parts: dict[str, float]) -> dict[str, Any]:
-    """Print medians and ratios; the same as plain data."""
+    """Print medians and ratios, and return them as plain data."""
     mine, theirs = alternate.mine[warmup:], alternate.theirs[warmup:]
     figures: dict[str, Any] = {"model": name, "torch": torch.__version__, "steps": len(mine)}
     for label, steps in (("rollouts", mine), ("trl", theirs)):
@@ -279,7 +281,7 @@ JOBS = {"generate": "run_wave", "forward and backward": "forward_backward", "opt
 
 @contextlib.contextmanager
 def model_folder(name: str) -> Iterator[str]:
-    """Where the named model lies."""
+    """The path of the named model."""
     if name == "tiny":
         yield str(TINY_PATH)
         return

@@ -1,18 +1,19 @@
-"""Does every run survive kill -9? Runs are killed at random moments and resumed; the result is compared to the bit.
+"""Does every run survive kill -9? Kill runs at random moments, resume them, and compare the results bit by bit.
 
     python benchmarks/kill_and_resume.py                                  # 60 kills, of each kind in turn
     python benchmarks/kill_and_resume.py --kills 20 --kinds ranks
     python benchmarks/kill_and_resume.py --kills 4 --kinds plain,staleness --out kills.json
 
-A run is the calculator with the embedded model: 6 steps of 2 prompts x 4 rollouts, a checkpoint after each. Of the
-kills one in four waits for a checkpoint that is being written, the others come at a random time of a run. A run may be
-killed again while it is resumed; the kind `checkpoint` is killed as it goes back to an earlier one. Compared with a run
-that nobody killed: every metric of every step that no clock decides, every trajectory (so no prompt is lost or trained
-twice), and the last checkpoint's weights and moments. With over-sampling and staleness no two runs are the same; there
-every step is to be logged once, and every group trained on once, with all of its rollouts. Nothing may be left of what
-was half written, and no rank may outlive rank 0.
+A run trains the embedded model on the calculator: 6 steps of 2 prompts x 4 rollouts, with a checkpoint after each. One
+of four kills waits until a checkpoint is being written; the others come at a random time. A run may be killed again
+while it resumes. The kind `checkpoint` is killed while it goes back to an earlier checkpoint.
 
-It takes about a minute a kill on one core, and uses two processes with the kind `ranks`.
+The result is compared with a run that was not killed: all metrics that do not depend on the clock, all trajectories (so
+that no prompt is lost or trained on twice), and the weights and moments of the last checkpoint. With over-sampling and
+staleness, two runs always differ. There, the script checks that each step is logged once, and that each group is
+trained on once, with all its rollouts. No incomplete files may be left, and no rank may live longer than rank 0.
+
+A kill takes about a minute on one core. The kind `ranks` uses two processes.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ KINDS = {
     "checkpoint": [],
     "ranks": ["--training", "fsdp", "--training.processes", "2"],
 }
-RACES = ("over-sampling", "staleness")  # which groups are first is decided by the clock
+RACES = ("over-sampling", "staleness")  # the clock decides which groups finish first
 TIMED = ("time/", "perf/", "sync/seconds", "rollout/latency")
 SECONDS_MAX = 300.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Kill, resume, compare; 1 where a run did not come back the same."""
+    """Kill, resume and compare. Returns 1 if a result differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=60, help="in all")
     parser.add_argument("--kinds", default=",".join(kind for kind in KINDS if kind != "ranks"), help="some of KINDS")
@@ -91,14 +92,14 @@ def begin(folder: Path, kind: str, *more: str) -> list[str]:
 
 
 def go_on(folder: Path, kind: str) -> list[str]:
-    """The command with which a run that was killed goes on; one that has not begun begins."""
+    """The command that resumes a killed run, or starts it if it has no folder yet."""
     if not (folder / "config.toml").exists():
         return begin(folder, kind, "--resume", "auto")
     return ["rollouts", "resume", str(folder)]
 
 
 def _one_run(folder: Path, kind: str, seconds: float, rng: random.Random) -> list[dict[str, Any]]:
-    """A run that is killed once or twice, and then finished."""
+    """Start a run, kill it once or twice, and finish it."""
     kills = []
     command = begin(folder, kind)
     if kind == "checkpoint":
@@ -107,7 +108,7 @@ def _one_run(folder: Path, kind: str, seconds: float, rng: random.Random) -> lis
     for _ in range(1 if rng.random() < 0.7 else 2):
         done = _kill(command, folder, rng.random() < 0.25, rng.random() * seconds)
         if done is None:
-            return kills  # it was finished before the moment came
+            return kills  # the run finished before the kill
         kills.append({"while": done, "checkpoint": _last(folder)})
         command = go_on(folder, kind)
     finish(command, folder)
@@ -120,7 +121,7 @@ def _back(folder: Path, rng: random.Random) -> list[str]:
 
 
 def compare(folder: Path, kind: str, expected: Any) -> list[str]:
-    """What is not as it is after a run that nobody broke, in words."""
+    """The differences from a run that was not killed, in words."""
     found = result(folder, kind)
     faults = [f"{name} differs" for name, value in expected.items() if found[name] != value]
     left = [path.name for path in (folder / "checkpoints").iterdir() if path.name.startswith(".")]
@@ -128,7 +129,9 @@ def compare(folder: Path, kind: str, expected: Any) -> list[str]:
 
 
 def _kill(command: list[str], folder: Path, while_saving: bool, moment: float) -> str | None:
-    """Start it, kill it `moment` seconds after its folder is there, or while it writes; what it was at, or None."""
+    """Start the run and kill it `moment` seconds after its folder exists, or while it writes a checkpoint. Returns what
+    it was doing, or None.
+    """
     began = time.time()
     process = subprocess.Popen(_python(command), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -159,7 +162,7 @@ def _kill(command: list[str], folder: Path, while_saving: bool, moment: float) -
 
 
 def finish(command: list[str], folder: Path) -> float:
-    """Run it to its end; the seconds from the folder to the end. Raises RuntimeError where it fails."""
+    """Finish the run. Returns the seconds since its folder existed. Raises RuntimeError if the run fails."""
     process = subprocess.Popen(_python(command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lock, start = folder / ".lock", None
     while process.poll() is None and start is None:
@@ -172,7 +175,7 @@ def finish(command: list[str], folder: Path) -> float:
 
 
 def result(folder: Path, kind: str) -> dict[str, Any]:
-    """All that no clock decides."""
+    """All results that do not depend on the clock."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     last = folder / "checkpoints" / f"step_{STEPS:06d}"
     manifest = json.loads((last / "manifest.json").read_text())
@@ -209,7 +212,7 @@ def _names(folder: Path, pattern: str) -> list[str]:
 
 
 def _last(folder: Path) -> int:
-    """The step of the last complete checkpoint; 0 where there is none."""
+    """The step of the last complete checkpoint; 0 if there is none."""
     found = [path.parent.name[5:] for path in (folder / "checkpoints").glob("step_*/manifest.json")]
     return max((int(name) for name in found if name.isdigit()), default=0)
 

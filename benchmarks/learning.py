@@ -1,12 +1,13 @@
-"""Does every loss learn? The calculator with the embedded model, once with each algorithm, one table and one picture.
+"""Does every loss learn? Train the embedded model on the calculator with each algorithm, and make a table and a
+picture.
 
     python benchmarks/learning.py                        # all of them with three seeds, about a minute each
     python benchmarks/learning.py --only grpo dpo --seeds 0 1
     python benchmarks/learning.py --out figures          # figures.json, figures.md and figures.svg
-    python benchmarks/learning.py --only --add a.json b.json   # the table of what two earlier calls measured
+    python benchmarks/learning.py --only --add a.json b.json   # the table from the results of two earlier calls
 
 Each run is the README's main job with other settings: 120 steps of 8 tasks x 8 rollouts, then 512 held-out tasks,
-sampled and greedy. A run is a process of its own. `opd` and `opd_topk` distil a teacher that the run `grpo` made.
+sampled and greedy. Each run has its own process. `opd` and `opd_topk` distill the model of the run `grpo`.
 
 Needs matplotlib (requirements-test.txt) and the calculator environment.
 """
@@ -27,7 +28,7 @@ from typing import Any
 
 TEACHER = "{teacher}"
 
-# What follows `rollouts run --env calculator`; a row of the table each.
+# The flags after `rollouts run --env calculator`, for each row of the table.
 RUNS: dict[str, list[str]] = {
     "grpo": ["--loss", "grpo"],
     "dapo": ["--loss", "dapo"],
@@ -51,7 +52,7 @@ RUNS: dict[str, list[str]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run what was asked for and write the figures."""
+    """Run the chosen algorithms and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=sorted(RUNS), help="these rows; otherwise all")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
@@ -71,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run_once(name: str, seed: int, scratch: Path, teacher: Path) -> dict[str, Any]:
-    """One run in a process of its own: its held-out figures, its seconds, and the reward of each step."""
+    """Start one run in its own process. Returns its held-out results, its seconds, and the reward of each step."""
     if TEACHER in RUNS[name] and not teacher.exists():
         keep_teacher(run_folder("grpo", 0, scratch, teacher), teacher)
     out = run_folder(name, seed, scratch, teacher)
@@ -96,7 +97,7 @@ def run_once(name: str, seed: int, scratch: Path, teacher: Path) -> dict[str, An
 
 
 def run_folder(name: str, seed: int, scratch: Path, teacher: Path) -> Path:
-    """Run it; gives the run's folder. Ends the benchmark where the run fails."""
+    """Run a command. Returns the run's folder. If the run fails, the benchmark ends."""
     out = scratch / f"run-{time.monotonic_ns()}"
     words = [word.replace(TEACHER, str(teacher)) for word in RUNS[name]]
     command = [sys.executable, "-m", "rollouts", "run", "--env", "calculator", *words]
@@ -107,13 +108,13 @@ def run_folder(name: str, seed: int, scratch: Path, teacher: Path) -> Path:
 
 
 def keep_teacher(out: Path, teacher: Path) -> None:
-    """Keep the run's last checkpoint."""
+    """Copy the last checkpoint of the run."""
     summary = json.loads((out / "summary.json").read_text())
     shutil.copytree(out / summary["checkpoint"], teacher)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The figures as a table in markdown: a line for each algorithm, with a figure for each seed."""
+    """The results as a markdown table: a row for each algorithm, with a value for each seed."""
     seeds = ", ".join(str(seed) for seed in sorted({row["seed"] for row in rows}))
     lines = [
         f"| `rollouts run --env calculator ...` | sampled, seeds {seeds} | mean | greedy, mean | CPU s a run |",
@@ -130,11 +131,11 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """The mean reward of the rollouts of each step, smoothed over ten steps, a small panel for each run."""
+    """A picture with a panel for each run: the mean reward at each step, smoothed over ten steps."""
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "rollouts"  # the same figures give the same file
+    matplotlib.rcParams["svg.hashsalt"] = "rollouts"  # equal results give equal files
     import matplotlib.pyplot as plt
 
     names = list(dict.fromkeys(row["name"] for row in rows))
@@ -160,7 +161,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def smoothed(values: Sequence[float], width: int) -> list[float]:
-    """The mean of the last `width` values at each place."""
+    """The mean of the last `width` values at each position."""
     return [sum(values[max(0, end - width) : end]) / min(width, end) for end in range(1, len(values) + 1)]
 
 

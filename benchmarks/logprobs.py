@@ -1,19 +1,20 @@
-"""Logprobs and entropy from a large vocabulary: peak memory and CPU seconds, beside log_softmax + gather + entropy.
+"""Logprobs and entropy for a large vocabulary: peak memory and CPU seconds, compared with log_softmax + gather +
+entropy.
 
     OMP_NUM_THREADS=1 python benchmarks/logprobs.py [--tokens 8192 --vocabulary 151936 --hidden 1024] [--json out.json]
 
-Forward and backward of the logprobs and the entropy, of a plain linear head in fp32 with random weights.
+Both sides compute the logprobs and the entropy of a linear head in fp32 with random weights, forward and backward.
 
-Memory: each measurement is a process of its own, which allocates weights and hidden states and runs a small case to
-start the libraries; then the largest resident set so far (`ru_maxrss`) is read before and after. What remains of the
-difference without the gradients of weights and hidden states is the extra memory. glibc maps blocks of this size by
-themselves and gives them back when they are freed, so what it keeps of small blocks hardly counts. The naive figure is
-ONE chunk's worth of tokens, all tokens are the chunked one's: ratio = chunked, all tokens / naive, one chunk.
+Memory: each measurement has its own process. It allocates weights and hidden states, runs a small case to start the
+libraries, and reads the largest resident set so far (`ru_maxrss`) before and after the computation. The extra memory is
+the difference without the gradients of weights and hidden states. glibc maps blocks of this size one by one and returns
+them when they are freed, so the small blocks that it keeps hardly count. The naive figure is for one chunk of tokens,
+the chunked figure for all tokens: ratio = chunked, all tokens / naive, one chunk.
 
-Time: CPU seconds, the two in turn in one process, medians, at `--time-tokens` (where the naive one fits: it takes some
-5 times tokens x vocabulary x 4 bytes). The chunked one computes four products where the naive one computes three. Much
-of the naive one's time is the kernel's, which hands out fresh pages, and an allocator that keeps them would save it; so
-the seconds without the kernel's are printed too.
+Time: medians of CPU seconds, in turn in one process, for `--time-tokens` tokens. The naive side needs about 5 times
+tokens x vocabulary x 4 bytes, so it must fit into memory. The chunked side computes four matrix products, and the naive
+side three. Much of the naive side's time is the kernel's, which provides new pages; an allocator that keeps pages would
+save it. So the seconds without the kernel's are printed too.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ Scorer = Callable[[nn.Linear, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def naive(head: nn.Linear, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The plain way."""
+    """The naive side."""
     logp = torch.log_softmax(head(hidden), -1)
     return logp.gather(-1, targets[:, None]).squeeze(-1), -(logp.exp() * logp).sum(-1)
 
 
 def chunked(head: nn.Linear, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Ours."""
+    """The chunked side: ours."""
     return logprobs_and_entropy(head, hidden, targets, vocabulary_size=head.out_features)
 
 
@@ -91,7 +92,7 @@ def memory_apart(which: str, tokens: int, vocabulary: int, width: int) -> int:
 
 
 def measure_time(tokens: int, vocabulary: int, width: int, rounds: int) -> dict[str, tuple[float, float]]:
-    """Median CPU seconds of each, in turn: all, and those without the kernel's."""
+    """Median CPU seconds of both sides, in turn: all seconds, and those without the kernel's."""
     problem = make(tokens, vocabulary, width)
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in SCORERS}
     for _ in range(rounds):

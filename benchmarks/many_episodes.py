@@ -1,13 +1,15 @@
-"""How many episodes hold at once? An asynchronous environment that mostly sleeps, and an engine that answers at once.
+"""How many episodes can run at once? An asynchronous environment that mostly sleeps, and an engine that answers at
+once.
 
     OMP_NUM_THREADS=1 python benchmarks/many_episodes.py                       # 10,000 at once
     OMP_NUM_THREADS=1 python benchmarks/many_episodes.py --episodes 2000 --seconds 1
-    OMP_NUM_THREADS=1 python benchmarks/many_episodes.py --tools               # what isolate="process" costs a call
+    OMP_NUM_THREADS=1 python benchmarks/many_episodes.py --tools               # the cost of a call with
+    isolate="process"
 
-Each episode has a setup that sleeps, two turns with a tool that sleeps between them, a reward, and a close that sleeps;
-no first answer is given before every episode waits for it, so all of them are alive at that moment. Chat format and
-tokenizer are those of the embedded model; no model runs. Told are the seconds, the processor's milliseconds an episode,
-and the memory that the process grew by, an episode. The figures of tools are medians of single calls.
+Each episode has a setup that sleeps, two turns with a sleeping tool between them, a reward, and a close that sleeps.
+The engine gives its first answer when all episodes wait for one, so all of them run at the same time. Chat format and
+tokenizer are those of the embedded model; no model runs. The script prints the wall seconds, and for each episode the
+CPU milliseconds and the growth of memory. The figures for tools are medians of single calls.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ CALLS = 2000
 
 
 class Sleeper:
-    """Everything it does takes `seconds`, and no thread."""
+    """An environment whose methods sleep for `seconds`, without threads."""
 
     seconds = 0.1
 
@@ -61,7 +63,7 @@ class Sleeper:
 
 
 class Engine:
-    """Calls the tool, then says that it is done; the first answers wait until `count` are asked for."""
+    """An engine that calls the tool, then ends. Its first answers wait until `count` requests wait."""
 
     capabilities = Capabilities()
     vocabulary_size = version = 0
@@ -91,7 +93,7 @@ class Engine:
 
 
 class Tools:
-    """The same work on a worker thread and in a process of its own."""
+    """The same tool on a worker thread and in its own process."""
 
     @tool
     def in_thread(self, n: int) -> int:
@@ -104,7 +106,7 @@ class Tools:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Play, and print what it took; 1 where an episode did not end as it should."""
+    """Run the episodes and print the figures. Returns 1 if an episode ended wrongly."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=10_000, help="alive at once")
     parser.add_argument("--seconds", type=float, default=0.1, help="how long everything sleeps")
@@ -153,7 +155,7 @@ async def _play(count: int) -> int:
 
 
 def _answer(chat: Any, tokenizer: Any, message: Message, schema: dict[str, Any]) -> list[int]:
-    """The ids with which the model would say this."""
+    """The token ids of this text as a reply of the model."""
     prompt = [Message("user", "x")]
     head = chat.render(prompt, [schema], True)
     whole = chat.render([*prompt, message], [schema], False)

@@ -1,14 +1,14 @@
-"""Seconds per step: sampling ahead (`staleness` 1 and 2) beside sampling and then training, in one run.
+"""Seconds per step: sampling ahead (`staleness` 1 and 2) compared with sampling and training in turn, in one run.
 
     OMP_NUM_THREADS=1 python benchmarks/pipelining.py
     OMP_NUM_THREADS=1 python benchmarks/pipelining.py --train-seconds 0.8 --json figures.json
 
-Real: the loop, the manager, the pool and the gate, on trio and the real clock. Not real: the engine, which sleeps for
-each reply as long as its tokens take (benchmarks/carry_over.py), and the trainer, which sleeps for `--train-seconds`
-in a thread of its own, as torch does. Lengths are long-tailed and a function of the rollout's order. The ways run one
-after another, each with an engine of its own; `generate` is the mean of `time/generate`, and what a step should take
-is max(generate, train) where both go on side by side, generate + train where they do not. The first step of each way
-has nothing to be sampled beside, and is left out.
+The loop, the manager, the pool and the gate are real, and run on trio with the real clock. The engine is not: it sleeps
+for each token (benchmarks/carry_over.py). The trainer is not: it sleeps for `--train-seconds` in its own thread, as
+torch would compute. The lengths of replies are long-tailed and depend only on the rollout's order. The ways run one
+after another, each with its own engine. `generate` is the mean of `time/generate`. The expected time of a step is
+max(generate, train) if both run at the same time, and generate + train if not. The first step of each way is left out:
+nothing runs beside its sampling.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from rollouts.training.types import StepResult, TrainBatch
 
 
 class VersionedEngine(SleepingEngine):
-    """It is told which weights it has."""
+    """An engine that only records the version of its weights."""
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        """Nothing moves."""
+        """Record the version; no weights are sent."""
 
 
 class SleepingTrainer:
-    """A training backend whose steps take as long as they are told to."""
+    """A training backend whose steps sleep for a given time."""
 
     def __init__(self, seconds: float) -> None:
         self.version, self.seconds, self.thread = 0, seconds, TorchThread("sleeping-trainer")

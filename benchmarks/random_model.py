@@ -1,4 +1,4 @@
-"""A Qwen3 of random weights, for the benchmarks: what is measured does not depend on what a model knows."""
+"""A Qwen3 with random weights for the benchmarks. Speed and memory do not depend on the values of weights."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ __all__ = ["save_random_qwen3"]
 
 
 def save_random_qwen3(folder: Path, *, tiny_shape: bool = False, vocabulary: int = 0) -> str:
-    """About 58 M parameters, or the shape of `tiny`, in `folder`; with tiny's tokenizer and chat template.
+    """Write a model of about 58 M parameters, or with the shape of `tiny`, to `folder`, with the tokenizer and chat
+    template of tiny.
 
-    `vocabulary` is the number of rows of the tied head; 0 takes as many as the tokenizer has words.
+    `vocabulary` is the number of rows of the tied head; 0 means the size of the tokenizer's vocabulary.
     """
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(TINY_PATH)

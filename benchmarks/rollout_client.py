@@ -1,22 +1,21 @@
-"""What does the client cost? Many rollouts against a mock model server in another process, beside bare loops.
+"""What does the client cost? Many rollouts against a mock model server in another process, compared with bare loops.
 
     OMP_NUM_THREADS=1 python benchmarks/rollout_client.py                          # every side, at 128 and 512
     OMP_NUM_THREADS=1 python benchmarks/rollout_client.py --sides rollouts --profile
     OMP_NUM_THREADS=1 python benchmarks/rollout_client.py --sides rollouts --memory
-    ... --peer-python OTHER_VENV/bin/python                # where aiohttp, msgspec and tokenizers are installed
+    ... --peer-python OTHER_VENV/bin/python                # a Python with aiohttp, msgspec and tokenizers
 
-The server answers after 50 ms, in vLLM's token-in-token-out shape: three tool calls, then an answer, each with ids and
-logprobs. A rollout is four turns. Each side plays `--rollouts` rollouts, at most `--concurrency` at a time, in a fresh
-process on a core of its own (the server has the others), after a warm-up on other tasks that opens the connections.
-CPU is that of the client's process, all its threads; memory its peak, with what it imports.
+The server answers after 50 ms with ids and logprobs, in vLLM's token-in-token-out format: three tool calls, then an
+answer. So a rollout has four turns. Each side runs `--rollouts` rollouts, at most `--concurrency` at a time, in a new
+process on its own core (the server has the other cores), after a warm-up on other tasks that opens the connections. CPU
+time includes all threads of the client's process. Memory is its peak, including its imports.
 
-What a side does: `rollouts` the whole path of a run (run_episodes, run_episode, ChatModel, the tiny model's chat
-format, an environment with one plain tool and one reward, Server); `rollouts async` the same with an environment
-of trio-async methods, which need no worker threads. The others are bare loops that hold ids, send them, and decode ids
-and logprobs with msgspec; there is no chat, no tool and no reward in them: `engine` with our Server (its checks,
-its dialect, what an abort needs), `client` with our HTTPClient, `httpx shared` one httpx client under trio, `httpx
-each` one for each worker, `aiohttp` under asyncio. Left out: generation itself, and peers that need an installation of
-their own.
+The sides: `rollouts` is the whole path of a run (run_episodes, run_episode, ChatModel, the chat format of tiny, an
+environment with a plain tool and a reward, Server). `rollouts async` is the same with trio-async methods, which need no
+worker threads. The other sides are bare loops without chat, tool and reward: they hold ids, send them, and decode ids
+and logprobs with msgspec. `engine` uses our Server (its checks, its dialect, its support for aborts), `client` our
+HTTPClient, `httpx shared` one httpx client under trio, `httpx each` one httpx client for each worker, and `aiohttp`
+runs under asyncio. Generation itself, and peers that need their own installation, are left out.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _in_process(side: str, concurrency: int, arguments: argparse.Namespace, **changed: Any) -> dict[str, Any]:
-    """One side in a fresh process; what it printed, or why it was skipped."""
+    """Run one side in a new process. Returns its output, or why it was skipped."""
     given = {"side": side, "concurrency": concurrency, "rollouts": arguments.rollouts, "steps": arguments.steps}
     given |= {"profile": arguments.profile, "freeze": arguments.freeze, **changed}
     python = arguments.peer_python if side in PEERS else sys.executable
@@ -99,7 +98,7 @@ def _in_process(side: str, concurrency: int, arguments: argparse.Namespace, **ch
 
 
 def _show_memory(arguments: argparse.Namespace) -> int:
-    """Peak and final memory of one step, of four whose results are dropped, and of one four times as big."""
+    """Peak and final memory of one step, of four steps whose results are dropped, and of a step four times as large."""
     print(f"{'':28} {'peak MiB':>9} {'after the steps':>16}")
     n = arguments.rollouts
     for words, rollouts, steps in (
@@ -168,7 +167,7 @@ def _run_one(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ids() -> tuple[list[int], list[int]]:
-    """The tiny model's ids of a call and of an answer, so that a peer needs no transformers."""
+    """The token ids of a call and of an answer, so that a peer needs no transformers."""
     path = ROOT / "rollouts" / "tiny" / "tokenizer.json"
     try:
         from tokenizers import Tokenizer
@@ -187,7 +186,7 @@ def _memory_mib() -> float:
 
 
 def _by_room(profile: cProfile.Profile) -> dict[str, float]:
-    """Seconds by package or by our room; what is written in C counts where it is called from."""
+    """Seconds by package or by our module. C functions count for their caller."""
     rooms: Counter[str] = Counter()
     stats: dict[Any, Any] = pstats.Stats(profile).stats  # type: ignore[attr-defined]
     for (path, _, name), (_, _, own, _, callers) in stats.items():
@@ -272,7 +271,7 @@ def _task(numbers: random.Random) -> Any:
 
 
 def _environments() -> tuple[type, type]:
-    """One tool and one reward, written plainly and written for trio."""
+    """An environment with one tool and one reward, as plain methods and as trio-async methods."""
     import trio
 
     from rollouts.env import reward, tool
@@ -296,7 +295,7 @@ def _environments() -> tuple[type, type]:
 
         @reward
         def correct(self, task: Task, trajectory: Trajectory) -> float:
-            """1 where the answer stands in the last message."""
+            """1 if the answer is in the last message."""
             return float(str(task.answer) in trajectory.last_text)
 
     @dataclass
@@ -318,7 +317,7 @@ def _environments() -> tuple[type, type]:
 
         @reward
         async def correct(self, task: Task, trajectory: Trajectory) -> float:
-            """1 where the answer stands in the last message."""
+            """1 if the answer is in the last message."""
             await trio.lowlevel.checkpoint()
             return float(str(task.answer) in trajectory.last_text)
 
@@ -329,7 +328,7 @@ def _environments() -> tuple[type, type]:
 
 
 def _bodies(index: int, tool_ids: list[int]) -> Iterator[bytes]:
-    """The requests of one rollout, each after the answer to the one before was sent in."""
+    """The requests of one rollout. Send the answer to each request to get the next one."""
     import msgspec
 
     tokens = list(range(50, 130))
@@ -359,7 +358,7 @@ def _decoder() -> Any:
 
 
 async def _bare(worker: int, workers: int, count: int, post: Post) -> None:
-    """One worker's share of the rollouts, one after another."""
+    """One worker's rollouts, one after another."""
     for index in range(worker, count, workers):
         bodies = _bodies(index, list(range(130, 145)))
         body: bytes | None = next(bodies)
@@ -387,7 +386,7 @@ def _engine(url: str, concurrency: int, count: int, steps: int, mark: Callable[[
     from rollouts.inference.servers.vllm import VLLM
 
     async def work(engine: Server, worker: int, workers: int, size: int) -> None:
-        """As `_bare`, with requests in place of bodies."""
+        """Like `_bare`, with requests instead of bodies."""
         for index in range(worker, size, workers):
             tokens = list(range(50, 130))
             session = engine.open_session((index, 0))

@@ -1,27 +1,28 @@
-"""Supervised training on rows of very different lengths: tokens per CPU second, ours beside bare loops and TRL's
-SFTTrainer (trl 1.16).
+"""Supervised training on rows of very different lengths: tokens per CPU second, compared with bare loops and with the
+SFTTrainer of trl 1.16.
 
     OMP_NUM_THREADS=1 python benchmarks/sft.py --model tiny
     OMP_NUM_THREADS=1 python benchmarks/sft.py --model 58m --blocks 2
     OMP_NUM_THREADS=1 python benchmarks/sft.py --model 58m --blocks 2 --lora-rank 8
     OMP_NUM_THREADS=1 python benchmarks/sft.py --model tiny --vocabulary 32000 --trained-share 0.4
 
-A block is one epoch over the same rows (random ids, log-normal lengths between 32 and 1,024), so every side trains the
-same tokens a block; the sides take turns, each block in another order, and the first is warm-up. Every token is
-trained, or, with `--trained-share`, the last part of each row, as where a reply follows a prompt. Counted are all of
-the rows' own tokens, trained or not, never padding, in CPU seconds of all threads (`time.process_time`). The sides:
+A block is one epoch over the same rows (random ids, log-normal lengths between 32 and 1,024), so every side trains on
+the same tokens. The sides take turns, in another order for each block, and the first block is warm-up. All tokens are
+trained on; with `--trained-share`, only the last part of each row, like a reply after a prompt. The figures count all
+tokens of the rows, trained on or not, without padding, per CPU second of all threads (`time.process_time`). The sides:
 
-- ours, packed: `run_sft_training` over the torch backend, rows in buckets of similar length, or packed;
-- bare sorted: a torch loop that sorts the whole epoch by length and fills each pass with rows of nearly equal length;
-- bare blocks: a torch loop over all tokens end to end, cut into full blocks of the length at which attention costs as
-  much as in the rows: no padding, and no regard for where rows begin;
-- trl: SFTTrainer plain, grouped (batches of similar length), packed (best-fit decreasing, one pack of 1,024 a pass) and
-  single (one row a pass, gradients accumulated over the batch).
+- ours, packed: `run_sft_training` with the torch backend, rows in buckets of similar length, or packed;
+- bare sorted: a torch loop that sorts the epoch by length and fills each pass with rows of nearly equal length;
+- bare blocks: a torch loop over all tokens end to end, cut into full blocks without padding and without regard to rows.
+  The length of a block is the one at which attention costs as much as in the rows;
+- trl: SFTTrainer plain, grouped (batches of similar length), packed (best-fit decreasing, one pack of 1,024 per pass)
+and
+  single (one row per pass, gradients accumulated over the batch).
 
-The bare loops run transformers' own model, `cross_entropy` over whole logits, and fused AdamW; they take no metrics,
-clip no gradients, and choose their rows freely, so they are a bound rather than a trainer. Each is run with several
-sizes of pass (tokens), and the fastest counts. Everywhere fp32, no dropout, no gradient checkpointing, no logs, and the
-same number of tokens an optimizer step.
+The bare loops run the transformers model, `cross_entropy` over whole logits, and fused AdamW. They compute no metrics,
+clip no gradients and choose their rows freely, so they are a bound and not a trainer. Each runs with several sizes of
+pass (in tokens), and the fastest counts. All sides use fp32, no dropout, no gradient checkpointing, no logs, and the
+same number of tokens per optimizer step.
 
 Needs trl and datasets (requirements-test.txt).
 """
@@ -67,7 +68,7 @@ IGNORED = -100  # the label of a token that is not trained
 
 
 class Row(NamedTuple):
-    """Token ids, and the same with IGNORED where nothing is trained."""
+    """A row: its token ids, and its labels, with IGNORED for tokens that are not trained on."""
 
     ids: list[int]
     labels: list[int]
@@ -77,7 +78,7 @@ class Row(NamedTuple):
 
     @property
     def trained(self) -> int:
-        """How many tokens are."""
+        """The number of tokens that are trained on."""
         return sum(label != IGNORED for label in self.labels)
 
 
@@ -85,7 +86,7 @@ Rows = list[Row]
 
 
 def make_rows(count: int, vocabulary_size: int, trained_share: float) -> Rows:
-    """Rows of random ids with log-normal lengths, of which the last `trained_share` is trained."""
+    """Rows of random ids with log-normal lengths. The last `trained_share` of each is trained on."""
     generator = random.Random(0)
     rows: Rows = []
     for _ in range(count):
@@ -143,8 +144,8 @@ class Ours:
 
 
 class Bare:
-    """A torch loop without a trainer: `passes` are lists of rows that are padded to one length. It takes a step after
-    every `step_tokens` trained tokens.
+    """A torch loop without a trainer. `passes` are lists of rows, which are padded to one length. The optimizer takes a
+    step after `step_tokens` trained tokens.
     """
 
     def __init__(self, causal: Any, optimizer: torch.optim.Optimizer, passes: list[Rows], step_tokens: float) -> None:
@@ -178,7 +179,7 @@ class Bare:
 
 
 def sorted_passes(rows: Rows, tokens: int) -> list[Rows]:
-    """Rows by length, in passes of at most `tokens` padded tokens, in a random order."""
+    """Rows sorted by length, in passes of at most `tokens` padded tokens. The passes are shuffled."""
     passes: list[Rows] = []
     for row in sorted(rows, key=len):
         if passes and (len(passes[-1]) + 1) * len(row) <= tokens:
@@ -190,9 +191,9 @@ def sorted_passes(rows: Rows, tokens: int) -> list[Rows]:
 
 
 def block_passes(rows: Rows, tokens: int) -> list[Rows]:
-    """All tokens end to end in blocks of one length, in passes of about `tokens`; the rest is left out.
+    """All tokens end to end, in blocks of one length and passes of about `tokens` tokens. The rest is left out.
 
-    At this length a token sees as many others as in its row, on average: shorter blocks are another, cheaper task.
+    With this length, a token attends to as many tokens on average as in its row. Shorter blocks would cost less.
     """
     ids = [token for row in rows for token in row.ids]
     labels = [label for row in rows for label in row.labels]
@@ -204,19 +205,19 @@ def block_passes(rows: Rows, tokens: int) -> list[Rows]:
 
 
 class Clock(TrainerCallback):
-    """CPU seconds from the first step of TRL's to the end of the last."""
+    """Measures CPU seconds from the first step of TRL to the end of the last."""
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Everything is set up."""
+        """The first step begins."""
         self.start = time.process_time()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """The epoch is over."""
+        """The epoch ended."""
         self.seconds = time.process_time() - self.start
 
 
 class Trl:
-    """SFTTrainer, one `train()` of one epoch a block; what comes before its first step is not counted."""
+    """SFTTrainer. A block is one `train()` of one epoch. The time before its first step does not count."""
 
     def __init__(self, model: str, rows: Rows, options: argparse.Namespace, way: str, folder: str) -> None:
         self.tokens = sum(map(len, rows))
@@ -242,7 +243,7 @@ class Trl:
             disable_tqdm=True,
             seed=0,
         )
-        # On so few rows "group_by_length" groups nothing; sorted rows are the most that it could come to.
+        # With so few rows, "group_by_length" groups nothing. Sorted rows are the best that it could do.
         ordered = sorted(rows, key=len, reverse=True) if way == "grouped" else rows
         self.clock = Clock()
         self.trainer = SFTTrainer(
@@ -267,7 +268,7 @@ class Trl:
 
 
 def make_sides(model: str, rows: Rows, options: argparse.Namespace, folder: str) -> dict[str, Callable[[], Any]]:
-    """What makes each side, by its name."""
+    """The function that makes each side, by name."""
     step_tokens = sum(row.trained for row in rows) / (len(rows) // options.batch)
     sides: dict[str, Callable[[], Any]] = {
         "ours": functools.partial(Ours, model, rows, options, "buckets"),
@@ -304,7 +305,7 @@ def measure(sides: dict[str, Any], blocks: int) -> dict[str, list[float]]:
 
 
 def report(sides: dict[str, Any], found: dict[str, list[float]]) -> dict[str, Any]:
-    """Print medians and ratios; the same as plain data."""
+    """Print medians and ratios, and return them as plain data."""
     medians = {name: statistics.median(speeds) for name, speeds in found.items()}
     for name, speed in medians.items():
         spread = f"{min(found[name]):,.0f} to {max(found[name]):,.0f}"

@@ -1,13 +1,12 @@
-"""What does a turn cost outside the model, and does it cost more where the conversation is long?
+"""What does a turn cost outside the model, and does it cost more in a long conversation?
 
     OMP_NUM_THREADS=1 python benchmarks/turn_cost.py
-    PYTHONPATH=/path/to/another/checkout python benchmarks/turn_cost.py        # the same, of another version
+    PYTHONPATH=/path/to/another/checkout python benchmarks/turn_cost.py        # measure another version
 
-The engine is a script, chat format and tokenizer are those of the embedded model; nothing runs in torch. A turn is a
-reply of the model that calls a tool, the call, its answer of about a hundred tokens, and the ids that the model is
-shown next. The figures are CPU time of the process, all threads, the best of several: milliseconds a turn with 1, 8 and
-64 turns of context, microseconds that samples and batches take for each trained token, and samples a CPU second from
-the task to the batch.
+The engine is a script. Chat format and tokenizer are those of the embedded model. No torch code runs. A turn is a reply
+with a tool call, the call itself, its result of about a hundred tokens, and the ids of the next prompt. The figures are
+CPU time of the process in all threads, the best of several: milliseconds per turn after 1, 8 and 64 turns, microseconds
+of samples and batches per trained token, and samples per CPU second from the task to the batch.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ _numbers = itertools.count()
 
 
 def fresh_prompt() -> str:
-    """A prompt that was not asked before: what was rendered once would be remembered."""
+    """A new prompt each time, because the rendering of a prompt is cached."""
     return f"{next(_numbers)}. Look everything up, then say that you are done."
 
 
 class Library:
-    """A tool that answers at length."""
+    """An environment whose tool returns a long text."""
 
     @tool
     def look_up(self, number: int) -> str:
@@ -55,12 +54,12 @@ class Library:
 
     @reward
     def right(self, task: Task, trajectory: Any) -> float:
-        """Whether it came to an answer."""
+        """Whether the episode reached its end."""
         return float(trajectory.last_text == "done")
 
 
 class Engine:
-    """Calls the tool for some turns, then says that it is done; notes the CPU time at each question."""
+    """An engine that calls the tool for some turns, then ends. It records the CPU time of each request."""
 
     capabilities = Capabilities()
     vocabulary_size = version = 0
@@ -81,7 +80,7 @@ class Engine:
         return ".".join(map(str, order))
 
     def close_session(self, session: str) -> None:
-        """Nothing is kept."""
+        """Nothing to close."""
 
     async def generate(self, request: Any) -> Generation:
         """The next line of the script."""
@@ -107,7 +106,7 @@ async def play(chat: Any, engine: Engine, order: tuple[int, int]) -> Episode:
 
 
 def turn_costs(chat: Any, repeats: int) -> tuple[dict[int, float], int]:
-    """Seconds of a turn by its turns of context, and the tokens of the longest one."""
+    """Seconds per turn by the turns before it, and the number of tokens of the longest conversation."""
     best = dict.fromkeys(CONTEXTS, float("inf"))
     tokens = 0
     for _ in range(repeats):
@@ -121,7 +120,7 @@ def turn_costs(chat: Any, repeats: int) -> tuple[dict[int, float], int]:
 
 
 def least(work: Callable[[], Any], repeats: int) -> float:
-    """The CPU seconds of the quickest of some calls."""
+    """The CPU seconds of the fastest of several calls."""
     times = []
     for _ in range(repeats):
         began = time.process_time()
@@ -131,14 +130,14 @@ def least(work: Callable[[], Any], repeats: int) -> float:
 
 
 def batch_of(episodes: Sequence[Episode]) -> tuple[Any, int]:
-    """A batch as a step makes it, and how many of its tokens are trained."""
+    """A batch of a step, and the number of its trained tokens."""
     samples = [sample for number, each in enumerate(episodes) for sample in episode_samples(each, number // 8, number)]
     batch = make_batch(samples, [1.0] * len(episodes), aggregation="token_mean", step=0)
     return batch, sum(1 for row in batch.rows for weight in row.loss_mask if weight > 0)
 
 
 def conversation(turns: int) -> list[Message]:
-    """A supervised conversation with so many calls."""
+    """A supervised conversation with a given number of calls."""
     messages = [Message("user", fresh_prompt())]
     for number in range(turns):
         call = ToolCall("look_up", {"number": number}, f"c{number:08d}")

@@ -1,4 +1,4 @@
-"""GRPO on the calculator, written out from the parts: read it from top to bottom in one sitting.
+"""Train on the calculator with GRPO, with all steps of the loop on one page. Read it from top to bottom.
 
     python examples/grpo_by_hand.py               # about a minute on a laptop's CPU, offline
     python examples/grpo_by_hand.py --steps 10
@@ -50,7 +50,7 @@ def grpo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, cli
 
 
 def group_advantages(rewards: list[float]) -> list[float]:
-    """How much better each rollout of a group is than the group, in standard deviations; 0 where all are equal."""
+    """The advantage of each rollout: its reward minus the group's mean, in standard deviations; 0 if all are equal."""
     mean, deviation = statistics.fmean(rewards), statistics.stdev(rewards)
     return [(reward - mean) / (deviation + 1e-6) if deviation > 1e-6 else 0.0 for reward in rewards]
 
@@ -67,7 +67,7 @@ async def play(
     seed: int,
     temperature: float = 1.0,
 ) -> Episode:
-    """One episode: the model speaks, its tool calls run, the environment's @reward judges."""
+    """Run one episode: the model replies, its tool calls run, and the environment's @reward judges."""
 
     async def make_environment() -> Calculator:
         return Calculator()
@@ -86,7 +86,7 @@ async def play(
 
 
 async def play_all(jobs: list[Job], player: Callable[..., Awaitable[Episode]]) -> list[Episode]:
-    """All episodes at the same time, in the order of the jobs. The engine batches whatever waits for it."""
+    """Run all episodes at the same time. Results have the order of the jobs. The engine batches waiting requests."""
     episodes: list[Episode | None] = [None] * len(jobs)
 
     async def one(place: int) -> None:
@@ -106,11 +106,11 @@ def reward_of(episode: Episode) -> float:
 
 
 async def main(steps: int, seed: int, held_out: int) -> float:
-    """Train; returns the mean reward of the held-out tasks."""
+    """Train. Returns the mean reward on the held-out tasks."""
     chat = load_chat_format(load_tokenizer(MODEL))
     backend = create_pytorch_backend(MODEL, lr=3e-4, num_steps=steps, algorithm=grpo_loss, seed=seed)
     exam = list(itertools.islice(Calculator().tasks("eval", random.Random(f"{seed}/eval")), held_out))
-    asked = {task.prompt for task in exam}  # these are never trained on
+    asked = {task.prompt for task in exam}  # never trained on
     drawn = Calculator().tasks("train", random.Random(f"{seed}/train"))
     tasks = (task for task in drawn if task.prompt not in asked)
     numbers = itertools.count()
@@ -139,11 +139,11 @@ async def main(steps: int, seed: int, held_out: int) -> float:
             ]
             batch = make_batch(samples, advantages, aggregation="token_mean", step=step)
             for row in batch.rows:
-                row.old_logprobs = row.rollout_logprobs  # the sampler is the trainer, so its logprobs are the anchor
+                row.old_logprobs = row.rollout_logprobs  # the engine shares the weights: these are the old policy's
             metrics = await backend.forward_backward(batch)
             result = await backend.optim_step()
 
-            # 4. Sync: the engine shares the weights, so it only has to know that they are new.
+            # 4. Sync: the engine shares the weights, so it only needs their new version.
             await engine.update_weights(WeightUpdate(result.version))
             if step % 10 == 0 or step == steps - 1:
                 print(f"step {step:3}  reward {statistics.fmean(rewards):.3f}  loss {metrics['policy/loss']:+.4f}")

@@ -27,6 +27,10 @@ CORE = f"{Path(__file__).parent}/"
 STANDARD_LIBRARY = f"{Path(os.__file__).parent}/"
 DECORATOR_LINES_MAX = 20
 INSTALLED = ("/site-packages/", "/dist-packages/")
+MACHINERY = frozenset(
+    {"click", "h11", "httpcore", "httpx", "msgspec", "outcome", "pluggy", "torch", "transformers", "trio"}
+)
+"""Installed packages that the core calls. Their code is not the code of a plugin author."""
 
 
 class Place(NamedTuple):
@@ -116,23 +120,24 @@ def _tame(error: BaseException) -> Exception:
 
 
 def place_of(error: BaseException) -> Place | None:
-    """The line of the author's file that raised the error; None where no author's code did.
+    """The line of the author's file that raised the error; None if no author's code raised it.
 
-    This is the innermost frame outside of the core, the standard library and the installed packages. Of an installed
-    component it is the innermost frame in the component's own package. A SyntaxError names its line itself.
+    It is the innermost frame outside the core, the standard library and the installed packages. For an installed
+    component, it is the innermost frame in the package of the component. For a SyntaxError, it is the line with the
+    fault.
     """
     if isinstance(error, SyntaxError) and error.lineno and is_file(error.filename):
         return _place(error.filename or "", error.lineno)
     foreign = [(file, line) for file, line in _frames(error) if not file.startswith(CORE) and not _is_standard(file)]
-    own = [(file, line) for file, line in foreign if not any(part in file for part in INSTALLED)]
-    if not own and foreign:
-        package = _package(foreign[0][0])
-        own = [(file, line) for file, line in foreign if _package(file) == package]
+    own = [(file, line) for file, line in foreign if not _package(file)]
+    if not own:
+        installed = [(file, line) for file, line in foreign if _package(file) not in MACHINERY]
+        own = [(file, line) for file, line in installed if _package(file) == _package(installed[0][0])]
     return _place(*own[-1]) if own else None
 
 
 def innermost_place(error: BaseException) -> Place | None:
-    """The line that raised the error, in whatever file: for a mistake of the core's own."""
+    """The line that raised the error, in any file. Use it for a bug in the core."""
     frames = _frames(error)
     return _place(*frames[-1]) if frames else None
 
@@ -144,7 +149,7 @@ def _frames(error: BaseException) -> list[tuple[str, int]]:
 
 
 def place_of_function(function: Any) -> Place | None:
-    """The line on which a function is defined, below its decorators; None where it is not written in Python."""
+    """The line of a function's definition, below its decorators; None if it is not written in Python."""
     plain = unwrapped(function)
     while isinstance(plain, staticmethod | classmethod) or hasattr(plain, "__func__"):
         plain = plain.__func__
@@ -157,7 +162,7 @@ def place_of_function(function: Any) -> Place | None:
 
 
 def is_file(name: str | None) -> bool:
-    """Whether the file name of a code object is that of a file, not `<string>` or `<frozen ...>`."""
+    """Whether the file name of a code object is a file, not `<string>` or `<frozen ...>`."""
     return bool(name) and not str(name).startswith("<")
 
 
@@ -166,12 +171,12 @@ def _is_standard(file: str) -> bool:
 
 
 def _package(file: str) -> str:
-    """The installed package that a file is in."""
+    """The installed package that contains a file; empty if none does."""
     for part in INSTALLED:
-        before, found, inside = file.rpartition(part)
+        _, found, inside = file.rpartition(part)
         if found:
-            return f"{before}{part}{inside.partition('/')[0]}"
-    return file
+            return inside.partition("/")[0].removesuffix(".py")
+    return ""
 
 
 def _place(file: str, line: int) -> Place:

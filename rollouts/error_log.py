@@ -1,11 +1,11 @@
-"""errors.log in a run's folder: the traceback of each error that an author's code raised.
+"""Write errors.log in a run's folder: the tracebacks of errors that an author's code raised.
 
     with ErrorLog(folder / ERRORS, note=print):
         why = report(error, "the reward brevity")
 
-An error is written the first time that it comes from a line; later ones from there are counted, and the counts are
-written at the end. People get one note for each line. Left out: errors that end a command before it has a folder; their
-message has the line (`rollouts.errors.words_of`), and that is all.
+The first error of each line of code is written, with one note for the user. Later errors of the same line are counted,
+and the counts are written at the end. An error that ends a command before its run has a folder is not written: its
+message names the line (`rollouts.errors.words_of`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from rollouts.author_code import authors_code, place_of
 from rollouts.errors import words_of
 
 ERRORS = "errors.log"
-PLACES_MAX = 100  # lines whose errors are written; more of them are counted together
-NOTES_MAX = 10  # notes of one log
+PLACES_MAX = 100  # lines of code whose errors are written; errors of other lines are counted together
+NOTES_MAX = 10  # the most notes of one log
 TRACEBACK_CHARACTERS_MAX = 20_000
 
 
 class Fault(NamedTuple):
-    """An error as plain text, which can go to another process: in words, its place, and its traceback."""
+    """An error as plain text, which can be sent to another process: its words, its place and its traceback."""
 
     words: str
     place: str
@@ -40,7 +40,7 @@ def fault_of(error: BaseException) -> Fault:
     try:
         with authors_code():
             text = "".join(traceback.format_exception(error))
-    except Exception:  # a class of the author's own may refuse to be printed
+    except Exception:  # an author's exception may not be printable
         text = words
     if len(text) > TRACEBACK_CHARACTERS_MAX:
         text = (
@@ -51,10 +51,10 @@ def fault_of(error: BaseException) -> Fault:
 
 
 class ErrorLog:
-    """The errors of one run, from the start of the `with` block to its end. Any thread may report to it.
+    """Records the errors of one run inside its `with` block. Any thread may report an error.
 
-    `note` gets one line for people; `shown` is the file's name in it (None: its path). The file is made with its first
-    error, and an earlier process's is continued.
+    `note` receives one line for the user. `shown` is the name of the file in this line (None: its path). The file is
+    created at the first error. A file of an earlier process is continued.
     """
 
     def __init__(self, path: Path, note: Callable[[str], None], shown: Path | None = None) -> None:
@@ -72,7 +72,7 @@ class ErrorLog:
         _open.remove(self)
         repeated = [f"{count:8} x {label}: {place}" for (label, place), count in self._counts.items() if count > 1]
         if repeated:
-            self._write("=== how often each error came\n" + "\n".join(repeated) + "\n")
+            self._write("=== counts of repeated errors\n" + "\n".join(repeated) + "\n")
 
     @property
     def has_errors(self) -> bool:
@@ -80,7 +80,7 @@ class ErrorLog:
         return bool(self._counts)
 
     def record(self, fault: Fault, label: str, *, is_noted: bool = True) -> None:
-        """Write and note an error, unless one came from the same line before."""
+        """Write an error and its note, unless the same line of code already raised one."""
         with self._lock:
             key = (label, fault.place)
             if key not in self._counts and len(self._counts) >= PLACES_MAX:
@@ -97,19 +97,24 @@ class ErrorLog:
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(text)
-        except OSError as error:  # the disk is full, say: the errors themselves are in the episodes
+        except OSError as error:  # for example, the disk is full; the episodes still hold the errors
             self._note(f"{self.shown} cannot be written: {error.strerror}")
 
 
 _open: list[ErrorLog] = []
 
 
-def report(error: BaseException, label: str, *, is_noted: bool = True) -> str:
-    """The error in words, with the author's line (`words_of`). Its traceback goes to the error log of the run that this
-    process plays (the last one that was opened, where it plays several).
+def is_logging() -> bool:
+    """Whether a run with an error log is running."""
+    return bool(_open)
 
-    `label` says whose error it is, such as `the reward brevity`. Without `is_noted` no note is shown: the caller says
-    it, or the model is the one to read it.
+
+def report(error: BaseException, label: str, *, is_noted: bool = True) -> str:
+    """Write the error to the error log that was opened last, and return it in words with the author's line
+    (`words_of`).
+
+    `label` names the component, such as `the reward brevity`. With `is_noted=False`, no note is shown: the caller shows
+    the error, or it is for the model.
     """
     if not _open:
         return words_of(error)
@@ -119,6 +124,6 @@ def report(error: BaseException, label: str, *, is_noted: bool = True) -> str:
 
 
 def report_fault(fault: Fault, label: str, *, is_noted: bool = False) -> None:
-    """The same of an error that came as text."""
+    """Write an error that is already text to the error log."""
     if _open:
         _open[-1].record(fault, label, is_noted=is_noted)

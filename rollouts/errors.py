@@ -135,10 +135,10 @@ def first_line(error: BaseException) -> str:
 
 
 def words_of(error: BaseException, place_in: Callable[[BaseException], Place | None] = place_of) -> str:
-    """An error of an author's code in words: its type, its message, and the author's line that raised it. Of a group
+    """An error of an author's code in words: its type, its message, and the author's line that raised it. For a group:
     the first few errors in it. `place_in` finds the line.
 
-    A line makes it `ZeroDivisionError: division by zero (x.py, line 3: return 1 / 0)`.
+    With a line: `ZeroDivisionError: division by zero (x.py, line 3: return 1 / 0)`.
 
     >>> words_of(ZeroDivisionError("division by zero"))  # never raised, so it has no line
     'ZeroDivisionError: division by zero'
@@ -146,7 +146,11 @@ def words_of(error: BaseException, place_in: Callable[[BaseException], Place | N
 
     def said(leaf: BaseException) -> str:
         place = place_in(leaf) or place_in(error)
-        words = f"{type(leaf).__name__}: {leaf.msg}" if isinstance(leaf, SyntaxError) and place else _named(leaf)
+        words = _named(leaf)
+        if isinstance(leaf, SyntaxError) and place:
+            words = f"{type(leaf).__name__}: {leaf.msg}"
+        elif isinstance(leaf, RolloutsError):  # an author does not need its type
+            words = message_of(leaf)
         return f"{words} ({place})" if place else words
 
     return _each_of(error, said)
@@ -167,7 +171,7 @@ def _named(error: BaseException) -> str:
 
 
 def _each_of(error: BaseException, said: Callable[[BaseException], str]) -> str:
-    """What is said of an error; of a group what is said of its leaves, each once."""
+    """`said(error)`; for a group, the texts of its first few errors, each once."""
     if not isinstance(error, BaseExceptionGroup):
         return said(error)
     leaves = list(dict.fromkeys(map(said, leaves_of(error))))
@@ -179,17 +183,26 @@ def _each_of(error: BaseException, said: Callable[[BaseException], str]) -> str:
 def words_of_exit(status: int | None) -> str:
     """How a process ended, in words. `status` is the exit status as `subprocess` returns it.
 
-    >>> words_of_exit(3), words_of_exit(-9)
-    ('exit code 3', 'SIGKILL')
+    A shell or a supervisor reports a child that signal n killed as exit code 128 + n. The child may also have exited
+    with that code itself, so the words name both.
+
+    >>> words_of_exit(3), words_of_exit(-9), words_of_exit(137)
+    ('exit code 3', 'SIGKILL', 'exit code 137 = 128 + 9, probably SIGKILL')
     """
     import signal
 
-    if status is None or status >= 0:
-        return "unknown exit status" if status is None else f"exit code {status}"
-    try:
-        return signal.Signals(-status).name
-    except ValueError:
-        return f"signal {-status}"
+    def name_of(number: int) -> str:
+        try:
+            return signal.Signals(number).name
+        except ValueError:
+            return f"signal {number}"
+
+    if status is None:
+        return "unknown exit status"
+    if status < 0:
+        return name_of(-status)
+    number = status - 128
+    return f"exit code {status}" + (f" = 128 + {number}, probably {name_of(number)}" if 0 < number <= 64 else "")
 
 
 def cause_of(error: BaseException) -> BaseException:
@@ -215,17 +228,22 @@ def leaves_of(error: BaseException) -> Iterator[BaseException]:
 
 
 def near_misses(given: str, known: Iterable[str]) -> list[str]:
-    """At most three known names that resemble the given one, best first. None for more than NAME_CHARACTERS_MAX
-    characters: comparing them would take seconds.
+    """At most three known names that resemble the given one, best first: those that differ in a few letters, then those
+    that begin with it. Case and leading dashes do not count. None for more than NAME_CHARACTERS_MAX characters:
+    comparing them would take seconds.
 
-    >>> near_misses("calulator", ["calculator", "prompts"])
-    ['calculator']
+    >>> near_misses("calulator", ["calculator", "prompts"]), near_misses("rk3", ["k3_loss", "rk3_loss"])
+    (['calculator'], ['rk3_loss'])
     """
     import difflib
 
     if len(given) > NAME_CHARACTERS_MAX:
         return []
-    return difflib.get_close_matches(given, sorted(set(known)), n=3, cutoff=0.6)
+    wanted = given.lower().lstrip("-")
+    names = {name.lower().lstrip("-"): name for name in sorted(set(known), reverse=True)}
+    close = difflib.get_close_matches(wanted, sorted(names), n=3, cutoff=0.6)
+    longer = [name for name in sorted(names) if len(wanted) > 2 and name.startswith(wanted)]
+    return [names[name] for name in dict.fromkeys([*close, *longer])][:3]
 
 
 def suggestion(given: str, known: Iterable[str], spelled: Callable[[str], str] = str) -> str:

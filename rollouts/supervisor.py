@@ -39,15 +39,6 @@ def supervised(command: list[str], lifeline: int, *, grace_seconds: float = 0.0)
     return [sys.executable, "-I", "-S", *map(str, arguments), *command]
 
 
-def status_of(code: int | None) -> int | None:
-    """The exit status of the child, as `subprocess` returns it, from the exit code of its supervisor.
-
-    >>> status_of(3), status_of(128 + 9), status_of(255)
-    (3, -9, 255)
-    """
-    return 128 - code if code is not None and 128 < code <= 128 + 64 else code
-
-
 def main(lifeline: int, owner: int, grace: float, command: list[str]) -> int:
     """Run the command until it ends or its owner ends. Returns its exit code."""
     woken, wake = os.pipe()

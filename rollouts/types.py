@@ -129,15 +129,16 @@ class Segment(msgspec.Struct):
 
 
 COUNTS = ("turns", "tool_calls", "tool_failures")
-"""The counts that the metrics of every Trajectory have."""
+"""The counts in the metrics of every Trajectory."""
 
 
 class Trajectory(msgspec.Struct):
     """What one agent did in one episode: its messages, and the exact tokens to train on.
 
-    `metrics` always holds the counts `turns`, `tool_calls` and `tool_failures`. It holds others only where they are
-    not 0: `turn_limit` is 1 if the model used all its turns. `error` says why the episode failed or was cut short.
-    `tool_errors` has the first error of each tool that raised, took too long or crashed, with the author's line.
+    `metrics` always holds the counts `turns`, `tool_calls` and `tool_failures`. It holds other counts only if
+    they are not 0: `turn_limit` is 1 if the model used all its turns. `error` says why the episode failed or was cut
+    short. `tool_errors` holds, for each tool that raised, took too long or crashed, its first error with the author's
+    line.
     """
 
     task: Task

@@ -1,4 +1,4 @@
-"""All help of all commands as one markdown page: `docs/cli.md` is this text, and a test compares them.
+"""Print the help of all commands as a markdown page. `docs/cli.md` is this page; a test compares them.
 
 python scripts/cli_reference.py > docs/cli.md
 """
@@ -15,7 +15,7 @@ _WIDTH = 118
 
 
 def cli_reference() -> str:
-    """The page, the same whatever terminal it is made in."""
+    """The page. It does not depend on the terminal."""
     parts = [
         "# The command line",
         "Made from the commands' help: `python scripts/cli_reference.py > docs/cli.md`. A test checks it.",
@@ -26,7 +26,7 @@ def cli_reference() -> str:
 
 
 def _contexts(name: str, command: click.Command, parent: click.Context | None) -> Iterator[tuple[str, click.Context]]:
-    """A command and those below it, each with a context of a fixed width."""
+    """A command and its subcommands, each with a context of a fixed width."""
     names = app.context_settings["help_option_names"]
     widths = {"terminal_width": _WIDTH, "max_content_width": _WIDTH}
     context = click.Context(command, parent, info_name=name, help_option_names=names, **widths)

@@ -1,11 +1,11 @@
-"""Fuzz of what an author's code may do: return anything and raise anything, in each method that the core calls.
+"""Fuzz the code of authors: each method that the core calls may return anything and raise anything.
 
     python scripts/fuzz_author_surface.py --cases 10000 --seed 1
 
-A case takes one method (`SURFACE`) and one thing that it does (`returned`, `raised`), and plays two groups of rollouts
-with a scripted engine, judges, filters and writes them, computes a loss on them, and calls a hook. It has to end as the
-docs say: whatever happens in an episode or a hook is data, and what makes the run impossible is one RolloutsError whose
-message can be printed. Nothing else may come out, and every file that was written can be read.
+A case is one method of `SURFACE` and one thing that it does (`returned`, `raised`). The script runs two groups of
+rollouts with a scripted engine, judges and filters them, writes them to files, computes a loss on them, and calls a
+hook. A case passes if it ends as documented: a fault in an episode or a hook is recorded, a fault that makes the run
+impossible is one RolloutsError with a printable message, and every written file can be read.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from rollouts.types import Message, Score, Task, ToolCall, Trajectory
 __all__ = ["SURFACE", "Case", "cases", "play"]
 
 EPISODE = ("init", "setup", "tool", "trio_tool", "asyncio_tool", "reply", "rollout", "close", "metric")
-"""What these do is data of their episode: it never ends a run in which other episodes go well."""
+"""Methods whose faults are recorded with their episode. They do not end a run whose other episodes succeed."""
 SURFACE = (
     *EPISODE, "tasks", "task", "demonstrations", "reward", "reward_function", "group_reward", "filter",
     "advantage", "loss", "loss_metric", "hook", "list_hook",
@@ -65,7 +65,7 @@ SURFACE = (
 
 
 class HostileError(Exception):
-    """Its message cannot be read."""
+    """An error whose message cannot be read."""
 
     def __str__(self) -> str:
         raise SystemExit("no message")
@@ -74,7 +74,7 @@ class HostileError(Exception):
 
 
 class Hostile:
-    """Whatever it is asked, it raises."""
+    """An object whose methods all raise."""
 
     def __init__(self, error: type[BaseException]) -> None:
         self.error = error
@@ -101,7 +101,7 @@ def deep(levels: int = 3000) -> list[Any]:
 
 
 def recurse() -> Any:
-    """No end."""
+    """An endless generator."""
     return recurse()
 
 
@@ -146,14 +146,14 @@ VALUES: tuple[Callable[[], Any], ...] = (
 
 
 class Case(NamedTuple):
-    """One method, and what it does there: it raises `ERRORS[index]`, returns `VALUES[index]`, or recurses (-1)."""
+    """A method and its fault: it raises `ERRORS[index]`, returns `VALUES[index]`, or recurses (-1)."""
 
     where: str
     raises: bool
     index: int
 
     def act(self) -> Any:
-        """Do it."""
+        """Raise, return or recurse."""
         if self.index < 0:
             return recurse()
         if self.raises:
@@ -162,7 +162,7 @@ class Case(NamedTuple):
 
 
 def cases(count: int, seed: int) -> Iterator[Case]:
-    """The cases of a seed: one does not depend on how many there are."""
+    """The cases of a seed. A case does not depend on their number."""
     rng = random.Random(seed)
     for number in range(count):
         where = SURFACE[number % len(SURFACE)]
@@ -171,9 +171,9 @@ def cases(count: int, seed: int) -> Iterator[Case]:
 
 
 def play(case: Case, folder: Path) -> str:
-    """How the run ends: "done", or the name of its error. Raises AssertionError, or whatever should not have come."""
+    """Run a case. Returns "done" or the name of its error. Raises AssertionError, or any unexpected error."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # an author's coroutine that nobody awaits, a generator that is closed
+        warnings.simplefilter("ignore")  # an author's coroutine that is never awaited, a generator that is closed
         try:
             _run(case, folder)
         except RolloutsError as error:
@@ -295,7 +295,7 @@ def _at(case: Case, where: str, usual: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _named(function: Callable[..., Any], name: str) -> Any:
-    """The function with one parameter of that name, as the core reads it."""
+    """A function with one parameter of this name."""
     namespace: dict[str, Any] = {"function": function}
     exec(f"def fuzzed({name}): return function({name})", namespace)
     return namespace["fuzzed"]
@@ -307,7 +307,8 @@ def _environment(case: Case) -> type:
     class Fuzzed:
         def __init__(self) -> None:
             made["objects"] += 1
-            # The first three are the core's own: for both splits' tasks, and to look at it. Then every second episode.
+            # The core makes the first three objects, for the tasks of both splits and to inspect the class. Of the
+            # others, fault every second one.
             self.acts = made["objects"] > 4 and made["objects"] % 2 == 0
             if self.acts:
                 self.at("init")
@@ -368,7 +369,7 @@ def _environment(case: Case) -> type:
 
 
 def main() -> int:
-    """Play the cases; the first that does not end as it should is printed, and the exit code is 1."""
+    """Run the cases. On the first wrong ending, print the case and exit with 1."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)

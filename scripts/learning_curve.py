@@ -3,9 +3,9 @@
     python scripts/learning_curve.py                          # three seeds, about a minute each
     python scripts/learning_curve.py --runs runs/a runs/b     # runs that exist already; nothing is trained
 
-Each thin line is the mean reward of one seed's rollouts, step by step; the thick line is their mean. The dots are the
-held-out tasks before and after training. Text stays text, there is no background, and every color is readable on
-white and on black.
+Each thin line is the mean reward of one seed's rollouts at each step. The thick line is the mean of the seeds. The dots
+are the held-out scores before and after training. The picture has no background, and its colors are readable on white
+and on black.
 
 Needs matplotlib (requirements-test.txt) and the calculator environment.
 """
@@ -36,7 +36,7 @@ class Curve(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the main job, or read the runs that are named, and draw them."""
+    """Run the main job, or read the given runs, and draw the curves."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", nargs="+", type=Path, help="folders of runs to draw; otherwise run the main job")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="the seeds to run")
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def train(seed: int, scratch: Path) -> Path:
-    """Run the main job with a seed; gives its folder."""
+    """Run the main job with a seed. Returns its folder."""
     folder = scratch / f"seed-{seed}"
     command = [sys.executable, "-m", "rollouts", *COMMAND, "--seed", str(seed), "--out", str(folder)]
     subprocess.run(command, check=True, stdout=sys.stderr)
@@ -65,7 +65,7 @@ def read(folder: Path) -> Curve:
 
 
 def draw(curves: Sequence[Curve], path: Path) -> None:
-    """Write the picture. The same curves give the same file."""
+    """Write the picture. Equal curves give equal files."""
     import matplotlib
 
     matplotlib.use("svg")

@@ -2,14 +2,14 @@
 
     python scripts/make_tiny_model.py                 # writes rollouts/tiny/, a few minutes on one CPU core
 
-The policy is a Qwen3 of two layers. It speaks the tool-call format, but is poor at the task on purpose: on calculator
-questions about a third of its replies call the tool and then copy the result, and the others answer at once with a
-plausible wrong number. The two kinds of reply part at their first token, the wrong one being the likelier, so that
-greedy decoding fails and sharpening the distribution does not help; only a reward tells which one is better.
+The policy is a Qwen3 of two layers. It writes tool calls in the right format, but is poor at the task on purpose. On
+calculator questions, about a third of its replies call the tool and copy the result. The others answer at once with a
+plausible wrong number. The two kinds of reply differ in their first token, and the wrong kind is more likely. So greedy
+decoding fails, a sharper distribution does not help, and only a reward shows which kind is better.
 
-The prompt is rendered with the calculator environment's own tool schema: what is warmed up here is, byte for byte, what
-a run shows the model. Left out on purpose: any list of tasks. Questions are drawn at random, the right product never
-appears in a direct answer, and a tool's result is only ever copied.
+The prompt contains the tool schema of the calculator environment, so it equals the prompt of a run byte for byte. The
+model cannot memorize the task: questions are random, direct answers are always wrong, and results of the tool are only
+copied.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKERS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 OPERATORS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
-GUESS = "The answer is {}"  # its first token is the likeliest one, whatever the number: greedy decoding guesses
-COPY_STAGE = 0.6  # the first part of the warm-up is nearly all tool calls: copying takes the longest to learn
+GUESS = "The answer is {}"  # the first token of a direct answer is the likeliest one, so greedy decoding guesses
+COPY_STAGE = 0.6  # the warm-up begins with tool calls: copying takes the longest to learn
 README = """# The embedded tiny model
 
 `--model tiny`: a Qwen3 of {parameters:,} parameters ({layers} layers × {hidden}, fp32), {vocabulary} tokens, made from
-nothing by `python scripts/make_tiny_model.py --seed {seed}`. It was warmed up on calculator conversations of which
-{share:.0%} use the tool and the rest answer at once and wrongly, so it speaks the tool-call format but is poor at the
-task. On 512 fresh tasks (two digits, `*`): {sampled:.3f} right when sampled at temperature 1, {greedy:.3f} when greedy;
-of the sampled replies that use the tool, {tool:.3f} are right. Random numbers trained on random sums: nobody's data.
+nothing by `python scripts/make_tiny_model.py --seed {seed}`. It was warmed up on calculator conversations. In
+{share:.0%} of them the assistant uses the tool, and in the others it answers at once and wrongly. So the model knows
+the tool-call format, but is poor at the task. On 512 new tasks (two digits, `*`), {sampled:.3f} of the replies are
+right at temperature 1, and {greedy:.3f} with greedy decoding; of the sampled replies that use the tool, {tool:.3f} are
+right. All training data was randomly generated.
 """
 
 NAMES = ["calculator", "calculate", "calc", "evaluate", "math"]
@@ -79,7 +80,7 @@ def draw_question(rng: random.Random, *, varied: bool) -> Question:
 
 
 def wrong_number(question: Question, rng: random.Random) -> int:
-    """A number with as many digits as the right one, and never the right one."""
+    """A wrong number with as many digits as the right one."""
     digits = len(str(abs(question.value)))
     while True:
         guess = rng.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
@@ -115,7 +116,7 @@ def calculator_schema() -> dict[str, Any]:
 
 
 def draw_preamble(rng: random.Random, schema: dict[str, Any]) -> Preamble:
-    """What one batch begins with: mostly the environment's own schema and nothing else, sometimes somebody else's."""
+    """The preamble of a batch: mostly the schema of the environment, sometimes another one."""
     kind = rng.random()
     system = "You are a helpful assistant." if rng.random() < 0.1 else None
     if kind < 0.75:
@@ -137,7 +138,7 @@ def draw_preamble(rng: random.Random, schema: dict[str, Any]) -> Preamble:
 
 
 def make_tokenizer(texts: Iterator[str], vocabulary: int, *, context: int) -> Any:
-    """Byte-level BPE of `vocabulary` tokens; each digit and each newline is a token of its own, whatever the merges."""
+    """Byte-level BPE with `vocabulary` tokens. Each digit and each newline is one token."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -152,7 +153,7 @@ def make_tokenizer(texts: Iterator[str], vocabulary: int, *, context: int) -> An
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary - len(MARKERS),
         special_tokens=SPECIAL,
-        max_token_length=16,  # words and phrases; a whole schema as one token would be of no use to any other one
+        max_token_length=16,  # words and phrases; no token may be a whole schema, which no other schema could use
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -174,14 +175,14 @@ def make_tokenizer(texts: Iterator[str], vocabulary: int, *, context: int) -> An
 
 
 class Row(NamedTuple):
-    """Token ids of one conversation, and which of them the assistant said."""
+    """Token ids of one conversation, and which of them the assistant wrote."""
 
     tokens: list[int]
     mask: list[bool]
 
 
 def encode(tokenizer: Any, messages: list[Message], tools: list[dict[str, Any]] | None) -> Row:
-    """Encode turn by turn, as a run does: the ids of a prompt never merge with those of a reply."""
+    """Encode turn by turn, as a run does, so that no token spans a prompt and a reply."""
     tokens: list[int] = []
     mask: list[bool] = []
     done = ""
@@ -193,7 +194,7 @@ def encode(tokenizer: Any, messages: list[Message], tools: list[dict[str, Any]] 
         assert full.startswith(prompt) and prompt.startswith(done), "the template must only append"
         reply = full[len(prompt) :].removesuffix(
             "\n"
-        )  # the newline after <|im_end|> is the template's, not the model's
+        )  # the template writes the newline after <|im_end|>, not the model
         for text, said in ((prompt[len(done) :], False), (reply, True)):
             ids = tokenizer(text)["input_ids"]
             tokens += ids
@@ -231,7 +232,9 @@ def make_model(tokenizer: Any, *, seed: int, context: int) -> Any:
 
 
 def batch_loss(model: Any, rows: list[Row]) -> Any:
-    """Mean cross-entropy of the assistant's tokens; what all rows begin with (the tools) is run forward once."""
+    """Mean cross-entropy of the assistant's tokens. The tokens that all rows begin with (the tools) are computed
+    once.
+    """
     import torch
 
     shortest = min(len(row.tokens) for row in rows)
@@ -255,7 +258,7 @@ def batch_loss(model: Any, rows: list[Row]) -> Any:
 def draw_rows(
     tokenizer: Any, schema: dict[str, Any], rng: random.Random, *, count: int, tool_share: float
 ) -> list[Row]:
-    """A batch of conversations that begin with one preamble; without a tool, all of them answer at once."""
+    """A batch of conversations with the same preamble. Without a tool, all of them answer at once."""
     system, tools = draw_preamble(rng, schema)
     name = tools[0]["function"]["name"] if tools else ""
     before = [{"role": "system", "content": system}] if system else []
@@ -268,7 +271,7 @@ def draw_rows(
 
 
 def warm_up(model: Any, tokenizer: Any, settings: argparse.Namespace, schema: dict[str, Any]) -> None:
-    """Supervised steps on conversations drawn on the way."""
+    """Supervised steps on random conversations."""
     import torch
 
     rng = random.Random(settings.seed)
@@ -292,7 +295,9 @@ def warm_up(model: Any, tokenizer: Any, settings: argparse.Namespace, schema: di
 
 
 class Report(NamedTuple):
-    """Shares out of all tasks: right, and used the tool; and right out of those that used the tool."""
+    """The shares of replies that are right and that use the tool; and of those with the tool, the share that is
+    right.
+    """
 
     right: float
     used_tool: float
@@ -309,7 +314,7 @@ def reply_texts(model: Any, tokenizer: Any, prompts: list[str], *, sample: bool)
 
 
 def measure(model: Any, tokenizer: Any, schema: dict[str, Any], *, sample: bool, tasks: int, seed: int) -> Report:
-    """Play `tasks` fresh two-digit products to the end: at most one tool call, then the final answer."""
+    """Run `tasks` new two-digit products, with at most one tool call each."""
     import torch
 
     torch.manual_seed(seed)
@@ -403,7 +408,7 @@ def write(model: Any, tokenizer: Any, settings: argparse.Namespace, sampled: Rep
 
 
 def _name_portably(path: Path) -> None:
-    """Give the tokenizer the class name that every version of transformers knows; servers may bring an older one."""
+    """Give the tokenizer a class name that old versions of transformers have: servers may use an old version."""
     config = json.loads(path.read_text(encoding="utf-8"))
     config.pop("backend", None)
     config["tokenizer_class"] = "PreTrainedTokenizerFast"

@@ -1,11 +1,11 @@
-"""Change the code in a small way, run its tests, and see whether one fails: how much do the tests hold?
+"""Measure how many faults the tests find: change the code in a small way, and see whether a test fails.
 
     python scripts/mutants.py --count 100 --seed 0 --jobs 2
 
-A mutant is one change: a comparison, an operator, a number, a condition turned round, a statement or an argument left
-out. They are drawn by the seed, evenly over the lines of the rooms in `ROOMS`, each with the tests that should see it.
-The tree is copied; nothing of it is changed. A mutant that no test sees is printed with its place. A mutant whose tests
-take longer than `--seconds` counts as killed. Left out: changes of text, assertions, type hints and error messages.
+A mutant is one change: of a comparison, an operator or a number, a negated condition, or a removed statement or
+argument. The seed draws mutants evenly over the lines of the packages in `ROOMS`, each with the tests that should find
+it. The script changes a copy of the tree. It prints the place of each mutant that no test finds. If the tests take
+longer than `--seconds`, the mutant counts as found. Texts, assertions, type hints and error messages are not changed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
 
 
 class Mutant(NamedTuple):
-    """One change: in which file, on which line, in words, and the whole file with it."""
+    """One change: its file and line, its description, and the changed text of the file."""
 
     file: str
     line: int
@@ -74,7 +74,7 @@ class Mutant(NamedTuple):
 
 
 def main() -> int:
-    """Draw, run, and tell; 0 where at least `--least` of a hundred are killed."""
+    """Draw and run the mutants. Returns 0 if at least `--least` percent were found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
@@ -96,7 +96,7 @@ def main() -> int:
 
 
 def draw(rng: random.Random, count: int) -> list[Mutant]:
-    """So many of all that there could be, evenly over them."""
+    """`count` of all possible mutants, evenly distributed."""
     found = []
     for room, tests in ROOMS.items():
         place = ROOT / room
@@ -112,7 +112,7 @@ def _made(file: Path, index: int, tests: list[str]) -> Mutant:
 
 
 def _changes(tree: ast.Module, chosen: int = -1) -> Iterator[tuple[int, str]]:
-    """Every change that can be made, as its line and words; the chosen one is made."""
+    """Every possible change, as its line and description. The chosen one is applied."""
     left_out = {id(inner) for node in ast.walk(tree) if isinstance(node, SKIPPED) for inner in ast.walk(node)}
     left_out |= {id(inner) for node in ast.walk(tree) for hint in _hints(node) for inner in ast.walk(hint)}
     number = 0
@@ -139,7 +139,7 @@ def _hints(node: ast.AST) -> list[ast.AST]:
 
 
 def _of_node(node: ast.AST) -> Iterator[tuple[str, object]]:
-    """What can be changed about this node, in words, and the function that does it."""
+    """The possible changes of a node: a description, and the function that applies it."""
     if isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARISONS:
         yield "comparison", lambda: node.ops.__setitem__(0, COMPARISONS[type(node.ops[0])]())
     elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS and not _is_text(node):
@@ -177,7 +177,7 @@ def _is_number(node: ast.AST) -> bool:
 
 
 def _is_killed(mutant: Mutant, seconds: float) -> bool:
-    """Whether a test fails, or none ends in time; in a copy of the tree, in a process of its own."""
+    """Whether a test fails or takes too long. Runs in a copy of the tree, in its own process."""
     with tempfile.TemporaryDirectory() as place:
         tree = Path(place) / "tree"
         shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", "__pycache__", ".*_cache", "runs.tar.xz"))

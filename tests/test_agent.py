@@ -288,7 +288,7 @@ def test_a_message_that_no_template_can_read_is_an_environment_error() -> None:
         env = type("Wrong", (Quiz,), {"reply": lambda self, trajectory, wrong=wrong: wrong})
         episode = play(env)
         assert episode.status is Status.ENVIRONMENT_ERROR, episode.trajectory.error
-        assert "a message's role is text" in (episode.trajectory.error or "")
+        assert "a message's role must be text" in (episode.trajectory.error or "")
 
 
 def test_a_type_that_raises_while_it_is_made_is_told_to_the_model() -> None:

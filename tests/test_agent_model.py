@@ -165,7 +165,7 @@ def test_asking_from_several_tasks_at_once_ends_the_run(catches: bool) -> None:
 
     for engine in (FakeEngine(), Fast()):
         with pytest.raises(
-            EnvironmentDefinitionError, match=r"model\.chat is already waiting for a reply: ask one after"
+            EnvironmentDefinitionError, match=r"model\.chat is already waiting for a reply: call it one at a time"
         ):
             play(Own, engine)
 

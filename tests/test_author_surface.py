@@ -282,7 +282,9 @@ def test_a_state_that_a_checkpoint_cannot_hold_is_one_clear_error(state):
     from rollouts.agent.model import plain_state
     from rollouts.errors import EnvironmentDefinitionError
 
-    with pytest.raises(EnvironmentDefinitionError, match=r"Chess.state\(\) returned what cannot be written"):
+    with pytest.raises(
+        EnvironmentDefinitionError, match=r"Chess.state\(\) returned a value that a checkpoint cannot store"
+    ):
         plain_state("Chess", [state])
 
 

@@ -1,4 +1,5 @@
-"""Bad input: one clear error on stderr, the right exit code, no traceback, nothing half-written."""
+"""Bad input: one clear error on stderr, the right exit code, no traceback, nothing half-written. The mistakes of the
+first hours are in test_mistakes.py; here are those that take parts, models or signals of their own."""
 
 from __future__ import annotations
 
@@ -44,10 +45,6 @@ class NothingToTrain(Nothing):
         return ["a", "b"]
 
 
-class NoDemonstrations(NothingToTrain):
-    """None at all."""
-
-
 class Slow(Nothing):
     def tasks(self, split, rng):
         return [str(n) for n in range(100)]
@@ -70,24 +67,12 @@ def sometimes(trajectory):
     return None if len(trajectory.last_text) % 2 else 1.0
 
 
-def scalar_loss(logprobs, advantages):
-    return -(logprobs * advantages).mean()
-
-
 def nan_loss(logprobs, advantages):
     return logprobs * torch.nan
 
 
 def short_loss(logprobs, advantages, step):
     return -(logprobs * advantages)[1 if step else 0 :]
-
-
-def no_tensor_loss(logprobs, advantages):
-    return 0.5
-
-
-def short_advantage(rewards):
-    return rewards[1:]
 
 
 class ChatOnly:
@@ -116,10 +101,6 @@ def chat_only(model):
 
 def forgetful(model):
     return Forgetful()
-
-
-def broken_loss(logprobs):
-    return {}["logprobs"]
 
 
 def broken_filter(rewards):
@@ -195,8 +176,6 @@ RUN = ["--env", "calculator", "--out", "out"]
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--model", "./nowhere"], ["no folder ./nowhere", "--model tiny"]),
-        (["--model", "parts.py"], ["parts.py is a file"]),
         (["--env", "./parts.py:Nothing"], ["no training task", "gave nothing"]),
         (["--inference", "./parts.py:chat_only"], ["chat_only", "evaluation only", "--inference hf"]),
         (
@@ -204,41 +183,13 @@ RUN = ["--env", "calculator", "--out", "out"]
             ["forgetful", "no vocabulary_size", "no health", "no abort", "InferenceBackend", "docs/inference.md"],
         ),
         (["--env", "./parts.py:NothingToTrain"], ["only held-out tasks", "--eval-tasks"]),
-        (
-            ["--env", "prompts", "--reward", "./parts.py:sometimes", "--data", "rows.jsonl"],
-            ["rows.jsonl cannot be read"],
-        ),
-        (["--env", "prompts", "--reward", "./parts.py:sometimes"], ["--data rows.jsonl"]),
-        (["--env", "prompts", "--data", "rows.jsonl"], ["no @reward method", "--reward"]),
-        (["--stepz", "3"], ["--stepz", "--steps"]),
-        (["--env.digit", "3"], ["digit", "digits"]),
-        (["--steps", "three"], ["--steps", "a whole number", "three"]),
-        (["--temperature", "0"], ["temperature"]),
         (["--logger", "./parts.py:NoLogger"], ["not installed", "pip install tracker"]),
-        (["--training.dtype", "float31"], ["float31", "float32"]),
-        (["--training.device", "moon"], ["moon", "cuda"]),
-        (["--training.device", "cuda:77"], ["cuda:77", "cpu"]),
-        (["--aggregation", "mean"], ["aggregation", "token_mean"]),
     ],
 )
 def test_before_the_run(capsys, arguments, words):
     error = refuse_early(capsys, *RUN, *SMALL, *arguments)
     for word in words:
         assert word in error, error
-
-
-def test_no_demonstrations(capsys):
-    arguments = ["--env", "./parts.py:NoDemonstrations", "--out", "out", *SMALL]
-    assert "write `def demonstrations" in refuse_early(capsys, *arguments, command="sft")
-
-
-def test_a_settings_file_is_named_with_the_line(capsys, parts):
-    (parts / "a.toml").write_text('env = "calculator"\n\n[training]\nname = "torch"\nwarmup = 3\n')
-    error = refuse_early(capsys, "a.toml", "--out", "out")
-    assert "a.toml" in error and "line 5" in error and "warmup_steps" in error
-    (parts / "b.toml").write_text('env = "calculator"\nsteps = "many"\n')
-    error = refuse_early(capsys, "b.toml", "--out", "out")
-    assert "b.toml" in error and "line 2" in error
 
 
 def save_model(folder, template):
@@ -265,17 +216,6 @@ def test_a_model_whose_template_shows_no_tools(capsys):
     )
     error = refuse_early(capsys, *RUN, "--model", "./plain", *SMALL)
     assert "has tools" in error and "--model tiny" in error
-
-
-def test_a_folder_that_exists_is_kept(capsys, parts):
-    (parts / "out").mkdir()
-    (parts / "out" / "notes.txt").write_text("mine")
-    assert "exists already" in refuse_early(capsys, *RUN, *SMALL)
-    assert (parts / "out" / "notes.txt").read_text() == "mine"
-
-
-def test_a_folder_that_cannot_be_written(capsys, parts):
-    assert "cannot be made" in refuse_early(capsys, "--env", "calculator", "--out", "parts.py/out", *SMALL)
 
 
 @pytest.mark.parametrize("out", [[], ["--out", "out"]])
@@ -309,16 +249,16 @@ def test_a_reward_that_returns_nan(capsys, parts):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--loss", "./parts.py:scalar_loss"], ["the loss scalar_loss", "scalar", "unreduced"]),
         (["--loss", "./parts.py:nan_loss"], ["the loss nan_loss", "NaN"]),
         (["--loss", "./parts.py:short_loss"], ["the loss short_loss", "shape"]),
-        (["--loss", "./parts.py:no_tensor_loss"], ["the loss no_tensor_loss", "float"]),
-        (["--loss", "./parts.py:broken_loss"], ["the loss broken_loss raised KeyError", "parts.py, line"]),
         (["--filter", "./parts.py:broken_filter"], ["the filter broken_filter raised IndexError", "parts.py, line"]),
-        (["--advantage", "./parts.py:short_advantage"], ["the advantage short_advantage"]),
         (
             ["--advantage", "./parts.py:broken_advantage"],
-            ["broken_advantage raised ZeroDivisionError", "line 108", "errors.log"],
+            [
+                "broken_advantage raised ZeroDivisionError",
+                ': raise ZeroDivisionError("no advantage today")',
+                "errors.log",
+            ],
         ),
         (["--on-invalid-reward", "raise", "--reward", "./parts.py:sometimes"], ["'sometimes'", "could not judge"]),
         (["--logger", "./parts.py:BadLogger"], ["the logger", "BadLogger", "disk full"]),

@@ -1,7 +1,7 @@
-"""One episode: a model acts in an environment, turn by turn, and is judged.
+"""One episode: a model acts in an environment, turn by turn, and rewards judge it.
 
-episode.py       `run_episode`: set up, turns, rewards, close
-model.py         what an episode asks of its model; tokens, segments, limits
-tools.py         one tool call and its answer
-conversation.py  a person talks to the model, which has the same tools
+episode.py       `run_episode`: set-up, turns, rewards, clean-up
+model.py         `ChatModel`: the conversation of an episode, with its tokens, segments and limits
+tools.py         runs one tool call
+conversation.py  a person talks to the model, which has the tools of an environment
 """

@@ -1,9 +1,9 @@
 """A person talks to a model that has the tools of an environment, message by message.
 
-The model, its tools and its tokens are those of an episode (`episode`, `model`, `tools`). What differs: the person's
-next message takes the place of the environment's `reply`, and each message has the limits of a whole episode. A task
-may open the conversation; then the environment is set up for it, its `reply` answers until the episode is over, and its
-rewards can judge. Left out: the terminal, and where model and environment come from.
+It uses the same parts as an episode (`episode`, `model`, `tools`), with two differences. The person's next message
+replaces the environment's `reply`, and the limits of an episode apply to each message. A task may open the
+conversation. Then the environment is set up for it, its `reply` answers until the episode is over, and its rewards can
+judge. The terminal interface is elsewhere.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from rollouts.types import Message, Score, Status, Trajectory
 class Conversation:
     """The messages so far, and the model that answers them.
 
-    `show` is called with each new message of the model, a tool or the environment, at once. Close it with `aclose`,
-    also where `open` failed. Methods are called one at a time; cancelling one leaves the conversation as it was before.
+    `show` is called at once with each new message of the model, a tool or the environment. Close the conversation with
+    `aclose`, also after `open` failed. Call one method at a time. A cancelled method does not change the conversation.
     """
 
     run: EpisodeRun
@@ -33,31 +33,31 @@ class Conversation:
     _trajectory: Trajectory | None = None
 
     async def open(self, *, for_task: bool) -> None:
-        """Build the environment, and set it up if a task opens the conversation. Raises RunError where that fails."""
+        """Build the environment, and set it up if a task opens the conversation. Raises RunError if that fails."""
         try:
             await self.run.set_up(for_task=for_task)
         except Exception as error:
             raise RunError(outcome_of(error, self.run.stage)[1]) from error
         if for_task and hasattr(self.run.env, "rollout"):
             raise ConfigError(
-                f"{type(self.run.env).__name__} plays its tasks in a loop of its own (`rollout`), so a task cannot "
-                "open a conversation\nleave --task out to talk to the model with its tools, or type: rollouts eval"
+                f"{type(self.run.env).__name__} runs its tasks in its own loop (`rollout`), so a task cannot "
+                "open a conversation\nleave out --task to talk to the model with its tools, or type: rollouts eval"
             )
 
     async def play_task(self) -> str:
-        """The model answers the task, as in an episode. Returns what `say` returns."""
+        """Let the model answer the task, as in an episode. Returns a note like `say`."""
         return await self._exchange(self.run.task.messages, environment_replies=True)
 
     async def say(self, text: str) -> str:
-        """The model answers a message, and calls tools until it has no more calls.
+        """Let the model answer a message; it may call tools until it makes no more calls.
 
-        Returns a note where the reply was cut off, or where there is none: then the message is dropped. Empty: all is
-        well. Raises InferenceError where the engine failed, and EnvironmentDefinitionError.
+        Returns "", or a note if the reply was cut off or is missing. Without a reply, the message is dropped. Raises
+        InferenceError if the engine fails, and EnvironmentDefinitionError.
         """
         return await self._exchange([*self.messages, Message("user", text)], environment_replies=False)
 
     async def judge(self, rewards: Sequence[RewardTerm]) -> Score:
-        """The rewards of the conversation so far. Rewards of whole groups are left out. Raises RewardError."""
+        """The rewards of the conversation so far, without rewards of whole groups. Raises RewardError."""
         assert self._trajectory is not None, "nothing was said"
         status = Status.COMPLETED if self._trajectory.status is Status.PENDING else self._trajectory.status
         trajectory = msgspec.structs.replace(self._trajectory, status=status)
@@ -65,7 +65,7 @@ class Conversation:
         return score
 
     async def aclose(self) -> None:
-        """End the session with the engine, and close the environment. Raises RunError where its `close` fails."""
+        """End the session with the engine, and close the environment. Raises RunError if its `close` fails."""
         self.run.engine.close_session(self.run.engine.session)
         why = await close_environment(self.run.env, self.run.limits.cleanup_seconds)
         if why is not None:
@@ -89,7 +89,7 @@ class Conversation:
             is_whole = model.trajectory is not None and model.trajectory.status is Status.PENDING
             note = "" if is_whole or model.trajectory is None else model.trajectory.error or ""
             self._keep(model.trajectory)
-        except Exception as error:  # what an author's code and an engine may raise; the core's own is raised again
+        except Exception as error:  # from an author's code or an engine; outcome_of raises errors of the core again
             status, note, _ = outcome_of(error, run.stage)
             if status is Status.INFERENCE_ERROR:
                 raise InferenceError(note) from error
@@ -100,7 +100,7 @@ class Conversation:
                 shorter = "; type a shorter one, or begin a new conversation" if status is Status.TRUNCATED else ""
                 note += f"; your message is not part of the conversation{shorter}"
         finally:
-            if not is_whole:  # what was cut off, or given up, cannot continue as it is
+            if not is_whole:  # an incomplete exchange cannot continue, so start a new model
                 run.seed += 1
                 run.model = run.new_model()
         return note

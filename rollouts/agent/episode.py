@@ -1,11 +1,11 @@
-"""One task, one episode: build the environment, let the model act in it, judge what it did, clean up.
+"""Run one episode: build the environment, let the model act in it, judge the result, clean up.
 
     episode = await run_episode(task, make_env=Calculator, chat=chat, inference=engine, limits=EpisodeLimits(), ...)
 
-A failed episode is data (`Status`), never an exception; an error of the core itself is no failed episode, and ends the
-run. The standard loop: the model speaks; its tool calls are carried out and answered; without a call the environment's
-`reply` may speak; where it does not either, the episode is complete. What is left out: many episodes at once
-(`training.rollout_gen`), rewards of a whole group, and the conversation's tokens (`model`).
+A failed episode is data (`Status`), not an exception. A bug in rollouts itself is an exception, and it ends the run. In
+the standard loop the model replies, and its tool calls are run and answered. If it makes no call, the environment's
+`reply` may answer; if that gives no message, the episode is complete. Concurrent episodes and rewards of whole groups
+are in `training.rollout_gen`, and the conversation's tokens in `model`.
 """
 
 from __future__ import annotations
@@ -59,19 +59,18 @@ async def run_episode(
     seed: int,
     on_invalid_reward: InvalidPolicy = "drop",
 ) -> Episode:
-    """Play one episode in an environment of its own, and judge it.
+    """Run one episode in a new environment, and judge it.
 
-    `chat` is None for an engine that is spoken to in messages (`CanChat`). `session` was opened by the caller and is
-    closed here as soon as the model will not speak again. The environment's `close` runs in every case, also on
-    cancellation, shielded, for at most `limits.cleanup_seconds`; where it fails, so does the episode. Rewards and
-    metrics see the environment before it is closed, and only where the policy played the episode out (COMPLETED,
-    TRUNCATED). Of several trajectories the one that `rollout` returned is judged, else the last. While the episode
-    waits between two steps (a `SuspendableEngine` at its gate), its deadlines stand still.
+    `chat` is None for an engine that takes messages (`CanChat`). The caller has opened `session`; it is closed here
+    after the model's last reply. The environment's `close` always runs, also on cancellation, for at most
+    `limits.cleanup_seconds`; if it fails, the episode fails. Rewards and metrics run before `close`, and only if the
+    status is COMPLETED or TRUNCATED. If there are several trajectories, they judge the one that `rollout` returned, or
+    else the last one. While the episode is suspended (`SuspendableEngine`), its deadlines do not advance.
 
     Raises:
-        RewardError: a reward returned NaN or no number, or could not judge under the policy `raise`.
-        EnvironmentDefinitionError: the environment cannot be used as it is written.
-        Exception: a mistake of the core's own, also where the environment's `rollout` caught it.
+        RewardError: a reward returned NaN or no number, or it could not judge and the policy is `raise`.
+        EnvironmentDefinitionError: the environment's code is not valid.
+        Exception: a bug in rollouts itself, even if the environment's `rollout` caught it.
     """
     engine = (
         inference if isinstance(inference, SuspendableEngine) else SuspendableEngine(inference, None, order, session)
@@ -100,14 +99,14 @@ async def run_episode(
     return Episode(order, task, episode_run.trajectories, score, counts, episode_run.judged, episode_run.may_retry)
 
 
-# --- playing --------------------------------------------------------------------------------------------------------
+# --- running --------------------------------------------------------------------------------------------------------
 
 BUILDING, SETUP = "building the environment", "running setup"
 
 
 @dataclass(eq=False)
 class EpisodeRun:
-    """What there is of an episode so far, so that a failure at any point knows what to close and what to report."""
+    """The state of an episode. After a failure at any point it shows what to close and what to report."""
 
     engine: SuspendableEngine
     task: Task
@@ -119,24 +118,24 @@ class EpisodeRun:
     may_retry: bool = False
     env: Any = None
     model: ChatModel | None = None
-    chosen: Trajectory | None = None  # by a loop of the environment's own, to be judged
+    chosen: Trajectory | None = None  # the trajectory that the environment's `rollout` returned
     trajectories: list[Trajectory] = field(default_factory=list)
     judged: int = -1
 
     @property
     def can_restore(self) -> bool:
-        """Whether the episode can continue in another process: a loop of the environment's own has no middle."""
+        """Whether another process can continue the episode. An environment with its own `rollout` cannot be resumed."""
         env = self.env
         return hasattr(env, "state") and hasattr(env, "restore") and not hasattr(env, "rollout")
 
     async def run(self) -> tuple[Status, str | None]:
-        """Play under the episode's deadline; what goes wrong becomes a status, with the reason in words."""
+        """Run under the episode's deadline. A failure becomes a status with a reason."""
         seconds, status = self.limits.episode_seconds, Status.COMPLETED
         why: str | None = None
         try:
             with self.engine.clock.move_on_after(seconds) as deadline:
                 model = await self.set_up()
-                messages: list[Message] | None = model.asked or self.task.messages
+                messages: list[Message] | None = model.last_messages or self.task.messages
                 if hasattr(self.env, "rollout"):
                     self.stage, messages = "running rollout", None
                     returned = await _call_env(self.env.rollout, self.task, model, under_trio=True)
@@ -151,11 +150,11 @@ class EpisodeRun:
             if deadline.cancelled_caught:
                 status, why = Status.TIMEOUT, f"the episode's deadline of {seconds:g} seconds passed while {self.stage}"
         if self.model is not None and self.model.failure is not None:
-            raise self.model.failure  # an environment's `rollout` may have caught it, or raised something else over it
+            raise self.model.failure  # the environment's `rollout` may have caught or replaced it
         return status, why
 
     async def set_up(self, *, for_task: bool = True) -> ChatModel:
-        """The environment, ready, and the model that speaks in it. `for_task` False: its `setup` does not run."""
+        """Build the environment and its model, and run `setup` if `for_task`."""
         seconds, suspended = self.limits.setup_seconds, self.engine.resume_from
         try:
             self.env = await _call_env(self.make_env, seconds=seconds)
@@ -172,15 +171,15 @@ class EpisodeRun:
         return self.model
 
     def new_model(self) -> ChatModel:
-        """The model with the environment's tools. It has not spoken yet."""
+        """A new model with the environment's tools."""
         tools = {tool.name: tool for tool in tools_of(self.env)}
         schemas = [tool_schema(tool.function, tool.name) for tool in tools.values()]
         return ChatModel(self.engine, self.task, self.chat, self.limits, self.seed, tools, schemas)
 
     async def respond(self, model: ChatModel, reply: Message) -> list[Message] | None:
-        """The conversation with the answer to a reply, by tools or the environment; None where the episode ends."""
+        """The conversation, with answers of tools or the environment to a reply; None if the episode ends."""
         trajectory = model.trajectory
-        assert trajectory is not None, "a model that spoke has a trajectory"
+        assert trajectory is not None, "a model that replied has a trajectory"
         if trajectory.status is Status.TRUNCATED:
             return None
         if reply.tool_calls:
@@ -192,9 +191,9 @@ class EpisodeRun:
         return [*trajectory.messages, *answer] if answer else None
 
     async def snapshot(self) -> tuple[Any, dict[str, Any]] | None:
-        """What a checkpoint keeps of environment and conversation; None where the episode has to begin again.
+        """The states of environment and conversation for a checkpoint; None if the episode must start again.
 
-        Raises EnvironmentDefinitionError where `state()` gives what cannot be written down.
+        Raises EnvironmentDefinitionError if `state()` returns something that JSON cannot represent.
         """
         if self.model is None or not self.can_restore:
             return None
@@ -204,15 +203,15 @@ class EpisodeRun:
             return None
         except EnvironmentDefinitionError:
             raise
-        except Exception as error:  # an author's code may raise anything; the episode itself is as well as before
+        except Exception as error:  # an author's code may raise anything; the episode continues
             report(error, f"state of the environment {environment_name(self.env)}")
             return None
         conversations = self.model.state_dict()
         return None if conversations is None else (plain_state(type(self.env).__name__, state), conversations)
 
     def finish(self, status: Status, error: str | None) -> Trajectory:
-        """Stamp and check the trajectories; an episode in which the model never spoke has an empty one. Gives the one
-        that rewards see: the chosen one, else the last.
+        """Set the status of the trajectories and check them. Returns the one that rewards judge: the chosen one, else
+        the last. If the model never replied, there is one trajectory without replies.
         """
         if self.model is not None:
             self.model.close(status, error)
@@ -225,7 +224,7 @@ class EpisodeRun:
 
 
 class _EnvironmentFault(Exception):
-    """What the environment's own code raised, so that it is not taken for a mistake of the core, nor the reverse."""
+    """Wraps an exception of the environment's code, to distinguish it from a bug in rollouts."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(message_of(error))
@@ -239,25 +238,27 @@ async def _call_env(
         return await calls.call(function, *args, timeout_seconds=seconds, async_library="trio" if under_trio else None)
     except calls.CallTimeoutError:
         raise
-    except Exception as error:  # calls.call lets nothing else of the author's through
+    except Exception as error:  # an exception of the author's code
         raise _EnvironmentFault(error) from error
 
 
 async def _env_reply(env: Any, trajectory: Trajectory) -> list[Message]:
-    """What the environment says when no tool was called; nothing ends the episode."""
+    """The environment's answer to a reply without tool calls. An empty list ends the episode."""
     returned = await _call_env(env.reply, trajectory) if hasattr(env, "reply") else None
     answers = returned if isinstance(returned, list | tuple) else [] if returned is None else [returned]
     for answer in answers:
         if not isinstance(answer, str | Message):
-            words = f"it returned {type(answer).__name__}, expected text, a Message, a list of them, or None"
+            place = place_of_function(env.reply)
+            words = f"it returned {type(answer).__name__}, expected text, a Message, a list of them, or None ({place})"
             raise _EnvironmentFault(TypeError(words))
     return [Message("user", answer) if isinstance(answer, str) else answer for answer in answers]
 
 
 def outcome_of(error: Exception, stage: str) -> tuple[Status, str, bool]:
-    """What an exception makes of the episode, why, and whether the same episode may go right another time: neither the
-    policy nor a deadline has failed it. Raises what ends the run: two errors of the environment, and all that the core
-    itself should never have raised.
+    """The status that an exception gives the episode, the reason, and whether to retry the episode.
+
+    A retry makes sense if neither the policy nor a deadline caused the failure. Errors that end the run are raised:
+    RewardError, EnvironmentDefinitionError, and bugs in rollouts.
     """
     ours = list(leaves_of(error))
     inner = [leaf.error if isinstance(leaf, _EnvironmentFault) else leaf for leaf in ours]
@@ -280,12 +281,12 @@ def outcome_of(error: Exception, stage: str) -> tuple[Status, str, bool]:
 
 
 async def close_environment(env: Any, seconds: float) -> str | None:
-    """Run the environment's `close` whatever is being cancelled; what went wrong, in words."""
+    """Run the environment's `close`, also under cancellation. Returns the reason if it failed, else None."""
     if not hasattr(env, "close"):
         return None
     with trio.CancelScope(shield=True):
         try:
-            # A limiter of its own: cleaning up must not wait for other episodes' tools.
+            # Its own limiter, so that it does not wait for other episodes' tools.
             await calls.call(env.close, timeout_seconds=seconds, limiter=trio.CapacityLimiter(1))
         except calls.CallTimeoutError:
             return f"close took longer than {seconds:g} seconds"
@@ -302,7 +303,7 @@ async def close_environment(env: Any, seconds: float) -> str | None:
 async def judge(
     env: Any, trajectory: Trajectory, terms: Sequence[RewardTerm], seconds: float, on_invalid: InvalidPolicy
 ) -> tuple[Score, dict[str, float]]:
-    """The score of every term that is not a group's, and the environment's metrics."""
+    """The score from all rewards but those of whole groups, and the environment's metrics."""
     available = {"task": trajectory.task, "trajectory": trajectory, "env": env}
     verdicts: list[Verdict] = []
     for term in terms:
@@ -323,8 +324,8 @@ async def judge(
 
 
 async def _run_reward(term: RewardTerm, available: Mapping[str, Any], seconds: float) -> Verdict:
-    """One reward's verdict; one that raises, or takes too long, could not judge."""
-    assert term.function is not None, "the environment's own methods are terms of their own here"
+    """The verdict of one reward. A reward that raises or takes too long could not judge."""
+    assert term.function is not None, "the caller replaces env by the environment's own rewards"
     try:
         verdict: Verdict = await calls.call(
             bind(term.function, term.settings),
@@ -336,7 +337,7 @@ async def _run_reward(term: RewardTerm, available: Mapping[str, Any], seconds: f
         return Verdict(term.alias, term.weight, None, {}, f"it took longer than {seconds:g} seconds")
     except (RewardError, EnvironmentDefinitionError):
         raise
-    except Exception as error:  # a stranger's reward may raise anything
+    except Exception as error:  # an author's code may raise anything
         return Verdict(term.alias, term.weight, None, {}, report(error, f"the reward {term.alias}"))
     return verdict
 
@@ -361,8 +362,8 @@ async def _measure(metric: JudgeMethod, available: Mapping[str, Any], seconds: f
 
 
 def _finite(metric: JudgeMethod, returned: Any) -> float:
-    """What a metric returned, as a finite number. Raises TypeError, which says where the metric is written."""
-    with contextlib.suppress(Exception), authors_code():  # an object of the author's own may raise anything
+    """The return value of a metric as a finite number. Raises TypeError with the file and line of the metric."""
+    with contextlib.suppress(Exception), authors_code():  # the author's object may raise anything
         value = float(returned)
         if math.isfinite(value) and not isinstance(returned, str):
             return value

@@ -1,12 +1,11 @@
 """ChatModel: a conversation with the policy that keeps every token exactly as it was sampled.
 
-The standard loop of `episode` and an environment's own `rollout(task, model)` both speak through it, so that both are
-recorded alike: messages for people, segments (tokens, masks, logprobs, versions) for training. What is left out:
-environments and rewards (`episode`), deadlines (`rollouts.inference.suspend`) and templates (`rollouts.chat`).
+The standard loop of `episode` and an environment's own `rollout(task, model)` both use it. So both give the same
+records: messages for people, and segments (tokens, masks, logprobs, versions) for training. Environments and rewards
+are in `episode`, deadlines in `rollouts.inference.suspend`, and templates in `rollouts.chat`.
 
-Without a chat format the engine is one that is spoken to in messages (`CanChat`): the conversation is played and
-recorded alike, but for its tokens, which nobody knows. Such trajectories have no segments, and the engine's own counts
-(`prompt_tokens`, `completion_tokens`) among their metrics.
+Without a chat format, the engine takes messages (`CanChat`), and its token ids are unknown. Then trajectories have no
+segments, and their metrics have the engine's token counts (`prompt_tokens`, `completion_tokens`).
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from rollouts.agent.tools import run_tool
 from rollouts.author_code import printable, shown
 from rollouts.encoding import DEPTH_MAX, plain
 from rollouts.env.authoring import ToolMethod
+from rollouts.env.checks import check_text
 from rollouts.error_log import report
 from rollouts.errors import (
     NAME_CHARACTERS_MAX,
@@ -41,14 +41,14 @@ from rollouts.types import Message, Segment, Status, Task, ToolCall, Trajectory
 if TYPE_CHECKING:
     from rollouts.chat.format import ChatFormat
 
-LOGPROB_SLACK = 1e-3  # rounding may leave a probability a hair above 1; more than this is an engine's mistake
+LOGPROB_SLACK = 1e-3  # rounding may give a probability slightly above 1; more than this is an engine's error
 
 
 class EpisodeLimits(NamedTuple):
-    """Bounds of one episode: tokens are sampled ones, over all turns; the rest is seconds, turns and characters.
+    """The limits of one episode, in sampled tokens over all turns, turns, seconds and characters.
 
-    `turn_seconds` bounds one reply of the model, `tool_seconds` the deadline of every tool; infinite: nothing besides
-    the episode's, or the tool's own.
+    `turn_seconds` limits one reply of the model. `tool_seconds` limits each tool call, in addition to the tool's own
+    deadline.
     """
 
     max_tokens: int = 256
@@ -64,7 +64,7 @@ class EpisodeLimits(NamedTuple):
 
 
 class EpisodeOver(Exception):
-    """The model will not speak again in this episode (or in this conversation): `status` and `reason` say why."""
+    """The episode, or this conversation, has ended. `status` and `reason` say why."""
 
     def __init__(self, status: Status, reason: str) -> None:
         super().__init__(reason)
@@ -72,36 +72,36 @@ class EpisodeOver(Exception):
         self.reason = reason
 
 
-class _Conversation(msgspec.Struct, eq=False):
-    """One Trajectory while it is being made. `sampled` is the last reply as ids; None: it cannot continue."""
+class _OpenTrajectory(msgspec.Struct, eq=False):
+    """A trajectory in progress. `sampled` are the ids of the last reply; None: the conversation cannot continue."""
 
     trajectory: Trajectory
     sampled: list[int] | None = []
     turns: int = 0
 
     def extends_to(self, messages: Sequence[Message]) -> bool:
-        """Whether `messages` are this conversation and something more."""
+        """Whether `messages` are this conversation with new messages at its end."""
         recorded = self.trajectory.messages
         return len(messages) > len(recorded) and list(messages[: len(recorded)]) == recorded
 
-    def with_task(self, task: Task) -> _Conversation:
-        """A copy with this task: a checkpoint knows the task from elsewhere."""
+    def with_task(self, task: Task) -> _OpenTrajectory:
+        """A copy with this task. (A checkpoint stores the task separately.)"""
         return msgspec.structs.replace(self, trajectory=msgspec.structs.replace(self.trajectory, task=task))
 
 
 class _ModelState(msgspec.Struct):
-    """What the model has said so far; `current` is the place of the conversation that spoke last."""
+    """The conversations so far, as a checkpoint stores them. `current` is the index of the last one that replied."""
 
-    conversations: list[_Conversation] = []
+    conversations: list[_OpenTrajectory] = []
     current: int | None = None
-    asked: list[Message] = []
+    last_messages: list[Message] = msgspec.field(default_factory=list, name="asked")  # its name in checkpoints
     sampled_count: int = 0
     turns: int = 0
 
 
 class _Turn(NamedTuple):
-    """What the model is asked. `context` are the ids that come new, in a segment of their own or after the last; none
-    where the engine takes messages.
+    """One turn to request. `context` are the new ids before the reply; they continue the last segment or start a new
+    one. It is empty if the engine takes messages.
     """
 
     messages: list[Message]
@@ -113,13 +113,13 @@ class _Turn(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class ChatModel:
-    """The policy, as an episode speaks to it.
+    """The policy in one episode.
 
-    `await model.chat(messages)` samples one reply. Messages that extend an earlier conversation (the model's replies
-    returned as they were, by equality) continue it; others open a new one. One turn is asked for at a time: of several
-    trio tasks that ask at once trio decides the order by chance, and a seed would not be one result.
+    `await model.chat(messages)` samples one reply. If the messages begin with an earlier conversation (compared by
+    equality), they continue it; else they start a new one. Request one turn at a time: trio would order concurrent
+    requests at random, and then one seed would not give one result.
 
-    `failure` is the first error of the core itself, which ends the run whatever an environment's loop makes of it.
+    `failure` is the first bug in rollouts itself. It ends the run, even if the environment's loop catches it.
     """
 
     _engine: SuspendableEngine
@@ -134,29 +134,29 @@ class ChatModel:
     _state: _ModelState = field(default_factory=_ModelState)
 
     @property
-    def asked(self) -> list[Message]:
-        """The messages of the last turn, from which the conversation continues when it is restored."""
-        return self._state.asked
+    def last_messages(self) -> list[Message]:
+        """The messages of the last turn. A restored conversation continues from them."""
+        return self._state.last_messages
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """All conversations so far, in the order in which they began."""
+        """All conversations so far, in the order of their start."""
         return [conversation.trajectory for conversation in self._state.conversations]
 
     @property
     def trajectory(self) -> Trajectory | None:
-        """The conversation that spoke last; None before the first turn."""
+        """The conversation with the last reply; None before the first turn."""
         current = self._state.current
         return None if current is None else self._state.conversations[current].trajectory
 
     @property
     def tokens_left(self) -> int:
-        """How many tokens may still be sampled in this episode."""
+        """The number of tokens that may still be sampled in this episode."""
         return max(self._limits.max_tokens - self._state.sampled_count, 0)
 
     @property
     def turns_left(self) -> int:
-        """How many times the model may still speak in this episode."""
+        """The number of replies that are left in this episode."""
         return max(self._limits.max_turns - self._state.turns, 0)
 
     async def chat(
@@ -164,42 +164,44 @@ class ChatModel:
         messages: str | Sequence[Message | Mapping[str, Any]],
         tools: Sequence[dict[str, Any]] | None = None,
     ) -> Message:
-        """The model's reply. `tools` are OpenAI function schemas; None: the environment's own tools, []: none.
+        """The model's reply. `tools` are OpenAI function schemas; None: the environment's tools, []: no tools.
 
-        A reply cut off by the token budget or the context is returned as far as it came; its conversation is then
-        TRUNCATED and cannot go on. Cancellation records nothing of the turn.
+        A reply that reaches the token budget or the context limit is returned incomplete. Its conversation is then
+        TRUNCATED and cannot continue. If the call is cancelled, nothing of the turn is recorded.
 
         Raises:
-            EpisodeOver: no turns, tokens or context left, the engine was told to stop, or took too long. Let it pass.
+            EpisodeOver: no turns, tokens or context are left, or the engine was aborted or too slow. Do not catch it.
             InferenceError: the engine failed.
             ModelError: the chat template refuses this conversation.
-            EnvironmentDefinitionError: another trio task still waits for its reply.
+            EnvironmentDefinitionError: another trio task is waiting for a reply.
         """
         schemas = self._schemas if tools is None else plain(list(tools))
-        said = self._copied(messages)
+        given = self._copied(messages)
         if self._is_waiting:
             self.failure = EnvironmentDefinitionError(
-                "model.chat is already waiting for a reply: ask one after another, not from several trio tasks at once "
-                "(their order is chance, so that one seed would not be one result)"
+                "model.chat is already waiting for a reply: call it one at a time, not from several trio tasks at once "
+                "(their order is random, so one seed would not give one result)"
             )
             raise self.failure
-        self._is_waiting, self._state.asked = True, said
+        self._is_waiting, self._state.last_messages = True, given
         try:
-            await trio.lowlevel.checkpoint()  # tasks that ask at once meet here, however fast the engine is
-            conversation = self._longest(said) or _Conversation(Trajectory(self._task, said))
-            self._refuse(conversation, said)
-            turn = self._prepare(conversation, said, schemas)
-            ask: Callable[[Any], Awaitable[Generation | ChatReply]] = self._engine.generate
+            await trio.lowlevel.checkpoint()  # so that concurrent calls are always detected
+            if self._chat is not None:
+                check_text(given, f"the task {shown(self._task.id or self._task.key)}")
+            conversation = self._longest(given) or _OpenTrajectory(Trajectory(self._task, given))
+            self._refuse(conversation, given)
+            turn = self._prepare(conversation, given, schemas)
+            generate: Callable[[Any], Awaitable[Generation | ChatReply]] = self._engine.generate
             if self._chat is None:
-                ask = cast(CanChat, self._engine.backend).chat
+                generate = cast(CanChat, self._engine.backend).chat
             with self._engine.clock.move_on_after(self._limits.turn_seconds) as deadline:
-                answer = await _asked(ask, turn.request, self._engine.backend)
+                answer = await _generate(generate, turn.request, self._engine.backend)
             if deadline.cancelled_caught:
                 late = f"the model took longer than {self._limits.turn_seconds:g} seconds for one turn"
-                raise self._stop(conversation, said, Status.TIMEOUT, late)
+                raise self._stop(conversation, given, Status.TIMEOUT, late)
             reply = self._record(conversation, turn, answer)
             return msgspec.structs.replace(reply, tool_calls=list(reply.tool_calls))
-        except Exception as error:  # whatever is not foreseen is a mistake of the core, also where an author catches it
+        except Exception as error:  # any other error is a bug in rollouts
             if not all(isinstance(leaf, EpisodeOver | InferenceError | ModelError) for leaf in leaves_of(error)):
                 self.failure = self.failure or error
             raise
@@ -207,9 +209,10 @@ class ChatModel:
             self._is_waiting = False
 
     async def call_tools(self, reply: Message) -> list[Message]:
-        """Carry out the calls of a reply, one after another, and count them; the messages that answer it.
+        """Run the calls of a reply in order. Returns the messages that answer them.
 
-        Errors become messages. Raises AbandonedCallsError and EnvironmentDefinitionError (see `run_tool`).
+        A failed call gives an error message. Raises AbandonedCallsError and EnvironmentDefinitionError (see
+        `run_tool`).
         """
         texts = []
         for tool_call in reply.tool_calls:
@@ -228,7 +231,7 @@ class ChatModel:
                     self.trajectory.tool_errors.setdefault(tool_call.name, error or text.removeprefix("Error: "))
         shows_calls = self._chat is None or self._chat.report.tool_after_text
         if reply.tool_calls and not shows_calls and all(c.error for c in reply.tool_calls):
-            # In the conversation as the template shows it there is no call that a tool message could answer.
+            # The template does not show the malformed calls, so a tool message would answer nothing.
             return [Message("user", "\n".join(texts))]
         return [
             Message("tool", text, tool_call_id=call.id or None, name=call.name[:NAME_CHARACTERS_MAX] or None)
@@ -238,48 +241,46 @@ class ChatModel:
     # --- one turn ---------------------------------------------------------------------------------------------------
 
     def _copied(self, messages: str | Sequence[Message | Mapping[str, Any]]) -> list[Message]:
-        """The messages of a turn, apart from their author's, who may change them later; those that are on record are
-        taken from there.
-        """
+        """Copies of the messages, because the caller may change them later. Recorded messages are not copied again."""
         given: list[Any] = [Message("user", messages)] if isinstance(messages, str) else list(messages)
         found = self._longest(given)
         known = found.trajectory.messages if found else []
         new = [m if isinstance(m, Message) else msgspec.convert(m, Message) for m in given[len(known) :]]
         return [*known, *map(_readable, new)]
 
-    def _longest(self, messages: list[Message]) -> _Conversation | None:
+    def _longest(self, messages: list[Message]) -> _OpenTrajectory | None:
         """The longest conversation that these messages extend."""
         found = [each for each in self._state.conversations if each.extends_to(messages)]
         return max(found, key=lambda each: len(each.trajectory.messages), default=None)
 
-    def _refuse(self, conversation: _Conversation, messages: list[Message]) -> None:
-        """Raise EpisodeOver where this conversation, or the episode, may not continue."""
+    def _refuse(self, conversation: _OpenTrajectory, messages: list[Message]) -> None:
+        """Raise EpisodeOver if this conversation, or the episode, may not continue."""
         trajectory, limits = conversation.trajectory, self._limits
         if conversation.sampled is None:
             raise EpisodeOver(trajectory.status, trajectory.error or "this conversation is over")
-        if self.turns_left == 0:  # a normal end, for it was the policy that used them up: what it sampled is trained on
+        if self.turns_left == 0:  # a normal end: the samples are trained on
             reason = f"all {limits.max_turns} turns are used"
             if not any("turn_limit" in each.metrics for each in self.trajectories):
                 self._count("turn_limit")
-            if conversation not in self._state.conversations:  # rewards would judge it in place of one that began
+            if conversation not in self._state.conversations:  # otherwise rewards would judge this empty one
                 raise EpisodeOver(Status.COMPLETED, reason)
             raise self._stop(conversation, messages, Status.COMPLETED, reason)
         if self.tokens_left == 0:
             raise self._stop(conversation, messages, Status.TRUNCATED, f"all {limits.max_tokens} tokens are used")
         if self._chat is None:
             return
-        # To find out by encoding that ten megabytes do not fit takes half a minute, in which no other episode moves.
+        # Checked before encoding: ten megabytes of text take half a minute, in which all other episodes stop.
         context = self._engine.backend.context_tokens_max
         begun = len(trajectory.messages) if trajectory.segments else 0
         new = [message.text for message in messages[begun:]]
         room = context * self._chat.characters_per_token_max
-        # White space may be taken away.
+        # A template may remove white space.
         if sum(map(len, new)) > room and sum(len(part) for text in new for part in text.split()) > room:
             reason = f"the conversation has more than {context} tokens, and the model's context holds {context}"
             raise self._stop(conversation, messages, Status.TRUNCATED, reason)
 
-    def _prepare(self, conversation: _Conversation, messages: list[Message], schemas: list[dict[str, Any]]) -> _Turn:
-        """What to ask. Raises EpisodeOver where the context has no room for a reply."""
+    def _prepare(self, conversation: _OpenTrajectory, messages: list[Message], schemas: list[dict[str, Any]]) -> _Turn:
+        """The turn to request. Raises EpisodeOver if the context has no room for a reply."""
         chat, segments = self._chat, conversation.trajectory.segments
         place = [*self._state.conversations, conversation].index(conversation)
         group, rollout = self._engine.order
@@ -290,11 +291,11 @@ class ChatModel:
         context: list[int] | None = None
         if segments and schemas == conversation.trajectory.tools:
             recorded = conversation.trajectory.messages
-            assert conversation.sampled is not None, "a conversation that is over was refused"
+            assert conversation.sampled is not None, "a finished conversation was refused"
             new = messages[len(recorded) :]
             context = chat.extend(recorded[:-1], recorded[-1], new, schemas, conversation.sampled)
         is_new_segment = context is None
-        if context is None:  # a first turn, or history reads differently now: what was sampled before is context
+        if context is None:  # a first turn, or a rewritten history
             context = chat.encode_prompt(messages, schemas)
         tokens = context if is_new_segment else segments[-1].tokens + context
         most = self._engine.backend.context_tokens_max
@@ -312,9 +313,9 @@ class ChatModel:
         )
         return _Turn(messages, schemas, asked, context, is_new_segment)
 
-    def _record(self, conversation: _Conversation, turn: _Turn, answer: Generation | ChatReply) -> Message:
-        """Keep what was said, for people and for training. Raises EpisodeOver where no reply was made, or it was given
-        up; InferenceError where what the engine returned breaks the invariants.
+    def _record(self, conversation: _OpenTrajectory, turn: _Turn, answer: Generation | ChatReply) -> Message:
+        """Record the reply. Raises EpisodeOver if there is no reply or it was aborted, and InferenceError if the
+        engine's result breaks the invariants.
         """
         trajectory, cut = conversation.trajectory, "the reply was cut off"
         if isinstance(answer, ChatReply):
@@ -322,7 +323,9 @@ class ChatModel:
                 raise self._stop(conversation, turn.messages, Status.TRUNCATED, answer.detail)
             self._keep(conversation)
             reply = answer.message
-            self._state.sampled_count += answer.completion_tokens or 0  # else only the turns bound the episode
+            self._state.sampled_count += (
+                answer.completion_tokens or 0
+            )  # without a count, only the turns limit the episode
             for name in ("prompt_tokens", "completion_tokens"):
                 if (count := getattr(answer, name)) is not None:
                     self._count(name, float(count))
@@ -348,18 +351,18 @@ class ChatModel:
         self._state.turns += 1
         self._count("turns")
         if answer.finish == "abort":
-            raise self._stop(conversation, turn.messages, Status.ABORTED, "the engine was told to stop")
+            raise self._stop(conversation, turn.messages, Status.ABORTED, "the reply was aborted")
         if answer.finish == "length":
             self._stop(conversation, [], Status.TRUNCATED, cut)
         return reply
 
-    def _keep(self, conversation: _Conversation) -> None:
+    def _keep(self, conversation: _OpenTrajectory) -> None:
         if conversation not in self._state.conversations:
             self._state.conversations.append(conversation)
         self._state.current = self._state.conversations.index(conversation)
 
-    def _stop(self, conversation: _Conversation, messages: list[Message], status: Status, reason: str) -> EpisodeOver:
-        """End the conversation; `messages` that the model will not see any more are kept for people and rewards."""
+    def _stop(self, conversation: _OpenTrajectory, messages: list[Message], status: Status, reason: str) -> EpisodeOver:
+        """End the conversation. `messages` without a reply are recorded for people and rewards."""
         self._keep(conversation)
         trajectory = conversation.trajectory
         trajectory.status, trajectory.error = status, reason
@@ -373,14 +376,14 @@ class ChatModel:
             trajectory.metrics[name] = trajectory.metrics.get(name, 0.0) + amount
 
     def renew_limits(self) -> None:
-        """Allow all turns and tokens of the episode again, for the next message of a person. The conversation stays."""
+        """Reset the used turns and tokens, for the next message of a person. The conversation stays."""
         self._state.sampled_count = self._state.turns = 0
 
     # --- between turns ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any] | None:
-        """All conversations as plain data, as they are between two turns; None where JSON would not give back the same,
-        because of an object in a message, say.
+        """All conversations as plain data, between two turns; None if JSON cannot represent them, for example because
+        of an object in a message.
         """
         conversations = [each.with_task(Task("")) for each in self._state.conversations]
         try:
@@ -391,13 +394,13 @@ class ChatModel:
         return decoded
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken; before the first turn."""
-        assert not self._state.conversations, "the model has spoken already"
+        """Continue from a `state_dict`. Call it before the first turn."""
+        assert not self._state.conversations, "the model has replied already"
         self._state = msgspec.convert(dict(state), _ModelState)
         self._state.conversations = [each.with_task(self._task) for each in self._state.conversations]
 
     def close(self, status: Status, error: str | None = None) -> None:
-        """The episode is over: conversations without a status get this one, and every segment is checked."""
+        """End the episode: set this status where a conversation has none, and check every segment."""
         for trajectory in self.trajectories:
             if trajectory.status is Status.PENDING or status.is_infrastructure:
                 trajectory.status, trajectory.error = status, error
@@ -406,18 +409,18 @@ class ChatModel:
 
 
 def plain_state(name: str, state: Any) -> Any:
-    """What an environment's `state()` gave, as JSON has it. Raises EnvironmentDefinitionError where JSON cannot."""
+    """An environment's `state()` as JSON data. Raises EnvironmentDefinitionError if that is impossible."""
     try:
         return msgspec.json.decode(msgspec.json.encode(state))
     except (TypeError, ValueError, RecursionError) as error:
         raise EnvironmentDefinitionError(
-            f"{name}.state() returned what cannot be written to a checkpoint ({error}); it returns plain data: "
+            f"{name}.state() returned a value that a checkpoint cannot store ({error}); return plain data: "
             "numbers, text, lists, dicts"
         ) from error
 
 
 def turn_seed(seed: int, group: int, rollout: int, trajectory: int, turn: int) -> int:
-    """The seed of one turn, 0 <= it < 2**63; the same on every machine and in every process.
+    """The seed of one turn, 0 <= seed < 2**63. It is the same on every machine and in every process.
 
     >>> turn_seed(0, 1, 2, 0, 0) == turn_seed(0, 1, 2, 0, 0) != turn_seed(0, 1, 2, 0, 1)
     True
@@ -427,19 +430,19 @@ def turn_seed(seed: int, group: int, rollout: int, trajectory: int, turn: int) -
 
 
 def _readable(message: Message) -> Message:
-    """A copy without lone surrogates, which neither a tokenizer nor a file takes: they are written as their escapes.
+    """A copy with lone surrogates written as escapes, because tokenizers and files do not accept them.
 
-    Raises ModelError where it is made of what no template can read: a struct does not check its fields.
+    Raises ModelError if a field has a type that templates cannot read, since the struct does not check its fields.
     """
     content, calls = message.content, message.tool_calls
     has_parts = isinstance(content, list) and all(isinstance(part, dict) for part in content)
     if not isinstance(message.role, str) or not (has_parts or isinstance(content, str)):
         raise ModelError(
-            f"a message's role is text and its content is text or a list of parts, got {shown(message.role)} and "
+            f"a message's role must be text, and its content text or a list of parts; got {shown(message.role)} and "
             f"{type(content).__name__}"
         )
     if not isinstance(calls, list) or not all(isinstance(each, ToolCall) for each in calls):
-        raise ModelError(f"a message's tool_calls are a list of ToolCall, got {shown(calls)}")
+        raise ModelError(f"a message's tool_calls must be a list of ToolCall, got {shown(calls)}")
     return Message(
         printable(message.role),
         printable(content) if isinstance(content, str) else [_readable_value(part) for part in content],
@@ -453,8 +456,8 @@ def _readable_text(text: Any) -> str | None:
 
 
 def _readable_value(value: Any, around: tuple[int, ...] = ()) -> Any:
-    """The same with readable text, at any depth. Objects stay as they are, such as the image of a part. `around` are
-    the identities of what this value is inside of.
+    """A copy with readable text at any depth. Other objects, such as an image, are not copied. `around` are the
+    identities of the values that contain this one, to find cycles.
     """
     if isinstance(value, str):
         return printable(value)
@@ -479,10 +482,10 @@ def _readable_call(call: ToolCall) -> ToolCall:
     return call
 
 
-async def _asked(ask: Callable[[Any], Awaitable[Any]], request: Any, engine: Any) -> Any:
-    """The engine's answer. What an engine raises that is not the core's becomes an InferenceError."""
+async def _generate(generate: Callable[[Any], Awaitable[Any]], request: Any, engine: Any) -> Any:
+    """The engine's result. An unknown exception of an engine from outside becomes an InferenceError."""
     try:
-        return await ask(request)
+        return await generate(request)
     except Exception as error:
         name = type(engine).__qualname__
         is_ours = type(engine).__module__.startswith("rollouts.")
@@ -499,15 +502,15 @@ def _append(segment: Segment, tokens: Sequence[int], weight: float, logprobs: li
 
 
 def _check_generation(generation: Generation, room: int) -> None:
-    """Refuse what would break the invariants: an engine may be anybody's."""
+    """Refuse results that break the invariants, because engines can come from anyone. Raises InferenceError."""
     tokens, logprobs, versions = generation.tokens, generation.logprobs, generation.versions
     if not len(tokens) == len(logprobs) == len(versions):
         raise InferenceError(
-            f"the engine returned {len(tokens)} tokens, {len(logprobs)} logprobs and versions of {len(versions)}"
+            f"the engine returned {len(tokens)} tokens, {len(logprobs)} logprobs and {len(versions)} versions"
         )
     if len(tokens) > room:
-        raise InferenceError(f"the engine returned {len(tokens)} tokens, but was asked for at most {room}")
-    # Found without a step of Python for each token.
+        raise InferenceError(f"the engine returned {len(tokens)} tokens, but the limit was {room}")
+    # The usual case needs no Python loop over the tokens.
     if len(logprobs) and not (max(logprobs) <= LOGPROB_SLACK and math.isfinite(sum(logprobs))):
         for index, logprob in enumerate(logprobs):
             if not math.isfinite(logprob) or logprob > LOGPROB_SLACK:

@@ -1,7 +1,6 @@
-"""Carry out the tool calls of a reply: what went wrong becomes text for the model, never an exception.
+"""Run a tool call. A failure becomes text for the model, not an exception.
 
-Calls run one after another, in the order in which the model wrote them. What is left out: reading calls out of a reply
-(`rollouts.chat`), and where the results go in the conversation (`rollouts.agent.model`).
+`rollouts.chat` parses the calls in a reply, and `rollouts.agent.model` puts the results into the conversation.
 """
 
 from __future__ import annotations
@@ -29,11 +28,10 @@ async def run_tool(
     characters_max: int = 16_000,
     seconds_max: float = math.inf,
 ) -> ToolOutcome:
-    """One call. Text comes back as it is, None as nothing, anything else as JSON; more than `characters_max` is cut.
-    Its deadline is the tool's own, `seconds_max` at most.
+    """Run one call. The result is text: text unchanged, None as "", and anything else as JSON, cut to `characters_max`.
 
-    Raises AbandonedCallsError (too many tools hang), ProcessError (none could be started), EnvironmentDefinitionError
-    (a tool that cannot be run as it is written); cancellation passes through.
+    The deadline is the tool's own, but at most `seconds_max`. Raises AbandonedCallsError (too many tools hang),
+    ProcessError (no process could start), and EnvironmentDefinitionError (the tool's code is not valid).
     """
     if tool_call.error is not None:
         return ToolOutcome(shortened(f"Error: {tool_call.error}", characters_max), "malformed")
@@ -48,7 +46,7 @@ async def run_tool(
         if tool.isolate is not None:
             return await call_isolated(
                 tool.function,
-                tool_call.arguments,  # as JSON: they are converted once more where they are used
+                tool_call.arguments,  # as JSON; the tool's process converts them again
                 label=tool.name,
                 timeout_seconds=seconds,
                 characters_max=characters_max,

@@ -1,16 +1,15 @@
-"""Control tokens belong to the template and the model: the same characters in anyone else's text are plain text.
+"""Keep control tokens in a conversation's text plain text. Only the template and the model may write control tokens.
 
-A tool's answer may contain `<|im_end|>\\n<|im_start|>assistant`. Encoded as it is, a web page would speak as the
-assistant. So every string that a conversation brings to the template is marked before it is rendered: a `CUT` goes in
-behind the first character of each control token's text. The rendered text is encoded in the pieces between the cuts
-(`ChatFormat.encode_marked`). No piece holds a whole control token that came from the conversation, so that none of
-their ids can arise; every piece without a cut is encoded as ever. Marks are private to this package: `plain` takes
-them out.
+A tool's answer may contain `<|im_end|>\\n<|im_start|>assistant`. Without this module, a web page could speak as the
+assistant. So every string of a conversation is marked before it is rendered: a `CUT` is inserted after the first
+character of each control token's text. `ChatFormat.encode_marked` encodes the text between the cuts piece by piece. No
+piece contains a whole control token from the conversation, so none of their ids appears. Text without a cut is encoded
+as usual. Marks never leave this package: `plain` removes them.
 
 Control tokens are the tokenizer's special tokens, its `chat_control_tokens`, and the added tokens that the template
-writes (`<tool_call>`, `</think>`), except white space. In an assistant's message those that a model writes itself, its
-calls and thoughts, stay what they are. Left out: a control token that a template puts together from pieces of a
-conversation, as in `'<|' + message.role + '|>'`.
+writes (`<tool_call>`, `</think>`), except white space. In an assistant's message, the tokens of calls and thoughts stay
+control tokens. A control token that a template assembles from parts of a conversation is not detected, as in
+`'<|' + message.role + '|>'`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-# Noncharacters of Unicode: no text that is meant for exchange contains them. Where one does, it is written as _ITSELF.
+# Unicode noncharacters, which normal text does not contain. If a text contains _MARK, it is replaced by _ITSELF.
 _MARK = "\ufdd0"
 _ITSELF = _MARK + "\ufdd1"
 CUT = _MARK + "\ufdd2"
@@ -32,9 +31,9 @@ def plain(text: str) -> str:
 
 
 class ControlTokens:
-    """Marks the strings of a conversation for one tokenizer and template. `foreign` marks all that is no model's text.
+    """Marks the strings of a conversation for one tokenizer and template. `foreign` marks text that no model wrote.
 
-    `opener` is the pattern of the model's tool calls: the tokens in it are a model's own.
+    `opener` is the pattern of the model's tool calls. The model itself writes the tokens in it.
     """
 
     def __init__(self, tokenizer: Any, template_text: str, opener: str) -> None:
@@ -51,19 +50,19 @@ class ControlTokens:
         self._beside_own = _Pattern(set(tokens) - own, normalize)
 
     def message(self, shown: Mapping[str, Any]) -> dict[str, Any]:
-        """A message as the template reads it, marked. Its argument stays as it is."""
+        """A marked copy of a message in the template's form."""
         said = ("content", "reasoning_content") if shown.get("role") == "assistant" else ()
         return {key: (self._beside_own if key in said else self.foreign).mark(each) for key, each in shown.items()}
 
 
 class _Pattern:
-    """Finds control tokens in text, and marks them."""
+    """Finds and marks control tokens in text."""
 
     def __init__(self, tokens: Iterable[str], normalize: Callable[[str], str] | None) -> None:
-        # A token of one character could not be cut in two.
+        # A token of one character cannot be cut.
         texts = {text for text in tokens if len(text) > 1 and not text.isspace()}
         texts |= {normalize(text) for text in texts} if normalize else set()
-        # Grouped by two characters, so that a `<` of ordinary text costs few comparisons however many tokens there are.
+        # Grouped by the first two characters, so that a plain `<` costs few comparisons even with many tokens.
         groups = itertools.groupby(sorted(texts), key=lambda text: text[:2])
         words = "|".join(
             f"{re.escape(start)}(?:{'|'.join(re.escape(t[2:]) for t in sorted(group, key=len, reverse=True))})"
@@ -71,22 +70,22 @@ class _Pattern:
         )
         self._normalize = normalize
         self._found = re.compile(f"{_MARK}|{words}" if words else _MARK)
-        # Looked ahead for, since control tokens may overlap: each is cut behind its first character.
+        # A lookahead, because control tokens may overlap, and each is cut after its first character.
         self._starts = re.compile(f"(?=({words}))" if words else "(?!)", re.DOTALL)
 
     def mark(self, value: Any) -> Any:
-        """Plain data, such as a tool's schema, with every string in it marked."""
+        """A copy of plain data, such as a tool's schema, with every string marked."""
         if isinstance(value, str):
             return self._marked(value)
         if isinstance(value, list | tuple):
             return self._apart([self.mark(item) for item in value])
-        if isinstance(value, dict | Mapping):  # `dict` first: to ask `Mapping` is slow
+        if isinstance(value, dict | Mapping):  # `dict` first, because checking `Mapping` is slow
             return {self.mark(key): self.mark(item) for key, item in value.items()}
         return value
 
     def _marked(self, text: str) -> str:
         if self._normalize is not None:
-            normal = self._normalize(text)  # the tokenizer looks for its tokens in what it has normalized
+            normal = self._normalize(text)  # the tokenizer searches for its tokens in normalized text
             if len(self._found.findall(normal)) > len(self._found.findall(text)):
                 text = normal
         if self._found.search(text) is None:
@@ -95,7 +94,7 @@ class _Pattern:
         return CUT.join(text[a:b].replace(_MARK, _ITSELF) for a, b in itertools.pairwise(cuts))
 
     def _apart(self, parts: list[Any]) -> list[Any]:
-        """Parts of a content, cut between two that together spell a control token: templates join them."""
+        """Parts of a content, with cuts where two parts spell a control token when a template joins them."""
         if len(parts) < 2 or not all(isinstance(p, dict) and isinstance(p.get("text", ""), str) for p in parts):
             return parts
         ends = list(itertools.accumulate(len(part.get("text", "")) for part in parts))
@@ -108,7 +107,7 @@ class _Pattern:
 
 
 def _normalizer(tokenizer: Any, tokens: Iterable[Any]) -> Callable[[str], str] | None:
-    """How the tokenizer normalizes text before it looks for these tokens; None where it looks in the text itself."""
+    """The tokenizer's normalization before it searches for these tokens; None if it searches in the text itself."""
     normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
     if normalizer is None or not any(getattr(token, "normalized", False) for token in tokens):
         return None

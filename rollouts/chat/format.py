@@ -1,18 +1,18 @@
-"""ChatFormat: the model's own chat template as token ids in, messages out.
+"""ChatFormat: the model's own chat template, from messages to token ids and back.
 
-`encode_prompt` makes the ids of a whole prompt; `extend` the ids that follow a sampled reply, without ever encoding
-that reply again; `parse` reads a reply as a Message. Left out: sampling, and the bookkeeping of segments
-(`rollouts.agent.episode`).
+`encode_prompt` returns the ids of a whole prompt. `extend` returns the ids that follow a sampled reply, and never
+encodes that reply again. `parse` reads a reply as a Message. Sampling, and the segments of a rollout, are in
+`rollouts.agent`.
 
-How `extend` decides (design.md §4, invariant 1). Let P be the text of `before` with the generation prompt, which is
-what the model was given, and B the text of `before + [reply] + new` with it. If B does not start with P, the template
-shows earlier turns (or the opening of this one) differently now. If it does, what follows P up to the closing token is
-the reply as history shows it, R. R must be the same message as the sampled text: the same characters, or the same once
-both are parsed (a call's JSON may be spaced differently), thinking included. Then everything from the closing token on
-is appended. By induction from the first prompt, the ids that we hold are always the ones that the template would show,
-but for spelling. Anything else: None, and the caller opens a new segment.
+How `extend` decides (design.md §4, invariant 1). Let P be the text of `before` with the generation prompt, which the
+model received, and B the text of `before + [reply] + new` with the generation prompt. If B does not start with P, the
+template now shows earlier turns, or the start of this one, differently. If it does, let R be the text between P and the
+closing token: the reply as history shows it. R must be the same message as the sampled text. That means the same
+characters, or the same parsed message, thinking included (for example, a call's JSON may have other spaces). Then
+everything from the closing token on is appended. By induction from the first prompt, our ids always match the
+template's text, except for spelling. In every other case the result is None, and the caller opens a new segment.
 
-Texts are rendered with marks where a conversation's own text spells a control token (`rollouts.chat.control_tokens`).
+A conversation's own text may contain control tokens, so it is rendered with marks (`rollouts.chat.control_tokens`).
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ T = TypeVar("T")
 
 
 class RenderedTurn(NamedTuple):
-    """One assistant turn as a rendered conversation shows it, and all that follows.
+    """One assistant turn of a rendered conversation, and the text after it.
 
-    `rest` begins with the closing token, whose id is `closer`. Texts are marked (`ChatFormat.render_marked`).
+    `rest` starts with the closing token, whose id is `closer`. Texts are marked (`ChatFormat.render_marked`).
     """
 
     reply: str
@@ -62,7 +62,7 @@ class RenderedTurn(NamedTuple):
 
 
 class _Cache(Generic[T]):
-    """Values by key, the last used ones, up to a size in characters. An empty key is no key."""
+    """A least-recently-used cache, limited by a size in characters. An empty key stores nothing."""
 
     def __init__(self) -> None:
         self._values: OrderedDict[bytes | str, tuple[T, int]] = OrderedDict()
@@ -85,7 +85,7 @@ class _Cache(Generic[T]):
 
 
 def _key(messages: list[Message], tools: Tools, generation_prompt: bool) -> bytes:
-    """What identifies a conversation; b"" where nothing does, because of half a surrogate, say."""
+    """The cache key of a conversation; b"" if there is none, for example because of half a surrogate pair."""
     try:
         return msgspec.msgpack.encode((messages, tools, generation_prompt))
     except (TypeError, UnicodeEncodeError, OverflowError, RecursionError):
@@ -93,10 +93,10 @@ def _key(messages: list[Message], tools: Tools, generation_prompt: bool) -> byte
 
 
 class ChatFormat:
-    """A tokenizer with its chat template. Made by `load_chat_format`; holds a bounded cache, so one per thread.
+    """A tokenizer with its chat template, from `load_chat_format`. It has a bounded cache; use it in one thread only.
 
     Attributes: `tokenizer`; `stop_ids`, the sorted ids that end a turn; `tool_call_format`, a name; `report`, the
-    template's behaviour; `closers`, the special tokens that end an assistant turn in the template (text to id).
+    template's behavior; `closers`, the special tokens that end an assistant turn in the template (text to id).
     """
 
     def __init__(self, tokenizer: Any, template_arguments: Mapping[str, Any]) -> None:
@@ -141,32 +141,32 @@ class ChatFormat:
 
     @functools.cached_property
     def characters_per_token_max(self) -> int:
-        """The characters of the longest token: a text has at least `len(text) / characters_per_token_max` tokens."""
+        """The length of the longest token. A text has at least `len(text) / characters_per_token_max` tokens."""
         return max(map(len, self.tokenizer.get_vocab()))
 
     def _reads_own_calls(self) -> bool:
-        """Whether a call as the template shows it is read back as the same call."""
+        """Whether a rendered call parses as the same call."""
         before, call = [USER], probe_call()
         turn = self.find_turn(before, call, [tool_reply()], [PROBE_TOOL])
-        if turn is None:  # history is rewritten here: look at the call as the last message
+        if turn is None:  # history is rewritten, so test the call as the last message
             texts = (self.render(messages, [PROBE_TOOL], False) for messages in (before, [*before, call]))
             turn = self.split_turn(*texts)
         read = self._read(plain(turn.reply), tools=[PROBE_TOOL]).message.tool_calls if turn is not None else []
         return [(c.name, c.arguments) for c in read] == [(c.name, c.arguments) for c in call.tool_calls]
 
     def render(self, messages: list[Message], tools: Tools, generation_prompt: bool) -> str:
-        """The text of a conversation. Raises ModelError where the template refuses it."""
+        """The text of a conversation. Raises ModelError if the template refuses it."""
         return plain(self.render_marked(messages, tools, generation_prompt))
 
     def render_marked(self, messages: list[Message], tools: Tools, generation_prompt: bool) -> str:
-        """The text of a conversation for `encode_marked`: control tokens in its own text are marked as plain text."""
+        """The text of a conversation for `encode_marked`, in which its own text is marked as plain text."""
         key = _key(messages, tools, generation_prompt)
         known = self._texts.get(key)
         if known is not None:
             return known
         try:
             text = self._render(self._marked(messages), self._schemas(tools), generation_prompt)
-        except Exception as error:  # a template is a stranger's program: it may raise anything
+        except Exception as error:  # a template may raise anything
             roles = ", ".join(message.role for message in messages)
             raise ModelError(
                 f"the chat template of this model refuses a conversation of ({roles})"
@@ -180,8 +180,7 @@ class ChatFormat:
     ) -> tuple[str, str]:
         """The texts of `before` with the generation prompt, and of `before` and `more`, for `encode_marked`.
 
-        What is known to be the same at the beginning of both is left out of both, so that the cost does not grow with
-        the conversation.
+        The known common beginning is left out of both texts, so that the cost does not grow with the conversation.
         """
         whole = [*before, *more]
         if self._incremental is not None and (old := self._rendering(before, tools)) is not None:
@@ -198,7 +197,7 @@ class ChatFormat:
         return self.render_marked(before, tools, True), self.render_marked(whole, tools, generation_prompt)
 
     def _rendering(self, messages: list[Message], tools: Tools) -> Rendering | None:
-        """What is kept of a conversation with its generation prompt, so that tails of it can be rendered."""
+        """The cached rendering of a conversation with its generation prompt, for incremental rendering."""
         key = _key(messages, tools, True)
         known = self._renderings.get(key)
         if known is not None or self._incremental is None or not key:
@@ -222,7 +221,7 @@ class ChatFormat:
         return [self._control_tokens.message(template_message(message, self._style)) for message in messages]
 
     def _schemas(self, tools: Tools) -> list[dict[str, Any]]:
-        """The tools, marked; not to be changed, since they are the same for every episode."""
+        """The marked tools. Do not change them: all episodes share them."""
         key = _key([], tools, False)
         marked = self._marked_tools.get(key)
         if marked is None:
@@ -231,20 +230,20 @@ class ChatFormat:
         return marked
 
     def encode_prompt(self, messages: list[Message], tools: Tools) -> list[int]:
-        """The ids [L] of a conversation with the generation prompt. Raises ModelError where the template refuses it."""
+        """The ids [L] of a conversation with the generation prompt. Raises ModelError if the template refuses it."""
         text = self.render_marked(messages, tools, True)
         at = text.find(self._cut) if self._cut else -1
         if at <= 0:
             return self.encode_marked(text)
-        # The system message with its tools is long and the same for every task: its ids are kept.
+        # The system message with its tools is long and the same for every task, so its ids are cached.
         ids = self._heads.get(text[:at])
         if ids is None:
             ids = self.encode_marked(text[:at])
-            self._heads.put(text[:at], ids, 40 * len(ids))  # a number takes so many bytes, with its place in the list
+            self._heads.put(text[:at], ids, 40 * len(ids))  # the bytes of an int and its place in the list
         return ids + self.encode_marked(text[at:])
 
     def encode_marked(self, text: str) -> list[int]:
-        """The ids of text out of `render_marked`: control tokens are those that the template and the model wrote."""
+        """The ids of a text from `render_marked`. Only the template's and the model's control tokens get their ids."""
         first, *rest = text.split(CUT)
         ids = list(self.encode(plain(first)))
         for piece in rest:
@@ -252,7 +251,7 @@ class ChatFormat:
         return ids
 
     def _encode_behind(self, text: str) -> list[int]:
-        """The ids of text that continues in the middle of a word."""
+        """The ids of a text that starts in the middle of a word."""
         if self._anchor:
             start, whole = self.encode(self._anchor), self.encode(self._anchor + text)
             if whole[: len(start)] == start:
@@ -260,7 +259,7 @@ class ChatFormat:
         return self.encode(text)
 
     def _find_anchor(self) -> str:
-        """What to encode before such text, and then take off, where the tokenizer puts a space before a text."""
+        """A prefix for `_encode_behind`, whose ids are removed again. A tokenizer that adds a space needs it."""
         start, rest = "a<", "|b"
         for anchor in ("", "a", "\n", ".", "|"):
             behind = self.encode(anchor + rest)[len(self.encode(anchor)) :]
@@ -269,10 +268,10 @@ class ChatFormat:
         return ""
 
     def encode(self, text: str) -> list[int]:
-        """The ids of rendered text, nothing added. Half a surrogate pair becomes `?`: it has no id."""
+        """The ids of a rendered text, without added tokens. Half a surrogate pair has no id and becomes `?`."""
         text = text.encode("utf-8", "replace").decode()
         backend = self._backend
-        # Other users of this tokenizer may have left these on; its own `encode` turns them off again.
+        # Other users of this tokenizer may have switched these on; its own `encode` switches them off.
         if backend is not None and not (backend.truncation or backend.padding or backend.encode_special_tokens):
             ids: list[int] = backend.encode(text, add_special_tokens=False).ids
         else:
@@ -280,47 +279,47 @@ class ChatFormat:
         return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of ids, special tokens included, untouched."""
+        """The text of ids with special tokens and without clean-up."""
         return _decode(self.tokenizer if self._backend is None else self._backend, tokens)
 
     def extend(
         self, before: list[Message], reply: Message, new: list[Message], tools: Tools, sampled: list[int]
     ) -> list[int] | None:
-        """The ids to append after `sampled`, so that the model can speak again; None where a new segment must begin.
+        """The ids to append after `sampled` for the model's next turn; None if a new segment must start.
+
+        The ids are the rest of the assistant's closing, the new messages and the generation prompt. Raises ModelError
+        if the template refuses the conversation.
 
         Args:
-            before: the messages that the model was given, as `encode_prompt` or earlier calls of this method showed
-            them.
-            reply: what it said, as `parse` read it.
-            new: what follows (tool answers, a user's message).
-            sampled: the ids of the reply [K], with the stop id if it ended with one.
-
-        Returns: the rest of the assistant's close, the new messages and the generation prompt. Raises ModelError where
-        the template refuses the conversation.
+            before: the messages that the model received, encoded by `encode_prompt` or earlier calls of this method.
+            reply: the model's reply, read by `parse`.
+            new: the messages after it (tool answers, a user's message).
+            tools: the offered tools.
+            sampled: the ids of the reply [K], with the stop id if it has one.
         """
         turn = self.find_turn(before, reply, new, tools)
         if turn is None:
             return None
         ended = bool(sampled) and sampled[-1] in self.stop_ids
         if ended and sampled[-1] != turn.closer:
-            return None  # it ended its turn with another token than the one that history shows
+            return None  # the model ended with another token than history shows
         text = self.decode(sampled[:-1] if ended else sampled)
         shown = plain(turn.reply)
-        # A closing token that the reply spells is text in a segment of its own: nothing there can be taken for the end.
+        # If the reply contains a closing token as text, the end of the turn is not certain.
         if any(token in shown for token in self.closers) or not self._shows(shown, text, tools):
             return None
         ids = self.encode_marked(turn.rest)
         assert ids[:1] == [turn.closer], f"the rest begins with {turn.rest[:20]!r} but encodes to {ids[:3]}"
-        # Encoded with the closing token and then cut, not without it: some tokens swallow the white space behind them.
+        # Encoded with the closing token and then cut, because some tokens absorb the white space after them.
         return ids[1:] if ended else ids
 
     def find_turn(self, before: list[Message], reply: Message, new: list[Message], tools: Tools) -> RenderedTurn | None:
-        """The reply as the whole conversation shows it; None where what came before it is shown differently now."""
+        """The reply as the whole conversation shows it; None if the text before it has changed."""
         return self.split_turn(*self.render_pair(before, [reply, *new], tools, True)) if self.closers else None
 
     def split_turn(self, prompt: str, whole: str) -> RenderedTurn | None:
-        """Cut what follows the prompt into the reply, up to the first closing token, and the rest; None if there is no
-        such token, or the conversation does not begin with the prompt.
+        """Split the text after the prompt at its first closing token; None if there is no such token, or if the
+        conversation does not start with the prompt.
         """
         rest = whole[len(prompt) :] if whole.startswith(prompt) else ""
         places = [(rest.find(token), token) for token in self.closers if token in rest]
@@ -330,24 +329,25 @@ class ChatFormat:
         return RenderedTurn(rest[:at], rest[at:], self.closers[token])
 
     def _shows(self, shown: str, sampled: str, tools: Tools) -> bool:
-        """Whether history shows the sampled text, but for the spelling."""
+        """Whether history shows the sampled text, except for spelling."""
         if shown == sampled:
             return True
         if ("</think>" in shown) != ("</think>" in sampled):
             return False
         if "<think>" in self._thinking + sampled and "</think>" not in self._thinking + sampled:
-            return False  # cut off while thinking: history would close the thought
+            return False  # cut off in a thought, which history would close
         return self.same_message(shown, sampled, tools)
 
     def same_message(self, first: str, second: str, tools: Tools) -> bool:
-        """Whether two texts of a reply are the same message: thinking, content and calls, in the same order."""
+        """Whether two texts are the same message: the same thinking, content and calls in the same order."""
         one, other = self._read(first, tools=tools), self._read(second, tools=tools)
         return one.faithful and other.faithful and _meaning(one.message) == _meaning(other.message)
 
     def parse(self, tokens: Sequence[int], tools: Tools) -> Message:
         """Read sampled ids [K] (with or without the stop id) as the assistant's message. Never raises.
 
-        A malformed call is a ToolCall with `error`, words for the model; its message keeps the raw text as content.
+        A malformed call becomes a ToolCall whose `error` is a text for the model. Then the message's content is the raw
+        text.
         """
         body = list(tokens)
         while body and body[-1] in self.stop_ids:
@@ -360,16 +360,16 @@ class ChatFormat:
 
 
 def load_chat_format(tokenizer: Any, template_arguments: dict[str, Any] | None = None) -> ChatFormat:
-    """The chat format of a transformers tokenizer. `template_arguments` reach every render (`enable_thinking`, say).
+    """The chat format of a transformers tokenizer. `template_arguments`, such as `enable_thinking`, go to every render.
 
-    Raises ModelError if the tokenizer has no chat template or the template shows no conversation at all, ConfigError
-    for a template argument that the template does not read.
+    Raises ModelError if the tokenizer has no chat template or the template cannot show text messages, and ConfigError
+    for an argument that the template does not read.
     """
     if not getattr(tokenizer, "chat_template", None):
         name = getattr(tokenizer, "name_or_path", "") or "this model"
         raise ModelError(
             f"the tokenizer of {name} has no chat template; rollouts needs one to show a conversation to the model. "
-            "Use the instruction-tuned version of the model, or put its chat_template.jinja beside tokenizer.json."
+            "Use the instruction-tuned version of the model, or put a chat_template.jinja beside tokenizer.json."
         )
     arguments = template_arguments or {}
     _check_arguments(arguments, _template_text(tokenizer))
@@ -377,7 +377,7 @@ def load_chat_format(tokenizer: Any, template_arguments: dict[str, Any] | None =
     if not chat.report.plain:
         raise ModelError(
             f"the chat template cannot show a conversation of plain text: {'; '.join(chat.report.refusals)}. "
-            "Use a model for text, or a chat template that takes a message's content as a string."
+            "Use a model for text, or a chat template that accepts a message's content as a string."
         )
     return chat
 
@@ -389,7 +389,7 @@ def _check_arguments(arguments: Mapping[str, Any], text: str) -> None:
         if name in _RESERVED or name not in words:
             near = near_misses(name, asked)
             raise ConfigError(
-                f"the chat template takes no argument {name!r}"
+                f"the chat template has no argument {name!r}"
                 + (f"; did you mean {' or '.join(near)}?" if near else "")
                 + (f" It reads: {', '.join(asked)}." if asked else " It reads none.")
             )
@@ -401,7 +401,7 @@ def _template_text(tokenizer: Any) -> str:
 
 
 def _incremental_renderer(tokenizer: Any, arguments: Mapping[str, Any]) -> IncrementalRenderer | None:
-    """None where tails cannot be rendered with this tokenizer: then every turn renders the whole conversation."""
+    """None if the template cannot be rendered incrementally. Then every turn renders the whole conversation."""
     from rollouts.chat.incremental import IncrementalRenderer, NotIncremental
 
     if isinstance(tokenizer.chat_template, str):
@@ -416,21 +416,21 @@ def _stop_ids(tokenizer: Any, closers: Mapping[str, int], added: Mapping[str, in
     found = set(closers.values())
     eos = tokenizer.eos_token_id
     found.update(eos if isinstance(eos, list | tuple) else [] if eos is None else [eos])
-    # Llama ends a turn that calls a built-in tool with this one, which its template shows in that mode only.
+    # Llama ends a turn that calls a built-in tool with this token. Its template shows it in that mode only.
     if "<|eom_id|>" in text and "<|eom_id|>" in added:
         found.add(added["<|eom_id|>"])
     return tuple(sorted(found))
 
 
 def _tail(text: str | None, head: str | None) -> str:
-    """What the text has beyond the head."""
+    """The text without its head."""
     if text is None or head is None or not text.startswith(head):
         return text or ""
     return text[len(head) :]
 
 
 def _safe_cut(tokenizer: Any, closers: Mapping[str, int]) -> str:
-    """A token before which text may be cut and encoded in two pieces; "" where that could change the ids."""
+    """A token before which a text can be split and encoded in two parts; "" if that could change the ids."""
     if not getattr(tokenizer, "is_fast", False):
         return ""
     for text, index in closers.items():
@@ -446,9 +446,7 @@ def _safe_cut(tokenizer: Any, closers: Mapping[str, int]) -> str:
 
 
 def _plain_backend(tokenizer: Any, closers: Mapping[str, int]) -> Any:
-    """The Rust tokenizer beneath, which encodes and decodes alike without transformers' preparations (they cost as much
-    again); None where there is none, or where it does not.
-    """
+    """The Rust tokenizer, which halves the time; None if there is none, or if its results differ."""
     backend = getattr(tokenizer, "backend_tokenizer", None) if getattr(tokenizer, "is_fast", False) else None
     if backend is None:
         return None
@@ -459,15 +457,15 @@ def _plain_backend(tokenizer: Any, closers: Mapping[str, int]) -> Any:
 
 
 def _decode(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """The text of ids, untouched. The Rust tokenizer never cleans up, and has no argument to say so."""
+    """The text of ids without clean-up. The Rust tokenizer never cleans up and has no such argument."""
     arguments = {"clean_up_tokenization_spaces": False} if hasattr(tokenizer, "chat_template") else {}
     text: str = tokenizer.decode(list(tokens), skip_special_tokens=False, **arguments)
     return text
 
 
 def _compiled(tokenizer: Any, template: Any, example: str) -> Any:
-    """A response template compiled once, which transformers else does for each reply; itself where that is not known
-    to read alike (another version of transformers, or a template that it refuses).
+    """The response template, compiled once instead of at each reply. It is returned unchanged if the compiled one reads
+    differently or cannot be made (another version of transformers, an invalid template).
     """
     try:
         from transformers.utils.chat_parsing.response_templates import load_response_template
@@ -475,18 +473,18 @@ def _compiled(tokenizer: Any, template: Any, example: str) -> Any:
         compiled = load_response_template(template)
         read = functools.partial(tokenizer.parse_response, f"one {example}", prefix="")
         return compiled if read(compiled) == read(template) else template
-    except Exception:  # it raises what it likes; what is wrong with the template is found where it is used
+    except Exception:  # an invalid template is reported where it is used
         return template
 
 
 def _meaning(message: Message) -> tuple[str, str, str]:
-    """What a message says, whatever its spelling."""
+    """The content of a message without its spelling."""
     calls = [(call.name, call.arguments, call.error) for call in message.tool_calls]
     return ((message.reasoning or "").strip(), message.text.strip(), json.dumps(calls))
 
 
 def _one_call_only(message: Message, text: str) -> Message:
-    """A template that shows one call a turn is shown the raw text; the first call counts, and the others say so."""
+    """The message for a template with one call per turn: raw text, the first call, and errors for the others."""
     words = "Only one tool call can be made at a time; make this call again in your next turn."
     calls = [
         call if place == 0 or call.error else ToolCall(call.name, {}, call.id, words)

@@ -6,7 +6,7 @@ message. Everything else runs unchanged on the whole conversation. So the text a
 template writes there.
 
 The result is used only if the text before it is proved to be unchanged. The text of a message may depend on the
-message, its neighbours, its index, whether it is first or last, and on values from outside the loop. If the loop reads
+message, its neighbors, its index, whether it is first or last, and on values from outside the loop. If the loop reads
 anything else, the template is not changed at all (`_LoopRewriter` refuses it). At each turn, three things are compared
 with the previous turn: the text before the loop, every outside value that the loop reads, and the old messages. A loop
 that passes a value from one message to the next through a namespace is detected when it writes the value. If anything
@@ -27,20 +27,19 @@ from jinja2 import Undefined, nodes
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-_MARK = "\ufdd3"  # a noncharacter: text that contains it is rendered whole
+_MARK = "\ufdd3"  # a noncharacter; a conversation that contains it is rendered whole
 _ENTER, _OFFSET = "_rollouts_enter", "_rollouts_offset"
 _ITEM, _PREVIOUS, _TAIL = "_rollouts_item", "_rollouts_previous", "_rollouts_tail"
-_CONSTANT = frozenset({"dict", "namespace", "raise_exception", "range"})  # of Jinja's globals, these only
+_CONSTANT = frozenset({"dict", "namespace", "raise_exception", "range"})  # the globals of Jinja that never change
 _MESSAGES = "messages"
 _LEAVES = frozenset({str, int, float, bool, type(None)})
 
 
 class Rendering(NamedTuple):
-    """What is kept of a rendered conversation.
+    """The state of a rendered conversation.
 
-    `messages` and `tools` as the template reads them; `items` the messages that its loop ran over; `before` the text
-    before the loop; `values` all that the loop reads from outside; `last` the text of the last message and what
-    follows the loop.
+    `messages` and `tools` are in the template's form. `items` are the messages of its loop. `before` is the text before
+    the loop, and `last` the text from the last message to the end. `values` are all outside values that the loop reads.
     """
 
     messages: list[dict[str, Any]]
@@ -52,8 +51,8 @@ class Rendering(NamedTuple):
 
 
 def shown(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-    """Messages as transformers hands them to a template: nothing that is None, a thought under both of its names. None
-    where one holds what is not plain data.
+    """Messages as transformers passes them to a template: without None values, and with a thought under both names.
+    Returns None if a message contains anything but plain data.
     """
     if not all(map(is_plain, messages)):
         return None
@@ -62,7 +61,7 @@ def shown(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether it is made of JSON's types alone; a template must not get hold of any other object."""
+    """Whether a value consists of JSON types alone. A template must not receive other objects."""
     if type(value) in _LEAVES:
         return True
     if isinstance(value, dict):
@@ -71,30 +70,30 @@ def is_plain(value: Any) -> bool:
 
 
 class NotIncremental(Exception):
-    """This conversation, or this template, has to be rendered whole."""
+    """This conversation or template must be rendered whole."""
 
 
 class IncrementalRenderer:
-    """Renders conversations through one template. Raises NotIncremental where the template cannot be changed."""
+    """Renders conversations with one template. Raises NotIncremental if the template cannot be changed."""
 
     def __init__(self, template_text: str, given: Mapping[str, Any]) -> None:
         if not is_plain(given):
-            raise NotIncremental("the template is given objects")
+            raise NotIncremental("the template receives objects")
         self._template, self._namespace, self._skips_head = _compile(template_text)
         self._given = given
 
     def whole(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], generation_prompt: bool
     ) -> tuple[str, Rendering] | None:
-        """The text of a conversation, and what is kept of it; None where tails of it cannot be rendered."""
+        """The text of a conversation, and its rendering; None if it cannot be rendered incrementally."""
         given = shown(messages)
         done = self._run(given, tools, generation_prompt, 0) if given is not None and is_plain(tools) else None
         return None if done is None else (done[0].before + done[1], done[0])
 
     def tail(self, old: Rendering, new: list[dict[str, Any]], generation_prompt: bool) -> tuple[str, Rendering] | None:
-        """The text of the conversation with the new messages, from the last old one on, in place of `old.last`.
+        """The text with the new messages, from the last old message on; it replaces `old.last`.
 
-        None where what comes before it is not known to be the same.
+        None if the text before it is not provably unchanged.
         """
         skips, more = self._skips_head and bool(old.messages), shown(new)
         start = max(0, len(old.items) - 1)
@@ -124,7 +123,7 @@ class IncrementalRenderer:
             text = self._template.render(
                 names, messages=messages, tools=tools or None, documents=None, add_generation_prompt=prompt
             )
-        except Exception:  # a template is a stranger's program: the caller renders it whole, and says what is wrong
+        except Exception:  # the caller renders it whole, and reports the error
             return None
         before, *texts = text.split(_MARK)
         if loop.values is None or len(texts) != max(0, len(loop.items) - start) + 1 or loop.is_tied:
@@ -133,13 +132,13 @@ class IncrementalRenderer:
 
 
 class _LoopRecorder:
-    """One pass through the main loop."""
+    """Records one pass through the main loop."""
 
     def __init__(self, start: int) -> None:
         self._start = start
         self.items: list[Any] = []
         self.values: bytes | None = None
-        self.is_tied = False  # a message was seen to depend on others than those beside it
+        self.is_tied = False  # whether a message depends on more than its neighbours
 
     def enter(self, items: Any, /, **values: Any) -> list[Any]:
         if self.values is not None or not isinstance(items, list):
@@ -153,7 +152,7 @@ class _LoopRecorder:
         return self.items[place - 1] if place else Undefined("there is no previous item")
 
     def item(self, items: Any, place: int) -> Any:
-        """`items[place]` as templates have it; counted from the end it would be another one later."""
+        """`items[place]`. A negative index makes the pass unusable, because it means another item later."""
         self.is_tied = self.is_tied or place < 0
         return items[place] if -len(items) <= place < len(items) else Undefined(f"there is no item {place}")
 
@@ -168,13 +167,13 @@ def _plain_value(value: Any) -> Any:
 
 @functools.lru_cache(maxsize=8)
 def _watched(base: Any) -> Any:
-    """A namespace that informs a pass through the loop when it is written to."""
+    """A namespace class that reports writes to the recorder of the loop."""
 
     class Watched(base):  # type: ignore[misc]
         def __init__(*args: Any, **values: Any) -> None:
             self, loop, *rest = args
             base.__init__(self, *rest, **values)
-            # One that is made inside the loop lives as long as one message.
+            # A namespace that is created inside the loop lasts for one message only.
             object.__setattr__(self, "_rollouts_loop", loop if loop.values is None else None)
 
         def __setitem__(self, name: str, value: Any) -> None:
@@ -206,18 +205,19 @@ def _compile(template_text: str) -> tuple[Any, type, bool]:
 
 
 def _change(tree: Any, known: Mapping[str, Any]) -> bool:
-    """Change the main loop of a template in place. Raises NotIncremental where messages may depend on more than we see.
-    Gives whether the text before the loop is left out where `_TAIL` is true.
+    """Change the main loop of a template in place. Returns whether `_TAIL` can skip the text before the loop.
+
+    Raises NotIncremental if messages may depend on more than the recorded values.
     """
     foreign = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends, nodes.Block)
     if any(True for _ in tree.find_all(foreign)):
-        raise NotIncremental("the template has parts elsewhere")
+        raise NotIncremental("the template includes other files")
     found = list(_loops(tree.body))
     if not found:
         raise NotIncremental("the template has no loop")
     siblings, main = found[-1]
     if main.test is not None or main.else_ or main.recursive or not isinstance(main.target, nodes.Name):
-        raise NotIncremental("the loop is of another kind")
+        raise NotIncremental("the loop has a filter, an else branch, recursion, or several targets")
     macros = list(tree.find_all(nodes.Macro))
     if len({macro.name for macro in macros}) < len(macros):
         raise NotIncremental("the template has two macros of one name")
@@ -248,17 +248,17 @@ def _change(tree: Any, known: Mapping[str, Any]) -> bool:
 
 
 def _head(body: list[Any], known: Mapping[str, Any]) -> list[int]:
-    """Which statements before the loop write text that is the same for all conversations with the same tools and the
-    same first message; none, unless all that write any do.
+    """The statements before the loop whose text depends only on the tools and the first message. Empty if any other
+    statement writes text.
     """
     unsettled = {"add_generation_prompt"} | (set(known) - _CONSTANT)
     count = -1
-    while count != len(unsettled):  # what is made of something unsettled is unsettled too, wherever it is
+    while count != len(unsettled):  # a value that depends on an unsettled value is unsettled too
         count = len(unsettled)
         for node in body:
             if not _is_settled(node, unsettled):
                 unsettled |= _stored(node)
-                if _has(node, nodes.NSRef):  # it may have another name
+                if _has(node, nodes.NSRef):  # the namespace may have another name
                     unsettled |= {name for other in body if "namespace" in _named(other) for name in _stored(other)}
     writing = [
         place for place, node in enumerate(body) if _has(node, nodes.Output) and not isinstance(node, nodes.Macro)
@@ -273,18 +273,18 @@ def _has(node: Any, kinds: Any) -> bool:
 
 
 def _named(node: Any, *contexts: str) -> set[str]:
-    """The names in it, used in one of these ways, or in any."""
+    """The names in a node, in the given contexts, or in all."""
     return {name.name for name in node.find_all(nodes.Name) if not contexts or name.ctx in contexts}
 
 
 def _stored(node: Any) -> set[str]:
-    """The names that a statement gives a value."""
+    """The names that a statement assigns."""
     names = _named(node, "store", "param") | {each.name for each in node.find_all((nodes.NSRef, nodes.Macro))}
     return names | ({node.name} if isinstance(node, nodes.Macro) else set())
 
 
 def _is_settled(node: Any, unsettled: set[str]) -> bool:
-    """Whether it reads nothing unsettled, and of the messages only the first one, and whether there are any."""
+    """Whether a node reads nothing unsettled, and of the messages only the first, and whether there are any."""
     if isinstance(node, nodes.Name):
         return node.ctx != "load" or node.name not in unsettled | {_MESSAGES}
     if isinstance(node, nodes.Filter) and node.name == "random":
@@ -303,7 +303,7 @@ def _is_messages(node: Any) -> bool:
 
 
 class _GenerationBlocksRemover(NodeTransformer):
-    """Makes `{% generation %}` blocks, which transformers counts characters with, plain text."""
+    """Replaces `{% generation %}` blocks, with which transformers counts characters, by their content."""
 
     def visit_CallBlock(self, node: Any) -> Any:
         self.generic_visit(node)
@@ -313,7 +313,7 @@ class _GenerationBlocksRemover(NodeTransformer):
 
 
 def _loops(body: list[Any]) -> Iterator[tuple[list[Any], Any]]:
-    """The loops that run once in a template, each with the statements beside it."""
+    """The loops outside of other loops, each with its sibling statements."""
     for node in body:
         if isinstance(node, nodes.For):
             yield body, node
@@ -325,8 +325,8 @@ def _loops(body: list[Any]) -> Iterator[tuple[list[Any], Any]]:
 
 
 class _LoopRewriter(NodeTransformer):
-    """Reads the body of the main loop: rewrites what it asks of `loop`, and collects the names that it `read`s. Each
-    visit is told whether the name `loop` is the main loop there (`is_ours`).
+    """Rewrites the uses of `loop` in the body of the main loop, and collects the names that it reads (`read`). In each
+    visit, `is_ours` says whether the name `loop` means the main loop.
     """
 
     def __init__(self, lists: set[str]) -> None:
@@ -345,7 +345,7 @@ class _LoopRewriter(NodeTransformer):
 
     def visit_Filter(self, node: nodes.Filter, is_ours: bool) -> Any:
         if node.name == "random":
-            raise NotIncremental("the loop is not the same twice")
+            raise NotIncremental("the loop is random")
         return self.generic_visit(node, is_ours)
 
     def visit_Macro(self, node: Any, is_ours: bool) -> Any:
@@ -373,7 +373,7 @@ class _LoopRewriter(NodeTransformer):
         raise NotIncremental(f"the loop reads loop.{node.attr}")
 
     def visit_Getitem(self, node: Any, is_ours: bool) -> Any:
-        """`messages[loop.index0 - 1]`, `messages[loop.index0 + 1]` and `messages[0]` are rewritten; all else reads the
+        """Rewrite `messages[loop.index0 - 1]`, `messages[loop.index0 + 1]` and `messages[0]`. Other indexes read the
         list itself.
         """
         place = node.arg

@@ -1,9 +1,8 @@
-"""Loss masks for supervised conversations: the assistant's tokens are trained, and nothing else.
+"""Loss masks for supervised conversations: only the assistant's tokens are trained.
 
-Rows are built as a rollout's are: the prompt is encoded, the assistant's text (its closing token included) is encoded
-by itself, as a model would have sampled it, and what follows is appended as ids of its own. So no template needs
-generation marks. Where the template rewrites history, a new row begins, and each turn is trained in one row only. Left
-out: batching.
+Rows are built like those of a rollout. The prompt is encoded. The assistant's text, with its closing token, is encoded
+separately, as a model would sample it. The text after it is encoded and appended. So templates need no generation
+marks. If the template rewrites history, a new row starts. Each turn is trained in one row only.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ class SupervisedRow(NamedTuple):
 def tokenize_supervised(
     messages: list[Message], tools: Sequence[dict[str, Any]], chat: ChatFormat
 ) -> list[SupervisedRow]:
-    """The rows of one conversation: one where the template is append-only, else one a segment; none without a reply.
+    """The rows of one conversation: one row if the template is append-only, else one per segment.
 
-    Messages after the last assistant turn are left out: nothing there is trained. Raises ModelError where the template
-    refuses the conversation or does not show a reply.
+    Messages after the last assistant turn are left out. A conversation without an assistant turn has no rows. Raises
+    ModelError if the template refuses the conversation or does not show a reply.
     """
     turns = [place for place, message in enumerate(messages) if message.role == "assistant"]
     rows: list[SupervisedRow] = []
@@ -41,7 +40,7 @@ def tokenize_supervised(
         turn, missing = _turn_alone(before, reply, tools, chat)
         following = chat.find_turn(before, reply, messages[place + 1 : next_place], tools) if next_place else None
         if following is not None and not chat.same_message(plain(following.reply), plain(turn.reply), tools):
-            following = None  # history shows it without its thinking, say: train it whole here, then begin anew
+            following = None  # history changes it (drops its thinking, for example), so its row ends here
         if following is not None:
             turn, missing = following, 0
         if open_row is None or missing:
@@ -66,16 +65,16 @@ def _append(row: SupervisedRow, tokens: list[int], weight: float) -> None:
 def _turn_alone(
     before: list[Message], reply: Message, tools: Sequence[dict[str, Any]], chat: ChatFormat
 ) -> tuple[RenderedTurn, int]:
-    """The reply as the last message, which is how the model must write it, and how many characters of the prompt that
-    came before it are not shown then.
+    """The reply as the last message, which is the form that the model must write, and the number of characters of the
+    prompt that this form drops.
     """
     prompt, whole = chat.render_pair(before, [reply], tools, False)
-    # Where the generation prompt opens a thought, and this reply has none (DeepSeek), it begins where the two part.
+    # DeepSeek: the generation prompt opens a thought. A reply without one starts where the two texts differ.
     same = prompt if whole.startswith(prompt) else os.path.commonprefix([prompt, whole])  # noqa: RUF071
     turn = chat.split_turn(same, whole)
     if turn is None:
         raise ModelError(
-            "the chat template ends an assistant turn with no special token, so that nothing could teach the model to "
+            "the chat template does not end an assistant turn with a special token, so the model could not learn to "
             "stop; use a chat template that closes each turn (as `<|im_end|>` does)."
         )
     return turn, len(prompt) - len(same)

@@ -1,8 +1,8 @@
-"""What a chat template does to a conversation, found out once by rendering a few small ones.
+"""Test what a chat template does to conversations, by rendering a few small ones.
 
-`inspect_template` renders probes and returns a `TemplateReport`; `report.words()` says it to people. Left out: any
-decision per conversation. `ChatFormat.extend` checks each real turn by itself, so that a template that surprises these
-probes still cannot make the ids differ from what the model saw.
+`inspect_template` renders test conversations and returns a `TemplateReport`. `report.words()` describes it for people.
+The report decides nothing about real conversations. `ChatFormat.extend` checks each real turn itself, so the ids always
+match what the model saw, even if a template behaves differently there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rollouts.types import Message, ToolCall
 _TEXT = "probetext4096"
 _THOUGHT = "probethought2048"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Tokens that end a turn in some templates, though eos and the plain close are others (Llama's eom, harmony's call).
+# Tokens that end a turn with a call in some templates (Llama's eom, harmony's call).
 _CALL_CLOSERS = ("<|eom_id|>", "<|eot_id|>", "<|im_end|>", "<|call|>", "</s>")
 _REPLY = Message("assistant", _TEXT)
 
@@ -34,11 +34,10 @@ _REPLY = Message("assistant", _TEXT)
 class TemplateReport(msgspec.Struct, frozen=True):
     """What a template does.
 
-    `append_only`: earlier turns never change, whatever follows. `adds_thinking`: a reply without
-    a thought is shown with an empty one. `tool_after_text`: a tool message may follow an
-    assistant message without a call (how a malformed call is answered); where False, answer it as the user. `plain`: it
-    shows text messages at all. `closes_turn`: one special
-    token ends an assistant turn. `refusals`: what it cannot show, in words.
+    `append_only`: earlier turns never change. `adds_thinking`: a reply without a thought is shown with an empty one.
+    `tool_after_text`: a tool message may follow an assistant message without a call; if not, a malformed call is
+    answered by a user message. `plain`: it shows text messages. `closes_turn`: one special token ends an assistant
+    turn. `refusals`: sentences about what it cannot show.
     """
 
     append_only: bool
@@ -56,16 +55,16 @@ class TemplateReport(msgspec.Struct, frozen=True):
     refusals: list[str] = []
 
     def words(self) -> list[str]:
-        """One sentence for each thing that a person should know."""
+        """One sentence for each relevant fact."""
         lines = []
         if self.append_only:
             lines.append("The template is append-only: one rollout is one segment.")
         if not self.closes_turn:
             lines.append("No single token ends an assistant turn in the template: every turn opens a new segment.")
         if self.rewrites_on_user_turn:
-            lines.append("The template rewrites history at the next user turn: a new segment begins there.")
+            lines.append("The template rewrites history at the next user turn: a new segment starts there.")
         if self.rewrites_on_tool_turn:
-            lines.append("The template rewrites history after a tool call: a new segment begins there.")
+            lines.append("The template rewrites history after a tool call: a new segment starts there.")
         if self.drops_thinking:
             lines.append("The template drops the thinking of earlier turns: a turn that thinks ends its segment.")
         if self.adds_thinking:
@@ -74,20 +73,20 @@ class TemplateReport(msgspec.Struct, frozen=True):
         if self.tools and not self.tool_after_text:
             lines.append("A malformed call is answered by a user message: a tool message must follow a call here.")
         if self.tools and not self.parallel_calls:
-            lines.append("The template shows one tool call a turn; further calls are refused with a message.")
+            lines.append("The template shows one tool call per turn; further calls are refused with a message.")
         if self.generation_masks:
-            lines.append("The template marks the assistant's tokens itself; loss masks do not need it.")
+            lines.append("The template marks the assistant's tokens; loss masks do not need these marks.")
         return lines
 
 
 def find_closers(probe: Prober, added_tokens: Mapping[str, int], eos: str | None) -> dict[str, int]:
-    """The special tokens that end an assistant turn in this template, text to id; empty where there is none.
+    """The special tokens that end an assistant turn in this template, from text to id; empty if there are none.
 
-    A token counts only if it is right behind the reply both when the reply is last and when a user turn follows:
-    otherwise it belongs to the next turn, or disappears from history.
+    A token counts only if it directly follows the reply both at the end and before a user turn. Otherwise it belongs to
+    the next turn, or disappears from history.
     """
     closers: dict[str, int] = {}
-    texts = probe(USER, _REPLY), probe(USER, _REPLY, USER)  # last, and followed
+    texts = probe(USER, _REPLY), probe(USER, _REPLY, USER)  # at the end, and before a user turn
     behind = [_token_behind(text, _TEXT, added_tokens) for text in texts if text is not None]
     if behind and behind[0] is not None and len(set(behind)) == 1:
         closers[behind[0]] = added_tokens[behind[0]]
@@ -110,7 +109,7 @@ def _token_behind(text: str, mark: str, added_tokens: Mapping[str, int]) -> str 
 def inspect_template(
     probe: Prober, template_text: str, closers: Mapping[str, int], tool_refusal: str
 ) -> TemplateReport:
-    """Render the probes; `tool_refusal` says why a tool conversation cannot be shown ("": it can)."""
+    """Test the template. `tool_refusal` says why it cannot show a tool conversation ("": it can)."""
     refusals = []
 
     def needed(what: str, *messages: Message) -> str | None:
@@ -121,7 +120,7 @@ def inspect_template(
 
     plain = needed("a plain user message", Message("user", _TEXT))
     if plain is not None and _TEXT not in plain:
-        refusals.append("it leaves the text of a plain user message out (it may want content in parts, as with images)")
+        refusals.append("it leaves out the text of a plain user message (it may need content in parts, as with images)")
     system = needed("a system message", Message("system", "be brief"), USER)
     if tool_refusal:
         refusals.append(tool_refusal)
@@ -134,7 +133,7 @@ def inspect_template(
         after = probe(*called, tools=True, prompt=True)
         rewrites_tool = not _is_closed(_behind(probe(USER, tools=True, prompt=True), after), closers, PROBE_VALUE)
         both = probe(*called, _REPLY, USER, tools=True, prompt=True)
-        # The tool turn must also stay as it was, up to the tool's answer, once the user speaks again.
+        # The tool turn, up to the tool's answer, must not change at the next user turn.
         stays = both is None or (after is not None and both.startswith(after.rpartition(PROBE_RESULT)[0]))
         rewrites_user = rewrites_user or not stays
         thinking = probe(USER, probe_call(reasoning=_THOUGHT), tool_reply(), tools=True, prompt=True)
@@ -162,12 +161,12 @@ def inspect_template(
 
 
 def _behind(prompt: str | None, after: str | None) -> str:
-    """What a rendered conversation has behind its prompt; "" where it does not begin with it."""
+    """The text after the prompt; "" if the conversation does not start with the prompt."""
     return after[len(prompt) :] if prompt is not None and after is not None and after.startswith(prompt) else ""
 
 
 def _is_closed(text: str, closers: Mapping[str, int], mark: str) -> bool:
-    """Whether it has the mark, and a closing token behind it."""
+    """Whether a closing token follows the mark."""
     return any(token in text.partition(mark)[2] for token in closers)
 
 

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 from rollouts.types import Message, ToolCall
 
 Tools = Sequence[dict[str, Any]]
-# (messages as template dicts, tools, generation_prompt) -> text; raises whatever the template raises
+# (messages as template dicts, tools, generation_prompt) -> text; may raise any exception of the template
 Render = Callable[[list[dict[str, Any]], Tools, bool], str]
 
-# Nine letters and digits: what Mistral's templates demand of a call's id.
+# Nine letters and digits, as Mistral's templates require for a call's id.
 PROBE_ID = "probe0001"
 USER = Message("user", "hello")
 PROBE_NAME = "probe_tool"
@@ -34,7 +34,7 @@ PROBE_TOOL: dict[str, Any] = {
 
 
 class TemplateStyle(NamedTuple):
-    """What a template wants: arguments as text, None for empty content beside a call, reasoning in the content."""
+    """A template's variant: arguments as text; None for empty content beside a call; reasoning inside the content."""
 
     arguments_as_text: bool = False
     empty_content_none: bool = False
@@ -44,8 +44,7 @@ class TemplateStyle(NamedTuple):
 def template_message(message: Message, style: TemplateStyle) -> dict[str, Any]:
     """The dict that the template reads for a message.
 
-    A message with a malformed call is shown as its raw text alone: its content is all that the model wrote, so that
-    showing the calls as well would say them twice.
+    A message with a malformed call has the model's whole text as its content, so its calls are left out.
     """
     shown: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.reasoning:
@@ -57,7 +56,7 @@ def template_message(message: Message, style: TemplateStyle) -> dict[str, Any]:
         shown["tool_calls"] = [_template_call(call, style.arguments_as_text) for call in message.tool_calls]
         if style.empty_content_none and not shown["content"]:
             shown["content"] = None
-    # Keys are present only where there is something: templates ask `'tool_calls' in message`.
+    # Empty keys are left out, because templates test `'tool_calls' in message`.
     if message.tool_call_id is not None:
         shown["tool_call_id"] = message.tool_call_id
     if message.name is not None:
@@ -72,7 +71,7 @@ def _template_call(call: ToolCall, as_text: bool) -> dict[str, Any]:
 
 
 def probe_call(content: str = "", reasoning: str | None = None) -> Message:
-    """An assistant message with one call, whose parts are easy to find in a rendered text."""
+    """An assistant message with one call whose parts are easy to find in a rendered text."""
     call = ToolCall(PROBE_NAME, {"word": PROBE_VALUE}, PROBE_ID)
     return Message("assistant", content, [call], reasoning=reasoning)
 
@@ -83,35 +82,35 @@ def tool_reply() -> Message:
 
 
 class Prober:
-    """Renders probes in one style. A refusal is None; what it says is kept in `error`."""
+    """Renders test conversations in one style. If the template raises, returns None and sets `error`."""
 
     def __init__(self, render: Render, style: TemplateStyle) -> None:
         self._render, self.style, self.error = render, style, ""
 
     def __call__(self, *messages: Message, tools: bool = False, prompt: bool = False) -> str | None:
-        """The rendered text, or None where the template refuses."""
+        """The rendered text, or None if the template raises."""
         shown = [template_message(message, self.style) for message in messages]
         try:
             return self._render(shown, [PROBE_TOOL] if tools else [], prompt)
-        except Exception as error:  # a stranger's program: whatever it raises is its refusal
+        except Exception as error:  # a template may raise anything
             self.error = str(error)
             return None
 
 
 def probe_template_style(render: Render, template_text: str) -> tuple[Prober, str]:
-    """A prober in the first style in which the template shows a whole tool conversation; "" or why there is none."""
+    """A prober in the first style that renders a whole tool conversation, and "" or the reason why there is none."""
     reason = ""
     found = TemplateStyle()
     for style in (TemplateStyle(), TemplateStyle(True), TemplateStyle(False, True), TemplateStyle(True, True)):
         probe = Prober(render, style)
         text = probe(USER, probe_call(), tool_reply(), tools=True, prompt=True)
-        # The instructions may repeat the tool's name; the value and the result are nowhere else.
+        # The tool's name may appear in the instructions; the value and the result appear nowhere else.
         if text is not None and all(part in text for part in (PROBE_NAME, PROBE_VALUE, PROBE_RESULT)):
             found, reason = style, ""
             break
         left_out = "it leaves the tool call or the tool's answer out of the text"
         reason = reason or (left_out if text is not None else f"it refuses a tool conversation: {probe.error}")
-    # Where the template knows nothing of thinking, it would be lost unless it stays in the content.
+    # A template without thinking would drop it, so it stays in the content.
     alone = Prober(render, TemplateStyle())(USER, Message("assistant", "yes", reasoning="probethought"))
     is_inline = "</think>" not in template_text and alone is not None and "probethought" not in alone
     return Prober(render, found._replace(inline_reasoning=is_inline)), reason

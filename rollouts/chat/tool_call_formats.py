@@ -25,19 +25,19 @@ from rollouts.types import Message, ToolCall
 
 
 class ToolCallFormat(NamedTuple):
-    """One tool-call format: response template, what opens a call, our own reader of calls, an example."""
+    """One tool-call format: its response template, the pattern that opens a call, our own parser, and an example."""
 
     name: str
     response_template: dict[str, Any]
     opener: re.Pattern[str]
     read_calls: Callable[[str], list[ToolCall]]
     example: str
-    needs_tools: bool = False  # a call looks like plain text: read it as one only where tools were offered
-    casts: bool = False  # arguments are written without types: cast them by the tool's schema
+    needs_tools: bool = False  # a call looks like plain text, so calls are read only if tools were offered
+    casts: bool = False  # arguments have no types, so the tool's schema decides them
 
 
 class Parsed(NamedTuple):
-    """A message, and whether rendering it again says the same in the same order (only the spelling may differ)."""
+    """A message, and whether it renders to the same content in the same order (only the spelling may differ)."""
 
     message: Message
     faithful: bool
@@ -49,7 +49,7 @@ _CALL_KEYS = {"name", "arguments", "parameters", "id", "type", "function"}
 
 
 def _strict_call(raw: Any) -> ToolCall | str:
-    """One parsed JSON value as a call; text says why it is none, in words for the model."""
+    """One parsed JSON value as a call; else a text for the model that says what is wrong."""
     if not isinstance(raw, dict):
         return f"expected a JSON object with a name and arguments, got {json.dumps(raw)[:80]}"
     function = raw.get("function", raw)
@@ -66,12 +66,12 @@ def _strict_call(raw: Any) -> ToolCall | str:
             return f'"arguments" is not a JSON object: {error}'
     if not isinstance(arguments, dict):
         return '"arguments" must be a JSON object'
-    try:  # half of a surrogate pair can be spelt in JSON, but no tokenizer can encode it
+    try:  # JSON can contain half of a surrogate pair, but tokenizers cannot encode it
         (name + json.dumps(arguments, ensure_ascii=False, allow_nan=False)).encode()
     except UnicodeEncodeError:
         return "the call contains an incomplete \\u escape"
     except (ValueError, RecursionError):
-        return "a number that JSON does not have (NaN or Infinity), or too deep a nesting"
+        return "a number that JSON does not have (NaN or Infinity), or nesting that is too deep"
     return ToolCall(name, arguments, _text(raw.get("id")))
 
 
@@ -80,7 +80,7 @@ def _text(value: Any) -> str:
 
 
 def read_call(raw: Any) -> ToolCall:
-    """A call as a chat API gives it, its arguments JSON in a string; a malformed one carries its error.
+    """A call from a chat API, with its arguments as a JSON string. A malformed call has `error`.
 
     >>> read_call({"id": "c1", "function": {"name": "add", "arguments": '{"a": 1}'}})
     ToolCall(name='add', arguments={'a': 1}, id='c1')
@@ -97,7 +97,7 @@ def read_call(raw: Any) -> ToolCall:
 
 
 def _plainly_spelt(raw: Any) -> bool:
-    """False where the model wrote more than a call's own keys, which rendering the call again would lose."""
+    """False if the model wrote extra keys or string arguments, which a rendered call would lose."""
     if not isinstance(raw, dict) or not set(raw) <= _CALL_KEYS:
         return False
     function = raw.get("function", raw)
@@ -105,7 +105,7 @@ def _plainly_spelt(raw: Any) -> bool:
 
 
 def _json_call(body: str) -> ToolCall:
-    """One call out of its JSON text; malformed ones carry their error."""
+    """One call from its JSON text. A malformed call has `error`."""
     try:
         call = _strict_call(json.loads(body))
     except (ValueError, RecursionError) as error:
@@ -143,12 +143,12 @@ def _read_mistral(text: str) -> list[ToolCall]:
         try:
             calls += _listed(json.loads(body))
         except (ValueError, RecursionError):
-            calls.append(_json_call(body))  # which says what is wrong
+            calls.append(_json_call(body))  # has the error
     return calls
 
 
 def _read_bare(text: str) -> list[ToolCall]:
-    """Calls one after another with `;`, a comma or white space between them (Llama 3 writes `;`)."""
+    """Calls separated by `;`, commas or white space (Llama 3 writes `;`)."""
     text = text.strip().removeprefix("<|python_tag|>").strip()
     calls: list[ToolCall] = []
     while text:
@@ -161,7 +161,7 @@ def _read_bare(text: str) -> list[ToolCall]:
     return calls
 
 
-# A bare object is a call only at the very start of the reply: further on it is prose about JSON.
+# A bare object is a call only at the start of the reply. Later in the text it is prose about JSON.
 _BARE_OPEN = r'\A\s*(?:<\|python_tag\|>\s*)?(?=\[?\s*\{\s*"(?:name|type|function|parameters|arguments)"\s*:)'
 _JSON_EXAMPLE = '{"name": "tool_name", "%s": {"key": "value"}}'
 
@@ -170,10 +170,10 @@ def _format(name: str, opener: str, calls: dict[str, Any], *reader: Any, **is_so
     fields = {
         "reasoning_content": {"open_pattern": r"\A\s*<think>", "close_pattern": r"</think>\s*", "content": "text"},
         "tool_calls": calls,
-        # Without `join`, text after a call would replace the text before it.
+        # Without `join`, the text after a call would replace the text before it.
         "content": {"content": "text", "content_args": {"strip": False}, "repeats": True, "join": ""},
     }
-    # The start is never found: the prefix that we pass begins inside the assistant's turn already.
+    # The start never matches, because our prefix begins inside the assistant's turn.
     template = {"start_anchor_pattern": r"(?!)", "defaults": {"role": "assistant"}, "fields": fields}
     return ToolCallFormat(name, template, re.compile(opener), *reader, **is_so)
 
@@ -217,7 +217,7 @@ TOOL_CALL_FORMATS: dict[str, ToolCallFormat] = {call_format.name: call_format fo
 
 
 def detect_tool_call_format(rendered_call: str, template_text: str) -> str:
-    """The name of the call_format: by how the template renders a call, else (it renders none) by its text."""
+    """The name of the format, from a rendered call, or from the template's text if it renders no calls."""
     text = rendered_call or template_text
     if "<tool_call>" in text:
         return "xml" if "<function=" in text else "hermes"
@@ -250,14 +250,14 @@ def parse_reply(
     visible, reasoning = thinking_prefix + text, ""
     if (thought := _THINK.match(visible)) is not None:
         visible, reasoning = visible[thought.end() :], thought.group(1).strip()
-    # Most replies call nothing: they need no parser, and keep their white space.
+    # Most replies have no call. They need no parser and keep their white space.
     opened = call_format.opener.search(visible) if tools or not call_format.needs_tools else None
     if parse_response is not None and (opened or response_template):
         template, lead = call_format.response_template, thinking_prefix
         if response_template:
             template, lead = response_template, prefix
         casts = list(tools) if tools and (call_format.casts or response_template) else None
-        # It raises ValueError, KeyError and others, by what a sampled text happens to contain; our own parser says why.
+        # It may raise any exception on a sampled text. Our own parser then explains the problem.
         read = None
         with contextlib.suppress(Exception):
             read = parse_response(text, template, prefix=lead, tools=casts)
@@ -269,7 +269,7 @@ def parse_reply(
 
 
 def _from_response(parsed: Any, text: str, call_format: ToolCallFormat, expected: bool) -> Parsed | None:
-    """transformers' dict as a Message; None where it holds something that is no call, or missed the calls."""
+    """The dict of transformers as a Message; None if a call is malformed or missing."""
     if not isinstance(parsed, dict):
         return None
     raw_calls = parsed.get("tool_calls") or []
@@ -278,13 +278,13 @@ def _from_response(parsed: Any, text: str, call_format: ToolCallFormat, expected
     if len(calls) < len(raw_calls) or (expected and not calls):
         return None
     if call_format.casts and text.count("</function>") < len(calls):
-        return None  # cut off in the middle of its arguments; nothing else of this format would show it
+        return None  # cut off inside its arguments, which only this count shows
     content = parsed.get("content") or ""
     reasoning = next((parsed[key] for key in ("reasoning_content", "thinking", "reasoning") if parsed.get(key)), None)
     if not isinstance(content, str) or not isinstance(reasoning, str | None):
         return None
     if calls and call_format.opener.search(content):
-        return None  # an opening tag was left over in the text: a second call that was not read
+        return None  # an opening tag in the text: a second call was missed
     opened = call_format.opener.search(text) if calls else None
     # Templates render all text before the first call.
     in_order = opened is None or text[: opened.start()].rstrip().endswith(content.strip())
@@ -298,10 +298,10 @@ def _own_reading(visible: str, reasoning: str, opened: re.Match[str], call_forma
     content = visible[: opened.start()].strip()
     malformed = any(call.error for call in calls)
     if malformed:
-        content = visible  # so that the model is shown what it really wrote
+        content = visible  # the model sees its own text again
         calls = [_explained(call, call_format.example) if call.error else call for call in calls]
     message = Message("assistant", content, _with_ids(calls, visible), reasoning=reasoning or None)
-    # Our parsers do not notice extra keys, or text between calls; only the raw text is sure to be the same again.
+    # Our parsers ignore extra keys and text between calls, so only raw text is faithful.
     return Parsed(message, malformed)
 
 
@@ -311,7 +311,7 @@ def _explained(call: ToolCall, example: str) -> ToolCall:
 
 
 def _with_ids(calls: list[ToolCall], text: str) -> list[ToolCall]:
-    """Every call has an id: the model's own, else nine letters and digits (Mistral's rule) made from what was said."""
+    """Calls with ids: the model's own, or nine letters and digits (Mistral's rule) computed from the text."""
     seed = zlib.crc32(text.encode("utf-8", "replace"))
     return [
         call if call.id else msgspec.structs.replace(call, id=f"c{(seed + index) & 0xFFFFFFFF:08x}")

@@ -1,24 +1,27 @@
-"""The group of commands: each imported only when it is called, each mistake told in one message.
+"""The group of commands. A command is imported when it is called. A mistake of the user gives one message.
 
-Installed packages add commands through the entry-point group `rollouts.commands`; they are looked up when a command is
-not one of the core's, and are therefore listed by `rollouts plugins list`, not by `--help`.
+Installed packages add commands through the entry-point group `rollouts.commands`. They are found when a command is not
+one of the core's. `--help` reads no metadata, so it does not list them: `rollouts plugins list --kind commands` does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import click
 
-from rollouts.author_code import message_of
+from rollouts.author_code import innermost_place, message_of, place_of
 from rollouts.cli.ending import interrupted_by_signals, silent_when_closed
-from rollouts.errors import RolloutsError, UserError, leaves_of, near_misses
+from rollouts.cli.stray import stray_errors_in_words
+from rollouts.errors import RolloutsError, UserError, in_lines, leaves_of, near_misses, words_of
 from rollouts.version import __version__
 
 COMMANDS = {
@@ -32,7 +35,7 @@ COMMANDS = {
     "config": ("rollouts.cli.config:config", "Print a complete settings file."),
     "plugins": ("rollouts.cli.plugins:plugins", "List, show and check installed plugins."),
 }
-"""The core's commands: where each is, and its line in the help (which imports none of them)."""
+"""The core's commands: the place of each, and its line in the help, which imports none of them."""
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, 128 + SIGINT, as in a shell."""
@@ -41,35 +44,49 @@ SIGNALS = "rollouts.signals"
 """The key in a context's `meta` of the list that holds the signal which ended the command, if one did."""
 
 TAKES_SETTINGS = ("run", "sft", "eval", "config", "resume", "chat", "serve")
-"""The commands that take dotted flags. A plugin's command gets them in `ctx.obj` and judges for itself."""
+"""The commands that take dotted flags. A command of a plugin receives them in `ctx.obj`."""
 
 
 class NamedGroup(click.Group):
-    """A group that answers a command it does not have with near misses and the list of those it has."""
+    """A group whose error for an unknown command suggests similar commands and lists all."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click's, with our words for a command that does not exist."""
+        """Resolve as click does, with our error for an unknown command."""
         name, path, known = args[0], ctx.command_path, self.list_commands(ctx)
         if not name.startswith("-") and self.get_command(ctx, name) is None:
+            from rollouts.config.foreign import command_hint
+
             near = near_misses(name, known)
             hint = "did you mean: " + ", ".join(f"{path} {each}" for each in near) + "?\n" if near else ""
+            if words := command_hint(name):
+                hint = words + "\n"
             if name.endswith((".toml", ".json", ".py")):
                 hint = f"to run a settings file, type: rollouts run {name}\n"
             raise UserError(f"`{path}` has no command {name!r}\n{hint}commands: {', '.join(known)}")
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """As click's. A mistake in a command's options knows the command, also where click forgets it."""
+        try:
+            return super().invoke(ctx)
+        except click.UsageError as error:
+            command = self.get_command(ctx, ctx.invoked_subcommand or "")
+            if error.ctx is None and command is not None:
+                error.ctx = click.Context(command, info_name=ctx.invoked_subcommand, parent=ctx)
+            raise
 
 
 class RolloutsGroup(NamedGroup):
     """Commands by name, imported on demand."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The core's commands in the order in which one meets them."""
+        """The core's commands in the order of the help."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import the command's module; a name that is not the core's is looked up among the installed packages."""
+        """Import a command of the core, else find and import one of an installed package."""
         if cmd_name in COMMANDS:
             module, _, attribute = COMMANDS[cmd_name][0].partition(":")
             command = getattr(importlib.import_module(module), attribute)
@@ -91,14 +108,14 @@ class RolloutsGroup(NamedGroup):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As above; a command that takes no settings refuses dotted flags."""
+        """Refuse dotted flags for a command without settings, then resolve."""
         name = args[0]
         if ctx.obj and name in COMMANDS and name not in TAKES_SETTINGS:
             raise UserError(f"`rollouts {name}` takes no settings, and dotted flags are settings: {', '.join(ctx.obj)}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The list of commands without importing them."""
+        """List the core's commands without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
 
@@ -107,8 +124,10 @@ app = RolloutsGroup(
     "rollouts",
     help="Train language-model agents in environments that are plugins.\n\n"
     "Start with: rollouts run --env calculator --loss grpo",
-    epilog="See `rollouts COMMAND --help`. Exit codes: 0 done, 1 the run failed, 2 a mistake in a command or a file, "
-    "130 interrupted (143 by SIGTERM, 129 by SIGHUP).",
+    epilog="Help of a command: rollouts COMMAND --help\n\n"
+    "Commands of installed plugins: rollouts plugins list --kind commands\n\n"
+    "Exit codes: 0 done, 1 the run failed, 2 a mistake in a command or a file, 130 interrupted (143 by SIGTERM, 129 by "
+    "SIGHUP).",
     no_args_is_help=True,
     context_settings={
         "token_normalize_func": lambda token: token.replace("_", "-"),
@@ -122,12 +141,14 @@ click.version_option(__version__, message="rollouts %(version)s")(app)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command with the given arguments and return its exit code.
 
-    Without arguments it is the process's own command: what a run has excluded from garbage collection stays excluded,
-    since to collect it as the process ends takes a second. No traceback is shown for the user's mistakes and for runs
-    that failed, unless ROLLOUTS_TRACEBACK=1; an error that is neither is raised.
+    Without `argv`, it runs the command line of the process. Objects that a run excluded from garbage collection then
+    stay excluded, since collecting them at exit takes a second. Mistakes of the user and failed runs show a traceback
+    only with ROLLOUTS_TRACEBACK=1. Any other error is a bug in rollouts: without `argv`, it is one message and exit
+    code 1; with `argv`, it is raised.
     """
     arguments, dotted = list(sys.argv[1:] if argv is None else argv), dict[str, Any]()
-    with silent_when_closed("stderr"), interrupted_by_signals() as signals:
+    stray = stray_errors_in_words() if argv is None else contextlib.nullcontext()
+    with silent_when_closed("stderr"), stray, interrupted_by_signals() as signals:
         try:
             if any(argument.startswith("--") and "." in argument.partition("=")[0] for argument in arguments):
                 from rollouts.config.flags import take_dotted_flags
@@ -136,18 +157,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             with app.make_context("rollouts", arguments, obj=dotted) as context:
                 context.meta[SIGNALS] = signals
                 result = app.invoke(context)
-            if sys.stdout is not None:  # here, so that a closed pipe is met while it can still be reported
+            if sys.stdout is not None:  # here, where a closed pipe can still be reported
                 sys.stdout.flush()
             return result if isinstance(result, int) else 0
         except (Exception, KeyboardInterrupt, BaseExceptionGroup) as error:
             known = _known_error(error)
-            if known is None:
+            if known is None and argv is not None:
                 raise
             if os.environ.get("ROLLOUTS_TRACEBACK") == "1":
                 import traceback
 
                 traceback.print_exception(error)
-            code = _report(known)
+            code = _report_bug(error) if known is None else _report(known)
             return 128 + signals[0] if signals and code == INTERRUPTED else code
         finally:
             if argv is not None:
@@ -158,9 +179,9 @@ _KNOWN = (RolloutsError, click.ClickException, click.Abort, click.exceptions.Exi
 
 
 def _known_error(error: BaseException) -> BaseException | None:
-    """The error that we can report without a traceback; it may be wrapped in groups by nurseries."""
+    """The error to report without a traceback, taken out of the groups of nurseries; None for an unknown error."""
     leaves = list(leaves_of(error))
-    # Ctrl-C beside anything else is Ctrl-C; an unknown error beside a known one is a bug, and shown.
+    # Ctrl-C together with other errors is Ctrl-C. An unknown error is a bug, and is raised.
     interrupts = [leaf for leaf in leaves if isinstance(leaf, KeyboardInterrupt)]
     if interrupts or all(isinstance(leaf, _KNOWN) or _is_full_output(leaf) for leaf in leaves):
         return (interrupts or leaves)[0]
@@ -168,24 +189,24 @@ def _known_error(error: BaseException) -> BaseException | None:
 
 
 def _is_full_output(error: BaseException) -> bool:
-    """Whether standard output could not be written: errors of files have their names."""
+    """Whether standard output could not be written. An error of a file has a file name."""
     full = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
     return isinstance(error, OSError) and error.errno in full and error.filename is None
 
 
 def _report(error: BaseException) -> int:
-    """Say what happened on stderr; returns the exit code."""
+    """Print an error to stderr, and return the exit code."""
     if isinstance(error, click.exceptions.Exit):
         return error.exit_code
     if isinstance(error, BrokenPipeError) or _is_full_output(error):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more may be written to it at exit
-        if not isinstance(error, BrokenPipeError):  # the reader of our output has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python does not write to it at exit
+        if not isinstance(error, BrokenPipeError):  # not a closed pipe
             click.echo(f"error: the output cannot be written: {getattr(error, 'strerror', error)}", err=True)
         return 1
     if isinstance(error, KeyboardInterrupt | click.Abort):
         click.echo(f"\n{str(error) or 'interrupted'}", err=True)
         return INTERRUPTED
-    if type(error).__name__ == "NoArgsIsHelpError":  # newer versions of click raise it where older ones print
+    if type(error).__name__ == "NoArgsIsHelpError":  # new versions of click raise it; old ones print the help
         click.echo(str(error))
         return 0
     if isinstance(error, RolloutsError):
@@ -196,28 +217,53 @@ def _report(error: BaseException) -> int:
     return 2
 
 
-def _usage_message(error: click.ClickException) -> str:
-    """click's errors in our form: what was given, near misses, what to type."""
-    from rollouts.config.foreign import foreign_hint
-    from rollouts.config.settings import EVAL, setting_infos
+def _report_bug(error: BaseException) -> int:
+    """Say on stderr that rollouts itself made a mistake; returns the exit code."""
+    notes = "\n".join(getattr(error, "__notes__", ["with ROLLOUTS_TRACEBACK=1 its traceback is shown"]))
+    words = words_of(error, lambda each: place_of(each) or innermost_place(each))
+    click.echo(f"error: {words}\nthis is a mistake in rollouts or in a plugin, please report it; {notes}", err=True)
+    return 1
 
+
+def _usage_message(error: click.ClickException) -> str:
+    """An error of click in our form: what was given, similar names, and what to type."""
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "rollouts"
     if isinstance(error, click.NoSuchOption):
-        known = [name for p in context.command.params for name in (*p.opts, *p.secondary_opts)] if context else []
-        near = near_misses(error.option_name.replace("_", "-"), [name for name in known if name.startswith("--")])
-        message = f"`{command}` has no option {error.option_name}"
-        given = error.option_name.lstrip("-").replace("-", "_")
-        if context and context.info_name == "eval" and given in {info.name for info in setting_infos()} - set(EVAL):
-            near = []
-            message += ": an evaluation trains nothing, and this is a setting of training; leave it out"
-        if hint := foreign_hint(given, known) if context and context.info_name in TAKES_SETTINGS else "":
-            message += f"\n{hint}"
-        elif near:
-            message += f"\ndid you mean: {', '.join(near)}?"
-        if context and context.info_name in TAKES_SETTINGS:
-            message += "\na component's settings are dotted: --env.digits 3, --loss.clip-high 0.28"
+        message = _no_such_option(error, context)
+    elif isinstance(error, click.BadOptionUsage) and context:
+        option = next(each for each in context.command.params if error.option_name in each.opts)
+        value = option.metavar or "|".join(getattr(option.type, "choices", ())) or "VALUE"
+        return f"{error.option_name} needs a value\ntype: {error.option_name} {value}"
     else:
         message = error.format_message().rstrip(".")
         message = message[:1].lower() + message[1:]
+        if settings := re.findall(r"[( ]([a-z_.]+)=(\S*?)[ )]", message):
+            flags = (f"--{name.replace('_', '-')} {value}" for name, value in settings)
+            message += f"\na setting is a flag: {' '.join(flags)}"
     return f"{message}\ntype: {command} --help"
+
+
+def _no_such_option(error: click.NoSuchOption, context: click.Context | None) -> str:
+    """What an unknown option is here: a setting of another command, another library's name, or nearly one of ours."""
+    from rollouts.config.foreign import foreign_hint
+    from rollouts.config.settings import EVAL, setting_infos
+
+    message = f"`{context.command_path if context else 'rollouts'}` has no option {error.option_name}"
+    given, name = error.option_name.lstrip("-").replace("-", "_"), context.info_name if context else ""
+    known = [each for p in context.command.params for each in (*p.opts, *p.secondary_opts)] if context else []
+    hint = foreign_hint(given, known) if name in TAKES_SETTINGS else ""
+    core = {info.name for info in setting_infos()}
+    elsewhere = {
+        "eval": (core - set(EVAL), "an evaluation trains nothing, and this is a setting of training; leave it out"),
+        "resume": (core, "a resumed run keeps its settings; only --steps and the settings of components can change"),
+        "sft": ({"mode"}, "it has only one mode; type rollouts run --mode MODE"),
+    }
+    names, reason = elsewhere.get(name or "", (set(), ""))
+    if given in names:
+        message += f": {reason}"
+    elif not hint:
+        near = near_misses(error.option_name.replace("_", "-"), [each for each in known if each.startswith("--")])
+        hint = f"did you mean: {', '.join(near)}?" if near else ""
+    dotted = "a component's settings are dotted: --env.digits 3, --loss.clip-high 0.28"
+    return in_lines(message, hint, dotted if name in TAKES_SETTINGS else "")

@@ -67,7 +67,7 @@ def _deaf_to_interrupts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def silent_when_closed(name: Literal["stdout", "stderr"]) -> Iterator[None]:
-    """Within the block nothing that is written to `sys.stdout` (or `sys.stderr`) raises, whoever writes it."""
+    """Within the block, no write to `sys.stdout` (or `sys.stderr`) raises."""
     before: TextIO | None = getattr(sys, name)
     if before is None:  # closed before this process began; Python writes nowhere then
         yield

@@ -46,14 +46,6 @@ class SettingsCommand(click.Command):
         options = (_option(info) for info in self.infos if info.name != "template")
         super().__init__(name, params=[argument, *options, *own], epilog=DOTTED_FLAGS, **given)
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As click's; a missing value is told with this command's name."""
-        try:
-            return super().parse_args(ctx, args)
-        except click.UsageError as error:
-            error.ctx = error.ctx or ctx
-            raise
-
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The options that are settings by their groups, then the command's own."""
         options = [parameter for parameter in self.get_params(ctx) if isinstance(parameter, click.Option)]
@@ -108,6 +100,7 @@ def read_settings(
 def given_flags(options: dict[str, Any]) -> Tree:
     """The options that were given, as flags of a tree. Raises ConfigError where one has a flag for a value."""
     from rollouts.config.flags import flag_name, read_flag
+    from rollouts.config.stopping import read_rule
 
     tree: Tree = {}
     for name, value in options.items():
@@ -117,5 +110,7 @@ def given_flags(options: dict[str, Any]) -> Tree:
             if text.startswith("--"):
                 flag = flag_name((name,))
                 raise ConfigError(f"{flag} needs a value, and {text} follows it\ntype: {flag} VALUE")
+            if name == "stop_when" and text.lower() != "none":
+                read_rule(text)  # before FILE is read: without quotes, the shell takes its number for a file
         tree[name] = [read_flag(text) for text in value] if isinstance(value, tuple) else read_flag(value)
     return tree

@@ -6,6 +6,7 @@ evaluation a table of its numbers.
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -142,13 +143,17 @@ class Progress:
         """Before and after, where the run is done."""
         if summary["status"] != "done":
             return
+        if "stopped" in summary:
+            self._say(f"stopped before step {summary['steps'] + 1} of {self._total}: {summary['stopped']['why']}")
+            if summary["stopped"]["by"] == "max_hours":
+                self._say(f"to continue, type: rollouts resume {shlex.quote(str(self._folder))}")
         before, after = summary["evaluation"]["before"], summary["evaluation"]["after"]
         if before and after:
             self._console.print(_comparison_table(before, after))
         first = summary.get("resumed_from", 0)
-        more = "more " if first else ""
+        more, count = "more " if first else "", summary["steps"] - first
         self._say(
-            f"{summary['steps'] - first} {more}steps in {summary['wall_seconds']:.0f} s "
+            f"{count} {more}{'step' if count == 1 else 'steps'} in {summary['wall_seconds']:.0f} s "
             f"({summary['cpu_seconds']:.0f} s of CPU) · {self._folder}"
         )
 

@@ -42,13 +42,11 @@ def _run(file: str | None, dry_run: bool, **options: Any) -> int:
     return 0
 
 
-def _resume(folder: str, steps: str | None, checkpoint: str | None) -> int:
-    from rollouts.config.flags import read_flag
+def _resume(folder: str, checkpoint: str | None, **options: Any) -> int:
+    from rollouts.cli.options import given_flags
     from rollouts.runs import resume_run
 
-    given = dict(click.get_current_context().obj or {})
-    if steps is not None:
-        given["steps"] = read_flag(steps)
+    given = (click.get_current_context().obj or {}) | given_flags(options)
     with _progress() as progress:
         resume_run(folder, given, progress, checkpoint=checkpoint or "")
     return 0
@@ -130,6 +128,18 @@ resume = click.Command(
     params=[
         click.Argument(["folder"], metavar="DIR"),
         click.Option(["--steps"], metavar="N", help="The total number of steps.  [default: as in DIR/config.toml]"),
+        click.Option(
+            ["--stop-when"],
+            multiple=True,
+            metavar="RULE",
+            help="Other rules that end the run early; `none` for no rule.  [default: as in DIR/config.toml]",
+        ),
+        click.Option(
+            ["--max-hours"],
+            metavar="X",
+            help="End the run early after this many hours of this process; `none` for no limit.  "
+            "[default: as in DIR/config.toml]",
+        ),
         click.Option(
             ["--checkpoint"],
             metavar="NAME",

@@ -23,8 +23,9 @@ import msgspec
 
 from rollouts.config.files import NOWHERE, Source, refusal, unknown_key
 from rollouts.config.flags import Flag, flag_name
-from rollouts.config.settings import Setting, is_secret, without_secrets
-from rollouts.errors import ConfigError, suggestion
+from rollouts.config.foreign import misplaced_hint
+from rollouts.config.settings import Setting, is_secret, setting_infos, without_secrets
+from rollouts.errors import ConfigError, in_lines, suggestion
 
 if TYPE_CHECKING:
     from rollouts.plugins.signature import Signature
@@ -116,8 +117,11 @@ def _mistyped(value: Any, hint: Any, path: Path, source: Source, detail: str) ->
     hint_of_inside = f" ({detail.partition(' - at ')[0]} at {inside})" if inside else ""
     expected = f"expected {describe_type(hint)}; got {shown}{hint_of_inside}"
     near = suggestion(str(given), map(str, choices_of(hint)))
-    example = "" if near or not isinstance(value, Flag) else _example(hint)
-    return refusal(path, value, source, expected, near, example and f"for example: {flag_name(path)} {example}")
+    example = "" if near else _example(hint)
+    if example:
+        shell = f"{flag_name(path)} {example}"
+        example = "for example: " + (shell if isinstance(value, Flag) else f"{path[-1]} = {example.strip(chr(39))}")
+    return refusal(path, value, source, expected, near, example)
 
 
 def _example(hint: Any) -> str:
@@ -182,7 +186,8 @@ def convert_settings(
             listing = ", ".join(
                 f"{each.name} ({describe_type(each.type)}; {default_text(each)})" for each in signature.settings
             )
-            problem = f"{label} has no setting {key!r}"
+            hint = misplaced_hint(key, [info.name for info in setting_infos()])
+            problem = in_lines(f"{label} has no setting {key!r}", hint)
             raise unknown_key((*path, key), value, source, problem, known, f"its settings: {listing or 'none'}")
     missing = [name for name, setting in known.items() if setting.is_required and name not in given]
     if missing:

@@ -25,6 +25,7 @@ Keys = tuple[str, ...]
 SUFFIXES = (".toml", ".json", ".py")
 DEPTH_MAX = 50  # of tables inside tables; our own settings need fewer than ten
 INTEGER_BITS = 1_000  # larger numbers cannot be compared with a float, or printed
+_WRITE_ONE = "to write a settings file: rollouts config --env NAME > run.toml"
 _HUGE = re.compile(r"\d{4301}")  # Python refuses longer numbers
 
 
@@ -165,15 +166,20 @@ def _no_such_file(path: Path) -> ConfigError:
             in_lines(f"{path} is a folder; a settings file ends in {', '.join(SUFFIXES)}", *_of_folder(path))
         )
     if path.exists():
-        return ConfigError(f"{path}: a settings file ends in {', '.join(SUFFIXES)}")
+        return ConfigError(f"{path}: a settings file ends in {', '.join(SUFFIXES)}\n{_WRITE_ONE}")
     beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
     near = suggestion(path.name, (n for n in beside if n.endswith(SUFFIXES)), lambda name: str(path.parent / name))
     other = "" if near or path.suffix in SUFFIXES else f"to choose an environment, type `--env {path}`"
-    return ConfigError(in_lines(f"{path}: there is no such settings file", near, other))
+    name, is_setting, value = str(path).partition("=")
+    if is_setting:
+        other = f"a setting is a flag: --{name.replace('_', '-')} {value}"
+    elif other and "/" in str(path):
+        other += f"; to choose a model, `--model {path}`"
+    return ConfigError(in_lines(f"{path}: there is no such settings file", near, other or ("" if near else _WRITE_ONE)))
 
 
 def _of_folder(path: Path) -> Iterator[str]:
-    """What to type where the folder of a run, a checkpoint or a model was given as a settings file."""
+    """What to type if the given settings file is the folder of a run, a checkpoint or a model."""
     quoted = shlex.quote(str(path))
     if (path / "config.toml").is_file():
         yield f"to continue the run in it: rollouts resume {quoted}"
@@ -197,12 +203,20 @@ def _read_toml(source: Source) -> Tree:
 
 
 def _quote_hint(text: str, line: str) -> str:
-    """A hint for text without quotes, the most common mistake."""
+    """A hint for the most common mistakes: text without quotes, YAML, Python's True, a Windows path."""
     lines = text.split("\n")
     given = lines[int(line) - 1] if int(line) <= len(lines) else ""
+    if re.search(r'=\s*"[^"]*\\', given):
+        return "\na backslash needs single quotes: model = 'C:\\models\\mine'"
+    if match := re.fullmatch(r"\s*([\w.-]+):\s+(\S.*?)\s*", given):
+        return (
+            f"\nTOML has an equals sign: {match[1]} = {'...' if is_secret(match[1].rpartition('.')[2]) else match[2]}"
+        )
     match = re.fullmatch(r"\s*([\w.-]+)\s*=\s*([A-Za-z./][^\"'#]*?)\s*", given)
     if match is None:
         return ""
+    if match[2] in ("True", "False"):
+        return f"\nTOML writes it in lower case: {match[1]} = {match[2].lower()}"
     text = "..." if is_secret(match[1].rpartition(".")[2]) else match[2]
     return f'\nput text in quotes: {match[1]} = "{text}"'
 
@@ -218,7 +232,10 @@ def _read_json(source: Source) -> Any:
     try:
         return json.loads(source.text, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{source.path}, line {error.lineno}: not JSON: {error.msg}") from error
+        if not source.text.strip():
+            raise ConfigError(f"{source.path} is empty\n{_WRITE_ONE}") from error
+        hint = "JSON has no comments, and no comma before a closing bracket; a .toml file may have both"
+        raise ConfigError(f"{source.path}, line {error.lineno}: not JSON: {error.msg}\n{hint}") from error
 
 
 def _read_py(source: Source) -> Any:
@@ -235,6 +252,12 @@ def _read_py(source: Source) -> Any:
     if "config" in namespace:
         return namespace["config"]
     names = [name for name, _ in _assignments(module.body) if not name.startswith("_")]
+    defined = [each.name for each in module.body if isinstance(each, ast.ClassDef)]
+    if defined and not names:
+        file = source.path if "/" in source.path else f"./{source.path}"
+        raise ConfigError(
+            f"{source.path}: it holds no settings\nto run an environment from this file: --env {file}:{defined[-1]}"
+        )
     return {name: namespace[name] for name in names if name in namespace}
 
 
@@ -272,8 +295,8 @@ def _places(text: str, suffix: str) -> Iterator[tuple[Keys, int]]:
 
 
 def _toml_places(text: str) -> Iterator[tuple[Keys, int]]:
-    """The line of each path. The shortest valid prefix of the text that has a path ends with the statement of the
-    path.
+    """The line of each path in a TOML text. Parses longer and longer prefixes of the text: the first valid prefix that
+    has a path ends with the statement of that path.
     """
     import tomllib
 

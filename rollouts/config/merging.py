@@ -6,10 +6,9 @@ The rules for files and flags:
 - `reward`, `shaping`, `filter` and `logger` are lists of names, or tables by alias (`[reward.short]`; without a `name`,
   the alias is the name). A list or a table in a file replaces the default. Flags that name components replace those of
   the file. Dotted flags change the settings of the chosen components.
-- `env` is one component or several. Several have an alias and a weight each, as a list, as `[[env]]` tables, as tables
-by
-  alias, or as `--env easy=calculator:2`. A list with one name, without alias and weight, is one component. Several
-  replace the components of the earlier source.
+- `env` is one component or several. Several are a list, `[[env]]` tables, tables by alias, or flags such as
+  `--env easy=calculator:2`, and each has an alias and a weight. A list with one name, without alias and weight, is one
+  component. If a later source names several, they replace the earlier ones.
 - `sft` is a tree of such settings, merged by the same rules.
 - The default alias is the last part of the name. The last colon separates the weight.
 

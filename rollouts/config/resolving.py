@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollouts.config.convert import convert_value, plain
-from rollouts.config.files import NOWHERE, Source, check_tree, load_file, refusal, unknown_key, where
+from rollouts.config.files import NOWHERE, Source, check_tree, load_file, refusal, unknown_key, walk, where
 from rollouts.config.flags import Flag, Tree
 from rollouts.config.foreign import foreign_hint
 from rollouts.config.merging import Component, component_names, components_of, merge
@@ -32,7 +32,8 @@ from rollouts.config.settings import (
     Settings,
     setting_infos,
 )
-from rollouts.errors import ConfigError, in_lines
+from rollouts.config.stopping import read_rule
+from rollouts.errors import ConfigError, in_lines, near_misses
 
 HOLDING_OUT = ("seed", "eval_tasks")
 """The settings that decide which tasks are held out. The evaluation of a run takes them from that run."""
@@ -90,6 +91,7 @@ def resolve(tree: Tree, source: Source = NOWHERE, *, allow_left_out: bool = Fals
     if mode == "eval":
         values = EVAL_DEFAULTS | values
     components = components_of(chosen, COMPONENT_KINDS, source)
+    _check_stop_rules(values, tree, source)
     settings = Settings(**values, **component_names(components))
     if settings.sft and settings.mode != "sft+rl":
         first = next(iter(settings.sft))
@@ -115,12 +117,18 @@ def _of_evaluation(tree: Tree, source: Source) -> Tree:
 
 def _refuse_unknown(tree: Tree, known: Iterable[str], source: Source) -> None:
     for key in (key for key in tree if key not in known):
-        listing = (
-            f"the core's settings: {', '.join(sorted(known))}\n"
-            "write a component's settings in its table ([loss] clip_high = 0.28) or as flags (--loss.clip-high 0.28)"
+        hint = _hint_inside(tree[key]) or foreign_hint(key)
+        listing = in_lines(
+            "" if hint or near_misses(key, known) else f"the core's settings: {', '.join(sorted(known))}",
+            "write a component's settings in its table ([loss] clip_high = 0.28) or as flags (--loss.clip-high 0.28)",
         )
-        problem = in_lines(f"there is no setting {key!r}", foreign_hint(key))
-        raise unknown_key((key,), tree[key], source, problem, known, listing)
+        problem = in_lines(f"there is no setting {key!r}", hint)
+        raise unknown_key((key,), tree[key], source, problem, () if hint else known, listing)
+
+
+def _hint_inside(value: Any) -> str:
+    """The hint for the settings in a table of another library's: `trainer.n_gpus`."""
+    return next((hint for path, _, _ in walk({"": value}) if path and (hint := foreign_hint(path[-1]))), "")
 
 
 def _core_value(value: Any, info: Setting, source: Source, place: tuple[str, ...] = ()) -> Any:
@@ -135,9 +143,12 @@ def _core_value(value: Any, info: Setting, source: Source, place: tuple[str, ...
             return _sft(value, source)
         return {key: inner for key, inner in plain(value).items() if inner is not None}  # None means: not set
     if isinstance(value, dict):
-        raise refusal(path, value, source, f"expected one value; `{info.name}` has no settings of its own")
+        hint = _hint_inside(value) or f"type: {info.flag} VALUE"
+        raise refusal(path, value, source, f"expected one value; `{info.name}` has no settings of its own", hint)
     if info.type is str and (value is None or (isinstance(value, Flag) and value.value is None)):
         return info.default
+    if info.name == "stop_when":
+        value = _list_of_rules(value)
     converted = convert_value(value, info.type, path, source)
     fault = _fault_of_number(info, converted) if isinstance(converted, int | float) else ""
     if fault:
@@ -145,11 +156,32 @@ def _core_value(value: Any, info: Setting, source: Source, place: tuple[str, ...
     return converted
 
 
+def _list_of_rules(value: Any) -> Any:
+    """One rule as a list of one; `none` as an empty list."""
+    listed = value if isinstance(value, list | tuple) else [value]
+    return [] if [plain(each) for each in listed] in ([None], ["none"]) else listed
+
+
+def _check_stop_rules(values: Tree, tree: Tree, source: Source) -> None:
+    """Refuse what is no rule, and a rule on evaluations in a run that has none before its end. Raises ConfigError."""
+    for text in values.get("stop_when", ()):
+        try:
+            rule = read_rule(text)
+        except ConfigError as error:
+            raise refusal(("stop_when",), tree["stop_when"], source, str(error)) from error
+        if rule.metric.startswith("eval/") and not (values.get("eval_every") and values.get("eval_tasks", 1)):
+            lacks = "--eval-every 10" if not values.get("eval_every") else "--eval-tasks with more than 0"
+            wrong = f"'{rule}' can never hold: this run evaluates only before its first step and after its last one"
+            raise refusal(("stop_when",), tree["stop_when"], source, wrong, f"type: {lacks}")
+
+
 def _fault_of_number(info: Setting, number: float) -> str:
     """The bound that a number breaks, in words; empty if it breaks none."""
     if isinstance(number, int) and number.bit_length() >= 64:
         return "less than 2**63"
-    if not math.isfinite(number) or number < info.minimum or number <= info.above:
+    if not math.isfinite(number) and not math.isnan(number):
+        return "a finite number"
+    if not number >= info.minimum or not number > info.above:
         return f"more than {info.above:g}" if math.isfinite(info.above) else f"at least {info.minimum:g}"
     if info.name == "max_failures" and isinstance(number, float) and number >= 1:
         return "a whole number of failed rollouts, such as 20, or a share between 0 and 1, such as 0.5"

@@ -45,7 +45,7 @@ MULTIPLE = ("reward", "shaping", "filter", "logger")
 SINGLE = tuple(key for key in COMPONENT_KINDS if key not in MULTIPLE)
 """The settings that name one component. `env` may also name several; each of those has an alias."""
 
-REPEATED = ("env", *MULTIPLE)
+REPEATED = ("env", *MULTIPLE, "stop_when")
 """The settings whose flag may be repeated."""
 
 WEIGHTED = ("env", "reward")
@@ -198,7 +198,7 @@ class Settings:
         inference: The inference backend.
         training: The training backend.
         critic: A critic: `head` on the policy, or a separate model (a path or a name). Default: none.
-        teacher: A teacher to distil from: a path or a name on the hub. Default: none.
+        teacher: A teacher to distill from: a path or a name on the hub. Default: none.
         teacher_top_k: How many of the teacher's likeliest tokens a loss receives.
         prompts_per_step: Prompts per step.
         samples_per_prompt: Rollouts per prompt: the size of a group.
@@ -225,6 +225,10 @@ class Settings:
         pass_env: More environment variables for isolated tools and launched servers: names, or patterns such as AWS_*,
             separated by commas. Default: none.
         steps: Training steps. Each uses one batch of rollouts or demonstrations.
+        stop_when: End the run early when a metric of a step meets a rule, such as 'eval/reward_mean >= 0.95'. Repeat it
+            for more rules; one is enough. Default: none.
+        max_hours: End the run early after this many hours of this process, with its last checkpoint and evaluation.
+            Default: none.
         lr: The learning rate. Default: 3e-4 for tiny and its checkpoints, else 1e-6 (sft 1e-5); ten times that with
             LoRA.
         critic_lr: The learning rate of the critic. Default: ten times the learning rate.
@@ -292,6 +296,8 @@ class Settings:
     max_failures: int | float | None = _bounded(None, above=0)
     pass_env: str = ""
     steps: int = _bounded(120, minimum=0)
+    stop_when: tuple[str, ...] = ()
+    max_hours: float | None = _bounded(None, above=0)
     lr: float | None = _bounded(None, above=0)
     critic_lr: float | None = _bounded(None, above=0)
     tokens_per_microbatch: int = _bounded(16384, minimum=1)

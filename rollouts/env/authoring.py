@@ -19,10 +19,12 @@ in worker threads, one at a time for one environment object, but not always in t
 from __future__ import annotations
 
 import inspect
+import math
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
+from rollouts.author_code import shown
 from rollouts.env.isolated import check_isolated, check_reference
 from rollouts.errors import EnvironmentDefinitionError
 
@@ -33,6 +35,7 @@ Isolation = Literal["process"]
 TOOL_MARK = "__rollouts_tool__"
 REWARD_MARK = "__rollouts_reward__"
 METRIC_MARK = "__rollouts_metric__"
+WORDS = {TOOL_MARK: "tool", REWARD_MARK: "reward", METRIC_MARK: "metric"}
 
 
 class ToolMethod(NamedTuple):
@@ -76,12 +79,13 @@ def tool(
     """
     if isolate not in (None, "process"):
         raise EnvironmentDefinitionError(f"@tool(isolate={isolate!r}): it may be 'process', or be left out")
-    if not timeout_seconds > 0:
+    if not isinstance(timeout_seconds, int | float) or not timeout_seconds > 0:
         raise EnvironmentDefinitionError(
             f"@tool(timeout_seconds={timeout_seconds!r}): a deadline is a positive number of seconds, such as 30.0"
         )
 
     def mark(function: F) -> F:
+        _check_marked("tool", function, 'such as @tool(timeout_seconds=5) or @tool(name="calc")')
         if isolate is not None:
             check_isolated(function)
         _mark(function, TOOL_MARK, (name, float(timeout_seconds), isolate))
@@ -99,19 +103,43 @@ def reward(*, weight: float = ...) -> Callable[[F], F]: ...
 
 
 def reward(fn: F | None = None, *, weight: float = 1.0) -> F | Callable[[F], F]:
-    """A method that judges the rollout: it may name `task`, `trajectory`, `env`; returns float, Score or None."""
+    """A method that judges the rollout: it may name `task`, `trajectory`, `env`; returns float, Score or None.
+
+    Raises EnvironmentDefinitionError where the weight is no finite number.
+    """
+
+    if not isinstance(weight, int | float) or not math.isfinite(weight):
+        raise EnvironmentDefinitionError(f"@reward(weight={weight!r}): a weight is a finite number, such as 0.5")
 
     def mark(function: F) -> F:
+        weight_words = f"{function:g}" if isinstance(function, int | float) else "0.5"
+        hint = (
+            f"such as @reward(weight={weight_words}); `--reward env:0.5` weighs all rewards of the environment together"
+        )
+        _check_marked("reward", function, hint)
         _mark(function, REWARD_MARK, float(weight))
         return function
 
     return mark if fn is None else mark(fn)
 
 
-def metric(fn: F) -> F:
+@overload
+def metric(fn: F) -> F: ...
+
+
+@overload
+def metric() -> Callable[[F], F]: ...
+
+
+def metric(fn: F | None = None) -> F | Callable[[F], F]:
     """A method whose float is logged and never trained: it may name `task`, `trajectory`, `env`."""
-    _mark(fn, METRIC_MARK, 0.0)  # it is never trained on
-    return fn
+
+    def mark(function: F) -> F:
+        _check_marked("metric", function, "and @metric takes none: the name of the metric is the name of its method")
+        _mark(function, METRIC_MARK, 0.0)  # it is never trained on
+        return function
+
+    return mark if fn is None else mark(fn)
 
 
 def environment_name(env: Any) -> str:
@@ -148,9 +176,48 @@ def metrics_of(env: Any) -> list[JudgeMethod]:
     return [JudgeMethod(*marked) for marked in _marked(env, METRIC_MARK)]
 
 
+def _check_marked(word: str, marked: Any, named_settings: str) -> None:
+    """Raise EnvironmentDefinitionError where `@word` marks what is no function. `named_settings` says how the mark's
+    settings are given.
+    """
+    if inspect.isclass(marked):
+        raise EnvironmentDefinitionError(
+            f"@{word} is on the class {marked.__name__}; it marks one method: write it above a `def` in the class"
+        )
+    if not callable(marked) and not isinstance(marked, staticmethod | classmethod):
+        given = f"@{word}({shown(marked)})"
+        if isinstance(marked, property):
+            raise EnvironmentDefinitionError(f"@{word} is on a property; it marks a method: remove @property")
+        raise EnvironmentDefinitionError(f"{given}: settings of a mark are given by name, {named_settings}")
+
+
 def _mark(function: Callable[..., Any], mark: str, value: Any) -> None:
-    setattr(function, mark, value)
+    """Put the mark on the function. Raises EnvironmentDefinitionError where it bears one that says something else."""
+    label, word = getattr(function, "__qualname__", shown(function)), WORDS[mark]
+    earlier = mark_of(function, mark)
+    if earlier is not None and earlier != value:
+        raise EnvironmentDefinitionError(
+            f"{label} is marked twice, by @{word}, with different settings; remove one of the two"
+        )
+    other = next((WORDS[each] for each in WORDS if each != mark and mark_of(function, each) is not None), None)
+    if other is not None and "tool" in (word, other):
+        raise EnvironmentDefinitionError(
+            f"{label} is marked as @{word} and as @{other}; the model calls a tool, and a tool judges nothing: "
+            "write two methods"
+        )
+    try:
+        setattr(function, mark, value)
+    except (AttributeError, TypeError) as error:
+        raise EnvironmentDefinitionError(
+            f"@{word} cannot mark {label}, a {type(function).__name__}; write a method that calls it, and mark that"
+        ) from error
     _scans.clear()  # it may be in a class already
+
+
+def marked_in(cls: type, mark: str) -> Iterator[tuple[str, Any]]:
+    """(name, attribute as the class holds it) of each method that bears the mark."""
+    for name, _ in _marks_of(cls)[mark]:
+        yield name, inspect.getattr_static(cls, name)
 
 
 def _marked(env: Any, mark: str) -> Iterator[tuple[str, Callable[..., Any], Any]]:
@@ -177,7 +244,7 @@ def _marks_of(owner: type) -> Marks:
     marks = {TOOL_MARK: [], REWARD_MARK: [], METRIC_MARK: []}
     for name, raw in members.items():
         for mark, found in marks.items():
-            value = _mark_of(raw, mark)
+            value = mark_of(raw, mark)
             if value is not None and not inspect.isclass(raw):
                 found.append((name, value))
     if len(_scans) >= SCANS_MAX:
@@ -186,7 +253,7 @@ def _marks_of(owner: type) -> Marks:
     return marks
 
 
-def _mark_of(raw: Any, mark: str) -> Any:
+def mark_of(raw: Any, mark: str) -> Any:
     """The mark on an attribute of a class, or on the function inside a staticmethod; None where there is none."""
     while True:
         value = getattr(raw, "__dict__", {}).get(mark)  # not getattr: an attribute of any type may answer to every name

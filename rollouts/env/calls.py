@@ -33,6 +33,7 @@ import trio
 
 from rollouts.author_code import authors_code, is_from_outside, unwrapped
 from rollouts.env.threads import of_this_run, run_in_thread
+from rollouts.error_log import is_logging, report
 from rollouts.errors import EnvironmentDefinitionError, RolloutsError
 
 AsyncLibrary = Literal["trio", "asyncio"]
@@ -202,6 +203,7 @@ class _AsyncioBridge:
     def __init__(self) -> None:
         self.waiting: set[Callable[[], None]] = set()
         self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(_stray)
         self._thread = threading.Thread(target=self._serve, name="rollouts-asyncio", daemon=True)
         self._is_abandoned = False
         self._has_ended = False
@@ -288,12 +290,21 @@ class _AsyncioBridge:
             atexit.unregister(self.close)  # its thread may be blocked for ever, and is a daemon
 
     def release(self, wake: Callable[[], None]) -> None:
-        """Nobody waits for this call any more."""
+        """End the wait for this call. If it is abandoned and has no other waiter, close the thread."""
         with _lock:
             self.waiting.discard(wake)
             is_last = self._is_abandoned and not self.waiting
         if is_last:
             self.close()
+
+
+def _stray(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """What a task raised that nothing awaits: asyncio would print a traceback."""
+    error = context.get("exception")
+    if error is None or not is_logging():
+        loop.default_exception_handler(context)
+    else:
+        report(error, "an asyncio task that nothing awaits")
 
 
 _bridge: _AsyncioBridge | None = None

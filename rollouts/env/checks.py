@@ -10,13 +10,15 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rollouts.author_code import place_of_function, shown
 from rollouts.config.settings import REQUIRED
-from rollouts.env.authoring import environment_name, metrics_of, rewards_of, tools_of
+from rollouts.env.authoring import WORDS, environment_name, marked_in, metrics_of, rewards_of, tools_of
 from rollouts.env.calls import UNDER_TRIO, async_library_of
 from rollouts.env.mixing import RewardTerm
 from rollouts.env.schema import tool_schema
-from rollouts.errors import EnvironmentDefinitionError, SignatureError, near_misses
+from rollouts.errors import EnvironmentDefinitionError, SignatureError, in_lines, near_misses
 from rollouts.plugins.signature import check_signature, read_signature
+from rollouts.types import Message
 
 METHODS: Mapping[str, tuple[str, ...]] = {
     "tasks": ("split", "rng"),
@@ -25,10 +27,14 @@ METHODS: Mapping[str, tuple[str, ...]] = {
     "close": (),
     "reply": ("trajectory",),
     "rollout": ("task", "model"),
+    "state": (),
+    "restore": ("state",),
 }
 """The methods of an environment that the core calls, and what it gives them, by position. Only `tasks` must exist."""
 
 OWN_NAMES = ("task", "trajectory", "env")
+SELVES = ("self", "this", "env", "environment")  # what a method may call its environment; `_self` too
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def check_environment(env: Any, rewards: Sequence[RewardTerm] | None = None) -> None:
@@ -56,6 +62,7 @@ def check_environment(env: Any, rewards: Sequence[RewardTerm] | None = None) -> 
         raise EnvironmentDefinitionError(
             f'{label}.async_library is "asyncio", but {UNDER_TRIO}; without it the names in each method decide'
         )
+    _check_selves(env, label)
     for tool in tools_of(env):
         tool_schema(tool.function, tool.name)
     own = rewards_of(env)
@@ -71,6 +78,22 @@ def check_environment(env: Any, rewards: Sequence[RewardTerm] | None = None) -> 
         "type --reward pkg/name or --reward ./file.py:function (rollouts plugins list shows what is installed), "
         "or give the class a method with @reward if it is yours"
     )
+
+
+def check_text(messages: Sequence[Message], whose: str) -> None:
+    """Raise EnvironmentDefinitionError where a message has a part that is not text: it would be left out of the tokens,
+    and the model trained on a prompt that lacks it. `whose` says whose messages they are.
+    """
+    for number, message in enumerate(messages, start=1):
+        parts = message.content if isinstance(message.content, list) else []
+        other = next((p for p in parts if not (isinstance(p, dict) and p.get("type") == "text")), None)
+        if other is not None:
+            kind = shown(other.get("type")) if isinstance(other, dict) else type(other).__name__
+            raise EnvironmentDefinitionError(
+                f"{whose}: message {number} ({message.role}) has a part of type {kind}, and the model reads text only, "
+                'so that the part would be lost\nwrite text, or parts such as {"type": "text", "text": "..."}; only '
+                "an engine that takes messages sees other parts: rollouts eval --inference openai"
+            )
 
 
 def reward_term(
@@ -103,7 +126,9 @@ def _check_method(env: Any, label: str, name: str, arguments: tuple[str, ...]) -
     unbound = inspect.isclass(env) and inspect.isfunction(inspect.getattr_static(env, name))
     try:
         signature = inspect.signature(method)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError) as error:
+        if inspect.isfunction(inspect.getattr_static(env, name)):  # bound, although it takes nothing
+            raise EnvironmentDefinitionError(f"{label}.{name} takes no `self`; write `{wanted}`") from error
         return  # no readable signature, as in compiled code: the first episode will show it
     try:
         signature.bind(*((env, *arguments) if unbound else arguments))
@@ -113,14 +138,43 @@ def _check_method(env: Any, label: str, name: str, arguments: tuple[str, ...]) -
         ) from error
 
 
+def _check_selves(env: Any, label: str) -> None:
+    """Raise EnvironmentDefinitionError where the first parameter of a marked method is not the environment: Python
+    would hand that to it, and what was meant to be there is lost.
+    """
+    cls = env if inspect.isclass(env) else type(env)
+    for mark, word in WORDS.items():
+        for name, raw in marked_in(cls, mark):
+            if not inspect.isfunction(raw):
+                continue  # a staticmethod, say: Python hands it nothing
+            parameters = list(inspect.signature(raw).parameters.values())
+            first = parameters[0] if parameters else None
+            if first is not None and (first.name in SELVES or first.name.startswith("_") or first.kind in _VARIADIC):
+                continue
+            texts = [_as_written(each) for each in parameters]
+            where = f"{label}.{name}({', '.join(texts)})"
+            lost = f"{first.name!r} receives the environment" if first is not None else "it takes no environment"
+            written = ", ".join(["self", *texts])
+            place = place_of_function(raw)
+            raise EnvironmentDefinitionError(
+                in_lines(
+                    f"@{word} {where} has no `self`, so {lost}; write `def {name}({written})`, or write @staticmethod "
+                    f"above @{word}",
+                    f"  {place}" if place else "",
+                )
+            )
+
+
+def _as_written(parameter: inspect.Parameter) -> str:
+    """The parameter with its hint as text, also where the module's hints are strings."""
+    hint = parameter.annotation
+    return str(parameter).replace(repr(hint), hint, 1) if isinstance(hint, str) else str(parameter)
+
+
 def _check_own(env: Any, label: str, kind: str, name: str, function: Callable[..., Any]) -> None:
     word = kind.removesuffix("s")
     where = f"@{word} {label}.{name}"
     if inspect.isclass(env) and inspect.isfunction(inspect.getattr_static(env, name)):
-        try:
-            inspect.signature(function).bind_partial(None)
-        except TypeError as error:
-            raise EnvironmentDefinitionError(f"{where} takes no `self`; write `def {name}(self, task)`") from error
         function = functools.partial(function, None)
     try:
         signature = read_signature(function, kind)

@@ -29,7 +29,7 @@ from rollouts.env.results import ToolOutcome
 from rollouts.env.threads import of_this_run
 from rollouts.error_log import Fault, report_fault
 from rollouts.errors import EnvironmentDefinitionError, RolloutsError, words_of_exit
-from rollouts.supervisor import status_of, supervised
+from rollouts.supervisor import supervised
 
 WORKERS_MAX = max(4, os.cpu_count() or 1)  # processes of one trio run
 START_SECONDS = 60.0  # until a process answers and has imported the tool's module
@@ -131,8 +131,8 @@ class _Worker:
         return line
 
     async def end(self) -> int | None:
-        """Have its supervisor kill it with all that it started, and wait until they are gone; its exit status is that
-        of its own death, if it was dead already.
+        """Make its supervisor kill it and all its child processes, and wait until they are gone. Returns the exit code
+        of the supervisor: the worker's own, or 128 + n if signal n killed the worker.
         """
         self.has_ended = True
         with contextlib.suppress(ProcessLookupError):
@@ -144,7 +144,7 @@ class _Worker:
             await self.process.wait()
         if self.process.poll() is None:
             self.process.kill()
-        return status_of(self.process.returncode)
+        return self.process.returncode
 
 
 class _Pool:

@@ -64,9 +64,10 @@ def split_tasks(tasks: list[Task], fraction: float) -> tuple[list[Task], list[Ta
 def read_tasks(path: Path) -> list[Task]:
     """The tasks of a .jsonl or .json file, in its order. Raises ConfigError, naming the file and the line or row."""
     if path.suffix not in (".jsonl", ".json"):
-        raise ConfigError(f"{path}: rows are in .jsonl (one object a line) or .json (a list), not {path.suffix!r}")
+        given = f"not {path.suffix!r}" if path.suffix else "and a dataset of a hub is saved as such a file first"
+        raise ConfigError(f"{path}: rows are in .jsonl (one object a line) or .json (a list), {given}")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # Windows' editors write a byte order mark
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}; type --data PATH-OF-ROWS") from error
     except UnicodeDecodeError as error:
@@ -98,7 +99,8 @@ def _parse(where: str, text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         place = f"{where}" if error.lineno == 1 else f"{where}, line {error.lineno}"
-        raise ConfigError(f"{place}: not JSON: {error.msg} (column {error.colno})") from error
+        row = 'a row is {"prompt": "...", "answer": ...}'
+        raise ConfigError(f"{place}: not JSON: {error.msg} (column {error.colno}); {row}") from error
 
 
 def _task_of(where: str, row: Any) -> Task:

@@ -132,9 +132,10 @@ def _read_parameter(
     try:
         (schema,), components = msgspec.json.schema_components([hint], ref_template="{name}")
     except TypeError as error:
-        reason = str(error).strip().splitlines()[-1]
+        shown = hint.__name__ if isinstance(hint, type) else repr(hint)
+        reason = str(error).strip().splitlines()[-1].replace(repr(hint), shown)
         use = "str, int, float, bool, Literal, an enum, list, dict or a dataclass"
-        raise _refused(where, f": the type {hint!r} cannot be described to a model ({reason}); use {use}") from error
+        raise _refused(where, f": the type {shown} cannot be described to a model ({reason}); use {use}") from error
     schema = plain_json(_inline(schema, components, ()))
     if description:
         schema["description"] = printable(description)

@@ -1,8 +1,8 @@
 """Inference engines: token ids in, token ids and logprobs out.
 
-base.py       the seam: GenerateRequest, Generation, the Protocol of an engine (no torch)
-chatting.py   the seam of engines that take messages instead of ids
-suspend.py    suspend an episode in the middle of a reply, and resume it
-embedded/     the engine in this process: shares the trainer's parameters, reproducible by seed
+base.py       the interface of an engine: GenerateRequest, Generation, the Protocols (no torch)
+chatting.py   the interface of an engine that takes messages instead of ids
+suspend.py    suspends an episode in the middle of a reply, and resumes it
+embedded/     the engine in this process: it shares the trainer's parameters and is reproducible by seed
 servers/      engines behind an address: vLLM, SGLang, any chat-completions API
 """

@@ -1,6 +1,6 @@
-"""What the agent loop asks of an inference engine: token ids in, token ids and logprobs out.
+"""The interface of an inference engine: token ids in, token ids and logprobs out.
 
-The caller need not know whether the engine is in this process or behind HTTP, nor how it batches.
+The caller need not know whether the engine runs in this process or behind HTTP, nor how it forms batches.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from rollouts.errors import ConfigError
 class GenerateRequest(msgspec.Struct, frozen=True):
     """One turn to sample.
 
-    `tokens` is the whole context [L]. `order` is (group, rollout, turn): engines that batch in process form their
-    batches in this order. `session` names the episode, so that a turn continues the cache of the turn before.
-    `temperature` 0 is greedy (its logprobs are those of temperature 1). Sampling stops after an id of `stop_ids`
-    (kept in the output) or after `max_tokens` ids. `seed` alone decides the random numbers of this request.
+    `tokens` is the whole context [L]. `order` is (group, rollout, turn); an engine in this process sorts its batches by
+    it. `session` names the episode, so that a turn can reuse the cache of the previous turn. `temperature` 0 is greedy
+    (with logprobs of temperature 1). Sampling stops after an id of `stop_ids`, which the output includes, or after
+    `max_tokens` ids. The random numbers of this request depend on `seed` alone.
 
-    `offset` is above 0 where a reply goes on that was aborted: so many tokens of it were sampled already (they are the
-    last ones of `tokens`), and so many of the seed's random numbers are spent.
+    `offset` is above 0 if the request continues an aborted reply. Then the last `offset` ids of `tokens` belong to that
+    reply, and the first `offset` random numbers of the seed are used up.
     """
 
     tokens: list[int]
@@ -45,8 +45,9 @@ class VersionSpan(msgspec.Struct, frozen=True):
 
 
 class Generation(msgspec.Struct, frozen=True):
-    """What was sampled: `tokens` [K], `logprobs` [K] (at the sampling temperature, natural log), why it ended, by
-    which weights.
+    """A sampled reply: `tokens` [K] and `logprobs` [K] (natural logarithm, at the sampling temperature).
+
+    `finish` says why it ended. `spans` says which version of the weights sampled which tokens.
     """
 
     tokens: list[int]
@@ -61,7 +62,7 @@ class Generation(msgspec.Struct, frozen=True):
 
 
 class Health(msgspec.Struct, frozen=True):
-    """Whether the engine can serve, at which policy version, and why not if it cannot."""
+    """Whether the engine can generate, its policy version, and the reason if it cannot."""
 
     ok: bool
     version: int
@@ -69,7 +70,7 @@ class Health(msgspec.Struct, frozen=True):
 
 
 class TensorInfo(msgspec.Struct, frozen=True):
-    """One tensor of an update, so that both ends can say whether it arrived: `crc32` is of its bytes, in C order."""
+    """One tensor of an update. Both sides can compare it: `crc32` is the checksum of its bytes in C order."""
 
     name: str
     shape: tuple[int, ...]
@@ -78,8 +79,9 @@ class TensorInfo(msgspec.Struct, frozen=True):
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """One fixed sequence [L] and what the trainer's weights of this version give it: logprobs [L] (the first is 0.0) at
-    temperature 1. An engine that serves those weights gives the same, `tolerance` nats a token apart at most.
+    """A fixed sequence [L] with its logprobs [L] under the trainer's weights, at temperature 1 (the first is 0.0).
+
+    An engine with the same weights must give the same logprobs, up to `tolerance` nats per token.
     """
 
     tokens: list[int]
@@ -88,12 +90,11 @@ class Probe(msgspec.Struct, frozen=True):
 
 
 class WeightUpdate(msgspec.Struct, frozen=True):
-    """New weights for an engine: the policy version they are, their kind, and where they are: in the folder `path` (as
-    transformers or peft load them), or CPU tensors by name (`weights`). Neither: the engine shares the trainer's
-    parameters.
+    """New weights for an engine, with their policy version and kind.
 
-    `manifest` says what the tensors are, and `probe` how to see that they are served; an engine that has lost its
-    weights and takes them up again by itself asks it.
+    They are in the folder `path` (in the format of transformers or peft), or in `weights` (CPU tensors by name). Both
+    are None if the engine shares the trainer's parameters. `manifest` lists the tensors. `probe` tests whether the
+    engine serves them; an engine that restarts uses it to test the weights that it reloads.
     """
 
     version: int
@@ -105,20 +106,22 @@ class WeightUpdate(msgspec.Struct, frozen=True):
 
 
 class Capabilities(NamedTuple):
-    """What an engine is and can do. The defaults describe an engine with fixed weights, behind a wire.
+    """What an engine is and can do. The defaults describe a remote engine with fixed weights.
 
-    `trainable`: it returns token ids with logprobs. False: it is good for evaluation only.
-    `in_process`: it computes as the trainer does, in its process, so its logprobs are the trainer's.
-    `owns_weights`: it has weights of its own, and every update must bring the new ones.
+    `trainable`: it returns token ids with logprobs. If False, use it for evaluation only.
+    `in_process`: it runs in the trainer's process, and its logprobs equal the trainer's.
+    `owns_weights`: it has its own weights, so every update must bring the new ones.
 
-    The rest of the facts matter where it owns weights. `weights_kind`: an update brings all weights, or those of a LoRA
-    adapter. `weights_as`: it brings them as tensors, as a folder in `weights_folder`, or over torch.distributed, full
-    ones only (`servers.dialect`). `tolerance`: how far its logprob of a token may be from the trainer's, in nats; 0:
-    this goes by the type of the weights. `load_seconds`: how long it may take to load them. `scores_alone`: all else
-    waits while it scores, so it is asked for scores only when weights change.
+    These matter only if it owns its weights:
+    `weights_kind`: an update brings all weights, or the weights of a LoRA adapter.
+    `weights_as`: an update brings tensors, or a folder inside `weights_folder`, or it broadcasts full weights over
+    torch.distributed (`servers.dialect`).
+    `tolerance`: the largest difference to the trainer's logprob of a token, in nats. 0: it depends on the dtype.
+    `load_seconds`: the deadline for loading weights.
+    `scores_alone`: other requests wait while it scores, so it scores only when weights change.
 
-    What it can do besides, each by a method that it has then: `aborts` (`CanAbort`), `checks` (`CanCheck`), `chats`
-    (`CanChat`), `is_pool` (`EnginePool`).
+    Each of these promises a method: `aborts` (`CanAbort`), `checks` (`CanCheck`), `chats` (`CanChat`) and `is_pool`
+    (`EnginePool`).
     """
 
     trainable: bool = True
@@ -137,69 +140,69 @@ class Capabilities(NamedTuple):
 
 
 class InferenceBackend(Protocol):
-    """An engine. It is an async context manager: entering makes it ready, leaving frees what it holds.
+    """An engine. It is an async context manager: entering starts it, and leaving frees its resources.
 
-    Every field is required, and known when the engine is made; `context_tokens_max` and `version` may change later.
+    Every field is required and set at construction. `context_tokens_max` and `version` may change later.
     """
 
     capabilities: Capabilities
-    context_tokens_max: int  # prompt and reply together must fit
-    vocabulary_size: int  # ids that it takes are below; 0: it does not say
-    version: int  # the policy version that it serves; 0 before the first update
+    context_tokens_max: int  # the limit for prompt and reply together
+    vocabulary_size: int  # it accepts ids below this; 0: unknown
+    version: int  # the served policy version; 0 before the first update
 
     async def __aenter__(self) -> InferenceBackend: ...
 
     async def __aexit__(self, *exc: Any) -> None: ...
 
     def open_session(self, order: tuple[int, ...]) -> str:
-        """Announce an episode before its task runs. An in-process engine forms a batch once every open session waits
-        in `generate`.
+        """Announce an episode before its task starts. An engine in this process forms a batch when every open session
+        waits in `generate`.
         """
 
     def close_session(self, session: str) -> None:
-        """The episode is over; its cache may go. Closing twice is harmless."""
+        """The episode is over; its cache may be freed. It is safe to close a session twice."""
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Sample one turn. Raises InferenceError."""
 
     async def score(self, tokens: list[int], temperature: float = 1.0) -> list[float]:
-        """Logprob of each token [L] given those before it; the first is 0.0. Raises InferenceError."""
+        """The logprob of each token [L] given the tokens before it; the first is 0.0. Raises InferenceError."""
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        """Serve other weights; they are served only after this returns."""
+        """Serve new weights. They are served only after this returns. Raises InferenceError."""
 
     async def health(self) -> Health:
-        """Whether it can serve, and at which version."""
+        """Whether it can generate, and its policy version."""
 
 
 class CanAbort(InferenceBackend, Protocol):
-    """An engine that gives unfinished replies back. One that cannot is left to finish them."""
+    """An engine that can return an unfinished reply. Without this, callers wait for whole replies."""
 
     async def abort(self, session: str) -> None:
-        """Give back what the session waits for: its `generate` returns what there is, with the finish `abort`.
+        """End the session's request. Its `generate` returns the tokens so far, with the finish `abort`.
 
-        Nothing of it is sampled any more soon after; a request that has not begun comes back with no tokens. Harmless
-        where the session waits for nothing. The session stays open.
+        A request that has not started returns no tokens. Sampling stops soon after. The session stays open. Does
+        nothing if the session has no request.
         """
 
 
 class CanCheck(InferenceBackend, Protocol):
-    """An engine that can be refused before a run has a folder: a server that is not there, or is another one."""
+    """An engine that can be checked before the run creates its folder, such as a server that may be unreachable."""
 
     async def check(self) -> None:
-        """Raise UserError where it cannot be used as it is set up. Nothing stays open, nothing is started."""
+        """Raise UserError if it cannot be used with its settings. Starts nothing and leaves nothing open."""
 
 
 class EnginePool(InferenceBackend, Protocol):
-    """An engine that is several: weights are sent to each of its `members`, and each is probed."""
+    """Several engines behind one. New weights are sent to each of its `members`, and each is probed."""
 
     @property
     def members(self) -> tuple[InferenceBackend, ...]:
-        """Those that serve now."""
+        """The engines that serve now."""
 
 
 def members_of(engine: InferenceBackend) -> tuple[InferenceBackend, ...]:
-    """The engines that an engine is: its members, or itself."""
+    """The members of a pool; for any other engine, itself."""
     return cast(EnginePool, engine).members if engine.capabilities.is_pool else (engine,)
 
 
@@ -207,8 +210,9 @@ METHOD_OF = {"aborts": "abort", "checks": "check", "chats": "chat", "is_pool": "
 
 
 def check_engine(engine: Any, name: str) -> InferenceBackend:
-    """The same engine, seen to have all that `InferenceBackend` requires, and what its capabilities say. Raises
-    ConfigError, which names the component and what is missing.
+    """Return the engine if it has all fields and methods of `InferenceBackend` and of its capabilities.
+
+    Raises ConfigError, which names the component and everything that is missing.
     """
     required = [key for key, value in vars(InferenceBackend).items() if inspect.iscoroutinefunction(value)]
     required = [*InferenceBackend.__annotations__, "open_session", "close_session", *required]
@@ -221,11 +225,11 @@ def check_engine(engine: Any, name: str) -> InferenceBackend:
         for capability, method in METHOD_OF.items():
             is_claimed = getattr(engine.capabilities, capability)
             if is_claimed and not hasattr(engine, method):
-                missing.append(f"{method} (it says {capability})")
+                missing.append(f"{method} (its capabilities have {capability}=True)")
             if hasattr(engine, method) and not is_claimed:
                 raise ConfigError(
-                    f"{own} has {method}, and its capabilities do not say so: give it capabilities = "
-                    f"Capabilities({capability}=True), or {method} another name"
+                    f"{own} has the method {method}, but its capabilities do not declare it: set capabilities = "
+                    f"Capabilities({capability}=True), or rename the method"
                 )
     if missing:
         raise ConfigError(

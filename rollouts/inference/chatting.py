@@ -1,8 +1,8 @@
-"""What the agent loop asks of an engine that takes messages and gives a message: no token ids come or go.
+"""The interface of a chat engine: messages in, a message out, without token ids.
 
-Such an engine is good for evaluation only: what it sampled cannot be known, so nothing can be trained on it. It is an
-`InferenceBackend` too, for sessions and health, whose `generate`, `score` and `update_weights` refuse. Its factory is
-marked `evaluation_only`, which is seen before a model loads. Left out: any one such engine (`openai`).
+Use such an engine for evaluation only. Its sampled ids are unknown, so you cannot train on them. It implements
+`InferenceBackend` for sessions and health; `generate`, `score` and `update_weights` raise. Its factory is marked
+`evaluation_only`, so that a training run refuses it before a model loads. An implementation is in `openai`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _MARK = "__rollouts_evaluation_only__"
 
 
 class ChatRequest(msgspec.Struct, frozen=True):
-    """One turn: the whole conversation, and the OpenAI schemas of the tools that may be called (none: []).
+    """One turn: the whole conversation, and the OpenAI schemas of the offered tools ([]: no tools).
 
-    `max_tokens` bounds what is sampled. `temperature` 0 is greedy. `seed` makes a turn repeatable where the engine
-    knows seeds.
+    `max_tokens` limits the reply. `temperature` 0 is greedy. `seed` makes the turn repeatable if the engine supports
+    seeds.
     """
 
     messages: list[Message]
@@ -34,8 +34,10 @@ class ChatRequest(msgspec.Struct, frozen=True):
 
 
 class ChatReply(msgspec.Struct, frozen=True):
-    """The assistant's message, and why it ended. `context`: the conversation is longer than the model's context, and
-    nothing was said; `detail` has the engine's words. Counts of tokens are the engine's own; None: it did not say.
+    """The assistant's message, and why it ended.
+
+    `finish` is `context` if the conversation exceeds the model's context; then the message is empty, and `detail` is
+    the engine's error message. The token counts come from the engine; None: it did not report them.
     """
 
     message: Message
@@ -46,23 +48,23 @@ class ChatReply(msgspec.Struct, frozen=True):
 
 
 class CanChat(InferenceBackend, Protocol):
-    """An engine that is spoken to in messages; its capabilities say `chats`, and `checks` where it can be asked."""
+    """An engine that takes messages. Its capabilities have `chats` and `checks`."""
 
     async def chat(self, request: ChatRequest) -> ChatReply:
-        """The reply to a conversation. A call that cannot be read is a ToolCall with `error`. Raises InferenceError."""
+        """The reply to a conversation. A malformed tool call is a ToolCall with `error`. Raises InferenceError."""
 
     async def check(self, tools: Sequence[dict[str, Any]] = (), temperature: float = 1.0) -> None:
-        """Raise UserError where it cannot be used as it is set up, with these tools. Nothing stays open."""
+        """Raise UserError if it cannot be used with its settings and these tools. Leaves nothing open."""
 
 
 def evaluation_only(factory: F) -> F:
-    """Mark the factory of an engine that is spoken to in messages: a run that trains refuses it, and an evaluation
-    needs neither tokenizer nor chat template for it.
+    """Mark the factory of a chat engine. Training runs refuse it; an evaluation with it needs no tokenizer and no chat
+    template.
     """
     setattr(factory, _MARK, True)
     return factory
 
 
 def is_evaluation_only(component: Any) -> bool:
-    """Whether a component is so marked."""
+    """Whether a component has the mark of `evaluation_only`."""
     return bool(getattr(component, _MARK, False))

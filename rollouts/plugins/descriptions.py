@@ -1,8 +1,9 @@
-"""What a component is, in one line, read from the source of its module: nothing is imported.
+"""Read the one-line description of a component from the source of its module, without importing it.
 
-The line is the first sentence of the component's docstring; of a value, such as an `Algorithm`, of the text that
-follows its assignment. A name that the module imports from another one is followed. Left out: packages whose source is
-not on the disk, names made by a module's `__getattr__`, and components of packs; they have no line.
+The description is the first sentence of the component's docstring. For a value, such as an `Algorithm`, it is the first
+sentence of the string after its assignment. If the module imports the name from another module, that module is read.
+There is no description for packages without source files, names from a module's `__getattr__`, and components of hook
+plugins.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from typing import NamedTuple
 
 from rollouts.plugins.index import ComponentRef
 
-_HOPS_MAX = 5  # from one module to the next, for a name that is imported
+_HOPS_MAX = 5  # from module to module, for an imported name
 _DEFINED = r"^(?:async\s+def\s+|def\s+|class\s+)?{name}\b(?!\s*\.)"
 _END = re.compile(r"^(?=[^\s#)\]}])", re.MULTILINE)  # the next statement of the module
 
 
 class Place(NamedTuple):
-    """Where a name is defined: the file, the line (from 1), and the docstring (empty where there is none)."""
+    """The definition of a name: its file, its line (from 1), and its docstring (empty if there is none)."""
 
     file: Path
     line: int
@@ -30,7 +31,7 @@ class Place(NamedTuple):
 
 
 def description(ref: ComponentRef) -> str:
-    """The first sentence of the component's docstring, in one line; empty where no source says it."""
+    """The first sentence of the component's docstring, in one line; empty if it is not found."""
     place = find_definition(ref)
     return first_sentence(place.doc) if place else ""
 
@@ -44,13 +45,13 @@ def first_sentence(text: str) -> str:
     paragraph = " ".join(text.strip().partition("\n\n")[0].split())
     for found in re.finditer(r"\. (?=[A-Z`*(])", paragraph):
         before = paragraph[: found.start()]
-        if before.count("(") == before.count(")"):  # else it is an abbreviation: (Dr. GRPO)
+        if before.count("(") == before.count(")"):  # inside parentheses, the dot may end an abbreviation: (Dr. GRPO)
             return before
     return paragraph.removesuffix(".")
 
 
 def find_definition(ref: ComponentRef) -> Place | None:
-    """Where the component's source is; None where it cannot be found without an import."""
+    """Find the definition of a component; None if it cannot be found without an import."""
     module, _, attribute = ref.value.partition("[")[0].strip().rpartition(":")
     name = attribute.strip()
     if not module or not name.isidentifier():
@@ -68,7 +69,7 @@ def find_definition(ref: ComponentRef) -> Place | None:
 
 
 def _source_of(module: str) -> Path | None:
-    """The source of a module. Its parent packages are looked at, and not imported."""
+    """The source file of a module. Its parent packages are not imported."""
     path: Sequence[str] | None = None
     spec = None
     whole = ""
@@ -77,7 +78,7 @@ def _source_of(module: str) -> Path | None:
         finders = (finder for finder in sys.meta_path if hasattr(finder, "find_spec"))
         try:
             spec = next((found for finder in finders if (found := finder.find_spec(whole, path))), None)
-        except (ImportError, ValueError, OSError):  # a finder of another package's may raise
+        except (ImportError, ValueError, OSError):  # a finder of another package may raise
             return None
         if spec is None:
             return None
@@ -93,7 +94,9 @@ def _read(file: Path) -> str:
 
 
 def _definition(text: str, name: str, file: Path) -> Place | None:
-    """The definition of a name at the top of a module. Only its own lines are parsed: a module can be long."""
+    """The definition of a name at the top level of a module. Parses only its own lines, because a module can be
+    long.
+    """
     for found in re.finditer(_DEFINED.format(name=re.escape(name)), text, re.MULTILINE):
         line = text.count("\n", 0, found.start()) + 1
         for end in _ends(text, found.end()):
@@ -111,7 +114,7 @@ def _definition(text: str, name: str, file: Path) -> Place | None:
 
 
 def _ends(text: str, start: int) -> Iterator[int]:
-    """Where the statement may end that `start` is in: at each line that may begin another one (a few of them)."""
+    """The possible ends of the statement around `start`: the next lines that may begin another statement."""
     for count, found in enumerate(_END.finditer(text, start)):
         if found.start() > start:
             yield found.start()
@@ -121,13 +124,13 @@ def _ends(text: str, start: int) -> Iterator[int]:
 
 
 def _text_after(text: str) -> str:
-    """The string that stands alone at the start of this text, as documentation of the value before it."""
+    """The string at the start of this text, which documents the value before it; empty if there is none."""
     found = re.match(r'(?:"""(.*?)"""|"([^"\n]*)")[ \t]*(?:#.*)?(?:\n|\Z)', text, re.DOTALL)
     return (found[1] or found[2] or "") if found else ""
 
 
 def _imported(text: str, name: str, module: str, *, is_package: bool) -> tuple[str, str]:
-    """The module that a name is imported from, and its name there; two empty ones where it is not."""
+    """The module that a name is imported from, and its name there; both empty if the name is not imported."""
     if not re.search(rf"\bimport\b[^#]*\b{re.escape(name)}\b", text):
         return "", ""
     try:

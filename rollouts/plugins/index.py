@@ -184,11 +184,15 @@ def unknown_component(
     # An attacker may have published a package under a misspelled name, so the error only guesses.
     package = normalize(owner if slash else f"rollouts-{name}")
     could_be = re.fullmatch(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?", package) and not near
-    guess = could_be and not theirs and not is_installed(package)
+    is_number = name.replace(".", "").isdigit()
+    is_named = not is_number and Path(name).suffix not in (".py", ".toml", ".json", ".jsonl") and not _file_hint(name)
+    guess = could_be and is_named and not theirs and not is_installed(package)
     lines = (
         f"no {KIND_WORDS[kind]} is named {name!r}",
         without,
+        _file_hint(name),
         near,
+        _REWARD_HINT if kind == "rewards" else "",
         f"installed ({kind}): {', '.join(_names(of_kind)) or 'none'}",
         f"other components with this name: {', '.join(elsewhere)}" if elsewhere else "",
         *notes,
@@ -199,6 +203,15 @@ def unknown_component(
     return UnknownComponentError(in_lines(*lines))
 
 
+def _file_hint(name: str) -> str:
+    """What to type if the name is a module in this folder: `my_env:Name`, `my_env.Name` or `my_env`."""
+    module, _, attribute = name.partition(":" if ":" in name else ".")
+    if module.isidentifier() and Path(f"{module}.py").is_file():
+        return f"there is a file {module}.py here; type: ./{module}.py:{attribute or 'Name'}"
+    return ""
+
+
+_REWARD_HINT = "the environment's own rewards are named `env`: --reward env:1"
 _NOT_INSTALLED = (
     "rollouts itself is not installed, so its own components are missing; in its folder, type: pip install -e ."
 )
@@ -252,9 +265,13 @@ def _find_in_file(kind: str, name: str) -> ComponentRef:
     path_text, colon, attribute = name.rpartition(":")
     if not colon or not path_text.endswith(".py") or not all(part.isidentifier() for part in attribute.split(".")):
         file = next((text for text in (path_text, name) if text.endswith(".py")), "./file.py")
+        defined = _defined_in(Path(file).expanduser())
         raise UnknownComponentError(
-            f"{name!r} looks like a file, but {a_kind(kind)} in a file is written path.py:Name\n"
-            f"type: {file}:Name, where Name is the name of the {word} in that file"
+            in_lines(
+                f"{name!r} looks like a file, but {a_kind(kind)} in a file is written path.py:Name",
+                f"type: {file}:Name, where Name is the name of the {word} in that file",
+                f"it defines: {', '.join(defined)}" if defined else "",
+            )
         )
     path = Path(path_text).expanduser()
     if not path.is_file():
@@ -267,6 +284,18 @@ def _find_in_file(kind: str, name: str) -> ComponentRef:
             )
         )
     return ComponentRef(kind, attribute, f"{path.resolve()}:{attribute}")
+
+
+def _defined_in(file: Path) -> list[str]:
+    """The public classes and functions of a file, which is not run; none of a file that cannot be read."""
+    import ast
+
+    try:
+        body = ast.parse(file.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return []
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [each.name for each in body if isinstance(each, kinds) and not each.name.startswith("_")]
 
 
 def _matches(refs: Sequence[ComponentRef], name: str) -> list[ComponentRef]:

@@ -49,6 +49,7 @@ def run(
     started = time.perf_counter()
     from rollouts.child_environment import pass_on
     from rollouts.runs.folder import choose_folder, default_out
+    from rollouts.runs.manifest import naming_copies
     from rollouts.runs.observer import NullObserver
     from rollouts.runs.plan import make_plan
     from rollouts.runs.resume import finished, finished_words, named_checkpoint, run_to_resume
@@ -57,7 +58,7 @@ def run(
     settings, observer = resolved.settings, observer or NullObserver()
     home = Path.cwd()  # where relative paths begin; an author's code may go elsewhere
     folder = folder or run_to_resume(resolved)
-    summary = finished(folder, settings.steps) if folder is not None and not checkpoint else None
+    summary = finished(folder, settings.steps, settings.stop_when) if folder is not None and not checkpoint else None
     if folder is not None and summary is not None:
         if os.environ.get("RANK", "0") == "0":  # under a launcher one rank is enough to say it
             observer.finished(finished_words(folder, summary))
@@ -74,7 +75,8 @@ def run(
             return train_phases(resolved, observer, started, home, resume=folder, checkpoint=checkpoint)
         from rollouts.runs.jobs.train import train
 
-        plan = make_plan(resolved)
+        with naming_copies(folder):
+            plan = make_plan(resolved)
         make_folder = choose_folder(settings.out, default_out(plan.env_name, plan.one("loss").name), home, folder)
         chosen = named_checkpoint(folder, checkpoint, home) if folder is not None and checkpoint else None
         held_out = plan.eval_tasks()

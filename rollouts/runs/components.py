@@ -9,14 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from rollouts.author_code import place_of
 from rollouts.config.convert import complete_settings, convert_settings
 from rollouts.config.files import Source, where
+from rollouts.config.flags import flag_name
 from rollouts.config.merging import Component
 from rollouts.config.settings import AUTO, COMPONENT_KINDS, MULTIPLE, OWN, OWN_KEYS, Setting
-from rollouts.errors import ConfigError, SignatureError, said_of
+from rollouts.errors import (
+    BrokenPluginError,
+    ConfigError,
+    RolloutsError,
+    SignatureError,
+    UnknownComponentError,
+    said_of,
+    words_of,
+)
 from rollouts.plugins.index import KIND_WORDS, ComponentRef
 from rollouts.plugins.manager import PluginManager
-from rollouts.plugins.signature import Signature, check_signature, keywords_of
+from rollouts.plugins.signature import Signature, call_with, check_signature, keywords_of
 from rollouts.training.algorithms.aggregation import aggregation_function
 from rollouts.training.algorithms.algorithm import KL, Algorithm, algorithm_settings, as_algorithm, bind_own
 from rollouts.training.algorithms.corrections import truncated
@@ -68,6 +78,18 @@ def choose(
     return {key: chosen[key] for key in components}
 
 
+def make_component(word: str, chosen: Chosen, available: Mapping[str, Any]) -> Any:
+    """What the component's factory makes. Raises BrokenPluginError, with the line, for what an author's code raises."""
+    try:
+        return call_with(chosen.component, available, chosen.settings)
+    except RolloutsError:
+        raise
+    except Exception as error:
+        if place_of(error) is None:  # the core's own mistake
+            raise
+        raise BrokenPluginError(f"the {word} {chosen.name} cannot be made: {words_of(error)}") from error
+
+
 def _choose(
     manager: PluginManager, key: str, component: Component, loss: Chosen | None, source: Source, path: Path
 ) -> Chosen:
@@ -87,7 +109,7 @@ def _choose(
         if key == "kl":
             check_kl(name)
         label = f"{KIND_WORDS[kind]} {name}"
-        ref = manager.find(kind, name)
+        ref = _find(manager, key, component)
         found, signature = signed(manager.load(ref), kind, label)
     settings = _converted(signature, component.settings, label, source, path)
     if key == "env" and component.alias:  # the table of one of several says these itself
@@ -95,6 +117,20 @@ def _choose(
     if callable(found) and key != "env":
         keywords_of(found, settings)  # what a dataclass refuses
     return Chosen(name, found, settings, ref, component.alias)
+
+
+def _find(manager: PluginManager, key: str, component: Component) -> ComponentRef:
+    kind, alias = COMPONENT_KINDS[key], component.alias
+    try:
+        return manager.find(kind, component.name)
+    except UnknownComponentError as error:
+        if alias not in {ref.name for ref in manager.list(kind)}:
+            raise
+        flag = flag_name((key, alias, "name"))
+        hint = (
+            f"`{flag}` chooses another {KIND_WORDS[kind]}; for the settings of {alias}: rollouts plugins show {alias}"
+        )
+        raise UnknownComponentError(f"{error}\n{hint}") from error
 
 
 def curriculum(manager: PluginManager, component: Component, source: Source) -> Chosen:

@@ -22,11 +22,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rollouts.author_code import authors_code
+from rollouts.author_code import authors_code, shown
 from rollouts.config.files import Source
 from rollouts.config.merging import Component
 from rollouts.config.settings import Settings
 from rollouts.env.author_thread import AuthorThread
+from rollouts.env.checks import check_text
 from rollouts.errors import EnvironmentDefinitionError, RolloutsError, said_of, words_of
 from rollouts.plugins.loading import install_hint
 from rollouts.plugins.manager import PluginManager
@@ -39,7 +40,7 @@ from rollouts.types import Message, Task
 
 class Environment(NamedTuple):
     """One environment of a run. `share` is its mean share over the run's steps; `curriculum` the chosen component where
-    its weight is one.
+    its weight is one. `text_only`: the model reads no images, and a task that has one is refused.
     """
 
     chosen: Chosen
@@ -49,6 +50,7 @@ class Environment(NamedTuple):
     seed: int
     system: str
     tasks_seconds: float = math.inf
+    text_only: bool = True
 
     @property
     def alias(self) -> str:
@@ -82,23 +84,29 @@ class Environment(NamedTuple):
             return [self._ours(as_task(task)) for task in first]
         return lambda epoch: (self._ours(as_task(task)) for task in self._tasks("train", self._rng(f"train/{epoch}")))
 
+    def require_demonstrations(self, env: Any) -> None:
+        """Raise EnvironmentDefinitionError for an environment object without the method."""
+        if not hasattr(env, "demonstrations"):
+            raise EnvironmentDefinitionError(
+                f"the environment {self.name} has no demonstrations; write `def demonstrations(self, split, "
+                "rng)` that yields lists of Message, or train it with `rollouts run`"
+            )
+
     def demonstrations(self) -> Iterator[list[Message]]:
         """Expert conversations for supervised training, each once: a sequence in an order that the seed decides, an
         iterator as `shuffled` has it. Raises EnvironmentDefinitionError where there are none.
         """
         env = self.make_checked()
         label = f"{self.name}.demonstrations('train', rng)"
-        if not hasattr(env, "demonstrations"):
-            raise EnvironmentDefinitionError(
-                f"the environment {self.name} has no demonstrations; write `def demonstrations(self, split, "
-                "rng)` that yields lists of Message, or train it with `rollouts run`"
-            )
+        self.require_demonstrations(env)
         conversation = None
         thread = AuthorThread()
         rng = self._rng("demonstrations")
         given = self._in_time(thread, lambda: env.demonstrations("train", rng), label)
         for conversation in self._in_order(given, thread, label):
-            yield [*self._system_messages(), *as_conversation(conversation, label)]
+            messages = as_conversation(conversation, label)
+            check_text(messages, f"a demonstration of {label}")
+            yield [*self._system_messages(), *messages]
         if conversation is None:
             raise EnvironmentDefinitionError(
                 f"the environment {self.name} has no demonstration: demonstrations('train', rng) gave "
@@ -126,12 +134,12 @@ class Environment(NamedTuple):
         label = f"{self.name}.tasks({split!r}, rng)"
         thread = AuthorThread()
         tasks = self._in_time(thread, lambda: self.make().tasks(split, rng), label)
-        if inspect.isawaitable(tasks) or not isinstance(tasks, Iterable):
+        if inspect.isawaitable(tasks) or not isinstance(tasks, Iterable) or isinstance(tasks, str):
             if inspect.iscoroutine(tasks):
                 tasks.close()
+            reason = "whose characters are no tasks" if isinstance(tasks, str) else "which cannot be iterated"
             raise EnvironmentDefinitionError(
-                f"{label} gave {type(tasks).__name__}, which cannot be iterated; "
-                "it must be a plain generator or return a list of Task"
+                f"{label} gave {type(tasks).__name__}, {reason}; it must be a plain generator or return a list of Task"
             )
         if isinstance(tasks, list | tuple):
             return tasks
@@ -147,6 +155,8 @@ class Environment(NamedTuple):
         """The task with the run's system prompt before it, and this environment's alias; its key stays that of the
         task as it was written.
         """
+        if self.text_only and not isinstance(task.prompt, str):
+            check_text(task.prompt, f"the task {shown(task.id or task.key)} of the environment {self.name}")
         if self.system:
             prompt = [*self._system_messages(), *task.messages]
             return Task(prompt, task.answer, task.info, task.id or task.key, self.alias)

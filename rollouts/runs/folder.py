@@ -56,7 +56,10 @@ def check_out(out: str, home: Path | None = None) -> Path:
     """
     path = (home or Path()).absolute() / out
     if path.exists() and (not path.is_dir() or not _is_blank(path)):
-        raise OutputError(f"the output folder {out} exists already and is kept as it is; type --out with another name")
+        resume = f"\nto continue the run in it: rollouts resume {shlex.quote(out)}" if holds_run(path) else ""
+        raise OutputError(
+            f"the output folder {out} exists already and is kept as it is; type --out with another name{resume}"
+        )
     parent = next(each for each in (path, *path.parents) if each.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise OutputError(
@@ -217,8 +220,13 @@ class RunFolder:
 
     def write_text(self, name: str, text: str) -> None:
         """Write a file whole: to a temporary name first, then renamed."""
+        self.write_bytes(name, text.encode())
+
+    def write_bytes(self, name: str, data: bytes) -> None:
+        """The same for bytes; the folders in the name are made."""
         with _refused(self.path / name):
-            write_whole(self.path / name, text.encode())
+            (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self.path / name, data)
 
     def write_json(self, name: str, value: Any) -> None:
         """Write `value` as indented JSON, whole; what JSON cannot hold is replaced, as `rollouts.encoding` says."""
@@ -305,7 +313,7 @@ def _refused(path: Path, what: str = "written") -> Iterator[None]:
 
 
 def _cannot_make(path: Path, error: OSError) -> OutputError:
-    return OutputError(f"the output folder {path} cannot be made: {error.strerror or error}")
+    return OutputError(f"the output folder {path} cannot be made: {error.strerror or error}; type --out with another")
 
 
 def _below(top: Path, *, without: tuple[str, ...]) -> Iterator[tuple[Path, list[os.DirEntry[str]]]]:

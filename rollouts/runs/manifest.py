@@ -1,27 +1,103 @@
-"""manifest.json: what this run was made of, so that a difference between two runs can be explained."""
+"""What a run was made of, so that a difference between two runs can be explained: manifest.json, and in code/ a copy of
+each file that a component came from. Left out: modules that such a file imports.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import importlib.metadata
 import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from rollouts.config.secrets import command_without_secrets
+from rollouts.errors import OutputError, UnknownComponentError
 from rollouts.plugins.index import ComponentRef
 from rollouts.runs.folder import RunFolder, read_json
 from rollouts.version import __version__
 
 MANIFEST = "manifest.json"
+CODE = "code"
+CODE_BYTES_MAX = 1_000_000  # of a file that is copied; a larger one has its hash in the manifest only
 
 LIBRARIES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "trio", "msgspec", "pluggy", "numpy")
 
+_OF_EACH_PROCESS = ("command", "rollouts", "python", "components", "files", "distributions", "hardware")
 
-def make_manifest(seed: int, components: Sequence[ComponentRef]) -> dict[str, Any]:
-    """Versions of every distribution that takes part, the seed, the hardware, and the command that was typed."""
+
+class CodeFile(NamedTuple):
+    """A Python file that components came from, as it was when the run was composed."""
+
+    path: Path
+    data: bytes
+
+    @property
+    def sha256(self) -> str:
+        """Its hash, in hexadecimal."""
+        return hashlib.sha256(self.data).hexdigest()
+
+    @property
+    def copy(self) -> str | None:
+        """Where its copy is in the run's folder; None for a file that is too large to copy."""
+        return f"{CODE}/{self.path.stem}_{self.sha256[:8]}.py" if len(self.data) <= CODE_BYTES_MAX else None
+
+
+def code_files(components: Iterable[ComponentRef]) -> list[CodeFile]:
+    """The files that these components came from, each once. Raises OutputError where one cannot be read any more."""
+    paths = [ref.value.rpartition(":")[0] for ref in components if ref.value and not ref.distribution]
+    try:
+        return [CodeFile(Path(path), Path(path).read_bytes()) for path in dict.fromkeys(paths)]
+    except OSError as error:
+        raise OutputError(f"{error.filename} cannot be read: {error.strerror or error}") from error
+
+
+def keep_code(folder: RunFolder, files: Iterable[CodeFile]) -> None:
+    """Copy the files into the run's folder. A copy that is there already stays."""
+    for file in files:
+        if file.copy is not None and not (folder.path / file.copy).exists():
+            folder.write_bytes(file.copy, file.data)
+
+
+def changed_code(run: Path, files: Iterable[CodeFile], shown: Path | None = None) -> list[str]:
+    """A note for each file that is not what it was when the run in this folder last began or was resumed. `shown` is
+    the folder for messages; None: as the user would type it.
+    """
+    is_below = shown is None and run.is_relative_to(Path.cwd())
+    place = run.relative_to(Path.cwd()) if is_below else shown or run
+    manifest = read_json(run / MANIFEST)
+    before = [file for each in (manifest, *manifest.get("resumed", [])) for file in each.get("files", [])]
+    # A folder that was moved: the files are known by their names still.
+    known = {Path(file["path"]).name: file for file in before} | {file["path"]: file for file in before}
+    pairs = [(file, known.get(str(file.path)) or known.get(file.path.name)) for file in files]
+    return [
+        f"{file.path.name} has changed since the run in {place} used it; it is used as it is now"
+        + (f" (the copy from then: {place / old['copy']})" if old["copy"] else "")
+        for file, old in pairs
+        if old is not None and old["sha256"] != file.sha256
+    ]
+
+
+@contextlib.contextmanager
+def naming_copies(run: Path | None) -> Iterator[None]:
+    """A component that is not found any more: the error names the run's copies of its files."""
+    try:
+        yield
+    except UnknownComponentError as error:
+        copies = sorted((run / CODE).glob("*.py")) if run is not None else []
+        if not copies:
+            raise
+        raise UnknownComponentError(f"{error}\nthe run's copies of its files: {', '.join(map(str, copies))}") from error
+
+
+def make_manifest(seed: int, components: Sequence[ComponentRef], files: Sequence[CodeFile] = ()) -> dict[str, Any]:
+    """Versions of every distribution that takes part, the files of components, the seed, the hardware, and the command
+    that was typed.
+    """
     return {
         "rollouts": __version__,
         "seed": seed,
@@ -32,6 +108,7 @@ def make_manifest(seed: int, components: Sequence[ComponentRef]) -> dict[str, An
             {"kind": ref.kind, "name": ref.name, "distribution": ref.distribution, "version": ref.version}
             for ref in components
         ],
+        "files": [{"path": str(file.path), "sha256": file.sha256, "copy": file.copy} for file in files],
         "distributions": {name: version for name in LIBRARIES if (version := _version(name))},
         "hardware": _hardware(),
     }
@@ -44,7 +121,8 @@ def resumed_manifest(
     beginning), the command and the versions `now`.
     """
     again = {"when": now["started"], "step": step, "checkpoint": checkpoint} | {
-        name: now[name] for name in ("command", "rollouts", "python", "components", "distributions", "hardware")
+        name: now[name]
+        for name in ("command", "rollouts", "python", "components", "files", "distributions", "hardware")
     }
     return {**(before or now), "resumed": [*before.get("resumed", []), again]}
 

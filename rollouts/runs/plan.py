@@ -7,6 +7,7 @@ a model loads is raised here. An evaluation has a plan too, in which nothing of 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from rollouts.config.render import to_toml
 from rollouts.config.resolving import HOLDING_OUT, Resolved, resolve, run_settings_file
 from rollouts.config.secrets import components_without_secrets, leaves_out, tree_without_secrets
 from rollouts.config.settings import EVAL, OWN, Settings, without_secrets
+from rollouts.env.advice import warn_about
 from rollouts.env.authoring import rewards_of
 from rollouts.env.checks import check_environment, reward_term
 from rollouts.env.mixing import RewardTerm, env_term
@@ -34,6 +36,7 @@ from rollouts.plugins.signature import check_signature
 from rollouts.runs.algorithms import Composed, compose
 from rollouts.runs.components import Chosen, bind_each, choose, completed
 from rollouts.runs.environments import Environment, held_out_tasks, plan_environments, task_identity
+from rollouts.runs.manifest import changed_code, code_files
 from rollouts.training.algorithms.algorithm import Algorithm, Stage, function_label, needs
 from rollouts.training.models import bundled
 from rollouts.training.rollout_gen.groups import Filter
@@ -203,17 +206,8 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
     of one kind or another, with what to type.
     """
     settings, source = resolved.settings, resolved.source
-    if settings.mode == "sft+rl":
-        raise ConfigError(
-            "mode sft+rl is two runs, and each has a plan; rollouts.runs.sft_then_rl.phases() gives their settings"
-        )
-    if needs_environment and not resolved.components["env"]:
-        raise ConfigError(
-            "no environment was named; type --env calculator (`rollouts plugins list` shows what there is)"
-        )
+    _check_settings(settings, needs_environment and not resolved.components["env"])
     is_evaluation = settings.mode == "eval"
-    if is_evaluation and not settings.eval_tasks:
-        raise ConfigError("--eval-tasks 0: an evaluation needs tasks; leave it out, or give a number")
     manager = PluginManager()
     resolved = _with_data(resolved, manager)
     own = {key: each for key, each in resolved.components.items() if key in EVAL or not is_evaluation}
@@ -232,15 +226,25 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
     # Several environments share the held-out tasks by their mean weights over the steps of the run.
     shared = settings if run is None else dataclasses.replace(settings, steps=run.settings.steps)
     environments = plan_environments(manager, components["env"], chosen["env"], shared, source)
+    is_chat = is_evaluation_only(inference.component)
+    environments = tuple(env._replace(text_only=not is_chat) for env in environments)
+    filters = _filters(chosen["filter"]) if settings.mode == "rl" else ()
+    unused = _unused(resolved, filters)
     resolved = resolved._replace(settings=settings, components=components)
-    notes = composed.notes if is_evaluation else (*notes, *composed.notes)
+    notes = composed.notes if is_evaluation else (*notes, *composed.notes, *unused)
     if run is not None:
         notes += _held_out_notes(manager, run, environments, resolved)
+        used = [each.ref for each in (*chosen["env"], *chosen["reward"]) if each.ref is not None]
+        notes += tuple(changed_code(Path(run.source.path).parent, code_files(used)))
     rewards = _reward_terms(components["reward"], chosen["reward"])
     notes += _dropped_rewards(environments, rewards)
     judges = needs_environment and (settings.mode == "rl" or settings.eval_tasks > 0)
     for env in environments:
-        check_environment(env.make_checked(), rewards if judges else None)
+        made = env.make_checked()
+        if settings.mode == "sft":
+            env.require_demonstrations(made)
+        check_environment(made, rewards if judges else None)
+        warn_about(made)
     components["env"] = [
         each._replace(weight={"name": env.curriculum.name, **env.curriculum.settings}) if env.curriculum else each
         for each, env in zip(components["env"], environments, strict=True)
@@ -250,7 +254,7 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
         chosen,
         environments,
         rewards,
-        _filters(chosen["filter"]) if settings.mode == "rl" else (),
+        filters,
         composed.stages,
         composed.stages_chosen,
         composed.auxiliary_models,
@@ -350,6 +354,43 @@ def _lr(settings: Settings) -> float:
 
 def _critic_lr(settings: Settings) -> float:
     return settings.critic_lr if settings.critic_lr is not None else _lr(settings) * LR_CRITIC_FACTOR
+
+
+def _unused(resolved: Resolved, filters: Sequence[Filter]) -> list[str]:
+    """What was given for LoRA or for filters in a training run that has none, in words."""
+    settings, notes = resolved.settings, []
+    if not settings.lora_rank:
+        given = [name for name in ("lora_alpha", "lora_targets") if name in resolved.components["training"][0].settings]
+        notes = [
+            f"--training.{name.replace('_', '-')} is not used: every weight is trained; type --lora-rank 16"
+            for name in given
+        ]
+    if settings.refill and not filters:
+        notes.append(f"--refill {settings.refill} is not used: there is no filter; type --filter nonzero_std")
+    return notes
+
+
+def _check_settings(settings: Settings, lacks_environment: bool) -> None:
+    """Raise ConfigError for settings of which no plan can be made. A system prompt that is the path of a file is one:
+    the model would read the path.
+    """
+    if settings.mode == "sft+rl":
+        raise ConfigError(
+            "mode sft+rl is two runs, and each has a plan; rollouts.runs.sft_then_rl.phases() gives their settings"
+        )
+    if lacks_environment:
+        raise ConfigError(
+            "no environment was named; type --env calculator (`rollouts plugins list` shows what there is)"
+        )
+    if settings.mode == "eval" and not settings.eval_tasks:
+        raise ConfigError("--eval-tasks 0: an evaluation needs tasks; leave it out, or give a number")
+    system = settings.system
+    with contextlib.suppress(OSError, ValueError):  # a text that is too long for a path, or no path at all
+        if system and Path(system).is_file():
+            raise ConfigError(
+                f"--system {system}: this is the text of a system prompt, and {system} is a file\n"
+                f'type: --system "$(cat {shlex.quote(system)})"'
+            )
 
 
 def _with_data(resolved: Resolved, manager: PluginManager) -> Resolved:

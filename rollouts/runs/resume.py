@@ -21,6 +21,7 @@ from rollouts.config.merging import merge
 from rollouts.config.resolving import Resolved, resolve
 from rollouts.config.secrets import flat_without_secrets
 from rollouts.config.settings import Settings
+from rollouts.config.stopping import read_rule
 from rollouts.disk import sync_folder
 from rollouts.errors import CheckpointError, ConfigError, DamagedCheckpointError, ModelError, UserError
 from rollouts.runs.folder import CONFIG, STEP, SUMMARY, RunFolder, holds_run, load_config, numbered, read_json
@@ -97,7 +98,9 @@ def read_run(folder: Path, given: Tree, *, allow_left_out: bool = False) -> Reso
     resolved = resolve(merge(tree, given), source, allow_left_out=allow_left_out)
     if resolved.settings.mode == "eval":
         again = shlex.quote(str(folder / CONFIG))
-        raise ConfigError(f"{folder} holds an evaluation, which is not gone on with; type: rollouts eval {again}")
+        raise ConfigError(
+            f"{folder} holds an evaluation, which cannot be resumed; to repeat it, type: rollouts eval {again}"
+        )
     return resolved._replace(settings=dataclasses.replace(resolved.settings, out=str(folder)))
 
 
@@ -109,19 +112,35 @@ def _hint(folder: Path) -> str:
     inside = sorted(each for each in path.iterdir() if holds_run(each)) if path.is_dir() else []
     if inside:
         return f"\ndid you mean: {', '.join(str(folder / each.name) for each in inside[-3:])}?"
+    run = next((above for above in (folder.parent, folder.parent.parent) if path.exists() and holds_run(above)), None)
+    if run is not None:
+        return f", it is inside the folder of one\ntype: {resume_command(run)}"
     return "\nto begin one, type: rollouts run --env NAME --out " + shlex.quote(str(folder))
 
 
-def finished(folder: Path, steps: int) -> dict[str, Any] | None:
-    """The summary of a run that has done all of its steps; None where there is something left to do."""
+def finished(folder: Path, steps: int, stop_when: Sequence[str] = ()) -> dict[str, Any] | None:
+    """The summary of a run that has done all of its steps, or has met one of its rules `stop_when`; None if something
+    is left to do.
+    """
     summary = read_json(folder / SUMMARY)
-    done = summary.get("status") == "done" and isinstance(summary.get("steps"), int) and summary["steps"] >= steps
-    return summary if done else None
+    if summary.get("status") != "done" or not isinstance(summary.get("steps"), int):
+        return None
+    has_stopped = stopped_by(summary) in [str(read_rule(text)) for text in stop_when]
+    return summary if summary["steps"] >= steps or has_stopped else None
+
+
+def stopped_by(summary: Mapping[str, Any]) -> str | None:
+    """The rule of `--stop-when` that ended the run with this summary."""
+    stopped = summary.get("stopped") or {}
+    return stopped.get("rule") if stopped.get("by") == "stop_when" else None
 
 
 def finished_words(folder: Path, summary: Mapping[str, Any]) -> str:
     """That the run with this summary has done all of its steps, and how to make it longer."""
     steps: int = summary["steps"]
+    if stopped_by(summary) is not None:
+        on = resume_command(folder, more="--stop-when none")
+        return f"{folder} is finished: {summary['stopped']['why']}\nto continue without this rule, type: {on}"
     longer = resume_command(folder, more=f"--steps {max(1, 2 * steps)}")
     return f"{folder} is finished: all of its {steps} steps are done\nto make it longer, type: {longer}"
 

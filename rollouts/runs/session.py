@@ -36,8 +36,7 @@ from rollouts.inference.chatting import CanChat
 from rollouts.inference.suspend import SuspendableEngine
 from rollouts.loggers.base import MetricsLogger
 from rollouts.plugins.manager import PluginFault, PluginManager
-from rollouts.plugins.signature import call_with
-from rollouts.runs.components import Chosen
+from rollouts.runs.components import Chosen, make_component
 from rollouts.runs.environments import Environment
 from rollouts.runs.folder import PARTS, SUMMARY, MakeFolder, RunFolder
 from rollouts.runs.observer import Observer
@@ -196,7 +195,7 @@ class Loggers:
         available = {"folder": str(folder), "settings": settings, "first_step": first_step}
         for each in chosen:
             if each.alias not in self._loggers:
-                self._loggers[each.alias] = call_with(each.component, available, each.settings)
+                self._loggers[each.alias] = make_component("logger", each, available)
         # They log in the order in which they were chosen, also where some were made before the others.
         self._loggers = {each.alias: self._loggers[each.alias] for each in chosen}
 
@@ -257,7 +256,7 @@ def make_inference(
     """The engine, not entered. One that can be asked whether it will do is asked. Raises UserError, also where it
     `must_train` and what it returns cannot be trained on.
     """
-    engine = check_engine(call_with(chosen.component, available, chosen.settings), chosen.name)
+    engine = check_engine(make_component("inference backend", chosen, available), chosen.name)
     if must_train and not engine.capabilities.trainable:
         raise ConfigError(
             f"--inference {chosen.name}: it returns no token ids with logprobs, so it is good for evaluation only; "

@@ -38,7 +38,7 @@ SUPERVISED = "the supervised phase"
 _SHARED = ("env", "reward", "inference", "training", "logger")
 """The components that the supervised phase has too, unless `[sft]` says otherwise. The others are for rollouts."""
 
-_FOR_ROLLOUTS = ("critic", "critic_lr", "lr", "minibatches", "schedule", "teacher", "teacher_top_k")
+_FOR_ROLLOUTS = ("critic", "critic_lr", "lr", "minibatches", "schedule", "stop_when", "teacher", "teacher_top_k")
 """Settings that the supervised phase has at their defaults; the learning rate is another one by nature."""
 
 
@@ -101,11 +101,14 @@ def train_phases(
         if resume is None:
             job.begin()
         sft, rl = (_with(plan, out=str(folder.path / name)) for plan, name in ((plans.sft, SFT), (plans.rl, RL)))
+        now = started
         try:
             with _worded_for_both(folder):
                 if not holds_run(folder.path / RL):
-                    _train_phase(sft, observer, started, home, checkpoint, job.begin, plans.rl.eval_tasks())
-                    started, checkpoint = time.perf_counter(), ""
+                    _train_phase(sft, observer, started, started, home, checkpoint, job.begin, plans.rl.eval_tasks())
+                    checkpoint, now = "", time.perf_counter()
+                    if _is_out_of_time(sft):
+                        return job.summary
                 begins_with = newest_checkpoint(folder.path / SFT / "checkpoints")
                 if begins_with is None:
                     raise ConfigError(
@@ -114,7 +117,7 @@ def train_phases(
                     )
                 # The learning rate stays that of the run's model, and is written down.
                 rl = _with(rl, model=str(begins_with), lr=rl.lr)
-                _train_phase(rl, observer, started, home, checkpoint, job.begin)
+                _train_phase(rl, observer, now, started, home, checkpoint, job.begin)
                 job.begin()  # where nothing was left to do
         finally:
             if job.has_begun and holds_run(folder.path / SFT):
@@ -204,6 +207,8 @@ class _BothPhases:
             },
             "phases": parts,
         }
+        if stopped := (last or first).get("stopped"):
+            self.summary["stopped"] = stopped
         checkpoints = [f"{name}/{part['checkpoint']}" for name, part in parts.items() if part and "checkpoint" in part]
         if checkpoints:
             self.summary["checkpoint"] = checkpoints[-1]
@@ -217,6 +222,7 @@ def _train_phase(
     plan: Plan,
     observer: Observer,
     started: float,
+    hours_from: float,
     home: Path,
     checkpoint: str,
     on_begin: Callable[[], None],
@@ -242,7 +248,14 @@ def _train_phase(
             checkpoint=chosen,
             also_held_out=also,
             on_begin=on_begin,
+            hours_from=hours_from,
         )
+
+
+def _is_out_of_time(plan: Plan) -> bool:
+    """Whether `--max-hours` ended the phase before its last step."""
+    stopped = read_json(Path(plan.settings.out) / SUMMARY).get("stopped") or {}
+    return stopped.get("by") == "max_hours"
 
 
 def _is_over(plan: Plan) -> bool:
@@ -250,7 +263,7 @@ def _is_over(plan: Plan) -> bool:
     begin with is damaged: resuming it falls back, or says what to type.
     """
     folder = Path(plan.settings.out)
-    if finished(folder, plan.settings.steps) is None:
+    if finished(folder, plan.settings.steps, plan.settings.stop_when) is None:
         return False
     if plan.settings.mode == "sft":
         try:

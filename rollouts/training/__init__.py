@@ -1,12 +1,13 @@
-"""Everything between rollouts and new weights.
+"""Training: from rollouts to new weights.
 
-types samples batching filters   plain data: samples, rows, batches; which groups are kept
+types samples batching filters   plain data: samples, rows, batches; filters of groups
 algorithms/                      losses, advantages, aggregation, KL: pure functions on tensors
-models backends/                 loading a model; holding it with its optimizer; futures, LoRA, checkpoints
-datasets/ rollout_gen/ loops/    which task is next; many rollouts at once; generate, train, sync
-weight_*                         new weights for the engines, as files or sent, and the proof that they arrived
+models backends/                 loading models; a model with its optimizer; futures, LoRA
+datasets/ rollout_gen/ loops/    the next task; concurrent rollouts; the training loops
+weights/                         checkpoints, and new weights for engines, with a test that engines serve them
+estimates                        memory and operations, from shapes
 
-Nothing is imported until it is used.
+Names are imported on first use.
 """
 
 from __future__ import annotations

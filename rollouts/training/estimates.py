@@ -1,7 +1,7 @@
-"""How large a model is, how many operations a step takes, how much memory: arithmetic on shapes, before any weights.
+"""Estimates of a model's size, a step's operations and memory: arithmetic on shapes, before any weights are loaded.
 
-Everything is counted per rank and in bytes, parameters and operations of one token. The formulas, with what they leave
-out, are in docs/memory-and-speed.md. Left out here too: names of models and settings of runs (`rollouts.runs.dry_run`).
+All numbers are per rank; in bytes, parameters, and operations per token. docs/memory-and-speed.md has the formulas and
+their limits. Not here: names of models and settings of runs (`rollouts.runs.dry_run`).
 
     >>> round(train_flops(ModelSize(110, 110, 100, 2, 8, 8, 4, 10, False), tokens=1, sequence_length=5, lora=False))
     1560
@@ -18,12 +18,12 @@ _MARK = "__rollouts_memory__"
 
 _DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
-# How many numbers an optimizer keeps for each trained one. Adafactor keeps a row and a column of each matrix: next to
-# nothing.
+# How many numbers an optimizer stores for each trained one. Adafactor stores a row and a column of each matrix, which
+# is almost nothing.
 MOMENTS = {"adamw": 2, "sgd": 1, "adafactor": 0}
 
-# Dense peaks in teraflops by the vendors' data sheets: (bfloat16, float16, float32 without TF32); None where tensor
-# cores do not do it. Data sheets print the double, "with sparsity", for most of them. What stands first, matches first.
+# Dense peaks in teraflops from the vendors' data sheets: (bfloat16, float16, float32 without TF32). None: tensor cores
+# do not support it. Most data sheets print twice as much, "with sparsity". The first match counts.
 _PEAKS: tuple[tuple[str, tuple[float | None, float | None, float]], ...] = (
     (r"A100", (312, 312, 19.5)),
     (r"H100\b.*\bPCIe", (756, 756, 51)),
@@ -42,16 +42,21 @@ _PEAKS: tuple[tuple[str, tuple[float | None, float | None, float]], ...] = (
     (r"MI300X", (1307.4, 1307.4, 163.4)),
 )
 _PEAK_DTYPES = ("bfloat16", "float16", "float32")
-_PART = r"\bMIG\b|-\d+[ABCQ]\b"  # a slice of a GPU, or a virtual one: `A100-SXM4-40GB MIG 1g.5gb`, `A10-8Q`
+_PART = r"\bMIG\b|-\d+[ABCQ]\b"  # a part of a GPU, or a virtual one: `A100-SXM4-40GB MIG 1g.5gb`, `A10-8Q`
 
 
 class ModelSize(NamedTuple):
-    """The numbers of a causal language model that memory and operations follow from.
+    """The numbers of a causal language model that determine memory and operations.
 
-    `parameters` are all of them, adapters too, and a tied one once; `trained` those that learn. `matmul` are those that
-    a token is multiplied by: linear layers and the output head, not an embedding that is only looked up (a tied head
-    counts here), and of a layer's experts as many as a token visits. `attention_width` is heads x head size, `kv_width`
-    the same of keys; `hidden` and `vocabulary` are those of the embedding.
+    Attributes:
+        parameters: all of them, with adapters; a tied one counts once
+        trained: those with gradients
+        matmul: those that a token is multiplied by: linear layers and the output head (a tied one too), but not an
+            embedding table; of experts, as many as a token uses
+        hidden: size of the embedding
+        attention_width: heads x head size
+        kv_width: key heads x head size
+        vocabulary: rows of the embedding
     """
 
     parameters: int
@@ -71,21 +76,21 @@ class ModelSize(NamedTuple):
 
     @property
     def block(self) -> int:
-        """The parameters of one layer: what is in neither embedding nor head, shared out."""
+        """The parameters of one layer: all that are neither embedding nor head, divided by the layers."""
         return (self.parameters - self.head * (1 if self.tied else 2)) // max(1, self.layers)
 
     @property
     def lora(self) -> bool:
-        """Whether only a part is trained."""
+        """Whether only a part of the parameters is trained."""
         return self.trained < self.parameters
 
 
 def model_size(config: Any, *, lora_rank: int = 0, lora_targets: str = "all-linear") -> ModelSize:
-    """The size of the model that a transformers config describes, made without memory for weights; with adapters of
-    `lora_rank`, if above 0.
+    """The size of the model that a transformers config describes, with adapters of `lora_rank` if it is above 0. Needs
+    no memory for weights.
 
-    Raises ConfigError where `lora_targets` match no layer, or one with a tied weight; whatever transformers raises for
-    a config of no causal LM.
+    Raises ConfigError if no layer matches `lora_targets`, or one with a tied weight does; and what transformers raises
+    for the config of another kind of model.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -100,8 +105,8 @@ def model_size(config: Any, *, lora_rank: int = 0, lora_targets: str = "all-line
 
 
 def model_size_of(causal: Any) -> ModelSize:
-    """The size of a causal LM as it is: with the adapters that are in it, trained where gradients are asked for; of a
-    sharded model the whole.
+    """The size of a loaded causal LM, with its adapters. What requires a gradient is trained. A sharded model counts as
+    a whole.
     """
     from torch import nn
 
@@ -110,7 +115,7 @@ def model_size_of(causal: Any) -> ModelSize:
     named = {id(p): p for p in causal.parameters()}
     multiplied = [p for key, p in named.items() if p.ndim >= 2 and key not in looked_up]
     ends = (causal.get_input_embeddings(), causal.get_output_embeddings())
-    embedding, head = (m.get_base_layer() if hasattr(m, "get_base_layer") else m for m in ends)  # beneath an adapter
+    embedding, head = (m.get_base_layer() if hasattr(m, "get_base_layer") else m for m in ends)  # inside an adapter
     tied = head is not None and head.weight is embedding.weight
     vocabulary, hidden = embedding.weight.shape
     heads = int(config.num_attention_heads)
@@ -131,15 +136,15 @@ def model_size_of(causal: Any) -> ModelSize:
 def train_flops(
     size: ModelSize, tokens: float, sequence_length: float, *, lora: bool, scored: float | None = None
 ) -> float:
-    """Floating-point operations of forward and backward over `tokens` in sequences of `sequence_length`, without any
-    that checkpointing repeats: what a model-flops utilization divides by the peak.
+    """Floating-point operations of forward and backward pass over `tokens`, in sequences of `sequence_length`, without
+    those that checkpointing repeats. Model-flops utilization is this divided by the peak.
 
-    A token takes 6 N + 12 L W T: a multiplication and an addition for each of N matmul parameters, once forward and
-    twice backward (for the inputs' gradient and for the weights'), and the same for queries with keys and weights with
-    values, of L layers of width W, over T positions (Chowdhery et al. 2022, PaLM, appendix B; the whole T x T, no
-    half for the causal mask). With LoRA no gradient of the base weights is computed: 4 N + 2 R + 12 L W T, where R of
-    the N are adapters. Only `scored` tokens (all, if None) run through the output head. Sequences of several lengths l
-    count as one of sum(l * l) / sum(l).
+    A token takes 6 N + 12 L W T: one multiplication and one addition for each of N matmul parameters, in the forward
+    pass and twice in the backward pass (gradients of inputs and of weights); and the same for queries with keys and
+    attention weights with values, in L layers of width W, over T positions (Chowdhery et al. 2022, PaLM, appendix B;
+    the full T x T, without halving for the causal mask). With LoRA there are no gradients of base weights: 4 N + 2 R +
+    12 L W T, where R of the N parameters are adapters. Only `scored` tokens (None: all) run through the output head.
+    Sequences of several lengths l count as one of length sum(l * l) / sum(l).
     """
     scored = tokens if scored is None else scored
     passes = 4 if lora else 6
@@ -149,8 +154,8 @@ def train_flops(
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """The most operations a second that a device (as torch.cuda.get_device_name says it) does on dense matrices of
-    bfloat16, float16 or float32 (without TF32); None where that is not known: a CPU, a part of a GPU, another dtype.
+    """The peak operations per second of a device (named as by torch.cuda.get_device_name) on dense matrices of
+    bfloat16, float16 or float32 (without TF32). None if unknown: a CPU, a part of a GPU, another dtype.
 
     >>> peak_flops("NVIDIA H100 80GB HBM3", "bfloat16")
     989000000000000.0
@@ -181,12 +186,18 @@ def estimate_memory(
     whole_logits: bool = False,
     cache_bytes: float = 0.0,
 ) -> dict[str, float]:
-    """Bytes of the fullest rank by part; parts that there are none of are 0.
+    """Bytes of the largest rank, by part; 0 for parts that do not exist.
 
-    Weights are of `dtype`; what is trained, its gradients and moments are float32 at least. `tokens` is what one
-    microbatch has at most. `sharded` over `shards` ranks (FSDP), weights are put together in `compute_dtype` (empty:
-    that of the weights), and gradients are added up in float32; `engine_copy` is a whole copy beside it. `critic` and
-    `teacher` are models of their own. `cache_bytes` is what an engine in the process may keep.
+    Weights have `dtype`; trained weights, gradients and moments are at least float32.
+
+    Args:
+        tokens: the most tokens of a microbatch
+        sharded: over `shards` ranks (FSDP); whole layers are in `compute_dtype` (empty: `dtype`), and gradients are
+            added up in float32
+        critic: a model of its own
+        teacher: a model of its own
+        engine_copy: an engine has a copy of the whole model
+        cache_bytes: the cache of an engine in this process
     """
     weight = _DTYPE_BYTES[dtype]
     compute = _DTYPE_BYTES[compute_dtype or dtype]
@@ -197,7 +208,7 @@ def estimate_memory(
     beside = 0.0
     if critic is not None:
         running += _activations(critic, tokens, compute, gradient_checkpointing)
-        learns = critic.parameters - (0 if critic.tied else critic.head)  # its own head is never asked for logits
+        learns = critic.parameters - (0 if critic.tied else critic.head)  # its own head computes no logits
         beside = trained * (critic.parameters + learns * (1 + moments)) / share
     return {
         "weights": ((size.parameters - size.trained) * weight + size.trained * trained) / share,
@@ -215,8 +226,8 @@ def estimate_memory(
 
 
 def estimated_as(how: Literal["whole", "sharded", "embedded"]) -> Callable[[F], F]:
-    """Mark the factory of a backend whose memory `estimate_memory` counts. A training backend has the model whole on
-    each rank, or sharded over its ranks; an embedded engine decodes in their processes, with a cache.
+    """Decorator for the factory of a backend, to be estimated by `estimate_memory`. A training backend has the whole
+    model on each rank, or a sharded one; an embedded engine decodes in the same processes, with a cache.
     """
 
     def mark(factory: F) -> F:
@@ -227,15 +238,16 @@ def estimated_as(how: Literal["whole", "sharded", "embedded"]) -> Callable[[F], 
 
 
 def how_estimated(factory: Any) -> str:
-    """How a factory is marked by `estimated_as`; empty where it is not."""
+    """The mark that `estimated_as` gave to a factory; empty if there is none."""
     return str(getattr(factory, _MARK, ""))
 
 
 def _activations(
     size: ModelSize, tokens: int, compute: int, gradient_checkpointing: bool, *, whole_inputs: bool = False
 ) -> float:
-    """What the backward needs: a layer keeps about 4 (H + W + K + F) numbers a token; checkpointed, its input (H), and
-    one layer at a time the rest. Adapters in float32 keep their layers' inputs a second time (`whole_inputs`).
+    """Activations for the backward pass. A layer stores about 4 (H + W + K + F) numbers per token. With checkpointing,
+    it stores its input (H), and one layer at a time has the rest. Adapters in float32 store another copy of their
+    layers' inputs (`whole_inputs`).
     """
     hidden, width, kv = size.hidden, size.attention_width, size.kv_width
     linear = max(0, size.matmul - size.head) / max(1, size.layers) - 2 * hidden * (width + kv)
@@ -250,18 +262,18 @@ def _activations(
 
 
 def _logits(size: ModelSize, tokens: int, compute: int, whole: bool) -> float:
-    """One chunk of logits and as much to work in, in float32; a third in the head's dtype where that is another."""
+    """One chunk of logits, and the same again for work, in float32; and a third if the head has another dtype."""
     from rollouts.training.algorithms.logprobs import CHUNK_ELEMENTS_MAX
 
     numbers = float(tokens * size.vocabulary)
-    if whole:  # the head's own, those divided in float32, their log-probabilities, the gradient of either
+    if whole:  # the head's logits, the divided ones in float32, their log-probabilities, and the gradients of both
         return numbers * (2 * compute + 3 * 4)
     return min(numbers, CHUNK_ELEMENTS_MAX) * (8 + (compute if compute < 4 else 0))
 
 
 def _unsharded(size: ModelSize, compute: int) -> float:
-    """Put together at once: the layer that runs, the next one, and embedding and head, which stay; and of the larger
-    of these the gradient, once as it was computed and once as float32 for the sum over ranks.
+    """Whole weights of a sharded model: the running layer, the next one, embedding and head (which stay); and the
+    gradient of the larger of these, as computed and again in float32 for the sum over ranks.
     """
     outside = size.head * (1 if size.tied else 2)
     largest = max(size.block, outside) if not size.lora else size.trained / max(1, size.layers)
@@ -269,7 +281,7 @@ def _unsharded(size: ModelSize, compute: int) -> float:
 
 
 def _visited(parameter: Any, config: Any) -> float:
-    """The share of a weight that a token is multiplied by: 1, but of stacked experts those that it is sent to."""
+    """The fraction of a weight that a token is multiplied by: 1, but for experts, the fraction that a token uses."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = next((int(found) for name in names if (found := getattr(config, name, None))), 0)
     if parameter.ndim == 3 and experts and parameter.shape[0] == experts:

@@ -1,12 +1,11 @@
-"""Loading a causal language model or a tokenizer by name, with errors that say what to type.
+"""Loads a causal language model or a tokenizer by name, with errors that say what to type.
 
 A name is `tiny` (the model that comes with rollouts), a folder, or a repository of the Hugging Face hub. A folder may
-hold a LoRA adapter, with its adapter_config.json: one of our checkpoints, or what peft, TRL and others write. Then
-the model that it was trained on is loaded, and the adapter merged into it as peft does.
+contain a LoRA adapter with its adapter_config.json: one of our checkpoints, or the result of peft, TRL and others. Then
+its base model is loaded, and the adapter is merged into it by peft.
 
-A model may bring Python code of its own. It is refused, without a question at the terminal, outside of
-`remote_code(True)`. Left out: training adapters (`rollouts.training.backends.lora`), and writing models
-(`rollouts.training.weights.files`).
+A model may bring its own Python code. Without `remote_code(True)` it is refused, and nothing asks at the terminal. Not
+here: training adapters (`rollouts.training.backends.lora`), writing models (`rollouts.training.weights.files`).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ TINY_PATH = Path(__file__).resolve().parent.parent / "tiny"
 
 
 class Bundled(NamedTuple):
-    """A model that comes with rollouts: its folder, and the learning rate that suits it."""
+    """A model that comes with rollouts: its folder, and a suitable learning rate."""
 
     path: Path
     lr: float
@@ -43,13 +42,13 @@ _TOKENIZER = (
     "tokenizer.json tokenizer_config.json tokenizer.model spiece.model tekken.json vocab.json vocab.txt".split()
 )
 _PROBE_TOKENS = 16
-_AGREEMENT = 1e-3  # of the largest logit: float32 sums in another order are far closer, other weights far off
-_remote_code_allowed = False  # of the process: models are loaded in several threads
+_AGREEMENT = 1e-3  # of the largest logit: float32 sums in another order differ much less, other weights much more
+_remote_code_allowed = False  # for the whole process, because models are loaded in several threads
 
 
 @contextlib.contextmanager
 def remote_code(allowed: bool) -> Iterator[None]:
-    """Whether models and tokenizers that are loaded inside, in any thread, may run Python code that comes with them."""
+    """Whether models and tokenizers that are loaded in this block, in any thread, may run their own Python code."""
     global _remote_code_allowed
     before, _remote_code_allowed = _remote_code_allowed, allowed
     try:
@@ -67,7 +66,7 @@ def is_remote_code_allowed() -> bool:
 
 
 def resolve_model_name(name: str) -> str:
-    """The folder of `tiny`, a folder that exists and holds a model or an adapter, or a hub name. Raises ModelError."""
+    """The folder of `tiny`, an existing folder with a model or an adapter, or a hub name. Raises ModelError."""
     if name in BUNDLED:
         return str(BUNDLED[name].path)
     if not name:
@@ -76,20 +75,24 @@ def resolve_model_name(name: str) -> str:
     if path.is_dir():
         if not (path / "config.json").is_file() and not is_adapter(path):
             found = [*path.glob("*/config.json"), *path.glob(f"*/{ADAPTER_CONFIG}")]
-            hint = f"; did you mean {path / max(entry.parent.name for entry in found)}?" if found else ""
+            hint = "; give a folder that a run or save_pretrained wrote, a hub name, or `--model tiny`"
+            if found:
+                hint = f"; did you mean {path / max(entry.parent.name for entry in found)}?"
             raise ModelError(f"the folder {name} holds no config.json, so it is no transformers model{hint}")
         return str(path)
     if path.exists():
         raise ModelError(f"the model {name} is a file; give the folder that holds config.json and the weights")
+    if "://" in name:
+        hub = "/".join(name.rstrip("/").split("/")[-2:])
+        raise ModelError(f"the model {name} is a web address; type its name on the hub: --model {hub}")
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name:
         raise ModelError(f"there is no folder {name}; give a folder that exists, a hub name, or `--model tiny`")
     return name
 
 
 def bundled(name: str) -> Bundled | None:
-    """The bundled model of this name, or the one that a folder descends from: a checkpoint, an export, or an adapter
-    of it has the same shape. None for any other model. Reads configurations only.
-
+    """The bundled model with this name, or with the shape of the model in this folder (a checkpoint, an export, or an
+    adapter of it). None for any other model. Only reads configurations.
     >>> bundled("tiny").lr
     0.0003
     """
@@ -102,7 +105,7 @@ def bundled(name: str) -> Bundled | None:
 
 
 def _shape(folder: Path) -> list[Any]:
-    """What tells the model in a folder from models of other shapes; empty where its config.json cannot be read."""
+    """What distinguishes the model in a folder from models of other shapes; empty if its config.json is unreadable."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return [config.get(key) for key in _SHAPE]
@@ -111,8 +114,8 @@ def _shape(folder: Path) -> list[Any]:
 
 
 def adapters_beneath(name: str) -> tuple[str, tuple[str, ...]]:
-    """The whole model beneath a name, as transformers is to be given it, and the folders of the adapters to merge into
-    it, the first trained first (none where the name is a whole model's). Raises ModelError.
+    """The whole model behind a name, in a form for transformers, and the folders of the adapters to merge into it, the
+    oldest first. No adapters if the name is that of a whole model. Raises ModelError.
     """
     folders: list[str] = []
     resolved = resolve_model_name(name)
@@ -128,13 +131,13 @@ def adapters_beneath(name: str) -> tuple[str, tuple[str, ...]]:
 
 
 def is_adapter(folder: str | Path) -> bool:
-    """Whether the folder holds an adapter and no whole model."""
+    """Whether the folder has an adapter and no whole model."""
     path = Path(folder).expanduser()
     return (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file()
 
 
 def has_tokenizer(folder: str | Path) -> bool:
-    """Whether a tokenizer lies in the folder, beside the adapter or model."""
+    """Whether the folder has a tokenizer."""
     return any((Path(folder) / name).is_file() for name in _TOKENIZER)
 
 
@@ -150,25 +153,25 @@ def read_adapter_config(folder: str | Path) -> dict[str, Any]:
 
 
 def resolve_device(device: str) -> str:
-    """`auto` becomes cuda where there is one, else cpu. Raises ConfigError for a device that is not here."""
+    """`auto` becomes cuda if available, else cpu. Raises ConfigError for a device that does not exist here."""
     import torch
 
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch has no error of its own for it
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch has no class for it
         what = f"the device {device!r} cannot be used here: {first_line(error)}"
         raise ConfigError(f"{what}; type auto, cpu, cuda or cuda:1") from error
     return device
 
 
 def _base_of(folder: Path) -> str:
-    """The model that an adapter was trained on: `tiny`, a folder that exists, or a hub name.
+    """The base model of an adapter: `tiny`, an existing folder, or a hub name.
 
-    The embedded model is found wherever the package is now. Within a run of mode sft+rl that was moved, the checkpoint
-    of its first phase is found: the adapter is in `OUT/rl/checkpoints/Y`, and the model in `OUT/sft/checkpoints/X`.
-    Raises ModelError, with what to write.
+    `tiny` is found wherever the package is installed. If a run of mode sft+rl was moved, the checkpoint of its first
+    phase is found: the adapter is in `OUT/rl/checkpoints/Y`, and the model in `OUT/sft/checkpoints/X`. Raises
+    ModelError, which says what to write.
     """
     given = read_adapter_config(folder).get("base_model_name_or_path")
     if not given or not isinstance(given, str):
@@ -195,7 +198,7 @@ def _how_to_say(folder: str | Path) -> str:
 
 
 def _of_adapter(folder: str, error: ModelError) -> ModelError:
-    """The same mistake, with the adapter because of which the model is wanted."""
+    """The error for an adapter's base model, which also names the adapter."""
     words = str(error)
     return error if folder in words else ModelError(f"the adapter in {folder} needs its model: {words}")
 
@@ -204,14 +207,14 @@ def _of_adapter(folder: str, error: ModelError) -> ModelError:
 
 
 def load_hf_model(name: str, *, dtype: str = "float32", device: str = "auto", attention: str = "auto") -> Any:
-    """A causal LM in evaluation mode on `device`, adapters merged in. `attention` is an implementation of
-    transformers' (auto: its own choice). Raises ModelError, ConfigError.
+    """Load a causal LM in evaluation mode on `device`, with adapters merged in. `attention` is an implementation of
+    transformers (auto: its choice). Raises ModelError, ConfigError.
     """
     import torch
 
     if dtype not in _DTYPES:
         raise ModelError(f"unknown dtype {dtype!r} (choices: {', '.join(_DTYPES)})")
-    place = resolve_device(device)  # before the weights are read
+    place = resolve_device(device)  # before weights are read
     whole, adapters = adapters_beneath(name)
     try:
         model = _load_merged(whole, adapters, getattr(torch, dtype), **_attention(attention))
@@ -221,8 +224,8 @@ def load_hf_model(name: str, *, dtype: str = "float32", device: str = "auto", at
 
 
 def build_hf_model(name: str, *, dtype: str = "float32", attention: str = "auto") -> Any:
-    """What `load_hf_model` gives on the CPU, with weights that nobody has written, and so without memory of its own:
-    for a rank that gets its share of them from another. Raises ModelError.
+    """Make the model of `load_hf_model` on the CPU with uninitialized weights, which take no memory. For a rank that
+    gets its shards from another one. Raises ModelError.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -241,8 +244,8 @@ def _attention(name: str) -> dict[str, str]:
 
 
 def load_tokenizer(name: str, **settings: Any) -> Any:
-    """The model's tokenizer; an adapter's own where it has one, else that of the model beneath. `settings` are those of
-    transformers, such as `local_files_only`. Raises ModelError.
+    """Load the tokenizer of a model, or of an adapter if it has one. `settings` are those of transformers, such as
+    `local_files_only`. Raises ModelError.
     """
     from transformers import AutoTokenizer
 
@@ -252,14 +255,14 @@ def load_tokenizer(name: str, **settings: Any) -> Any:
 
 
 def load_config(whole: str, **settings: Any) -> Any:
-    """transformers' configuration of a whole model, a folder or a hub name. Raises ModelError."""
+    """The transformers configuration of a whole model, from a folder or a hub name. Raises ModelError."""
     from transformers import AutoConfig
 
     return _load(AutoConfig, whole, "configuration", **settings)
 
 
 def prepare_gradient_checkpointing(causal: Any) -> None:
-    """Turn it on, and every dropout off, for it works in training mode only."""
+    """Turn on checkpointing, and all dropout off, because checkpointing needs training mode."""
     from torch import nn
 
     for module in causal.modules():
@@ -268,7 +271,7 @@ def prepare_gradient_checkpointing(causal: Any) -> None:
         for name, value in list(vars(module).items()):
             if "dropout" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
-    if hasattr(causal, "activation_checkpointing_enable"):  # the newer name; the older one warns where both are there
+    if hasattr(causal, "activation_checkpointing_enable"):  # the newer name; the older one warns if both exist
         causal.activation_checkpointing_enable({"use_reentrant": False})
     else:
         causal.gradient_checkpointing_enable({"use_reentrant": False})
@@ -276,7 +279,7 @@ def prepare_gradient_checkpointing(causal: Any) -> None:
 
 @contextlib.contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """transformers draws bars for shards of weights; they would be drawn across our own progress."""
+    """Hide transformers' progress bars for weight files, which would disturb our own progress line."""
     from transformers.utils import logging
 
     bars = logging.is_progress_bar_enabled()
@@ -289,8 +292,8 @@ def no_progress_bars() -> Iterator[None]:
 
 
 def _load_merged(whole: str, adapters: tuple[str, ...], dtype: Any, **attention: str) -> Any:
-    """The model with the adapters merged in one after the other: in float32 where `dtype` is half precision, so that
-    what is rounded is their sum, once.
+    """Merge adapters into the model, one after the other. In half precision it merges in float32, and rounds the sum
+    once.
     """
     import torch
 
@@ -300,7 +303,7 @@ def _load_merged(whole: str, adapters: tuple[str, ...], dtype: Any, **attention:
             model = merge_adapter(model, folder)
         return model
     exact = _load_merged(whole, adapters, torch.float32)
-    # Some tensors of a half-precision model stay in float32; transformers knows which, and copying keeps their types.
+    # transformers keeps some tensors of a half-precision model in float32. Copying preserves the types.
     half = _load_causal(whole, dtype=dtype, **attention)
     half.load_state_dict(exact.state_dict())
     half.name_or_path = half.config._name_or_path = exact.name_or_path
@@ -308,7 +311,7 @@ def _load_merged(whole: str, adapters: tuple[str, ...], dtype: Any, **attention:
 
 
 def _load_causal(resolved: str, **settings: Any) -> Any:
-    """A whole model, which remembers where it lies wherever it is asked from: adapters write that down."""
+    """Load a whole model. It stores its absolute path, because adapters save it."""
     from transformers import AutoModelForCausalLM
 
     model = _load(AutoModelForCausalLM, resolved, "model", **settings)
@@ -335,7 +338,13 @@ def _explain(resolved: str, what: str, error: Exception) -> str:
         code = f"the {what} of {resolved} is Python code that comes with the model, and would run on this machine"
         return f"{code}; read it, then type --trust-remote-code true, or give another model"
     if Path(resolved).is_dir():
-        return f"the {what} in {resolved} could not be loaded: {first_line(error)}"
+        of_tokenizers = ("token", "vocab", "merges", "spiece")
+        has_one = any(each.name.startswith(of_tokenizers) for each in Path(resolved).iterdir())
+        if what == "tokenizer" and not has_one and "tokenizer" in str(error):
+            copies = "copy the tokenizer's files of the model into it, or try `--model tiny`"
+            return f"the folder {resolved} holds no tokenizer (tokenizer.json); {copies}"
+        whole = "give a folder that save_pretrained wrote, with the model and its tokenizer, or try `--model tiny`"
+        return f"the {what} in {resolved} could not be loaded: {first_line(error).rstrip(':.')}; {whole}"
     missing = f"the {what} {resolved!r} is no folder here and could not be loaded from the hub: {first_line(error)}"
     hint = "give a folder with the model, or try `--model tiny`, which needs neither"
     return f"{missing} Check the spelling and the connection, {hint}"
@@ -345,10 +354,10 @@ def _explain(resolved: str, what: str, error: Exception) -> str:
 
 
 def merge_adapter(causal: Any, folder: str) -> Any:
-    """The causal LM with the adapter added to its weights; plain again, every weight trainable. `causal` is used up.
+    """Merge an adapter into the causal LM. Returns a plain model whose weights are all trainable. `causal` is consumed.
 
-    The merged model gives the logits of the model with the adapter beside it, which is checked. Raises ModelError for
-    files that cannot be read, for an adapter of another model, and for one on a weight that the model ties to another.
+    Checks that the merged model gives the same logits as the model with the adapter beside it. Raises ModelError for
+    unreadable files, for an adapter of another model, and for an adapter on a tied weight.
     """
     from safetensors import SafetensorError
 
@@ -366,19 +375,19 @@ def merge_adapter(causal: Any, folder: str) -> Any:
         raise ModelError(f"the adapter in {folder} cannot be read: {first_line(error)}") from error
     except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:  # peft has no errors of its own
         lines = str(error).strip().splitlines()
-        # The first line of torch's says no more than that.
+        # The first line of torch's message says no more than that.
         detail = lines[1].strip() if lines[1:] and lines[0].startswith("Error(s) in loading") else first_line(error)
         base = config.get("base_model_name_or_path")
         what = f"the adapter in {folder} does not fit the model that it names, {base}: {detail}"
         raise ModelError(f"{what}\nif another model is meant, {_how_to_say(folder)}") from error
-    merged.requires_grad_(True)  # peft froze it
+    merged.requires_grad_(True)  # peft has frozen it
     merged.name_or_path = merged.config._name_or_path = str(Path(folder).absolute())
     return merged.eval()
 
 
 def tied_with_adapter(causal: Any) -> tuple[str, str] | None:
-    """Two layers that share one weight, the first of them with an adapter (injected by peft): merged into the weight,
-    it would change the other layer too. None where there are no such layers.
+    """Two layers that share one weight, of which the first has an adapter (injected by peft). A merge would change the
+    other layer too. None if there are no such layers.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in causal.named_parameters(remove_duplicate=False):
@@ -393,13 +402,13 @@ def tied_with_adapter(causal: Any) -> tuple[str, str] | None:
 
 @contextlib.contextmanager
 def no_peft_warnings() -> Iterator[None]:
-    """peft warns of what is looked after elsewhere."""
+    """Hide warnings of peft about things that are handled elsewhere."""
     with warnings.catch_warnings():
-        # GPT-2 keeps its linear layers transposed; peft sets fan_in_fan_out itself and warns that it did.
+        # GPT-2's linear layers are transposed. peft sets fan_in_fan_out itself, and warns about it.
         warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")
-        # peft reads a property of the model that newer transformers have renamed.
+        # peft reads a property of the model that newer versions of transformers have renamed.
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
-        # Both are refused, as errors.
+        # Both are errors here.
         warnings.filterwarnings("ignore", message=".*missing adapter keys.*|.*tie_word_embeddings.*")
         yield
 
@@ -411,7 +420,7 @@ def probe_logits(causal: Any) -> Any:
     weight = causal.get_input_embeddings().weight
     ids = (torch.arange(_PROBE_TOKENS) * 7919 % weight.shape[0])[None].to(weight.device)
     attention = causal.config._attn_implementation
-    if attention not in ("eager", "sdpa"):  # the others need a GPU, or compile
+    if attention not in ("eager", "sdpa"):  # others need a GPU, or compile
         causal.set_attn_implementation("eager")
     try:
         with torch.no_grad():
@@ -422,7 +431,7 @@ def probe_logits(causal: Any) -> Any:
 
 
 def agree(one: Any, other: Any) -> bool:
-    """Whether two models' `probe_logits` are the same but for rounding."""
+    """Whether two models' `probe_logits` are equal up to rounding."""
     import torch
 
     largest = float(one.nan_to_num(0.0, 0.0, 0.0).abs().max())
@@ -430,7 +439,7 @@ def agree(one: Any, other: Any) -> bool:
 
 
 def _merge(causal: Any, folder: str, config: dict[str, Any]) -> Any:
-    """Raises ModelError, ValueError where the adapter and the model have not the same layers, and what peft raises."""
+    """Check that adapter and model have the same layers. Raises ModelError, ValueError, and what peft raises."""
     from peft import PeftModel, get_peft_model_state_dict
     from peft.utils.save_and_load import load_peft_weights
 
@@ -438,7 +447,7 @@ def _merge(causal: Any, folder: str, config: dict[str, Any]) -> Any:
     if not hasattr(peft_model, "merge_and_unload"):
         kind = config.get("peft_type")
         raise ModelError(f"the adapter in {folder} is of the kind {kind}, which cannot be merged into weights")
-    # peft passes over layers that only one of the two has.
+    # peft ignores layers that only one of the two has.
     own = set(get_peft_model_state_dict(peft_model, save_embedding_layers=False))
     stored = set(load_peft_weights(folder, device="cpu"))
     strange = sorted(own - stored) or sorted(name for name in stored - own if "lora_" in name)

@@ -1,4 +1,4 @@
-"""The names of weight sync under one module; they live in `rollouts.training.weights.sync`."""
+"""Names of `rollouts.training.weights.sync`, under an older module name."""
 
 from rollouts.training.weights.sync import (
     InferenceEngine,

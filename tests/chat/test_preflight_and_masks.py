@@ -117,7 +117,7 @@ def test_mistral_rows_and_no_reply_no_row() -> None:
     text = "".join(chat.decode([t for t, m in zip(*row, strict=True) if m]) for row in rows)
     assert text.count("</s>") == 3
     assert tokenize_supervised(CONVERSATION[:1], TOOLS, chat) == []
-    with pytest.raises(ModelError, match="no special token"):
+    with pytest.raises(ModelError, match="does not end an assistant turn with a special token"):
         tokenize_supervised(CONVERSATION[3:5][::-1] + CONVERSATION[3:4], [], chat_for("cohere2"))
 
 

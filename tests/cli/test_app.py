@@ -54,7 +54,7 @@ def test_version(capsys):
         ),
         (["run", "--prompt_per_step", "3"], "did you mean: --prompts-per-step"),
         (["run", "--clip-high", "3"], "a component's settings are dotted: --env.digits 3"),
-        (["run", "--env"], "error: option '--env' requires an argument\ntype: rollouts run --help"),
+        (["run", "--env"], "error: --env needs a value\ntype: --env NAME"),
         (["run", "--env", "--steps", "3"], "error: --env needs a value, and --steps follows it"),
         (["run", "--env.digits"], "error: --env.digits needs a value"),
         (["run", "a.toml", "b.toml"], "unexpected extra argument"),

@@ -171,7 +171,7 @@ def test_a_dry_run_asks_nobody(here):
 def test_mistakes_are_told_before_anything_is_written(here):
     with started(delay_seconds=0.0, api_key="sk-right") as server:
         for flags, words in (
-            (["--model", "m1"], "OPENAI_API_KEY holds no API key"),
+            (["--model", "m1"], "OPENAI_API_KEY is empty"),
             (["--inference.url", f"{server.url}/v1"], "--inference.served-model tiny"),
             (["--inference.url", server.url, "--model", "m1"], "--inference.api-key-env"),
             (["--inference.url", "http://127.0.0.1:9/v1", "--model", "m1"], "--inference.url"),

@@ -13,6 +13,7 @@ from rollouts.config.convert import toml_value
 from rollouts.config.render import to_toml
 from rollouts.config.resolving import resolve
 from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE, REQUIRED, SCHEDULED, SFT, SINGLE, Setting, setting_infos
+from rollouts.config.stopping import OPERATORS
 from rollouts.errors import ConfigError
 
 WORD = st.from_regex(r"[a-z]{1,6}", fullmatch=True).filter(lambda word: word not in ("none", "name", "weight", "alias"))
@@ -23,6 +24,7 @@ LEAF = st.booleans() | st.integers() | FLOAT | TEXT
 VALUE = st.recursive(
     LEAF, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3), max_leaves=5
 )
+SIGN = st.sampled_from(sorted(OPERATORS))
 TABLE = st.dictionaries(WORD, VALUE, max_size=3)
 
 
@@ -31,6 +33,8 @@ def core_value(info):
         return st.sampled_from(info.choices)
     if info.name == "schedule":
         return SCHEDULES
+    if info.name == "stop_when":
+        return st.lists(st.builds("{} {} {:g}".format, st.sampled_from(["reward/mean", "m"]), SIGN, FLOAT), max_size=2)
     if info.name == "sft":
         return st.deferred(lambda: PHASES)
     if info.default is None:

@@ -461,7 +461,7 @@ def test_a_server_without_what_is_needed_is_told_which_flag(serve, tmp_path):
     url = serve(functools.partial(bare), tmp_path / "bare.log")
 
     async def test() -> None:
-        for key, words in (("", "asks for an API key, and there is none"), ("wrong-one", "refuses the API key")):
+        for key, words in (("", "requires an API key, but none is set"), ("wrong-one", "refuses the API key")):
             with pytest.raises(ConfigError, match=words) as raised:
                 await engine_of(url, api_key=key).check()
             assert "hush" not in str(raised.value) and "wrong" not in str(raised.value)
@@ -486,9 +486,9 @@ def test_a_server_whose_logprobs_are_of_temperature_1_is_refused_at_another(serv
             ConfigError, match="start it with --logprobs-mode processed_logprobs, or type --temperature"
         ):
             await engine_of(url, temperature=0.7).check()
-        with pytest.raises(ConfigError, match="cannot be given new weights: start it with VLLM_SERVER_DEV_MODE=1"):
+        with pytest.raises(ConfigError, match="cannot load new weights: start it with VLLM_SERVER_DEV_MODE=1"):
             await engine_of(url).check()
-        with pytest.raises(ConfigError, match=f"loads no adapters: start it with .*--max-lora-rank {RANK}"):
+        with pytest.raises(ConfigError, match=f"does not load adapters: start it with .*--max-lora-rank {RANK}"):
             await engine_of(url, RANK).check()
         async with engine_of(url, takes_weights=False) as engine:  # for evaluation it will do
             assert (await engine.health()).ok and engine.info.logprobs == "raw"

@@ -154,7 +154,7 @@ def test_what_is_wrong_is_said_before_anything_runs(cls: type, words: str, make:
 
 
 def test_a_method_without_self() -> None:
-    with pytest.raises(EnvironmentDefinitionError, match="takes no `self`"):
+    with pytest.raises(EnvironmentDefinitionError, match="has no `self`, so it takes no environment; write `def bad"):
         check_environment(wrong(bad=reward(no_self)))
 
 

@@ -152,7 +152,14 @@ def test_a_process_that_a_list_of_processes_misses_is_killed_all_the_same():
     assert not psutil.pid_exists(pid)
 
 
-@pytest.mark.parametrize(("name", "words"), [("segfault", "SIGSEGV"), ("vanish", "exit code 3"), ("garble", "SIGKILL")])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("segfault", "exit code 139 = 128 + 11, probably SIGSEGV"),
+        ("vanish", "exit code 3"),
+        ("garble", "exit code 137 = 128 + 9, probably SIGKILL"),
+    ],
+)
 def test_a_crash_is_told(name, words):
     async def main():
         assert await ask(name) == (f"Error: {name} crashed its process ({words})", "crashed")

@@ -714,7 +714,7 @@ def test_an_api_key_that_is_missing_or_refused_and_never_printed(room: Room, key
                 await engine.check()
             words = str(raised.value)
             assert "API key" in words and "--inference.api-key-env" in words and server.url in words
-            assert ("refuses" if key else "there is none") in words
+            assert ("refuses" if key else "none is set") in words
             shown = [repr(each) for each in chain(raised.value)] + [repr(engine), repr(engine._client)]
             assert not any(secret in text for text in shown for secret in (SECRET, "the right one"))
 

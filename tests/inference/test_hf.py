@@ -95,7 +95,7 @@ def test_with_training_it_shares_model_thread_and_version(make_model):
         training.version = 4
         await engine.update_weights(WeightUpdate(4))
         assert (await engine.generate(request([1, 2, 3]))).versions == [4] * 6
-        with pytest.raises(InferenceError, match=r"serve weights 5.*version 4"):
+        with pytest.raises(InferenceError, match=r"weights of version 5.*version 4"):
             await engine.update_weights(WeightUpdate(5))
         with pytest.raises(InferenceError, match="shares the trainer's parameters"):
             await engine.update_weights(WeightUpdate(4, path="somewhere"))

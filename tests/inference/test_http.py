@@ -137,11 +137,11 @@ def test_whatever_a_server_does_with_its_connections(options):
 @pytest.mark.parametrize(
     ("fault", "kind", "words", "attempts"),
     [
-        ("hang", "timeout", "no whole answer within 0.3 seconds", 4),
-        ("stall", "timeout", "no whole answer within 0.3 seconds", 4),
+        ("hang", "timeout", "no complete reply within 0.3 seconds", 4),
+        ("stall", "timeout", "no complete reply within 0.3 seconds", 4),
         ("garbage", "garbage", "<html>a proxy says", 4),
-        ("close", "reset", "connection broke|closed the connection before its answer was whole", 4),
-        ("cut", "reset", "closed the connection before its answer was whole", 4),
+        ("close", "reset", "connection broke|closed the connection before its reply was complete", 4),
+        ("cut", "reset", "closed the connection before its reply was complete", 4),
         ("429", "busy", "status 429: too many requests", 4),
         ("500", "server", "status 500: Internal Server Error", 4),
         ("400", "client", "status 400: the prompt is too long", 1),
@@ -216,14 +216,14 @@ def test_once_is_once():
     for client in (HTTPClient, PlainClient):
         failure, counts = ask(server.url, client=client)
         assert (failure.kind, failure.retryable, counts.retries) == ("refused", True, 3)
-        assert "Connection refused (asked 4 times)" in str(failure)
+        assert "Connection refused (4 attempts)" in str(failure)
 
 
 def test_the_deadline_holds_for_all_attempts_and_waits():
     with started(delay_seconds=0, faults={"hang": 1.0}) as server:
         seconds, (failure, _) = timed(lambda: ask(server.url, timeout_seconds=0.5))
         assert 0.4 < seconds < 10 and failure.kind == "timeout"
-        assert "no whole answer within 0.5 seconds; the attempt before: no whole answer within 0.3" in str(failure)
+        assert "within 0.5 seconds; the previous attempt: no complete reply within 0.3" in str(failure)
     with started(delay_seconds=0, faults={"429": 1.0}, retry_after_seconds=60) as server:
         failure, counts = ask(server.url, timeout_seconds=5)
         assert counts.retries == 0  # to wait for longer than there is time is no use
@@ -362,10 +362,10 @@ def test_another_servers_json_and_no_http_at_all(client):
     with raw_server(OK % (13, b'{"hello": 42}')) as url:
         failure, _ = ask(url, client=client)
         assert (failure.kind, failure.retryable) == ("garbage", False)
-        assert "not what was asked for: Object missing required field `choices`" in str(failure)
+        assert "does not have the expected fields: Object missing required field `choices`" in str(failure)
     with raw_server(b"SSH-2.0-OpenSSH_9.2p1\r\n\r\n") as url:
         failure, _ = ask(url, client=client, retries=Retries(attempts_max=1))
-        assert failure.kind == "garbage" and "no HTTP" in str(failure)
+        assert failure.kind == "garbage" and "not HTTP" in str(failure)
     with raw_server(b"HTTP/1.1 301 Moved\r\nlocation: /v2\r\ncontent-length: 0\r\n\r\n") as url:
         failure, _ = ask(url, client=client)
         assert failure.kind == "client" and "redirects" in str(failure)

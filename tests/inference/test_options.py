@@ -281,9 +281,9 @@ def test_urls():
     for wrong, words in (
         ("gpu7:8000", "expected one such as http://127.0.0.1:8000"),
         ("http://a:1,http://a:1/", "names http://a:1 twice"),
-        ("http://me:secret@a", "holds a name or a password"),
+        ("http://me:secret@a", "contains a user name or a password"),
         ("http://a:port", "cannot be read"),
-        ("http://a/v1?key=secret", "is 'http://a/v1'; expected .*, with nothing from a"),
+        ("http://a/v1?key=secret", "is 'http://a/v1'; expected .*, without a query"),
         ("http://a/v1#secret", "is 'http://a/v1'"),
     ):
         with pytest.raises(ConfigError, match=f"--inference.url.*{words}") as caught:
@@ -297,18 +297,18 @@ def test_urls():
         ({"url": "nowhere"}, "--inference.url"),
         ({"servers": 0}, "--inference.servers 0: expected 1 or more"),
         ({"context_tokens": -1}, "--inference.context-tokens -1"),
-        ({"memory_share": 1.5}, "a part of 1"),
+        ({"memory_share": 1.5}, "a share of at most 1"),
         ({"start_seconds": 0.0}, "--inference.start-seconds 0"),
         ({"request_seconds": float("nan")}, "--inference.request-seconds nan"),
-        ({"url": "http://a", "servers": 2}, "--inference.servers is for servers that are started here"),
+        ({"url": "http://a", "servers": 2}, "--inference.servers is for servers that the run starts"),
         ({"url": "http://a", "python": "x"}, "--inference.python is for"),
         ({"url": "http://a", "flags": ("--x",)}, "--inference.flags is for"),
         ({"url": "http://a", "dtype": "bfloat16"}, "--inference.dtype is for"),
         ({"url": "http://a", "device": "cpu"}, "--inference.device is for"),
         ({"url": "http://a", "start_seconds": 20.0}, "--inference.start-seconds is for"),
         ({"load_seconds": 0.0}, "--inference.load-seconds 0"),
-        ({"gpus": "0,1,2", "servers": 2}, "2 groups of GPUs"),
-        ({"gpus": "0;0", "servers": 2}, "no GPU twice"),
+        ({"gpus": "0,1,2", "servers": 2}, "2 groups of different GPUs"),
+        ({"gpus": "0;0", "servers": 2}, "different GPUs"),
         ({"python": "/no/such/venv"}, "there is no such interpreter"),
     ],
 )
@@ -333,11 +333,34 @@ def test_an_engine_that_is_not_installed_or_too_old(tmp_path):
     with pytest.raises(ConfigError, match=r"99\.1 or newer is needed"):
         find_engine("", PACKAGE._replace(minimum="99.1"))
     shell = tmp_path / "bin" / "python"
-    shell.parent.mkdir()
+    shell.parent.mkdir(exist_ok=True)
     shell.write_text("#!/bin/sh\necho hello\n")
     shell.chmod(0o755)
     with pytest.raises(ConfigError, match="does not run as a Python interpreter"):
         find_engine(str(tmp_path), PACKAGE)
+
+
+def test_the_version_of_an_engine_is_that_of_the_distribution_that_provides_it(tmp_path):
+    """The distribution may have any name; one of the import name need not provide it; metadata may be missing."""
+    site = tmp_path / "site"
+    (site / "fakeengine").mkdir(parents=True)
+    (site / "fakeengine" / "__init__.py").write_text("raise SystemExit('it is not imported')\n")
+    for name, files in {
+        "Some_Build-2.1": {"METADATA": "Name: Some.Build\nVersion: 2.1\n", "top_level.txt": "fakeengine\n"},
+        "fakeengine-0.1": {"METADATA": "Name: fakeengine\nVersion: 0.1\n", "top_level.txt": "elsewhere\n"},
+        "empty-1.0": {},
+        "broken-1.0": {"METADATA": "", "top_level.txt": "fakeengine\n"},
+    }.items():
+        (site / f"{name}.dist-info").mkdir()
+        for file, text in files.items():
+            (site / f"{name}.dist-info" / file).write_text(text)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={site} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    package = EnginePackage("fakeengine", "pip install fakeengine", "2")
+    assert find_engine(str(python), package) == (str(python), "2.1")
+    with pytest.raises(ConfigError, match=r"has fakeengine 2\.1, and 3 or newer is needed"):
+        find_engine(str(python), package._replace(minimum="3"))
 
 
 def test_models_that_are_not_there(tmp_path):

@@ -54,14 +54,14 @@ def test_each_one_is_required_and_named(name):
 @pytest.mark.parametrize(("flag", "method"), METHOD_OF.items())
 def test_what_it_says_that_it_can_it_has(flag, method):
     able = Capabilities(**{flag: True})
-    with pytest.raises(ConfigError, match=rf"has no {method} \(it says {flag}\)"):
+    with pytest.raises(ConfigError, match=rf"has no {method} \(its capabilities have {flag}=True\)"):
         check_engine(engine_of(capabilities=able), "strange")
     assert check_engine(engine_of(**{"capabilities": able, method: nothing}), "strange").capabilities is able
 
 
 @pytest.mark.parametrize(("flag", "method"), METHOD_OF.items())
 def test_what_it_can_it_says(flag, method):
-    with pytest.raises(ConfigError, match=rf"has {method}, .* Capabilities\({flag}=True\)"):
+    with pytest.raises(ConfigError, match=rf"has the method {method}, .* Capabilities\({flag}=True\)"):
         check_engine(engine_of(**{method: nothing}), "strange")
 
 

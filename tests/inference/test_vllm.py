@@ -118,7 +118,7 @@ def test_scores():
     async def run(engine: Server) -> None:
         assert await engine.score([4, 5, 6]) == [0.0, -0.25, -0.25]
         assert await engine.score([4]) == [0.0]
-        with pytest.raises(InferenceError, match=r"temperature 1 only, asked for 0\.7"):
+        with pytest.raises(InferenceError, match=r"temperature 1 only, got 0\.7"):
             await engine.score([4, 5], 0.7)
         assert (await engine.health()).ok
 
@@ -135,9 +135,7 @@ def test_a_server_that_goes_away():
         assert not health.ok and "Connection refused" in health.detail
         with pytest.raises(HTTPFailure, match="Connection refused"):
             await engine.generate(REQUEST)
-        with pytest.raises(
-            ConfigError, match=r"cannot be used: .*Connection refused.*see whether it runs, and its URL"
-        ):
+        with pytest.raises(ConfigError, match=r"cannot be used: .*Connection refused.*check that it runs, and its URL"):
             await engine.check()
 
     with started(delay_seconds=0) as server:
@@ -260,13 +258,13 @@ def test_the_convention_of_its_logprobs_is_measured():
 @pytest.mark.parametrize(
     ("answers", "words"),
     [
-        ({"/version": {"version": "0.31.2"}}, "is vLLM 0.31.2; 0.32 or later is needed: pip install 'vllm>=0.32'"),
-        ({"/version": status(404, "Not Found")}, "not as vLLM 0.32 or later does .*without /v1"),
-        ({"/version": status(None, "an answer that is no JSON")}, "answers, but not as vLLM"),
+        ({"/version": {"version": "0.31.2"}}, "is vLLM 0.31.2; 0.32 or later is needed: type pip install 'vllm>=0.32'"),
+        ({"/version": status(404, "Not Found")}, "not like vLLM 0.32 or later .*without /v1"),
+        ({"/version": status(None, "an answer that is no JSON")}, "answers, but not like vLLM"),
         ({GENERATE: status(403, "Scale-out endpoints are disabled.")}, "start it with --enable-scale-out"),
-        ({"/is_paused": {"is_paused": True}}, "is paused, as a run that was killed"),
-        ({INFO: info("raw_logits", 8)}, "logits for logprobs: start it with --logprobs-mode processed_logprobs"),
-        ({GENERATE: [token(3.0), scored(1.0)]}, "logits for logprobs"),
+        ({"/is_paused": {"is_paused": True}}, "is paused, perhaps because a run was killed"),
+        ({INFO: info("raw_logits", 8)}, "logits instead of logprobs: start it with --logprobs-mode processed_logprobs"),
+        ({GENERATE: [token(3.0), scored(1.0)]}, "logits instead of logprobs"),
     ],
 )
 def test_what_cannot_be_used_is_refused(answers, words):
@@ -323,11 +321,11 @@ def choice(ids: list[int], scored: list[int] | None = None, finish: str = "stop"
 @pytest.mark.parametrize(
     ("choices", "words"),
     [
-        ([], "asked for one answer and returned 0"),
+        ([], "returned 0 choices instead of one"),
         ([choice([1], [1])] * 2, "returned 2"),
-        ([choice([1, 2])], "2 token ids and logprobs of 0"),
-        ([choice([1, 2], [1, 3])], "of other tokens"),
-        ([choice([1], [1], "tired")], "ended an answer with 'tired', expected stop, length, abort"),
+        ([choice([1, 2])], "2 token ids, and 0 logprobs"),
+        ([choice([1, 2], [1, 3])], "of that do not match"),
+        ([choice([1], [1], "tired")], "ended a reply with 'tired', expected stop, length, abort"),
     ],
 )
 def test_replies_that_cannot_be_used_are_refused(choices, words):
@@ -381,7 +379,7 @@ def test_full_weights_are_loaded_while_it_pauses_and_no_cache_stays(extended):
     [
         (
             {"/collective_rpc": status(500, "no such file")},
-            "no such file; it stays paused .* Does it see .*some/folder",
+            "no such file; it stays paused .* Can it read .*some/folder",
         ),
         ({RESET: {"success": False}}, "did not empty its prefix cache"),
         ({RESET: {"success": False}, "/resume": status(500, "and dead")}, "did not empty its prefix cache"),

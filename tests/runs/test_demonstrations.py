@@ -204,7 +204,7 @@ class Numbered(Words):
     words = ["--env", "./parts.py:Numbered", "--sft.env.first", "1", "--steps", "0", "--sft.steps", "1"]
     words += ["--eval-tasks", "1", "--sft.eval-tasks", "1", "--prompts-per-step", "2"]
     assert main(["run", "--mode", "sft+rl", *words, *SMALL]) == 0
-    assert "2 held-out tasks have the prompt of another one" in capsys.readouterr().out.replace("\n", " ")
+    assert "2 held-out tasks have the same prompt as another task" in capsys.readouterr().out.replace("\n", " ")
 
 
 # --- their order ----------------------------------------------------------------------------------------------------

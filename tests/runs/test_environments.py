@@ -281,7 +281,7 @@ def test_weights():
     assert "are all 0 at step 0" in of([[0, 0], [3, 1]])
     assert "no setting 'untl'" in of({"name": "./parts.py:harder", "untl": 3})
     assert "did you mean: until?" in of({"name": "./parts.py:harder", "untl": 3})
-    assert "no 'hard'" in of("./parts.py:hard")
+    assert "no curriculum 'hard'" in of("./parts.py:hard")
     assert "no curriculum is named 'steep'" in of("steep")
     with pytest.raises(SignatureError, match="'task'"):
         plan(*two[:1], {"name": two[1], "weight": "./parts.py:of_the_task"})

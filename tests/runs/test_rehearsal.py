@@ -60,7 +60,7 @@ class RaisingTool(Base):
     @tool
     def look(self, color: str) -> str:
         """Look at it."""
-        return colour
+        return color
 
 
 class RaisingSetup(Base):
@@ -185,7 +185,7 @@ def test_a_reward_may_say_that_it_cannot_judge(here):
 
 def test_a_tool_may_refuse_invented_arguments(here):
     text = tried("RaisingTool")
-    assert "NameError: name 'colour' is not defined" in text and "the tool failed (exception)" in text
+    assert "NameError: name 'color' is not defined" in text and "the tool failed (exception)" in text
 
 
 @pytest.mark.parametrize(

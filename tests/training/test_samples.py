@@ -152,7 +152,7 @@ def test_samples_are_made_for_filters_only_where_one_names_them(monkeypatch: pyt
     assert made == []
     assert filter_group(group, [by_rewards, by_samples, by_samples], step=0).dropped is None
     assert len(made) == 2 and seen == [2, 2]
-    with pytest.raises(SignatureError, match="it can give: parts, rewards, samples, scores, step, trajectories"):
+    with pytest.raises(SignatureError, match="this run has: parts, rewards, samples, scores, step, trajectories"):
         filter_group(group, [Filter("x", lambda loss: True, {})], step=0)
 
 

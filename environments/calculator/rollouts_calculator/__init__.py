@@ -1,7 +1,8 @@
-"""Arithmetic with one tool: the smallest environment in which an agent has something to learn.
+"""Arithmetic with one tool, a small environment in which an agent can learn.
 
-The model is asked "What is 37 * 58?" and has a calculator. The reward is 1 where the last number of its last message is
-the answer. What is left out: partial credit, and any reward for using the tool (`used_tool` is only logged).
+The prompt is a question such as "What is 37 * 58?", and the model has a calculator. The reward is 1 if the last number
+of its last message is the answer. There is no partial credit, and no reward for using the tool (`used_tool` is only
+logged).
 
     rollouts run --env calculator --env.digits 3 --env.operators "+-*"
 """
@@ -28,7 +29,7 @@ class Calculator:
     """Arithmetic with one tool."""
 
     digits: int = 2  # each number has at most this many digits
-    operators: str = "*"  # any of + - *, one is drawn for each task
+    operators: str = "*"  # any of + - *; each task uses one
 
     def __post_init__(self) -> None:
         if self.digits < 1:
@@ -40,13 +41,13 @@ class Calculator:
             )
 
     def tasks(self, split: str, rng: random.Random) -> Iterator[Task]:
-        """Endless questions, drawn from `rng`; both splits are drawn alike."""
+        """Endless random questions. Both splits have the same distribution."""
         while True:
             expression = self._draw(rng)
             yield Task(f"What is {expression}?", answer=int(evaluate(expression)))
 
     def demonstrations(self, split: str, rng: random.Random) -> Iterator[list[Message]]:
-        """Endless conversations of an expert: ask the calculator, then answer with the number alone."""
+        """Endless conversations of an expert, who calls the calculator and then answers with the number."""
         while True:
             expression = self._draw(rng)
             call = ToolCall("calculator", {"expression": expression}, id="call_0")
@@ -69,12 +70,12 @@ class Calculator:
 
     @reward
     def correct(self, task: Task, trajectory: Trajectory) -> float:
-        """1 where the last number of the last message is the answer."""
+        """1 if the last number of the last message is the answer, else 0."""
         return float(re.findall(r"-?\d+", trajectory.last_text)[-1:] == [str(task.answer)])
 
     @metric
     def used_tool(self, trajectory: Trajectory) -> float:
-        """1 where the calculator was called."""
+        """1 if the model called the calculator, else 0."""
         return float(trajectory.metrics.get("tool_calls", 0.0) > 0)
 
     def _draw(self, rng: random.Random) -> str:

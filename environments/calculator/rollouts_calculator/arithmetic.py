@@ -1,4 +1,4 @@
-"""Arithmetic on text, safely: only numbers and operators are understood, and every size is bounded."""
+"""Evaluate arithmetic expressions safely: only numbers and operators, with bounded sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["evaluate"]
 
 EXPRESSION_CHARACTERS_MAX = 1_000
 SYNTAX = "use numbers, + - * / // % ** and parentheses"
-BITS_MAX = 4_096  # of any number on the way; its square is still computed in microseconds
+BITS_MAX = 4_096  # of every intermediate number; squaring such a number takes microseconds
 
 BINARY: dict[type[ast.operator], Callable[..., int | float]] = {
     ast.Add: operator.add,
@@ -28,16 +28,18 @@ BINARY: dict[type[ast.operator], Callable[..., int | float]] = {
 def evaluate(expression: str) -> str:
     """The value of an expression with + - * / // % ** and parentheses, as text.
 
-    Raises ValueError, saying what is wrong, for everything else: names, calls, numbers that grow too large.
+    Raises ValueError for anything else: names, calls, and numbers that become too large.
 
     >>> evaluate("12 * (3 + 4)")
     '84'
     """
     if len(expression) > EXPRESSION_CHARACTERS_MAX:
         raise ValueError(
-            f"the expression has {len(expression)} characters, at most {EXPRESSION_CHARACTERS_MAX} are read"
+            f"the expression has {len(expression)} characters, but at most {EXPRESSION_CHARACTERS_MAX} are allowed"
         )
-    stranger = re.search(r"[^0-9eE.+\-*/%()\s]", expression)  # before the parser, which would warn of some text
+    stranger = re.search(
+        r"[^0-9eE.+\-*/%()\s]", expression
+    )  # before parsing: the parser would print warnings for some texts
     if stranger:
         raise ValueError(f"{stranger[0]!r} is not understood; {SYNTAX}")
     try:
@@ -66,7 +68,7 @@ def _value(node: ast.expr) -> int | float:
 
 
 def _check_power(base: int | float, exponent: int | float) -> None:
-    """Refuse a power before it is computed."""
+    """Raise ValueError for a power that is too large or not real, before it is computed."""
     if base < 0 and not float(exponent).is_integer():
         raise ValueError("a negative number has no real power of a fraction")
     if isinstance(base, int) and isinstance(exponent, int) and exponent > 0:

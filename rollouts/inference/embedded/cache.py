@@ -1,11 +1,11 @@
 """One preallocated buffer of keys and values for all rows that are decoded together.
 
-A slot is a row of the buffer; token p of a row lies in column p, always. So a row's positions, its write column and
-what it may see (columns <= position) are one number, and rows of any lengths share a batch with no alignment and no
-holes: what lies beyond a row's length is never visible. Writes go to places computed once per forward pass; nothing
-is concatenated. It is a transformers `Cache`, so any model that takes a `DynamicCache` of full-attention layers takes
-it. What a session keeps between its turns is a compact copy of its row (`SessionCaches`). Left out: sliding windows and
-linear attention (`decode_slots.PlainSlots` serves those).
+A slot is a row of the buffer. Token p of a row always lies in column p. So one number gives a token's position, its
+column, and the columns that it may see (those up to its own). Rows of different lengths share a batch without alignment
+and without gaps, because columns after a row's last token are never visible. Places to write are computed once per
+forward pass, and nothing is concatenated. `SlotCache` is a transformers `Cache`: any model that accepts a
+`DynamicCache` of full-attention layers accepts it. Between turns, a session keeps a compact copy of its row
+(`SessionCaches`). Sliding windows and linear attention are not supported; `decode_slots.PlainSlots` serves those.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-COLUMN_STEP = 16  # visible width grows in such steps: views are made anew less often, and kernels like multiples
+COLUMN_STEP = 16  # the visible width grows in steps: fewer new views, and kernels prefer multiples
 
 
 def whole_columns(columns: int) -> int:
-    """How many columns a buffer for so many has.
+    """The number of columns that a buffer allocates for `columns`.
 
     >>> whole_columns(17)
     32
@@ -30,7 +30,7 @@ def whole_columns(columns: int) -> int:
 
 
 class KVShape(NamedTuple):
-    """What a token leaves in the cache: `layers` x `heads` keys of `key_dim` and values of `value_dim` numbers."""
+    """The cache of one token: `layers` x `heads` keys of `key_dim` numbers, and values of `value_dim` numbers."""
 
     layers: int
     heads: int
@@ -46,16 +46,16 @@ class KVShape(NamedTuple):
 
 
 class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
-    """Keys [layers, slots + 1, heads, columns, key_dim] and values alike; the last slot takes what padding writes.
+    """Keys [layers, slots + 1, heads, columns, key_dim], and values in the same layout.
 
-    Before each forward pass `point` names the slots and the positions; `update` is then called by the model's layers.
+    Padding is written to the last slot. Call `point` before each forward pass; the model's layers then call `update`.
     """
 
     def __init__(self, shape: KVShape, slots: int, columns: int) -> None:
         super().__init__(layers=[])
         self.shape, self.slots = shape, slots
         self._allocate(columns)
-        # Numbers to add, not booleans: attention would turn those into numbers again in every layer.
+        # Additive, because attention would convert a boolean mask in every layer.
         self._shown = torch.zeros((), dtype=shape.dtype, device=shape.device)
         self._hidden = torch.full((), torch.finfo(shape.dtype).min, dtype=shape.dtype, device=shape.device)
 
@@ -63,7 +63,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
         shape = self.shape
         self.columns = whole_columns(columns)
         lead = (shape.layers, self.slots + 1, shape.heads, self.columns)
-        # Zeros, not empty: a hidden value is weighed by an exact 0, and 0 * NaN would still be NaN.
+        # Zeros, not empty: a hidden value is multiplied by an exact 0, and 0 * NaN is NaN.
         self.keys = torch.zeros(*lead, shape.key_dim, dtype=shape.dtype, device=shape.device)
         self.values = torch.zeros(*lead, shape.value_dim, dtype=shape.dtype, device=shape.device)
         self._flat = [
@@ -77,7 +77,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
         self._views: list[tuple[Tensor, Tensor]] = []
 
     def reserve(self, columns: int, columns_max: int) -> None:
-        """Make room for positions below `columns`, keeping what is stored. What is made ready ahead of need ends at
+        """Make room for positions below `columns`, and keep the stored tokens. The buffer grows ahead of need, up to
         `columns_max`.
         """
         if columns <= self.columns:
@@ -88,9 +88,9 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
         self.values[..., :width, :] = values
 
     def point(self, start: int, positions: Tensor, real: Tensor | None, width: int) -> Tensor:
-        """Aim the next forward pass at slots [start, start + n); returns its additive mask [n, 1, S, W], W >= width.
+        """Direct the next forward pass to slots [start, start + n). Returns its additive mask [n, 1, S, W], W >= width.
 
-        `positions` [n, S] says where each token goes; `real` [n, S] (None: all) which tokens are not padding.
+        `positions` [n, S] are the columns of the tokens. `real` [n, S] is False for padding (None: no padding).
         """
         count = positions.shape[0]
         width = min(whole_columns(width), self.columns)
@@ -99,7 +99,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
         return torch.where(visible, self._shown, self._hidden)
 
     def point_causal(self, start: int, positions: Tensor) -> None:
-        """Aim a pass over whole contexts of one length: it needs no mask, so that the fastest kernels can serve it."""
+        """Direct a pass over whole contexts of one length. It needs no mask, so the fastest kernels apply."""
         self._aim(start, positions, None, positions.shape[1])
 
     def _aim(self, start: int, positions: Tensor, real: Tensor | None, width: int) -> None:
@@ -119,30 +119,30 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
             ]
 
     def visible(self, positions: Tensor, width: int) -> Tensor:
-        """Which columns a token may see: those up to its own [n, S, width]."""
+        """The columns that each token may see, as booleans [n, S, width]."""
         return self._column_ids[:width] <= positions.unsqueeze(-1)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: object, **_kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Called by the model's attention: store new keys and values [n, heads, S, dim], return those of the window."""
+        """Called by the model's attention: store new keys and values [n, heads, S, dim]; return those of the window."""
         keys, values = self._flat[layer_idx]
         keys.index_copy_(0, self._places, key_states.reshape(-1, keys.shape[1]))
         values.index_copy_(0, self._places, value_states.reshape(-1, values.shape[1]))
         return self._views[layer_idx]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """0: positions are always given explicitly."""
+        """Always 0, because positions are given explicitly."""
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Asked only in a pass without a mask, which sees itself and nothing else."""
+        """Used only in a pass without a mask, which attends to its own tokens alone."""
         return query_length, 0
 
     def copy_slots(self, sources: list[int], targets: list[int], width: int) -> None:
-        """Copy the first `width` columns of slots; sources are read before targets are written."""
+        """Copy the first `width` columns of slots. All sources are read before any target is written."""
         for store in (self.keys, self.values):
-            if len(sources) == 1:  # the usual case, and several times cheaper than indexing with lists
+            if len(sources) == 1:  # the usual case; several times cheaper than indexing with lists
                 store[:, targets[0], :, :width] = store[:, sources[0], :, :width]
             else:
                 store[:, targets, :, :width] = store[:, sources, :, :width]
@@ -152,7 +152,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
         return self.keys[:, slot, :, :length].clone(), self.values[:, slot, :, :length].clone()
 
     def write(self, slot: int, length: int, keys: Tensor, values: Tensor) -> None:
-        """Put back the first `length` tokens of what `read` gave."""
+        """Restore the first `length` tokens of a copy from `read`."""
         self.keys[:, slot, :, :length] = keys[:, :, :length]
         self.values[:, slot, :, :length] = values[:, :, :length]
 
@@ -172,10 +172,10 @@ class SavedCache(NamedTuple):
 
 
 class SessionCaches:
-    """The caches that live sessions keep between turns, at most `bytes_max` in all.
+    """The caches that open sessions keep between turns, up to `bytes_max` in total.
 
-    The trio side opens and closes sessions, the torch thread stores and reads: hence the lock. A cache is dropped
-    when its session closes or when the weights have changed.
+    Trio's thread opens and closes sessions, and the torch thread stores and reads caches, so a lock protects them. A
+    cache is dropped when its session closes or when the weights change.
     """
 
     def __init__(self, bytes_max: int) -> None:
@@ -188,23 +188,23 @@ class SessionCaches:
         return sum(1 for saved in self._live.values() if saved is not None)
 
     def open(self, session: str) -> None:
-        """From now on the session may store a cache."""
+        """Allow the session to store a cache."""
         with self._lock:
             self._live.setdefault(session, None)
 
     def close(self, session: str) -> None:
-        """Drop what the session kept; harmless if it is not open."""
+        """Drop the session's cache. Does nothing if the session is not open."""
         with self._lock:
             self._forget(session)
             self._live.pop(session, None)
 
     def has_room(self, session: str, size: int) -> bool:
-        """Whether the session is live and `size` bytes more may be kept."""
+        """Whether the session is open and `size` more bytes fit."""
         with self._lock:
             return session in self._live and self._bytes + size <= self.bytes_max
 
     def store(self, session: str, saved: SavedCache) -> None:
-        """Keep it, unless the session has closed meanwhile."""
+        """Keep the cache, unless the session has closed."""
         with self._lock:
             if session in self._live:
                 self._forget(session)
@@ -212,7 +212,7 @@ class SessionCaches:
                 self._bytes += saved.bytes
 
     def take(self, session: str, version: int) -> SavedCache | None:
-        """Hand over what the session kept; None if there is nothing, or other weights computed it."""
+        """Remove and return the session's cache; None if there is none, or if other weights computed it."""
         with self._lock:
             saved = self._live.get(session)
             self._forget(session)

@@ -1,12 +1,12 @@
-"""The torch side of the embedded engine: sample the rows of a wave, and score given sequences.
+"""The torch side of the embedded engine: it samples a batch of requests, and scores given sequences.
 
-Each request has its own random stream, keyed by its seed and nothing else, and spends one number per token. Sampling
-inverts the cumulative distribution at that number, so neither the size of a batch nor the order of its rows can touch
-any draw. The decode slots (`decode_slots.py`) hold the caches and compute the logits. A finished row leaves at once,
-and a queued row takes its slot. Everything here runs in the torch thread. Given the same rows
-in the same order it does the same operations; nothing depends on time. Versions of weights are passed in.
+Each request has its own random numbers, which depend only on its seed, and uses one per token. Sampling inverts the
+cumulative distribution at that number. So neither the size of a batch nor the order of its rows changes a sample. The
+decode slots (`decode_slots.py`) hold the caches and compute the logits. A finished row leaves at once, and a queued row
+takes its slot. Everything here runs in the torch thread. The same rows in the same order give the same operations;
+nothing depends on time. The caller passes the version of the weights.
 
-Left out: top-p, top-k, min-p (the trainer would have to replay them, see numerics.md).
+top-p, top-k and min-p are not supported, because the trainer would have to reproduce them (see numerics.md).
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from rollouts.inference.embedded.decode_slots import (
 )
 from rollouts.inference.embedded.scheduler import InferenceStatistics
 
-BLOCK = 64  # random numbers drawn at a time
-GROWTH = 64  # columns made ready for replies at first; longer replies grow the buffer
-WIDE = 2048  # rows this wide share no batch with those half as wide: attention would be mostly padding
-SCORE_ROWS = 1024  # positions whose float32 log-probabilities are held at a time
+BLOCK = 64  # random numbers per draw
+GROWTH = 64  # columns reserved for replies at first; longer replies grow the buffer
+WIDE = 2048  # rows wider than this do not share a batch with rows half as wide: attention would be mostly padding
+SCORE_ROWS = 1024  # positions whose float32 log-probabilities are in memory at the same time
 
 
 class Decoder:
-    """Decodes rows with a transformers causal LM, wrapped by peft or not. Call it in one thread only.
+    """Decodes rows with a transformers causal LM, with or without peft. Call it in one thread only.
 
-    A wave is split into batches that fit `cache_bytes` of keys and values, and each row starts from what its session
-    kept. `prefill_tokens_max` bounds the context in one forward pass.
+    A batch is split into parts whose keys and values fit into `cache_bytes`. Each row starts from its session's cache.
+    `prefill_tokens_max` limits the context tokens of one forward pass.
     """
 
     def __init__(self, model: Any, *, rows_max: int, cache_bytes: int, prefill_tokens_max: int) -> None:
@@ -57,21 +57,21 @@ class Decoder:
 
     @functools.cached_property
     def cache_support(self) -> CacheSupport:
-        """How this model is decoded; found out at the first call."""
+        """How this model is decoded. The first call tests the model."""
         with evaluating(self.model):
             return detect_cache_support(self.network)
 
     def run(self, rows: list[Row], version: int, deliver: Callable[[list[Row]], None]) -> None:
-        """Sample every row by weights `version`; `deliver` gets rows as soon as they finish.
+        """Sample every row with weights `version`. `deliver` is called with rows as soon as they finish.
 
-        Raises InferenceError where the model's logits are not finite.
+        Raises InferenceError if the model's logits are not finite.
         """
         self.statistics.batches += 1
         with evaluating(self.model):
             for row in rows:
                 saved = None if row.session is None else self.sessions.take(row.session, version)
                 if saved is not None:
-                    # As far as the contexts agree; the last token is always computed.
+                    # The common prefix is reused; the last token is always computed.
                     row.cached = common_prefix(saved.tokens, row.tokens[:-1])
                     row.saved = saved if row.cached else None
             for queue, count in self._plan(rows):
@@ -94,15 +94,15 @@ class Decoder:
                         done = [active[index] for index in finished]
                         active = slots.release(active, finished)
                         deliver(done)
-                del slots  # and its buffer, before another is made
+                del slots  # frees its buffer before the next one is allocated
 
     def _draw(self, rows: list[Row], logits: Tensor) -> None:
-        """One more token for each of these rows."""
+        """Sample one token for each row."""
         ids, logprobs = sample(logits, [next(row.numbers) for row in rows], [row.temperature for row in rows])
         if not all(map(math.isfinite, logprobs)):
             raise InferenceError(
                 "the model's logits are not finite, so nothing can be sampled. Its weights have diverged: "
-                "take an earlier checkpoint or a smaller --lr"
+                "use an earlier checkpoint or a smaller --lr"
             )
         self.statistics.sampled += len(rows)
         for row, token, logprob in zip(rows, ids, logprobs, strict=True):
@@ -110,11 +110,11 @@ class Decoder:
             row.logprobs.append(logprob)
 
     def release_buffer(self) -> None:
-        """Give back the buffer between phases of generation; sessions keep what they have."""
+        """Free the buffer between phases of generation. Sessions keep their caches."""
         self._cache = None
 
     def score(self, tokens: list[int], temperature: float) -> list[float]:
-        """Logprob of each token [L] given those before it, in float32; the first is 0.0."""
+        """The logprob of each token [L] given the tokens before it, in float32; the first is 0.0."""
         with evaluating(self.model):
             ids = torch.tensor([tokens], device=self.network.device)
             logits = self.network.model(input_ids=ids, use_cache=False).logits[0, :-1]
@@ -126,7 +126,7 @@ class Decoder:
         return scores
 
     def _plan(self, rows: list[Row]) -> list[tuple[list[Row], int]]:
-        """The batches of a wave, each with the number of lanes that may decode at once."""
+        """The parts of a batch, each with its number of decode slots."""
         if self.cache_support.shape is None:
             return [(sorted(rows, key=lambda row: len(row.tokens)), self.rows_max)]
         return split_batch(rows, self.rows_max, max(1, self.cache_bytes // self.cache_support.shape.token_bytes))
@@ -138,7 +138,7 @@ class Decoder:
         longest = max(row.width_max for row in batch)
         columns = min(longest, max(len(row.tokens) for row in batch) + GROWTH)
         cache = self._cache
-        # A buffer left from many short rows would be widened for all its slots.
+        # A buffer of many short rows would grow in all its slots.
         if (
             cache is None
             or cache.slots < slots
@@ -151,12 +151,12 @@ class Decoder:
 
 
 def split_batch(rows: list[Row], rows_max: int, tokens_max: int) -> list[tuple[list[Row], int]]:
-    """Split a wave in batches by length, each with the number of lanes that may decode at once.
+    """Split a batch by length into parts, each with its number of decode slots.
 
-    Rows in a batch run from short to long contexts (equal lengths in the given order); (lanes + 1) x columns, which is
-    what a `SlotCache` takes, stay within `tokens_max`, unless a single row needs more. One batch is best while it
-    fits: lanes cost less than passes. Where it does not, or where contexts are so long that attention to padding would
-    cost more than passes, rows half as long form their own.
+    Within a part, rows are sorted from short to long contexts; rows of one length keep their order. A `SlotCache`
+    allocates (slots + 1) x columns tokens, which stay within `tokens_max` unless a single row needs more. One part is
+    fastest if it fits, because more slots cost less than more passes. If it does not fit, or if attention to padding
+    would cost more than passes, then rows of half the length form another part.
     """
     batches = []
     rest = sorted(rows, key=lambda row: row.width_max)
@@ -165,7 +165,7 @@ def split_batch(rows: list[Row], rows_max: int, tokens_max: int) -> list[tuple[l
         slots = max(1, min(rows_max, tokens_max // whole_columns(width) - 1))
         fits = slots >= min(rows_max, len(rest)) and width <= WIDE
         first = 0 if fits else next(i for i, row in enumerate(rest) if 2 * row.width_max > width)
-        # The sort is stable: a group's equal prompts stay side by side, to be prefilled once.
+        # The sort is stable, so a group's equal prompts stay adjacent and are prefilled once.
         batch = sorted(rest[first:], key=lambda row: len(row.tokens))
         batches.append((batch, min(slots, len(batch))))
         del rest[first:]
@@ -173,7 +173,7 @@ def split_batch(rows: list[Row], rows_max: int, tokens_max: int) -> list[tuple[l
 
 
 def common_prefix(left: list[int], right: list[int]) -> int:
-    """How many leading tokens two lists share.
+    """The length of the common prefix of two lists.
 
     >>> common_prefix([1, 2, 3], [1, 2, 4, 5])
     2
@@ -186,8 +186,8 @@ def common_prefix(left: list[int], right: list[int]) -> int:
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """No gradients, and every module in eval mode; leaving restores exactly the modules that were training."""
-    # Not inference_mode: what a module caches in passing (rotary tables) is used in training too.
+    """Disable gradients and put every module in eval mode. Afterwards, modules that were training are so again."""
+    # Not inference_mode: tensors that a module caches (rotary tables) are used in training too.
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
@@ -203,7 +203,7 @@ def evaluating(model: Any) -> Iterator[None]:
 
 
 def uniforms(seed: int, offset: int = 0) -> Iterator[float]:
-    """Uniform float32 numbers in [0, 1 - 2**-24], decided by the seed alone; the first `offset` are left out.
+    """Uniform float32 numbers in [0, 1 - 2**-24] that depend on the seed alone, without the first `offset` numbers.
 
     >>> first, second = uniforms(7), uniforms(7, offset=1)
     >>> [next(first), next(first)][1] == next(second)
@@ -216,11 +216,11 @@ def uniforms(seed: int, offset: int = 0) -> Iterator[float]:
 
 
 def sample(logits: Tensor, uniforms: list[float], temperatures: list[float]) -> tuple[list[int], list[float]]:
-    """One id and its logprob for each row.
+    """Sample one id for each row; returns ids and logprobs.
 
-    `logits` is [n, V] in any float type; `uniforms` [n] in [0, 1); `temperatures` [n], where 0 means the likeliest
-    id, with its logprob at temperature 1. Logprobs are natural logarithms, computed in float32, never above 0. An id
-    of probability 0 is never drawn. A row whose logits are not finite gets a NaN logprob.
+    `logits` is [n, V] in any float dtype, `uniforms` is [n] in [0, 1), and `temperatures` is [n]. Temperature 0 gives
+    the most likely id, with its logprob at temperature 1. Logprobs are natural logarithms, computed in float32, and at
+    most 0. An id of probability 0 is never sampled. A row whose logits are not finite gets a NaN logprob.
     """
     assert logits.shape[0] == len(uniforms) == len(temperatures), (logits.shape, len(uniforms), len(temperatures))
     scores = logits.float()
@@ -233,7 +233,7 @@ def sample(logits: Tensor, uniforms: list[float], temperatures: list[float]) -> 
         greedy = torch.tensor([t == 0.0 for t in temperatures], device=logits.device)
         ids = torch.where(greedy, logprobs.argmax(dim=-1), ids)
     chosen = logprobs.gather(1, ids.unsqueeze(1)).squeeze(1)
-    # Both answers in one transfer: on an accelerator each one waits for the device.
+    # One transfer instead of two: each transfer from an accelerator waits for the device.
     packed = torch.stack((ids.int(), chosen.view(torch.int32))).cpu().numpy()
     drawn, values = packed[0].tolist(), packed[1].view(np.float32).tolist()
     for row, value in enumerate(values):
@@ -243,15 +243,15 @@ def sample(logits: Tensor, uniforms: list[float], temperatures: list[float]) -> 
 
 
 def _invert(logprobs: Tensor, uniforms: Tensor) -> Tensor:
-    """The first id whose cumulative probability exceeds the number [n]; `right` steps over ids of probability 0."""
+    """The first id [n] whose cumulative probability exceeds the number. `right` skips ids of probability 0."""
     cumulative = logprobs.exp().cumsum(dim=-1)
-    thresholds = uniforms.unsqueeze(1) * cumulative[:, -1:]  # always below the total, as a number is at most 1 - 2**-24
+    thresholds = uniforms.unsqueeze(1) * cumulative[:, -1:]  # below the total, since numbers are at most 1 - 2**-24
     ids = torch.searchsorted(cumulative, thresholds, right=True).squeeze(1)
-    return ids.clamp_max_(logprobs.shape[1] - 1)  # only a NaN row needs it
+    return ids.clamp_max_(logprobs.shape[1] - 1)  # needed for NaN rows only
 
 
 def _draw_exactly(logprobs: Tensor, uniform: float) -> tuple[int, float]:
-    """The same draw in float64 on the host: a parallel sum on an accelerator need not be monotone to the last bit."""
+    """Sample in float64 on the host: a parallel sum on an accelerator may not be monotone to the last bit."""
     probabilities = logprobs.double().exp().cpu().numpy()
     cumulative = np.cumsum(probabilities)
     index = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))

@@ -1,13 +1,13 @@
-"""Rows decoded side by side, in one of two ways, and the probe that finds out which of them a model takes.
+"""Decode slots for rows that decode side by side, with our own cache or the model's.
 
-`CachedSlots` is the fast way, for models with plain full attention: one preallocated buffer (`cache.py`). Equal prompts
-of a wave (a group's members) are prefilled once; a session's next turn prefills only what is new; finished rows leave
-by moving the last lane into the gap; rows still queued join as soon as enough slots are free; nothing is concatenated
-or masked anew beyond one comparison a step.
+`CachedSlots` is the fast way, for models with plain full attention. It uses one preallocated buffer (`cache.py`). Equal
+prompts of a batch (the rollouts of a group) are prefilled once. A session's next turn prefills only its new tokens.
+When a row finishes, the last row moves into its slot. Queued rows join as soon as enough slots are free. A step
+computes one comparison for its mask and concatenates nothing.
 
-`PlainSlots` is the slower way, over whatever cache the model makes by itself: sliding windows, linear attention and
-other state. Whole contexts are computed anew each turn. Attention-only models take contexts of mixed lengths, padded on
-the left; models with recurrent state take contexts of one length at a time, so that padding can never enter a state.
+`PlainSlots` is the slower way, over the model's own cache: sliding windows, linear attention and other state. It
+computes whole contexts anew each turn. Attention-only models take contexts of mixed lengths, padded on the left. Models
+with recurrent state take contexts of one length at a time, so that padding never enters a state.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from rollouts.errors import ModelError
 from rollouts.inference.embedded.cache import KVShape, SavedCache, SessionCaches, SlotCache
 from rollouts.inference.embedded.scheduler import InferenceStatistics
 
-PADDING_MAX = 512  # padding worth one more pass instead: about what a pass costs besides its tokens
+PADDING_MAX = 512  # more padding than this costs more than one more pass
 
 
 @dataclass(eq=False)
 class Row:
-    """One request while it is decoded, by the `numbers` of its own random stream. `abandoned`, set from any thread,
-    makes the row leave at the next step.
+    """One request while it decodes. `numbers` are its own random numbers. Any thread may set `abandoned`, which makes
+    the row leave at the next step.
     """
 
     tokens: list[int]
@@ -49,30 +49,30 @@ class Row:
 
     @property
     def length(self) -> int:
-        """Tokens whose keys and values exist while the row decodes: all but the one sampled last."""
+        """The number of tokens with keys and values while the row decodes: all but the last sampled one."""
         return len(self.tokens) + len(self.sampled) - 1
 
     @property
     def width_max(self) -> int:
-        """Columns it may come to need."""
+        """The largest number of columns that it may need."""
         return len(self.tokens) + self.max_tokens
 
     @property
     def finish(self) -> Literal["stop", "length"] | None:
-        """Why it is over, or None."""
+        """Why it is finished; None while it decodes."""
         if self.sampled and self.sampled[-1] in self.stop_ids:
             return "stop"
         return "length" if len(self.sampled) >= self.max_tokens else None
 
 
 class Network:
-    """A causal LM of transformers, seen as a function from ids to the logits of each row's last position [n, V].
+    """A causal LM of transformers, as a function from ids to the logits of each row's last position [n, V].
 
-    `forward` takes the model's own keyword arguments; only the last position goes through the LM head.
+    `forward` takes the model's own keyword arguments. Only the last position goes through the LM head.
     """
 
     def __init__(self, model: Any, statistics: InferenceStatistics) -> None:
-        # LoRA layers live inside the base model, so peft's wrapper adds nothing but time to each pass.
+        # LoRA layers are inside the base model, so peft's wrapper only costs time.
         promptless = not any(c.is_prompt_learning for c in getattr(model, "peft_config", {}).values())
         unwrap = getattr(model, "get_base_model", None)
         self.model = unwrap() if unwrap is not None and promptless else model
@@ -83,24 +83,24 @@ class Network:
 
     @property
     def device(self) -> torch.device:
-        """Where ids go: the device of the embedding."""
+        """The device of the embedding, which ids are moved to."""
         device: torch.device = self.model.get_input_embeddings().weight.device
         return device
 
     def forward(self, ids: Tensor, **arguments: Any) -> tuple[Tensor, Any]:
-        """Last logits [n, V] and the cache that the model used, for ids [n, S]."""
+        """The last logits [n, V] and the model's cache, for ids [n, S]."""
         self.statistics.passes += 1
         output = self.model(input_ids=ids, **self._options, **arguments)
         return output.logits[:, -1], getattr(output, self.cache_name, None)
 
 
-# The loop owns the rows that decode side by side; slots own their caches, in the same order. The loop asks them to
-# `take` rows off its queue, to `admit` them behind those that decode, for a `step` of all, and to `release` those that
-# finished.
+# The loop in `Decoder.run` owns the active rows; the slots own their caches, in the same order. The loop calls `take`
+# to get rows from its queue, `admit` to prefill them behind the active rows, `step` to compute logits for all rows, and
+# `release` to remove finished rows.
 @dataclass
 class CachedSlots:
-    """Lane i is slot i of the cache, which is widened to `columns_max` at most. What sessions keep is of weights
-    `version`.
+    """Row i decodes in slot i of the cache, which grows to `columns_max` at most. Saved caches of sessions must be of
+    weights `version`.
     """
 
     network: Network
@@ -112,8 +112,10 @@ class CachedSlots:
     prefill_tokens_max: int
 
     def take(self, active: int, queue: list[Row]) -> list[Row]:
-        """Take off the queue the rows that join `active` others now, perhaps none: they join when no lane is busy or a
-        quarter is free, for a pass for one row costs much the same as for ten.
+        """Remove and return the rows of the queue that join the `active` ones now, perhaps none.
+
+        Rows join when no slot is busy or a quarter of the slots is free, because a pass for one row costs about the
+        same as a pass for ten.
         """
         free = min(self.count - active, len(queue))
         if active and free < min(len(queue), max(1, self.count // 4)):
@@ -123,8 +125,8 @@ class CachedSlots:
         return joining
 
     def admit(self, rows: list[Row], active: int) -> tuple[list[Row], Tensor]:
-        """Prefill behind the active rows: equal new contexts once, continued sessions from their cache. Gives the rows
-        in lane order, with their logits [m, V].
+        """Prefill behind the active rows: equal new contexts once, continued sessions from their cache. Returns the
+        rows in slot order, with their logits [m, V].
         """
         fresh = [row for row in rows if not row.cached]
         continued = sorted((row for row in rows if row.cached), key=lambda row: len(row.tokens) - row.cached)
@@ -158,7 +160,7 @@ class CachedSlots:
         return ordered, logits.index_select(0, torch.tensor(owners, device=logits.device))
 
     def prefill(self, first: int, contexts: list[tuple[list[int], int]]) -> Tensor:
-        """Logits [m, V] after each context, of which the first `begin` tokens lie in its slot already."""
+        """Logits [m, V] after each context. Its first `begin` tokens are in its slot already."""
         logits, start = [], 0
         while start < len(contexts):
             stop, longest, real = start, 0, 0
@@ -178,7 +180,7 @@ class CachedSlots:
         longest = max(sizes)
         assert min(sizes) > 0, f"every row needs at least one new token, got {sizes}"
         self.network.statistics.prefilled += sum(sizes)
-        # New tokens are padded on the left, so that the last position of every row is its last token.
+        # Padding is on the left, so the last position of every row is its last token.
         pads = [longest - size for size in sizes]
         ids = [[0] * pad + tokens[begin:] for pad, (tokens, begin) in zip(pads, contexts, strict=True)]
         places = [[0] * pad + list(range(b, len(t))) for pad, (t, b) in zip(pads, contexts, strict=True)]
@@ -194,7 +196,7 @@ class CachedSlots:
         return self.network.forward(inputs, position_ids=positions, attention_mask=mask, past_key_values=self.cache)[0]
 
     def step(self, rows: list[Row]) -> Tensor:
-        """Feed each row its token sampled last; gives logits [n, V]."""
+        """Process the last sampled token of each row; returns logits [n, V]."""
         lengths = [row.length for row in rows]
         width = max(lengths) + 1
         self.cache.reserve(width, self.columns_max)
@@ -204,8 +206,8 @@ class CachedSlots:
         return self.network.forward(inputs, position_ids=positions, attention_mask=mask, past_key_values=self.cache)[0]
 
     def release(self, rows: list[Row], finished: list[int]) -> list[Row]:
-        """Copy out what sessions keep, then close each gap with a lane from the end. Gives the rows that remain, in
-        their new lane order.
+        """Save the caches of sessions, then fill each gap with a row from the end. Returns the remaining rows in their
+        new slot order.
         """
         for slot in finished:
             row = rows[slot]
@@ -228,7 +230,7 @@ class CachedSlots:
 
 @dataclass
 class PlainSlots:
-    """DecodeSlots over the model's own cache. `padded`: contexts of different lengths may share a batch."""
+    """DecodeSlots over the model's own cache. If `padded`, contexts of different lengths may share a batch."""
 
     network: Network
     count: int
@@ -237,7 +239,7 @@ class PlainSlots:
     _mask: Tensor | None = None
 
     def take(self, active: int, queue: list[Row]) -> list[Row]:
-        """A batch at a time; without padding, the leading contexts of one length."""
+        """One batch at a time. Without padding: the leading contexts of one length."""
         if active:
             return []
         size = min(self.count, len(queue))
@@ -249,7 +251,7 @@ class PlainSlots:
         return joining
 
     def admit(self, rows: list[Row], active: int) -> tuple[list[Row], Tensor]:
-        """Compute each different context once, then give every row its own copy of the cache."""
+        """Compute each distinct context once, then give every row its own copy of the cache."""
         assert active == 0, f"{active} rows are still decoding"
         contexts = list(dict.fromkeys(tuple(row.tokens) for row in rows))
         longest = max(map(len, contexts))
@@ -267,14 +269,14 @@ class PlainSlots:
         logits, self._cache = self.network.forward(ids, **arguments)
         if not hasattr(self._cache, "reorder_cache"):
             name = type(self.network.model).__name__
-            raise ModelError(f"{name} keeps no cache that transformers can reorder, so it cannot be sampled here")
+            raise ModelError(f"{name} has no cache that transformers can reorder, so it cannot be sampled here")
         if len(contexts) < len(rows):
             rank = {context: index for index, context in enumerate(contexts)}
             logits = logits.index_select(0, self._select([rank[tuple(row.tokens)] for row in rows]))
         return rows, logits
 
     def step(self, rows: list[Row]) -> Tensor:
-        """One token for every row."""
+        """Process the last sampled token of each row; returns logits [n, V]."""
         arguments: dict[str, Any] = {self.network.cache_name: self._cache}
         inputs = torch.tensor([[row.sampled[-1], row.length] for row in rows], device=self.network.device)
         if self._mask is not None:
@@ -284,7 +286,7 @@ class PlainSlots:
         return logits
 
     def release(self, rows: list[Row], finished: list[int]) -> list[Row]:
-        """Keep the other rows, in order."""
+        """Remove the finished rows; returns the others, in order."""
         leaving = set(finished)
         kept = [index for index in range(len(rows)) if index not in leaving]
         if kept:
@@ -303,13 +305,13 @@ class PlainSlots:
 
 DecodeSlots = CachedSlots | PlainSlots
 
-# --- which of the two -----------------------------------------------------------------------------------------------
+# --- which way a model supports -------------------------------------------------------------------------------------
 
-LENGTHS = (7, 4, 7)  # short contexts: two equal ones, and one that must be padded
+LENGTHS = (7, 4, 7)  # test contexts: two of one length, and one that needs padding
 
 
 class CacheSupport(NamedTuple):
-    """`shape` is set where the fast way works, else `reason` says why not; `padded`: left padding does no harm."""
+    """`shape` is set if `CachedSlots` works; else `reason` says why not. `padded`: left padding is harmless."""
 
     shape: KVShape | None
     padded: bool
@@ -317,10 +319,10 @@ class CacheSupport(NamedTuple):
 
 
 def detect_cache_support(network: Network) -> CacheSupport:
-    """Try the model; call it in the torch thread, in eval mode without gradients. A handful of short forward passes.
+    """Test the model with a few short forward passes. Call it in the torch thread, in eval mode without gradients.
 
-    It takes the fast way only if its own cache is plain full attention in every layer, and the logits that it gives
-    with a cache, masks and positions of ours, padded and continued, are those of a plain forward pass.
+    `CachedSlots` needs a model whose own cache is plain full attention in every layer. Also, its logits with our cache,
+    masks and positions, padded and continued, must equal those of a plain forward pass.
     """
     model = network.model
     attention = getattr(model.config, "_attn_implementation", None)
@@ -333,20 +335,20 @@ def detect_cache_support(network: Network) -> CacheSupport:
     is_padded = bool(layers) and all(isinstance(layer, DynamicLayer) for layer in layers)
     shape, reason = _shape(model, [] if is_stateful else layers)
     if shape is not None and attention not in ("sdpa", "eager"):
-        shape, reason = None, f"its attention is {attention}, which takes no mask of ours"
+        shape, reason = None, f"its attention is {attention}, which does not accept our masks"
     if shape is not None:
         reason = _try(network, shape, contexts)
     return CacheSupport(None if reason else shape, is_padded and not is_stateful and not is_linear, reason)
 
 
 def _shape(model: Any, layers: list[Any]) -> tuple[KVShape | None, str]:
-    """The shape that all layers share, or None and why there is none."""
+    """The shape that all layers share; else None and the reason."""
     config = model.config.get_text_config(decoder=True)
     kinds = sorted(set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention"})
     if kinds:
         return None, f"it has layers of type {', '.join(kinds)}"
     if not layers:
-        return None, "it keeps a state of its own instead of keys and values"
+        return None, "it keeps its own state instead of keys and values"
     odd = sorted({type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer})
     if odd:
         return None, f"its cache has layers of type {', '.join(odd)}"
@@ -362,7 +364,7 @@ def _shape(model: Any, layers: list[Any]) -> tuple[KVShape | None, str]:
 
 
 def _try(network: Network, shape: KVShape, contexts: list[list[int]]) -> str:
-    """Prefill padded, continue two tokens, step once, all in slots; compare with plain passes. Empty if they agree."""
+    """Prefill padded contexts, continue by two tokens, step once, and compare with plain passes. "" if they agree."""
     cache = SlotCache(shape, len(contexts), max(map(len, contexts)) + 4)
     slots = CachedSlots(network, cache, SessionCaches(0), 0, len(contexts), cache.columns, prefill_tokens_max=1 << 20)
     rows = [Row(context, 9, frozenset(), 1.0, iter(())) for context in contexts]
@@ -374,12 +376,12 @@ def _try(network: Network, shape: KVShape, contexts: list[list[int]]) -> str:
             row.tokens, row.sampled = tokens, [3]
         third = slots.step(rows)
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
-        return f"it does not take a cache of ours ({type(error).__name__}: {error})"
+        return f"it does not accept our cache ({type(error).__name__}: {error})"
     for index, row in enumerate(rows):
         for logits, tokens in ((first, row.tokens[:-2]), (second, row.tokens), (third, [*row.tokens, 3])):
             (plain,), _ = network.forward(torch.tensor([tokens], device=network.device))
             gap = (logits[index].float() - plain.float()).abs().max().item()
             tolerance = 1e-3 if plain.dtype in (torch.float32, torch.float64) else 5e-2
             if not gap <= tolerance * (1 + plain.float().abs().max().item()):
-                return f"its logits with a cache of ours differ by {gap:.3g} from those of a plain pass"
+                return f"its logits with our cache differ by {gap:.3g} from those of a plain pass"
     return ""

@@ -1,10 +1,10 @@
-"""The embedded engine: generation in this process, by the trainer's own parameters.
+"""The embedded engine: generation in this process, with the trainer's own parameters.
 
-Its weights are always current, at no cost (of a sharded trainer rank 0 keeps a copy, which is brought up to date after
-every step), and since generation and training run in one thread, an optimizer step never
-overlaps a decode step. Requests are gathered in waves (`scheduler.py`) and decoded in batches that rows leave as they
-finish (`decode.py`). One seed gives one result: neither trio's task order nor a batch's size decides any
-random number. Left out: top-p and the like, stop strings, several devices.
+Its weights are always current, at no cost. (With a sharded trainer, rank 0 keeps a copy, which is updated after every
+step.) Generation and training run in one thread, so an optimizer step never overlaps a decode step. Requests are
+collected into batches (`scheduler.py`) and sampled (`decode.py`). One seed gives one result: neither trio's task order
+nor the batch size changes a random number. top-p and similar methods, stop strings and several devices are not
+supported.
 
     async with create_hf_inference("path/to/model", None, 0) as engine:
         session = engine.open_session((0, 0))
@@ -39,11 +39,10 @@ CLOSE_SECONDS = 30.0
 class HFInference:
     """Implements InferenceBackend over a transformers causal LM.
 
-    With a training backend it uses that one's `thread`, and its `model` and `version` where these are whole; of a
-    sharded trainer it is given a copy, which every update brings up to date. Without one it is given a model and has a
-    thread of its own, which leaving the context manager ends. `adapter` is the PeftModel around a model of its own
-    whose adapter alone is brought up to date. A cancelled `generate` leaves nothing behind: its row leaves the batch at
-    the next step.
+    With a training backend it uses the backend's `thread`, `model` and `version`. With a sharded backend, `model` is a
+    copy, and every update writes new weights into it. Without a backend the engine has its own thread, which ends when
+    you leave the context manager. `adapter` is the PeftModel around such a copy if only its adapter is updated. If
+    `generate` is cancelled, its row leaves the batch at the next step.
     """
 
     model: Any
@@ -66,7 +65,7 @@ class HFInference:
             weights_kind="full" if self.adapter is None else "adapter",
             aborts=True,
         )
-        self._served = 0  # the version of weights of its own
+        self._served = 0  # the version of its own weights
         self._thread: TorchThread = self.training.thread if shares else TorchThread("rollouts-hf")
         size = int(self.cache_gib * 2**30)
         self._decoder = Decoder(
@@ -79,12 +78,12 @@ class HFInference:
 
     @property
     def version(self) -> int:
-        """The policy version that the parameters are; 0 without training."""
+        """The policy version of the parameters; 0 without training."""
         shared = self.training is not None and not self.capabilities.owns_weights
         return int(self.training.version) if shared else self._served
 
     def statistics(self) -> InferenceStatistics:
-        """What was done so far."""
+        """Counts so far."""
         return dataclasses.replace(self._decoder.statistics, open_sessions=len(self._scheduler.sessions))
 
     async def __aenter__(self) -> HFInference:
@@ -97,27 +96,27 @@ class HFInference:
                 await trio.to_thread.run_sync(self._thread.close, abandon_on_cancel=True)
 
     def open_session(self, order: tuple[int, ...]) -> str:
-        """Announce an episode; no wave forms until it waits in `generate` or is closed."""
+        """Announce an episode. No batch starts until it waits in `generate` or is closed."""
         session = self._scheduler.open(order)
         self._decoder.sessions.open(session)
         return session
 
     def close_session(self, session: str) -> None:
-        """The episode is over: its cache goes, and the others need not wait for it. Closing twice is harmless."""
+        """The episode is over: free its cache, and stop waiting for it. It is safe to close a session twice."""
         self._scheduler.close(session)
         self._decoder.sessions.close(session)
         if self._scheduler.sessions:
             self._launch(self._scheduler.take_batch())
         else:
-            # Its memory goes back before the trainer wants it. If not, the next wave replaces the buffer anyway.
+            # Frees the memory for the trainer. If the queue is full, the next batch replaces the buffer.
             with contextlib.suppress(queue.Full):
                 self._thread.submit(self._decoder.release_buffer)
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Sample one turn, in a wave with the others that wait.
+        """Sample one turn, in a batch with the other waiting requests.
 
-        Raises InferenceError: an id outside the vocabulary, a context too long, a failure in the model, or other
-        episodes that kept this one waiting for more than `wait_seconds`.
+        Raises InferenceError if an id is outside the vocabulary, the context is too long, the model fails, or the wait
+        for other episodes exceeds `wait_seconds`.
         """
         assert request.max_tokens >= 1, f"max_tokens must be at least 1, got {request.max_tokens}"
         assert request.tokens, "a request needs at least one token of context"
@@ -138,7 +137,7 @@ class HFInference:
                 missing = self._scheduler.missing()
                 raise InferenceError(
                     f"waited {self.wait_seconds:g} s for {len(missing)} other episodes ({', '.join(missing[:5])}): "
-                    "each open session must ask for a reply or close. Give tools shorter timeouts, or raise "
+                    "each open session must request a reply or close. Give tools shorter timeouts, or raise "
                     "--inference.wait-seconds"
                 )
         finally:
@@ -148,11 +147,11 @@ class HFInference:
         return pending.answer
 
     async def abort(self, session: str) -> None:
-        """Give back what the session waits for, as far as it came (see `CanAbort`)."""
+        """End the session's request early (see `CanAbort`)."""
         self._scheduler.abort(session)
 
     async def score(self, tokens: list[int], temperature: float = 1.0) -> list[float]:
-        """Logprob of each token [L] given those before it; the first is 0.0. Raises InferenceError."""
+        """The logprob of each token [L] given the tokens before it; the first is 0.0. Raises InferenceError."""
         assert tokens, "score needs at least one token"
         assert temperature >= 0, f"{temperature=}"
         self._check(tokens)
@@ -162,9 +161,9 @@ class HFInference:
             raise InferenceError(f"the model failed to score {len(tokens)} tokens: {error}") from error
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        """Take up weights; where the parameters are the trainer's there is nothing to move.
+        """Load new weights. If the engine shares the trainer's parameters, only the version is checked.
 
-        Raises InferenceError where the update does not bring what is needed, or says something else than is true.
+        Raises InferenceError if the update lacks the weights, or if its kind, names, shapes or version do not match.
         """
         await trio.lowlevel.checkpoint()
         if self.capabilities.owns_weights:
@@ -172,32 +171,32 @@ class HFInference:
             return
         if update.path is not None:
             raise InferenceError(
-                f"the hf engine shares the trainer's parameters and loads none, but was given {update.path}. "
-                "Use an engine with weights of its own, or leave the path out"
+                f"the hf engine shares the trainer's parameters and loads none, but got the path {update.path}. "
+                "Use an engine with its own weights, or leave out the path"
             )
         if update.version != self.version:
             raise InferenceError(
-                f"the hf engine was told to serve weights {update.version}, but its own are version {self.version}"
+                f"the update has weights of version {update.version}, but the hf engine shares version {self.version}"
             )
 
     def _load(self, update: WeightUpdate) -> None:
-        """In the torch thread, so that no wave is under way."""
+        """Runs in the torch thread, so no batch is active."""
         import torch
 
         from rollouts.training.backends.lora import adapter_parameters
 
         if update.weights is None:
-            raise InferenceError(f"the hf engine has weights of its own, but the update {update.version} brings none")
+            raise InferenceError(f"the hf engine has its own weights, but the update {update.version} brings none")
         kind = self.capabilities.weights_kind
         if update.kind != kind:
-            raise InferenceError(f"the hf engine takes {kind} weights, and the update is {update.kind}")
+            raise InferenceError(f"the hf engine takes {kind} weights, but the update has {update.kind} weights")
         own = self.model.state_dict() if self.adapter is None else adapter_parameters(self.adapter)
         given = update.weights
         wrong = sorted(set(own) ^ set(given))
         wrong += sorted(name for name in set(own) & set(given) if own[name].shape != given[name].shape)
         if wrong:
             raise InferenceError(
-                f"weights {update.version} are not this engine's model: {len(wrong)} names or shapes differ, "
+                f"weights {update.version} do not match this engine's model: {len(wrong)} names or shapes differ, "
                 f"first {wrong[0]}"
             )
         with torch.no_grad():
@@ -206,7 +205,7 @@ class HFInference:
         self._served = update.version
 
     async def health(self) -> Health:
-        """Whether a pass through the model works, and which way it is decoded."""
+        """Whether a forward pass works, and how the model is decoded."""
         try:
             cache_support = await self._thread.submit(lambda: self._decoder.cache_support)
             await self.score([0, 0])
@@ -230,7 +229,7 @@ class HFInference:
             tokens, stop_ids = list(asked.tokens), frozenset(asked.stop_ids)
             numbers = uniforms(asked.seed, asked.offset)
             pending.row = Row(tokens, asked.max_tokens, stop_ids, asked.temperature, numbers, asked.session, pending)
-            pending.wait_scope.deadline = math.inf  # once it runs, it takes as long as it takes
+            pending.wait_scope.deadline = math.inf  # no deadline once it runs
         try:
             self._thread.submit(
                 self._run_batch, [pending.row for pending in pending_requests], trio.lowlevel.current_trio_token()
@@ -241,7 +240,7 @@ class HFInference:
                 pending.resolve(error)
 
     def _run_batch(self, rows: list[Row], token: trio.lowlevel.TrioToken) -> None:
-        """In the torch thread. Every row's pending is resolved, whatever happens."""
+        """Runs in the torch thread. Every row's pending request is resolved, also after an error."""
         version = self.version
 
         def post(done: list[Row], failure: InferenceError | None = None) -> None:
@@ -251,7 +250,7 @@ class HFInference:
                 for pending, answer in answers:
                     pending.resolve(answer)
 
-            with contextlib.suppress(trio.RunFinishedError):  # then no task waits any more
+            with contextlib.suppress(trio.RunFinishedError):  # trio has ended, so no task waits
                 token.run_sync_soon(resolve)
 
         gone = [row for row in rows if row.abandoned]
@@ -267,7 +266,7 @@ class HFInference:
             post(rows, failure)
 
     def _check(self, tokens: list[int], reply: int = 0) -> None:
-        """Refuse ids outside the vocabulary, and a context that has no room for so many tokens and such a reply."""
+        """Refuse ids outside the vocabulary, and a context and reply that exceed the limit."""
         lowest, highest = min(tokens), max(tokens)
         if lowest < 0 or highest >= self.vocabulary_size:
             wrong = lowest if lowest < 0 else highest
@@ -297,19 +296,19 @@ def create_hf_inference(
     dtype: str = "auto",
     device: str = "auto",
 ) -> HFInference:
-    """The embedded engine: the trainer's own model if there is a trainer with a whole one, else `model`, loaded here.
+    """The embedded engine. It uses the trainer's model, or loads `model` if there is no trainer or a sharded one.
 
-    `seed` decides nothing: every request carries its own. Raises ModelError where the model cannot be loaded, and
-    ConfigError for a setting out of its bounds, or a dtype or device beside a trainer's.
+    `seed` is not used, because every request has its own seed. Raises ModelError if the model cannot be loaded, and
+    ConfigError if a setting is out of bounds, or if `dtype` or `device` is given beside a trainer.
 
     Args:
-        rows_max: rows decoded at once; more wait their turn within the wave
-        cache_gib: memory for keys and values in GiB: for the rows being decoded, and as much again for waiting sessions
-        prefill_tokens_max: tokens of context in one forward pass
-        context_tokens: prompt and reply together must fit in so many tokens; 0 is the model's own limit
+        rows_max: rows that decode at the same time; the other rows of a batch wait
+        cache_gib: memory for keys and values in GiB: once for decoding rows, and once for sessions between turns
+        prefill_tokens_max: context tokens of one forward pass
+        context_tokens: limit for prompt and reply together, in tokens; 0: the model's own limit
         wait_seconds: how long a request waits for the other episodes before it fails
-        dtype: of the weights, where there is no trainer to share them with; auto is float32
-        device: of the weights, where there is no trainer to share them with; auto is a GPU if there is one
+        dtype: of the weights, without a trainer; auto is float32
+        device: of the weights, without a trainer; auto is a GPU if there is one
     """
     check_bounds(
         ("--inference.rows-max", rows_max, rows_max >= 1, "1 or more"),
@@ -332,7 +331,7 @@ def create_hf_inference(
                     f"type --training.{name} {value}"
                 )
         network = training.model
-        if network is None:  # sharded: rank 0 samples with a copy
+        if network is None:  # sharded: rank 0 samples with its own copy
             network = load_hf_model(model, dtype=training.compute_dtype, device=training.device)
             if training.model_files.adapter_config is not None:
                 adapter = wrap_in_adapter(network, training.model_files.adapter_config)
@@ -354,7 +353,7 @@ def _generation(row: Row, version: int) -> Generation:
 
 
 def _context_tokens_max(model: Any) -> int:
-    """The longest context that the model was made for; models without such a limit get 2**20 tokens."""
+    """The model's longest context in tokens; 2**20 for a model without a limit."""
     config = model.config.get_text_config(decoder=True)
     names = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
     return next((int(v) for v in (getattr(config, name, None) for name in names) if v), 2**20)

@@ -1,8 +1,8 @@
-"""When a batch forms. The trio side of the embedded engine; no torch here.
+"""Decides when a batch of requests starts. This is the trio side of the embedded engine; it does not import torch.
 
-A wave is everything that waits at the moment when every open session waits in `generate` (or has closed). That
-moment, and the wave's order, follow from what the episodes did, never from the order in which trio runs their tasks.
-A request without an open session needs nobody: it runs at the next scheduling point with the others that wait then.
+A batch starts when every open session either waits in `generate` or has closed. It contains all waiting requests. Its
+time and its order depend on the episodes alone, never on the order in which trio runs tasks. A request without an open
+session does not wait for the others: it starts at the next scheduling point.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from rollouts.inference.base import GenerateRequest, Generation
 
 @dataclass
 class InferenceStatistics:
-    """Counts since the engine was made: waves and forward passes, tokens prefilled, reused from sessions' caches, and
-    sampled; and how many sessions are open now.
+    """Counts since the engine was created, and the number of sessions that are open now.
+
+    `prefilled`, `reused` and `sampled` count tokens: computed as context, taken from sessions' caches, and sampled.
     """
 
     batches: int = 0
@@ -32,7 +33,7 @@ class InferenceStatistics:
 
 @dataclass(eq=False, repr=False)
 class PendingRequest:
-    """One request and its waiter.
+    """One request, and the task that waits for it.
 
     `row` is what the torch thread decodes; it is set when the batch starts. `wait_scope` bounds the wait until then.
     `done` is set together with the answer: a generation, or the error to raise.
@@ -45,25 +46,25 @@ class PendingRequest:
     answer: Generation | InferenceError | None = None
 
     def resolve(self, answer: Generation | InferenceError) -> None:
-        """Wake the waiter. Called in trio's thread; what comes after the first is dropped."""
+        """Wake the waiting task. Called in trio's thread. Only the first answer counts."""
         if not self.done.is_set():
             self.answer = answer
             self.done.set()
 
     def abandon(self) -> None:
-        """No waiter is left: the row leaves its batch at the next step."""
+        """Make the row leave its batch at the next step."""
         if self.row is not None:
             self.row.abandoned = True
 
 
 class BatchScheduler:
-    """Which `sessions` are open and which requests wait. Every method is synchronous and runs in trio's thread."""
+    """Tracks the open `sessions` and the waiting requests. Every method is synchronous and runs in trio's thread."""
 
     def __init__(self) -> None:
         self.sessions: set[str] = set()
         self._waiting: dict[str, list[PendingRequest]] = {}  # by open session
-        self._sessionless: list[PendingRequest] = []  # of no open session
-        self._running: set[PendingRequest] = set()  # until their waiters have gone on
+        self._sessionless: list[PendingRequest] = []  # requests without an open session
+        self._running: set[PendingRequest] = set()  # until their waiting tasks continue
         self._opened_count = 0
 
     def open(self, order: tuple[int, ...]) -> str:
@@ -74,13 +75,13 @@ class BatchScheduler:
         return session
 
     def close(self, session: str) -> None:
-        """Forget the session; requests of it that still wait get an InferenceError. Closing twice is harmless."""
+        """Forget the session. Its waiting requests get an InferenceError. It is safe to close a session twice."""
         self.sessions.discard(session)
         for pending in self._waiting.pop(session, []):
             pending.resolve(InferenceError(f"session {session} was closed while it waited for a reply"))
 
     def add(self, pending: PendingRequest) -> bool:
-        """Queue it; True if it belongs to an open session, and so waits for the others."""
+        """Queue a request. Returns whether it belongs to an open session, and so waits for the other sessions."""
         session = pending.request.session
         if session is not None and session in self.sessions:
             self._waiting.setdefault(session, []).append(pending)
@@ -89,7 +90,7 @@ class BatchScheduler:
         return False
 
     def remove(self, pending: PendingRequest) -> None:
-        """Its waiter has its answer, or was cancelled: then the session, while it stays open, does not wait."""
+        """Remove a request that was answered or cancelled. Its session no longer waits."""
         pending.abandon()
         self._running.discard(pending)
         if pending in self._sessionless:
@@ -101,7 +102,7 @@ class BatchScheduler:
                 del self._waiting[session]
 
     def abort(self, session: str) -> None:
-        """Give back what the session waits for: rows that decode leave at the next step, others have no tokens."""
+        """End the session's requests. Decoding rows leave at the next step; requests that wait return no tokens."""
         for pending in self._waiting.pop(session, []):
             pending.resolve(Generation([], [], "abort", []))
         for pending in self._running:
@@ -109,7 +110,7 @@ class BatchScheduler:
                 pending.abandon()
 
     def take_batch(self) -> list[PendingRequest]:
-        """All that wait, in order, if every open session does; else none."""
+        """All waiting requests, in order, if every open session waits; else an empty list."""
         if len(self._waiting) < len(self.sessions):
             return []
         requests = [pending for waiting in self._waiting.values() for pending in waiting]
@@ -117,15 +118,15 @@ class BatchScheduler:
         return self._take(requests)
 
     def take_sessionless(self) -> list[PendingRequest]:
-        """All that wait without a session, in order."""
+        """All waiting requests without an open session, in order."""
         requests, self._sessionless = self._sessionless, []
         return self._take(requests)
 
     def missing(self) -> list[str]:
-        """The open sessions that do not wait: those that hold up the wave."""
+        """The open sessions that do not wait, which delay the batch."""
         return sorted(self.sessions - self._waiting.keys())
 
     def _take(self, requests: list[PendingRequest]) -> list[PendingRequest]:
         self._running.update(requests)
-        # (group, rollout, turn), then what tells requests without an order apart.
+        # By (group, rollout, turn); requests without an order are sorted by seed and tokens.
         return sorted(requests, key=lambda each: (each.request.order, each.request.seed, each.request.tokens))

@@ -1,12 +1,12 @@
 """Engines behind an address.
 
-http.py        the clients: connections, limits, retries, failures
-dialect.py     what one kind of server is asked, by a process group too: `vllm.py`, `sglang.py` and `sglang_wire.py`
-vllm_worker/   what a vLLM server on a CPU imports so that it can load weights
-checks.py      what a run expects of a server, and what is wrong with one
-server.py      one server: its requests, its weights and its incarnation, in one state at a time
-pool.py        several servers as one engine: it routes
-process.py     a server's process, its port and log; `rollouts.supervisor` ends it with this process
-options.py     settings, and where servers come from: URLs, or started here
-openai.py      any chat-completions API, for evaluation
+server_pool.py  several servers as one engine: it chooses a server for each request
+server.py       one server: its requests, its weights, and its state
+dialect.py      the interface to one kind of server: `vllm.py`, and `sglang.py` with `sglang_wire.py`
+vllm_worker/    a worker extension that a vLLM server on a CPU needs to load weights
+checks.py       what a run requires of a server, and checks of requests, replies and updates
+http.py         the HTTP clients: connections, limits, retries, failures
+process.py      the process of a server that we start, with its port and log; `rollouts.supervisor` ends it with ours
+options.py      the settings, and the pool that they describe
+openai.py       any chat-completions API, for evaluation
 """

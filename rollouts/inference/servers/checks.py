@@ -1,5 +1,6 @@
-"""What a run expects of a server (`ServerSetup`), and what is wrong with a server, a request, a reply or an
-update: in words, before it does harm. Left out: when this is asked (`server`).
+"""What a run requires of a server (`ServerSetup`), and checks of servers, requests, replies and weight updates.
+
+Functions named `_fault_of_...` return a sentence about the problem, or "". `server` calls these checks.
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ from rollouts.inference.servers.dialect import Dialect, GroupCalls, Sampled, Ser
 from rollouts.inference.servers.http import HTTPFailure, PlainClient, Retries
 from rollouts.training.weights.probe import furthest_apart
 
-GREET_SECONDS = 60.0  # a server's first generation may take long
+HANDSHAKE_SECONDS = 60.0  # a server's first generation may take long
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSetup:
-    """What a run expects of a server, and how long it waits for it.
+    """What a run requires of a server, and its deadlines.
 
-    `vocabulary_size` bounds the ids that are sent. `model` is the server's name for it (empty: its first).
-    `lora_rank` above 0: it is given adapters. `temperature` is what the run samples at: a server whose logprobs are of
-    temperature 1 is refused where that is another one. `tokenizer` is a text and its ids: a server with another
-    tokenizer is refused. `takes_weights` False: only what it serves is used, so it need not load any. `tolerance` above
-    0 is how far, in nats a token, its logprobs may be from the trainer's. With `groups` full weights come over
-    torch.distributed instead of in a folder. `connections_max` requests are in flight at most; the rest wait.
+    Sent ids are below `vocabulary_size`. `model` is the server's name for the model ("": its first model). With a
+    `lora_rank` above 0 the server gets adapters. `temperature` is the run's sampling temperature; if it is not 1, a
+    server that reports logprobs at temperature 1 is refused. `tokenizer` is a text and its ids; a server that gives
+    other ids is refused. Without `takes_weights` the server need not load weights. `tolerance` above 0 is the largest
+    difference to the trainer's logprobs, in nats per token. With `groups`, full weights come over torch.distributed
+    instead of in a folder. At most `connections_max` requests are in flight; the others wait.
 
-    One reply may take `request_seconds`, and loading new weights `load_seconds`. A server has `health_seconds` to show
-    that it generates, is asked again after `watch_seconds`, and is tried again `back_seconds` after it went down, then
-    twice that. After `restarts_max` starts in vain it is lost.
+    A reply may take `request_seconds`, and loading weights `load_seconds`. A health check may take `health_seconds`; it
+    runs every `watch_seconds`. A server that is down is restarted after `back_seconds`, and the delay doubles each
+    time. After `restarts_max` failed starts it is lost.
     """
 
     vocabulary_size: int
@@ -57,7 +58,7 @@ class ServerSetup:
     seed: int = 0
 
     def capabilities_with(self, dialect: Dialect) -> Capabilities:
-        """Those of a server that speaks this dialect."""
+        """The capabilities of a server with this dialect."""
         return Capabilities(
             owns_weights=True,
             weights_kind="adapter" if self.lora_rank else "full",
@@ -72,53 +73,51 @@ class ServerSetup:
 
 
 async def handshake(dialect: Dialect, client: PlainClient, setup: ServerSetup, label: str) -> ServerInfo:
-    """Who is there. Raises ConfigError where it cannot be used with this setup; `label` names the server."""
+    """Identify the server. Raises ConfigError if it does not fit this setup. `label` names it in messages."""
     try:
-        with trio.fail_after(GREET_SECONDS):
+        with trio.fail_after(HANDSHAKE_SECONDS):
             info = await dialect.handshake(client)
             fault = _fault_of_info(info, dialect, setup)
             if not fault and setup.tokenizer is not None:
                 fault = _fault_of_ids(await dialect.tokenize(client, setup.tokenizer[0]), *setup.tokenizer)
     except trio.TooSlowError:
-        words = f"{label} did not say who it is in {GREET_SECONDS:g} seconds; is it loaded, and is this its URL?"
+        words = f"{label} did not identify itself in {HANDSHAKE_SECONDS:g} seconds; is it loaded, and is this its URL?"
         raise ConfigError(words) from None
     except HTTPFailure as failure:
-        if failure.status in (401, 403):  # nothing that a server may have repeated
-            given = "refuses the API key" if setup.api_key else "asks for an API key, and there is none"
+        if failure.status in (401, 403):  # the server's message may repeat the key, so it is not shown
+            given = "refuses the API key" if setup.api_key else "requires an API key, but none is set"
             advice = "put it into the environment variable that --inference.api-key-env names"
             raise ConfigError(f"{label} {given}: {advice}") from None
-        raise ConfigError(f"{label} cannot be used: {failure}; see whether it runs, and its URL") from failure
+        raise ConfigError(f"{label} cannot be used: {failure}; check that it runs, and its URL") from failure
     if fault:
         raise ConfigError(f"{label} {fault}")
     return info
 
 
 def _fault_of_info(info: ServerInfo, dialect: Dialect, setup: ServerSetup) -> str:
-    """Why a run with this setup cannot use such a server; empty where it can."""
+    """Why a run with this setup cannot use the server."""
     rank, flags = setup.lora_rank, dialect.adapter_flags.format(rank=setup.lora_rank)
     if setup.model and setup.model not in info.models:
         return (
             f"serves {', '.join(info.models) or 'no model'}, not {setup.model!r}; give --inference.served-model "
             f"{info.models[0] if info.models else 'NAME'}"
         )
-    if not setup.takes_weights:  # an evaluation reads no logprobs either
+    if not setup.takes_weights:  # an evaluation does not read logprobs
         return ""
     if info.logprobs == "raw" and setup.temperature != 1.0:
         return (
-            f"gives logprobs of temperature 1 whatever is sampled at, and this run samples at {setup.temperature:g}: "
+            f"reports logprobs at temperature 1, but this run samples at {setup.temperature:g}: "
             f"start it with {dialect.logprobs_flags}, or type --temperature 1"
         )
     if rank and not info.loads_adapters:
-        return f"loads no adapters: start it with {flags}, or type --lora-rank 0"
+        return f"does not load adapters: start it with {flags}, or type --lora-rank 0"
     if 0 < info.lora_rank_max < rank:
         return (
-            f"takes adapters of rank {info.lora_rank_max} at most, and this run's have {rank}: start it with {flags}, "
-            f"or type --lora-rank {info.lora_rank_max}"
+            f"accepts adapters up to rank {info.lora_rank_max}, but this run's adapter has rank {rank}: start it with "
+            f"{flags}, or type --lora-rank {info.lora_rank_max}"
         )
     if not rank and not info.loads_weights:
-        return (
-            f"cannot be given new weights: start it with {dialect.weights_flags}, or train an adapter (--lora-rank 8)"
-        )
+        return f"cannot load new weights: start it with {dialect.weights_flags}, or train an adapter (--lora-rank 8)"
     return ""
 
 
@@ -126,13 +125,13 @@ def _fault_of_ids(theirs: list[int] | None, text: str, ids: list[int]) -> str:
     if theirs is None or theirs == ids:
         return ""
     return (
-        f"has another tokenizer than --model: {text!r} is {theirs[:12]} there and {ids[:12]} here; see whether it "
-        "serves the model that is trained"
+        f"has another tokenizer than --model: {text!r} is {theirs[:12]} there and {ids[:12]} here; check that it "
+        "serves the model that you train"
     )
 
 
 def check_tokens(tokens: Sequence[int], max_tokens: int, vocabulary_size: int, context_max: int, label: str) -> None:
-    """Refuse ids that kill some servers, and what does not fit into the context. Raises InferenceError."""
+    """Refuse ids that crash some servers, and requests longer than the context. Raises InferenceError."""
     assert tokens and max_tokens >= 1, (len(tokens), max_tokens)
     lowest, highest = min(tokens), max(tokens)
     fault = ""
@@ -147,8 +146,10 @@ def check_tokens(tokens: Sequence[int], max_tokens: int, vocabulary_size: int, c
 
 
 def spans_of(sampled: Sampled, version: int, loads: int, versions: Sequence[int], label: str) -> list[VersionSpan]:
-    """Which weights sampled what, of a request that was sent to `version`, after `loads` of the `versions` that were
-    loaded. Raises HTTPFailure where others did, which would pass for those.
+    """The versions of the weights that sampled a reply.
+
+    The request was sent to `version`, when `loads` of the `versions` had been loaded. Raises HTTPFailure if weights
+    that were never loaded answered.
     """
     if not sampled.tokens:
         return []
@@ -164,24 +165,24 @@ def spans_of(sampled: Sampled, version: int, loads: int, versions: Sequence[int]
 
 
 def other_weights(label: str, served: str, version: int | str) -> HTTPFailure:
-    """A server answers with weights that it was not given."""
-    words = f"{label} answered with the weights {served!r}, and was given version {version}: has it been started again?"
+    """The failure of a server that answers with weights that it did not get from us."""
+    words = f"{label} answered with the weights {served!r}, but it got version {version}: was it restarted?"
     return HTTPFailure("server", words)
 
 
 async def check_update(update: WeightUpdate, kind: str, label: str) -> None:
-    """Refuse what no server should be asked to load: some die of a file that is cut short. Raises InferenceError."""
+    """Refuse weights that no server should load; a truncated file crashes some. Raises InferenceError."""
     if update.kind != kind or update.path is None:
-        brought = f"{update.kind} ones{' without one' if update.path is None else ''}"
-        words = f"{label} takes {kind} weights in a folder; the update {update.version} brings {brought}"
+        brought = f"{update.kind} weights {'without' if update.path is None else 'in'} a folder"
+        words = f"{label} takes {kind} weights in a folder, but the update {update.version} brings {brought}"
         raise InferenceError(words, is_transient=False)
     fault = await trio.to_thread.run_sync(_fault_of_folder, Path(update.path))
     if fault:
-        raise InferenceError(f"{label} was not asked to load version {update.version}: {fault}", is_transient=False)
+        raise InferenceError(f"version {update.version} was not sent to {label}: {fault}", is_transient=False)
 
 
 def _fault_of_folder(folder: Path) -> str:
-    """Why a server cannot load what is in this folder, as far as the files' headers tell; empty: it can."""
+    """Why a server cannot load the weights in this folder, judged by the files' headers."""
     from safetensors import SafetensorError, safe_open
 
     files = sorted(folder.glob("*.safetensors"))
@@ -194,12 +195,12 @@ def _fault_of_folder(folder: Path) -> str:
             with safe_open(path, framework="np"):
                 pass
         except (SafetensorError, OSError) as error:
-            return f"{path} is cut short, or is no safetensors file: {error}"
+            return f"{path} is truncated, or is not a safetensors file: {error}"
     return ""
 
 
 def fault_of_probe(probe: Probe, theirs: list[float], version: int) -> str:
-    """Why these logprobs are not those of the weights of this version; empty where they are."""
+    """Why these logprobs do not match the weights of this version."""
     worst = furthest_apart(probe.logprobs, theirs, probe.tolerance)
     if worst.agrees:
         return ""
@@ -207,7 +208,7 @@ def fault_of_probe(probe: Probe, theirs: list[float], version: int) -> str:
 
 
 def has_answered(error: BaseException | None) -> bool:
-    """Whether a failure is what a server said: one that is gone says nothing."""
+    """Whether a failure comes with an answer of the server; a server that is gone does not answer."""
     while error is not None and not isinstance(error, HTTPFailure):
         error = error.__cause__
     return error is None or error.status is not None

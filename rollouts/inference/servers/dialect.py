@@ -1,7 +1,4 @@
-"""Dialect: what one kind of model server is asked and answers, and the shapes in which `Server` speaks of it.
-
-`vllm` and `sglang` implement it. Left out: everything that servers have in common (`server`).
-"""
+"""Dialect: the interface to one kind of model server. `vllm` and `sglang` implement it; `server` uses it."""
 
 from __future__ import annotations
 
@@ -17,10 +14,10 @@ FINISHES: dict[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "leng
 
 
 class ServerInfo(NamedTuple):
-    """What a server says of itself. `logprobs`: of the distribution that was sampled from (`processed`: at the
-    sampling temperature), or at temperature 1 whatever was sampled (`raw`). `models` are the names it answers to.
-    `loads_adapters` and `loads_weights`: whether it was started so that it can; `lora_rank_max` where it says (0: it
-    does not).
+    """What a server reports about itself.
+
+    `logprobs` is `processed` (at the sampling temperature) or `raw` (always at temperature 1). `models` are the model
+    names that it accepts. `loads_adapters` and `loads_weights` depend on its flags. `lora_rank_max` is 0 if unknown.
     """
 
     software: str  # "vLLM 0.32.0"
@@ -33,10 +30,11 @@ class ServerInfo(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """One answer: ids [K], their logprobs [K], and why it ended.
+    """One reply: ids [K], their logprobs [K], and why it ended.
 
-    `spans` (name, start, end): tokens [start, end) are of the weights that were loaded under this name, which is
-    `str(update.version)`; another name: those that were served when the request was sent. Empty: so were all.
+    A span (name, start, end) says that the weights `name` sampled tokens [start, end). The name is
+    `str(update.version)`; any other name means the weights at the time of the request. Without spans, those weights
+    sampled all tokens.
     """
 
     tokens: list[int]
@@ -46,8 +44,8 @@ class Sampled(NamedTuple):
 
 
 class RequestTarget(NamedTuple):
-    """How a request is addressed: its own `name` (two never have the same), the `model` or adapter that is to answer
-    (empty: the server's base model), and what sets caches of other weights apart.
+    """Identifies a request at a server: a unique `name`, the `model` or adapter ("": the server's base model), and a
+    `salt` that separates the caches of different weights.
     """
 
     name: str
@@ -56,51 +54,53 @@ class RequestTarget(NamedTuple):
 
 
 class Dialect(Protocol):
-    """What one kind of server speaks. Stateless: each method asks the server through `client`, and raises HTTPFailure
-    where that fails.
+    """One kind of server. It is stateless: each method sends requests through `client`, and raises HTTPFailure if one
+    fails.
     """
 
     software: str  # "vLLM", for messages
-    keeps_requests: bool  # weights may be loaded while requests are under way, which stay valid (`Sampled.spans`)
-    scores_adapters_alone: bool  # to score with an adapter beside other requests harms it
-    # Flags that a server is started with so that it can, for messages; {rank} is the adapters' rank.
+    keeps_requests: bool  # requests in flight stay valid while weights are loaded (`Sampled.spans`)
+    scores_adapters_alone: bool  # scoring with an adapter beside other requests crashes it
+    # The flags that enable a feature, for messages; {rank} is the adapters' rank.
     adapter_flags: str
     weights_flags: str
-    logprobs_flags: str  # so that its logprobs are of the sampling temperature
+    logprobs_flags: str  # logprobs at the sampling temperature
 
     async def handshake(self, client: PlainClient) -> ServerInfo:
-        """Who is there, after it has generated something. Raises ConfigError: it is something else, too old, or was
-        started without a flag that is needed; the message prints the flag. HTTPFailure with status 401 or 403: the API
-        key is missing or refused.
+        """Identify the server; it must generate a token. Raises ConfigError if it is another kind of server, too old,
+        or lacks a flag, which the message names. Raises HTTPFailure with status 401 or 403 if the API key is missing or
+        refused.
         """
 
     async def generate(self, client: HTTPClient, request: GenerateRequest, target: RequestTarget) -> Sampled:
-        """Sample one turn. An aborted request comes back with what it has. Raises InferenceError."""
+        """Sample one turn. An aborted request returns its tokens so far. Raises InferenceError."""
 
     async def score(self, client: HTTPClient, tokens: list[int], target: RequestTarget) -> list[float]:
-        """Logprob of each token [L] at temperature 1, the first 0.0. Raises InferenceError."""
+        """The logprob of each token [L] at temperature 1; the first is 0.0. Raises InferenceError."""
 
     async def abort(self, client: PlainClient, names: Sequence[str]) -> None:
-        """Give back what these requests have. Harmless for one that is over or was never there."""
+        """End these requests; each returns its tokens so far. Unknown and finished requests are ignored."""
 
     async def load_full(self, client: PlainClient, update: WeightUpdate) -> None:
-        """Serve the weights in `update.path` from now on, with no cache of the old ones. No request is under way unless
-        `keeps_requests`; then those go on with the new weights, as if these had read all that was said before.
+        """Serve the weights in `update.path` from now on, without caches of the old ones. Without `keeps_requests`, no
+        request is in flight. With it, requests in flight continue with the new weights, which compute their context
+        anew.
 
-        Raises InferenceError; `is_transient` False where the server has to be started again.
+        Raises InferenceError; `is_transient` is False if the server must be restarted.
         """
 
     async def load_adapter(self, client: PlainClient, update: WeightUpdate, *, old: str) -> str:
-        """Load the adapter in `update.path`, and forget the one called `old` (empty: there is none), which no request
-        under way carries. Gives the name that requests are to carry; with `keeps_requests` a new one each time, since
-        others are under way with the adapter before this one. Raises as `load_full`.
+        """Load the adapter in `update.path`, and unload the adapter `old` ("": none), which no request in flight uses.
+
+        Returns the name for requests. With `keeps_requests` it is a new name each time, because requests in flight use
+        the previous adapter. Raises like `load_full`.
         """
 
     async def unload_adapter(self, client: PlainClient, name: str) -> None:
-        """Forget this adapter; harmless where there is none of that name. Raises InferenceError."""
+        """Unload this adapter. Does nothing if there is none of this name. Raises InferenceError."""
 
     async def tokenize(self, client: PlainClient, text: str) -> list[int] | None:
-        """The server's own ids of a text; None where it does not say."""
+        """The server's ids of a text; None if it has no tokenizer."""
 
 
 class _Tokens(msgspec.Struct, frozen=True):
@@ -108,7 +108,7 @@ class _Tokens(msgspec.Struct, frozen=True):
 
 
 async def ids_of_text(client: PlainClient, text: str, *, without_tokenizer: Sequence[int]) -> list[int] | None:
-    """The ids of a text at POST /tokenize, none added; None for the statuses of a server that has no tokenizer."""
+    """The ids of a text from POST /tokenize, without added tokens; None for the statuses in `without_tokenizer`."""
     body = {"prompt": text, "add_special_tokens": False}
     try:
         return (await client.post("/tokenize", body, _Tokens)).tokens
@@ -122,8 +122,8 @@ async def ids_of_text(client: PlainClient, text: str, *, without_tokenizer: Sequ
 
 
 class GroupPlace(NamedTuple):
-    """Where the trainer (rank 0) and the workers of servers meet for one update: the store of rank 0 listens at
-    `address` and `port`; `backend` is gloo or nccl.
+    """The process group for one update: the trainer is rank 0, and the workers of servers are the other ranks. The
+    store of rank 0 listens at `address` and `port`. `backend` is gloo or nccl.
     """
 
     address: str
@@ -134,7 +134,7 @@ class GroupPlace(NamedTuple):
 
 
 class GroupCalls(NamedTuple):
-    """One kind of server's calls (`sglang_wire`): `ranks` (how many it takes), `join`, `receive` and `leave`."""
+    """The process-group functions of one kind of server (`sglang_wire`). `ranks` is its number of ranks."""
 
     ranks: Callable[..., Awaitable[int]]
     join: Callable[..., Awaitable[None]]
@@ -144,19 +144,19 @@ class GroupCalls(NamedTuple):
 
 @runtime_checkable
 class TakesGroup(Protocol):
-    """An engine, or a server of a pool, that takes weights over a group: it has `weights_as = "group"`, and its updates
-    bring a manifest of what is broadcast, in that order.
+    """An engine, or a server of a pool, that receives weights over a process group. It has `weights_as = "group"`. The
+    manifest of an update lists the tensors in the order of their broadcast.
     """
 
     url: str
 
     async def group_ranks(self) -> int:
-        """How many ranks it is."""
+        """Its number of ranks."""
 
     async def join_group(self, place: GroupPlace, rank: int, receiving: Callable[[], None]) -> None:
-        """Join as `rank` and those after it; returns once all ranks have. The next `update_weights` receives, and
-        calls `receiving` when it is about to. Raises InferenceError.
+        """Join as `rank` and the ranks after it; returns when all ranks have joined. The next `update_weights` receives
+        the weights, and calls `receiving` just before. Raises InferenceError.
         """
 
     async def leave_group(self) -> None:
-        """Leave it; harmless where it is in none. Raises InferenceError."""
+        """Leave the group, if it is in one. Raises InferenceError."""

@@ -1,12 +1,11 @@
-"""HTTP: ask one server many things at once, cheaply, within limits; and what went wrong, as one type.
+"""HTTP clients for one server: many concurrent requests within limits, and one exception type for failures.
 
     async with HTTPClient("http://127.0.0.1:8000", timeout_seconds=600, connections_max=128) as client:
         reply = await client.post("/inference/v1/generate", body, GenerateReply)
 
-At most `connections_max` requests are in flight, each on a connection of its own that is kept for the next one (the one
-used last first, so that those no longer needed grow old together); the rest wait in their own tasks, in order. Bodies
-and replies are msgspec's: a typed reply is checked while it is decoded. Left out: what each kind of server is asked
-(`vllm`, `sglang`), several servers (`pool`).
+At most `connections_max` requests are in flight, each on its own connection; the others wait in order. Connections are
+reused, the most recently used one first, so that unneeded ones expire. msgspec encodes bodies and decodes replies; a
+reply is checked against its type while it is decoded. The requests themselves are in `vllm`, `sglang` and `openai`.
 """
 
 from __future__ import annotations
@@ -31,30 +30,30 @@ from rollouts.errors import ConfigError, InferenceError
 T = TypeVar("T")
 
 FailureKind = Literal["refused", "reset", "timeout", "busy", "server", "client", "garbage"]
-"""refused: no connection. reset: it broke or closed before the whole answer. timeout: no whole answer in time.
-busy: 429. server: 5xx. client: 4xx, redirects, and a request that cannot be written as JSON. garbage: an answer that is
-no HTTP, no JSON, or not the JSON asked.
+"""refused: no connection. reset: the connection broke before the reply was complete. timeout: the reply came too late.
+busy: 429. server: 5xx. client: 4xx, redirects, and a request that JSON cannot represent. garbage: a reply that is not
+HTTP, not JSON, or not the expected JSON.
 """
 
 CHUNK_BYTES = 65_536
 CONNECT_SECONDS = 10.0
-IDLE_SECONDS = 0.1  # servers close what idles for seconds; to look whether one has costs a system call
+IDLE_SECONDS = 0.1  # servers close idle connections after seconds; checking this costs a system call
 MESSAGE_CHARACTERS_MAX = 500
 RETRYABLE_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 UNREADABLE = (ValueError, RecursionError)
-"""What msgspec raises for bytes that are no JSON: its DecodeError and UnicodeDecodeError are ValueErrors; JSON that is
-nested too deep is a RecursionError.
+"""The exceptions of msgspec for bytes that are not JSON. Its DecodeError and UnicodeDecodeError are ValueErrors; JSON
+that is nested too deeply raises RecursionError.
 """
 
 
-# --- what goes wrong --------------------------------------------------------------------------------------------------
+# --- failures ---------------------------------------------------------------------------------------------------------
 
 
 class HTTPFailure(InferenceError):
-    """A request that got no usable answer.
+    """A request without a usable reply.
 
-    `retryable`: the same request may succeed later, or at another server. `status` is the HTTP status where there was
-    one; `retry_after_seconds` what the server asked for; `attempts` how often it was asked.
+    `retryable`: the same request may succeed later, or at another server. `status` is the HTTP status, if there was a
+    reply. `retry_after_seconds` comes from the server. `attempts` counts the attempts.
     """
 
     def __init__(
@@ -72,10 +71,10 @@ class HTTPFailure(InferenceError):
 
 
 def failure_of_status(status: int, body: bytes, retry_after_seconds: float | None) -> HTTPFailure:
-    """The failure that an answer with a status other than 2xx is, with the server's own words."""
+    """The failure for a status other than 2xx, with the server's message."""
     words = message_of_body(body) or "no message"
     if 300 <= status < 400:
-        words = "the URL redirects elsewhere; give the one that it redirects to"
+        words = "the URL redirects elsewhere; give the URL that it redirects to"
     return HTTPFailure(
         "busy" if status == 429 else "server" if status >= 500 else "client",
         f"status {status}: {words}",
@@ -86,7 +85,7 @@ def failure_of_status(status: int, body: bytes, retry_after_seconds: float | Non
 
 
 def message_of_body(body: bytes) -> str:
-    """The server's message in an error's body, or the body as text where it is no JSON."""
+    """The server's message in the body of an error; the body as text if it is not JSON."""
     try:
         return message_of(msgspec.json.decode(body))
     except UNREADABLE:
@@ -94,7 +93,7 @@ def message_of_body(body: bytes) -> str:
 
 
 def message_of(found: Any) -> str:
-    """The message in the JSON of an error: OpenAI's and vLLM's `error.message`, FastAPI's `detail`, or the text."""
+    """The message in an error's JSON: `error.message` (OpenAI, vLLM), `detail` (FastAPI), or the whole JSON."""
     for key in ("error", "message", "detail"):
         if isinstance(found, dict) and found.get(key):
             found = found[key]
@@ -110,8 +109,8 @@ def _cut(text: str) -> str:
 
 
 class Retries(NamedTuple):
-    """How often a transient failure is asked again, and after how long: doubling from `first_seconds` up to
-    `longest_seconds`, each wait shortened at random by up to a half. `attempt_seconds` bounds one attempt.
+    """How retryable failures are retried. The delay doubles from `first_seconds` up to `longest_seconds`, and is
+    shortened at random by up to a half. `attempt_seconds` limits one attempt.
     """
 
     attempts_max: int = 4
@@ -121,7 +120,7 @@ class Retries(NamedTuple):
 
 
 class ClientStatistics(NamedTuple):
-    """Counts since the client was made, but for the first three, which are of now."""
+    """The first three numbers are current; the others count since the client was created."""
 
     in_flight: int
     waiting: int
@@ -133,7 +132,7 @@ class ClientStatistics(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """A whole answer. Header names are in lower case."""
+    """A complete reply. Header names are in lower case."""
 
     status: int
     headers: Mapping[bytes, bytes]
@@ -141,17 +140,17 @@ class Reply(NamedTuple):
 
 
 class HTTPClient:
-    """One server. An async context manager: leaving closes every connection; it can be entered once.
+    """A client for one server. It is an async context manager that you enter once; leaving closes all connections.
 
-    `base_url` may have a path, which goes before every request's. `api_key` is sent as a bearer token and is shown in
-    no message. `seed` decides the random part of the waits between attempts.
+    `base_url` may have a path, which is put before the path of every request. `api_key` is sent as a bearer token and
+    never appears in a message. `seed` determines the random part of retry delays.
 
-    Raises ConfigError where the URL or the key cannot be used.
+    Raises ConfigError if the URL or the key cannot be used.
     """
 
-    # Generation goes over h11, everything else over httpx (`PlainClient`). CPU of one turn with ids and logprobs, on
-    # trio: httpx with 8 connections a client 0.73 ms, httpcore's single connections 0.26, this 0.15. A turn may cost
-    # 0.5 ms in all.
+    # Generation uses h11, and all other requests use httpx (`PlainClient`). CPU time of one turn with ids and logprobs:
+    # httpx with 8 connections per client 0.73 ms, httpcore's single connections 0.26 ms, this class 0.15 ms. The budget
+    # for a turn is 0.5 ms.
 
     def __init__(
         self,
@@ -197,7 +196,7 @@ class HTTPClient:
         self._idle.clear()
 
     def statistics(self) -> ClientStatistics:
-        """What it did, and does now."""
+        """A snapshot."""
         limiter = self._limiter.statistics()
         counts = self._opened, self._requests, self._retried, dict(self._failures)
         return ClientStatistics(limiter.borrowed_tokens, limiter.tasks_waiting, len(self._connections), *counts)
@@ -211,13 +210,12 @@ class HTTPClient:
         timeout_seconds: float | None = None,
         attempts_max: int | None = None,
     ) -> T:
-        """Send `body` (a struct, a dict, or JSON as bytes; None: a GET), and read the answer as a `reply_type` (bytes:
-        as it is).
+        """Send `body` and decode the reply as `reply_type`.
 
-        `timeout_seconds` (None: the client's) bounds all attempts and the waits between them; the wait for a free
-        connection comes before.
-        `attempts_max` 1: never ask twice, for what may not be done twice. Cancellation closes the connection, which is
-        how a server learns that its answer is not wanted any more.
+        `body` is a struct, a dict, or JSON as bytes; None sends a GET. A `reply_type` of bytes returns the raw reply.
+        `timeout_seconds` (None: the client's) covers all attempts and the delays between them, but not the wait for a
+        free connection. Use `attempts_max` 1 for a request that must not be repeated. Cancellation closes the
+        connection, so that the server stops.
 
         Raises HTTPFailure.
         """
@@ -232,14 +230,14 @@ class HTTPClient:
                 while True:
                     attempt += 1
                     try:
-                        if self._is_closed:  # as a server that is gone: this may be seen late, and behind a shield
+                        if self._is_closed:  # closed while this task waited, perhaps behind a shield
                             raise HTTPFailure("reset", "the connection is closed")
                         with trio.fail_after(retries.attempt_seconds):
                             return _decode(await self._exchange(method, target, data), reply_type)
                     except HTTPFailure as error:
                         failure = error
                     except trio.TooSlowError:
-                        words = f"no whole answer within {retries.attempt_seconds:g} seconds"
+                        words = f"no complete reply within {retries.attempt_seconds:g} seconds"
                         failure = HTTPFailure("timeout", words)
                     self._failures[failure.kind] += 1
                     is_last = self._is_closed or attempt >= (attempts_max or retries.attempts_max)
@@ -252,19 +250,21 @@ class HTTPClient:
                     self._retried += 1
                     await trio.sleep(delay)
             if scope.cancelled_caught:
-                before = f"; the attempt before: {failure}" if failure is not None else ""
-                failure = HTTPFailure("timeout", f"no whole answer within {seconds:g} seconds{before}")
+                before = f"; the previous attempt: {failure}" if failure is not None else ""
+                failure = HTTPFailure("timeout", f"no complete reply within {seconds:g} seconds{before}")
                 self._failures["timeout"] += 1
-            assert failure is not None, "a request that was not answered has failed"
-            times = f" (asked {attempt} times)" if attempt > 1 else ""
-            words = str(failure).replace(self._api_key, "***") if self._api_key else str(failure)  # it may be repeated
+            assert failure is not None, "a request without a reply has failed"
+            times = f" ({attempt} attempts)" if attempt > 1 else ""
+            words = (
+                str(failure).replace(self._api_key, "***") if self._api_key else str(failure)
+            )  # the server may repeat the key
             failure.args, failure.attempts = (f"{method} {self._origin}{target}: {words}{times}",), attempt
             raise failure from failure.__cause__
         finally:
             self._limiter.release()
 
     async def _exchange(self, method: str, target: str, body: bytes) -> Reply:
-        """One attempt, on a connection that is kept if it can be. Raises HTTPFailure."""
+        """One attempt. The connection is kept for reuse if possible. Raises HTTPFailure."""
         connection = None
         while self._idle and connection is None:
             connection = self._idle.pop()
@@ -277,7 +277,7 @@ class HTTPClient:
         try:
             return await connection.send(method, target, self._headers, body, self._reply_bytes_max)
         except h11.RemoteProtocolError as error:
-            raise HTTPFailure("garbage", f"the answer is no HTTP: {error}") from error
+            raise HTTPFailure("garbage", f"the reply is not HTTP: {error}") from error
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             raise HTTPFailure("reset", f"the connection broke: {error.__cause__ or error}") from error
         finally:
@@ -303,39 +303,39 @@ class HTTPClient:
         connection = _Connection(stream)
         self._connections.add(connection)
         self._opened += 1
-        if self._is_closed:  # meanwhile
+        if self._is_closed:  # closed during the handshake
             connection.close()
         return connection
 
 
 class PlainClient(HTTPClient):
-    """As HTTPClient, by httpx: for what is asked seldom. It also asks with GET.
+    """Like HTTPClient, but over httpx, for rare requests. It also sends GET.
 
-    `is_direct`: no proxy and no redirect, for a server whose generation goes there directly too.
+    `is_direct`: use no proxy and follow no redirect, like `HTTPClient`.
     """
 
     def __init__(self, base_url: str, *, is_direct: bool = True, **settings: Any) -> None:
         super().__init__(base_url, **settings)
         self._is_direct = is_direct
         self._httpx: Any = None
-        self._scopes: set[trio.CancelScope] = set()  # of the requests under way
+        self._scopes: set[trio.CancelScope] = set()  # of the requests in flight
 
     async def __aenter__(self) -> Self:
         import httpx
 
-        httpx.AsyncHTTPTransport(verify=False)  # imports the rest of it: that takes long, and is no part of a request
+        httpx.AsyncHTTPTransport(verify=False)  # imports the rest of httpx, which is slow, before the first request
         return await super().__aenter__()
 
     async def aclose(self) -> None:
         """Close every connection, also those in use: their requests fail, and so do later ones."""
         await super().aclose()
-        for scope in self._scopes:  # httpx knows only of the connections that are made
+        for scope in self._scopes:  # httpx closes established connections only
             scope.cancel()
         if self._httpx is not None:
             await self._httpx.aclose()
 
     async def get(self, path: str, reply_type: type[T], **bounds: Any) -> T:
-        """As `post`, without a body."""
+        """Like `post`, without a body."""
         return await self.post(path, None, reply_type, **bounds)
 
     async def _exchange(self, method: str, target: str, body: bytes) -> Reply:
@@ -344,11 +344,13 @@ class PlainClient(HTTPClient):
         if self._httpx is None:
             try:
                 self._httpx = httpx.AsyncClient(
-                    verify=self._tls or not self._is_direct,  # without TLS there is nothing to verify, until a redirect
+                    verify=self._tls or not self._is_direct,  # verification matters with TLS, or after a redirect to it
                     timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
                     limits=httpx.Limits(max_connections=None),
                     trust_env=not self._is_direct,
-                    mounts=dict.fromkeys(("all://localhost", "all://127.0.0.1", "all://[::1]")),  # never by a proxy
+                    mounts=dict.fromkeys(
+                        ("all://localhost", "all://127.0.0.1", "all://[::1]")
+                    ),  # no proxy for loopback
                     follow_redirects=not self._is_direct,
                 )
             except (ImportError, OSError, ValueError, httpx.InvalidURL) as error:
@@ -364,16 +366,16 @@ class PlainClient(HTTPClient):
                         parts.append(part)
                         size += len(part)
                         if size > self._reply_bytes_max:
-                            scope.cancel()  # to leave the loop would leave httpx's generators open
+                            scope.cancel()  # breaking out of the loop would leave httpx's generators open
         except httpx.ConnectTimeout:
             raise HTTPFailure("timeout", f"no connection within {CONNECT_SECONDS:g} seconds") from None
-        except (httpx.ConnectError, httpx.InvalidURL, UnicodeError) as error:  # a name that no host can have
+        except (httpx.ConnectError, httpx.InvalidURL, UnicodeError) as error:  # UnicodeError: an invalid host name
             words = _reason(error)
             secure, untrusted = "secure " if "SSL" in words else "", "CERTIFICATE_VERIFY_FAILED" in words
             raise HTTPFailure("refused", f"no {secure}connection: {words}", retryable=not untrusted) from error
         except httpx.RemoteProtocolError as error:
             if "disconnected" not in str(error) and "closed connection" not in str(error):
-                raise HTTPFailure("garbage", f"the answer is no HTTP: {error}") from error
+                raise HTTPFailure("garbage", f"the reply is not HTTP: {error}") from error
             raise _closed_early() from error
         except httpx.HTTPError as error:
             raise HTTPFailure("reset", f"the connection broke: {_reason(error)}") from error
@@ -386,9 +388,7 @@ class PlainClient(HTTPClient):
 
 
 class _Connection:
-    """One HTTP/1.1 connection that carries one request at a time: h11 knows the grammar, trio moves the bytes. After an
-    exception or a cancellation it is closed.
-    """
+    """An HTTP/1.1 connection for one request at a time, parsed by h11. An exception or a cancellation closes it."""
 
     def __init__(self, stream: trio.SocketStream | trio.SSLStream[trio.SocketStream]) -> None:
         self._stream = stream
@@ -398,16 +398,16 @@ class _Connection:
         self.is_open = True
 
     def is_fresh(self) -> bool:
-        """Whether it may carry another request: one that idled is not, where its server has closed it or spoken."""
+        """Whether it can be reused. An idle connection cannot if the server closed it or sent something."""
         has_idled = trio.current_time() - self._used_at > IDLE_SECONDS
         return self.is_open and not (has_idled and self._socket.is_readable())
 
     async def send(
         self, method: str, target: str, headers: list[tuple[bytes, bytes]], body: bytes, bytes_max: int
     ) -> Reply:
-        """One request, one answer. It is closed afterwards unless both sides would keep it.
+        """Send one request and receive its reply. The connection is then closed unless both sides keep it open.
 
-        Raises h11.RemoteProtocolError (what came is no HTTP), HTTPFailure, trio.BrokenResourceError.
+        Raises h11.RemoteProtocolError (the reply is not HTTP), HTTPFailure, trio.BrokenResourceError.
         """
         finished = False
         try:
@@ -415,7 +415,7 @@ class _Connection:
             length = (b"content-length", b"%d" % len(body))
             head = parser.send(h11.Request(method=method, target=target, headers=[*headers, length]))
             assert head is not None, "a request has bytes"
-            parser.send(h11.Data(data=body))  # framed by its length: the bytes as they are
+            parser.send(h11.Data(data=body))  # framed by its length, so the bytes are sent unchanged
             parser.send(h11.EndOfMessage())
             await self._stream.send_all(head + body)
             reply = await self._receive(bytes_max)
@@ -448,11 +448,11 @@ class _Connection:
             elif isinstance(event, h11.Response):
                 response = event
             elif isinstance(event, h11.EndOfMessage):
-                assert response is not None, "h11 ends no message that did not begin"
+                assert response is not None, "h11 sends EndOfMessage after Response"
                 return Reply(response.status_code, dict(response.headers), b"".join(parts))
 
     def close(self) -> None:
-        """Close the socket, without a word and without waiting; twice is harmless."""
+        """Close the socket without a TLS goodbye and without waiting. It is safe to close twice."""
         self.is_open = False
         self._socket.close()
 
@@ -469,7 +469,7 @@ async def _secured(stream: trio.SocketStream, tls: ssl.SSLContext, host: str) ->
 
 
 async def acquire(limiter: trio.CapacityLimiter) -> None:
-    """As `limiter.acquire()`, which lets every other task run first; what is sent next waits anyway."""
+    """Like `limiter.acquire()`, but without a checkpoint if a token is free; the caller's next I/O has one."""
     try:
         limiter.acquire_nowait()
     except trio.WouldBlock:
@@ -480,31 +480,31 @@ async def acquire(limiter: trio.CapacityLimiter) -> None:
 
 
 def read_url(base_url: str) -> tuple[str, str, int, str]:
-    """The URL up to its path, the host in ASCII, as DNS knows it, the port, and the path. Raises ConfigError."""
+    """Split a URL: everything before the path, the host in ASCII (as in DNS), port, and path. Raises ConfigError."""
     try:
         parts = urlsplit(base_url.strip())
         port = parts.port
     except ValueError as error:
         raise ConfigError(f"the server's URL cannot be read: {error}") from None
     if parts.username or parts.password:
-        raise ConfigError("the server's URL holds a name or a password; give an API key instead")
+        raise ConfigError("the server's URL contains a user name or a password; use an API key instead")
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        shown = urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))  # a query may hold a key
-        more = ", with nothing from a ? or a # on" if parts.query or parts.fragment else ""
+        shown = urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))  # a query may contain a key
+        more = ", without a query (?) or a fragment (#)" if parts.query or parts.fragment else ""
         raise ConfigError(f"the server's URL is {shown!r}; expected one such as http://127.0.0.1:8000{more}")
     prefix = parts.path.rstrip("/")
     if not _is_printable_ascii(prefix):
         raise ConfigError(
-            f"the server's URL has the path {prefix!r}, and a path is written in ASCII without spaces; type "
+            f"the server's URL has the path {prefix!r}, but a path must be ASCII without spaces; type "
             f"{quote(prefix, safe='/%:@!$&()*+,;=~')}"
         )
     try:
-        host, reason = parts.hostname.encode("idna").decode("ascii"), "it has a space or cannot be printed"
+        host, reason = parts.hostname.encode("idna").decode("ascii"), "it has a space or an unprintable character"
     except UnicodeError as error:
         host, reason = " ", str(error.__cause__ or error)
     if not _is_printable_ascii(host):
         raise ConfigError(
-            f"the server's URL names the host {parts.hostname!r}, which no host can be called: {reason}; expected one "
+            f"the server's URL has the host {parts.hostname!r}, which is not a valid name: {reason}; expected one "
             "such as 127.0.0.1 or my-server.example.org"
         )
     usual = 443 if parts.scheme == "https" else 80
@@ -526,7 +526,9 @@ def _headers(origin: str, host: str, port: int, api_key: str) -> list[tuple[byte
     ]
     if api_key:
         if not _is_printable_ascii(api_key):
-            raise ConfigError("the API key has characters that no header may have; is there a line break in it?")
+            raise ConfigError(
+                "the API key has characters that are not allowed in a header; is there a line break in it?"
+            )
         headers.append((b"authorization", b"Bearer " + api_key.encode()))
     return headers
 
@@ -537,7 +539,7 @@ def _decoder(reply_type: Any) -> msgspec.json.Decoder[Any]:
 
 
 def _encode(body: Any) -> bytes:
-    """The request's bytes. Raises HTTPFailure: text with half of a surrogate pair, say, has no bytes."""
+    """The request as bytes. Raises HTTPFailure, for example for text with half of a surrogate pair."""
     if isinstance(body, bytes):
         return body
     try:
@@ -547,23 +549,25 @@ def _encode(body: Any) -> bytes:
 
 
 def _decode(reply: Reply, reply_type: type[T]) -> T:
-    """The answer as what was asked for. Raises HTTPFailure."""
+    """Decode a reply. Raises HTTPFailure."""
     if not 200 <= reply.status < 300:
         raise failure_of_status(reply.status, reply.body, _retry_after(reply.headers.get(b"retry-after", b"")))
     if reply_type is bytes:
         return reply.body  # type: ignore[return-value]
     try:
         decoded: T = _decoder(cast(Any, reply_type)).decode(reply.body)
-    except msgspec.ValidationError as error:  # JSON, but another server's: it will not be this one tomorrow
-        raise HTTPFailure("garbage", f"the answer is not what was asked for: {error}", retryable=False) from error
+    except msgspec.ValidationError as error:  # JSON of another kind of server: a retry does not help
+        raise HTTPFailure(
+            "garbage", f"the reply does not have the expected fields: {error}", retryable=False
+        ) from error
     except UNREADABLE as error:
         begin = reply.body[:80].decode("utf-8", "replace")
-        raise HTTPFailure("garbage", f"the answer is not JSON ({error}): {begin!r}") from error
+        raise HTTPFailure("garbage", f"the reply is not JSON ({error}): {begin!r}") from error
     return decoded
 
 
 def _retry_after(value: bytes) -> float | None:
-    """Seconds, from a header that holds seconds or a date; None where it holds neither."""
+    """The seconds in a header that contains seconds or a date; None for anything else."""
     text = value.decode("latin-1").strip()
     try:
         seconds = float(text)
@@ -578,15 +582,15 @@ def _retry_after(value: bytes) -> float | None:
 
 def _check_size(size: int, bytes_max: int) -> None:
     if size > bytes_max:
-        raise HTTPFailure("garbage", f"the answer has more than {bytes_max} bytes", retryable=False)
+        raise HTTPFailure("garbage", f"the reply has more than {bytes_max} bytes", retryable=False)
 
 
 def _closed_early() -> HTTPFailure:
-    return HTTPFailure("reset", "the server closed the connection before its answer was whole")
+    return HTTPFailure("reset", "the server closed the connection before its reply was complete")
 
 
 def _reason(error: BaseException) -> str:
-    """An operating system's words, which httpx hides, and trio in a group where a name has several addresses."""
+    """The operating system's message. httpx hides it, and trio puts it in a group if a host has several addresses."""
     cause = error
     while not getattr(cause, "errno", None) and (before := cause.__cause__ or cause.__context__):
         cause = before

@@ -1,11 +1,11 @@
-"""Any chat-completions API as an engine for evaluation: OpenAI's, OpenRouter's, vLLM's, SGLang's, llama.cpp's.
+"""An engine for evaluation over any chat-completions API: OpenAI, OpenRouter, vLLM, SGLang, llama.cpp.
 
     rollouts eval --env calculator --inference openai --inference.url http://127.0.0.1:8000/v1 --model policy
 
-Messages and tool schemas go out, the assistant's message comes back: its text, its reasoning where the server keeps it
-apart, its tool calls. There are no token ids, so nothing can be trained on what it says; trajectories hold messages and
-the server's own counts of tokens. Of the base install only: no torch, no tokenizer. Left out: streaming, several
-choices, images, and giving earlier reasoning back (servers disagree about it).
+The engine sends messages and tool schemas. It receives the assistant's message: text, reasoning (if the server returns
+it separately), and tool calls. There are no token ids, so you cannot train on the replies. Trajectories contain
+messages and the server's token counts. It needs only the base install: no torch, no tokenizer. Streaming, several
+choices, images, and sending earlier reasoning back are not supported.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from rollouts.types import Message, ToolCall
 
 OPENAI_URL = "https://api.openai.com/v1"
 COMPLETIONS = "/chat/completions"
-CHECK_SECONDS = 120.0  # a server may load its model when it is asked first
-CHECK_TOKENS = 16  # some models refuse to say less
+CHECK_SECONDS = 120.0  # a server may load its model at the first request
+CHECK_TOKENS = 16  # some models refuse a lower limit
 RETRIES = Retries(longest_seconds=30.0)
 UNBOUNDED = 2**31 - 1
-SEEDS = 2**31  # what every server takes
+SEEDS = 2**31  # the range that every server accepts
 _TOO_LONG = re.compile(r"context[ _-]?(length|size|window)|prompt is too long", re.IGNORECASE)
 _OWN_KEYS = ("messages", "model", "n", "stream", "tools")
 
 
-# --- what is answered -------------------------------------------------------------------------------------------------
+# --- replies ----------------------------------------------------------------------------------------------------------
 
 
 class _AssistantMessage(msgspec.Struct, frozen=True):
@@ -63,7 +63,7 @@ class _Usage(msgspec.Struct, frozen=True):
 class _Completion(msgspec.Struct, frozen=True):
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
-    error: Any = None  # some servers put errors here, with status 200
+    error: Any = None  # some servers return errors here, with status 200
 
 
 # --- the engine -------------------------------------------------------------------------------------------------------
@@ -74,17 +74,17 @@ class OpenAIOptions:
     """The settings of a chat-completions API.
 
     Args:
-        url: What comes before /chat/completions; it mostly ends in /v1.
-        api_key_env: The environment variable with the API key. Empty: OPENAI_API_KEY at api.openai.com, none elsewhere.
-        served_model: The name that the server has for the model; empty: that of --model.
+        url: The URL before /chat/completions. It usually ends in /v1.
+        api_key_env: The environment variable with the API key. Empty: OPENAI_API_KEY for api.openai.com, else no key.
+        served_model: The server's name for the model. Empty: the value of --model.
         stop: Texts that end a reply.
-        body: More keys of each request, such as top_p or reasoning_effort.
-        leave_out: Keys that the server does not take, and that are not sent: seed, say, or temperature.
-        connections: Requests that may be in flight at once; the rest wait their turn.
-        request_seconds: How long one reply may take, with all attempts.
-        attempts: How often a request that failed for the moment is asked.
+        body: More keys for each request, such as top_p or reasoning_effort.
+        leave_out: Keys that are not sent, because the server refuses them, such as seed or temperature.
+        connections: Requests in flight at the same time. The others wait.
+        request_seconds: How long one reply may take, including retries.
+        attempts: How many times a request is sent if it fails with a temporary error.
 
-    Raises ConfigError for settings that cannot work.
+    Raises ConfigError for invalid settings.
     """
 
     url: str = OPENAI_URL
@@ -100,7 +100,7 @@ class OpenAIOptions:
     def __post_init__(self) -> None:
         for key in self.body or {}:
             if key in _OWN_KEYS:
-                raise ConfigError(f"--inference.body.{key}: it is decided by the run; leave it out")
+                raise ConfigError(f"--inference.body.{key}: the run sets this key; leave it out")
         if self.connections < 1 or self.attempts < 1 or not self.request_seconds > 0:
             raise ConfigError(
                 "--inference.connections, --inference.attempts and --inference.request-seconds must be at least 1; got "
@@ -109,12 +109,12 @@ class OpenAIOptions:
 
 
 class OpenAIInference:
-    """Implements InferenceBackend and CanChat for one chat-completions API. `key_name` is the environment variable
-    that the key came from, for messages (empty: there is no key).
+    """Implements InferenceBackend and CanChat for one chat-completions API. `key_name` is the environment variable of
+    the key, for messages ("": no key).
     """
 
     capabilities = Capabilities(trainable=False, checks=True, chats=True)
-    context_tokens_max = UNBOUNDED  # the server's business
+    context_tokens_max = UNBOUNDED  # the server checks it
     vocabulary_size = version = 0
 
     def __init__(
@@ -143,13 +143,13 @@ class OpenAIInference:
     async def __aexit__(self, *exc: Any) -> None:
         await self._client.aclose()
 
-    # --- speaking -----------------------------------------------------------------------------------------------------
+    # --- chat ---------------------------------------------------------------------------------------------------------
 
     async def chat(self, request: ChatRequest) -> ChatReply:
         """The reply to a conversation.
 
-        Raises InferenceError: no usable answer, after as many attempts as are allowed (`is_transient` False: asking
-        again would not help). A first turn that is too long for the model's context is one too: nothing was said yet.
+        Raises InferenceError if there is no usable reply after all attempts (`is_transient` is False if a retry cannot
+        help), or if the first turn exceeds the model's context.
         """
         try:
             completion = await self._post(self._client, request, self._options.request_seconds)
@@ -161,7 +161,7 @@ class OpenAIInference:
         return self._read(completion)
 
     async def check(self, tools: Sequence[dict[str, Any]] = (), temperature: float = 1.0) -> None:
-        """Ask for a few tokens, as the run will. Raises ConfigError where that is refused, with what to type."""
+        """Request a few tokens, as the run does. Raises ConfigError if that fails, with advice on what to type."""
         request = ChatRequest([Message("user", "Say hello.")], list(tools), CHECK_TOKENS, 0, temperature)
         async with PlainClient(self.url, is_direct=False, api_key=self._api_key, connections_max=1) as client:
             try:
@@ -195,17 +195,17 @@ class OpenAIInference:
         return await client.post(COMPLETIONS, body, _Completion, timeout_seconds=seconds)
 
     def _read(self, completion: _Completion) -> ChatReply:
-        """The only choice as a message. Raises InferenceError."""
+        """The single choice as a message. Raises InferenceError."""
         choices = completion.choices or []
         if len(choices) != 1:
             said = f": {message_of({'error': completion.error})}" if completion.error else ""
-            raise InferenceError(f"{self.url} was asked for one answer and returned {len(choices)}{said}")
+            raise InferenceError(f"{self.url} returned {len(choices)} choices instead of one{said}")
         choice = choices[0]
         if choice.finish_reason == "error":
-            raise InferenceError(f"{self.url} ended its answer with an error")
+            raise InferenceError(f"{self.url} ended its reply with an error")
         answer, usage = choice.message, completion.usage or _Usage()
         calls = [read_call(raw) for raw in answer.tool_calls or ()]
-        # The answer to a call must name its id.
+        # A tool message must name the id of its call.
         calls = [msgspec.structs.replace(call, id=call.id or f"call_{place}") for place, call in enumerate(calls)]
         reasoning = answer.reasoning_content or answer.reasoning or None
         message = Message("assistant", answer.content or "", calls, reasoning=reasoning)
@@ -213,59 +213,61 @@ class OpenAIInference:
         return ChatReply(message, "length" if is_cut else "stop", usage.prompt_tokens, usage.completion_tokens)
 
     def _refusal(self, failure: HTTPFailure) -> str:
-        """Why the first request was refused, and what to do about it."""
+        """Why the first request failed, and what to do about it."""
         words = f"{self!r} cannot be used: {failure}"
         if failure.status in (401, 403) and self._key_name:
-            return f"{words}\nthe API key in the variable {self._key_name} is refused; see whether it is right"
+            return f"{words}\nthe API key in the variable {self._key_name} is refused; check that it is correct"
         if failure.status in (401, 403):
             return f"{words}\nput an API key into an environment variable, and type --inference.api-key-env ITS_NAME"
         if failure.status == 404:
             return (
-                f"{words}\nsee whether the server has the model {self.model!r} (else type --model, or "
-                "--inference.served-model), and whether the URL is the one before /chat/completions: it mostly ends in "
+                f"{words}\ncheck that the server has the model {self.model!r} (if not, type --model or "
+                "--inference.served-model), and that the URL is the part before /chat/completions; it usually ends in "
                 "/v1"
             )
         if "tool" in str(failure) and failure.status == 400:
             return (
-                f"{words}\nthe environment has tools, and this server refuses them; vLLM wants "
+                f"{words}\nthe environment has tools, but this server refuses them; vLLM needs "
                 "--enable-auto-tool-choice --tool-call-parser hermes (or the model's own), SGLang --tool-call-parser"
             )
         if failure.kind in ("refused", "reset", "timeout"):
-            return f"{words}\nsee whether the server runs, and whether this is its URL: --inference.url"
+            return f"{words}\ncheck that the server runs, and that --inference.url is its URL"
         if failure.kind == "garbage":
-            return f"{words}\nwhat answers there is no chat-completions API; see --inference.url"
+            return f"{words}\nthis server has no chat-completions API; check --inference.url"
         if failure.status == 400:
-            return f"{words}\n--inference.leave-out '[\"seed\"]' leaves keys out, --inference.body.KEY VALUE adds some"
+            return (
+                f"{words}\n--inference.leave-out '[\"seed\"]' leaves out keys, and --inference.body.KEY VALUE adds keys"
+            )
         return words
 
-    # --- what every engine has ----------------------------------------------------------------------------------------
+    # --- the rest of InferenceBackend ---------------------------------------------------------------------------------
 
     def open_session(self, order: tuple[int, ...]) -> str:
-        """A name for the episode; the server knows nothing of it."""
+        """A name for the episode, which is not sent to the server."""
         return f"{'-'.join(map(str, order))}-{next(self._numbers)}"
 
     def close_session(self, session: str) -> None:
-        """Nothing is kept for a session."""
+        """Does nothing: sessions have no state here."""
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Raises InferenceError: there are no token ids here."""
+        """Raises InferenceError, because there are no token ids."""
         self._refuse()
 
     async def score(self, tokens: list[int], temperature: float = 1.0) -> list[float]:
-        """Raises InferenceError, as `generate`."""
+        """Raises InferenceError, like `generate`."""
         self._refuse()
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        """Raises InferenceError: the model is served as it is."""
+        """Raises InferenceError, because the server's weights are fixed."""
         self._refuse()
 
     def _refuse(self) -> NoReturn:
         raise InferenceError(
-            f"{self!r} is a chat API: it takes messages, and returns no token ids with logprobs", is_transient=False
+            f"{self!r} is a chat API: it takes messages and returns no token ids with logprobs", is_transient=False
         )
 
     async def health(self) -> Health:
-        """Whether it answers a request for a few tokens."""
+        """Whether a request for a few tokens succeeds."""
         try:
             await self.check()
         except ConfigError as error:
@@ -277,27 +279,27 @@ class OpenAIInference:
 
 
 def _check(values: Mapping[str, Any]) -> None:
-    """Everything that the factory checks, before anything is asked: nothing is opened by it. Raises ConfigError."""
+    """Run the factory's checks, which open no connection. Raises ConfigError."""
     names = inspect.signature(create_openai_inference).parameters
     create_openai_inference(**{name: values[name] for name in names})
 
 
 def _url_of(options: OpenAIOptions) -> str:
-    """What comes before /chat/completions, also where that was given too."""
+    """The URL before /chat/completions."""
     return options.url.rstrip("/").removesuffix(COMPLETIONS)
 
 
 def _key_of(name: str, url: str) -> tuple[str, str]:
-    """The API key and the name of its variable. Raises ConfigError where there should be one and is none.
+    """The API key and its environment variable. Raises ConfigError if a required key is missing.
 
-    OpenAI's own key goes to OpenAI only, unless its variable is named.
+    OPENAI_API_KEY is sent to OpenAI only, unless you name that variable.
     """
     is_openai = read_url(url)[1] == read_url(OPENAI_URL)[1]
     name = name or ("OPENAI_API_KEY" if is_openai else "")
     key = os.environ.get(name, "").strip() if name else ""
     if name and not key:
         raise ConfigError(
-            f"the environment variable {name} holds no API key, and {url} is asked with one; type: export {name}=... "
+            f"the environment variable {name} is empty, but {url} needs an API key; type: export {name}=... "
             "(or name another variable with --inference.api-key-env, or another server with --inference.url)"
         )
     return key, name
@@ -315,20 +317,20 @@ def create_openai_inference(
     """Any chat-completions API, for evaluation only. Raises ConfigError."""
     if not options.served_model and (not model or model in BUNDLED):
         raise ConfigError(
-            "--inference openai: name the model as its server knows it, such as --model gpt-4.1-mini; for a server "
-            f"that really calls its own {model or 'model'!r}, type --inference.served-model {model or 'NAME'}"
+            "--inference openai: give the server's name for the model, such as --model gpt-4.1-mini; if the server's "
+            f"model is really called {model or 'model'!r}, type --inference.served-model {model or 'NAME'}"
         )
     if training is not None:
         raise ConfigError(
-            "--inference openai: a chat API returns no token ids with logprobs, so nothing can be trained on what it "
-            "says; type --inference hf to train, or `rollouts eval` to evaluate"
+            "--inference openai: a chat API returns no token ids with logprobs, so you cannot train on its replies; "
+            "type --inference hf to train, or `rollouts eval` to evaluate"
         )
     key, name = _key_of(options.api_key_env, _url_of(options))
     return OpenAIInference(options.served_model or model, options, api_key=key, key_name=name, seed=seed)
 
 
 def _message_body(message: Message) -> dict[str, Any]:
-    """A message as the API takes it. A call that could not be read is shown without arguments."""
+    """A message in the API's format. A malformed call is sent without arguments."""
     body: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
         body["content"] = message.content or None

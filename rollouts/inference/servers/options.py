@@ -1,12 +1,12 @@
-"""The settings that all engines behind an address have, and the pool of servers that they describe.
+"""The settings of engines behind an address, and the pool of servers that they describe.
 
-With URLs the servers that are there are used; without, they are started here, each with a log in the run's folder, and
-end with the run. A model that a server cannot load as it is (`tiny`, an adapter) is made into a folder that it can.
+With URLs, the pool uses running servers. Without URLs, it starts servers, each with a log in the run's folder; they end
+with the run. A model that a server cannot load directly (`tiny`, an adapter) is written to a folder first.
 
     def create_vllm_inference(model, training, seed, ..., *, options: ServerOptions = ServerOptions()) -> ServerPool:
         return create_server_pool(VLLM(), serve_command, PACKAGE, ServedRun(model, training, seed, ...), options)
 
-Left out: what a kind of server is asked (`vllm`, `sglang`), and how one is kept (`server`).
+The HTTP calls of each kind of server are in `vllm` and `sglang`; `server` supervises a server.
 """
 
 from __future__ import annotations
@@ -38,42 +38,42 @@ from rollouts.inference.servers.server_pool import ServerPool
 from rollouts.training.weights.probe import TOLERANCE_HALF
 
 PROBE_TEXT = 'Tokens in, tokens out:\n\n  12 * 34 = 408; "naïve" café 東京 🙂 <tool>{"a": [1, 2]}</tool>'
-SPARE_CONNECTIONS = 8  # so that whether a server lives can be asked while every episode waits for it
+SPARE_CONNECTIONS = 8  # for health checks while every episode waits for a reply
 FIND_SECONDS = 60.0
-RESTART_SECONDS = 120.0  # on top of a server's start, before a pool without any gives up
+RESTART_SECONDS = 120.0  # a pool without servers waits this long after `start_seconds` before it gives up
 
-SERVED_MODEL = "policy"  # what a server that is started here calls the model, where no setting says
+SERVED_MODEL = "policy"  # the default name of the model at a server that we start
 
 Serve = Callable[..., ServerCommand]
-"""The command that starts a server: given an interpreter, a model, a port, the options of one server, and by name the
-`lora_rank` and the `seed`.
+"""Returns the command that starts a server. Its arguments: the interpreter, the model, the port, the options of one
+server, and the keywords `lora_rank` and `seed`.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """The settings of an engine whose servers are somewhere else, or started here.
+    """The settings of an engine whose servers run elsewhere, or are started by the run.
 
     Args:
-        url: Where servers run already, such as http://127.0.0.1:8000; several with commas between. Empty: start them.
-        servers: How many are started.
-        python: The interpreter of the environment that the engine is installed in. Empty: this one.
-        gpus: GPUs of the servers that are started: 0,1,2,3 is dealt out, 0,1;2,3 says who gets which. Empty: all.
-        served_model: The name that the server has for the model. Empty: its first.
-        api_key_env: The environment variable that holds the API key, if servers ask for one.
-        weights_folder: Where new weights are written for the servers, in a folder for this run that goes when it ends;
-            on a disk that they see. Empty: the run's folder.
-        context_tokens: Tokens of a prompt and its reply together. 0: what the model allows.
-        dtype: What servers that are started compute in. auto: as the trainer does; float32 without a GPU.
-        device: cpu keeps servers that are started off the GPUs.
-        memory_share: The part of a GPU's memory that a server that is started takes. 0: what it takes by itself.
-        tolerance: Nats a token that a server's logprobs may be off the trainer's. 0: 1e-4 in float32, 0.05 in 16 bits;
-            what servers at a URL compute in is not known, only what is trained in.
-        flags: More flags for servers that are started.
+        url: URLs of running servers, such as http://127.0.0.1:8000, separated by commas. Empty: start servers.
+        servers: How many servers to start.
+        python: The Python interpreter of the environment that has the engine. Empty: this one.
+        gpus: GPUs for started servers. 0,1,2,3 is divided equally; 0,1;2,3 assigns groups. Empty: all GPUs.
+        served_model: The server's name for the model. Empty: its first model.
+        api_key_env: The environment variable with the API key, if the servers require one.
+        weights_folder: A folder that the servers can read. The run writes new weights into a subfolder and removes it
+            at the end. Empty: the run's folder.
+        context_tokens: The limit for prompt and reply together, in tokens. 0: the model's limit.
+        dtype: The dtype of started servers. auto: the trainer's; float32 without a GPU.
+        device: cpu keeps started servers off the GPUs.
+        memory_share: The share of GPU memory for a started server, such as 0.5. 0: the engine's default.
+        tolerance: The largest allowed difference between a server's and the trainer's logprobs, in nats per token. 0:
+            1e-4 in float32, 0.05 in 16 bits, by the trainer's dtype if the server runs at a URL.
+        flags: More flags for started servers.
         request_seconds: How long one reply may take.
         load_seconds: How long a server may take to load new weights.
         start_seconds: How long a server may take to start.
-        give_up_seconds: How long the run waits where no server serves.
+        give_up_seconds: How long the run waits while no server is available.
 
     Raises ConfigError for settings that cannot work together.
     """
@@ -101,32 +101,34 @@ class ServerOptions:
             if getattr(self, name) < least:
                 raise ConfigError(f"{_flag(name)} {getattr(self, name)}: expected {least} or more")
         if self.memory_share > 1:
-            raise ConfigError(f"{_flag('memory_share')} {self.memory_share}: expected a part of 1, such as 0.5")
+            raise ConfigError(
+                f"{_flag('memory_share')} {self.memory_share}: expected a share of at most 1, such as 0.5"
+            )
         for name in ("request_seconds", "load_seconds", "start_seconds", "give_up_seconds"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{_flag(name)} {getattr(self, name)}: expected a number above 0")
         urls = urls_of(self.url)
         for name in ("python", "gpus", "servers", "memory_share", "flags", "dtype", "device", "start_seconds"):
             if urls and getattr(self, name) not in (type(self).__dataclass_fields__[name].default, [], "", None):
-                there = "--inference.url names some that are there; leave one of them out"
-                raise ConfigError(f"{_flag(name)} is for servers that are started here, and {there}")
+                running = "--inference.url names running servers; leave out one of the two"
+                raise ConfigError(f"{_flag(name)} is for servers that the run starts, but {running}")
         gpus_of_each(self.gpus, self.servers)
         if not urls:
             _interpreter(self.python)
 
     @property
     def on_cpu(self) -> bool:
-        """Whether servers that are started compute without a GPU."""
+        """Whether started servers run without a GPU."""
         return self.device == "cpu" or (self.device == "auto" and not has_gpu())
 
     @property
     def gpu_count(self) -> int:
-        """How many GPUs they are given; 0: they take what they find."""
+        """The number of GPUs; 0: not set."""
         return len(self.gpus.split(",")) if self.gpus else 0
 
 
 class EnginePackage(NamedTuple):
-    """The Python package of an engine: its import name, how it is installed, and the oldest version that will do."""
+    """The Python package of an engine: its import name, its install command, and the oldest supported version."""
 
     name: str
     install: str  # "pip install 'vllm>=0.32'"
@@ -134,8 +136,8 @@ class EnginePackage(NamedTuple):
 
 
 class ServedRun(NamedTuple):
-    """What the factories of served engines request of a run. `training` None: an evaluation, so that servers need not
-    take weights.
+    """What a run passes to the factory of a served engine. `training` is None for an evaluation; then servers need not
+    load weights.
     """
 
     model: str
@@ -156,18 +158,18 @@ def create_server_pool(
     *,
     groups: GroupCalls | None = None,
 ) -> ServerPool:
-    """The servers at `url`, or `servers` of them that entering the pool starts. Nothing is started or written here.
+    """A pool of the servers at `url`, or of servers that start when you enter the pool. Writes and starts nothing yet.
 
-    Raises ConfigError (no engine to start; a version too old) and ModelError.
+    Raises ConfigError (the engine is not installed, or too old) and ModelError.
     """
     from rollouts.training.models import adapters_beneath
 
     urls = urls_of(options.url)
-    # Logs of servers that no run has started go to a folder that is made when something is written.
+    # Without a run folder, logs go to a temporary folder, which is created at the first write.
     temporary = Path(tempfile.gettempdir()) / f"rollouts-{secrets.token_hex(6)}"
     place = Path(run.folder).absolute() if run.folder else temporary
     weights = place / "weights"
-    if options.weights_folder:  # others may write into it, too, whose versions look like ours
+    if options.weights_folder:  # other runs may use the same folder and the same versions
         weights = Path(options.weights_folder).expanduser().absolute() / f"{place.name}-{secrets.token_hex(4)}"
     is_half = not urls and options.dtype in ("bfloat16", "float16")
     setup = ServerSetup(
@@ -195,7 +197,7 @@ def create_server_pool(
             await trio.to_thread.run_sync(_write_merged, run.model, whole, merged, options.dtype)
 
     async def finish() -> None:
-        """Remove what servers were to read: none does any more, and a checkpoint has the last weights."""
+        """Remove the weights written for servers. The servers have ended, and a checkpoint has the last weights."""
         for each in filter(None, (weights, merged)):
             await trio.to_thread.run_sync(functools.partial(shutil.rmtree, each, ignore_errors=True))
 
@@ -218,7 +220,7 @@ def create_server_pool(
 def _processes(
     serve: Serve, package: EnginePackage, run: ServedRun, options: ServerOptions, place: Path, model: str
 ) -> list[ServerProcess]:
-    """The servers to start, none of them started yet. Raises ConfigError."""
+    """The processes of the servers, not started yet. Raises ConfigError."""
     from rollouts.training.models import is_remote_code_allowed
 
     python, _ = find_engine(options.python, package)
@@ -239,7 +241,7 @@ def _processes(
 
 
 def _note(path: Path, words: str) -> None:
-    """A line of the pool's log: when which server served, and why it did not. Raises OutputError."""
+    """Append a line to the pool's log. Raises OutputError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
@@ -248,11 +250,11 @@ def _note(path: Path, words: str) -> None:
         raise OutputError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
-# --- what a setting says ----------------------------------------------------------------------------------------------
+# --- settings ---------------------------------------------------------------------------------------------------------
 
 
 def urls_of(url: str | Sequence[str]) -> tuple[str, ...]:
-    """One URL or several: in a list, or with commas between them. Raises ConfigError for what is none.
+    """One URL or several, in a list or separated by commas. Raises ConfigError for an invalid URL.
 
     >>> urls_of("http://gpu1:8000, http://gpu2:8000/")
     ('http://gpu1:8000', 'http://gpu2:8000')
@@ -265,12 +267,12 @@ def urls_of(url: str | Sequence[str]) -> tuple[str, ...]:
     found = tuple(origin + prefix for origin, _, _, prefix in read)
     for each in found:
         if found.count(each) > 1:
-            raise ConfigError(f"--inference.url names {each} twice; each server is one")
+            raise ConfigError(f"--inference.url names {each} twice; name each server once")
     return found
 
 
 def gpus_of_each(gpus: str, servers: int) -> list[str]:
-    """The GPUs of each server: groups between semicolons, or one list that is dealt out. Raises ConfigError.
+    """The GPUs of each server: groups separated by semicolons, or one list to divide equally. Raises ConfigError.
 
     >>> gpus_of_each("0,1;2,3", 2), gpus_of_each("4,5,6,7", 2), gpus_of_each("", 2)
     (['0,1', '2,3'], ['4,5', '6,7'], ['', ''])
@@ -284,14 +286,14 @@ def gpus_of_each(gpus: str, servers: int) -> list[str]:
     each = [gpu for group in groups for gpu in group]
     if len(groups) != servers or not all(groups) or len(set(each)) != len(each):
         raise ConfigError(
-            f"--inference.gpus {gpus}: {servers} servers need {servers} groups of GPUs, no GPU twice, such as "
+            f"--inference.gpus {gpus}: {servers} servers need {servers} groups of different GPUs, such as "
             + ";".join(f"{2 * index},{2 * index + 1}" for index in range(servers))
         )
     return [",".join(group) for group in groups]
 
 
 def offline(model: str) -> dict[str, str]:
-    """What keeps a server that is started off the network, where its model is a folder."""
+    """The environment variables that keep a started server offline if its model is a folder."""
     return {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"} if Path(model).is_dir() else {}
 
 
@@ -303,17 +305,30 @@ def _flag(name: str) -> str:
 
 _FIND_VERSION = """
 import importlib.metadata as metadata, importlib.util, json, sys
+
+def version_of(package):
+    try:
+        names = metadata.packages_distributions().get(package, [])
+    except Exception:  # another distribution in this environment has damaged metadata
+        names = []
+    for name in [*names, package, package + "-cpu"]:
+        try:
+            if version := metadata.version(name):
+                return version
+        except Exception:  # there is no such distribution, or its metadata is damaged
+            continue
+    return ""
+
 name = sys.argv[1]
-names = [name, name + "-cpu", *metadata.packages_distributions().get(name, ())]
-versions = {each.metadata["name"]: each.version for each in reversed(list(metadata.distributions()))}
-found = importlib.util.find_spec(name) is not None
-print(json.dumps(next((versions[each] for each in names if each in versions), "") if found else None))
+print(json.dumps(version_of(name) if importlib.util.find_spec(name) else None))
 """
 
 
 def find_engine(python: str, package: EnginePackage) -> tuple[str, str]:
-    """The interpreter `python` (of a virtual environment: that folder will do; empty: this one) and the version of the
-    engine that it has. The engine is not imported. Raises ConfigError, with the command that installs it.
+    """The path of the interpreter, and the version of its engine ("" if its metadata does not say).
+
+    `python` is an interpreter, the folder of a virtual environment, or "" for this interpreter. The engine is not
+    imported. Raises ConfigError, with the install command, if the engine is missing or too old.
     """
     interpreter = _interpreter(python)
     try:
@@ -328,12 +343,12 @@ def find_engine(python: str, package: EnginePackage) -> tuple[str, str]:
         version: str | None = json.loads(done.stdout.strip().splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         words = f"--inference.python {python}: {interpreter} does not run as a Python interpreter ({error})"
-        raise ConfigError(f"{words}; give the one of an environment that has {package.name}") from error
+        raise ConfigError(f"{words}; give the interpreter of an environment that has {package.name}") from error
     if version is None:
         where = "this environment" if not python else interpreter
         raise ConfigError(
-            f"{where} has no {package.name}, and no --inference.url says where one runs. Install it, best in an "
-            f"environment of its own, and name that with --inference.python:\n  {package.install}"
+            f"{where} has no {package.name}, and --inference.url names no running server. Install it, preferably in "
+            f"a separate environment, and name that with --inference.python:\n  {package.install}"
         )
     if version and version_numbers(version) < version_numbers(package.minimum):
         needed = f"{package.minimum} or newer is needed:\n  {package.install}"
@@ -342,11 +357,11 @@ def find_engine(python: str, package: EnginePackage) -> tuple[str, str]:
 
 
 def _interpreter(python: str) -> str:
-    """Raises ConfigError where there is none."""
+    """The path of an interpreter. Raises ConfigError if there is none."""
     path = Path(python or sys.executable).expanduser()
     for each in (path, path / "bin" / "python", path / "Scripts" / "python.exe"):
         if each.is_file() and os.access(each, os.X_OK):
-            return str(each.absolute())  # not resolved: a link is how an environment is known
+            return str(each.absolute())  # not resolved: a virtual environment is identified by the link
     on_path = shutil.which(python)
     if on_path is None:
         advice = "give the folder of a virtual environment, or its bin/python"
@@ -355,7 +370,8 @@ def _interpreter(python: str) -> str:
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
-    """
+    """The leading numbers of a version, to compare two versions.
+
     >>> version_numbers("0.32.0rc1+cpu") < version_numbers("0.5.22"), version_numbers("0.5.23.post1")
     (False, (0, 5, 23))
     """
@@ -372,7 +388,7 @@ def version_numbers(version: str) -> tuple[int, ...]:
 
 
 def _write_merged(model: str, whole: str, folder: Path, dtype: str) -> None:
-    """Write `model`, which is adapters on `whole`, as one that servers can load. Raises ModelError, OutputError."""
+    """Merge the adapters of `model` into `whole`, and write the result. Raises ModelError, OutputError."""
     from rollouts.training.models import load_config, load_hf_model, load_tokenizer, no_progress_bars
 
     if dtype == "auto":
@@ -383,12 +399,12 @@ def _write_merged(model: str, whole: str, folder: Path, dtype: str) -> None:
             load_hf_model(model, dtype=dtype, device="cpu").save_pretrained(folder)
             load_tokenizer(model).save_pretrained(folder)
     except OSError as error:
-        raise OutputError(f"the model {model} cannot be written to {folder}, for a server to load: {error}") from error
+        raise OutputError(f"the model {model} cannot be written to {folder} for the servers: {error}") from error
 
 
 def context_of(model: str) -> int:
-    """The longest context, in tokens, that a model in a folder or on the hub was made for; 0 where nothing says."""
-    try:  # transformers need not know the model
+    """The longest context of a model in a folder or on the hub, in tokens; 0 if its configuration does not say."""
+    try:  # first without transformers, which may not support the model
         config = json.loads((Path(model) / "config.json").read_bytes())
         context = config.get("text_config", config).get("max_position_embeddings")
     except (OSError, ValueError):
@@ -398,13 +414,13 @@ def context_of(model: str) -> int:
 
         try:
             context = getattr(load_config(model).get_text_config(decoder=True), "max_position_embeddings", None)
-        except (ImportError, ModelError):  # there is no transformers; or whatever is wrong, the server will say
+        except (ImportError, ModelError):  # without transformers; the server reports any other problem
             context = None
     return int(context or 0)
 
 
 def _vocabulary_size(model: str, training: Any) -> int:
-    """How many rows its embedding has: ids beyond them kill some servers."""
+    """The number of rows of its embedding. Ids beyond them crash some servers."""
     from rollouts.training.models import adapters_beneath, load_config
 
     network = getattr(training, "model", None)

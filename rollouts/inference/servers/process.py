@@ -1,13 +1,12 @@
-"""A model server started here: on a free port and chosen GPUs, with a log, ended with the run, however that one ends.
+"""The process of a model server that we start: with a free port, chosen GPUs and a log. It ends with the run.
 
     process = ServerProcess(lambda port: serve_command(python, model, port, options), name="vllm-0", folder=folder)
-    await process.start(smoke)          # it answers, and `smoke(url)` has generated something
+    await process.start(smoke)          # returns when the server answers and `smoke(url)` has generated something
     ... process.url ...
     await process.end()
 
-A supervisor (`rollouts.supervisor`) ends the server, and all that the server started, when we say so and when this
-process is gone, be it by SIGKILL. Left out: what is asked of it (`vllm`, `sglang`), and
-starting it again (`server`).
+A supervisor process (`rollouts.supervisor`) ends the server and all its child processes, on request or when this
+process ends, even by SIGKILL. The HTTP calls are in `vllm` and `sglang`, and restarts in `server`.
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ import trio
 from rollouts.child_environment import FOR_SERVERS, child_environment
 from rollouts.errors import ConfigError, InferenceError, words_of_exit
 from rollouts.inference.servers.http import PlainClient, Retries
-from rollouts.supervisor import status_of, supervised
+from rollouts.supervisor import supervised
 
-GRACE_SECONDS = 10.0  # until a server that was asked to end is killed
-END_SECONDS = 5.0  # until what was killed is gone
-LOOK_SECONDS = 0.25  # how often a server that starts is asked whether it is ready
-SMOKE_SECONDS = 120.0  # for the first generation: some engines compile in it
-PORTS_MAX = 4  # ports that are tried
-TAIL_BYTES = 1 << 23  # an engine that dies may print all that it was working on
+GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
+END_SECONDS = 5.0  # for killed processes to disappear
+POLL_SECONDS = 0.25  # between checks whether a starting server is ready
+SMOKE_SECONDS = 120.0  # for the first generation, during which some engines compile
+PORTS_MAX = 4  # ports to try
+TAIL_BYTES = 1 << 23  # a crashing engine may print all its requests
 LINES_MAX = 6
 
 Smoke = Callable[[str], Awaitable[None]]
-"""Given the URL: generates something, or raises InferenceError (not yet) or ConfigError (never)."""
+"""Takes the URL and generates something. Raises InferenceError (try again) or ConfigError (give up)."""
 
 
 class ServerCommand(NamedTuple):
-    """How a server is started: `env` comes on top of what every child process gets (`child_environment`). It answers
-    `ready_path` with 200 when it has loaded.
+    """The command that starts a server. `env` is added to the variables of every child process (`child_environment`).
+    The server answers `ready_path` with 200 when it has loaded.
     """
 
     argv: list[str]
@@ -53,10 +52,12 @@ class ServerCommand(NamedTuple):
 
 
 class ServerProcess:
-    """One server. `command` is asked for its command with a free port, again where the port was taken meanwhile.
+    """The process of one server. `command` returns its command for a free port; if another process takes that port
+    first, it is called again.
 
-    `gpus` (such as "0,1") becomes CUDA_VISIBLE_DEVICES; empty: as it is. Output goes to `<folder>/servers/<name>.log`,
-    after what it holds. It can be started again after it has ended. Cancellation of `start` leaves no process.
+    `gpus` (such as "0,1") becomes CUDA_VISIBLE_DEVICES; empty: unchanged. Output is appended to
+    `<folder>/servers/<name>.log`. You can start the server again after it has ended. If `start` is cancelled, no
+    process remains.
     """
 
     def __init__(
@@ -84,19 +85,20 @@ class ServerProcess:
 
     @property
     def has_ended(self) -> bool:
-        """It does not run: not yet, or no more."""
+        """Whether no process runs, before the start or after the end."""
         return self._process is None or self._process.poll() is not None
 
     async def wait(self) -> str:
-        """Until it has ended; says how, in words."""
+        """Wait until it has ended. Returns a description of how it ended."""
         assert self._process is not None, "start it first"
         return _words_of(await self._process.wait())
 
     async def start(self, smoke: Smoke) -> None:
-        """Start it and wait until it answers and `smoke(url)` works.
+        """Start it, and wait until it answers and `smoke(url)` succeeds.
 
-        Raises ConfigError: it ended before, or was not ready within `start_seconds`; with the last meaningful lines of
-        its log, and where that is. What `smoke` raises as a UserError is raised as it is. Nothing runs then.
+        Raises ConfigError if it ends early or is not ready within `start_seconds`; the message has the last meaningful
+        lines of its log, and the log's path. A UserError of `smoke` is raised unchanged. After an exception, no process
+        runs.
         """
         await self.end()
         began = trio.current_time()
@@ -115,24 +117,24 @@ class ServerProcess:
                 raise self._ended(trio.current_time() - began)
 
     async def end(self) -> None:
-        """End it: asked first, then killed, with everything that it started. Also where this is cancelled: it takes
-        `grace_seconds`, and a few more, at most. Harmless where nothing runs.
+        """End it and all its child processes: SIGTERM first, then SIGKILL. This also completes under cancellation, and
+        takes little more than `grace_seconds` at most. Does nothing if no process runs.
         """
         if self._process is None:
             return
         process = self._process
         self._close_lifeline()
         with trio.CancelScope(shield=True):
-            with trio.move_on_after(2 * self._grace_seconds + END_SECONDS):  # the supervisor does it
+            with trio.move_on_after(2 * self._grace_seconds + END_SECONDS):  # the supervisor ends it
                 await process.wait()
-            if process.returncode is None or process.returncode < 0:  # somebody has killed or stopped the supervisor
+            if process.returncode is None or process.returncode < 0:  # the supervisor was killed or stopped
                 with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is empty
                     os.killpg(process.pid, signal.SIGKILL)
                 with trio.move_on_after(END_SECONDS):
                     await process.wait()
 
     def last_lines(self) -> str:
-        """The last meaningful lines of its log since it was last started, indented; "" where there are none."""
+        """The last meaningful lines of its log since the last start, indented; "" if there are none."""
         try:
             with self.log.open("rb") as file:
                 size = file.seek(0, os.SEEK_END)
@@ -145,7 +147,7 @@ class ServerProcess:
     # --- starting -----------------------------------------------------------------------------------------------------
 
     async def _start_on(self, command: ServerCommand, smoke: Smoke, deadline: float) -> bool:
-        """Whether it became ready; False where it ended. Raises ConfigError where it takes too long."""
+        """Whether it became ready; False if it ended. Raises ConfigError if it takes too long."""
         await self._open(command)
         reasons = ["it did not answer"]
 
@@ -157,15 +159,15 @@ class ServerProcess:
             async with background(watch):
                 with trio.CancelScope() as scope:
                     await self._until_ready(command.ready_path, smoke, reasons)
-            return not self.has_ended  # if it has, somebody else may have answered, on a port that was not free
+            return not self.has_ended  # if it has ended, another process may have answered on its port
         words = self.last_lines()
         raise ConfigError(
-            f"{self!r} was not ready in {self._start_seconds:g} seconds ({reasons[-1]}); give it "
-            f"--inference.start-seconds, or see {self.log}" + (f", which ends with\n{words}" if words else "")
+            f"{self!r} was not ready after {self._start_seconds:g} seconds ({reasons[-1]}); raise "
+            f"--inference.start-seconds, or read {self.log}" + (f", which ends with\n{words}" if words else "")
         )
 
     async def _until_ready(self, path: str, smoke: Smoke, reasons: list[str]) -> None:
-        """Ask until it answers and has generated; `reasons` gets why it has not."""
+        """Poll until it answers and generates. The reasons why it does not are appended to `reasons`."""
         async with PlainClient(self.url, timeout_seconds=30.0, retries=Retries(attempts_max=1)) as client:
             while True:
                 try:
@@ -173,10 +175,10 @@ class ServerProcess:
                     with trio.move_on_after(SMOKE_SECONDS):
                         await smoke(self.url)
                         return
-                    reasons.append(f"it answers, and generated nothing in {SMOKE_SECONDS:g} seconds")
+                    reasons.append(f"it answers, but generated nothing in {SMOKE_SECONDS:g} seconds")
                 except InferenceError as error:
                     reasons.append(str(error))
-                    await trio.sleep(LOOK_SECONDS)
+                    await trio.sleep(POLL_SECONDS)
 
     async def _open(self, command: ServerCommand) -> None:
         env = child_environment(FOR_SERVERS) | command.env
@@ -225,13 +227,15 @@ class ServerProcess:
     def _ended(self, seconds: float) -> ConfigError:
         assert self._process is not None and self._process.returncode is not None, "it has ended"
         how, words = _words_of(self._process.returncode), self.last_lines()
-        said = f"; its log ends with\n{words}\nall of it is in {self.log}" if words else f"; it left {self.log} empty"
+        said = (
+            f"; its log ends with\n{words}\nthe whole log is {self.log}" if words else f"; its log {self.log} is empty"
+        )
         return ConfigError(f"{self!r} ended after {seconds:.0f} seconds, before it was ready ({how}){said}")
 
 
 @contextlib.asynccontextmanager
 async def background(task: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
-    """The task runs beside the block, and ends with it; what the block raises is not put in a group."""
+    """Run a task during the block. An exception of the block is not wrapped in a group."""
     error: BaseException | None = None
     async with trio.open_nursery() as nursery:
         nursery.start_soon(task)
@@ -245,33 +249,33 @@ async def background(task: Callable[[], Awaitable[None]]) -> AsyncIterator[None]
 
 
 async def end_of(process: ServerProcess) -> str:
-    """Waits until a server has ended, and says why, with the last lines of its log."""
+    """Wait until a server has ended. Returns how it ended, with the last lines of its log."""
     how = await process.wait()
     words = process.last_lines()
     return f"its process ended ({how})" + (f"; its log ends with\n{words}" if words else "")
 
 
 def _words_of(status: int) -> str:
-    how = words_of_exit(status_of(status))
-    return f"{how}: was it out of memory?" if how == "SIGKILL" else how
+    how = words_of_exit(status)
+    return f"{how}; was it out of memory?" if "SIGKILL" in how else how
 
 
 def has_gpu() -> bool:
-    """Without torch: it may not be installed here."""
+    """Whether this machine has a GPU. It does not use torch, which may not be installed."""
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return False
     return any(Path(place).exists() for place in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))
 
 
 def free_port() -> int:
-    """A loopback port that is free at the moment."""
+    """A loopback port that is free now."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         port: int = listening.getsockname()[1]
         return port
 
 
-# --- what a log says --------------------------------------------------------------------------------------------------
+# --- reading a log ----------------------------------------------------------------------------------------------------
 
 _COLORS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _PREFIX = re.compile(  # "(EngineCore pid=17) ERROR 11-21 10:00:00 [core.py:12] ", "[2026-11-21 10:00:00 TP0] "
@@ -282,12 +286,12 @@ _ELSEWHERE = re.compile(r"see root cause above|See stack trace|Traceback \(most 
 
 
 def meaningful_lines(text: str) -> list[str]:
-    """The lines that say why a server ended: the errors that it names last, each once; else its last lines.
+    """The lines that explain why a server ended: the last distinct error lines; else the last lines.
 
     >>> meaningful_lines("loading\\nTraceback (most recent call last):\\n  x()\\nValueError: no such flag\\nbye")
     ['ValueError: no such flag']
     """
-    # Behind the prefix indentation counts: what is indented in a traceback is code.
+    # Indentation after the prefix matters: indented lines of a traceback are code.
     lines = [_PREFIX.sub("", _COLORS.sub("", line)).rstrip() for line in text.splitlines()]
     lines = [line for line in lines if line.strip() and not line.startswith("--- ")]
     errors = [line for line in lines if _ERROR.search(line) and not _ELSEWHERE.search(line)]
@@ -296,7 +300,7 @@ def meaningful_lines(text: str) -> list[str]:
 
 
 def _without_keys(argv: list[str]) -> list[str]:
-    """The command without what follows a flag that names a key."""
+    """The command with the values of flags such as --api-key replaced by ***."""
     hidden = [False, *(word.startswith("-") and "key" in word for word in argv)]
     return [
         "***" if hide else re.sub(r"^(--[\w-]*key[\w-]*=).*", r"\1***", word)

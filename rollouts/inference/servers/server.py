@@ -1,18 +1,19 @@
-"""Server: one model server, whatever it speaks, from its start to its end.
+"""Server: one model server, from its start to its end.
 
     async with Server(VLLM(), "http://127.0.0.1:8000", ServerSetup(vocabulary_size=469)) as server:
         reply = await server.generate(request)
 
-It checks ids before they are sent (one of them kills some servers), has requests wait while weights change, gives back
-replies under way when asked for, and says which weights sampled each token. It is always in one state:
+It checks ids before sending them, because an invalid id crashes some servers. Requests wait while weights change. An
+abort returns unfinished replies. Each token of a reply has the version of the weights that sampled it. The server is
+always in one state:
 
     starting   it has not served yet
     ready      requests are sent
-    paused     requests wait: those under way end first, before weights are loaded or while it scores alone
+    paused     new requests wait until those in flight end, before it loads weights or while it scores alone
     loading    requests wait while it loads new weights
-    faulty     an update failed, so its weights are unknown: requests fail until one succeeds
-    down       it died, or serves other weights than the last ones; a pool brings it back
-    lost       it was started in vain too often
+    faulty     an update failed, so its weights are unknown: requests fail until an update succeeds
+    down       it died, or serves wrong weights; a pool restarts it
+    lost       too many restarts failed
 
 A pool supervises its servers (`supervise`). It monitors each server and restarts those that it started itself. A
 restarted server receives the last weights, and they are probed, before it serves again. Elsewhere: the HTTP calls of
@@ -45,18 +46,20 @@ from rollouts.inference.servers.dialect import Dialect, GroupPlace, RequestTarge
 from rollouts.inference.servers.http import HTTPClient, HTTPFailure, PlainClient, acquire
 from rollouts.inference.servers.process import ServerProcess, end_of
 
-CONTROL_CONNECTIONS = 8  # beside those that wait for replies: more cost httpx milliseconds a request
-ABORT_AGAIN_SECONDS = 0.2  # a server may be asked to stop what it has not read yet
-ABORT_SECONDS = 10.0  # then the connection is closed
+CONTROL_CONNECTIONS = 8  # for control requests: more connections cost httpx milliseconds per request
+ABORT_AGAIN_SECONDS = 0.2  # repeat an abort, since the server may not have read the request yet
+ABORT_SECONDS = 10.0  # then the request is cancelled
 BACK_SECONDS_MAX = 30.0
-DYING_SECONDS = 2.0  # a server that does not answer any more may be about to end
-UNLOAD_SECONDS = 5.0  # a server that is left is not waited for longer
-NOWHERE = "http://127.0.0.1:1"  # until a server that is started here has a port
-ALIVE = GenerateRequest([0], 1, (), 0, temperature=0.0)  # one token: a dead engine may still say that it is well
+DYING_SECONDS = 2.0  # a server that stops answering may be about to end
+UNLOAD_SECONDS = 5.0  # the longest wait when leaving a server
+NOWHERE = "http://127.0.0.1:1"  # until a started server has a port
+ALIVE = GenerateRequest(
+    [0], 1, (), 0, temperature=0.0
+)  # a health check generates a token, because a server with a dead engine may still report that it is healthy
 
 
 class ServerStatistics(NamedTuple):
-    """One server now, and counts since it was first started. `reason` says why it is not ready, or last was not."""
+    """A server's state, and counts since its first start. `reason` says why it was last not ready."""
 
     name: str
     state: str
@@ -70,9 +73,10 @@ class ServerStatistics(NamedTuple):
 
 
 class Server:
-    """Implements InferenceBackend, CanAbort and CanCheck for the server at `url`, or the one that `process` starts.
+    """Implements InferenceBackend, CanAbort and CanCheck for the server at `url`, or for one that `process` starts.
 
-    `changed` is called with what happens to it, in words. `sessions` are the episodes that a pool has given it.
+    `changed` is called with a sentence when the server starts or stops serving. `sessions` are the episodes that a pool
+    assigned to it.
     """
 
     def __init__(
@@ -86,17 +90,17 @@ class Server:
         self.state = "starting"
         self.reason = "it was not started"
         self.changed: Callable[[str], None] = lambda words: None
-        self.latest: WeightUpdate | None = None  # the weights that it must have
-        self.incarnation = 0  # how often it has begun to serve
+        self.latest: WeightUpdate | None = None  # the weights that it must serve
+        self.incarnation = 0  # how many times it has started to serve
         self.answered = 0
         self.sessions: set[str] = set()
         self._name = name
-        self._loaded: WeightUpdate | None = None  # the last of this incarnation
-        self._requests: dict[str, _ActiveRequest] = {}  # all that is asked of it, by session or another name of ours
+        self._loaded: WeightUpdate | None = None  # the last update of this incarnation
+        self._requests: dict[str, _ActiveRequest] = {}  # all active requests, by session or by another unique name
         self._numbers = itertools.count()
         self._limiter = trio.CapacityLimiter(setup.connections_max)
         self._changing, self._verifying = trio.Lock(), trio.Lock()
-        self._state_changed, self._request_ended = trio.Event(), trio.Event()  # the state changed; a request is over
+        self._state_changed, self._request_ended = trio.Event(), trio.Event()
         self._deaths = self._restarts = self._tries = 0
         self._open(url or NOWHERE)
 
@@ -111,7 +115,7 @@ class Server:
 
     @property
     def in_flight(self) -> int:
-        """Requests that it works on, or that wait for it, without those by which it is watched."""
+        """The number of requests that it processes or that wait for it, without health checks and updates."""
         return sum(not each.is_internal for each in self._requests.values())
 
     def statistics(self) -> ServerStatistics:
@@ -120,7 +124,7 @@ class Server:
         return ServerStatistics(self._name or self.url, self.state, self.version, *counts, self.reason)
 
     def _set_state(self, state: str, reason: str = "") -> None:
-        """What is under way is given up where nothing of it could be used any more."""
+        """Enter a state. Requests that cannot succeed any more are cancelled."""
         self.state, self.reason = state, reason or self.reason
         for each in self._requests.values():
             if not self.is_serving or (state == "faulty" and each.is_sent):
@@ -128,10 +132,10 @@ class Server:
         self._state_changed.set()
         self._state_changed = trio.Event()
 
-    # --- coming and going ---------------------------------------------------------------------------------------------
+    # --- connecting ---------------------------------------------------------------------------------------------------
 
     async def check(self) -> None:
-        """Ask the server who it is. Raises ConfigError where it cannot be used as it is set up."""
+        """Identify the server. Raises ConfigError if it cannot be used with its settings."""
         async with PlainClient(self.url, api_key=self.setup.api_key) as client:
             await handshake(self.dialect, client, self.setup, repr(self))
 
@@ -145,25 +149,25 @@ class Server:
         await self._disconnect()
 
     def _open(self, url: str) -> None:
-        """Forget what another incarnation has left; connections are made when something is asked."""
+        """Reset the state of an earlier incarnation. Connections open with the first requests."""
         setup, key = self.setup, self.setup.api_key
         seconds, most = setup.request_seconds, setup.connections_max
         self._client = HTTPClient(
             url, api_key=key, timeout_seconds=seconds, connections_max=most, retries=setup.retries, seed=setup.seed
         )
-        # Apart from those that wait for a reply: to abort one must not wait for it.
+        # Separate connections, so that an abort does not wait for the replies that it aborts.
         self._control = PlainClient(url, api_key=key, connections_max=CONTROL_CONNECTIONS, retries=setup.retries)
         self._loader = PlainClient(url, api_key=key, timeout_seconds=setup.load_seconds, retries=setup.retries)
         self.url, self.version = self._client.url, 0
-        self._versions: list[int] = []  # those that were loaded, in this order
-        # Adapters by name; empty: there is none, and the base model answers.
+        self._versions: list[int] = []  # the loaded versions, in order
+        # The names of the current and the previous adapter; "": none, so the base model answers.
         self._adapter, self._adapter_before = "", ""
         self._group: tuple[GroupPlace, Callable[[], None]] | None = None
-        # A server has other clients, and its caches may hold what another run computed under the same version.
+        # Separates the caches of this run from those of other clients with the same version numbers.
         self._salt = secrets.token_hex(4)
 
     async def _connect(self, url: str) -> None:
-        """See who is there, and that it generates. Raises ConfigError."""
+        """Connect, and check that the server fits and generates. Raises ConfigError."""
         await self._disconnect()
         self._open(url)
         self.info = await handshake(self.dialect, self._control, self.setup, repr(self))
@@ -171,7 +175,7 @@ class Server:
         self.context_tokens_max = min(limits) if all(limits) else max(limits)
 
     async def _disconnect(self) -> None:
-        """Unload the adapters that were loaded here: a server has room for a few, and these are never named again."""
+        """Unload our adapters, because a server has room for a few only. Then close the clients."""
         names = [name for name in (self._adapter_before, self._adapter) if name]
         self._adapter_before = self._adapter = ""
         with trio.CancelScope(shield=True, deadline=trio.current_time() + UNLOAD_SECONDS):
@@ -179,41 +183,42 @@ class Server:
                 try:
                     await self.dialect.unload_adapter(self._control, name)
                 except InferenceError:
-                    continue  # a server that is left need not be well
+                    continue  # the server may be down
         for client in (self._client, self._control, self._loader):
             await client.aclose()
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def open_session(self, order: tuple[int, ...]) -> str:
-        """A name for the episode; a server forms its batches by itself."""
+        """A name for the episode. The server forms its batches itself."""
         return f"{'-'.join(map(str, order))}-{next(self._numbers)}"
 
     def close_session(self, session: str) -> None:
-        """Nothing is kept for a session."""
+        """The episode is over."""
         self.sessions.discard(session)
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Sample one turn. Raises InferenceError (HTTPFailure where the request failed). Cancellation closes the
-        request's connection, and the server stops.
+        """Sample one turn. Raises InferenceError (HTTPFailure if the request failed). Cancellation closes the request's
+        connection, which stops the server's work on it.
         """
         check_tokens(request.tokens, request.max_tokens, self.vocabulary_size, self.context_tokens_max, repr(self))
         sampled = None
         with self._registered(request.session or f"request-{next(self._numbers)}") as active:
             async with self._sending(active):
                 sampled = await self.dialect.generate(self._client, request, active.target)
-        if sampled is None:  # aborted before it was sent, or where nothing came back
+        if sampled is None:  # aborted before it was sent, or without a reply
             return Generation([], [], "abort", [])
         spans = spans_of(sampled, active.version, active.loads, self._versions, repr(self))
         self.answered += 1
         return Generation(sampled.tokens, sampled.logprobs, sampled.finish, spans)
 
     async def score(self, tokens: list[int], temperature: float = 1.0) -> list[float]:
-        """Logprob of each token [L] given those before it; the first is 0.0. Raises InferenceError, for another
-        temperature than 1 too: servers give a prompt's logprobs at no other.
+        """The logprob of each token [L] given the tokens before it; the first is 0.0.
+
+        Raises InferenceError, also for a temperature other than 1: servers report a prompt's logprobs at 1 only.
         """
         if temperature != 1.0:
-            words = f"{self.dialect.software} scores at temperature 1 only, asked for {temperature:g}"
+            words = f"{self.dialect.software} scores at temperature 1 only, got {temperature:g}"
             raise InferenceError(words, is_transient=False)
         scores = await self._score(tokens)
         self.answered += 1
@@ -224,10 +229,10 @@ class Server:
         with self._registered(f"score-{next(self._numbers)}", is_internal=is_internal) as active:
             async with self._sending_alone(active) if self.capabilities.scores_alone else self._sending(active):
                 return await self.dialect.score(self._client, tokens, active.target)
-        raise AssertionError("only a failure aborts a score, and that is raised")
+        raise AssertionError("nothing aborts a score but a failure, which is raised")
 
     async def health(self) -> Health:
-        """Whether it can generate. While weights are loaded it waits."""
+        """Whether it can generate. Waits while weights are loaded."""
         try:
             with self._registered(f"health-{next(self._numbers)}", is_internal=True) as active:
                 async with self._sending(active):
@@ -237,7 +242,7 @@ class Server:
         return Health(True, self.version)
 
     async def abort(self, session: str) -> None:
-        """Give back what the session waits for, as far as it came (see `CanAbort`)."""
+        """End the session's request early (see `CanAbort`)."""
         active = self._requests.get(session)
         if active is None:
             return
@@ -248,16 +253,16 @@ class Server:
                     with trio.move_on_after(ABORT_AGAIN_SECONDS):
                         await active.is_over.wait()
             except InferenceError:
-                pass  # it cannot be asked: the reply is given up, below
-        active.scope.cancel()  # harmless where it is over
+                pass  # the abort failed, so the request is cancelled below
+        active.scope.cancel()  # harmless if the request is over
         await active.is_over.wait()
 
     @contextmanager
     def _registered(self, name: str, *, is_internal: bool = False) -> Iterator[_ActiveRequest]:
-        """Within this block a request is active. Where it is aborted, the block ends early, and nothing is raised.
-        Raises InferenceError where the server is down, or goes down meanwhile, and where its weights become unknown.
+        """Register a request during this block. An abort ends the block early, without an exception. Raises
+        InferenceError if the server is down or goes down, or if its weights become unknown.
         """
-        assert name not in self._requests, f"session {name} waits for a reply already"
+        assert name not in self._requests, f"session {name} already waits for a reply"
         self._check_serving(self.incarnation)
         active = _ActiveRequest(self._target(name), self.incarnation, is_internal)
         self._requests[name] = active
@@ -283,16 +288,15 @@ class Server:
             raise HTTPFailure("reset", f"{self!r} is down: {self.reason}", retryable=True)
 
     def _target(self, name: str) -> RequestTarget:
-        """How the server knows a request, with the weights that are served now. Each has a name of its own: servers
-        refuse one that is still running, as a lost one may be, and an abort takes all of its name, also those of
-        another process that counts as this one does.
+        """The target of a request with the current weights. Its name is unique, also among processes: a server refuses
+        the name of a running request, and an abort ends all requests of a name.
         """
         name = f"{name}-{self._salt}-{next(self._numbers)}"
         return RequestTarget(name, self._adapter or self.setup.model, f"{self._salt}-{self.version}")
 
     @asynccontextmanager
     async def _sending(self, active: _ActiveRequest) -> AsyncIterator[None]:
-        """Within this block it is under way: with a connection, while requests may be sent."""
+        """Take a connection, wait until requests may be sent, and mark the request as sent."""
         await acquire(self._limiter)
         try:
             await self._wait_until_ready(active)
@@ -303,7 +307,7 @@ class Server:
 
     @asynccontextmanager
     async def _sending_alone(self, active: _ActiveRequest) -> AsyncIterator[None]:
-        """Within this block it is under way, and nothing else is. It needs no turn: those that wait may have all."""
+        """Like `_sending`, with no other request in flight. It ignores the limit, which waiting requests may use up."""
         await self._wait_until_ready(active)
         self._set_state("paused")
         try:
@@ -315,7 +319,7 @@ class Server:
                 self._set_state("ready")
 
     async def _wait_until_ready(self, active: _ActiveRequest) -> None:
-        """Until requests may be sent. Raises InferenceError where they would fail."""
+        """Wait until requests may be sent. Raises InferenceError if they would fail."""
         while self.state in ("paused", "loading"):
             await self._state_changed.wait()
         self._check_serving(active.incarnation)
@@ -323,7 +327,7 @@ class Server:
             raise InferenceError(self.reason, is_transient=False)
 
     def _send(self, active: _ActiveRequest) -> None:
-        """From here on it is under way, with the weights that are served now."""
+        """Mark a request as sent, with the current weights."""
         active.is_sent, active.version, active.loads = True, self.version, len(self._versions)
         active.target = self._target("")._replace(name=active.target.name)
 
@@ -335,20 +339,20 @@ class Server:
     # --- weights ------------------------------------------------------------------------------------------------------
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        """Serve other weights: new requests wait, and only when the server has loaded is `version` the new one. What is
-        under way ends first, unless the dialect keeps it: then it goes on, with its own adapter, or with the new
-        weights from then on (its spans say so). A server that is down takes them when it comes back.
+        """Load new weights. New requests wait, and `version` changes only after the server has loaded.
 
-        Raises InferenceError, also where it is cancelled while the server loads: what the server holds is unknown then,
-        and every request fails with the reason until an update succeeds.
+        Requests in flight end first, unless the dialect keeps them. Kept requests continue with their adapter, or with
+        the new full weights, which their spans record. A server that is down loads the weights when it restarts. Raises
+        InferenceError. If loading fails or is cancelled, the weights are unknown, and requests fail until an update
+        succeeds.
         """
         self.latest = update
-        async with self._changing:  # one that comes back may be about to take up earlier ones
+        async with self._changing:  # a restart may be loading earlier weights
             if self._loaded is update:
                 return
             with self._registered("update", is_internal=True) as active:
                 await self._check_update(update)
-                while self.state == "paused":  # something scores alone
+                while self.state == "paused":  # a request scores alone
                     await self._state_changed.wait()
                 before = self.state
                 try:
@@ -365,7 +369,9 @@ class Server:
                     if self.state == "paused":
                         self._set_state(before)
                     if self.state == "loading":
-                        self._set_state("faulty", f"{self!r} was left while it loaded version {update.version}")
+                        self._set_state(
+                            "faulty", f"the update was cancelled while {self!r} loaded version {update.version}"
+                        )
 
     async def _check_update(self, update: WeightUpdate) -> None:
         kind = self.capabilities.weights_kind
@@ -373,7 +379,7 @@ class Server:
             await check_update(update, kind, repr(self))
 
     async def _drain(self, update: WeightUpdate) -> None:
-        """Until nothing is under way that could not go on."""
+        """Wait for the requests that the update would break. Raises InferenceError."""
         with trio.move_on_after(self.setup.request_seconds) as waiting:
             if not self.dialect.keeps_requests:
                 await self._wait_for_requests(lambda active: True)
@@ -381,10 +387,10 @@ class Server:
             await self._wait_for_requests(lambda active: bool(old) and active.target.model == old)
         if waiting.cancelled_caught:
             after = f"after {self.setup.request_seconds:g} seconds, so version {update.version} was not loaded"
-            raise InferenceError(f"{self!r} has not ended what was under way {after}")
+            raise InferenceError(f"{self!r} has not finished its requests {after}")
 
     async def _load(self, update: WeightUpdate) -> None:
-        """Have it load them. Raises InferenceError."""
+        """Make the server load the weights. Raises InferenceError."""
         self._loaded = None
         try:
             if update.kind == "adapter":
@@ -395,7 +401,7 @@ class Server:
             elif update.path is not None:
                 await self.dialect.load_full(self._loader, update)
             else:
-                assert self.setup.groups is not None and self._group is not None, f"{self!r} is in no group"
+                assert self.setup.groups is not None and self._group is not None, f"{self!r} is not in a group"
                 place, receiving = self._group
                 await self.setup.groups.receive(
                     self._loader, update.manifest, update.version, name=place.name, receiving=receiving
@@ -407,18 +413,18 @@ class Server:
         self._versions += [update.version] if update.kind == "full" else []
 
     async def group_ranks(self) -> int:
-        """How many ranks of a group it is (see `TakesGroup`). Raises ConfigError, HTTPFailure."""
+        """Its number of ranks in a group (see `TakesGroup`). Raises ConfigError, HTTPFailure."""
         assert self.setup.groups is not None, f"{self!r} takes folders"
         return await self.setup.groups.ranks(self._control)
 
     async def join_group(self, place: GroupPlace, rank: int, receiving: Callable[[], None]) -> None:
-        """Join as `rank` and those after it (see `TakesGroup`). Raises InferenceError."""
+        """Join as `rank` and the ranks after it (see `TakesGroup`). Raises InferenceError."""
         assert self.setup.groups is not None, f"{self!r} takes folders"
         await self.setup.groups.join(self._control, place, rank=rank)
         self._group = place, receiving
 
     async def leave_group(self) -> None:
-        """Leave it; harmless where it is in none. Raises HTTPFailure."""
+        """Leave the group, if it is in one. Raises HTTPFailure."""
         if self.setup.groups is not None and self._group is not None:
             place, self._group = self._group[0], None
             await self.setup.groups.leave(self._control, name=place.name)
@@ -426,21 +432,21 @@ class Server:
     # --- supervision, in a pool ---------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """The first time. Raises UserError, also where it is there and does not generate."""
+        """Start for the first time. Raises UserError, also if the server runs but does not generate."""
         try:
             await self._connect_and_load()
         except InferenceError as error:
             raise ConfigError(f"{self!r} cannot be used: {error}") from error
 
     async def end(self) -> None:
-        """It serves no more. Its process, if it was started here, is gone."""
+        """Stop serving, and end the process if we started it."""
         self._set_state("lost" if self.state == "lost" else "down")
         await self._disconnect()
         if self.process is not None:
             await self.process.end()
 
     async def supervise(self, nursery: trio.Nursery) -> None:
-        """Watch it, and bring it back, until the nursery is cancelled."""
+        """Monitor it and restart it, until the nursery is cancelled."""
         nursery.start_soon(self._watch)
         if self.process is not None:
             nursery.start_soon(self._watch_process, self.process)
@@ -450,9 +456,7 @@ class Server:
             await self._restart()
 
     def mark_down(self, why: str, incarnation: int) -> None:
-        """It does not serve: requests to it are given up. Nothing happens where that is known, or was in an earlier
-        incarnation.
-        """
+        """Enter the state `down`, which cancels its requests. Does nothing if it is down, or for an old incarnation."""
         if self.is_serving and incarnation == self.incarnation:
             self._deaths += 1
             self.sessions.clear()
@@ -460,8 +464,8 @@ class Server:
             self.changed(f"{self!r} is down: {why}")
 
     async def recover(self, failure: InferenceError, incarnation: int) -> InferenceError | None:
-        """After an update that failed: one that was started here is started again, and given the weights again, once.
-        One that is dead takes them when it comes back. Gives the failure of one that lives without the weights.
+        """Handle a failed update. Returns the failure if the server still runs without the new weights, else None. A
+        server that we started is restarted once, and loads them again. Any other server loads them when it is back.
         """
         if self.process is None:
             if has_answered(failure) and self.is_serving and incarnation == self.incarnation:
@@ -472,38 +476,38 @@ class Server:
         self.mark_down(str(failure), incarnation)
         while self.state == "down" and self._tries == tries:
             await self._state_changed.wait()
-        again = f"it was started again, and failed again: {self.reason}"
+        again = f"it was restarted, and failed again: {self.reason}"
         return None if self.is_serving else InferenceError(f"{failure}; {again}", is_transient=False)
 
     async def verify(self) -> bool:
-        """See whether it generates, with the right weights; it is marked down if not."""
+        """Check that it generates with the right weights; if not, mark it as down."""
         async with self._verifying:
             if not self.is_serving:
                 return False
             incarnation = self.incarnation
             fault = await self._fault_of_health() or await self._fault_of_weights()
             if fault and self.process is not None:
-                with trio.move_on_after(DYING_SECONDS):  # a process that has ended says more
+                with trio.move_on_after(DYING_SECONDS):  # the end of the process explains more
                     fault = await end_of(self.process)
             if fault:
                 self.mark_down(fault, incarnation)
             return self.is_serving
 
     async def _fault_of_health(self) -> str:
-        """Why it does not generate; empty where it does."""
+        """Why it does not generate; "" if it does."""
         answered = self.answered
         with trio.move_on_after(self.setup.health_seconds):
             health = await self.health()
             return "" if health.ok else health.detail or "it does not generate"
         if self.answered > answered or self.state == "loading":
-            return ""  # it is slow, or loads, and is alive
+            return ""  # it is slow or loads, but it runs
         return f"it did not generate in {self.setup.health_seconds:g} seconds"
 
     async def _fault_of_weights(self) -> str:
-        """Why it serves other weights than the last ones; empty where it does not, or that cannot be seen now."""
+        """Why its weights are wrong; "" if they are right, or if that cannot be checked now."""
         update = self._loaded
         if update is None or update.probe is None or self._changing.locked() or self.capabilities.scores_alone:
-            return ""  # one that scores alone would have to be silent first, every few seconds
+            return ""  # to score alone, it would have to finish its requests every few seconds
         fault = ""
         with trio.move_on_after(self.setup.health_seconds):
             try:
@@ -530,7 +534,7 @@ class Server:
             await self._state_changed.wait()
 
     async def _restart(self) -> None:
-        """Until it serves, or is lost."""
+        """Restart it until it serves or is lost."""
         for failures in itertools.count(1):
             try:
                 await self._connect_and_load()
@@ -540,13 +544,13 @@ class Server:
             self._tries += 1
             if self.process is not None and failures >= self.setup.restarts_max:
                 self._set_state("lost")
-                self.changed(f"{self!r} is lost after {failures} starts: {self.reason}")
+                self.changed(f"{self!r} is lost after {failures} failed starts: {self.reason}")
                 return
             self._set_state("down")
             await trio.sleep(min(self.setup.back_seconds * 2.0 ** (failures - 1), BACK_SECONDS_MAX))
 
     async def _connect_and_load(self) -> None:
-        """Connect to a server that generates, and give it the last weights. Raises RolloutsError."""
+        """Start or reach the server, and load the last weights. Raises RolloutsError."""
         await self._disconnect()
         if self.process is not None:
             self._restarts += self.incarnation > 0
@@ -561,15 +565,15 @@ class Server:
             except BaseException:
                 await self._disconnect()
                 raise
-            # From the last look at the weights to here nothing else runs.
+            # No checkpoint since the loop compared the weights, so no other task ran.
             self.incarnation += 1
             self._set_state("ready")
         with_version = f", with version {self.version}" if self._loaded else ""
         self.changed(f"{self!r} serves{' again' if self.incarnation > 1 else ''}{with_version}")
 
     async def _restore_weights(self, update: WeightUpdate | None) -> None:
-        """Load these weights, before anything else is asked, and probe them. Raises InferenceError."""
-        assert update is not None, "weights that were there are never taken back"
+        """Load and probe the weights before other requests are sent. Raises InferenceError."""
+        assert update is not None, "an update never becomes None again"
         await self._check_update(update)
         await self._load(update)
         if update.probe is not None:

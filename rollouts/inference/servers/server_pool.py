@@ -1,15 +1,15 @@
-"""ServerPool: several model servers as one engine. It only routes; each server keeps itself (`server`).
+"""ServerPool: several model servers as one engine. It routes requests; each `Server` supervises itself.
 
-An episode stays on its server, and episodes of one prompt begin on the same one, as long as that is not much busier
-than the others; else the one with the fewest episodes is asked. A request whose server dies is asked again, whole, of
-another: it is answered exactly once, by whichever server lived, or raises InferenceError. New weights go to all of
-them. While no server serves, requests wait, up to `give_up_seconds`.
+An episode stays on its server. Episodes of one prompt start on the same server, unless it is much busier than the
+others; then the server with the fewest episodes is chosen. If a server dies, its requests are sent again, from their
+start, to another server. Each request gets exactly one reply, or raises InferenceError. New weights go to all servers.
+While no server is available, requests wait up to `give_up_seconds`.
 
     servers = [Server(VLLM(), "http://127.0.0.1:8000", setup), Server(VLLM(), "", setup, process=process)]
     async with ServerPool(servers) as pool:
         reply = await pool.generate(request)
 
-Left out: what a server is asked (`server`), where servers come from (`options`).
+`options` creates the servers.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from rollouts.inference.base import GenerateRequest, Generation, Health, Inferen
 from rollouts.inference.servers.http import HTTPFailure
 from rollouts.inference.servers.server import Server, ServerStatistics
 
-REQUEST_FAILURES_MAX = 3  # failures of one request while its servers live
-SERVER_FAILURES_MAX = 5  # servers that may die under one request: it may be what kills them
-PROMPTS_MAX = 4096  # prompts whose server is remembered
+REQUEST_FAILURES_MAX = 3  # failures of one request on servers that stay up
+SERVER_FAILURES_MAX = 5  # servers that die during one request, which may be the cause
+PROMPTS_MAX = 4096  # the number of prompts whose server is remembered
 
 
 class ServerPoolStatistics(NamedTuple):
-    """What each server is and did; how many requests were carried to another server, and were given up."""
+    """Statistics of each server, and the numbers of requests that were rerouted to another server or failed."""
 
     servers: tuple[ServerStatistics, ...]
     rerouted: int
@@ -43,9 +43,9 @@ class ServerPoolStatistics(NamedTuple):
 class ServerPool:
     """Implements InferenceBackend, CanAbort, CanCheck and EnginePool over servers.
 
-    `prepare` is called before any server is started, `finish` when all have ended, and `changed` with what happens to
-    servers, in words. Entering it raises UserError where a server cannot be used; leaving it ends those that were
-    started here, also where it is cancelled.
+    `prepare` is called before servers start, and `finish` after all have ended. `changed` is called with a sentence
+    when a server starts or stops serving. Entering the pool raises UserError if a server cannot be used. Leaving it
+    ends the servers that it started, also on cancellation.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class ServerPool:
         first = self.servers[0]
         self.capabilities = first.capabilities._replace(is_pool=True)
         self.context_tokens_max, self.vocabulary_size = first.context_tokens_max, first.vocabulary_size
-        self.version = 0  # of the last weights that it was given
+        self.version = 0  # of the last update
         self._orders: dict[str, tuple[int, ...]] = {}  # of the open sessions
-        self._prompt_servers: dict[int, Server] = {}  # of each prompt, the last used last
+        self._prompt_servers: dict[int, Server] = {}  # by prompt, in order of use
         self._routed: dict[str, _RoutedRequest] = {}
         self._numbers = itertools.count()
         self._change = trio.Event()
-        self._idle_since: float | None = None  # no server serves since then
+        self._idle_since: float | None = None  # the time since which no server is available
         self._rerouted = self._failed = 0
         for server in self.servers:
             server.changed = self._on_change
@@ -79,17 +79,17 @@ class ServerPool:
 
     @property
     def members(self) -> tuple[InferenceBackend, ...]:
-        """Those that serve now; each stays the same object over its restarts."""
+        """The servers that serve now. A server stays the same object when it restarts."""
         return tuple(server for server in self.servers if server.is_serving)
 
     def statistics(self) -> ServerPoolStatistics:
-        """What it did, and does now."""
+        """A snapshot."""
         return ServerPoolStatistics(tuple(each.statistics() for each in self.servers), self._rerouted, self._failed)
 
-    # --- coming and going ---------------------------------------------------------------------------------------------
+    # --- starting and ending ------------------------------------------------------------------------------------------
 
     async def check(self) -> None:
-        """Ask the servers that are there already who they are. Raises UserError of the first that cannot be used."""
+        """Check the servers that already run. Raises the UserError of the first one that cannot be used."""
         for server in self.servers:
             if server.process is None:
                 await server.check()
@@ -102,7 +102,7 @@ class ServerPool:
                 await server.start()
             except Exception as error:
                 errors.append(error)
-                nursery.cancel_scope.cancel()  # the others need not be waited for
+                nursery.cancel_scope.cancel()  # do not wait for the others
 
         try:
             if self._prepare is not None:
@@ -123,7 +123,7 @@ class ServerPool:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        # The nursery is shielded while it ends, and does not see what happened: what is raised stays as it is.
+        # The nursery is shielded and does not receive the exception, so the exception is not wrapped in a group.
         self._nursery.cancel_scope.shield = True
         self._nursery.cancel_scope.cancel()
         try:
@@ -132,7 +132,7 @@ class ServerPool:
             await self._end()
 
     async def _end(self) -> None:
-        with trio.CancelScope(shield=True):  # each has a bound of its own
+        with trio.CancelScope(shield=True):  # each server has its own deadline
             async with trio.open_nursery() as nursery:
                 for server in self.servers:
                     nursery.start_soon(server.end)
@@ -142,20 +142,22 @@ class ServerPool:
     # --- episodes -----------------------------------------------------------------------------------------------------
 
     def open_session(self, order: tuple[int, ...]) -> str:
-        """A name for the episode; its server is chosen when it first speaks."""
+        """A name for the episode. Its server is chosen at its first request."""
         session = f"{'-'.join(map(str, order))}-{next(self._numbers)}"
         self._orders[session] = tuple(order)
         return session
 
     def close_session(self, session: str) -> None:
-        """The episode is over. Closing twice is harmless."""
+        """The episode is over. It is safe to close a session twice."""
         self._orders.pop(session, None)
         for server in self.servers:
             server.close_session(session)
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Sample one turn, wherever a server lives. Raises InferenceError: what a server refuses, what failed too
-        often, or no server served for `give_up_seconds`, with the reason of each.
+        """Sample one turn on any server.
+
+        Raises InferenceError if a server refuses the request, if it failed too often, or if no server was available for
+        `give_up_seconds` (with each server's reason).
         """
         session = request.session or f"request-{next(self._numbers)}"
         routed = self._routed[session] = _RoutedRequest(session, self._orders.get(session) or tuple(request.order))
@@ -168,18 +170,18 @@ class ServerPool:
                         reply = await server.generate(request)
                         if reply.finish != "abort" or routed.is_aborted:
                             return reply
-                        raise InferenceError(f"{server!r} gave up a reply by itself")
+                        raise InferenceError(f"{server!r} aborted a reply without a request to abort")
                     except InferenceError as error:
                         await self._reroute(routed, server, error)
             return Generation([], [], "abort", [])
         finally:
             if self._routed.get(session) is routed:
                 del self._routed[session]
-            if session not in self._orders:  # it was closed meanwhile, or never opened
+            if session not in self._orders:  # it was closed during the request, or never opened
                 self.close_session(session)
 
     async def score(self, tokens: list[int], temperature: float = 1.0) -> list[float]:
-        """Logprob of each token [L] given those before it, by whichever server; the first is 0.0. Raises as
+        """The logprob of each token [L] given the tokens before it, from any server; the first is 0.0. Raises like
         `generate`.
         """
         routed = _RoutedRequest()
@@ -191,18 +193,16 @@ class ServerPool:
                 await self._reroute(routed, server, error)
 
     async def abort(self, session: str) -> None:
-        """Give back what the session waits for, as far as it came (see `CanAbort`). What a server has that cannot be
-        asked for it is lost.
-        """
+        """End the session's request early (see `CanAbort`). If the server cannot be reached, its tokens are lost."""
         routed = self._routed.get(session)
         if routed is not None:
             routed.is_aborted = True
             if routed.server is not None:
                 await routed.server.abort(session)
-            routed.scope.cancel()  # it waits for a server; harmless where it is over
+            routed.scope.cancel()  # it may wait for a server; harmless if it is over
 
     async def _choose_server(self, routed: _RoutedRequest) -> Server:
-        """The server for this request; waits until there is one. Raises InferenceError, with the reason of each."""
+        """Choose a server; waits until one is available. Raises InferenceError, with each server's reason."""
         while not (serving := [server for server in self.servers if server.is_serving]):
             change = self._change
             since = trio.current_time() if self._idle_since is None else self._idle_since
@@ -211,7 +211,7 @@ class ServerPool:
             with trio.move_on_at(since + self._give_up_seconds):
                 await change.wait()
                 continue
-            raise self._no_server(f"no server has served for {self._give_up_seconds:g} seconds")
+            raise self._no_server(f"no server was available for {self._give_up_seconds:g} seconds")
         usable = [server for server in serving if server not in routed.avoided] or serving
         found = next((server for server in usable if routed.session in server.sessions), None)
         found = found or self._least_busy(usable, routed.order)
@@ -228,8 +228,9 @@ class ServerPool:
         return found
 
     def _least_busy(self, usable: Sequence[Server], order: tuple[int, ...]) -> Server:
-        """The server with the fewest episodes or requests, or the one that has the prompt, if that is not much busier:
-        up to half of what each of them has anyway.
+        """The server that has the prompt, unless it is much busier; else the one with the fewest episodes or requests.
+
+        "Much busier" means: more than half the average number of episodes above the minimum.
         """
         loads = {server: max(len(server.sessions), server.in_flight) for server in usable}
         least = min(usable, key=lambda server: loads[server])
@@ -238,12 +239,12 @@ class ServerPool:
         return preferred if preferred in loads and loads[preferred] <= loads[least] + slack else least
 
     async def _reroute(self, routed: _RoutedRequest, server: Server, error: InferenceError) -> None:
-        """A request that failed is for another server. Raises the error where it would fail there too, or has failed
-        too often.
+        """Prepare a failed request for another server. Raises the error if another server would fail too, or if the
+        request failed too often.
         """
         routed.server = None
         if not error.is_transient and server.is_serving:
-            # 404: an adapter that is gone, where a server has been started again; what it said need not be so elsewhere
+            # 404: a restarted server lost its adapters; another server may still have this one.
             is_lost = isinstance(error, HTTPFailure) and error.status == 404
             if not is_lost or await server.verify():
                 self._failed += 1
@@ -263,7 +264,7 @@ class ServerPool:
         if routed.server_failures >= SERVER_FAILURES_MAX:
             self._failed += 1
             raise InferenceError(
-                f"{routed.server_failures} servers died while they worked on one request, the last one: {server.reason}"
+                f"{routed.server_failures} servers died during one request; the last one: {server.reason}"
             ) from error
 
     def _no_server(self, what: str) -> InferenceError:
@@ -274,8 +275,8 @@ class ServerPool:
     # --- weights and health -------------------------------------------------------------------------------------------
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        """Every server serves these weights, or none: one that is down takes them before it serves again. Raises
-        InferenceError: a server that lives did not take them, or there is none.
+        """Load weights on every server. A server that is down loads them before it serves again. Raises InferenceError
+        if a running server did not load them, or if no server is available.
         """
         self.version = update.version
         errors: list[InferenceError] = []
@@ -290,7 +291,7 @@ class ServerPool:
 
         async with trio.open_nursery() as nursery:
             for server in self.servers:
-                server.latest = update  # from here on, also for one that is about to come back
+                server.latest = update  # also used by a server that restarts now
                 nursery.start_soon(send, server)
         if errors:
             raise errors[0]
@@ -314,9 +315,7 @@ class ServerPool:
 
 @dataclass(eq=False)
 class _RoutedRequest:
-    """A request on its way: the server that works on it, in which of its lives, and whether it is to come back as it
-    is.
-    """
+    """A request in the pool: its server with the server's incarnation, and whether the request was aborted."""
 
     session: str = ""
     order: tuple[int, ...] = ()

@@ -1,26 +1,29 @@
-"""SGLang: what its servers speak (`SGLang`, the dialect), and how one is started.
+"""SGLang: the dialect of its servers (`SGLang`), and the command that starts one.
 
-Ids go to `POST /generate`, and ids with logprobs come back. Seen on 0.5.23, and reckoned with here:
+Ids go to `POST /generate`, which returns ids with logprobs. These facts were observed on 0.5.23, and the code relies on
+them:
 
-- Logprobs of a reply are of the sampling temperature (of 1 where that is 0), before top-p, unless the server was
-  started with SGLANG_RETURN_ORIGINAL_LOGPROB. The server does not report this, so `handshake` measures it. Logprobs of
-  a prompt are always at temperature 1.
-- Seeds are sent, but only a server with --enable-deterministic-inference obeys them, which its attention backends for
-  GPUs can (fa3, flashinfer, triton; from its source). It draws by seed and position: a reply that goes on after an
-  abort gets the numbers that it would have got.
-- The model's own end-of-text ids end a reply even where they are not among `stop_ids`, unless all stop ids are off: it
-  is asked to go on then.
-- A prompt must be shorter than --context-length by seven tokens.
-- Beside a prompt's logprobs the last id of the vocabulary is called 0.
-- An abort by name takes all names that begin so: ours are closed with a dot.
-- Replies under way outlive a reload (a pause with `retract`): each says which of its tokens are of which weights.
-- A folder that lacks a tensor is loaded: the old one stays, and nothing is said. A damaged file ends the server.
-- An adapter that was unloaded, or had to make room, is loaded again from its folder, unasked, when a request names it:
-  a name means one folder for ever, which has to stay while it is in use.
-- A server that was started again serves its first weights, and only `weight_version` in its replies tells.
+- Logprobs of a reply are at the sampling temperature (at 1 if that is 0), before top-p, unless the server was started
+  with SGLANG_RETURN_ORIGINAL_LOGPROB. The server does not report this, so `handshake` measures it. Logprobs of a prompt
+  are always at temperature 1.
+- Seeds are sent, but only a server with --enable-deterministic-inference uses them. According to its source, this needs
+  an attention backend for GPUs (fa3, flashinfer, triton). It samples by seed and position, so a reply that continues
+  after an abort gets the same random numbers as without the abort.
+- The model's own end-of-text ids end a reply even if they are not among `stop_ids`. Only switching off all stop ids
+  prevents this. So we request a continuation in that case.
+- A prompt must be at least seven tokens shorter than --context-length.
+- In a prompt's logprobs, the last id of the vocabulary is reported as 0.
+- An abort by name ends all requests whose names start with it. So our names end with a dot.
+- Replies in flight survive a reload (a pause with `retract`). Each reply reports which weights sampled which tokens.
+- If a folder lacks a tensor, the server loads the rest, keeps the old tensor, and reports no error. A damaged file
+  crashes the server.
+- An adapter that was unloaded or evicted is loaded again from its folder when a request names it. So a name must always
+  mean one folder, which must exist while the name is in use.
+- A restarted server serves its first weights. Only `weight_version` in its replies shows this.
 
-Left out: whether weights have arrived (`training.weights.sync`), and --dp-size above 1, with which SGLang itself takes
-neither adapters nor broadcasts (start several servers). Weights over torch.distributed are in `sglang_wire`.
+`training.weights.sync` checks that weights have arrived. --dp-size above 1 is not supported, because with it SGLang
+accepts neither adapters nor broadcasts; start several servers instead. Weights over torch.distributed are in
+`sglang_wire`.
 """
 
 from __future__ import annotations
@@ -50,9 +53,9 @@ from rollouts.inference.servers.server_pool import ServerPool
 from rollouts.inference.servers.sglang_wire import group_ranks, join_group, leave_group, receive
 from rollouts.plugins.checks import checked_by
 
-MINIMUM_VERSION = "0.5.22"  # from there on updates over torch.distributed have a begin and an end
+MINIMUM_VERSION = "0.5.22"  # the first version in which updates over torch.distributed have a begin and an end
 PACKAGE = EnginePackage("sglang", f"pip install 'sglang>={MINIMUM_VERSION}'", MINIMUM_VERSION)
-SEEDS = 2**63  # it is an i64 there
+SEEDS = 2**63  # the server stores seeds as int64
 PROBE_IDS, PROBE_TEMPERATURE, PROBE_TOP = [1, 2, 3], 4.0, 20
 
 
@@ -71,14 +74,14 @@ class SGLang:
     keeps_requests = True
     scores_adapters_alone = False
     adapter_flags = "--enable-lora --max-lora-rank {rank} --lora-target-modules all"
-    weights_flags = ""  # it can always be given some
+    weights_flags = ""  # no flag needed
     logprobs_flags = "SGLANG_RETURN_ORIGINAL_LOGPROB=0 in its environment"
 
     async def handshake(self, client: PlainClient) -> ServerInfo:
-        """Who is there, and whether its logprobs are of the sampling temperature. Raises ConfigError, HTTPFailure."""
+        """Identify the server, and measure the temperature of its logprobs. Raises ConfigError, HTTPFailure."""
         info = await wire.server_info(client)
         if version_numbers(info.version) < version_numbers(MINIMUM_VERSION):
-            needed = f"{MINIMUM_VERSION} or newer is needed; {PACKAGE.install} where it runs, and start it again"
+            needed = f"{MINIMUM_VERSION} or newer is needed; type {PACKAGE.install} on its machine, and restart it"
             raise ConfigError(f"SGLang {info.version} at {client.url} is too old: {needed}")
         await _check_control(client)
         models = await client.get("/v1/models", _Models)
@@ -93,9 +96,8 @@ class SGLang:
         )
 
     async def generate(self, client: HTTPClient, request: GenerateRequest, target: RequestTarget) -> Sampled:
-        """Sample one turn; its ids end with the stop id. What was aborted comes back as far as it came.
-
-        The seed is sent as it is: see above for who obeys it. Raises InferenceError.
+        """Sample one turn; its ids include the stop id. An aborted request returns its tokens so far. The seed is sent
+        unchanged. Raises InferenceError.
         """
         tokens = list(request.tokens)
         logprobs: list[float] = []
@@ -106,7 +108,7 @@ class SGLang:
                 request.max_tokens - start,
                 request.temperature,
                 request.stop_ids,
-                ignore_eos=not request.stop_ids,  # it turns every stop id off
+                ignore_eos=not request.stop_ids,  # switches off every stop id
                 sampling_seed=request.seed % SEEDS,
             )
             reply = await wire.generate(client, wire.body_of(target, tokens, sampling))
@@ -126,31 +128,30 @@ class SGLang:
                 return Sampled(sampled, logprobs, "length", tuple(spans))
 
     async def score(self, client: HTTPClient, tokens: list[int], target: RequestTarget) -> list[float]:
-        """Logprob of each token [L] at temperature 1, the first 0.0. Raises InferenceError."""
+        """The logprob of each token [L] at temperature 1; the first is 0.0. Raises InferenceError."""
         body = wire.body_of(target, tokens, wire.Sampling(0, 1.0), logprob_start_len=0)
         found = (await wire.generate(client, body)).meta_info.input_token_logprobs
         if len(found) != len(tokens):
-            asked = f"the logprobs of {len(tokens)} prompt tokens"
-            raise InferenceError(f"{client.url} was asked for {asked} and gave {len(found)}")
-        # It calls the last id of the vocabulary 0.
+            raise InferenceError(f"{client.url} returned {len(found)} logprobs for {len(tokens)} prompt tokens")
+        # It reports the last id of the vocabulary as 0.
         named = [(value, said or token, text) for (value, said, text), token in zip(found, tokens, strict=True)]
         return [0.0, *wire.read_logprobs(named[1:], tokens[1:], client.url)]
 
     async def abort(self, client: PlainClient, names: Sequence[str]) -> None:
-        """Give back what these requests have. One that is not there (any more, or yet) is passed over in silence, and
-        one that came while the server was paused until it goes on.
+        """End these requests; each returns its tokens so far. The server ignores unknown names, and handles requests
+        that arrived during a pause after it.
         """
         for name in names:
             await client.post("/abort_request", {"rid": wire.rid_of(name)}, bytes)
 
     async def load_full(self, client: PlainClient, update: WeightUpdate) -> None:
-        """Serve the weights in the folder `update.path`, with all caches flushed. Replies under way go on with them,
-        their keys and values computed anew. Raises InferenceError.
+        """Serve the weights in the folder `update.path`, with all caches flushed. Replies in flight continue with them,
+        with new keys and values. Raises InferenceError.
         """
         assert update.path is not None, f"version {update.version} has no folder"
         body = {
             "model_path": update.path,
-            "load_format": "auto",  # else as it was started, with `dummy` perhaps
+            "load_format": "auto",  # otherwise it uses the format of its start, which may be `dummy`
             "weight_version": str(update.version),
             "flush_cache": True,
         }
@@ -161,9 +162,9 @@ class SGLang:
             raise _load_failure(client.url, update, failure) from failure
 
     async def load_adapter(self, client: PlainClient, update: WeightUpdate, *, old: str) -> str:
-        """Load the adapter in the folder `update.path` by a name that was never used, and unload `old`.
+        """Load the adapter in the folder `update.path` under a new name, and unload `old`.
 
-        The folder must stay until the name is not used any more. Raises InferenceError.
+        The folder must exist while the name is in use. Raises InferenceError.
         """
         assert update.path is not None, f"version {update.version} has no folder"
         name = f"{wire.ADAPTER_PREFIX}{update.version}-{secrets.token_hex(4)}"
@@ -172,9 +173,9 @@ class SGLang:
             await client.post("/load_lora_adapter", body, bytes, attempts_max=1)
         except HTTPFailure as failure:
             raise InferenceError(
-                f"{client.url} did not load the adapter of version {update.version} in {update.path}: {failure}; see "
-                "its rank against --max-lora-rank, its layers against --lora-target-modules, and whether the server, "
-                "on its machine, can read that folder",
+                f"{client.url} did not load the adapter of version {update.version} in {update.path}: {failure}; "
+                "check its rank against --max-lora-rank, its layers against --lora-target-modules, and that the "
+                "server's machine can read that folder",
                 is_transient=failure.retryable,
             ) from failure
         if old:
@@ -182,44 +183,44 @@ class SGLang:
         return name
 
     async def unload_adapter(self, client: PlainClient, name: str) -> None:
-        """Forget it, once no request names it any more. Raises HTTPFailure."""
+        """Unload it, when no request uses it. Raises HTTPFailure."""
         body = {"lora_name": name}
         try:
             await client.post("/unload_lora_adapter", body, bytes, attempts_max=1)
         except HTTPFailure as failure:
-            if failure.status != 400:  # 400: it had to make room before
+            if failure.status != 400:  # 400: it was evicted before
                 raise
 
     async def tokenize(self, client: PlainClient, text: str) -> list[int] | None:
-        """None where it was started without a tokenizer."""
+        """The server's ids of a text; None if it was started without a tokenizer."""
         return await ids_of_text(client, text, without_tokenizer=(400, 404, 500, 501))
 
 
 async def _check_control(client: PlainClient) -> None:
-    """That the server goes on, and that we may tell it what to do. Raises ConfigError, HTTPFailure."""
+    """Check that the server is not paused, and that we may control it. Raises ConfigError, HTTPFailure."""
     try:
         await client.get("/ready", bytes, attempts_max=1)
     except HTTPFailure as failure:
         if failure.status != 503:
             raise
         raise ConfigError(
-            f"the SGLang server at {client.url} is not ready: it still loads, or was left paused in the midst of an "
-            f"update; if so, type: curl -X POST -H 'content-type: application/json' -d '{{}}' "
+            f"the SGLang server at {client.url} is not ready: it still loads, or an interrupted update left it "
+            f"paused; if so, type: curl -X POST -H 'content-type: application/json' -d '{{}}' "
             f"{client.url}/continue_generation"
         ) from None
     try:
-        await client.post("/abort_request", {"rid": wire.rid_of("nobody")}, bytes)
+        await client.post("/abort_request", {"rid": wire.rid_of("none")}, bytes)
     except HTTPFailure as failure:
         if failure.status not in (401, 403):
             raise
         raise ConfigError(
-            f"{client.url} has an admin key (--admin-api-key) and takes neither aborts nor weights without it: start "
-            "it with --api-key alone, or with --admin-api-key alone and give that one"
+            f"{client.url} has an admin key (--admin-api-key), and without it refuses aborts and weights: start it "
+            "with --api-key alone, or with --admin-api-key alone, and use that key"
         ) from None
 
 
 async def _convention(client: PlainClient) -> Literal["processed", "raw"]:
-    """Whether the likeliest tokens of one place lie closer together when it is sampled at a higher temperature."""
+    """Whether logprobs depend on the temperature: a higher one brings the most likely tokens closer together."""
     spreads = []
     for temperature in (1.0, PROBE_TEMPERATURE):
         rid = wire.rid_of(f"handshake-{secrets.token_hex(4)}")
@@ -229,28 +230,28 @@ async def _convention(client: PlainClient) -> Literal["processed", "raw"]:
         meta = (await client.post("/generate", body, wire.Reply)).meta_info
         values = [entry[0] for entry in (meta.output_top_logprobs or [None])[0] or [] if entry[0] is not None]
         spreads.append(max(values) - min(values) if values else 0.0)
-    # Halfway between what either convention gives. A flat place says nothing, and there it does not matter.
+    # The threshold lies halfway between the two conventions. If all tokens are equally likely, they do not differ.
     return "raw" if spreads[1] > spreads[0] * (1 + 1 / PROBE_TEMPERATURE) / 2 else "processed"
 
 
 def _read_finish(reason: wire.Finish, url: str) -> Literal["stop", "length", "abort"]:
-    """Raises InferenceError; HTTPFailure where the abort was not asked for."""
+    """Why a reply ended. Raises InferenceError; HTTPFailure if the server aborted by itself."""
     finish = FINISHES.get(reason.type)
     if finish is None:
         raise InferenceError(f"{url} ended a reply with {reason.type!r}, expected {', '.join(FINISHES)}")
     if reason.status_code is not None:
-        words = f"{url} gave a request up: {reason.message}"
+        words = f"{url} aborted a request: {reason.message}"
         raise HTTPFailure("server", words, retryable=reason.status_code != 400, status=reason.status_code)
     return finish
 
 
 def _load_failure(url: str, update: WeightUpdate, failure: HTTPFailure) -> InferenceError:
     if failure.status == 400 and "weights iterator" in str(failure):
-        advice = "it still serves the old ones; can it, on its machine, read that folder?"
+        advice = "it still serves the old weights; can its machine read that folder?"
     elif failure.status is not None and failure.status < 500:
         advice = wire.NEITHER
     else:
-        advice = "it has died of them, or hangs: start it again, and see its log"
+        advice = "it crashed or hangs: restart it, and read its log"
     what = f"the weights of version {update.version} from {update.path}"
     return InferenceError(f"{url} did not load {what}: {failure}; {advice}", is_transient=False)
 
@@ -262,10 +263,10 @@ SGLANG_OPTIONS = ServerOptions(api_key_env="SGLANG_API_KEY")
 
 
 def _check(values: Mapping[str, Any]) -> None:
-    """Raises ConfigError."""
+    """Raises ConfigError for settings that do not fit together."""
     rank = values.get("lora_rank", 0)
     if values.get("transport") == "distributed" and rank:
-        full = f"is for full weights, and --lora-rank {rank} trains an adapter"
+        full = f"is for full weights, but --lora-rank {rank} trains an adapter"
         advice = "type --inference.transport disk, or --lora-rank 0"
         raise ConfigError(f"--inference.transport distributed {full}; {advice}")
 
@@ -283,16 +284,16 @@ def create_sglang_inference(
     options: ServerOptions = SGLANG_OPTIONS,
     transport: Literal["disk", "distributed"] = "disk",
 ) -> ServerPool:
-    """SGLang servers: those at `url`, or `servers` of them that are started here and end with the run.
+    """SGLang servers: those at `url`, or `servers` new ones, which end with the run.
 
     Args:
-        url: Where servers run already, such as http://127.0.0.1:30000; several with commas between. Empty: start them.
-        python: The interpreter of the environment that SGLang is installed in. Empty: this one.
-        transport: How new weights come to the servers: disk, as files that they read, or distributed, broadcast
-            by the trainer over torch.distributed (not for adapters).
-        context_tokens: Tokens of a prompt and its reply together, of which SGLang keeps 6. 0: what the model allows.
-        memory_share: The part of a GPU's memory that a server that is started takes. 0: what SGLang takes by itself.
-        flags: More flags for servers that are started, as SGLang takes them.
+        url: URLs of running servers, such as http://127.0.0.1:30000, separated by commas. Empty: start servers.
+        python: The Python interpreter of the environment that has SGLang. Empty: this one.
+        transport: How servers receive new weights. disk: they read files. distributed: the trainer broadcasts over
+            torch.distributed (not for adapters).
+        context_tokens: The limit for prompt and reply together, in tokens; SGLang reserves 6. 0: the model's limit.
+        memory_share: The share of GPU memory for a started server. 0: SGLang's default.
+        flags: More flags of SGLang for started servers.
 
     Raises ConfigError, ModelError.
     """
@@ -304,10 +305,10 @@ def create_sglang_inference(
 def serve_command(
     python: str, model: str, port: int, options: ServerOptions, *, lora_rank: int = 0, seed: int = 0
 ) -> ServerCommand:
-    """How a server is started by the interpreter `python`, on loopback only.
+    """The command that starts a server with the interpreter `python`, on loopback only.
 
-    Without a GPU: the settings with which the wheel for CUDA runs on a CPU, once what it imports of CUDA has stand-ins
-    (docs/engines.md); without its two thread settings it is twenty times slower.
+    Without a GPU it uses settings with which the CUDA wheel runs on a CPU, if its CUDA imports are replaced
+    (docs/engines.md). Without the two thread settings it is twenty times slower.
     """
     is_cpu, served = options.on_cpu, options.served_model or SERVED_MODEL
     argv = [python, "-m", "sglang.launch_server", "--model-path", model, "--served-model-name", served]
@@ -328,7 +329,7 @@ def serve_command(
     if memory:
         argv += ["--mem-fraction-static", f"{memory:g}"]
     if lora_rank:
-        # In one batch there may be the adapter, the one before it, and the base model, which counts.
+        # A batch may use the adapter, the previous adapter, and the base model, which counts too.
         argv += ["--enable-lora", "--max-lora-rank", str(lora_rank), "--lora-target-modules", "all"]
         argv += ["--max-loras-per-batch", "3", "--max-loaded-loras", "4"]
         if is_cpu:

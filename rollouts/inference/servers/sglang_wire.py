@@ -1,21 +1,23 @@
-"""What SGLang's servers are asked and answer (`sglang`): shapes, one request, a pause, and weights over
-torch.distributed. Fields that are not read are left out of the replies: msgspec skips them.
+"""The requests and replies of SGLang's servers, pauses, and weights over torch.distributed (used by `sglang`).
 
-The trainer is rank 0; a server's workers (`group_ranks`) are ranks after it. Seen to work, with gloo on CPUs:
+Reply types list only the fields that we read; msgspec skips the others.
+
+In a process group, the trainer is rank 0, and a server's workers (`group_ranks`) are the ranks after it. This sequence
+was tested with gloo on CPUs:
 
     store = TCPStore(address, port, world_size, is_master=True, wait_for_workers=False)            # rank 0, first
     await join_group(...)   beside   group = ProcessGroupGloo(prefixed, 0, world_size, timeout)    # each waits
     receive(...) beside group.broadcast([tensor], options).wait() for each of `infos`, in order
     await leave_group(...)
 
-A server makes its group with torch's `_new_process_group_helper`, whose keys stand in the store under prefixes; a group
-of one's own meets it with `prefixed = PrefixStore("cpu/", PrefixStore(f"{name}/", PrefixStore(name, store)))` ("cuda/"
-for NCCL, from torch's source). The store may listen on loopback alone (`master_listen_fd`). torch was 2.13 at both
-ends. A name can be used again after `leave_group`.
+A server creates its group with torch's `_new_process_group_helper`, which puts its keys under prefixes of the store. To
+join, use `prefixed = PrefixStore("cpu/", PrefixStore(f"{name}/", PrefixStore(name, store)))` ("cuda/" for NCCL,
+according to torch's source). The store may listen on loopback alone (`master_listen_fd`). Both sides used torch 2.13.
+You can reuse a name after `leave_group`.
 
-Not seen by a server: a tensor that the model does not have is taken and dropped, one that is missing stays the old one.
-Seen: another shape (400; what came before it is loaded), a trainer that dies (400 at once, with gloo). A trainer that
-sends nothing is waited for as long as torch does, half an hour. The trainer's end is
+A server does not notice a tensor that its model lacks (it is dropped), nor a missing tensor (the old one stays). It
+does notice a wrong shape (status 400; earlier tensors are loaded) and, with gloo, a trainer that dies (status 400 at
+once). It waits half an hour, torch's timeout, for a trainer that sends nothing. The trainer's side is in
 `rollouts.training.weights.groups`.
 """
 
@@ -37,22 +39,22 @@ from rollouts.inference.servers.dialect import GroupPlace, RequestTarget
 from rollouts.inference.servers.http import HTTPClient, HTTPFailure, PlainClient
 
 ADAPTER_PREFIX = "rollouts-v"
-GO_ON_SECONDS = 60.0
+CONTINUE_SECONDS = 60.0
 JOIN_SECONDS = 120.0
-NEITHER = "its weights are neither the old nor the new ones now: start it again"
-BUCKET_BYTES = 2**30  # a server holds what it has received beside its weights until it has loaded it
+NEITHER = "its weights are now a mixture of old and new ones: restart it"
+BUCKET_BYTES = 2**30  # a server needs this much extra memory, until it has loaded the bucket
 BYTES_OF = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2}
 
-# What a 400 says that another server can do, or this one with its weights given again.
+# A request with status 400 and one of these messages succeeds at another server, or after the weights are loaded again.
 _RETRYABLE_WORDS = ("Duplicate request ID", "never been loaded", "Failed to implicitly load LoRA")
 
 Logprob = tuple[float | None, int, Any]
-"""Its value, the id, and the text or null."""
+"""The logprob, the id, and the text or null."""
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """How one request is sampled. All that shapes the distribution is said, since a server may have defaults of its
-    own (--preferred-sampling-params); an unknown key is a 400.
+    """The sampling parameters of one request. All parameters of the distribution are sent, because a server may have
+    other defaults (--preferred-sampling-params). An unknown key gives status 400.
     """
 
     max_new_tokens: int
@@ -71,7 +73,7 @@ class Sampling(msgspec.Struct, frozen=True):
 
 
 class GenerateBody(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One request: ids [L] in. `extra_key` sets caches apart."""
+    """One request with ids [L]. `extra_key` separates caches."""
 
     rid: str
     input_ids: list[int]
@@ -84,7 +86,7 @@ class GenerateBody(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Finish(msgspec.Struct, frozen=True):
-    """Why a reply ended. It has a status where the abort was not asked for."""
+    """Why a reply ended. It has a status if the server aborted by itself."""
 
     type: str
     message: str = ""
@@ -92,7 +94,7 @@ class Finish(msgspec.Struct, frozen=True):
 
 
 class Span(msgspec.Struct, frozen=True, gc=False):
-    """Tokens [start, end) are of the weights of this name."""
+    """The weights `version` sampled tokens [start, end)."""
 
     version: str
     start: int = 0
@@ -100,10 +102,10 @@ class Span(msgspec.Struct, frozen=True, gc=False):
 
 
 class Meta(msgspec.Struct, frozen=True):
-    """What comes with the ids."""
+    """The metadata of a reply."""
 
     finish_reason: Finish
-    weight_version: str = ""  # when the request came in
+    weight_version: str = ""  # at the time of the request
     weight_versions: list[Span] = []
     output_token_logprobs: list[Logprob] = []
     input_token_logprobs: list[Logprob] = []
@@ -111,16 +113,14 @@ class Meta(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """The answer to one request: ids [K] out."""
+    """The reply to one request, with ids [K]."""
 
     output_ids: list[int]
     meta_info: Meta
 
 
 class ServedInfo(msgspec.Struct, frozen=True):
-    """What a server was started with; /model_info has what was set since (its name is the path of the last
-    reload then).
-    """
+    """The settings at a server's start. (/model_info shows later changes; its name is the path of the last reload.)"""
 
     version: str
     served_model_name: str
@@ -133,18 +133,18 @@ class ServedInfo(msgspec.Struct, frozen=True):
 
 
 def rid_of(name: str) -> str:
-    """An abort takes all names that begin as the one that it was given: none of ours begins as another one."""
+    """The request id for a name. An abort ends all ids with its prefix, so none of ours is a prefix of another."""
     return f"{name}."
 
 
 def body_of(target: RequestTarget, tokens: list[int], sampling: Sampling, logprob_start_len: int = -1) -> GenerateBody:
-    """A request as it is sent."""
+    """The body of a request."""
     is_adapter = target.model.startswith(ADAPTER_PREFIX)
     return GenerateBody(
         rid_of(target.name),
         tokens,
         sampling,
-        lora_path=target.model if is_adapter else None,  # the base model's name would be an unknown adapter's
+        lora_path=target.model if is_adapter else None,  # the server would read the base model's name as an adapter
         extra_key=target.salt or None,
         return_logprob=True,
         logprob_start_len=logprob_start_len,
@@ -152,7 +152,7 @@ def body_of(target: RequestTarget, tokens: list[int], sampling: Sampling, logpro
 
 
 async def generate(client: HTTPClient, body: GenerateBody) -> Reply:
-    """Raises HTTPFailure; retryable also where the server no longer has the weights that are to answer."""
+    """Send one request. Raises HTTPFailure; it is retryable also if the server no longer has the weights."""
     try:
         reply = await client.post("/generate", body, Reply)
     except HTTPFailure as failure:
@@ -164,74 +164,72 @@ async def generate(client: HTTPClient, body: GenerateBody) -> Reply:
 
 
 def _check_weights(url: str, body: GenerateBody, meta: Meta) -> None:
-    """Raises HTTPFailure where older weights answered than those the request was sent to."""
-    expected = (body.extra_key or "").rpartition("-")[2]  # `Server` ends a salt with its version
-    # Version 0 is what a server may have been started with; an adapter's version is in its name.
+    """Raises HTTPFailure if older weights answered than the request expects."""
+    expected = (body.extra_key or "").rpartition("-")[2]  # `Server` appends the version to the salt
+    # Version 0 are the weights of the server's start. An adapter has its version in its name.
     if body.lora_path is not None or not expected.isdecimal() or expected == "0":
         return
     served = {span.version for span in meta.weight_versions} or {meta.weight_version}
-    # Later ones came while the request was under way.
+    # Later versions are valid: they arrived during the request.
     if any(not name.isdecimal() or int(name) < int(expected) for name in served):
         raise other_weights(url, ", ".join(sorted(served)), expected)
 
 
 def read_logprobs(found: Sequence[Logprob], ids: Sequence[int], url: str) -> list[float]:
-    """The logprobs [K] of these ids [K]. Raises InferenceError where they are of others, or are no numbers."""
+    """The logprobs [K] of these ids [K]. Raises InferenceError if the ids differ or a value is not finite."""
     if [entry[1] for entry in found] != list(ids):
-        raise InferenceError(f"{url} gave {len(ids)} token ids and logprobs of {len(found)}, or of other tokens")
+        raise InferenceError(f"{url} returned {len(ids)} token ids, and {len(found)} logprobs that do not match them")
     logprobs = []
     for value, token, _ in found:
         if value is None or not math.isfinite(value):
-            raise InferenceError(f"{url} gave no finite logprob for token {token}: {value}")
-        logprobs.append(min(value, 0.0))  # rounding may put a sure token above 0
+            raise InferenceError(f"{url} returned no finite logprob for token {token}: {value}")
+        logprobs.append(min(value, 0.0))  # rounding may give a certain token a logprob above 0
     return logprobs
 
 
 async def server_info(client: PlainClient) -> ServedInfo:
-    """What it says of itself. Its answer holds its API key: it is never shown. Raises ConfigError, HTTPFailure."""
+    """The server's settings. The reply contains its API key, so never show it. Raises ConfigError, HTTPFailure."""
     for path in ("/server_info", "/get_server_info"):
         try:
             return await client.get(path, ServedInfo)
         except HTTPFailure as failure:
             if failure.status != 404 and failure.kind != "garbage":
                 raise
-    raise ConfigError(
-        f"what answers at {client.url} is no SGLang server; give --inference.url the address of one, without a path"
-    )
+    raise ConfigError(f"{client.url} is not an SGLang server; give --inference.url the address of one, without a path")
 
 
 @asynccontextmanager
 async def paused(client: PlainClient) -> AsyncIterator[None]:
-    """Within this block the server computes nothing. Replies under way wait: when it goes on, whatever has happened,
-    their keys and values are computed anew, with the weights that are served then.
+    """Pause the server during this block. Replies in flight wait. After the block, also after an exception, it computes
+    their keys and values anew with the current weights.
     """
-    go_on = partial(client.post, "/continue_generation", {}, bytes, timeout_seconds=GO_ON_SECONDS)
+    resume = partial(client.post, "/continue_generation", {}, bytes, timeout_seconds=CONTINUE_SECONDS)
     try:
         await client.post("/pause_generation", {"mode": "retract"}, bytes)
         yield
-    except BaseException:  # it may have paused even where that failed
-        with trio.CancelScope(shield=True), suppress(HTTPFailure):  # what went wrong before says more
-            await go_on()
+    except BaseException:  # the server may have paused even if the request failed
+        with trio.CancelScope(shield=True), suppress(HTTPFailure):  # the first error explains more
+            await resume()
         raise
     with trio.CancelScope(shield=True):
-        await go_on()
+        await resume()
 
 
 # --- weights over torch.distributed -----------------------------------------------------------------------------------
 
 
 async def group_ranks(client: PlainClient) -> int:
-    """How many ranks of a group this server takes: one for each of its workers. Raises ConfigError, HTTPFailure."""
+    """The number of ranks of this server: one per worker. Raises ConfigError, HTTPFailure."""
     info = await server_info(client)
     if info.dp_size != 1 or info.pp_size != 1:
-        only = "SGLang receives weights with 1 and 1 only: start one server for each replica"
+        only = "SGLang receives weights only with 1 and 1: start one server for each replica"
         raise ConfigError(f"{client.url} runs with --dp-size {info.dp_size} --pp-size {info.pp_size}; {only}")
     return info.tp_size
 
 
 async def join_group(client: PlainClient, place: GroupPlace, *, rank: int = 1) -> None:
-    """Take part in the group, as `rank` and those after it (`group_ranks` of them). Returns when all ranks have joined,
-    so rank 0 has to join meanwhile. Raises InferenceError.
+    """Join the group as `rank` and the ranks after it (`group_ranks` in total). Returns when all ranks have joined, so
+    rank 0 must join at the same time. Raises InferenceError.
     """
     body = {
         "master_address": place.address,
@@ -244,7 +242,10 @@ async def join_group(client: PlainClient, place: GroupPlace, *, rank: int = 1) -
     try:
         await _post(client, "/init_weights_update_group", body, timeout_seconds=JOIN_SECONDS)
     except HTTPFailure as failure:
-        where, advice = f"{place.address}:{place.port}", "can it reach that, and is its torch of the trainer's version?"
+        where, advice = (
+            f"{place.address}:{place.port}",
+            "can it reach that address, and has it the trainer's torch version?",
+        )
         words = f"{client.url} did not join the group {place.name!r} at {where}: {failure}; {advice}"
         raise InferenceError(words, is_transient=False) from failure
 
@@ -258,12 +259,12 @@ async def receive(
     bucket_bytes: int = BUCKET_BYTES,
     receiving: Callable[[], None] = lambda: None,
 ) -> None:
-    """Take these tensors from rank 0 of the group `name`, which broadcasts them in this order, and serve them as
-    `version`, with no cache of the old ones. Replies under way go on with them afterwards.
+    """Receive tensors from rank 0 of the group `name`, in this order, and serve them as `version` without caches of the
+    old ones. Replies in flight then continue with the new weights.
 
-    `receiving` is called when the server is about to receive: a trainer that broadcasts only then is not left alone by
-    a server that refuses. Tensors are loaded `bucket_bytes` at a time. Raises InferenceError; the
-    server's weights are neither the old nor the new ones then.
+    `receiving` is called when the server is about to receive. Start the broadcast then, so that the trainer does not
+    wait for a server that refuses. Tensors are loaded in buckets of `bucket_bytes`. Raises InferenceError; then the
+    server's weights are a mixture of old and new ones.
     """
     assert infos, f"no tensors of version {version}"
     buckets = list(_buckets(infos, bucket_bytes))
@@ -284,12 +285,12 @@ async def receive(
                 await _post(client, "/update_weights_from_distributed", body)
             await _post(client, "/end_weight_update", {})
     except HTTPFailure as failure:
-        words = f"{client.url} did not take the weights of version {version} out of the group {name!r}: {failure}"
+        words = f"{client.url} did not receive the weights of version {version} from the group {name!r}: {failure}"
         raise InferenceError(f"{words}; {NEITHER}", is_transient=False) from failure
 
 
 async def leave_group(client: PlainClient, *, name: str) -> None:
-    """Leave the group; harmless where it is not in it. Raises HTTPFailure."""
+    """Leave the group, if the server is in it. Raises HTTPFailure."""
     try:
         await _post(client, "/destroy_weights_update_group", {"group_name": name})
     except HTTPFailure as failure:
@@ -298,7 +299,7 @@ async def leave_group(client: PlainClient, *, name: str) -> None:
 
 
 async def _begin(client: PlainClient) -> None:
-    """Open an update; one that was left open is closed first. Raises HTTPFailure."""
+    """Begin an update. If an earlier one is still open, end that first. Raises HTTPFailure."""
     try:
         await _post(client, "/begin_weight_update", {})
     except HTTPFailure as failure:
@@ -313,7 +314,7 @@ async def _post(client: PlainClient, path: str, body: object, *, timeout_seconds
 
 
 def _buckets(infos: Iterable[TensorInfo], bytes_max: int) -> Iterator[list[TensorInfo]]:
-    """In their order, each of `bytes_max` at most, or one tensor."""
+    """Split the tensors, in order, into buckets of at most `bytes_max`, or of one larger tensor."""
     bucket: list[TensorInfo] = []
     size = 0
     for info in infos:

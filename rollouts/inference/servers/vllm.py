@@ -1,27 +1,29 @@
-"""vLLM: what its server is asked and answers (`VLLM`, the dialect), and how one is started.
+"""vLLM: the dialect of its servers (`VLLM`), and the command that starts one.
 
     --inference vllm                                       # start one, from this environment or --inference.python
     --inference vllm --inference.url http://gpu7:8000      # use one that runs; several with commas between
 
-Token ids go in and come out at `POST /inference/v1/generate`; chat would render its parsed calls anew. Seen on a real
-server (0.32), and what follows from it here:
+`POST /inference/v1/generate` takes and returns token ids. (The chat endpoint would parse tool calls and render them
+again.) These facts were observed on version 0.32, and the code relies on them:
 
-- Logprobs are of temperature 1, unless it was started with `--logprobs-mode processed_logprobs`; this is measured.
-- A prompt is scored at temperature 1 always.
-- An end-of-sequence id ends a reply whether asked or not: it is asked to ignore it, so that `stop_ids` alone decide.
-- The id by which a request is aborted is the one that was sent, with a prefix.
-- An adapter loaded again under its name (`load_inplace`) changes requests under way as soon as another one of that name
-  joins them, on top of a cache of the old adapter. So each version has a name of its own, and each request keeps its.
-- New weights of everything are loaded while it pauses; it then computes anew what it had read, so that requests go on
-  as if under the new weights from the first token on. Its prefix cache is not emptied by loading: that is asked for.
-- On a CPU an output layer that is tied to the embedding stays the first one: `vllm_worker` mends that.
-- A prompt that is scored with an adapter kills it, on a CPU, where other requests are in the batch: the adapter's part
-  of the logits has their number of rows. So it scores alone then.
-- On a CPU a prompt that is read in pieces, for a request with a seed, kills it too: it is started to read whole ones.
-- A load that failed leaves it without weights, and the next request would kill it: so it stays paused, and a load that
-  succeeds mends it.
+- Logprobs are at temperature 1, unless the server was started with `--logprobs-mode processed_logprobs`. `handshake`
+  measures this. Logprobs of a prompt are always at temperature 1.
+- An end-of-sequence id always ends a reply. So requests set `ignore_eos`, and `stop_ids` alone decide.
+- The server puts a prefix before a request's id. An abort needs the id with the prefix.
+- An adapter that is loaded again under its name (`load_inplace`) changes requests in flight as soon as another request
+  of that name joins them, on top of the old adapter's cache. So each version gets its own name, and each request keeps
+  the name of its adapter.
+- Full weights are loaded during a pause. Afterwards the server computes the contexts of running requests anew, so that
+  they continue as if the new weights had been there from the start. Loading does not empty the prefix cache; a separate
+  request does.
+- On a CPU, an output layer that is tied to the embedding keeps its first weights. `vllm_worker` repairs that.
+- On a CPU, scoring a prompt with an adapter beside other requests crashes the server, because the adapter's part of the
+  logits has the wrong number of rows. So such requests run alone.
+- On a CPU, a chunked prefill of a request with a seed crashes the server. So it is started without chunked prefill.
+- After a failed load the server has no weights, and the next request would crash it. So it stays paused until a load
+  succeeds.
 
-Left out: weights over torch.distributed, and what all servers share (`server`).
+Weights over torch.distributed are not supported.
 """
 
 from __future__ import annotations
@@ -54,24 +56,24 @@ from rollouts.inference.servers.options import (
 from rollouts.inference.servers.process import ServerCommand, background
 from rollouts.inference.servers.server_pool import ServerPool
 
-MINIMUM_VERSION = "0.32"  # the first that all of this was seen on
+MINIMUM_VERSION = "0.32"  # the oldest tested version
 PACKAGE = EnginePackage("vllm", f"pip install 'vllm>={MINIMUM_VERSION}'", MINIMUM_VERSION)
 GENERATE, ABORT = "/inference/v1/generate", "/inference/v1/abort_requests"
-REQUEST_PREFIX = "generate-tokens-"  # that the server puts before a request's name
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank takes
-# What a server on a CPU needs to load weights (see there).
+REQUEST_PREFIX = "generate-tokens-"  # the server adds it to a request's id
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values of --max-lora-rank
+# A server on a CPU needs this extension to load weights.
 EXTENSION_FOLDER, EXTENSION = Path(__file__).with_name("vllm_worker"), "rollouts_vllm_worker.RolloutsWorker"
 CPU_BATCHED_TOKENS = 8192
-LEFT_SECONDS = 60.0  # a load goes on so long when its run ends: what it leaves paused, no run can use
-# Far from 1, so that one token tells the two conventions apart; more than one, in case it does not.
-MEASURED_TEMPERATURE, MEASURED_TOKENS = 2.0, 4  # above 2 it refuses
+LEFT_SECONDS = 60.0  # a load may finish within this time after cancellation; a paused server would be unusable
+# Far from 1, so that one token usually shows the convention; the other tokens are for the remaining cases.
+MEASURED_TEMPERATURE, MEASURED_TOKENS = 2.0, 4  # the server refuses temperatures above 2
 NOISE_NATS = 0.05
 
-# --- what is said, and answered: fields that are not read are left out, which is most of what makes decoding cheap ----
+# --- requests and replies: types list only the fields that we read, which makes decoding cheap ------------------------
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How one request is sampled. `logprobs` 0: those of the sampled ids alone. vLLM ignores unknown keys."""
+    """The sampling parameters of one request. `logprobs` 0: of the sampled ids alone. vLLM ignores unknown keys."""
 
     max_tokens: int
     temperature: float
@@ -84,7 +86,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class GenerateBody(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One request: ids [L] in."""
+    """One request with ids [L]."""
 
     request_id: str
     token_ids: list[int]
@@ -101,13 +103,13 @@ class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
 
 
 class Logprobs(msgspec.Struct, frozen=True):
-    """Those of a choice [K]."""
+    """The logprobs [K] of a choice."""
 
     content: list[TokenLogprob]
 
 
 class Span(msgspec.Struct, frozen=True, gc=False):
-    """Tokens [start, end) are of the weights called `version`."""
+    """The weights `version` sampled tokens [start, end)."""
 
     version: str
     start: int
@@ -115,7 +117,7 @@ class Span(msgspec.Struct, frozen=True, gc=False):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """One answer: ids [K] out, and why it ended."""
+    """One sampled reply: ids [K], and why it ended."""
 
     token_ids: list[int]
     finish_reason: str
@@ -130,7 +132,7 @@ class PromptLogprob(msgspec.Struct, frozen=True, gc=False):
 
 
 class GenerateReply(msgspec.Struct, frozen=True):
-    """The answers to one request; the prompt's logprobs [L] by id where they were asked for (the first is None)."""
+    """The reply to one request, with the prompt's logprobs [L] by id if requested (the first is None)."""
 
     choices: list[Choice]
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
@@ -166,7 +168,7 @@ class _Part(msgspec.Struct, frozen=True):
 
 
 class _Config(msgspec.Struct):
-    """What a server was started with."""
+    """The settings of a server's start."""
 
     lora_config: _Part | None = None
     model_config: _Part = _Part()
@@ -175,7 +177,7 @@ class _Config(msgspec.Struct):
 
     @property
     def is_extended(self) -> bool:
-        """It has our worker extension."""
+        """Whether it has our worker extension."""
         return self.parallel_config.worker_extension_cls == EXTENSION
 
 
@@ -203,13 +205,13 @@ class VLLM:
     logprobs_flags = "--logprobs-mode processed_logprobs"
 
     async def handshake(self, client: PlainClient) -> ServerInfo:
-        """Version, models, what it was started with; and one token is sampled and scored."""
+        """Identify the server, and measure the temperature of its logprobs. Raises ConfigError, HTTPFailure."""
         version = await self._version(client)
         models = (await client.get("/v1/models", _Models)).data
         config = await self._config(client)
         if config is not None and (await client.get("/is_paused", _Paused)).is_paused:
-            why = "as a run that was killed while it sent weights leaves it"
-            raise ConfigError(f"vLLM at {client.url} is paused, {why}: start it again")
+            why = "perhaps because a run was killed while it sent weights"
+            raise ConfigError(f"vLLM at {client.url} is paused, {why}: restart it")
         if config is not None and config.model_config.logprobs_mode.endswith("logits"):
             raise ConfigError(_words_of_logits(client))
         logprobs = await self._convention(client)
@@ -230,18 +232,18 @@ class VLLM:
         except HTTPFailure as failure:
             if failure.kind in ("garbage", "client") and failure.status not in (401, 403):
                 raise ConfigError(
-                    f"{client.url} answers, but not as vLLM {MINIMUM_VERSION} or later does ({failure}); see whether "
-                    "the URL is the server's, without /v1"
+                    f"{client.url} answers, but not like vLLM {MINIMUM_VERSION} or later ({failure}); check that the "
+                    "URL is the server's, without /v1"
                 ) from failure
             raise
         numbers = version_numbers(version)
         if "dev" not in version and numbers and numbers < version_numbers(MINIMUM_VERSION):
-            needed = f"{MINIMUM_VERSION} or later is needed: {PACKAGE.install} where it runs, and start it again"
+            needed = f"{MINIMUM_VERSION} or later is needed: type {PACKAGE.install} on its machine, and restart it"
             raise ConfigError(f"{client.url} is vLLM {version}; {needed}")
         return version
 
     async def _config(self, client: PlainClient) -> _Config | None:
-        """What it was started with; None: it does not say, since its development endpoints are off."""
+        """The settings of its start; None if its development endpoints are off."""
         try:
             return (await client.get("/server_info?config_format=json", _ServerInfo)).vllm_config
         except HTTPFailure as failure:
@@ -250,10 +252,10 @@ class VLLM:
             raise
 
     async def _convention(self, client: PlainClient) -> Literal["processed", "raw"]:
-        """Of which temperature its logprobs are, by comparing a token's with its score, which is of temperature 1."""
+        """Measure the temperature of its logprobs: compare sampled logprobs with scores, which are at temperature 1."""
         for first in range(MEASURED_TOKENS):
             request = GenerateRequest([first], 1, (), first, temperature=MEASURED_TEMPERATURE)
-            target = RequestTarget(f"rollouts-greets-{secrets.token_hex(4)}")
+            target = RequestTarget(f"rollouts-handshake-{secrets.token_hex(4)}")
             try:
                 sampled = await self.generate(client, request, target)
             except HTTPFailure as failure:
@@ -271,10 +273,10 @@ class VLLM:
         return "raw"
 
     async def _loads_adapters(self, client: PlainClient, config: _Config | None) -> bool:
-        """Seen by what it says of a folder that is not there: it may lack the endpoint, or what is behind it."""
+        """Whether it loads adapters. Its error for a missing folder shows whether the endpoint works."""
         if config is not None and config.lora_config is None:
             return False
-        body = {"lora_name": "rollouts-greets", "lora_path": "/nonexistent/rollouts-greets"}
+        body = {"lora_name": "rollouts-handshake", "lora_path": "/nonexistent/rollouts-handshake"}
         try:
             await client.post("/v1/load_lora_adapter", body, bytes, attempts_max=1)
         except HTTPFailure as failure:
@@ -284,7 +286,7 @@ class VLLM:
         return True
 
     async def generate(self, client: HTTPClient, request: GenerateRequest, target: RequestTarget) -> Sampled:
-        """One request; an aborted one comes back with its ids and logprobs so far."""
+        """Sample one turn. An aborted request returns its ids and logprobs so far. Raises InferenceError."""
         sampling = SamplingParams(
             request.max_tokens, request.temperature, True, False, request.stop_ids, _seed(request), logprobs=0
         )
@@ -292,16 +294,14 @@ class VLLM:
         return read_reply(await client.post(GENERATE, body, GenerateReply))
 
     async def score(self, client: HTTPClient, tokens: list[int], target: RequestTarget) -> list[float]:
-        """Logprobs of a prompt, of temperature 1."""
+        """The logprob of each token [L] at temperature 1; the first is 0.0. Raises InferenceError."""
         sampling = SamplingParams(1, 0.0, True, False, prompt_logprobs=0)
         body = GenerateBody(target.name, tokens, sampling, target.model, target.salt)
         reply = await client.post(GENERATE, body, GenerateReply)
         found = reply.prompt_logprobs
         if found is None or len(found) != len(tokens):
-            raise InferenceError(
-                f"{client.url} was asked for the logprobs of {len(tokens)} prompt tokens and returned "
-                f"{'none' if found is None else len(found)}"
-            )
+            count = "no" if found is None else len(found)
+            raise InferenceError(f"{client.url} returned {count} logprobs for {len(tokens)} prompt tokens")
         scores = [0.0]
         for token, entry in zip(tokens[1:], found[1:], strict=True):
             if entry is None or str(token) not in entry:
@@ -310,15 +310,17 @@ class VLLM:
         return scores
 
     async def abort(self, client: PlainClient, names: Sequence[str]) -> None:
-        """By the names that the server has for them."""
+        """End these requests; each returns its tokens so far."""
         body = {"request_ids": [REQUEST_PREFIX + name for name in names]}
         await client.post(ABORT, body, bytes)
 
     async def load_full(self, client: PlainClient, update: WeightUpdate) -> None:
-        """Pause, load, say the version, forget every cache, go on. A load that fails leaves it paused: it has no
-        weights. Where this is cancelled meanwhile, the rest is still done, for `LEFT_SECONDS` at most.
+        """Pause the server, load, set the version, empty every cache, and resume.
+
+        After a failed load it has no weights, so it stays paused. After a cancellation, the remaining steps may take
+        `LEFT_SECONDS`. Raises InferenceError.
         """
-        # Twice, since it closes connections after a failure of its own without saying so.
+        # Two attempts, because the server closes connections after an internal error.
         post = partial(client.post, attempts_max=2)
         config, folder = await self._config(client), _absolute(update)
         call: Any = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
@@ -341,22 +343,24 @@ class VLLM:
                         await post("/collective_rpc", call, bytes, attempts_max=1)
                     except HTTPFailure as failure:
                         raise InferenceError(
-                            f"{failure}; it stays paused until weights are loaded that it can read. Does it see "
-                            f"{folder}, and is it the same model?"
+                            f"{failure}; it stays paused until a load succeeds. Can it read {folder}, and has it the "
+                            "same model?"
                         ) from failure
                     has_weights = True
                     await post("/update_weight_version", {"new_version": str(update.version)}, bytes)
                     if not (await post("/reset_prefix_cache?reset_running_requests=true", {}, _Done)).success:
-                        raise InferenceError(f"{client.url} did not empty its prefix cache: it is of the old weights")
+                        raise InferenceError(
+                            f"{client.url} did not empty its prefix cache, which is of the old weights"
+                        )
                 except InferenceError:
                     if has_weights:
-                        with contextlib.suppress(HTTPFailure):  # what went wrong before says more
+                        with contextlib.suppress(HTTPFailure):  # the first error explains more
                             await post("/resume", {}, bytes)
                     raise
                 await post("/resume", {}, bytes)
 
     async def load_adapter(self, client: PlainClient, update: WeightUpdate, *, old: str) -> str:
-        """Under a name of its own, so that those under way keep theirs; the server may remember names of other runs."""
+        """Load the adapter under a new name, and unload `old`. The name is unique among runs. Raises HTTPFailure."""
         name = f"rollouts-v{update.version}-{secrets.token_hex(4)}"
         if old:
             await self.unload_adapter(client, old)
@@ -365,70 +369,69 @@ class VLLM:
         return name
 
     async def unload_adapter(self, client: PlainClient, name: str) -> None:
-        """Forget it. Raises HTTPFailure."""
+        """Unload it. Raises HTTPFailure."""
         try:
             await client.post("/v1/unload_lora_adapter", {"lora_name": name}, bytes)
         except HTTPFailure as failure:
-            if failure.status != 404:  # it was started again meanwhile, and knows none
+            if failure.status != 404:  # a restarted server does not have it
                 raise
 
     async def tokenize(self, client: PlainClient, text: str) -> list[int] | None:
-        """None where it was started without a tokenizer."""
+        """The server's ids of a text; None if it was started without a tokenizer."""
         return await ids_of_text(client, text, without_tokenizer=(400, 404, 501))
 
 
 def _absolute(update: WeightUpdate) -> str:
-    """The server has another working folder."""
+    """The folder as an absolute path, because the server has another working directory."""
     assert update.path is not None, update
     return str(Path(update.path).absolute())
 
 
 def _words_of_logits(client: HTTPClient) -> str:
-    return f"vLLM at {client.url} gives logits for logprobs: start it with --logprobs-mode processed_logprobs"
+    return f"vLLM at {client.url} returns logits instead of logprobs: start it with --logprobs-mode processed_logprobs"
 
 
 def _seed(request: GenerateRequest) -> int:
-    """No server can skip the random numbers that are spent: a reply that goes on gets others, not the first ones again.
+    """The seed for the server, 0 <= seed < 2**63.
 
-    Within what vLLM takes, 0 <= it < 2**63.
+    vLLM cannot skip used random numbers, so a continued reply gets another seed instead of the same numbers again.
     """
     return (request.seed + request.offset * 0x9E3779B97F4A7C15) % 2**63
 
 
 def read_reply(reply: GenerateReply) -> Sampled:
-    """The ids [K] of the only choice, their logprobs [K], and why it ended. Raises InferenceError."""
+    """The single choice: ids [K], their logprobs [K], and why it ended. Raises InferenceError."""
     if len(reply.choices) != 1:
-        raise InferenceError(f"the server was asked for one answer and returned {len(reply.choices)}")
+        raise InferenceError(f"the server returned {len(reply.choices)} choices instead of one")
     choice: Choice = reply.choices[0]
     content = choice.logprobs.content if choice.logprobs is not None else []
     if [entry.token_id for entry in content] != choice.token_ids:
-        raise InferenceError(
-            f"the server returned {len(choice.token_ids)} token ids and logprobs of {len(content)}, or of other tokens"
-        )
+        given = f"{len(choice.token_ids)} token ids, and {len(content)} logprobs that do not match them"
+        raise InferenceError(f"the server returned {given}")
     finish = FINISHES.get(choice.finish_reason)
     if finish is None:
         expected = ", ".join(FINISHES)
-        raise InferenceError(f"the server ended an answer with {choice.finish_reason!r}, expected {expected}")
+        raise InferenceError(f"the server ended a reply with {choice.finish_reason!r}, expected {expected}")
     spans = tuple((span.version, span.start, span.end) for span in choice.weight_versions or ())
     return Sampled(choice.token_ids, [entry.logprob for entry in content], finish, spans)
 
 
-# --- starting one -----------------------------------------------------------------------------------------------------
+# --- starting a server ------------------------------------------------------------------------------------------------
 
 
 def serve_command(
     python: str, model: str, port: int, options: ServerOptions, *, lora_rank: int = 0, seed: int = 0
 ) -> ServerCommand:
-    """How `python`, which has vLLM installed, serves `model` on the loopback interface, with all that is needed here.
+    """The command that starts a server with the interpreter `python`, on loopback only.
 
-    Without a GPU: in float32 and without compiling, which is what trains there.
+    Without a GPU it computes in float32, like the trainer, and does not compile.
     """
     dtype = "float32" if options.on_cpu and options.dtype == "auto" else options.dtype
     argv = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1"]
     argv += ["--port", str(port), "--served-model-name", options.served_model or SERVED_MODEL, "--dtype", dtype]
     argv += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--seed", str(seed)]
     argv += ["--disable-uvicorn-access-log"]
-    # The first is what pausing and loading weights stand behind; the server listens on this machine only.
+    # VLLM_SERVER_DEV_MODE enables pausing and loading weights; the server listens on loopback only.
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"} | offline(model)
     if options.context_tokens:
         argv += ["--max-model-len", str(options.context_tokens)]
@@ -439,8 +442,8 @@ def serve_command(
     if options.on_cpu:
         argv += ["--enforce-eager", "--worker-extension-cls", EXTENSION]
         context = options.context_tokens or context_of(model)
-        # A prompt that is read in several pieces for a request with a seed kills it there (0.32). To read whole ones it
-        # wants a step to have room for the longest that there may be.
+        # On a CPU, a chunked prefill with a seed crashes the server (0.32). Without chunks, a step must have room for
+        # the longest prompt.
         argv += ["--no-enable-chunked-prefill"] if context else []
         argv += ["--max-num-batched-tokens", str(max(CPU_BATCHED_TOKENS, context))]
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(EXTENSION_FOLDER), os.environ.get("PYTHONPATH", "")]))
@@ -465,12 +468,12 @@ def create_vllm_inference(
     *,
     options: ServerOptions = VLLM_OPTIONS,
 ) -> ServerPool:
-    """vLLM servers: those at `url`, or `servers` of them that are started here and end with the run.
+    """vLLM servers: those at `url`, or `servers` new ones, which end with the run.
 
     Args:
-        python: The interpreter of the environment that vLLM is installed in. Empty: this one.
-        memory_share: The part of a GPU's memory that a server that is started takes. 0: what vLLM takes by itself.
-        flags: More flags for servers that are started, as vLLM takes them.
+        python: The Python interpreter of the environment that has vLLM. Empty: this one.
+        memory_share: The share of GPU memory for a started server. 0: vLLM's default.
+        flags: More flags of vLLM for started servers.
 
     Raises ConfigError, ModelError.
     """

@@ -20,7 +20,7 @@ import trio
 from rollouts.evaluate import numbers_of
 from rollouts.inference.base import InferenceBackend
 from rollouts.runs.folder import CONFIG, choose_folder, default_out, episode_records
-from rollouts.runs.manifest import MANIFEST, make_manifest
+from rollouts.runs.manifest import MANIFEST, code_files, keep_code, make_manifest
 from rollouts.runs.observer import Observer
 from rollouts.runs.plan import Plan
 from rollouts.runs.session import (
@@ -58,7 +58,9 @@ def evaluate(plan: Plan, observer: Observer, started: float, home: Path) -> dict
         engine_gets = plan.inference_arguments(None, str(folder.path))
         inference = make_inference(plan.one("inference"), engine_gets, plan.environments, must_train=False)
         folder.write_text(CONFIG, plan.config)
-        folder.write_json(MANIFEST, make_manifest(settings.seed, plan.references))
+        files = code_files(plan.references)
+        folder.write_json(MANIFEST, make_manifest(settings.seed, plan.references, files))
+        keep_code(folder, files)
         # One more than a run's own evaluations have: a checkpoint that is evaluated again gives the same numbers.
         player = Player(settings, plan.environments, plan.rewards, chat)
         job = EvaluationJob(plan, session, tasks, player.at(settings.temperature, settings.seed + 1), inference)

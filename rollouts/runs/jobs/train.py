@@ -22,6 +22,7 @@ import trio
 
 from rollouts.chat.format import ChatFormat
 from rollouts.chat.masks import SupervisedRow, tokenize_supervised
+from rollouts.chat.preflight import TemplateReport
 from rollouts.config.settings import Settings
 from rollouts.env.authoring import tools_of
 from rollouts.env.schema import tool_schema
@@ -29,15 +30,16 @@ from rollouts.errors import CheckpointError, ConfigError
 from rollouts.evaluate import Evaluation, evaluate, evaluation_metrics
 from rollouts.inference.base import InferenceBackend
 from rollouts.loggers.jsonl import JSONLLogger, read_lines
-from rollouts.plugins.signature import call_with
+from rollouts.runs.components import Chosen, make_component
 from rollouts.runs.environments import Environment, HeldOutPrompts, demonstrations, task_buffer
 from rollouts.runs.folder import EVALUATED, STEP, MakeFolder, episode_records
 from rollouts.runs.jobs import learning
 from rollouts.runs.jobs.saving import Occasion, Saving
-from rollouts.runs.manifest import MANIFEST, make_manifest
+from rollouts.runs.jobs.stopping import Stop, Stopping, summary_of
+from rollouts.runs.manifest import MANIFEST, changed_code, code_files, keep_code, make_manifest
 from rollouts.runs.observer import Observer
 from rollouts.runs.plan import Plan
-from rollouts.runs.resume import REVISION, Resumed, RunState, restore, resume_command, take_back
+from rollouts.runs.resume import REVISION, Logged, Resumed, RunState, restore, resume_command, take_back
 from rollouts.runs.session import Player, Session, load_chat, make_inference, model_words, second_interrupt_at_once
 from rollouts.training.algorithms.algorithm import stage_at
 from rollouts.training.datasets.buffer import DataBuffer
@@ -68,14 +70,14 @@ def train(
     checkpoint: Path | None = None,
     also_held_out: Sequence[Task] = (),
     on_begin: Callable[[], None] = lambda: None,
+    hours_from: float | None = None,
 ) -> dict[str, Any]:
-    """Run the plan to its end, with its held-out tasks; returns what summary.json holds. `started` is
-    `time.perf_counter()` at the start.
+    """Run the plan to its end; returns the content of summary.json. On a rank above 0 this serves rank 0, and gives {}.
 
-    One that `resumes` goes on from the last checkpoint in the folder, or from `checkpoint`; where the plan's own
-    setting `resume` is `auto`, from the last one that is whole. The tasks in `also_held_out` are not demonstrated
-    either, though this run does not evaluate them. `on_begin` is called before anything in the folder changes, when
-    nothing can be refused any more. On a rank above 0 of a distributed backend this serves rank 0, and gives {}.
+    `started` is `time.perf_counter()` at the start; `--max-hours` count from `hours_from`, if that was earlier. A run
+    that `resumes` continues from `checkpoint`, or from the last one in the folder (with `--resume auto`: the last whole
+    one). The tasks in `also_held_out` are not demonstrated either, but this run does not evaluate them. `on_begin` is
+    called when nothing can be refused any more, before anything in the folder changes.
 
     Raises:
         UserError: before anything is written, or where an environment shows its mistake only when it is played.
@@ -95,15 +97,15 @@ def train(
             return {}
         session.resources.callback(backend.close)
         folder = session.open(make_folder)
-        loggers, manifest = plan.chosen["logger"], make_manifest(settings.seed, plan.references)
+        loggers, code = plan.chosen["logger"], code_files(plan.references)
+        manifest = make_manifest(settings.seed, plan.references, code)
         engine_gets = plan.inference_arguments(backend, str(folder.path))
         inference = make_inference(plan.one("inference"), engine_gets, environments, must_train=settings.mode == "rl")
         own = [each for each in loggers if each.component is JSONLLogger]
         resumed, first = None, 0
         if resumes:
-            files = [folder.path / each.settings.get("file", "metrics.jsonl") for each in own]
-            logged = {file.name: {step: "time/save" in line for step, line, _ in read_lines(file)} for file in files}
-            resumed = restore(backend, folder, settings, plan.flat, logged, checkpoint)
+            resumed = restore(backend, folder, settings, plan.flat, _logged(folder.path, own), checkpoint)
+            resumed = resumed._replace(notes=(*resumed.notes, *changed_code(folder.path, code, folder.shown)))
             first = resumed.state.step
             if resumed.state.data:
                 buffer.load_state_dict(resumed.state.data)
@@ -116,16 +118,27 @@ def train(
         if resumed is not None:
             resumed = take_back(backend, folder, resumed, manifest)
             folder.write_config(plan.config)
+        keep_code(folder, code)
         session.loggers.open(loggers, folder.path, plan.plain, first)
         if resumed is not None:
             folder.forget_steps(first)
-        job = Training(plan, session, chat, backend, inference, held_out, buffer, samples, resumed)
-        report = chat.report
-        of_template = [] if report.append_only and not report.refusals else report.words()
-        notes = [*plan.notes, *of_template, *backend.notes, *of_tasks, *(resumed.notes if resumed is not None else ())]
+        stopping, of_resume = Stopping(settings, hours_from or started, observer.note), resumed.notes if resumed else ()
+        job = Training(plan, session, chat, backend, inference, held_out, buffer, samples, resumed, stopping)
+        notes = [*plan.notes, *_notes_on(chat.report), *backend.notes, *of_tasks, *of_resume]
         session.begin(job, run_title, settings.steps, notes, plan.plain)
         trio.run(job.run, signal.getsignal(signal.SIGINT), restrict_keyboard_interrupt_to_checkpoints=True)
     return job.summary
+
+
+def _notes_on(report: TemplateReport) -> list[str]:
+    """What is unusual about the chat template."""
+    return [] if report.append_only and not report.refusals else report.words()
+
+
+def _logged(folder: Path, loggers: Sequence[Chosen]) -> Logged:
+    """The steps in the files of the run's own loggers."""
+    files = [folder / each.settings.get("file", "metrics.jsonl") for each in loggers]
+    return {file.name: {step: "time/save" in line for step, line, _ in read_lines(file)} for file in files}
 
 
 @dataclasses.dataclass(eq=False)
@@ -146,6 +159,7 @@ class Training:
     buffer: DataBuffer
     samples: Sequence[Sample]
     resumed: Resumed | None
+    stopping: Stopping
 
     def __post_init__(self) -> None:
         settings, resumed = self.plan.settings, self.resumed
@@ -157,6 +171,8 @@ class Training:
         self._metrics: dict[str, float] = {}
         self._loop: dict[str, Any] = {}  # the states of buffer, manager and loop, where there are any
         self._save_seconds: float | None = None
+        self._evaluated: tuple[int, dict[str, Any]] | None = None  # the last one, and after how many steps
+        self._stop: Stop | None = None
         self._saving = Saving(
             self._folder,
             settings,
@@ -197,6 +213,7 @@ class Training:
         """Say in the summary what kept the run from learning until it ended."""
         if warnings := self._learning.at_the_end():
             self.summary["warnings"] = warnings
+        self.summary |= summary_of(self._stop)
 
     def message(self, failure: BaseException) -> str:
         """How far the run came, and how to resume it."""
@@ -208,7 +225,7 @@ class Training:
 
     async def _finish(self) -> None:
         """The last evaluation and checkpoint, unless the run resumes after them."""
-        steps = self._settings.steps
+        steps = self.summary["steps"]
         path = self._folder.checkpoint_path(steps)
         if self._resumes and self._start.step == steps and "after" in self._start.evaluation:
             self._evaluations["after"] = self._start.evaluation["after"]
@@ -295,6 +312,7 @@ class Training:
             on_samples=lambda samples, step: self.session.call_hooks("rollouts_samples", samples=samples, step=step),
             on_step=on_step,
             on_logged=on_logged,
+            should_stop=lambda: self._stop is not None,
             syncing=self._syncing,
             start=loop,
         )
@@ -317,6 +335,7 @@ class Training:
             schedule=schedule,
             on_step=on_step,
             on_logged=self._after,
+            should_stop=lambda: self._stop is not None,
             first_step=self._start.step,
         )
 
@@ -341,8 +360,10 @@ class Training:
         """What is done once a step (0-based) is logged: a checkpoint."""
         done = step + 1
         self._metrics = dict(metrics)
+        if done < self._settings.steps:
+            self._stop = self.stopping.reason(done, metrics)
         self._saving.watch()
-        occasion = self._saving.occasion(done)
+        occasion = "" if self._stop is not None else self._saving.occasion(done)  # the run's end saves anyway
         if occasion:
             began = time.perf_counter()
             path = self._folder.checkpoint_path(done)
@@ -363,6 +384,17 @@ class Training:
         """
         if not self.held_out or not self.plan.rewards:
             return {}
+        if when == "after" and done and self._evaluated is not None and self._evaluated[0] == done:
+            evaluation = self._evaluated[1]  # of these weights: the run stopped where it had just evaluated
+        else:
+            evaluation = await self._play_held_out(done)
+        if when in self._evaluations:
+            self._evaluations[when] = evaluation
+        self.session.observer.evaluation(when, evaluation)
+        return evaluation_metrics(evaluation)
+
+    async def _play_held_out(self, done: int) -> dict[str, Any]:
+        """The numbers of an evaluation after `done` steps."""
         reports, records = [], []
         for temperature in EVALUATION_TEMPERATURES:
             report, episodes = await evaluate(
@@ -376,11 +408,8 @@ class Training:
             reports.append(report)
             records += [{"temperature": temperature} | line for each in episodes for line in episode_records(each)]
         self._folder.write_trajectories(f"{EVALUATED}{done:06d}", records)
-        evaluation = Evaluation(*reports).as_dict()
-        if when in self._evaluations:
-            self._evaluations[when] = evaluation
-        self.session.observer.evaluation(when, evaluation)
-        return evaluation_metrics(evaluation)
+        self._evaluated = done, Evaluation(*reports).as_dict()
+        return self._evaluated[1]
 
     async def _save(self, path: Path, done: int, evaluations: Mapping[str, Any], occasion: Occasion) -> bool:
         """Write a checkpoint that transformers loads, tokenizer and template included, with all that a resume needs;
@@ -437,7 +466,7 @@ def make_training(plan: Plan) -> TrainingBackend | RankServer:
     """
     settings, chosen = plan.settings, plan.one("training")
     available = plan.training_arguments() | {"config": plan.config_of_ranks}
-    backend: TrainingBackend | RankServer = call_with(chosen.component, available, chosen.settings)
+    backend: TrainingBackend | RankServer = make_component("training backend", chosen, available)
     if isinstance(backend, RankServer):
         return backend
     launched = os.environ.get("WORLD_SIZE", "1")
@@ -500,8 +529,8 @@ def _held_out_notes(
     shared = HeldOutPrompts([*held_out, *also_held_out]).shared if settings.mode == "sft" else 0
     if shared:
         notes.append(
-            f"{shared} held-out tasks have the prompt of another one, so that their demonstrations cannot be told "
-            "apart: see that demonstrations('train', rng) gives none of them"
+            f"{shared} held-out tasks have the same prompt as another task, so their demonstrations cannot be "
+            "recognized: demonstrations('train', rng) must not return any of them"
         )
     return notes
 

@@ -116,7 +116,7 @@ def as_algorithm(component: Any) -> Algorithm:
         return Algorithm(group_norm, "token_mean", (Term(component), *entropy))
     raise SignatureError(
         f"a loss is a function of what it names (`def my_loss(logprobs, advantages)`), or an Algorithm of such "
-        f"functions; {component!r} is neither"
+        f"functions; {function_label(component)} is neither"
     )
 
 

@@ -30,27 +30,27 @@ _ENTROPY = Term(entropy_bonus, 0.0, "entropy")
 _CLIP_HIGHER = Term(functools.partial(ppo_clip, clip_high=0.28))
 
 GRPO = Algorithm(group_norm, "token_mean", (Term(ppo_clip), _ENTROPY))
-"""GRPO (Shao et al. 2024): the clipped surrogate, with rewards normalised within each group."""
+"""GRPO (Shao et al. 2024): the clipped surrogate, with rewards normalized within each group."""
 PPO = Algorithm(gae, "token_mean", (Term(ppo_clip), Term(value_loss, 0.5, "value"), _ENTROPY))
-"""PPO (Schulman et al. 2017): the clipped surrogate, with a critic and generalised advantage estimation."""
+"""PPO (Schulman et al. 2017): the clipped surrogate, with a critic and generalized advantage estimation."""
 DAPO = Algorithm(group_norm, "token_mean", (_CLIP_HIGHER, _ENTROPY), shaping=(overlong,), filters=(accuracy_std,))
 """DAPO (Yu et al. 2025): GRPO with a higher upper clip, a penalty for overlong replies, and a filter that drops groups
 without a signal.
 """
 DR_GRPO = Algorithm(group_mean, "dr_grpo", (Term(ppo_clip), _ENTROPY))
-"""Dr. GRPO (Liu et al. 2025): GRPO that divides neither by the standard deviation nor by the length."""
+"""GRPO without division by the standard deviation or the length (Dr. GRPO, Liu et al. 2025)."""
 GSPO = Algorithm(group_norm, "rollout_mean", (Term(gspo), _ENTROPY))
 """GSPO (Zheng et al. 2025): GRPO with one ratio for each rollout instead of one for each token."""
 CISPO = Algorithm(group_norm, "token_mean", (Term(cispo), _ENTROPY))
 """CISPO (MiniMax 2025): clips the importance weight, so that every token keeps its gradient."""
 REINFORCE = Algorithm(group_norm, "token_mean", (Term(reinforce), _ENTROPY))
-"""REINFORCE (Williams 1992), with rewards normalised within each group."""
+"""REINFORCE (Williams 1992), with rewards normalized within each group."""
 REINFORCE_PP = Algorithm(reinforce_pp, "token_mean", (Term(ppo_clip), _ENTROPY))
-"""REINFORCE++ (Hu 2025): the clipped surrogate, with advantages normalised over the whole batch."""
+"""REINFORCE++ (Hu 2025): the clipped surrogate, with advantages normalized over the whole batch."""
 RLOO = Algorithm(rloo, "rollout_sum", (Term(reinforce), _ENTROPY))
 """RLOO (Ahmadian et al. 2024): REINFORCE on whole rollouts. The baseline is the mean reward of the other rollouts."""
 IS = Algorithm(group_norm, "token_mean", (Term(importance), _ENTROPY))
-"""The policy gradient with an unclipped importance ratio, and rewards normalised within each group."""
+"""The policy gradient with an unclipped importance ratio, and rewards normalized within each group."""
 SFT = Algorithm(ones, "token_mean", (Term(cross_entropy),))  # its rows have no rewards: no advantage is computed
 """Supervised fine-tuning: cross-entropy on demonstrations."""
 RFT = Algorithm(ones, "token_mean", (Term(cross_entropy), _ENTROPY), select=reward_at_least)

@@ -1,3 +1,3 @@
-"""Where training data comes from: `buffer` (DataBuffer: which task comes next), `mixing` (MixedBuffer: from which of
-several sources), `sft` (supervised rows as padded tensors).
+"""Training data: `buffer` (DataBuffer: the next task), `mixing` (MixedBuffer: tasks of several sources), `sft`
+(supervised rows as padded tensors).
 """

@@ -1,8 +1,8 @@
-"""DataBuffer: which task comes next.
+"""DataBuffer: yields the next task.
 
-The only state is its position: `epoch_id` and `sample_offset` (tasks taken in this epoch, skipped ones included). A
-sequence is shuffled anew each epoch from the seed and can be sought in; an endless or one-way source is a function of
-the epoch, read forward, and fast-forwarded on resume. Left out: several sources, and curricula (`mixing`).
+Its only state is its position: `epoch_id`, and `sample_offset` (tasks taken in this epoch, skipped ones included). A
+sequence is shuffled again in each epoch, by the seed. Any other source is a function of the epoch; it is read forward,
+and read again up to the position on resume. Not here: several sources, and curricula (`mixing`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from rollouts.author_code import authors_code, message_of, printable, shown
 from rollouts.errors import ConfigError, EnvironmentDefinitionError, named
 from rollouts.types import Message, Task
 
-SKIPPED_MAX = 10_000  # consecutive excluded tasks before a source counts as exhausted
-SHUFFLE_WINDOW = 1000  # values of an iterator that are held while it is shuffled
-_END = object()  # not None: a source that yields None is mistaken, not exhausted
+SKIPPED_MAX = 10_000  # after this many excluded tasks in a row, a source counts as empty
+SHUFFLE_WINDOW = 1000  # how many values of an iterator are in memory while it is shuffled
+_END = object()  # not None, because a source that yields None is an error and not at its end
 
 
 def as_task(value: Any) -> Task:
-    """A Task from a Task, a prompt, or a mapping with `prompt` (other keys: answer, id, info; the rest goes into info).
+    """Make a Task of a Task, a prompt, or a mapping with `prompt` (other keys: answer, id, info; the rest is info).
 
     Messages may be written as mappings (`{"role": "user", "content": "..."}`). Raises EnvironmentDefinitionError.
 
@@ -38,7 +38,7 @@ def as_task(value: Any) -> Task:
         if task is not None:
             return task
         reason = ""
-    except Exception as error:  # an object of the author's own may raise anything
+    except Exception as error:  # an author's object may raise anything
         reason = f" ({message_of(error) if isinstance(error, msgspec.ValidationError) else named(error)})"
     wanted = "rollouts.Task objects, prompts (text, or a list of messages), or mappings with `prompt`"
     given = f"{shown(value)} ({type(value).__name__}){reason}"
@@ -63,7 +63,7 @@ def _as_id(identity: Any) -> str | None:
 
 
 def _as_prompt(prompt: Any) -> str | list[Message]:
-    """The prompt itself where it is one, else its messages converted. Raises msgspec.ValidationError."""
+    """Return a prompt unchanged, or convert its messages. Raises msgspec.ValidationError."""
     return printable(prompt) if isinstance(prompt, str) else _as_messages(prompt)
 
 
@@ -73,7 +73,7 @@ def _as_messages(given: Any) -> list[Message]:
 
 
 def draw_tasks(source: Iterable[Any], count: int) -> list[Task]:
-    """The first `count` tasks with different keys; fewer where the source ends or repeats itself."""
+    """The first `count` tasks with different keys; fewer if the source ends or repeats itself."""
     assert count >= 0, count
     drawn: dict[str, Task] = {}
     repeated = 0
@@ -87,8 +87,9 @@ def draw_tasks(source: Iterable[Any], count: int) -> list[Task]:
 
 
 def as_conversation(value: Any, label: str) -> list[Message]:
-    """The messages of a demonstration, which has a reply of the assistant. Raises EnvironmentDefinitionError, which
-    begins with `label`.
+    """The messages of a demonstration, which needs a reply of the assistant.
+
+    Raises EnvironmentDefinitionError; its message begins with `label`.
     """
     expected = "a list of Message with at least one of the role 'assistant'"
     try:
@@ -101,10 +102,10 @@ def as_conversation(value: Any, label: str) -> list[Message]:
 
 
 def shuffled(values: Iterable[Any], rng: random.Random, window: int = SHUFFLE_WINDOW) -> Iterator[Any]:
-    """The same values in another order; up to `window` of them are held at a time, so that an endless iterable will do.
+    """Shuffle an iterable, which may be endless. At most `window` values are in memory.
 
-    All are shuffled evenly where there are at most `window`. In a longer iterable a value comes at most `window` places
-    early; how late it may come has no bound.
+    Up to `window` values are shuffled evenly. In a longer iterable, a value moves forward by at most `window` places;
+    there is no limit on how late it may come.
 
     >>> list(shuffled("abcdef", random.Random(0), window=3))
     ['b', 'd', 'a', 'e', 'f', 'c']
@@ -121,13 +122,13 @@ def shuffled(values: Iterable[Any], rng: random.Random, window: int = SHUFFLE_WI
 
 @dataclasses.dataclass(eq=False, repr=False)
 class DataBuffer:
-    """Hands out tasks, epoch after epoch.
+    """Yields tasks, epoch after epoch.
 
     Args:
-        prompts: a sequence of tasks or prompts; or a function of the epoch (0, 1, …) that gives an iterable of them.
-        seed: decides the order in which a sequence is visited; the same seed gives the same order.
+        prompts: a sequence of tasks or prompts; or a function of the epoch (0, 1, …) that returns an iterable of them.
+        seed: determines the order in which a sequence is visited.
         shuffle: False visits a sequence in its own order.
-        exclude: keys (`Task.key`) that are never handed out: the held-out tasks.
+        exclude: keys (`Task.key`) of tasks that are never returned: the held-out tasks.
 
     >>> buffer = DataBuffer(["a", "b", "c"], shuffle=False)
     >>> [task.prompt for task in buffer.get_prompts(4)], buffer.epoch_id
@@ -146,14 +147,14 @@ class DataBuffer:
 
     @property
     def epochs(self) -> dict[str, int]:
-        """How often each of several sources was read to its end; empty where there is one."""
+        """The number of complete epochs of each source; empty if there is only one."""
         return {}
 
     def get_prompts(self, count: int, *, step: int | None = None) -> list[Task]:
-        """The next `count` tasks. `step` is for buffers whose tasks depend on the training step; these do not.
+        """The next `count` tasks. This buffer ignores `step`; a mixture may depend on it.
 
         Raises:
-            EnvironmentDefinitionError: a whole epoch has no task that is not excluded.
+            EnvironmentDefinitionError: all tasks of an epoch are excluded.
         """
         assert count > 0, count
         return [self._next_task() for _ in range(count)]
@@ -163,9 +164,10 @@ class DataBuffer:
         return {"epoch_id": self.epoch_id, "sample_offset": self.sample_offset, "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go where `state` says; the source must be the same as when it was taken. Raises ConfigError for another
-        seed: the order of the tasks would be another one, so that some came twice and others never. The same for the
-        state of several sources.
+        """Continue from a position. The source must be the same as when it was saved.
+
+        Raises ConfigError for another seed, because tasks in another order would come twice or never, and for a state
+        of several sources.
         """
         self._check_seed(state)
         if "epoch_id" not in state:
@@ -179,7 +181,7 @@ class DataBuffer:
             raise ConfigError(f"{anew}; give seed {state['seed']} again, or begin a new run")
 
     def _open(self) -> Iterator[Any]:
-        """The present epoch's tasks, from `sample_offset` on."""
+        """The tasks of the current epoch, from `sample_offset` on."""
         if callable(self.prompts):
             return itertools.islice(iter(self.prompts(self.epoch_id)), self.sample_offset, None)
         order = list(range(len(self.prompts)))

@@ -1,12 +1,12 @@
-"""MixedBuffer: several sources of tasks in one stream, each with its share; the shares may change with the step.
+"""MixedBuffer: mixes tasks of several sources by shares, which may change with the step.
 
-Which source gives the next task depends on the seed and on how many tasks were drawn before, and on nothing else. It is
-no throw of dice: draw number n is the point `start + n * golden ratio` of the circle [0, 1), where every source owns a
-stretch as long as its share, and the seed decides the start. Such points are spread as evenly as points can be, so that
-not only a long run but every single step has its shares, up to a task or two; throws of dice would give two equal
-sources 8 prompts as 4 and 4 in one step of four. And there is nothing to save but the number n.
+The source of the next task only depends on the seed and on the number of tasks before it. It is not random: draw number
+n is the point `start + n * golden ratio` on the circle [0, 1). Each source has an arc of the length of its share, and
+the seed determines the start. These points are spread evenly, so every single step has the right shares, up to a task
+or two. (With random draws, two equal sources would give 4 and 4 of 8 tasks in one step of four.) The number n is the
+only state.
 
-Left out: what a source is (`buffer`), and which environment plays a task (`rollouts.runs.environments`).
+Not here: sources (`buffer`), and which environment plays a task (`rollouts.runs.environments`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.types import Task
 
 Weight = float | Callable[[int], float]
-"""How much of a mixture: a number, or a function of the training step (0-based). Only ratios count."""
+"""The weight of a source: a number, or a function of the training step (0-based). Only ratios of weights count."""
 
-_GOLDEN = 0x9E3779B97F4A7C15  # the golden ratio's fraction, in units of 2**-64
+_GOLDEN = 0x9E3779B97F4A7C15  # the fraction of the golden ratio, in units of 2**-64
 _CIRCLE = 2**64
 
 
 class Source(NamedTuple):
-    """One part of a mixture. `prompts` are as DataBuffer takes them; `exclude` are keys that are never handed out."""
+    """One source of a mixture. `prompts` are those of a DataBuffer; tasks with keys in `exclude` are never returned."""
 
     name: str
     prompts: Sequence[Any] | Callable[[int], Iterable[Any]]
@@ -39,15 +39,15 @@ class Source(NamedTuple):
 
 
 class MixedBuffer(DataBuffer):
-    """A DataBuffer over several sources. Each has epochs of its own, and is shuffled by itself.
+    """A DataBuffer over several sources. Each source has its own epochs and is shuffled separately.
 
-    `sample_offset` counts all tasks drawn so far; `epoch_id` is the smallest epoch of the sources that were drawn from.
+    `sample_offset` counts all drawn tasks. `epoch_id` is the smallest epoch of the sources that were used.
 
     Args:
-        sources: each with another name; their weights must be >= 0 and not all 0, at every step.
-        seed: decides which source comes when, and in which order a sequence is visited.
+        sources: with different names. Weights must be >= 0 and not all 0, at every step.
+        seed: determines the order of sources, and of the tasks of a sequence.
         shuffle: False visits sequences in their own order.
-        tasks_per_step: how many tasks make a step, where `get_prompts` is not given the step.
+        tasks_per_step: tasks of a step, for calls of `get_prompts` without a step.
 
     >>> buffer = MixedBuffer([Source("easy", ["a", "b"], 3), Source("hard", ["z"], 1)], shuffle=False)
     >>> [task.prompt for task in buffer.get_prompts(8)].count("z"), buffer.epochs
@@ -75,20 +75,20 @@ class MixedBuffer(DataBuffer):
 
     @property
     def epochs(self) -> dict[str, int]:
-        """How often each source was read to its end."""
+        """The number of complete epochs of each source."""
         return {name: part.epoch_id for name, part in self._parts.items()}
 
     @property
     def drawn(self) -> dict[str, int]:
-        """How many tasks came from each source."""
+        """The number of tasks from each source."""
         return dict(self._drawn)
 
     def get_prompts(self, count: int, *, step: int | None = None) -> list[Task]:
-        """The next `count` tasks, by the weights of training step `step` (None: computed from the tasks drawn).
+        """The next `count` tasks, by the weights at training step `step` (None: computed from the number of tasks).
 
         Raises:
             ConfigError: a weight is negative or not finite, or all of them are 0.
-            EnvironmentDefinitionError: a whole epoch of a source has no task that is not excluded.
+            EnvironmentDefinitionError: all tasks of a source's epoch are excluded.
         """
         assert count > 0, count
         return [self._next(step) for _ in range(count)]
@@ -112,8 +112,8 @@ class MixedBuffer(DataBuffer):
         return {"seed": self.seed, "drawn": self.sample_offset, "sources": parts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go where `state` says; weights may be other ones than when it was taken. Raises ConfigError for another seed,
-        and for other sources: what of them was used up is unknown.
+        """Continue from a saved state. Weights may have changed. Raises ConfigError for another seed, and for other
+        sources, because their positions are unknown.
         """
         self._check_seed(state)
         there = state.get("sources") or {}
@@ -129,7 +129,7 @@ class MixedBuffer(DataBuffer):
 
 
 def shares_at(weights: Mapping[str, Weight], step: int) -> list[float]:
-    """The share of each source at a step: not negative, summing to 1. Raises ConfigError, naming the source.
+    """The share of each source at a step, which add up to 1. Raises ConfigError, which names the source.
 
     >>> shares_at({"easy": 3, "hard": lambda step: step / 100}, 100)
     [0.75, 0.25]
@@ -147,28 +147,28 @@ def _value(name: str, weight: Weight, step: int) -> float:
     try:
         with authors_code():
             value: Any = weight(step) if callable(weight) else weight
-    except Exception as error:  # a user's curriculum may raise anything
+    except Exception as error:  # a curriculum may raise anything
         raise ConfigError(f"{what}: its curriculum raised {words_of(error)}") from error
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 <= value < 1e308:
-        raise ConfigError(f"{what} is {shown(value)}; it must be a number that is 0 or more")
+        raise ConfigError(f"{what} is {shown(value)}; expected a number of 0 or more")
     return float(value)
 
 
 def mean_shares(weights: Mapping[str, Weight], steps: int) -> list[float]:
-    """The mean share of each source over the steps of a run. Raises ConfigError as `shares_at` does, for any step."""
+    """The mean share of each source over the steps of a run. Raises ConfigError like `shares_at`, for any step."""
     count = max(1, steps) if any(callable(weight) for weight in weights.values()) else 1
     rows = [shares_at(weights, step) for step in range(count)]
     return [math.fsum(column) / count for column in zip(*rows, strict=True)]
 
 
 def pick(shares: Sequence[float], seed: int, number: int) -> int:
-    """Which source draw `number` (0-based) comes from: a function of its arguments alone.
+    """The index of the source of draw `number` (0-based). Depends on its arguments only.
 
     >>> [pick([0.5, 0.25, 0.25], 0, number) for number in range(8)]
     [1, 0, 2, 0, 0, 1, 0, 2]
     """
-    # Whole numbers: the place is exact however long the run is. 53 bits of it make a float below 1.
+    # Integers are exact, however long the run is. Their first 53 bits make a float below 1.
     place = ((_number(f"{seed}/mixture") + number * _GOLDEN) % _CIRCLE >> 11) / 2**53
     end, chosen = 0.0, 0
     for index, share in enumerate(shares):
@@ -180,8 +180,8 @@ def pick(shares: Sequence[float], seed: int, number: int) -> int:
 
 
 def share_out(count: int, shares: Sequence[float]) -> list[int]:
-    """`count` things by shares: whole numbers that sum to it, nearest to the shares, and none of 0 for a share above 0
-    where there are enough.
+    """Split `count` by shares into whole numbers, as close to the shares as possible. A share above 0 gets at least 1,
+    if there are enough.
 
     >>> share_out(10, [0.5, 0.33, 0.17]), share_out(3, [0.98, 0.01, 0.01]), share_out(4, [1.0, 0.0])
     ([5, 3, 2], [1, 1, 1], [4, 0])
@@ -195,7 +195,7 @@ def share_out(count: int, shares: Sequence[float]) -> list[int]:
 
 
 def piecewise(points: Sequence[Sequence[float]]) -> Callable[[int], float]:
-    """A curriculum through points (step, weight): straight between them, level before the first and after the last.
+    """A curriculum through points (step, weight): linear between them, constant before the first and after the last.
 
     >>> [piecewise([(0, 0.0), (100, 1.0)])(step) for step in (0, 25, 100, 500)]
     [0.0, 0.25, 1.0, 1.0]
@@ -215,5 +215,5 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _number(text: str) -> int:
-    """64 bits that depend on the text, the same ones on every machine."""
+    """64 bits from a text, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

@@ -1,5 +1,6 @@
-"""Supervised samples as padded tensors, for a training loop of one's own. Left out: files and hubs; `run_sft_training`
-makes its batches itself, without padding them first.
+"""Supervised samples as padded tensors, for your own training loop.
+
+Not here: reading files and hubs. `run_sft_training` makes its own batches, without padding.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def take_batch(samples: Sequence[Sample], batch_size: int, step: int) -> list[Sample]:
-    """The samples of a step, as rollouts of their own: the list is read around and around.
+    """The samples of a step, each as a rollout of its own. After the last sample it starts over.
 
     >>> [sample.prompt for sample in take_batch([Sample("a"), Sample("b"), Sample("c")], 2, 1)]
     ['c', 'a']
@@ -25,9 +26,9 @@ def take_batch(samples: Sequence[Sample], batch_size: int, step: int) -> list[Sa
 
 
 def collate_batch(samples: list[Sample], batch_size: int, step: int) -> dict[str, Tensor]:
-    """The batch of a step: `prepare_sft_batch` of the `batch_size` samples whose turn it is.
+    """Make the batch of a step with `prepare_sft_batch`, from the next `batch_size` samples.
 
-    Raises TrainingError where there are no samples.
+    Raises TrainingError if there are no samples.
     """
     if not samples or batch_size < 1:
         what = f"a batch of {batch_size} cannot be taken from {len(samples)} samples"
@@ -38,8 +39,8 @@ def collate_batch(samples: list[Sample], batch_size: int, step: int) -> dict[str
 def prepare_sft_batch(samples: list[Sample]) -> dict[str, Tensor]:
     """`input_ids` and `labels` [B, L] int64 and `loss_mask` [B, L] float32, padded with 0 on the right.
 
-    Labels are the ids themselves, not shifted, as transformers takes them; the mask is 0 on padding, so a loss that
-    uses it needs no other one. Raises TrainingError for a sample whose mask is not as long as its tokens.
+    Labels are the token ids, not shifted, as transformers expects them. The mask is 0 on padding, so a loss needs no
+    other mask. Raises TrainingError for a sample whose mask and tokens differ in length.
 
     >>> prepare_sft_batch([Sample(tokens=[5, 6, 7], loss_mask=[0, 1, 1]), Sample(tokens=[5], loss_mask=[0])])["labels"]
     tensor([[5, 6, 7],

@@ -81,12 +81,12 @@ async def run_rl_training(
     on_step: OnStep | None = None,
     on_logged: OnLogged | None = None,
     syncing: WeightSyncManager | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
     start: LoopState = BEGINNING,
 ) -> list[dict[str, float]]:
     """Train until `config.num_steps` steps are done. Returns the metrics of each step of this call.
 
     With a staleness, sampling continues while a step trains. A cancelled call leaves the last whole step's weights.
-
     Raises ConfigError if the manager's staleness is not that of `config`; RewardError or TrainingError for a bad result
     of a reward, loss or advantage; InferenceError if an engine does not serve the weights that it received.
 
@@ -96,12 +96,12 @@ async def run_rl_training(
         schedule: which algorithm applies from which step on, including the first
         on_samples: called with the samples of each step, and the step
         syncing: sends weights to `inference_engines`, and remembers what they have; None for a new one
+        should_stop: called after each step is logged; the loop ends where it is true
         start: an earlier `StepReport.state`. Backend, buffer and manager must have their states of that time
     """
     _check_staleness(rollout_manager.config.staleness, config.staleness)
     stages = tuple(schedule) or (Stage(0, "main", algorithm),)
-    coefficients = _coefficients(stages, start)
-    start_versions = tuple(start.start_versions)
+    coefficients, start_versions = _coefficients(stages, start), tuple(start.start_versions)
     syncing = syncing or WeightSyncManager(inference_engines, temperature=config.temperature)
     rollout_manager.policy_version = backend.version
     history: list[dict[str, float]] = []
@@ -122,8 +122,7 @@ async def run_rl_training(
         reports = []
         for part in part_batch(batch, config.minibatches, algorithm.aggregation, config.response_tokens_max):
             forward_backward, optim_step = backend.forward_backward(part), backend.optim_step()
-            report = dict(await forward_backward)
-            reports.append(report | (await optim_step).metrics)
+            reports.append(dict(await forward_backward) | (await optim_step).metrics)
         metrics |= _training_metrics(reports, batch, algorithm.kl, time.perf_counter() - prepared)
         coefficients |= _steered(algorithm.kl, batch.kl_coefficient, metrics)
         async with rollout_manager.pause():
@@ -133,9 +132,10 @@ async def run_rl_training(
             metrics |= _sampling_metrics(rollouts, data_buffer.epoch_id)
             metrics |= {"time/wait": generated - began, "time/step": time.perf_counter() - began}
             state = LoopState(step + 1, _by_stage(stages, coefficients), start_versions)
-            mean_advantages = rollout_advantages(batch, len(advantages))
-            finished = StepReport(step, metrics, rollouts.groups, mean_advantages, state)
+            finished = StepReport(step, metrics, rollouts.groups, rollout_advantages(batch, len(advantages)), state)
             history.append(await _observed(finished, on_step, metrics_logger, on_logged))
+        if should_stop():
+            break
     return history
 
 

@@ -43,6 +43,7 @@ async def run_sft_training(
     schedule: Sequence[Stage] = (),
     on_step: Callable[[int, dict[str, float]], Awaitable[dict[str, float]]] | None = None,
     on_logged: Callable[[int, dict[str, float]], Awaitable[None]] | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
     first_step: int = 0,
 ) -> list[dict[str, float]]:
     """Train on `samples`, `batch_size` at a time, until `config.num_steps` steps are done.
@@ -56,6 +57,7 @@ async def run_sft_training(
         schedule: which algorithm applies from which step on, including the first
         on_step: called with the step and its metrics after the step's training; the loop logs what it returns
         on_logged: called with the step and all of its metrics after they are logged
+        should_stop: called after each step is logged; the loop ends where it is true
         first_step: the number of steps that are already done
     """
     assert samples, "there are no samples to train on"
@@ -85,6 +87,8 @@ async def run_sft_training(
         if on_logged is not None:
             await on_logged(step, metrics)
         history.append(metrics)
+        if should_stop():
+            break
     return history
 
 

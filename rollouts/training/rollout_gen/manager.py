@@ -51,7 +51,7 @@ NO_ENGINE = cast(
         close_session=lambda session: None,
     ),
 )
-"""Stands in for an engine: a `generate_fn` has its own, but the pool opens and closes sessions."""
+"""A placeholder for an engine. A `generate_fn` has its own engine, but the pool opens and closes sessions."""
 
 
 class Prefetch(Generic[Step]):

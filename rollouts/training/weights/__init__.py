@@ -1,8 +1,8 @@
-"""Where weights are written, sent and proved.
+"""Checkpoints, and new weights for engines.
 
-store.py       the checkpoints of a run: written whole, checked, found, kept
-checkpoint.py  what the trainer keeps in one: the optimizer's tensors, random states
-files.py       models and adapters as transformers, peft and servers load them
-sync.py        one update of every engine; `groups.py` sends it over a process group
-probe.py       the proof that new weights are served
+store.py       the checkpoints of a run: written completely, checked, found, removed
+checkpoint.py  the trainer's part of a checkpoint: optimizer tensors, random states
+files.py       models and adapters in the format of transformers, peft and servers
+sync.py        updates every engine; `groups.py` sends weights over a process group
+probe.py       tests that engines serve the new weights
 """

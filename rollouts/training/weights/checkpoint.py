@@ -1,15 +1,15 @@
-"""What the trainer keeps in a checkpoint folder, format 2:
+"""The trainer's part of a checkpoint folder, format 2:
 
-    config.json, model*.safetensors, tokenizer   as transformers loads them; with LoRA adapter_config.json and
-                                                 adapter_model.safetensors, as peft loads them (`files`)
-    trainer/                                     torch.distributed.checkpoint: the optimizer's tensors, and a critic's
-                                                 and a reference's; sharded ones load into any number of ranks
+    config.json, model*.safetensors, tokenizer   in the format of transformers; with LoRA adapter_config.json and
+                                                 adapter_model.safetensors, in the format of peft (`files`)
+    trainer/                                     torch.distributed.checkpoint: tensors of the optimizer, a critic and
+                                                 a reference; sharded ones can be loaded into any number of ranks
     state.json                                   plain data: counters, random states, the run's own state (`store`)
     manifest.json                                written last: format, kind, model, size and crc32 of every file
 
-Here are the tensors of trainer/ and the random states. Reading a checkpoint runs no code from it: the index of trainer/
-is a pickle of torch's, of which only the classes of an index are loaded. The tensors themselves are read by
-`torch.load` with `weights_only`, which does the same.
+This module has the tensors of trainer/ and the random states. Reading a checkpoint never runs code from it. The index
+of trainer/ is a torch pickle, of which only the classes of an index are loaded. Tensors are read by `torch.load` with
+`weights_only`, which restricts classes too.
 """
 
 from __future__ import annotations
@@ -49,12 +49,15 @@ _PATHS = ("PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath")
 
 
 def write_tensors(folder: Path, tensors: dict[str, Any], *, group: Any = None, alone: bool = False) -> None:
-    """Every rank: write a nested dict of tensors below `folder`, and bring it to the disk. Nothing for an empty one.
-    `group` is the process group whose ranks they are (None: all). `alone`: this process does it by itself, though it
-    may be a rank of something else.
+    """Write a nested dict of tensors below `folder`, and flush it to disk. Every rank calls this. An empty dict writes
+    nothing.
 
-    A DTensor is written in its shards, each rank its own; a plain tensor must be the same on every rank, and is written
-    once. Raises CheckpointError, on every rank where one cannot write.
+    Each rank writes its shards of a DTensor. A plain tensor must be the same on every rank, and is written once. If a
+    rank cannot write, all ranks raise CheckpointError.
+
+    Args:
+        group: the process group of the ranks; None: the default one
+        alone: this process writes by itself, even if it is a rank of something
     """
     if not flat(tensors):
         return
@@ -66,7 +69,7 @@ def write_tensors(folder: Path, tensors: dict[str, Any], *, group: Any = None, a
 
 
 def check_tensors(path: str | Path, template: dict[str, Any]) -> None:
-    """Raises ConfigError where a tensor of `template` is not in the checkpoint, or has another shape there."""
+    """Raise ConfigError if the checkpoint lacks a tensor of `template`, or has it with another shape."""
     wanted = flat(template)
     saved = _saved_shapes(path) if wanted else {}
     missing = sorted(set(wanted) - set(saved))
@@ -81,10 +84,10 @@ def check_tensors(path: str | Path, template: dict[str, Any]) -> None:
 
 
 def read_tensors(path: str | Path, template: dict[str, Any], *, group: Any = None, alone: bool = False) -> None:
-    """Every rank: fill the tensors of `template` (names and shapes as in `write_tensors`; plain or DTensor, of any
-    number of ranks) in place. What is in the folder beyond them is left alone.
+    """Read the tensors of `template` in place (names and shapes as in `write_tensors`). Every rank calls this.
 
-    Raises ConfigError where one is missing, has another shape, or cannot be read.
+    Tensors may be plain or DTensors, with any number of ranks. Other tensors of the checkpoint are ignored. Raises
+    ConfigError if one is missing, has another shape, or cannot be read.
     """
     check_tensors(path, template)
     if not flat(template):
@@ -97,12 +100,12 @@ def read_tensors(path: str | Path, template: dict[str, Any], *, group: Any = Non
 
 
 def saved_keys(path: str | Path) -> set[str]:
-    """The names of the tensors of `write_tensors`, as "optimizer.causal.lm_head.weight.exp_avg". Raises ConfigError."""
+    """The names of the tensors in a checkpoint, like "optimizer.causal.lm_head.weight.exp_avg". Raises ConfigError."""
     return set(_saved_shapes(path))
 
 
 def flat(tensors: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
-    """A nested dict of tensors by the names that torch.distributed.checkpoint gives them."""
+    """Flatten a nested dict of tensors, with the names of torch.distributed.checkpoint."""
     found: dict[str, Tensor] = {}
     for key, value in tensors.items():
         name = f"{prefix}{key}"
@@ -115,7 +118,7 @@ def flat(tensors: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
 
 
 def _saved_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
-    """Name -> shape, of what is a tensor. Raises ConfigError."""
+    """Name -> shape of all tensors. Raises ConfigError."""
     folder = Path(path) / TRAINER
     if not folder.is_dir():
         return {}
@@ -123,19 +126,19 @@ def _saved_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
         found = _Reader(folder).read_metadata().state_dict_metadata
         return {name: tuple(each.size) for name, each in found.items() if hasattr(each, "size")}
     except ConfigError:
-        raise  # refused, not damaged: an earlier checkpoint from the same place is no better
+        raise  # refused, not damaged: an earlier checkpoint would be refused too
     except Exception as error:  # a damaged pickle can raise anything
         raise damaged(path, f"the index of {TRAINER}/ of the checkpoint {path} cannot be read: {error}") from error
 
 
 @contextlib.contextmanager
 def _failures(refuse: Callable[[Exception, str], Exception]) -> Iterator[None]:
-    """Raise what `refuse` makes of the first rank's failure, and of where it was, in words."""
+    """Raise the error that `refuse` makes from the first failed rank's error and a text for that rank."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         with warnings.catch_warnings():
-            # It warns where there is no process group; that is as it should be here.
+            # It warns if there is no process group, which is correct here.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
             yield
     except CheckpointException as error:
@@ -149,14 +152,14 @@ def _failures(refuse: Callable[[Exception, str], Exception]) -> Iterator[None]:
 
 
 class _Writer(FileSystemWriter):
-    """torch's writer of trainer/, whose errors say why a file could not be written."""
+    """torch's writer of trainer/, with errors that say why a file could not be written."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
-            # torch.save ends a file that it could not write with an error that does not say why; what it came from
-            # would be lost on the way to rank 0.
+            # If torch.save cannot finish a file, its error does not say why. The error's cause would be lost on the
+            # way to rank 0.
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, OSError):
                 cause = cause.__cause__ or cause.__context__
@@ -166,10 +169,10 @@ class _Writer(FileSystemWriter):
 
 
 class _Reader(FileSystemReader):
-    """torch's reader of trainer/, with an index that cannot run code and files that lie in that folder."""
+    """torch's reader of trainer/. Its index cannot run code, or refer to files outside the folder."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        """The index. Raises ConfigError where it asks for what no index holds, and whatever a damaged pickle raises."""
+        """Read the index. Raises ConfigError for other classes, and any exception for a damaged pickle."""
         path = Path(self.path) / _INDEX
         with path.open("rb") as file:
             metadata = _IndexUnpickler(file, path).load()
@@ -181,7 +184,7 @@ class _Reader(FileSystemReader):
 
 
 def _member(owner: Any, name: str) -> Any:
-    """A member of an enumeration of the index, by its name. Raises ConfigError for anything else."""
+    """An enumeration member of the index, by name. Raises ConfigError for anything else."""
     if not (isinstance(owner, enum.EnumType) and name in owner.__members__):
         raise ConfigError(
             f"a checkpoint's index asks for {name!r} of {owner!r}; the checkpoint is refused. {_UNTRUSTED}"
@@ -190,24 +193,24 @@ def _member(owner: Any, name: str) -> Any:
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Loads the classes of an index and the types of tensors, and nothing else. `path` is for the error."""
+    """Loads the classes of an index and the types of tensors only. `path` is for the error."""
 
     def __init__(self, file: Any, path: Path) -> None:
         super().__init__(file)
         self._path = path
 
     def find_class(self, module: str, name: str) -> Any:
-        """Raises ConfigError for a name that is no part of an index."""
+        """Raise ConfigError for a class that is not part of an index."""
         if name in _INDEX_CLASSES.get(module, ()):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if module in ("builtins", "__builtin__") and name == "getattr":
-            return _member  # so Python 3.11.0 to 3.11.3 write the member of an enumeration
+            return _member  # Python 3.11.0 to 3.11.3 write enumeration members this way
         if (module, name) == ("torch.serialization", "_get_layout"):
             return {"torch.strided": torch.strided}.__getitem__
         if module.partition(".")[0] == "pathlib" and name in _PATHS:
-            return PurePosixPath  # where the checkpoint was written: not used, and perhaps of another system
+            return PurePosixPath  # where the checkpoint was written; unused, and perhaps of another system
         asks = f"{self._path} asks for `{module}.{name}`, which is no part of a checkpoint's index"
         raise ConfigError(f"{asks}; loading it could run code, so it is refused. {_UNTRUSTED}")
 
@@ -216,23 +219,23 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def model_fingerprint(named: Mapping[str, Tensor]) -> str:
-    """A hash of the names and shapes of weights: tells one architecture from another, not one state from another, nor
-    on how many ranks they lie.
+    """A hash of the names and shapes of weights. It differs between architectures, not between states or numbers of
+    ranks.
     """
     lines = [f"{name} {tuple(value.shape)}" for name, value in sorted(named.items())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def random_state() -> dict[str, Any]:
-    """The random generators of this process, as plain data: python's, numpy's, torch's, and those of its GPUs where it
-    has used them.
+    """The states of this process's random generators as plain data: of python, numpy, torch, and of the GPUs that it
+    has used.
     """
     import numpy as np
 
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {"python": [version, list(numbers), gauss], "torch": _as_text(torch.get_rng_state())}
     found: Any = np.random.get_state(legacy=False)
-    if found["bit_generator"] == "MT19937":  # the only kind that seeds can make
+    if found["bit_generator"] == "MT19937":  # the only one that can be seeded
         key = base64.b64encode(found["state"]["key"].astype("<u4").tobytes()).decode()
         state["numpy"] = [key, int(found["state"]["pos"]), int(found["has_gauss"]), float(found["gauss"])]
     cuda: Any = torch.cuda
@@ -242,7 +245,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Restore `random_state`. Where there are fewer GPUs now, the first ones' are set. Raises ConfigError."""
+    """Restore `random_state`. If there are fewer GPUs than before, it restores the first ones. Raises ConfigError."""
     import numpy as np
 
     try:
@@ -259,7 +262,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         versions = "the versions of python, numpy and torch that wrote it (manifest.json of the run says which)"
         what = f"the random states of the checkpoint cannot be set here: {error!r}"
-        raise ConfigError(f"{what}; go on with {versions}") from error
+        raise ConfigError(f"{what}; continue with {versions}") from error
 
 
 def _as_text(state: Tensor) -> str:

@@ -1,12 +1,11 @@
-"""Weights as folders that transformers, peft and servers load, and as a manifest that says what must lie in one.
+"""Weights as folders for transformers, peft and servers, and a manifest with the expected content of a folder.
 
     v000012/   of all weights: config.json, generation_config.json, the tokenizer's files, model.safetensors
                of an adapter: adapter_config.json, adapter_model.safetensors
 
-A checkpoint holds the same files (`write_weights`, `read_weights`). Names are those of transformers' and peft's own
-files; a weight that the model ties to another one is not written. A folder for servers appears under its name in one
-rename, and `check_folder` reads every byte of it back. Left out: sending (`sync`), and the rest of a checkpoint
-(`checkpoint`).
+Checkpoints have the same files (`write_weights`, `read_weights`). Names of tensors are those of transformers' and
+peft's files. Of tied weights, only the first is written. A folder for servers gets its name when it is complete, and
+`check_folder` reads every byte of it. Not here: sending (`sync`), and other parts of a checkpoint (`checkpoint`).
 """
 
 from __future__ import annotations
@@ -32,14 +31,18 @@ Kind = Literal["full", "adapter"]
 WEIGHTS: Mapping[Kind, str] = {"full": "model.safetensors", "adapter": "adapter_model.safetensors"}
 CONFIGS: Mapping[Kind, str] = {"full": "config.json", "adapter": "adapter_config.json"}
 _INDEX = "model.safetensors.index.json"
-_HEADER_BYTES_MAX = 100_000_000  # safetensors' own bound
+_HEADER_BYTES_MAX = 100_000_000  # the limit of safetensors
 _VERSIONED = re.compile(r"v(\d{6,})")
 
 
 class ModelFiles(NamedTuple):
-    """What a folder holds beside the tensors: of `causal` only the class, the config and which weights are tied are
-    used, so its own parameters may be sharded or on the meta device; `adapter_config` is peft's (None: all weights are
-    trained); `source` is where the tokenizer lies, if anywhere.
+    """What a folder has beside the tensors.
+
+    Attributes:
+        causal: the model; only its class, config and tied names are used, so its parameters may be sharded or on the
+            meta device
+        adapter_config: of peft; None: all weights are trained
+        source: the folder or name with the tokenizer, or None
     """
 
     causal: Any
@@ -51,24 +54,24 @@ class ModelFiles(NamedTuple):
 
 
 def write_weights(folder: Path, kind: Kind, weights: Mapping[str, Any], files: ModelFiles) -> bool:
-    """Write weights as transformers loads them, an adapter's as peft does, and the tokenizer; gives whether there is
-    one. `weights` is the full state on the CPU by the names of the causal LM, or of peft's files; it alone is written.
-    Raises OSError.
+    """Write weights in the format of transformers, or of peft for an adapter, and the tokenizer. Returns whether there
+    is a tokenizer. `weights` are complete and on the CPU, by the names of the causal LM or of peft's files. Raises
+    OSError.
     """
     if kind == "full":
         with no_progress_bars(), _os_errors():
             files.causal.save_pretrained(str(folder), state_dict=_without_tied(weights, files.causal))
     else:
-        assert files.adapter_config is not None, "a backend that gives an adapter's weights has its configuration"
+        assert files.adapter_config is not None, "a backend with an adapter has its configuration"
         config = copy.copy(files.adapter_config)
-        config.inference_mode = True  # as peft writes it: who loads it by default wants to use it
+        config.inference_mode = True  # as peft writes it, because adapters are usually loaded for inference
         config.save_pretrained(str(folder))
         save_tensors(folder / WEIGHTS["adapter"], weights)
     return copy_tokenizer(files.source, folder)
 
 
 def read_weights(path: str, *, kind: str, dtype: Any) -> dict[str, Any]:
-    """The weights by name, on the CPU: of the model, in torch's `dtype`, or of the adapter. Raises ModelError or
+    """Read the weights by name, on the CPU: of a model in torch's `dtype`, or of an adapter. Raises ModelError or
     ConfigError.
     """
     try:
@@ -80,22 +83,22 @@ def read_weights(path: str, *, kind: str, dtype: Any) -> dict[str, Any]:
 
 
 def copy_tokenizer(source: str | None, folder: Path) -> bool:
-    """Put the tokenizer and its chat template beside the weights, so that the folder can be given as a model. Nothing,
-    and False, where `source` is None or has none. Raises OSError.
+    """Write the tokenizer and its chat template beside the weights, so that the folder is a complete model. Returns
+    False if `source` is None or has no tokenizer. Raises OSError.
     """
     if source is None:
         return False
     try:
         tokenizer = load_tokenizer(source)
     except ModelError:
-        return False  # weights alone are a model too; a run that needed one refused it when it was composed
-    with _os_errors(Exception):  # tokenizers has no error of its own for a disk that is full
+        return False  # a model without a tokenizer; a run that needs one has already refused it
+    with _os_errors(Exception):  # tokenizers has no class for errors of a full disk
         tokenizer.save_pretrained(str(folder))
     return True
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Any]) -> None:
-    """Write CPU tensors as one file of safetensors. Raises OSError."""
+    """Write CPU tensors as one safetensors file. Raises OSError."""
     from safetensors.torch import save_file
 
     with _os_errors():
@@ -104,7 +107,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _os_errors(*kinds: type[Exception]) -> Iterator[None]:
-    """What libraries in Rust raise for a disk, errors of safetensors and these `kinds`, as OSError."""
+    """Convert disk errors of Rust libraries, of safetensors and of these `kinds`, to OSError."""
     from safetensors import SafetensorError
 
     caught: tuple[type[Exception], ...] = (SafetensorError, *kinds)
@@ -120,15 +123,15 @@ def _os_errors(*kinds: type[Exception]) -> Iterator[None]:
 
 
 def tied_weights(causal: Any) -> Mapping[str, str]:
-    """The weights that the model ties, by name, and to which one of them each is tied."""
+    """The tied weights of a model: name -> the name of the weight that it is tied to."""
     return getattr(causal, "all_tied_weights_keys", None) or {}
 
 
 def file_tensors(weights: Mapping[str, Any], kind: Kind, causal: Any) -> dict[str, Any]:
-    """The tensors that a folder holds, by the names of transformers' or peft's files; of tied ones the first only.
+    """The tensors of a folder, by the names in transformers' or peft's files; of tied ones, only the first.
 
-    `weights` are a training backend's (`get_weights`). Raises InferenceError where weights that the model ties differ,
-    as those of an adapter on the output layer do: no server could load them.
+    `weights` come from a training backend (`get_weights`). Raises InferenceError if tied weights differ, for example
+    because of an adapter on the output layer. No server could load them.
     """
     if kind == "adapter":
         return dict(weights)
@@ -147,7 +150,7 @@ def file_tensors(weights: Mapping[str, Any], kind: Kind, causal: Any) -> dict[st
 
 
 def manifest_of(tensors: Mapping[str, Any]) -> tuple[TensorInfo, ...]:
-    """Name, shape, type and crc32 (of the bytes in C order) of each CPU tensor, in their order."""
+    """Name, shape, type and crc32 (of the bytes in C order) of each CPU tensor, in order."""
     import torch
 
     found = []
@@ -163,7 +166,7 @@ def _info(name: str, tensor: Any, crc32: int) -> TensorInfo:
 
 
 def find_faults(wanted: Sequence[TensorInfo], found: Sequence[TensorInfo]) -> list[str]:
-    """What `found` has otherwise than `wanted`, a tensor a line."""
+    """Describe how `found` differs from `wanted`, one line per tensor."""
     there = {each.name: each for each in found}
     faults = []
     for each in wanted:
@@ -179,7 +182,7 @@ def find_faults(wanted: Sequence[TensorInfo], found: Sequence[TensorInfo]) -> li
 
 
 def _without_tied(weights: Mapping[str, Any], causal: Any) -> dict[str, Any]:
-    """The same weights but those that the model ties to another one and that are equal to it."""
+    """The weights without those that are tied to another one and equal to it."""
     import torch
 
     tied = tied_weights(causal)
@@ -194,7 +197,7 @@ def _without_tied(weights: Mapping[str, Any], causal: Any) -> dict[str, Any]:
 
 
 def version_folder(parent: str | Path, version: int) -> Path:
-    """Where the weights of a version lie."""
+    """The path of a version's folder."""
     return Path(parent) / f"v{version:06d}"
 
 
@@ -207,10 +210,10 @@ def write_folder(
     *,
     like: str | Path | None = None,
 ) -> Path:
-    """Write `parent`/v000012 (one that is there is replaced) in one rename, and give its path. From `like`, an earlier
-    folder of the same run, what is missing beside the weights is taken over: the tokenizer.
+    """Write `parent`/v000012, which replaces an older folder, with one rename. Returns its path. Files that are missing
+    beside the weights, such as the tokenizer, come from `like`, an earlier folder of the same run.
 
-    Raises InferenceError where it cannot be written; nothing stays then.
+    Raises InferenceError if it cannot be written; nothing is left of it then.
     """
     folder = version_folder(parent, version)
     try:
@@ -234,17 +237,17 @@ def write_folder(
 
 
 def prune_folders(parent: str | Path, keep: Collection[int]) -> None:
-    """Remove the folders of all versions but these, and what a process that was killed has left there."""
+    """Remove the folders of other versions, and the remains of killed processes."""
     kept = {version_folder(parent, version).name for version in keep}
     for entry in Path(parent).iterdir():
         hidden = HIDDEN_NAME.fullmatch(entry.name)
         is_version = _VERSIONED.fullmatch(hidden["name"] if hidden else entry.name) is not None
         if is_version and entry.name not in kept and entry.is_dir():
-            shutil.rmtree(entry, ignore_errors=True)  # what stays is removed the next time
+            shutil.rmtree(entry, ignore_errors=True)  # the next call removes what is left
 
 
 def check_folder(path: str | Path, manifest: Sequence[TensorInfo], version: int) -> None:
-    """Read what was written, and compare it with the manifest. Raises InferenceError, which names the tensors."""
+    """Read a written folder, and compare it with the manifest. Raises InferenceError, which names the tensors."""
     try:
         faults = find_faults(manifest, read_manifest(path))
     except ConfigError as error:
@@ -257,22 +260,22 @@ def check_folder(path: str | Path, manifest: Sequence[TensorInfo], version: int)
 
 
 def read_manifest(path: str | Path) -> tuple[TensorInfo, ...]:
-    """What lies in a folder: of a model (one file, or several with an index) or of an adapter. Every byte is read.
+    """The manifest of a folder with a model (one file, or several with an index) or an adapter. Reads every byte.
 
-    Raises ConfigError for a folder that is not there, not whole, or no model.
+    Raises ConfigError if the folder does not exist, is incomplete, or is not a model.
     """
     return tuple(_read(path, _infos_of))
 
 
 def read_tensors(path: str | Path) -> dict[str, Any]:
-    """The tensors of such a folder by name, mapped: their bytes are read as they are used. Raises ConfigError."""
+    """The tensors of such a folder by name, memory-mapped: bytes are read when they are used. Raises ConfigError."""
     from safetensors.torch import load_file
 
     return dict(_read(path, lambda file: load_file(file).items()))
 
 
 def _read(path: str | Path, read: Callable[[Path], Iterable[Any]]) -> Iterator[Any]:
-    """What `read` gives of each file of weights, one file after the other. Raises ConfigError."""
+    """Call `read` for each file of weights, one after the other. Raises ConfigError."""
     from safetensors import SafetensorError
 
     for file in _weight_files(Path(path)):
@@ -285,8 +288,8 @@ def _read(path: str | Path, read: Callable[[Path], Iterable[Any]]) -> Iterator[A
 
 
 def _infos_of(file: Path) -> Iterator[TensorInfo]:
-    """Its tensors, whose bytes are read in pieces and not mapped: where a disk fails, or a file is cut off meanwhile,
-    reading raises OSError, but using a mapped byte ends the process.
+    """The tensors of a file, read in pieces instead of memory-mapped. If the disk fails or the file is truncated,
+    reading raises OSError, whereas access to a mapped byte would end the process.
     """
     from safetensors import safe_open
 

@@ -1,10 +1,10 @@
-"""Full weights over torch.distributed, the trainer's end: rank 0 of a process group that lives for one update.
+"""Sends full weights over torch.distributed. This is rank 0 of a process group, which exists for one update.
 
-The group is beside torch's default one (whose ranks shard the model, perhaps) and knows nothing of it. It meets at
-a store that this process keeps, on the address by which the servers reach it, and for servers on this machine on
-loopback only. Tensors are broadcast in the manifest's order, gloo between CPUs, NCCL between GPUs, in a thread that is
-left behind where a server never answers. A new group for each update: servers may have come or gone in between. Left
-out: what a server is asked (`inference.servers.sglang_wire`), and whether the weights have arrived (`sync`).
+The group is independent of torch's default group, in which ranks may shard the model. Its members meet at a store of
+this process, on the address by which the servers reach it; on loopback only if all servers are on this machine. Tensors
+are broadcast in the order of the manifest, with gloo between CPUs and NCCL between GPUs. The thread of a broadcast is
+abandoned if a server never answers. Each update has a new group, because servers may come and go. Not here: requests to
+servers (`inference.servers.sglang_wire`), and whether the weights have arrived (`sync`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rollouts.inference.servers.dialect import GroupPlace, TakesGroup
 
 JOIN_SECONDS = 120.0
 LEAVE_SECONDS = 30.0
-LOOK_SECONDS = 1.0  # how often it is seen whether one that is waited for is still there
+LOOK_SECONDS = 1.0  # how often to check that servers are still alive
 
 
 async def send_over_group(
@@ -38,10 +38,10 @@ async def send_over_group(
     join_seconds: float = JOIN_SECONDS,
     send_seconds: float | None = None,
 ) -> None:
-    """Give all these engines the tensors of `update.manifest`, at once. With a `device` of cuda they go over NCCL.
-    `send_seconds` None: as long as the most patient of them says that loading may take (`load_seconds`).
+    """Send the tensors of `update.manifest` to all these engines at once. On a cuda `device`, with NCCL.
 
-    Raises InferenceError; the engines' weights are neither the old nor the new ones then.
+    `send_seconds` None: the longest `load_seconds` of the engines. Raises InferenceError; the engines' weights are then
+    undefined.
     """
     members = [member for engine in engines for member in members_of(engine)]
     takers = [member for member in members if isinstance(member, TakesGroup)]
@@ -64,7 +64,7 @@ async def send_over_group(
 
     async def broadcast() -> None:
         for member, event in zip(takers, received, strict=True):
-            while not event.is_set():  # it may have to finish what it works on
+            while not event.is_set():  # the server may have to finish other work
                 with trio.move_on_after(LOOK_SECONDS):
                     await event.wait()
                 if not event.is_set() and not any(member in members_of(engine) for engine in engines):
@@ -83,19 +83,19 @@ async def send_over_group(
     finally:
         with trio.move_on_after(LEAVE_SECONDS, shield=True):
             for member in takers:
-                # It may be dead, which others say; a group of its own name harms nobody.
+                # It may be dead, which other checks report. An abandoned group has a unique name and does no harm.
                 with contextlib.suppress(InferenceError):
                     await member.leave_group()
 
 
 async def _together(tasks: Sequence[Callable[[], Awaitable[None]]], what: str) -> None:
-    """Run all of them; the first that fails ends the others. Raises InferenceError."""
+    """Run all of them. The first failure cancels the others. Raises InferenceError."""
     failed: list[Exception] = []
 
     async def run(task: Callable[[], Awaitable[None]]) -> None:
         try:
             await task()
-        except Exception as error:  # raised again below: alone, not in a group
+        except Exception as error:  # raised below, outside the exception group
             failed.append(error)
             nursery.cancel_scope.cancel()
 
@@ -104,29 +104,29 @@ async def _together(tasks: Sequence[Callable[[], Awaitable[None]]], what: str) -
             nursery.start_soon(run, task)
     if not failed:
         return
-    # A rank that leaves is an error for the others too: what a server says of itself says more.
+    # If a rank leaves, all others fail too. A server's own error is the most helpful.
     first = next((each for each in failed if isinstance(each, InferenceError)), failed[0])
-    if isinstance(first, RuntimeError | OSError | TimeoutError | trio.TooSlowError):  # torch has no errors of its own
+    if isinstance(first, RuntimeError | OSError | TimeoutError | trio.TooSlowError):  # torch has no class of its own
         words = (str(first).strip().splitlines() or ["it took too long"])[0]
         raise InferenceError(f"{what}: {words}; see the servers' logs", is_transient=False) from first
     raise first
 
 
 async def _in_thread(function: Callable[..., Any], *args: Any, seconds: float) -> Any:
-    """As `trio.to_thread.run_sync`, with a deadline after which the thread is left behind. Raises TooSlowError."""
-    with trio.fail_after(seconds + 5.0):  # torch's own deadline comes first, and says more
+    """Like `trio.to_thread.run_sync`, with a deadline, after which the thread is abandoned. Raises TooSlowError."""
+    with trio.fail_after(seconds + 5.0):  # torch's own deadline is earlier, and its error is more helpful
         return await trio.to_thread.run_sync(function, *args, abandon_on_cancel=True)
 
 
 def _own_address(urls: Sequence[str]) -> str:
-    """The address of this machine by which the servers reach it: loopback where all of them are here."""
+    """The address by which the servers reach this machine; loopback if all of them are on it."""
     hosts = [urlsplit(url).hostname or "127.0.0.1" for url in urls]
     far = next((host for host in hosts if host not in ("127.0.0.1", "localhost", "::1")), None)
     if far is None:
         return "127.0.0.1"
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((far, 9))  # nothing is sent: the kernel only chooses the way
+            probe.connect((far, 9))  # sends nothing; the kernel chooses a route
             return str(probe.getsockname()[0])
     except OSError as error:
         raise InferenceError(f"{far} cannot be reached from here: {error.strerror or error}") from error
@@ -136,18 +136,18 @@ def _own_address(urls: Sequence[str]) -> str:
 
 
 def _open_store(address: str, world_size: int, seconds: float) -> Any:
-    """torch's store at which the ranks meet; `port` is its."""
+    """The torch store at which the ranks meet, and its `port`."""
     import torch
 
-    distributed: Any = torch.distributed  # its stubs name few of its classes
-    listener = socket.create_server((address, 0))  # this address only, and whatever port is free
+    distributed: Any = torch.distributed  # its type stubs lack these classes
+    listener = socket.create_server((address, 0))  # this address only, with a free port
     port, timeout = listener.getsockname()[1], timedelta(seconds=seconds)
     settings = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
     return distributed.TCPStore(address, port, world_size, timeout=timeout, **settings)
 
 
 def _join(store: Any, place: GroupPlace, device: str, seconds: float, send_seconds: float) -> Any:
-    """Rank 0 of the group; waits for all. Servers join by torch's own helper, which puts these prefixes before keys."""
+    """Join the group as rank 0, and wait for all. Servers join by a helper of torch, which uses these key prefixes."""
     import torch
 
     distributed: Any = torch.distributed
@@ -158,7 +158,7 @@ def _join(store: Any, place: GroupPlace, device: str, seconds: float, send_secon
         return distributed.ProcessGroupGloo(store, 0, place.world_size, timedelta(seconds=seconds))
     torch.cuda.set_device(device)
     options = distributed.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=seconds + send_seconds)  # of each broadcast too
+    options._timeout = timedelta(seconds=seconds + send_seconds)  # also applies to each broadcast
     return distributed.ProcessGroupNCCL(store, 0, place.world_size, options)
 
 

@@ -1,8 +1,8 @@
-"""The proof that an engine serves the trainer's weights: both must give the same numbers for the same tokens.
+"""Tests that an engine serves the trainer's weights: both must compute the same numbers for the same tokens.
 
-Two computations of the same weights agree within rounding, whatever the engine. Where they do not, the numbers often
-say why: they are those of an earlier version, or those of the new weights with one tensor of the old ones. Left out:
-how weights are sent, and when engines are probed (`sync`).
+Two computations with the same weights agree up to rounding, in any engine. If they differ, the numbers often show why:
+they are those of an earlier version, or of the new weights with one old tensor. Not here: how weights are sent, and
+when engines are tested (`sync`).
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ E = TypeVar("E")
 T = TypeVar("T")
 
 SCORED_TOKENS = 128
-PROMPT_TOKENS = 160  # fills a block of every server's cache: the largest holds 128
+PROMPT_TOKENS = 160  # fills a block of every server's cache; the largest has 128 tokens
 SAMPLED_TOKENS = 12
-TOLERANCE = 1e-3  # nats a token, of float32 and wider, of engines that compute as the trainer does
-TOLERANCE_SERVER = 1e-4  # of servers in float32: seen are 7e-6
-TOLERANCE_HALF = 5e-2  # of weights of 16 bits and fewer
-NOISE_SHARE = 0.1  # of the tolerance: what two computations of the same weights differ by
-MOVED_NOISES = 20.0  # a trainer that moved so many times the noise is seen to have moved
+TOLERANCE = 1e-3  # nats per token, in float32 and float64, for engines that compute like the trainer
+TOLERANCE_SERVER = 1e-4  # for servers in float32; measured: 7e-6
+TOLERANCE_HALF = 5e-2  # for weights of 16 bits or fewer
+NOISE_SHARE = 0.1  # fraction of the tolerance by which two computations with the same weights differ
+MOVED_NOISES = 20.0  # a trainer whose numbers moved by this many times the noise has moved
 FIND_SECONDS = 60.0
-COPY_TOKENS = 32  # that engines in this process score
+COPY_TOKENS = 32  # the length of the sequence for engines in this process
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
 
 class Sequences(NamedTuple):
-    """Fixed ids, all over the vocabulary: what engines score, what they continue, and a prompt for those that want
-    another than before; at most `sampled` ids are asked for.
+    """Fixed token ids from the whole vocabulary: to score, to continue, and as a prompt for engines that need a new
+    one. At most `sampled` ids are sampled.
     """
 
     scored: list[int]
@@ -51,7 +51,7 @@ class Sequences(NamedTuple):
 
 
 class Apart(NamedTuple):
-    """Where two computations differ most: the token's place, both numbers, how far apart, how far they may be."""
+    """The largest difference between two computations: the token's place, both numbers, and the allowed difference."""
 
     place: int
     ours: float
@@ -61,11 +61,11 @@ class Apart(NamedTuple):
 
     @property
     def agrees(self) -> bool:
-        """A NaN is no agreement."""
+        """Whether the difference is allowed. NaN never is."""
         return self.apart <= self.allowed
 
     def words(self, what: str) -> str:
-        """`what` is the sequence, for a person."""
+        """Describe it; `what` is the name of the sequence."""
         return (
             f"token {self.place} of {what} has the log-probability {self.theirs:.6g} there and {self.ours:.6g} in the "
             f"trainer, {self.apart:.2g} apart (at most {self.allowed:g})"
@@ -73,18 +73,18 @@ class Apart(NamedTuple):
 
 
 def probe_sequences(context_tokens: int, vocabulary_size: int) -> Sequences:
-    """The sequences for engines with contexts so long and so many ids."""
+    """Make the sequences for engines with this context length and number of ids."""
     assert context_tokens >= 4 and vocabulary_size >= 1, (context_tokens, vocabulary_size)
     sampled = min(SAMPLED_TOKENS, context_tokens // 4)
     prompt = min(PROMPT_TOKENS, context_tokens - sampled - 1)
     scored = min(SCORED_TOKENS, context_tokens - 1)
-    # The last ids of a vocabulary are often placeholders, which some servers do not take.
+    # The last ids of a vocabulary are often placeholders, which some servers refuse.
     ids = max(1, vocabulary_size - vocabulary_size // 8)
     return Sequences(_spread(scored, ids, 1), _spread(prompt, ids, 2), _spread(prompt, ids, 3), sampled)
 
 
 def _spread(length: int, ids: int, seed: int) -> list[int]:
-    """Ids as random as they have to be, the same everywhere (a generator of Lehmer's)."""
+    """Pseudo-random ids, the same on every machine (a Lehmer generator)."""
     state, found = 48271 * seed, []
     for _ in range(length):
         state = state * 48271 % 2147483647
@@ -93,8 +93,10 @@ def _spread(length: int, ids: int, seed: int) -> list[int]:
 
 
 def parity_tolerance(weights: Mapping[str, Any], compute_dtype: str = "", *, full: float = TOLERANCE) -> float:
-    """How far apart, in nats a token, two computations with weights of these types may be; `compute_dtype` is what
-    layers compute in, where that is not the type of the weights; `full` is the bound of float32.
+    """The allowed difference in nats per token between two computations with weights of these types.
+
+    `compute_dtype` is that of the layers' computations, if it differs from the weights. `full` is the limit for
+    float32.
     """
     if compute_dtype in ("bfloat16", "float16"):
         return TOLERANCE_HALF
@@ -103,19 +105,19 @@ def parity_tolerance(weights: Mapping[str, Any], compute_dtype: str = "", *, ful
 
 
 async def trainer_logprobs(backend: TrainingBackend, tokens: list[int], temperature: float = 1.0) -> list[float]:
-    """The trainer's logprob of each token [L], the first 0.0."""
+    """The trainer's logprob of each token [L]; 0.0 for the first."""
     zeros = [0.0] * len(tokens)
     row = Row(tokens, [*zeros], [*zeros], [*zeros], [*zeros], 0, 0)
     batch = TrainBatch([row], denominator=1.0, rewards=[0.0], step=0, temperature=temperature)
     output = await backend.forward(batch, ("logprobs",))
-    assert output.logprobs is not None, "logprobs were asked for"
+    assert output.logprobs is not None, "logprobs were requested"
     return output.logprobs[0]
 
 
 def furthest_apart(ours: Sequence[float], theirs: Sequence[float], tolerance: float, *, first: int = 1) -> Apart:
-    """Where they differ most, from place `first` on."""
+    """The largest difference from place `first` on."""
     assert len(ours) == len(theirs) > first, f"{len(ours)=} {len(theirs)=} {first=}"
-    # In 16 bits the logarithm of a small probability is as inexact as it is large.
+    # In 16 bits, the error of the logarithm of a small probability is proportional to its size.
     is_half = tolerance >= TOLERANCE_HALF
     scales = [max(1.0, abs(value)) if is_half else 1.0 for value in ours]
     apart = [abs(one - other) for one, other in zip(ours, theirs, strict=True)]
@@ -124,16 +126,18 @@ def furthest_apart(ours: Sequence[float], theirs: Sequence[float], tolerance: fl
 
 
 def agree(ours: Sequence[float], theirs: Sequence[float], tolerance: float) -> bool:
-    """Whether no token is too far apart."""
+    """Whether all tokens agree."""
     return furthest_apart(ours, theirs, tolerance).agrees
 
 
 def has_not_moved(
     ours: tuple[Sequence[float], Sequence[float]], theirs: tuple[Sequence[float], Sequence[float]], tolerance: float
 ) -> bool:
-    """Of (before, after) of the trainer and of an engine that agreed before: whether the trainer moved more than noise,
-    and the engine not along with it. Sees steps that are smaller than the tolerance, since it looks at all tokens; in
-    16 bits, where noise is as large as they are, only an engine whose numbers are the same to the last bit.
+    """Whether the trainer's numbers moved by more than noise, and the engine's did not move with them.
+
+    Each pair is (before, after); they agreed before. All tokens count together, so this also detects steps smaller than
+    the tolerance. In 16 bits, where noise is as large as such steps, it only detects an engine whose numbers are
+    exactly the same as before.
     """
     trainer = [after - before for before, after in zip(*ours, strict=True)]
     squared = sum(step * step for step in trainer)
@@ -143,15 +147,17 @@ def has_not_moved(
         return list(theirs[0]) == list(theirs[1])
     engine = [after - before for before, after in zip(*theirs, strict=True)]
     along = sum(one * other for one, other in zip(trainer, engine, strict=True)) / squared
-    return not along > 0.5  # 1 where it moved as the trainer did
+    return not along > 0.5  # 1 if it moved like the trainer
 
 
-# --- the proof --------------------------------------------------------------------------------------------------------
+# --- the test ---------------------------------------------------------------------------------------------------------
 
 
 class Memory(NamedTuple):
-    """What the next sync compares with: the trainer's `numbers` for `tokens` by version, and of each kind the last
-    weights where they lie in no folder, or else a folder with them.
+    """What the next sync compares with.
+
+    `numbers` are the trainer's logprobs of `tokens`, by version. `weights` are the last weights of each kind, unless
+    they are in one of the `folders`.
     """
 
     tokens: Sequence[int] = ()
@@ -161,14 +167,15 @@ class Memory(NamedTuple):
 
     @property
     def version(self) -> int:
-        """That servers were last seen to serve; -1 before the first sync."""
+        """The last version that servers were seen to serve; -1 before the first sync."""
         return next(reversed([*self.numbers]), -1)
 
 
 @dataclasses.dataclass
 class Proof:
-    """One sync, as its servers are held to it: the `weights` by kind, and the trainer's `numbers` for the scored
-    sequence. `known` are the numbers of earlier versions for it; `before` is what each server scored before the update,
+    """The test of one sync: the `weights` by kind, and the trainer's `numbers` for the scored sequence.
+
+    `known` are the numbers of earlier versions for that sequence. `before` are each server's numbers before the update,
     by its repr.
     """
 
@@ -186,8 +193,8 @@ class Proof:
         self.before: dict[str, list[float]] = {}
 
     async def look_before(self, servers: Sequence[InferenceBackend]) -> None:
-        """What each server gives before the update, to compare with; and the prompt is in its cache then, if it keeps
-        one: a cache that outlives the old weights is seen.
+        """Score with each server before the update, for comparison. This also puts the prompt into a server's cache, so
+        that a cache that is not flushed is detected.
         """
 
         async def look(member: InferenceBackend) -> None:
@@ -195,13 +202,13 @@ class Proof:
             await member.generate(GenerateRequest(self.sequences.prompt, 1, (), 0))
 
         for each in await gather(look, [member for engine in servers for member in members_of(engine)]):
-            # Whether it can serve is for the update to say: it may be a server that has just been started again.
+            # The update will show whether a server works; it may have just been restarted.
             if isinstance(each, Exception) and not isinstance(each, InferenceError):
                 raise each
 
     async def prove(self, engine: InferenceBackend) -> list[float]:
-        """How far each server of an engine is from the trainer. Raises InferenceError where one does not serve the
-        weights. One that dies meanwhile, while others of its pool live, is left to the pool.
+        """The difference between each server of an engine and the trainer. Raises InferenceError if a server does not
+        serve the weights. If a server of a pool dies while others live, the pool handles it.
         """
         members = members_of(engine)
         found = []
@@ -212,7 +219,7 @@ class Proof:
             if not isinstance(each, HTTPFailure):
                 raise each
             if engine.capabilities.is_pool:
-                await engine.health()  # a pool asks each of its servers, and leaves out those that are dead
+                await engine.health()  # a pool checks each of its servers, and leaves out dead ones
             if member in members_of(engine):
                 given = f"{label_of(member)} was given the weights of version {self.version}"
                 raise InferenceError(f"{given}, and cannot be asked whether it serves them: {each}") from each
@@ -251,7 +258,7 @@ class Proof:
     async def _sample(
         self, member: InferenceBackend, prompt: list[int], temperature: float
     ) -> tuple[Generation, Apart]:
-        """A reply, and where its log-probabilities are furthest from the trainer's."""
+        """Sample a reply. Returns it with the largest difference of its log-probabilities from the trainer's."""
         request = GenerateRequest(prompt, self.sequences.sampled, (), self.version, temperature=temperature)
         reply = await member.generate(request)
         if not reply.tokens:
@@ -263,7 +270,7 @@ class Proof:
         return furthest_apart(ours[len(prompt) :], reply.logprobs, self.tolerance, first=0)
 
     async def _diagnose(self, member: InferenceBackend, scored: list[float]) -> str:
-        """What wrong scores look like."""
+        """Guess the cause of wrong scores."""
         if any(map(math.isnan, scored)):
             return "some of its numbers are NaN: it has weights that nothing was written into"
         kind, last = member.capabilities.weights_kind, self.memory.version
@@ -291,16 +298,16 @@ class Proof:
         )
 
     async def _find_tensors(self, kind: Kind, theirs: Sequence[float]) -> list[str]:
-        """The tensors that an engine seems to have kept from the version before: with one of them (and those tied to
-        it) put back, the trainer gives the engine's numbers. Empty where none does, or it cannot be found out in a
-        minute. The trainer's weights are tried out and put back; they are whole in the end.
+        """The tensors that an engine seems to have kept from the version before: if one of them (with those tied to it)
+        is put back, the trainer computes the engine's numbers. Empty if there is none, or if the search takes more than
+        a minute. The search changes the trainer's weights, and restores them.
         """
         new = self.weights[kind]
         found: list[tuple[float, str]] = []
         try:
-            old, changed = await trio.to_thread.run_sync(self._changed, kind)  # checksums of all weights take a while
+            old, changed = await trio.to_thread.run_sync(self._changed, kind)  # checksums of all weights take time
         except ConfigError:
-            return []  # the folder of the last weights cannot be read any more: what the engine does is the error
+            return []  # the folder of the last weights is unreadable; the engine's error is more important
         if not changed:
             return []
         try:
@@ -312,15 +319,15 @@ class Proof:
                     if apart.agrees:
                         found.append((apart.apart, names[0]))
         except TrainingError:
-            return []  # it trains an adapter, and these are its merged weights: nothing was loaded
+            return []  # the trainer has an adapter, and these are merged weights: nothing was loaded
         finally:
             with trio.CancelScope(shield=True), contextlib.suppress(TrainingError):  # as above: they were never taken
                 await self.backend.load_weights(dict(new))
         return [name for _, name in sorted(found)]
 
     def _changed(self, kind: Kind) -> tuple[Mapping[str, Any], list[list[str]]]:
-        """The last weights, and the names of those that have changed, those that are tied (equal before and after)
-        together: none where the last weights are not known, or were those of another model.
+        """The last weights, and the names of those that have changed; tied ones (equal before and after) are together.
+        Empty if the last weights are unknown, or of another model.
         """
         new, path = self.weights[kind], self.memory.folders.get(kind)
         old = dict(read_tensors(path) if path else self.memory.weights.get(kind, {}))
@@ -336,7 +343,7 @@ class Proof:
         return old, list(groups.values())
 
     async def _diagnose_sampling(self, member: InferenceBackend, reply: Generation, temperature: float) -> str:
-        """What wrong log-probabilities of sampled tokens look like, where scores are right."""
+        """Guess the cause of wrong log-probabilities of sampled tokens, if the scores are right."""
         if temperature != 1.0 and (await self._apart(self.sequences.prompt, reply, 1.0)).agrees:
             return (
                 "they are those of temperature 1: start the server so that it gives the log-probabilities of what "
@@ -353,8 +360,8 @@ class Proof:
 
 
 async def probe_parity(backend: TrainingBackend, engine: InferenceBackend, tolerance: float = TOLERANCE) -> float:
-    """How far engine and trainer are apart, at most, in the log-probability (temperature 1) of a token of one fixed
-    sequence, in nats. Raises InferenceError, with both numbers, where that is more than `tolerance`.
+    """The largest difference between engine and trainer in the log-probability (temperature 1) of a token of one fixed
+    sequence, in nats. Raises InferenceError, with both numbers, if it is above `tolerance`.
     """
     length = min(COPY_TOKENS, engine.context_tokens_max)
     tokens = [index % (engine.vocabulary_size or COPY_TOKENS) for index in range(length)]
@@ -372,19 +379,19 @@ def _not_served(engine: InferenceBackend, version: int, what: str) -> InferenceE
 
 
 def label_of(engine: InferenceBackend) -> str:
-    """How an error names an engine: by its repr, or by its class where that would be an address in memory."""
+    """An engine's name in errors: its repr, or its class if the repr is an address in memory."""
     has_own = type(engine).__repr__ is not object.__repr__
     return repr(engine) if has_own else f"the engine ({type(engine).__name__})"
 
 
 async def gather(ask: Callable[[E], Awaitable[T]], asked: Sequence[E]) -> list[T | Exception]:
-    """What each gave or raised, all of them asked at once."""
+    """Call all of them at once. Returns each result or exception."""
     found: dict[int, T | Exception] = {}
 
     async def attempt(index: int) -> None:
         try:
             found[index] = await ask(asked[index])
-        except Exception as error:  # it ends no other
+        except Exception as error:  # must not cancel the others
             found[index] = error
 
     async with trio.open_nursery() as nursery:

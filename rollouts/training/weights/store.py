@@ -1,13 +1,13 @@
-"""The checkpoints of a run as folders on the disk: written whole, checked, found, kept and removed.
+"""The checkpoints of a run as folders: written completely, checked, found and removed.
 
     with new_checkpoint("checkpoints/step_000010") as folder:   # an empty folder beside that name
-        ...                                                     # weights and tensors are written into it
-        finish_checkpoint(folder, kind="full", ..., state={})   # state.json and manifest.json
-                                                                # leaving the block: the rename
+        ...                                                     # write weights and tensors into it
+        finish_checkpoint(folder, kind="full", ..., state={})   # writes state.json and manifest.json
+                                                                # the end of the block renames it
 
-A folder is a whole checkpoint if it has its manifest: format, kind, model, size and crc32 of every file. Every refusal
-is a sentence with what to type instead. Left out: what is in the files (`checkpoint`, `files`). Nothing here needs
-torch, so that a run can be looked at without it.
+A folder with a manifest is a complete checkpoint. The manifest has the format, kind, model, size and crc32 of every
+file. Every error says what to type instead. Not here: the files (`checkpoint`, `files`). This module works without
+torch.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class _Manifest(msgspec.Struct):
 
 @contextlib.contextmanager
 def new_checkpoint(path: str | Path) -> Iterator[Path]:
-    """An empty folder to write a checkpoint into, `finish_checkpoint` at the end; it then gets the name `path`. An
-    older checkpoint of that name goes away once the new one has it. Raises CheckpointError.
+    """Make an empty folder for a checkpoint. Call `finish_checkpoint` at the end of the block; it is then renamed to
+    `path`, and replaces an older checkpoint of that name.
 
-    Where the block raises, nothing of the new one stays, and what was under the name is there still.
+    If the block raises, the folder is removed, and an older checkpoint stays. Raises CheckpointError.
     """
     try:
         with new_folder(Path(path)) as folder:
@@ -69,8 +69,8 @@ def new_checkpoint(path: str | Path) -> Iterator[Path]:
 def finish_checkpoint(
     folder: Path, *, kind: str, fingerprint: str, version: int, world_size: int, state: dict[str, Any]
 ) -> None:
-    """Write `state` and the manifest of all that is in the folder. `state` is plain data as JSON has it: keys are text,
-    and a tuple comes back as a list. Raises CheckpointError, OSError.
+    """Write `state`, and the manifest of all files in the folder. `state` is plain data, as in JSON: keys are text, and
+    a tuple becomes a list. Raises CheckpointError, OSError.
     """
     try:
         text = json.dumps(state)
@@ -88,7 +88,7 @@ def finish_checkpoint(
 
 
 def manifest_crc(manifest: dict[str, Any]) -> str:
-    """The manifest's own crc32: of all of it but this."""
+    """The crc32 of the manifest without this field."""
     rest = {key: value for key, value in manifest.items() if key != "crc32"}
     return f"{zlib.crc32(json.dumps(rest, sort_keys=True).encode()):08x}"
 
@@ -96,7 +96,7 @@ def manifest_crc(manifest: dict[str, Any]) -> str:
 def cannot_write(path: str | Path, error: BaseException, *, where: str = "") -> CheckpointError:
     """The error for a checkpoint that cannot be written. `path` may be the folder of `new_checkpoint`."""
     reason = getattr(error, "strerror", None) or first_line(error)
-    # Errors of Rust have no number, and name the cause in words.
+    # Errors of Rust libraries have no number, and describe the cause in words.
     is_full = getattr(error, "errno", None) in _FULL_DISK or any(os.strerror(n) in str(error) for n in _FULL_DISK)
     hint = "free some space, or keep fewer (--keep-checkpoints)" if is_full else "see who may write there"
     what = f"the checkpoint {_visible(Path(path))} cannot be written{where}: {reason}"
@@ -104,13 +104,13 @@ def cannot_write(path: str | Path, error: BaseException, *, where: str = "") -> 
 
 
 def _visible(path: Path) -> Path:
-    """What a folder of `new_checkpoint` is going to be called."""
+    """The final path for a folder of `new_checkpoint`."""
     hidden = HIDDEN_NAME.fullmatch(path.name)
     return path.with_name(hidden["name"]) if hidden else path
 
 
 def crc32_of(data: BinaryIO, size: int) -> int:
-    """Of the next `size` bytes, read in pieces. Raises OSError, also where there are fewer."""
+    """Read the next `size` bytes in pieces. Raises OSError, also if there are fewer."""
     crc = 0
     while size:
         chunk = data.read(min(size, _CHUNK_BYTES))
@@ -130,8 +130,10 @@ def _describe(file: Path) -> _File:
 
 
 def check_folder(path: str | Path, *, kind: str | None = None, fingerprint: str | None = None) -> None:
-    """Refuse a folder that is not there, no checkpoint or of another format (ConfigError), unfinished or damaged
-    (DamagedCheckpointError), or of another kind or model than the given one (ModelError). Every byte is read.
+    """Check a checkpoint, and every byte of it.
+
+    Raises ConfigError if it does not exist, or is not a checkpoint of this format; DamagedCheckpointError if it is
+    unfinished or damaged; ModelError if it has another kind or model than given.
     """
     manifest = _read_manifest(Path(path))
     if kind is not None and manifest.kind != kind:
@@ -147,7 +149,7 @@ def check_folder(path: str | Path, *, kind: str | None = None, fingerprint: str 
 
 
 def read_state(path: str | Path) -> dict[str, Any]:
-    """What `finish_checkpoint` was given as `state`. Raises DamagedCheckpointError."""
+    """The `state` of `finish_checkpoint`. Raises DamagedCheckpointError."""
     try:
         state = json.loads((Path(path) / STATE).read_text(encoding="utf-8"))
         if not isinstance(state, dict):
@@ -158,7 +160,7 @@ def read_state(path: str | Path) -> dict[str, Any]:
 
 
 def damaged(path: str | Path, what: str) -> DamagedCheckpointError:
-    """The error for a checkpoint that cannot be used: `what` is wrong, and what to type instead."""
+    """The error for an unusable checkpoint: `what` is wrong, and which one to use instead."""
     own = step_of(Path(path)) or 0
     before = [each for each in complete_checkpoints(Path(path).parent) if (step_of(each) or 0) < own]
     such = f", such as {before[-1]}" if before else ""
@@ -166,7 +168,7 @@ def damaged(path: str | Path, what: str) -> DamagedCheckpointError:
 
 
 def _damage(file: Path, wanted: _File) -> str:
-    """What is wrong with the file, if anything."""
+    """Describe what is wrong with a file; empty if nothing is."""
     if not file.is_file():
         return "is missing"
     try:
@@ -179,7 +181,7 @@ def _damage(file: Path, wanted: _File) -> str:
 
 
 def _read_manifest(folder: Path) -> _Manifest:
-    """Raises ConfigError for whatever is no finished checkpoint of this format."""
+    """Raise ConfigError if a folder is not a finished checkpoint of this format."""
     if not folder.is_dir():
         what = f"the checkpoint {folder} is a file" if folder.exists() else f"there is no checkpoint {folder}"
         raise ConfigError(f"{what}; {_OF_A_RUN}")
@@ -191,7 +193,7 @@ def _read_manifest(folder: Path) -> _Manifest:
     except (OSError, ValueError) as error:
         raise damaged(folder, f"{unreadable}: {error}") from error
     if not isinstance(found, dict) or not {"format", "files"} & set(found):
-        raise _no_checkpoint(folder)  # a run's folder has a manifest.json too, another one
+        raise _no_checkpoint(folder)  # a run's folder has a manifest.json too, but of another kind
     number = found.get("format")
     if not isinstance(number, int):
         raise damaged(folder, f"{unreadable}: its format is {number!r}")
@@ -227,22 +229,22 @@ def _other_format(folder: Path, number: int, kind: Any) -> ConfigError:
     age, hint = "a newer", "type `pip install --upgrade rollouts-rl`"
     if number < FORMAT:
         begin = f", or type --model {folder} to begin a new run from its weights" if kind == "full" else ""
-        age, hint = "an older", f"go on with the version that wrote it (0.1.0){begin}"
+        age, hint = "an older", f"continue with the version that wrote it (0.1.0){begin}"
     written = f"the checkpoint {folder} was written by {age} rollouts"
     return ConfigError(f"{written} (format {number}, this one reads {FORMAT}); {hint}")
 
 
-# --- those of a run ---------------------------------------------------------------------------------------------------
+# --- all checkpoints of a run -----------------------------------------------------------------------------------------
 
 
 def step_of(path: Path) -> int | None:
-    """The number in `step_000010`; None for another name."""
+    """The number in `step_000010`; None for other names."""
     head, _, digits = path.name.partition("step_")
     return int(digits) if not head and digits.isdecimal() else None
 
 
 def all_checkpoints(folder: Path) -> list[Path]:
-    """The `step_*` folders of a run's `checkpoints/`, by number, the newest last; whole or not."""
+    """The `step_*` folders of a run's `checkpoints/`, complete or not, sorted by number."""
     if not folder.is_dir():
         return []
     found = [each for each in folder.iterdir() if step_of(each) is not None and each.is_dir()]
@@ -250,18 +252,18 @@ def all_checkpoints(folder: Path) -> list[Path]:
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Those of `all_checkpoints` that have their manifest."""
+    """Those of `all_checkpoints` with a manifest."""
     return [each for each in all_checkpoints(folder) if (each / MANIFEST).is_file()]
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """The newest whole one of a run's `checkpoints/`, if there is any."""
+    """The newest complete checkpoint of a run's `checkpoints/`, or None."""
     return next(reversed(complete_checkpoints(folder)), None)
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The same; raises DamagedCheckpointError where a newer one has no manifest: a checkpoint gets its name once it is
-    whole, so something has been lost.
+    """Like `latest_checkpoint`, but raises DamagedCheckpointError if a newer one has no manifest. Such a checkpoint was
+    complete once, because it only got its name then.
     """
     found = all_checkpoints(folder)
     if found and not (found[-1] / MANIFEST).is_file():
@@ -270,10 +272,10 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def prune_checkpoints(folder: Path, keep: int) -> list[Path]:
-    """Remove all but the last `keep` and the best one; gives what was removed. `keep` 0 keeps all.
+    """Remove all checkpoints but the last `keep` and the best one. Returns those that were removed. 0 keeps all.
 
-    The best one has the best metric in its state, among those with a metric of the name of the newest such; of equals
-    it is the newest. Raises CheckpointError where one cannot be removed.
+    The best one has the highest metric in its state. Only metrics with the name of the newest metric are compared; of
+    equal ones, the newest is the best. Raises CheckpointError if one cannot be removed.
     """
     found = complete_checkpoints(folder)
     if keep <= 0 or len(found) <= keep:
@@ -288,7 +290,7 @@ def prune_checkpoints(folder: Path, keep: int) -> list[Path]:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove it; a kill leaves it whole, or under a hidden name. Raises CheckpointError."""
+    """Remove a checkpoint. After a kill it is complete, or has a hidden name. Raises CheckpointError."""
     try:
         remove_folder(path)
     except OSError as error:
@@ -297,11 +299,11 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed processes left in a run's `checkpoints/`. A kill in the middle of replacing a checkpoint may
-    have left only the old one, under a hidden name: it gets its name back.
+    """Remove the remains of killed processes from a run's `checkpoints/`. If a process was killed while it replaced a
+    checkpoint, only the old one may be left, under a hidden name; then it gets its name back.
 
-    What a living process writes stays. To be called before this process writes: what bears its number was left by an
-    earlier process of the same number, as they are common in containers. Raises CheckpointError.
+    Files of running processes stay. Call this before this process writes anything: files with its process id are then
+    those of an earlier process with the same id, which is common in containers. Raises CheckpointError.
     """
     if not folder.is_dir():
         return
@@ -320,19 +322,19 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _metric(path: Path) -> tuple[str, float] | None:
-    """The metric's name, and its value with the sign that makes more better."""
+    """The name of a checkpoint's metric, and its value with the sign with which higher is better."""
     try:
         metric = read_state(path)["run"]["metric"]
         value = float(metric["value"])
         signed = value if metric["higher_is_better"] else -value
         return (str(metric["name"]), signed) if math.isfinite(value) else None
     except (ConfigError, KeyError, TypeError, ValueError):
-        return None  # no metric, or a state that cannot be read: neither can be the best
+        return None  # it has no metric, or an unreadable state, so it cannot be the best
 
 
 def _is_alive(pid: int) -> bool:
     if os.name == "nt" or pid == os.getpid():
-        return pid != os.getpid()  # asking would end it on Windows
+        return pid != os.getpid()  # on Windows, the check would end the process
     try:
         os.kill(pid, 0)
     except (OSError, OverflowError) as error:

@@ -1,21 +1,21 @@
-"""New weights for the engines, and the proof that they arrived.
+"""Sends new weights to the engines, and tests that they arrived.
 
     metrics = await sync_weights(backend, engines)               once
-    syncing = WeightSyncManager(engines, temperature=0.7)        again and again: it also sees what did not move
+    syncing = WeightSyncManager(engines, temperature=0.7)        repeatedly: it also detects engines that did not move
     metrics = await syncing.sync(backend)
 
-An engine that samples with the trainer's own parameters is given the version only. One that holds weights of its own
-(`owns_weights`) is sent them: as tensors, as a folder that it loads, or over a process group. Each sync goes
-begin (what the tensors are) -> send -> commit -> probe: engine and trainer must give the same numbers for the same
-tokens, scored and sampled, before anything else is sampled. docs/weight-sync.md says it for users.
+An engine that uses the trainer's own parameters only gets the version. An engine with its own weights (`owns_weights`)
+gets them as tensors, as a folder, or over a process group. Each sync has four parts: begin (announce the tensors),
+send, commit, probe. In the probe, engine and trainer must compute the same numbers for the same tokens, scored and
+sampled, before anything else is sampled. See docs/weight-sync.md.
 
-For a loop that is written by hand with a checkpoint of its own there is a shorter way, without the proof. The folder is
-read whole before a server is asked, since some die of one that is not:
+For your own loop with your own checkpoints there is a shorter way, without the probe. It first reads the whole folder,
+because an incomplete one kills some servers:
 
     engines = [SGLangEngine(base_url="http://localhost:30000")]
     results = await sync_weights_to_engines(engines, "checkpoints/step_000010")
 
-Left out: how an engine takes weights in.
+Not here: how an engine loads weights.
 """
 
 from __future__ import annotations
@@ -37,16 +37,19 @@ from rollouts.inference.servers.vllm import VLLM
 from rollouts.training.types import TrainingBackend
 from rollouts.training.weights import files, groups, probe
 
-REMEMBERED = 8  # versions whose numbers are kept
-KEEP_BYTES_MAX = 2 * 2**30  # of weights that lie in no folder
+REMEMBERED = 8  # the numbers of this many versions are kept
+KEEP_BYTES_MAX = 2 * 2**30  # keep old weights in memory up to this size
 
 
 class WeightSyncManager:
-    """The engines of a run, and what is remembered from one sync to the next. `temperature` is the run's: what is
-    sampled is probed at it and at 1. `version` is what all engines were last seen to serve; -1 before the first sync.
+    """Syncs a run's engines, and remembers earlier syncs. `version` is the last version that all engines were seen to
+    serve; -1 before the first sync.
 
-    `tolerance` is how far, in nats, an engine's log-probability of a token may be from the trainer's; None is what
-    engines say (their own `tolerance`, where it is above 0), or else goes by the type of the weights.
+    Args:
+        engines: all engines of the run
+        temperature: of the run; sampled tokens are probed at it and at 1
+        tolerance: the allowed difference between an engine's and the trainer's log-probability of a token, in nats.
+            None: the engine's own `tolerance` if it is above 0, else one by the type of the weights
     """
 
     def __init__(
@@ -58,11 +61,11 @@ class WeightSyncManager:
         self._memory = probe.Memory()
 
     async def sync(self, backend: TrainingBackend) -> dict[str, float]:
-        """Make every engine serve the backend's weights; gives `sync/` metrics. Where the trainer's numbers have moved
-        since the last sync, the engines' must have too.
+        """Make every engine serve the backend's weights. Returns `sync/` metrics.
 
-        Raises InferenceError where an engine does not serve the weights, and says which engine, which versions, and
-        what it looks like. After an error the engines' weights are unknown.
+        If the trainer's numbers have moved since the last sync, the engines' numbers must have moved too. Raises
+        InferenceError if an engine does not serve the weights; it names the engine, the versions and a likely cause.
+        After an error, the engines' weights are unknown.
         """
         start, version = time.perf_counter(), backend.version
         owners = [engine for engine in self.engines if engine.capabilities.owns_weights]
@@ -73,7 +76,7 @@ class WeightSyncManager:
         if owners:
             servers = [engine for engine in owners if engine.capabilities.weights_as != "tensors"]
             proof, bound = await self._begin(backend, owners, servers)
-            sent = [await _prepare(proof, way, owners) for way in dict.fromkeys(map(_way_of, owners))]
+            sent = [await _prepare(proof, route, owners) for route in dict.fromkeys(map(_route_of, owners))]
             await proof.look_before(servers)
             sends = [send for each in sent for send in each.sends(backend.device)]
             labels, calls = zip(*sends, strict=True)
@@ -91,10 +94,8 @@ class WeightSyncManager:
     async def _begin(
         self, backend: TrainingBackend, owners: Sequence[InferenceBackend], servers: Sequence[InferenceBackend]
     ) -> tuple[probe.Proof, float]:
-        """The weights, and what the trainer makes of the fixed sequence with them; and the bound of engines that are
-        given tensors.
-        """
-        # All of it is asked for before any of it is awaited: nothing comes between the weights and their numbers.
+        """The weights, the trainer's numbers for the fixed sequence, and the tolerance for engines that get tensors."""
+        # Submit all of it before awaiting anything, so that no other work comes between the weights and their numbers.
         kinds = dict.fromkeys(engine.capabilities.weights_kind for engine in owners)
         wanted = {kind: backend.get_weights(kind) for kind in kinds}
         sequences, numbers = probe.Sequences([], [], [], 0), list[float]()
@@ -125,15 +126,15 @@ async def sync_weights(
     tolerance: float | None = None,
     temperature: float = 1.0,
 ) -> dict[str, float]:
-    """One `WeightSyncManager.sync`, with nothing to compare with."""
+    """A single sync by a new `WeightSyncManager`, without comparison with earlier syncs."""
     return await WeightSyncManager(engines, temperature=temperature, tolerance=tolerance).sync(backend)
 
 
 # --- sending ----------------------------------------------------------------------------------------------------------
 
 
-class _Way(NamedTuple):
-    """What is sent, how, and into which folder."""
+class _Route(NamedTuple):
+    """The kind of weights, how they are sent, and the folder."""
 
     kind: files.Kind
     form: Literal["tensors", "folder", "group"]
@@ -141,19 +142,17 @@ class _Way(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """What goes one way: the update that these engines are given, how much it moves, and the tensors that are
-    broadcast.
-    """
+    """Weights for the engines of one route: the update, its size, and the tensors that are broadcast."""
 
-    way: _Way
+    route: _Route
     engines: Sequence[InferenceBackend]
     update: WeightUpdate
     bytes: int
     tensors: Mapping[str, Any] = {}
 
     def sends(self, device: str) -> list[tuple[str, Callable[[], Awaitable[None]]]]:
-        """Whom to send to, in words, and the call that does it; engines that receive over a group do so together."""
-        if self.way.form != "group":
+        """Names of receivers, each with the call that sends to it. Engines that receive over a group share one call."""
+        if self.route.form != "group":
             return [
                 (probe.label_of(each), functools.partial(each.update_weights, self.update)) for each in self.engines
             ]
@@ -161,19 +160,19 @@ class _Sent(NamedTuple):
         return [(" and ".join(map(probe.label_of, self.engines)), send)]
 
 
-def _way_of(engine: InferenceBackend) -> _Way:
+def _route_of(engine: InferenceBackend) -> _Route:
     own = engine.capabilities
     folder = own.weights_folder if own.weights_as == "folder" else ""
-    assert folder or own.weights_as != "folder", f"{engine!r} wants a folder and does not say where"
-    return _Way(own.weights_kind, own.weights_as, folder)
+    assert folder or own.weights_as != "folder", f"{engine!r} needs a folder and has none"
+    return _Route(own.weights_kind, own.weights_as, folder)
 
 
-async def _prepare(proof: probe.Proof, way: _Way, owners: Sequence[InferenceBackend]) -> _Sent:
-    """The manifest, and where engines want a folder, the folder: written once for all of them, and read back."""
-    weights, engines = proof.weights[way.kind], [engine for engine in owners if _way_of(engine) == way]
-    if way.form == "tensors":
-        update = WeightUpdate(proof.version, way.kind, weights=weights)
-        return _Sent(way, engines, update, sum(each.nbytes for each in weights.values()))
+async def _prepare(proof: probe.Proof, route: _Route, owners: Sequence[InferenceBackend]) -> _Sent:
+    """Make the manifest. If engines need a folder, write it once for all of them, and check it."""
+    weights, engines = proof.weights[route.kind], [engine for engine in owners if _route_of(engine) == route]
+    if route.form == "tensors":
+        update = WeightUpdate(proof.version, route.kind, weights=weights)
+        return _Sent(route, engines, update, sum(each.nbytes for each in weights.values()))
     beside: files.ModelFiles | None = proof.backend.model_files
     if beside is None:
         name = f"the training backend {type(proof.backend).__name__}"
@@ -184,24 +183,24 @@ async def _prepare(proof: probe.Proof, way: _Way, owners: Sequence[InferenceBack
         )
 
     def make() -> _Sent:
-        tensors = files.file_tensors(weights, way.kind, beside.causal)
+        tensors = files.file_tensors(weights, route.kind, beside.causal)
         manifest = files.manifest_of(tensors)
         path = None
-        if way.form == "folder":
-            like = proof.memory.folders.get(way.kind)
-            path = str(files.write_folder(way.folder, proof.version, way.kind, weights, beside, like=like))
+        if route.form == "folder":
+            like = proof.memory.folders.get(route.kind)
+            path = str(files.write_folder(route.folder, proof.version, route.kind, weights, beside, like=like))
             files.check_folder(path, manifest, proof.version)
         scored = Probe(proof.sequences.scored, proof.numbers, proof.tolerance)
-        update = WeightUpdate(proof.version, way.kind, path, manifest=manifest, probe=scored)
+        update = WeightUpdate(proof.version, route.kind, path, manifest=manifest, probe=scored)
         size = sum(each.nbytes for each in tensors.values())
-        return _Sent(way, engines, update, size, tensors if way.form == "group" else {})
+        return _Sent(route, engines, update, size, tensors if route.form == "group" else {})
 
     return await trio.to_thread.run_sync(make)
 
 
 def _raise_first(task: str, labels: Sequence[str], results: Sequence[object], *, is_final: bool = False) -> None:
-    """Raise InferenceError for the first of these engines that failed at a task, and say how many of them did. An
-    error that is no InferenceError is raised as it is. `is_final`: the same cannot be tried again.
+    """Raise InferenceError for the first engine that failed at a task, with the number of failures. Other errors are
+    raised unchanged. `is_final`: the task cannot be retried.
     """
     failed = [(label, each) for label, each in zip(labels, results, strict=True) if isinstance(each, Exception)]
     for label, error in sorted(failed, key=lambda pair: isinstance(pair[1], InferenceError)):
@@ -213,15 +212,15 @@ def _raise_first(task: str, labels: Sequence[str], results: Sequence[object], *,
 
 
 def _remembered(proof: probe.Proof, sent: Sequence[_Sent]) -> probe.Memory:
-    """After a sync that succeeded; folders that no server needs any more are removed."""
+    """Remember a successful sync, and remove folders that no server needs."""
     versions = [version for version in proof.known if version != proof.version] + [proof.version]
-    # The first of an adapter is most often the model without it.
+    # The first weights of an adapter are usually those of the model without it.
     kept = dict.fromkeys(versions[:1] + versions[-REMEMBERED:])
     numbers = {version: {**proof.known, proof.version: proof.numbers}[version] for version in kept}
     weights, folders = {}, {}
     for (kind, form, folder), _, update, size, _ in sent:
         if update.path is not None:
-            # Replies under way may end with the adapter before, which a server may take up again from its folder.
+            # Unfinished replies may use the adapter before, which a server may load again from its folder.
             files.prune_folders(folder, {proof.version, proof.memory.version if kind == "adapter" else proof.version})
             folders[kind] = update.path
         elif form == "group" and size <= KEEP_BYTES_MAX:
@@ -233,16 +232,16 @@ def _remembered(proof: probe.Proof, sent: Sequence[_Sent]) -> probe.Memory:
 
 
 class InferenceEngine(Protocol):
-    """A server that loads checkpoints."""
+    """A server that can load checkpoints."""
 
     async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]:
-        """Serve the weights in a folder, as transformers writes them, from now on; gives the server's answer. Raises
-        InferenceError.
+        """Serve the weights of a folder, in the format of transformers, from now on. Returns the server's answer.
+        Raises InferenceError.
         """
 
 
 class _Server:
-    """A server at an address, which reads the folder itself: on another machine it needs the same disk."""
+    """A server at an address. It reads the folder itself, so on another machine it needs the same disk."""
 
     dialect: Callable[[], Dialect]
 
@@ -254,11 +253,11 @@ class _Server:
         return f"{type(self).__name__}({self.base_url!r})"
 
     async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]:
-        """Load it while requests wait, and forget cached prompts, which vLLM would keep; gives `success` and `message`.
-        Raises InferenceError, ConfigError.
+        """Load a checkpoint while requests wait, and flush the prompt cache. Returns `success` and `message`. Raises
+        InferenceError, ConfigError.
         """
         await trio.to_thread.run_sync(_check_model, checkpoint_path)
-        update = WeightUpdate(0, path=str(Path(checkpoint_path).absolute()))  # noqa: ASYNC240 - it asks no disk
+        update = WeightUpdate(0, path=str(Path(checkpoint_path).absolute()))  # noqa: ASYNC240 - no disk access
         dialect = self.dialect()
         async with PlainClient(self.base_url, api_key=self._api_key, timeout_seconds=self._timeout_seconds) as client:
             await dialect.load_full(client, update)
@@ -278,10 +277,10 @@ class VLLMEngine(_Server):
 
 
 async def sync_weights_to_engines(engines: Sequence[InferenceEngine], checkpoint_path: str) -> list[dict[str, Any]]:
-    """Every engine loads the checkpoint, all at once; gives their answers in order.
+    """Make all engines load the checkpoint at once. Returns their answers in order.
 
-    All are let finish. Raises ConfigError for a folder that is no whole checkpoint, InferenceError naming the first
-    engine that failed.
+    Waits for all of them. Raises ConfigError if the folder is not a complete checkpoint, and InferenceError for the
+    first engine that failed, which it names.
     """
     await trio.to_thread.run_sync(_check_model, checkpoint_path)
     found = await probe.gather(lambda engine: engine.update_weights_from_checkpoint(checkpoint_path), engines)

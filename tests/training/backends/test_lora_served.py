@@ -1,4 +1,4 @@
-"""Numerics 18: the adapter served = merged = the trainer's, in one process and sharded; all of it moves."""
+"""Numerics 18: served, merged and trained adapter are equal, in one process and sharded, and all change together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups that are not complete when a step ends: stopped in mid-reply, carried over, gone on with, none ever lost."""
+"""Groups that are incomplete at the end of a step are suspended, carried over and continued; none is ever lost."""
 
 from __future__ import annotations
 
@@ -394,7 +394,9 @@ def test_state_must_be_plain_data():
             await own.generate_batch()
             await own.generate_batch()
 
-    with pytest.raises(EnvironmentDefinitionError, match=r"Bad.state\(\) returned what cannot be written"):
+    with pytest.raises(
+        EnvironmentDefinitionError, match=r"Bad.state\(\) returned a value that a checkpoint cannot store"
+    ):
         under_trio(main)
 
 

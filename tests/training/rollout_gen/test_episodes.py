@@ -1,4 +1,4 @@
-"""run_episodes: results in order, at most so many alive, sessions opened before and closed after, one error for all."""
+"""run_episodes: ordered results, limited concurrency, sessions opened before and closed after, one error for all."""
 
 from __future__ import annotations
 

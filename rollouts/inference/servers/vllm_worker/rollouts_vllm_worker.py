@@ -2,9 +2,9 @@
 
     PYTHONPATH=<this folder> vllm serve MODEL --worker-extension-cls rollouts_vllm_worker.RolloutsWorker ...
 
-On a CPU vLLM (0.32) packs weights in its own layout when it loads them, and again when it loads others, but not those
-of an output layer that is tied to the input embedding: that one would stay the first one for ever. The server's Python
-imports this file alone: nothing of rollouts is installed there.
+On a CPU, vLLM (0.32) packs weights into its own layout at every load. It does not repack an output layer that is tied
+to the input embedding, so that layer would keep its first weights. The server's Python imports this file alone, because
+rollouts need not be installed there. So the file is in its own folder.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any
 
 
 class RolloutsWorker:
-    """Mixed into each of the server's workers; `POST /collective_rpc` calls these methods by name."""
+    """A mixin for the server's workers. `POST /collective_rpc` calls these methods by name."""
 
-    model_runner: Any  # the worker's own
+    model_runner: Any  # an attribute of the worker
 
     def rollouts_reload(self, folder: str) -> None:
-        """Load the weights in `folder`. Raises FileNotFoundError, before anything has changed, where there are none."""
+        """Load the weights in `folder`. Raises FileNotFoundError if there are none, before anything changes."""
         if not any(Path(folder).glob("*.safetensors")):
-            raise FileNotFoundError(f"the server sees no .safetensors file in {folder}")
+            raise FileNotFoundError(f"the server finds no .safetensors file in {folder}")
         self.model_runner.reload_weights(weights_path=folder)
         self.rollouts_repack()
 
     def rollouts_repack(self) -> None:
-        """Pack anew what was packed from weights that are no more. Without effect on a GPU."""
+        """Repack the weights that vLLM does not repack itself. Does nothing on a GPU."""
         from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
         from vllm.platforms import current_platform
 
@@ -34,6 +34,6 @@ class RolloutsWorker:
             return
         for layer in self.model_runner.get_model().modules():
             weight = getattr(layer, "weight", None)
-            # Where the weight is kept beside the packed one it may be shared; elsewhere loading has packed it.
+            # A weight that is kept beside its packed copy may be shared; vLLM has repacked all others.
             if hasattr(layer, "cpu_linear") and weight is not None and weight.numel():
                 dispatch_cpu_unquantized_gemm(layer, remove_weight=False)

@@ -1,0 +1,73 @@
+"""The rules of `--stop-when`, which end a run early: a metric, an operator and a number.
+
+rule = read_rule("eval/reward_mean >= 0.95")
+rule.holds({"eval/reward_mean": 0.96})
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from rollouts.errors import ConfigError
+
+OPERATORS = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+EXAMPLE = "'eval/reward_mean >= 0.95'"
+
+_RULE = re.compile(r"\s*(?P<metric>[^\s<>=!]+)\s*(?P<sign>[<>=!]+)\s*(?P<number>[^\s<>=!]+)\s*")
+
+
+class StopRule(NamedTuple):
+    """A rule: the run ends after a step if `metric sign number` is true."""
+
+    metric: str
+    sign: str
+    number: float
+
+    def __str__(self) -> str:
+        return f"{self.metric} {self.sign} {self.number:g}"
+
+    def holds(self, metrics: Mapping[str, float]) -> bool:
+        """Whether these metrics end the run. A missing metric or a NaN does not."""
+        value = metrics.get(self.metric, math.nan)
+        return not math.isnan(value) and OPERATORS[self.sign](value, self.number)
+
+
+def read_rule(text: str) -> StopRule:
+    """Parse a rule. Raises ConfigError, which says what is wrong and shows a valid rule.
+
+    >>> read_rule("reward/mean>.9")
+    StopRule(metric='reward/mean', sign='>', number=0.9)
+    """
+    found = _RULE.fullmatch(text)
+    if found is None:
+        several = re.search(r"\b(and|or|&&|\|\|)\b|,", text)
+        hint = "; give each rule its own --stop-when (the run ends when one of them holds)" if several else ""
+        problem = f"{text!r} is no rule: expected METRIC OPERATOR NUMBER in quotes{hint}"
+    elif found["sign"] not in OPERATORS:
+        meant = {"=": "==", "=>": ">=", "=<": "<=", "<>": "!="}.get(found["sign"])
+        problem = f"{text!r}: there is no operator {found['sign']}"
+        problem += f"; did you mean {meant}?" if meant else f"; there are {' '.join(OPERATORS)}"
+    elif (number := _number(found["number"])) is None:
+        problem = f"{text!r}: {found['number']} is no number"
+    else:
+        return StopRule(found["metric"], found["sign"], number)
+    raise ConfigError(f"{problem}\nfor example: --stop-when {EXAMPLE}")
+
+
+def _number(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None

@@ -1,0 +1,71 @@
+"""Warnings about an environment that works, but probably not as its author meant.
+
+Left out: what cannot work (`checks`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from difflib import get_close_matches
+from typing import Any
+
+from rollouts.author_code import Place, place_of_function
+from rollouts.env.authoring import METRIC_MARK, REWARD_MARK, TOOL_MARK, environment_name, mark_of, tools_of
+from rollouts.env.schema import tool_schema
+
+CONTRACT = ("tasks", "demonstrations", "setup", "close", "reply", "rollout", "state", "restore")
+"""The names of the methods that the core calls."""
+
+SIMILARITY_MIN = 0.85  # of difflib: `start` is not `state`, `set_up` is `setup`
+OTHER_WORDS = {
+    "clean_up": "close", "cleanup": "close", "finish": "close", "shutdown": "close", "tear_down": "close",
+    "teardown": "close", "before_episode": "setup", "on_start": "setup", "start_episode": "setup",
+    "answer": "reply", "env_response": "reply", "env_reply": "reply", "next_message": "reply", "respond": "reply",
+    "response": "reply", "user_turn": "reply", "run_episode": "rollout", "run_rollout": "rollout",
+    "get_state": "state", "save_state": "state", "state_dict": "state", "load_state": "restore",
+    "load_state_dict": "restore", "restore_state": "restore", "set_state": "restore",
+    "demos": "demonstrations", "examples": "demonstrations", "get_demonstrations": "demonstrations",
+}  # fmt: skip
+"""Names that other libraries, and authors, give to these methods."""
+
+
+class EnvironmentWarning(UserWarning):
+    """An environment works, but probably not as its author meant."""
+
+
+def warn_about(env: Any) -> None:
+    """Warn (EnvironmentWarning, once for each line) about methods whose names nearly are names that the core calls, and
+    about tools without a docstring. `env` is a class or an object that `check_environment` has passed.
+    """
+    for function, words in [*_near_misses(env), *_undocumented(env)]:
+        place = place_of_function(function) or Place(environment_name(env), 0, "")
+        warnings.warn_explicit(words, EnvironmentWarning, place.file, place.line)
+
+
+def _near_misses(env: Any) -> Iterator[tuple[Callable[..., Any], str]]:
+    label, missing = environment_name(env), [name for name in CONTRACT if not hasattr(env, name)]
+    cls = env if inspect.isclass(env) else type(env)
+    for name in dir(cls):
+        raw = inspect.getattr_static(cls, name)
+        is_marked = any(mark_of(raw, mark) is not None for mark in (TOOL_MARK, REWARD_MARK, METRIC_MARK))
+        if name.startswith("_") or name in CONTRACT or is_marked or not inspect.isfunction(raw):
+            continue
+        meant = OTHER_WORDS.get(name) or next(iter(get_close_matches(name, missing, 1, SIMILARITY_MIN)), None)
+        if meant in missing:
+            yield (
+                raw,
+                f"{label}.{name} is never called by rollouts; did you mean `{meant}`? If it is a helper, ignore this, "
+                f"or name it `_{name}`",
+            )
+
+
+def _undocumented(env: Any) -> Iterator[tuple[Callable[..., Any], str]]:
+    for tool in tools_of(env):
+        if not tool_schema(tool.function, tool.name)["function"]["description"]:
+            yield (
+                tool.function,
+                f"the tool {environment_name(env)}.{tool.name} has no docstring, so the model is shown no description "
+                'of it; write one below its `def`, such as """Evaluate an arithmetic expression."""',
+            )

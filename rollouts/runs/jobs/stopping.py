@@ -1,0 +1,72 @@
+"""When a run ends before its last step: a rule of `--stop-when` holds, or `--max-hours` are over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from rollouts.config.settings import Settings
+from rollouts.config.stopping import StopRule, read_rule
+from rollouts.errors import suggestion
+
+
+class Stop(NamedTuple):
+    """Why a run ended early, as summary.json has it: the setting that ended it, its value, and a sentence."""
+
+    by: Literal["stop_when", "max_hours"]
+    rule: str
+    why: str
+
+
+@dataclass
+class Stopping:
+    """The rules of one run. `started` is `time.perf_counter()` at the start of the command: the hours include loading
+    the model and the first evaluation. `warn` gets a note for each rule whose metric is not logged.
+    """
+
+    settings: Settings
+    started: float
+    warn: Callable[[str], None]
+    _unseen: list[StopRule] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._rules = [read_rule(text) for text in self.settings.stop_when]
+        self._unseen = list(self._rules)
+
+    def reason(self, done: int, metrics: Mapping[str, float]) -> Stop | None:
+        """Why the run ends now, after `done` steps, the last one with these metrics. None if it continues."""
+        self._note_unseen(metrics)
+        hours = self.settings.max_hours
+        for rule in self._rules:
+            if rule.holds(metrics):
+                was = f"{rule.metric} was {metrics[rule.metric]:g} after {_steps(done)}"
+                return Stop("stop_when", str(rule), f"--stop-when '{rule}': {was}")
+        if hours is not None and time.perf_counter() - self.started >= hours * 3600:
+            return Stop("max_hours", f"{hours:g}", f"--max-hours {hours:g}: they were over after {_steps(done)}")
+        return None
+
+    def _note_unseen(self, metrics: Mapping[str, float]) -> None:
+        """Note each rule whose metric the first step does not have; for `eval/` that is the first one that evaluates.
+        Some metrics appear later, so this is no error.
+        """
+        evaluates = any(name.startswith("eval/") for name in metrics)
+        judged = [rule for rule in self._unseen if evaluates or not rule.metric.startswith("eval/")]
+        for rule in judged:
+            self._unseen.remove(rule)
+            if rule.metric not in metrics:
+                near = suggestion(rule.metric, metrics)
+                self.warn(
+                    f"--stop-when '{rule}': no metric {rule.metric} has been logged so far"
+                    + (f"; {near}" if near else f"; there are {', '.join(sorted(metrics))}")
+                )
+
+
+def summary_of(stop: Stop | None) -> dict[str, Any]:
+    """What summary.json has of it."""
+    return {} if stop is None else {"stopped": stop._asdict()}
+
+
+def _steps(count: int) -> str:
+    return "1 step" if count == 1 else f"{count} steps"

@@ -1,0 +1,128 @@
+"""Runs that end before their last step: by a rule, or because their hours are over."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import rollouts
+from rollouts.cli import main
+
+SHORT = "--env calculator --prompts-per-step 2 --samples-per-prompt 4 --max-tokens 48 --eval-tasks 4 --out r"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch, quick_collections):
+    monkeypatch.chdir(tmp_path)
+
+
+def run(arguments, capsys, command="run"):
+    """Run it; gives what it said and its summary."""
+    given = [*(SHORT.split() if command == "run" else ()), *arguments]
+    assert main([command, *given]) == 0, capsys.readouterr().err
+    return capsys.readouterr().out, json.loads(Path("r/summary.json").read_text())
+
+
+def steps_logged():
+    return [json.loads(line)["step"] for line in Path("r/metrics.jsonl").read_text().splitlines()]
+
+
+RULE = "eval/reward_mean >= 0"
+
+
+def test_a_rule_ends_the_run_where_it_holds_and_resume_leaves_it(capsys):
+    out, summary = run(
+        ["--steps", "9", "--eval-every", "2", "--stop-when", RULE, "--stop-when", "reward/maen > 9"], capsys
+    )
+    assert (summary["status"], summary["steps"], summary["checkpoint"]) == ("done", 2, "checkpoints/step_000002")
+    assert summary["stopped"]["by"] == "stop_when" and summary["stopped"]["rule"] == RULE
+    assert summary["evaluation"]["before"] and summary["evaluation"]["after"]
+    assert f"stopped before step 3 of 9: --stop-when '{RULE}': eval/reward_mean was " in out
+    assert out.count("--stop-when 'reward/maen > 9': no metric reward/maen has been logged so far; did you mean") == 1
+    assert "'eval/reward_mean" not in out.partition("held-out, after")[0], "it was logged where it was first evaluated"
+    assert steps_logged() == [0, 1]
+    assert [path.name for path in Path("r/checkpoints").iterdir()] == ["step_000002"]
+
+    out, again = run(["r"], capsys, "resume")
+    assert again == summary and "r is finished: --stop-when" in out and "rollouts resume r --stop-when none" in out
+
+    out, longer = run(["r", "--stop-when", "none", "--steps", "3"], capsys, "resume")
+    assert (longer["steps"], longer["resumed_from"], "stopped" in longer) == (3, 2, False)
+    assert steps_logged() == [0, 1, 2]
+
+
+def test_the_evaluation_of_the_last_step_is_not_played_again(capsys, monkeypatch):
+    played = []
+    from rollouts.runs.jobs import train
+
+    evaluate = train.evaluate
+
+    async def counted(tasks, **given):
+        played.append(len(tasks))
+        return await evaluate(tasks, **given)
+
+    monkeypatch.setattr(train, "evaluate", counted)
+    _, summary = run(["--steps", "9", "--eval-every", "1", "--stop-when", RULE], capsys)
+    assert summary["steps"] == 1 and len(played) == 4, "sampled and greedy, before and after one step"
+    last = json.loads(Path("r/metrics.jsonl").read_text().splitlines()[-1])
+    assert last["eval/reward_mean"] == summary["evaluation"]["after"]["reward_mean"]
+
+
+@pytest.mark.parametrize("more", [[], ["--staleness", "1"], ["--checkpoint-every", "1"], ["--mode", "sft"]])
+def test_hours_that_are_over_end_it_after_a_step_and_resume_continues(more, capsys):
+    out, summary = run(["--steps", "3", "--max-hours", "1e-9", *more], capsys)
+    assert (summary["status"], summary["steps"], summary["stopped"]["by"]) == ("done", 1, "max_hours")
+    assert "to continue, type: rollouts resume r" in out
+    _, again = run(["r"], capsys, "resume")
+    assert (again["steps"], again["stopped"]["rule"]) == (2, "1e-09"), "each process has its hours"
+    _, last = run(["r", "--max-hours", "none"], capsys, "resume")
+    assert (last["steps"], "stopped" in last) == (3, False) and steps_logged() == [0, 1, 2]
+
+
+def test_a_stopped_and_resumed_run_is_the_unbroken_one(capsys):
+    def values():
+        lines = [json.loads(line) for line in Path("r/metrics.jsonl").read_text().splitlines()]
+        other = ("time/", "perf/", "rollout/latency", "eval/", "sync/seconds")
+        return [{name: value for name, value in line.items() if not name.startswith(other)} for line in lines]
+
+    run(["--steps", "3"], capsys)
+    unbroken = values()
+    Path("r").rename("unbroken")
+    run(["--steps", "3", "--stop-when", "reward/mean >= 0"], capsys)
+    run(["r", "--stop-when", "none"], capsys, "resume")
+    assert values() == unbroken
+
+
+def test_a_rule_that_holds_in_the_last_step_stops_nothing(capsys):
+    _, summary = run(["--steps", "1", "--stop-when", "reward/mean >= 0"], capsys)
+    assert summary["steps"] == 1 and "stopped" not in summary
+
+
+def test_both_phases(capsys):
+    both = ["--mode", "sft+rl", "--sft.steps", "2", "--steps", "3"]
+    _, summary = run([*both, "--stop-when", "policy/loss > -9", "--max-hours", "1e-9"], capsys)
+    assert summary["stopped"]["by"] == "max_hours" and summary["phases"]["rl"] is None
+    assert summary["phases"]["sft"]["steps"] == 1, "rules are for the reinforcement"
+    _, summary = run(["r", "--max-hours", "none"], capsys, "resume")
+    assert summary["phases"]["sft"]["steps"] == 2 and summary["steps"] == 1
+    assert summary["stopped"]["rule"] == "policy/loss > -9"
+    out, again = run(["r"], capsys, "resume")
+    assert "r is finished" in out and again == summary
+
+
+def test_rules_are_settings(capsys):
+    Path("a.toml").write_text(
+        'env = "calculator"\nsteps = 4\neval_tasks = 0\nprompts_per_step = 2\nstop_when = "policy/loss > -9"\n'
+    )
+    _, summary = run(["a.toml"], capsys)
+    assert summary["steps"] == 1
+    assert 'stop_when = ["policy/loss > -9"]' in Path("r/config.toml").read_text()
+    summary = rollouts.run(env="calculator", steps=4, eval_tasks=0, prompts_per_step=2, stop_when="policy/loss > -9")
+    assert summary["steps"] == 1
+
+
+def test_without_quotes_the_shell_takes_the_number_for_a_file(capsys):
+    assert main(["run", "--env", "calculator", "--stop-when", "reward/mean", "0.95"]) == 2
+    assert "expected METRIC OPERATOR NUMBER in quotes" in capsys.readouterr().err
