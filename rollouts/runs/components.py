@@ -12,9 +12,18 @@ from typing import Any, NamedTuple
 from rollouts.author_code import place_of
 from rollouts.config.convert import complete_settings, convert_settings
 from rollouts.config.files import Source, where
+from rollouts.config.flags import flag_name
 from rollouts.config.merging import Component
 from rollouts.config.settings import AUTO, COMPONENT_KINDS, MULTIPLE, OWN, OWN_KEYS, Setting
-from rollouts.errors import BrokenPluginError, ConfigError, RolloutsError, SignatureError, said_of, words_of
+from rollouts.errors import (
+    BrokenPluginError,
+    ConfigError,
+    RolloutsError,
+    SignatureError,
+    UnknownComponentError,
+    said_of,
+    words_of,
+)
 from rollouts.plugins.index import KIND_WORDS, ComponentRef
 from rollouts.plugins.manager import PluginManager
 from rollouts.plugins.signature import Signature, call_with, check_signature, keywords_of
@@ -100,7 +109,7 @@ def _choose(
         if key == "kl":
             check_kl(name)
         label = f"{KIND_WORDS[kind]} {name}"
-        ref = manager.find(kind, name)
+        ref = _find(manager, key, component)
         found, signature = signed(manager.load(ref), kind, label)
     settings = _converted(signature, component.settings, label, source, path)
     if key == "env" and component.alias:  # the table of one of several says these itself
@@ -108,6 +117,20 @@ def _choose(
     if callable(found) and key != "env":
         keywords_of(found, settings)  # what a dataclass refuses
     return Chosen(name, found, settings, ref, component.alias)
+
+
+def _find(manager: PluginManager, key: str, component: Component) -> ComponentRef:
+    kind, alias = COMPONENT_KINDS[key], component.alias
+    try:
+        return manager.find(kind, component.name)
+    except UnknownComponentError as error:
+        if alias not in {ref.name for ref in manager.list(kind)}:
+            raise
+        flag = flag_name((key, alias, "name"))
+        hint = (
+            f"`{flag}` chooses another {KIND_WORDS[kind]}; for the settings of {alias}: rollouts plugins show {alias}"
+        )
+        raise UnknownComponentError(f"{error}\n{hint}") from error
 
 
 def curriculum(manager: PluginManager, component: Component, source: Source) -> Chosen:

@@ -178,6 +178,11 @@ def test_an_unknown_reward():
     refused(UnknownComponentError, "brevety", "reward", reward=["brevety"])
 
 
+def test_a_name_for_a_component_that_is_installed_under_its_alias():
+    words = ("no logger is named 'mine'", "`--logger.jsonl.name` chooses another logger", "rollouts plugins show jsonl")
+    refused(UnknownComponentError, *words, logger={"jsonl": {"name": "mine"}})
+
+
 def test_a_file_that_does_not_exist(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     refused(UnknownComponentError, "./none.py", env="./none.py:Env")

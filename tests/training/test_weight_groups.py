@@ -1,4 +1,4 @@
-"""Weights over a process group of gloo: rank 0 here, servers that are threads; who fails is named, nobody waits on."""
+"""Weights over a gloo group: rank 0 here, servers in threads. An error names the server that fails; no wait hangs."""
 
 from __future__ import annotations
 

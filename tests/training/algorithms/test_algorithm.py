@@ -1,4 +1,4 @@
-"""Compositions: what they need, their settings, and how a wrong loss is told so by its name."""
+"""Compositions of algorithms: what they need, their settings, and errors that name a wrong loss."""
 
 from __future__ import annotations
 
