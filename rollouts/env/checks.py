@@ -1,6 +1,7 @@
-"""An environment's mistakes, found when the run is composed: before any model loads, and before the first episode.
+"""An environment's mistakes, found when the run is composed, before a model loads.
 
-What is left out: whether its tasks can be drawn (that runs the author's code; the loop says so when they cannot).
+Left out: whether its tasks can be drawn, which runs the author's code (`rollouts.runs.environments`), and what works
+but was probably not meant (`advice`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ METHODS: Mapping[str, tuple[str, ...]] = {
     "state": (),
     "restore": ("state",),
 }
-"""The methods of an environment that the core calls, and what it gives them, by position. Only `tasks` must exist."""
+"""The methods that the core calls, and their arguments by position. Only `tasks` is required."""
 
 OWN_NAMES = ("task", "trajectory", "env")
 SELVES = ("self", "this", "env", "environment")  # what a method may call its environment; `_self` too
@@ -38,10 +39,11 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def check_environment(env: Any, rewards: Sequence[RewardTerm] | None = None) -> None:
-    """Raise EnvironmentDefinitionError for the first thing that cannot work; `env` is a class or an object.
+    """Raise EnvironmentDefinitionError for the first thing that cannot work. `env` is a class or an object.
 
-    Checked: `tasks` exists; the core's calls fit its methods; every tool has a schema; `@reward` and `@metric` methods
-    name only `task`, `trajectory`, `env`; with `rewards` (a run's terms), that the rollouts are judged.
+    The checks: `tasks` exists, the core's calls fit the methods, marked methods have a `self`, every tool has a schema,
+    and `@reward` and `@metric` methods name only `task`, `trajectory`, `env`. With `rewards` (a run's terms): something
+    judges the rollouts.
     """
     label = environment_name(env)
     if getattr(env, "tasks", None) is None:
@@ -81,8 +83,8 @@ def check_environment(env: Any, rewards: Sequence[RewardTerm] | None = None) -> 
 
 
 def check_text(messages: Sequence[Message], whose: str) -> None:
-    """Raise EnvironmentDefinitionError where a message has a part that is not text: it would be left out of the tokens,
-    and the model trained on a prompt that lacks it. `whose` says whose messages they are.
+    """Raise EnvironmentDefinitionError if a message has a part that is not text. The tokens would not contain the part,
+    and the model would be trained on a prompt without it. The error begins with `whose`, which names the messages.
     """
     for number, message in enumerate(messages, start=1):
         parts = message.content if isinstance(message.content, list) else []
@@ -99,14 +101,14 @@ def check_text(messages: Sequence[Message], whose: str) -> None:
 def reward_term(
     alias: str, function: Callable[..., Any], weight: float = 1.0, settings: Mapping[str, Any] | None = None
 ) -> RewardTerm:
-    """A reward function as a term of a run. Raises SignatureError where it names what a reward is not given."""
+    """A reward function as a term of a run. Raises SignatureError if it names an input that rewards do not have."""
     requests = check_signature(function, "rewards", f"reward {alias}").requests
     is_group = any(name in ("tasks", "trajectories") for name in requests)
     return RewardTerm(alias, function, weight, dict(settings or {}), requests, is_group)
 
 
 def requests_of(method: Callable[..., Any]) -> tuple[str, ...]:
-    """The names that a `@reward` or `@metric` method asks for, in order; read once a function."""
+    """The names that a `@reward` or `@metric` method asks for, in order. They are read once for each function."""
     return _requests_of_plain(getattr(method, "__func__", method), hasattr(method, "__func__"))
 
 
@@ -129,7 +131,7 @@ def _check_method(env: Any, label: str, name: str, arguments: tuple[str, ...]) -
     except (TypeError, ValueError) as error:
         if inspect.isfunction(inspect.getattr_static(env, name)):  # bound, although it takes nothing
             raise EnvironmentDefinitionError(f"{label}.{name} takes no `self`; write `{wanted}`") from error
-        return  # no readable signature, as in compiled code: the first episode will show it
+        return  # no readable signature, as in compiled code: the first episode shows whether it fits
     try:
         signature.bind(*((env, *arguments) if unbound else arguments))
     except TypeError as error:
@@ -139,8 +141,8 @@ def _check_method(env: Any, label: str, name: str, arguments: tuple[str, ...]) -
 
 
 def _check_selves(env: Any, label: str) -> None:
-    """Raise EnvironmentDefinitionError where the first parameter of a marked method is not the environment: Python
-    would hand that to it, and what was meant to be there is lost.
+    """Raise EnvironmentDefinitionError if the first parameter of a marked method is not the environment. Python passes
+    the environment as the first argument, so the model's or the run's value for that parameter would be lost.
     """
     cls = env if inspect.isclass(env) else type(env)
     for mark, word in WORDS.items():

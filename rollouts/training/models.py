@@ -85,7 +85,7 @@ def resolve_model_name(name: str) -> str:
     if "://" in name:
         hub = "/".join(name.rstrip("/").split("/")[-2:])
         raise ModelError(f"the model {name} is a web address; type its name on the hub: --model {hub}")
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name:
+    if name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1 or "\\" in name:
         raise ModelError(f"there is no folder {name}; give a folder that exists, a hub name, or `--model tiny`")
     return name
 
@@ -345,7 +345,10 @@ def _explain(resolved: str, what: str, error: Exception) -> str:
             return f"the folder {resolved} holds no tokenizer (tokenizer.json); {copies}"
         whole = "give a folder that save_pretrained wrote, with the model and its tokenizer, or try `--model tiny`"
         return f"the {what} in {resolved} could not be loaded: {first_line(error).rstrip(':.')}; {whole}"
-    missing = f"the {what} {resolved!r} is no folder here and could not be loaded from the hub: {first_line(error)}"
+    part = "it" if what == "model" else f"its {what}"
+    missing = (
+        f"the model {resolved!r} is no folder here, and {part} could not be loaded from the hub: {first_line(error)}"
+    )
     hint = "give a folder with the model, or try `--model tiny`, which needs neither"
     return f"{missing} Check the spelling and the connection, {hint}"
 
