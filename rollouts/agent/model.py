@@ -483,7 +483,7 @@ def _readable_call(call: ToolCall) -> ToolCall:
 
 
 async def _generate(generate: Callable[[Any], Awaitable[Any]], request: Any, engine: Any) -> Any:
-    """The engine's result. An unknown exception of an engine from outside becomes an InferenceError."""
+    """The engine's result. An unexpected exception of another package's engine becomes an InferenceError."""
     try:
         return await generate(request)
     except Exception as error:

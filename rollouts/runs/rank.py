@@ -13,7 +13,7 @@ import tomllib
 import traceback
 
 from rollouts.config.resolving import resolve
-from rollouts.runs.jobs.train import make_training
+from rollouts.runs.jobs.backend import make_training
 from rollouts.runs.plan import make_plan
 from rollouts.training.models import remote_code
 from rollouts.training.types import RankServer

@@ -24,6 +24,7 @@ from rollouts.errors import ConfigError, EnvironmentDefinitionError, ModelError,
 from rollouts.inference.base import Capabilities, GenerateRequest, Generation, Health, VersionSpan, WeightUpdate
 from rollouts.inference.chatting import ChatReply, ChatRequest
 from rollouts.runs.environments import Environment
+from rollouts.runs.jobs.demonstrations import demonstration_samples
 from rollouts.runs.plan import Plan
 from rollouts.runs.session import Player, load_chat
 from rollouts.training.algorithms.algorithm import Algorithm, Stage, active_terms, function_label
@@ -268,8 +269,6 @@ def _number(value: float | None) -> str:
 
 def _demonstration_words(plan: Plan, held_out: Sequence[Task], chat: ChatFormat) -> str:
     """The first demonstration as it is trained on. Raises ModelError where the template cannot show it."""
-    from rollouts.runs.jobs.train import demonstration_samples
-
     settings = dataclasses.replace(plan.settings, steps=1, prompts_per_step=1)
     samples = demonstration_samples(plan.environments, held_out, settings, chat)
     live = sum(weight > 0 for sample in samples for weight in sample.loss_mask)

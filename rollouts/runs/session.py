@@ -15,6 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple, Protocol, Self, cast
@@ -321,25 +322,39 @@ def freeze_loaded() -> None:
     gc.freeze()
 
 
-@contextlib.contextmanager
-def second_interrupt_at_once(before: Any) -> Iterator[None]:
-    """Within `trio.run`: the first Ctrl-C comes at a checkpoint, and tears no context manager in the middle of its
-    exit. A second one comes at once, since a function that blocks has no checkpoints. `before` is the handler outside.
+@dataclass
+class Interrupts:
+    """Ctrl-C within `trio.run`. While `is_held`, the first one only sets `is_asked`: what is under way then ends the
+    run itself, soon.
     """
-    found, owner = signal.getsignal(signal.SIGINT), os.getpid()
+
+    is_held: bool = False
+    is_asked: bool = False
+
+
+@contextlib.contextmanager
+def second_interrupt_at_once(before: Any) -> Iterator[Interrupts]:
+    """Within `trio.run`: the first Ctrl-C comes at a checkpoint, so that it cuts no context manager's exit short, or is
+    held. A second one comes at once, because a function that blocks has no checkpoints. `before` is the outer handler.
+    """
+    found, owner, interrupts = signal.getsignal(signal.SIGINT), os.getpid(), Interrupts()
     if found is before:  # trio has installed none: not the main thread, or not its business
-        yield
+        yield interrupts
         return
     trios = found if callable(found) else signal.default_int_handler
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        # A child that was forked has no trio.
-        (trios if os.getpid() == owner else signal.default_int_handler)(number, frame)
+        if os.getpid() != owner:  # a child that was forked has no trio
+            signal.default_int_handler(number, frame)
+        elif interrupts.is_held:
+            interrupts.is_asked = True
+        else:
+            trios(number, frame)
 
     signal.signal(signal.SIGINT, interrupt)
     try:
-        yield
+        yield interrupts
     finally:
         if signal.getsignal(signal.SIGINT) is interrupt:
             signal.signal(signal.SIGINT, trios)

@@ -331,7 +331,7 @@ def test_a_buffer_of_many_short_rows_is_not_widened_for_a_few_long_ones(models, 
     monkeypatch.setattr(SlotCache, "_allocate", allocate)
     run(engine, [row_of([1, 2, seed % 60], seed, max_tokens=4) for seed in range(128)])
     run(engine, [row_of([3, 4, seed % 60], seed, max_tokens=4) for seed in range(100)])
-    assert seen == [(128, 16)], "equal waves share a buffer"
+    assert seen == [(128, 16)], "equal batches share a buffer"
     rows = run(engine, [row_of([1, 2, seed], seed, max_tokens=200) for seed in range(8)])
     assert max((slots + 1) * columns for slots, columns in seen) <= 129 * 16
     assert seen[1] == (8, 16) and seen[-1] == (8, 208), "growth ends at what the longest row needs"

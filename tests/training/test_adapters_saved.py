@@ -1,4 +1,4 @@
-"""What a LoRA run saves, exports and hands out is the model that was trained, whichever layers have an adapter."""
+"""Saved, exported and sent weights of a LoRA run are those that were trained, whichever layers have an adapter."""
 
 from __future__ import annotations
 
@@ -99,9 +99,9 @@ def test_an_adapter_on_a_tied_weight_is_refused_before_the_run(targets, dry, tmp
     monkeypatch.setenv("COLUMNS", "400")
     flags = ["--lora-rank", "2", "--training.lora-targets", targets, "--out", str(tmp_path / "out"), *dry]
     assert main(["run", "--env", "calculator", "--eval-tasks", "0", *flags]) == 2
-    told = capsys.readouterr().err
-    assert "and an adapter on one of them cannot be merged into the weight of both; leave " in told
-    assert " out of --training.lora-targets" in told
+    printed = capsys.readouterr().err
+    assert "and an adapter on one of them cannot be merged into the weight of both; leave " in printed
+    assert " out of --training.lora-targets" in printed
     assert not (tmp_path / "out").exists()
 
 

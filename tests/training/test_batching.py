@@ -1,4 +1,4 @@
-"""Batches, microbatches and layouts: aligned, within bounds, and every live row exactly once."""
+"""Batches, microbatches and layouts: aligned, within limits, and with every live row exactly once."""
 
 from __future__ import annotations
 

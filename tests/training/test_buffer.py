@@ -1,4 +1,4 @@
-"""DataBuffer: each task once an epoch, in an order that the seed decides; where it stands can be saved and restored."""
+"""DataBuffer: each task once per epoch, in an order that the seed determines; its position can be restored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts against real models, memory against what a real backend holds, operations against torch's own counter."""
+"""Counts compared with real models, memory with a real backend, and operations with torch's counter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each filter keeps and drops what it says, and names its reason."""
+"""Each filter keeps and drops what its docstring says, and names its reason."""
 
 from __future__ import annotations
 

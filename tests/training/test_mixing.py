@@ -1,4 +1,4 @@
-"""Mixing: shares that hold in every stretch, an order that the seed and the position decide, and bad weights."""
+"""Mixing: right shares in every part of the stream, an order by seed and position, and invalid weights."""
 
 from __future__ import annotations
 
@@ -132,9 +132,9 @@ def test_a_curriculum_goes_by_the_step():
     hard = [names[at : at + 10].count("hard") for at in range(0, 110, 10)]
     assert hard[0] == 0 and hard[10] == 10
     assert all(abs(count - step) <= 2 for step, count in enumerate(hard)), hard
-    told = build()
-    told.get_prompts(30, step=10)
-    assert told.drawn == {"easy": 0, "hard": 30}, "a step that is told counts, not the number of tasks"
+    given = build()
+    given.get_prompts(30, step=10)
+    assert given.drawn == {"easy": 0, "hard": 30}, "a given step counts, not the number of tasks"
 
 
 def test_points_are_joined_by_lines():

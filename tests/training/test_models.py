@@ -1,4 +1,4 @@
-"""Names of models: adapters are merged into theirs; what cannot be loaded is told in one message, with what to do."""
+"""Names of models: adapters are merged into theirs, and one error message says why a model cannot be loaded."""
 
 from __future__ import annotations
 

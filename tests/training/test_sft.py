@@ -1,4 +1,4 @@
-"""Supervised batches for a loop of one's own: padded tensors, taken around and around."""
+"""Supervised batches for your own loop: padded tensors, repeated after the last sample."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The seeds' engines: what they ask of a server, in their notes' words, and that no bad folder is asked for."""
+"""The engines of the first notes: their requests to a server, and that no bad folder is requested."""
 
 from __future__ import annotations
 

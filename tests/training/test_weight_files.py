@@ -1,4 +1,4 @@
-"""Folders of weights: transformers and peft load what was written, and whatever is not the trainer's is named."""
+"""Folders of weights: transformers and peft load them, and errors name tensors that are not the trainer's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""sync_weights: who is given weights, what is measured, and that weights which did not arrive are seen and named."""
+"""sync_weights: which engines get weights, what is measured, and that missing weights are detected and named."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def test_faults_of_full_weights_are_seen_and_named(full, base, tmp_path, fault, 
     assert (tmp_path / "v000001").is_dir()  # the last one that was proved
     after = full.get_weights().wait()
     assert all(torch.equal(kept[name], after[name]) for name in kept)  # whatever was tried to find the tensor
-    if "refuse" not in fault:  # the control: without the proof nobody would know
+    if "refuse" not in fault:  # the control: without the probe, nothing detects it
         monkeypatch.setattr(Proof, "prove", nothing_proved)
         go(syncing, full)
 
@@ -357,7 +357,7 @@ def test_what_counts_as_not_having_moved():
             assert not has_not_moved((start, plus(start, noise(tolerance / 50))), (before, stale), tolerance)  # noise
     half = (start, plus(start, noise(0.1)))
     assert has_not_moved(half, (start, list(start)), 5e-2)
-    assert not has_not_moved(half, (start, plus(start, noise(0.01))), 5e-2)  # cannot be told from noise
+    assert not has_not_moved(half, (start, plus(start, noise(0.01))), 5e-2)  # as small as noise
 
 
 def test_what_is_wrong_on_the_disk_stops_before_a_server_is_asked(full, base, tmp_path, monkeypatch):

@@ -70,7 +70,7 @@ class FolderEngine:
         for _ in range(request.max_tokens):
             last = self.logprobs(model, tokens, request.temperature)[-1]
             tokens.append(int(torch.multinomial(last.exp().nan_to_num(1.0), 1, generator=generator)))
-            told = self.logprobs(model, tokens[:-1], 1.0)[-1] if "raw" in self.faults else last
-            logprobs.append(told[tokens[-1]].item())
+            row = self.logprobs(model, tokens[:-1], 1.0)[-1] if "raw" in self.faults else last
+            logprobs.append(row[tokens[-1]].item())
         sampled = tokens[len(request.tokens) :]
         return Generation(sampled, logprobs, "length", [VersionSpan(self.version, 0, len(sampled))])

@@ -1,8 +1,9 @@
 """When a run saves, whether the disk has room for it, and which earlier checkpoints are removed.
 
-A run saves every `checkpoint_every` steps; without that, by the clock, after `checkpoint_seconds`; and at its end. What
-is saved by the clock is there to resume from: the next checkpoint replaces it, and it is left out where it would take
-the room that the last one needs. Left out: what is in a checkpoint (`train`).
+A run saves every `checkpoint_every` steps; without that, by the clock, after `checkpoint_seconds`. It also saves at its
+end, and after Ctrl-C. What is saved by the clock or after Ctrl-C is there to resume from: the next checkpoint replaces
+it. By the clock, nothing is saved where that would take the room that the last checkpoint needs. Left out: what is in a
+checkpoint (`train`).
 """
 
 from __future__ import annotations

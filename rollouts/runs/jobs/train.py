@@ -8,9 +8,7 @@ and which checkpoint a run resumes from (`resume`).
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-import os
 import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -21,26 +19,33 @@ import msgspec
 import trio
 
 from rollouts.chat.format import ChatFormat
-from rollouts.chat.masks import SupervisedRow, tokenize_supervised
 from rollouts.chat.preflight import TemplateReport
 from rollouts.config.settings import Settings
-from rollouts.env.authoring import tools_of
-from rollouts.env.schema import tool_schema
-from rollouts.errors import CheckpointError, ConfigError
+from rollouts.errors import CheckpointError, RolloutsError, cause_of
 from rollouts.evaluate import Evaluation, evaluate, evaluation_metrics
 from rollouts.inference.base import InferenceBackend
 from rollouts.loggers.jsonl import JSONLLogger, read_lines
-from rollouts.runs.components import Chosen, make_component
-from rollouts.runs.environments import Environment, HeldOutPrompts, demonstrations, task_buffer
+from rollouts.runs.components import Chosen
+from rollouts.runs.environments import HeldOutPrompts, task_buffer
 from rollouts.runs.folder import EVALUATED, STEP, MakeFolder, episode_records
 from rollouts.runs.jobs import learning
+from rollouts.runs.jobs.backend import make_training
+from rollouts.runs.jobs.demonstrations import demonstration_samples
 from rollouts.runs.jobs.saving import Occasion, Saving
 from rollouts.runs.jobs.stopping import Stop, Stopping, summary_of
 from rollouts.runs.manifest import MANIFEST, changed_code, code_files, keep_code, make_manifest
 from rollouts.runs.observer import Observer
 from rollouts.runs.plan import Plan
 from rollouts.runs.resume import REVISION, Logged, Resumed, RunState, restore, resume_command, take_back
-from rollouts.runs.session import Player, Session, load_chat, make_inference, model_words, second_interrupt_at_once
+from rollouts.runs.session import (
+    Interrupts,
+    Player,
+    Session,
+    load_chat,
+    make_inference,
+    model_words,
+    second_interrupt_at_once,
+)
 from rollouts.training.algorithms.algorithm import stage_at
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.loops.rl_batch import RLTrainingConfig, advantage_rewards
@@ -126,7 +131,7 @@ def train(
         job = Training(plan, session, chat, backend, inference, held_out, buffer, samples, resumed, stopping)
         notes = [*plan.notes, *_notes_on(chat.report), *backend.notes, *of_tasks, *of_resume]
         session.begin(job, run_title, settings.steps, notes, plan.plain)
-        trio.run(job.run, signal.getsignal(signal.SIGINT), restrict_keyboard_interrupt_to_checkpoints=True)
+        job.play()
     return job.summary
 
 
@@ -171,6 +176,9 @@ class Training:
         self._metrics: dict[str, float] = {}
         self._loop: dict[str, Any] = {}  # the states of buffer, manager and loop, where there are any
         self._save_seconds: float | None = None
+        self._interrupts = Interrupts()
+        self._logged = self._saved = self._start.step  # steps
+        self._logged_version = self.backend.version
         self._evaluated: tuple[int, dict[str, Any]] | None = None  # the last one, and after how many steps
         self._stop: Stop | None = None
         self._saving = Saving(
@@ -191,10 +199,19 @@ class Training:
         if resumed is not None:
             self.summary["resumed_from"] = self._start.step
 
+    def play(self) -> None:
+        """Run to the end under trio. After Ctrl-C the last finished step is saved."""
+        try:
+            trio.run(self.run, signal.getsignal(signal.SIGINT), restrict_keyboard_interrupt_to_checkpoints=True)
+        except BaseException as error:
+            if isinstance(cause_of(error), KeyboardInterrupt):
+                self.save_interrupted()
+            raise
+
     async def run(self, interrupt_handler: Any) -> None:
         """Evaluate, train, evaluate, save. `interrupt_handler` is the handler of SIGINT outside of trio."""
         self._saving.begin(self._start.step)
-        with second_interrupt_at_once(interrupt_handler):
+        with second_interrupt_at_once(interrupt_handler) as self._interrupts:
             async with self.inference:
                 await self._syncing.sync(self.backend)
                 if self._resumes:
@@ -208,6 +225,26 @@ class Training:
                     async with self._manager() as manager:
                         await self._reinforcement(manager)
                 await self._finish()
+
+    def save_interrupted(self) -> None:
+        """After Ctrl-C: save the last step that is logged, unless that was done. Blocks; another Ctrl-C ends it.
+
+        Nothing is saved where a later step has changed the weights already. A checkpoint that cannot be written is
+        reported, and the interrupt goes on.
+        """
+        done, path = self._logged, self._folder.checkpoint_path(self._logged)
+        if done == self._saved or self.backend.version != self._logged_version:
+            return
+        self.session.observer.note(f"interrupted: saving step {done}; another Ctrl-C ends at once")
+        state = self._state(done, {"before": self._evaluations["before"]}, "clock")
+        try:
+            self._folder.sync()
+            self.backend.save(str(path), state).wait(SAVE_SECONDS)
+            self._saving.saved(path, "clock")
+        except (RolloutsError, TimeoutError) as error:
+            self.session.observer.note(f"warning: the checkpoint was not written: {error}")
+        else:
+            self.summary["checkpoint"] = self._folder.relative(path)
 
     def finish(self, failure: BaseException | None) -> None:
         """Say in the summary what kept the run from learning until it ended."""
@@ -309,13 +346,20 @@ class Training:
             self.session.loggers,
             algorithm=plan.algorithm,
             schedule=[stage.inside() for stage in plan.schedule] if is_current else plan.schedule,
-            on_samples=lambda samples, step: self.session.call_hooks("rollouts_samples", samples=samples, step=step),
+            on_samples=self._begin_training,
             on_step=on_step,
             on_logged=on_logged,
             should_stop=lambda: self._stop is not None,
             syncing=self._syncing,
             start=loop,
         )
+
+    def _begin_training(self, samples: list[Sample], step: int) -> None:
+        """What is done with a step's samples before they are trained on. From here on, until the step is logged and
+        saved, Ctrl-C is held: what is left of a step is short, and then its checkpoint is whole.
+        """
+        self.session.call_hooks("rollouts_samples", samples=samples, step=step)
+        self._interrupts.is_held = True
 
     def _supervised(self) -> Awaitable[Any]:
         """The loop of mode sft, to be awaited."""
@@ -327,6 +371,7 @@ class Training:
             return synced | await self._between(step, metrics | synced, [])
 
         settings, schedule = self._settings, self.plan.schedule
+        self._interrupts.is_held = self._start.step < settings.steps  # a step of this mode is training alone
         return run_sft_training(
             self.backend,
             self.samples,
@@ -351,14 +396,29 @@ class Training:
         # The run's end evaluates anyway.
         if settings.eval_every and done % settings.eval_every == 0 and done < settings.steps:
             extra |= await self._serve_newest()
-            extra |= await self._evaluate(f"step {done}", done)
+            extra |= await self._evaluate_between(done)
         self.session.observer.step(step, metrics | extra, groups)
         self.session.call_hooks("rollouts_step_end", metrics=metrics | extra, step=step)
         return extra
 
+    async def _evaluate_between(self, done: int) -> dict[str, float]:
+        """The evaluation after a step that is not logged yet. Ctrl-C ends it, but not the step."""
+        self._interrupts.is_held, has_asked = False, self._interrupts.is_asked
+        try:
+            return {} if has_asked else await self._evaluate(f"step {done}", done)
+        except BaseException as error:
+            if not isinstance(cause_of(error), KeyboardInterrupt):
+                raise
+            self._interrupts.is_asked = True
+            self.session.observer.note(f"interrupted: the evaluation after step {done} is left out")
+            return {}
+        finally:
+            self._interrupts.is_held = True
+
     async def _after(self, step: int, metrics: dict[str, float]) -> None:
-        """What is done once a step (0-based) is logged: a checkpoint."""
+        """What is done once a step (0-based) is logged: a checkpoint. Raises KeyboardInterrupt where one was held."""
         done = step + 1
+        self._logged, self._logged_version = done, self.backend.version
         self._metrics = dict(metrics)
         if done < self._settings.steps:
             self._stop = self.stopping.reason(done, metrics)
@@ -369,6 +429,9 @@ class Training:
             path = self._folder.checkpoint_path(done)
             if await self._save(path, done, {"before": self._evaluations["before"]}, occasion):
                 self._save_seconds = time.perf_counter() - began
+        if self._interrupts.is_asked:
+            raise KeyboardInterrupt
+        self._interrupts.is_held = self._settings.mode == "sft" and done < self._settings.steps and self._stop is None
         await self._profile_before(done)
 
     async def _serve_newest(self) -> dict[str, float]:
@@ -417,20 +480,11 @@ class Training:
 
         The files that it refers to are brought to the disk first: a crash of the machine loses none of them.
         """
-        state = RunState(
-            done,
-            self._settings.mode,
-            self.plan.flat,
-            **self._loop,
-            evaluation=dict(evaluations),
-            metric=self._metric(),
-            by_clock=occasion == "clock",
-            revision=REVISION,
-        )
+        state = self._state(done, evaluations, occasion)
         await trio.to_thread.run_sync(self._folder.sync)
         try:
             with trio.fail_after(SAVE_SECONDS):
-                await self.backend.save(str(path), msgspec.to_builtins(state))
+                await self.backend.save(str(path), state)
         except trio.TooSlowError as error:
             raise CheckpointError(
                 f"the checkpoint {path} was not written in {SAVE_SECONDS:g} s; see whether the disk answers"
@@ -441,7 +495,23 @@ class Training:
             self._saving.failed_by_clock(error)
             return False
         await trio.to_thread.run_sync(self._saving.saved, path, occasion)
+        self._saved = done
         return True
+
+    def _state(self, done: int, evaluations: Mapping[str, Any], occasion: Occasion) -> dict[str, Any]:
+        """The run's own state in a checkpoint after `done` steps."""
+        state = RunState(
+            done,
+            self._settings.mode,
+            self.plan.flat,
+            **self._loop,
+            evaluation=dict(evaluations),
+            metric=self._metric(),
+            by_clock=occasion == "clock",
+            revision=REVISION,
+        )
+        state_dict: dict[str, Any] = msgspec.to_builtins(state)
+        return state_dict
 
     def _metric(self) -> dict[str, Any] | None:
         """The metric that ranks the run's checkpoints; None where this step does not have it."""
@@ -457,52 +527,6 @@ class Training:
         """Start the profiler where the first profiled step comes next."""
         if step in self._profiled[:1]:
             await self.backend.start_profile()
-
-
-def make_training(plan: Plan) -> TrainingBackend | RankServer:
-    """The training backend with its model loaded; on a rank above 0 of a distributed one, what serves rank 0.
-
-    Raises UserError, also where a launcher started several processes of a backend that is in one.
-    """
-    settings, chosen = plan.settings, plan.one("training")
-    available = plan.training_arguments() | {"config": plan.config_of_ranks}
-    backend: TrainingBackend | RankServer = make_component("training backend", chosen, available)
-    if isinstance(backend, RankServer):
-        return backend
-    launched = os.environ.get("WORLD_SIZE", "1")
-    if launched != "1" and backend.world_size == 1:
-        backend.close()
-        raise ConfigError(
-            f"a launcher started {launched} processes (WORLD_SIZE), but --training {chosen.name} trains in one; type "
-            "--training fsdp, or start it without a launcher"
-        )
-    if settings.profile and not backend.can_profile:
-        backend.close()
-        raise ConfigError(
-            f"--profile {settings.profile}: the training backend {chosen.name} cannot be profiled; leave --profile "
-            "out, or choose another one, such as --training torch"
-        )
-    return backend
-
-
-def demonstration_samples(
-    environments: Sequence[Environment], held_out: Sequence[Task], settings: Settings, chat: ChatFormat
-) -> list[Sample]:
-    """Rows of the environments' expert conversations, in the order in which the run trains on them, as many as it can
-    use; the assistant's tokens are live. None is of a task that is held out.
-    """
-    count = max(1, settings.steps * settings.prompts_per_step)
-    endless = demonstrations(environments, held_out, settings.prompts_per_step)
-    known: dict[tuple[str, int], list[SupervisedRow]] = {}
-    tools: dict[str, list[dict[str, Any]]] = {}
-    samples: list[Sample] = []
-    for place, (env, number, messages) in enumerate(itertools.islice(endless, count)):
-        if env.alias not in tools:
-            tools[env.alias] = [tool_schema(tool.function, tool.name) for tool in tools_of(env.make_checked())]
-        if (key := (env.alias, number)) not in known:
-            known[key] = tokenize_supervised(messages, tools[env.alias], chat)
-        samples += [Sample(messages, tokens=r.tokens, loss_mask=r.loss_mask, rollout_index=place) for r in known[key]]
-    return samples
 
 
 def title(plan: Plan) -> str:

@@ -21,7 +21,7 @@ SPREAD_MIN = 1e-6
 
 
 def group_norm(rewards: Tensor | Sequence[float | None], *, eps: float = 1e-4) -> Tensor:
-    """(R - mean) / (std + eps) [G] with ddof 1 (GRPO, Shao et al. 2024).
+    """The normalized reward: (R - mean) / (std + eps) [G] over the group, ddof 1 (GRPO, Shao et al. 2024).
 
     >>> [round(a, 2) for a in group_norm([1.0, 0.0, 0.0, None]).tolist()]
     [1.15, -0.58, -0.58, 0.0]
@@ -38,12 +38,14 @@ def group_norm(rewards: Tensor | Sequence[float | None], *, eps: float = 1e-4) -
 
 
 def group_mean(rewards: Tensor | Sequence[float | None]) -> Tensor:
-    """R - mean [G] (Dr. GRPO, Liu et al. 2025)."""
+    """The reward minus the group's mean: R - mean [G] (Dr. GRPO, Liu et al. 2025)."""
     return _centered(*_judged(rewards))
 
 
 def rloo(rewards: Tensor | Sequence[float | None]) -> Tensor:
-    """R - the mean of the others = J / (J - 1) (R - mean) [G], J rollouts judged (Ahmadian et al. 2024).
+    """The reward minus the mean reward of the others: J / (J - 1) (R - mean) [G] (RLOO, Ahmadian et al. 2024).
+
+    J is the number of judged rollouts.
 
     >>> rloo([1.0, 0.0, 0.0]).tolist()
     [1.0, -0.5, -0.5]
@@ -55,7 +57,7 @@ def rloo(rewards: Tensor | Sequence[float | None]) -> Tensor:
 
 
 def baseline(rewards: Tensor | Sequence[float | None], *, value: float = 0.0) -> Tensor:
-    """R - b [G] with a fixed b (Williams 1992). It compares no rollouts, so a group of one has an advantage too.
+    """The reward minus a fixed number: R - b [G] (Williams 1992). A group of one has an advantage too.
 
     Args:
         value: b; a rollout with a reward above b becomes more likely
@@ -66,7 +68,7 @@ def baseline(rewards: Tensor | Sequence[float | None], *, value: float = 0.0) ->
 
 
 def ones(rewards: Tensor | Sequence[float | None]) -> Tensor:
-    """1 for every judged rollout [G]: all of them are equally good, as in supervised learning and rejection tuning."""
+    """1 for every judged rollout [G], as in supervised learning and rejection tuning."""
     values, judged = _judged(rewards)
     return judged.to(values.dtype)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def truncated(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, cap: float = 2.0) -> Tensor:
-    """Truncated importance sampling (TIS, Yao et al. 2025): min(pi_old / mu, cap) [T].
+    """Truncated importance sampling: min(pi_old / mu, cap) [T] (TIS, Yao et al. 2025).
 
     Args:
         cap: the largest weight of a token
@@ -30,7 +30,7 @@ def truncated(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, c
 def icepop(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, low: float = 0.5, high: float = 5.0
 ) -> Tensor:
-    """Masked importance sampling (IcePop, Ring-1T 2025): pi_old / mu if it is in [low, high], else 0; [T].
+    """Masked importance sampling: pi_old / mu [T] if it is in [low, high], else 0 (IcePop, Ring-1T 2025).
 
     Args:
         low: tokens with a smaller ratio are left out
@@ -50,8 +50,9 @@ def sequence_mask(
     low: float = 0.9,
     high: float = 1.1,
 ) -> Tensor:
-    """Keep or leave out whole rollouts (Liu, Li et al. 2025): 1 if the geometric mean of pi_old / mu over the rollout's
-    live tokens is in [low, high], else 0; [T].
+    """Keep or leave out whole rollouts, by their mean ratio (Liu, Li et al. 2025).
+
+    1 if the geometric mean of pi_old / mu over the rollout's live tokens is in [low, high], else 0; [T].
 
     The mean over many tokens is much closer to 1 than the ratio of one token. The bounds do not depend on the length.
 

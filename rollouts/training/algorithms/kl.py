@@ -18,7 +18,7 @@ the value; Tang and Munos 2025 derive their gradients.
 The reference is a copy of every trained tensor. It equals the policy at version 0. A rule (`frozen`, `ema`) is called
 at version 0 and after every optimizer step. It changes the copy in place and returns nothing. It must not change
 `policy`; `version` counts optimizer steps. Not here: where the copy is kept and how it is used
-(backends/auxiliary.py), and the cut at a threshold (evaluate.py).
+(backends/auxiliary.py), and the cut at a threshold (objective.py).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ KL_SETTINGS: tuple[Setting, ...] = (
 
 
 def k1_reward(old_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """log(mu / ref) [T], subtracted from the rewards of tokens. On-policy it has the gradient of the reverse KL of
+    """Reverse KL as a penalty in the rewards: log(mu / ref) [T]. On-policy it has the gradient of the reverse KL of
     whole rollouts (Ziegler et al. 2019).
 
     Its expectation is the KL; a single value may be negative. With several optimizer steps per batch, it is the KL of
@@ -60,7 +60,7 @@ def k1_reward(old_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def k2_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """stopgrad(r) log(pi / ref)^2 / 2 [T]: has the gradient of the reverse KL, on-policy (r = 1) and off-policy.
+    """Reverse KL by its gradient: stopgrad(r) log(pi / ref)^2 / 2 [T], on-policy (r = 1) and off-policy.
 
     The expectation of its value is not the KL (Schulman 2020; Tang and Munos 2025).
     """
@@ -69,16 +69,16 @@ def k2_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor) -> Ten
 
 
 def rk3_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """r (ref/pi - 1 - log(ref/pi)) [T], r with gradient: value and gradient of the reverse KL, never negative.
+    """Reverse KL by value and gradient: r (ref/pi - 1 - log(ref/pi)) [T], r with gradient; never negative. Recommended.
 
     This is k3 of Schulman 2020, multiplied by an importance ratio with gradient. At every token its gradient is that of
-    `k2_loss`, r log(pi / ref) grad log pi, and its value estimates the KL. Recommended.
+    `k2_loss`, r log(pi / ref) grad log pi, and its value estimates the KL.
     """
     return log_ratio(logprobs, old_logprobs).exp() * k3_loss(logprobs, ref_logprobs)
 
 
 def k3_loss(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """ref/pi - 1 - log(ref/pi) [T], as published in GRPO (Shao et al. 2024, eq. 4): biased as a reverse KL.
+    """The KL term of GRPO as published: ref/pi - 1 - log(ref/pi) [T] (Shao et al. 2024, eq. 4); biased as a reverse KL.
 
     Its value estimates KL(pi || ref), but its expected gradient is that of KL(ref || pi).
     """
@@ -87,7 +87,7 @@ def k3_loss(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def forward_kl_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """r (q log q - q + 1) [T] with q = ref/pi, r with gradient: value and gradient of KL(ref || pi), never negative.
+    """Forward KL by value and gradient: r (q log q - q + 1) [T] with q = ref/pi, r with gradient; never negative.
 
     The expectation over mu is sum_a ref log(ref/pi), whatever mu is; its gradient at a token is (r - ref/mu) grad log
     pi, which on-policy is k3_loss's.
@@ -152,11 +152,11 @@ def make_kl(function: Callable[..., Any], settings: Mapping[str, Any]) -> KL:
 
 
 def frozen() -> None:
-    """The reference stays the policy of the run's beginning."""
+    """The reference is the policy at the beginning of the run, and never changes."""
 
 
 def adapter_off(adapters: list[Tensor]) -> None:
-    """The reference is the base model: adapters of zeros, whatever the run's adapters began with (LoRA only)."""
+    """The reference is the base model without adapters (LoRA only). Its adapters are zeros."""
     import torch
 
     if adapters:

@@ -38,7 +38,7 @@ DAPO = Algorithm(group_norm, "token_mean", (_CLIP_HIGHER, _ENTROPY), shaping=(ov
 without a signal.
 """
 DR_GRPO = Algorithm(group_mean, "dr_grpo", (Term(ppo_clip), _ENTROPY))
-"""Dr. GRPO (Liu et al. 2025): GRPO that divides neither by the standard deviation nor by the length."""
+"""GRPO without division by the standard deviation or the length (Dr. GRPO, Liu et al. 2025)."""
 GSPO = Algorithm(group_norm, "rollout_mean", (Term(gspo), _ENTROPY))
 """GSPO (Zheng et al. 2025): GRPO with one ratio for each rollout instead of one for each token."""
 CISPO = Algorithm(group_norm, "token_mean", (Term(cispo), _ENTROPY))

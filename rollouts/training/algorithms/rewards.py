@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def weighted_sum(parts: Tensor, weights: Tensor) -> Tensor:
-    """sum_p w_p r_p [J]."""
+    """The weighted sum of the rewards: sum_p w_p r_p [J]."""
     return parts @ weights
 
 
 def minimum(parts: Tensor, weights: Tensor) -> Tensor:
-    """min_p w_p r_p [J]: only the worst weighted reward counts. A weight of 0 leaves a reward out."""
+    """The lowest weighted reward: min_p w_p r_p [J]. A weight of 0 leaves a reward out."""
     counted = weights != 0
     if not bool(counted.any()):
         return parts.new_zeros(parts.shape[0])
@@ -31,7 +31,7 @@ def minimum(parts: Tensor, weights: Tensor) -> Tensor:
 
 
 def product(parts: Tensor, weights: Tensor) -> Tensor:
-    """prod_p r_p^w_p [J], the weighted geometric mean if the weights add up to 1. All rewards must be high.
+    """The weighted product of the rewards: prod_p r_p^w_p [J]. All rewards must be high for a high product.
 
     Raises TrainingError for a negative reward, and for a reward of 0 with a weight below 0.
     """
@@ -74,8 +74,10 @@ def lexicographic(parts: Tensor, weights: Tensor, *, tolerance: float = 0.0) -> 
 
 
 def normalised_sum(parts: Tensor, weights: Tensor, *, eps: float = 1e-4) -> Tensor:
-    """sum_p w_p (r_p - mean_p) / (std_p + eps) [J], ddof 1 (GDPO, Liu et al. 2026). Brings all rewards of the group to
-    one scale before adding them, so that none dominates. A reward without spread adds 0.
+    """The weighted sum of normalized rewards: sum_p w_p (r_p - mean_p) / (std_p + eps) [J], ddof 1 (GDPO, Liu et al.
+    2026).
+
+    All rewards have the same scale within the group, so none dominates. A reward without spread adds 0.
 
     Args:
         eps: added to the deviation
@@ -89,10 +91,10 @@ def normalised_sum(parts: Tensor, weights: Tensor, *, eps: float = 1e-4) -> Tens
 def overlong(
     rewards: Tensor, lengths: Tensor, max_tokens: int | None, *, buffer: int | None = None, factor: float = 1.0
 ) -> Tensor:
-    """R + min(0, (L_max - buffer - length) / buffer) factor [J]: the soft penalty of DAPO (Yu et al. 2025, eq. 13).
+    """Overlong penalty of DAPO: R + min(0, (L_max - buffer - length) / buffer) factor [J] (Yu et al. 2025, eq. 13).
 
-    0 up to L_max - buffer tokens, then linear down to -factor at L_max = max_tokens. Raises ConfigError if the run has
-    no max_tokens.
+    The penalty is 0 up to L_max - buffer tokens, then linear down to -factor at L_max = max_tokens. Raises
+    ConfigError if the run has no max_tokens.
 
     Args:
         buffer: the penalty grows over this many tokens before L_max; none: a quarter of max_tokens

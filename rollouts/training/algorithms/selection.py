@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 def reward_at_least(rewards: Tensor, *, threshold: float = 1.0) -> Tensor:
-    """Where R >= threshold: bool [J] (rejection sampling). Tolerates rounding: 0.7 + 0.2 + 0.1 is at least 1.
+    """The rollouts whose reward is at least the threshold (rejection sampling): bool [J]. Tolerates rounding: 0.7 + 0.2
+    + 0.1 is at least 1.
 
     Args:
         threshold: the lowest reward that is kept
@@ -41,7 +42,7 @@ def top(rewards: Tensor, *, count: int = 1) -> Tensor:
 
 
 def max_variance(rewards: Tensor, *, count: int = 4) -> Tensor:
-    """The `count` rollouts whose rewards have the largest variance: bool [J] (PODS, Xu et al. 2025).
+    """The `count` rollouts whose rewards have the largest variance (PODS, Xu et al. 2025): bool [J].
 
     The best choice is always some of the lowest and some of the highest, so only count + 1 choices are compared. Of
     equally good choices, the one closest to half and half.

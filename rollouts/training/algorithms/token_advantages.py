@@ -38,7 +38,7 @@ def gae(
     lam: float = 0.95,
     whiten: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation (Schulman et al. 2016, eq. 16): advantages [T], and the critic's targets [T].
+    """Generalized advantage estimation (Schulman et al. 2016, eq. 16): advantages and the critic's targets, both [T].
 
     Over the live tokens t of a rollout: delta_t = r_t + gamma V_t+1 - V_t, with V = 0 after the last; A_t = delta_t +
     gamma lam A_t+1; returns = A + V, before whitening. `values` [T] are the critic's values of the states before the
@@ -73,7 +73,7 @@ def reinforce_pp(
     gamma: float = 1.0,
     eps: float = 1e-8,
 ) -> Tensor:
-    """REINFORCE++ (Hu 2025): the discounted returns of the tokens, whitened over the whole batch: [T].
+    """REINFORCE++ (Hu 2025): discounted returns of the tokens [T], whitened over the whole batch.
 
     Over the live tokens t of a rollout: G_t = r_t + gamma G_t+1; A = (G - mean) / (std + eps) over all live tokens of
     the batch, ddof 1.
@@ -90,7 +90,7 @@ def reinforce_pp(
 
 
 def distill(batch: None, rollout_logprobs: Tensor, teacher_logprobs: Tensor, *, coef: float = 1.0) -> Tensor:
-    """On-policy distillation (Agarwal et al. 2024; Lu 2025): -coef (log pi - log pi_teacher) [T], detached.
+    """On-policy distillation: -coef (log pi - log pi_teacher) [T], detached (Agarwal et al. 2024; Lu 2025).
 
     The reward of a token is its part of the reverse KL to the teacher, with a minus sign. Later tokens do not count. pi
     is the sampler's, and the log-ratio is clamped to +-20. If student and teacher are equal, the advantage is 0.

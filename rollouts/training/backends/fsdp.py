@@ -70,7 +70,7 @@ def create_fsdp_backend(
     stall_seconds: float = 45.0,
     start_seconds: float = 600.0,
 ) -> TorchBackend | Worker:
-    """Make rank 0's backend. On ranks above 0, return a Worker that serves rank 0. Raises UserError, RankError.
+    """Train a model that is sharded over several ranks (FSDP2). Raises UserError, RankError.
 
     Args:
         processes: ranks on this machine; 0: one per GPU. Under torchrun the launcher decides

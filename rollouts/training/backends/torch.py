@@ -61,7 +61,9 @@ def create_torch_backend(
     settings: TorchSettings = TorchSettings(),
     share_prefix: bool = True,
 ) -> TorchBackend:
-    """Load a model and make it trainable. Raises ModelError, ConfigError, SignatureError.
+    """Train in this process, on one device.
+
+    Loads the model. Raises ModelError, ConfigError, SignatureError.
 
     Args:
         share_prefix: run a shared prompt once

@@ -1,4 +1,4 @@
-"""Several rewards become one: what each mixer keeps and what it loses."""
+"""Reward mixers: the value of each, and its limits."""
 
 from __future__ import annotations
 

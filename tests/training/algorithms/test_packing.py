@@ -1,4 +1,4 @@
-"""Bins hold every row once and within the budget, the same ones each time."""
+"""Bins contain every row once, stay within the limit, and are always the same."""
 
 from __future__ import annotations
 

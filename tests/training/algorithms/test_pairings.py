@@ -1,4 +1,4 @@
-"""Which rollouts of a group are compared."""
+"""Pairings: which rollouts of a group are compared."""
 
 from __future__ import annotations
 

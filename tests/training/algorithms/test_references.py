@@ -1,4 +1,4 @@
-"""The rules by which the reference follows the policy, in place."""
+"""The rules that update the reference policy in place."""
 
 from __future__ import annotations
 

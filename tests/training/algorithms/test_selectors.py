@@ -1,4 +1,4 @@
-"""Which rollouts of a group are trained on."""
+"""Selectors: which rollouts of a group are trained."""
 
 from __future__ import annotations
 

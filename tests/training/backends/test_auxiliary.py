@@ -1,4 +1,4 @@
-"""Reference policies, teachers and critics: what they give, when they move, and what they leave alone."""
+"""Reference policies, teachers and critics: their values, when they change, and that they change nothing else."""
 
 from __future__ import annotations
 
@@ -334,7 +334,7 @@ def test_packed_rows_give_the_same_gradient(tiny, backend_of, maker):
 def test_a_model_that_cannot_be_packed_is_refused_or_told(tiny, backend_of):
     with pytest.raises(ConfigError, match=r"--training.layout packed: rows are not packed, because .*layout buckets"):
         backend_of(tiny.gemma2(), layout="packed")
-    assert not any("pack" in note for note in backend_of(tiny.gemma2()).notes), "nobody asked for it"
+    assert not any("pack" in note for note in backend_of(tiny.gemma2()).notes), "packing was not requested"
 
 
 def test_rows_may_have_temperatures_of_their_own(tiny, backend_of):

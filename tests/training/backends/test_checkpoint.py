@@ -1,4 +1,4 @@
-"""A checkpoint is whole or not there: whatever is killed, flipped, cut off or full; and it loads where it should."""
+"""A checkpoint is complete or not there, whatever is killed, flipped, truncated or full; and it loads elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows without an advantage: run forward only where that gives the gradient, the metrics and the step of all rows."""
+"""Rows without an advantage skip the backward pass only if gradient, metrics and step stay the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The float32 head: fp32 logits nearer to the fp32 model's; tied or not, with LoRA, generated, saved and loaded."""
+"""The float32 head: logits closer to those of the fp32 model; tied or not, with LoRA, generated, saved and loaded."""
 
 from __future__ import annotations
 

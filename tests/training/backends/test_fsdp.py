@@ -133,7 +133,7 @@ def test_two_ranks_with(settings, tiny, folder, ranks_of, tmp_path):
 
 
 def test_ranks_meet_in_the_backward_of_rows_without_an_advantage(tiny, folder, ranks_of):
-    """One process runs them forward only. Of two ranks one may have no other rows, and in one step nobody has."""
+    """One process runs them forward only. Of two ranks one may have no other rows, and in one step no rank has any."""
     samples = tiny.make_samples(4, 3)
     words, crews = [], [ranks_of(folder, processes) for processes in (0, 2)]
     for ranks in crews:

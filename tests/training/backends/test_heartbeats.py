@@ -1,4 +1,4 @@
-"""Rank 0's judge, without other ranks: what they say is put into a dictionary, and seconds pass when a test says so."""
+"""The failure detector of rank 0, without ranks: a dictionary is the store, and the test sets the clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters alone are trained; a checkpoint loads in transformers and peft, and the next step after it is bit-equal."""
+"""Only adapters are trained. A checkpoint loads in transformers and peft, and the next step is bit-equal."""
 
 from __future__ import annotations
 

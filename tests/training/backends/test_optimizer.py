@@ -1,4 +1,4 @@
-"""Learning rates as properties, what settings are refused, and optimizers that go on where another one stopped."""
+"""Properties of learning rates, refused settings, and optimizers that continue from a saved state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profiles: files that can be read and name our operators; what is refused, started twice, or never finished."""
+"""Profiles: readable files with our operators; errors for a second or unfinished profile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The functions that make torch objects, and a backend around them, as the first documents of rollouts use them."""
+"""Functions that make torch objects, and a backend for them, as the first notes on rollouts use them."""
 
 from __future__ import annotations
 

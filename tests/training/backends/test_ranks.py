@@ -1,4 +1,4 @@
-"""A rank that dies, hangs or fails ends the work with one error that names it; nothing is left running."""
+"""If a rank dies, hangs or fails, the work ends with one error that names it, and no process is left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing but the ranks commands the ranks: their store is on loopback where they are, and what they say is signed."""
+"""Only ranks can command ranks: on one machine the store listens on loopback, and all messages are signed."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def test_ranks_of_several_hosts_need_a_secret(secret, words, dry, monkeypatch, c
     on_hosts(monkeypatch, COLUMNS="400", **{SECRET: secret})
     flags = ["--eval-tasks", "0", "--training", "fsdp", "--out", str(tmp_path / "out"), *dry]
     assert main(["run", "--env", "calculator", *flags]) == 2
-    told = capsys.readouterr().err
-    assert SECRET in told and words in told and "openssl rand" in told
+    printed = capsys.readouterr().err
+    assert SECRET in printed and words in printed and "openssl rand" in printed
     assert not (tmp_path / "out").exists()
 
 

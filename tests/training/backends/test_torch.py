@@ -1,4 +1,4 @@
-"""The torch backend: numerics 3, 9, 10, 14, what skips a step, what a wrong loss is told, and its metrics."""
+"""The torch backend: numerics 3, 9, 10, 14, skipped steps, errors of wrong losses, and metrics."""
 
 from __future__ import annotations
 
@@ -368,7 +368,7 @@ def test_the_kl_metrics_are_estimates_of_the_kl_that_they_name(tiny, backend_of)
     metrics = backend.forward_backward(batch_of(samples)).wait()
     kl = float((shares * (shares.log() - policy)).sum())
     other_way = float((policy.exp() * (policy - shares.log())).sum())
-    assert abs(kl - other_way) > 0.1, "control: the two directions can be told apart"
+    assert abs(kl - other_way) > 0.1, "control: the two directions differ"
     assert metrics["policy/kl_old"] == pytest.approx(kl, rel=1e-4)
     assert metrics["mismatch/k3"] == pytest.approx(kl, rel=1e-4)
 

@@ -1,4 +1,4 @@
-"""From groups to batches: mixing, shaping, selection, pairs, advantages of tokens, and what is asked for before."""
+"""From groups to batches: mixing, shaping, selection, pairs, advantages of tokens, and forward passes before them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""run_rl_training over fakes: what is submitted when, what is synced, what is logged, and what a batch is made of."""
+"""run_rl_training with fakes: the order of calls, syncs, logs, and the content of batches."""
 
 from __future__ import annotations
 

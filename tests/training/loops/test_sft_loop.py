@@ -1,4 +1,4 @@
-"""run_sft_training: goes around the samples, and lowers the loss of the tiny model."""
+"""run_sft_training: repeats the samples, and lowers the loss of the tiny model."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def test_it_lowers_the_loss(backend):
     samples = [
         Sample(tokens=[generator.randrange(100) for _ in range(12)], loss_mask=[0.0] * 4 + [1.0] * 8) for _ in range(4)
     ]
-    told, logged = [], []
+    reported, logged = [], []
 
     class Logger:
         def log(self, metrics, step):
             logged.append((step, metrics))
 
     async def on_step(step, metrics):
-        told.append(step)
+        reported.append(step)
         return {"sync/version": float(backend.version)}
 
     async def main():
@@ -47,7 +47,7 @@ def test_it_lowers_the_loss(backend):
     history = trio.run(main)
     losses = [metrics["policy/loss"] for metrics in history]
     assert losses[-1] < losses[0] - 0.5, losses
-    assert told == list(range(8))
+    assert reported == list(range(8))
     assert logged == list(enumerate(history))
     assert [metrics["sync/version"] for metrics in history] == list(range(1, 9))
 

@@ -1,4 +1,4 @@
-"""How old tokens are, and what becomes of those that are too old; staleness 0 is the loop written out by hand."""
+"""The age of tokens, and the masking of old ones. With staleness 0, the loop equals one written by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups that are not complete when a step ends: stopped in mid-reply, carried over, gone on with, none ever lost."""
+"""Groups that are incomplete at the end of a step are suspended, carried over and continued; none is ever lost."""
 
 from __future__ import annotations
 

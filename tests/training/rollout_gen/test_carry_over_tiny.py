@@ -1,4 +1,4 @@
-"""Carrying over on the tiny model and its real engine: the agent loop, the template, tools, several versions."""
+"""Carried-over episodes with the tiny model and its engine: the agent loop, the template, tools, several versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Failed episodes: which are played again, how many a run may have, and how they are told."""
+"""Failed episodes: which ones are retried, how many a run may have, and how they are reported."""
 
 from __future__ import annotations
 

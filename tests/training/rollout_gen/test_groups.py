@@ -1,4 +1,4 @@
-"""Groups: why one is dropped, how its samples are numbered, and what is counted."""
+"""Groups: why they are dropped, the numbers of their samples, and metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps played ahead: never further than allowed, nothing lost or played twice, weights change only while all hold."""
+"""Prefetched steps: never more than allowed, nothing lost or played twice, weights change only in a pause."""
 
 from __future__ import annotations
 

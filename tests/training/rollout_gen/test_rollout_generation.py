@@ -1,4 +1,4 @@
-"""Samples that a user's functions make: as a generator of batches, and as groups of the manager."""
+"""Samples from user functions: as a generator of batches, and as groups of the manager."""
 
 from __future__ import annotations
 
