@@ -23,8 +23,8 @@ def interrupted_by_signals() -> Iterator[list[int]]:
     """Within the block, the first SIGTERM or SIGHUP acts as Ctrl-C. Later ones do nothing, because some programs send
     several. Yields a list that will contain the signal, if one arrives.
 
-    A signal that is ignored (`nohup`) or that already has a handler is not changed. A forked child ends at these signals
-    as usual. Does nothing outside the main thread, because only that thread can have handlers.
+    A signal that is ignored (`nohup`) or that already has a handler is not changed. A forked child ends at these
+    signals as usual. Does nothing outside the main thread, because only that thread can have handlers.
     """
     received: list[int] = []
     owner = os.getpid()
