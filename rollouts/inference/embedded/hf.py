@@ -229,7 +229,7 @@ class HFInference:
             tokens, stop_ids = list(request.tokens), frozenset(request.stop_ids)
             numbers = uniforms(request.seed, request.offset)
             pending.row = DecodeRow(
-                tokens, asked.max_tokens, stop_ids, asked.temperature, numbers, asked.session, pending
+                tokens, request.max_tokens, stop_ids, request.temperature, numbers, request.session, pending
             )
             pending.wait_scope.deadline = math.inf  # no deadline once it runs
         try:
