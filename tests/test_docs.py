@@ -43,9 +43,9 @@ from rollouts.training.algorithms.calls import (
     shaped_rewards,
 )
 from rollouts.training.algorithms.checks import GROUP_ADVANTAGE_AVAILABLE, available_names
-from rollouts.training.algorithms.evaluate import evaluate
 from rollouts.training.algorithms.kl import KL_SETTINGS
 from rollouts.training.algorithms.losses import cispo, dpo, reinforce
+from rollouts.training.algorithms.objective import evaluate
 from rollouts.training.algorithms.token_advantages import gae
 
 ROOT = Path(__file__).parents[1]

@@ -6,18 +6,19 @@ but was probably not meant (`advice`).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rollouts.author_code import place_of_function, shown
+from rollouts.author_code import shown, with_place
 from rollouts.config.settings import REQUIRED
 from rollouts.env.authoring import WORDS, environment_name, marked_in, metrics_of, rewards_of, tools_of
 from rollouts.env.calls import UNDER_TRIO, async_library_of
 from rollouts.env.mixing import RewardTerm
 from rollouts.env.schema import tool_schema
-from rollouts.errors import EnvironmentDefinitionError, SignatureError, in_lines, near_misses
+from rollouts.errors import EnvironmentDefinitionError, SignatureError, near_misses
 from rollouts.plugins.signature import check_signature, read_signature
 from rollouts.types import Message
 
@@ -47,12 +48,13 @@ def check_environment(env: Any, rewards: Sequence[RewardTerm] | None = None) -> 
     """
     label = environment_name(env)
     if getattr(env, "tasks", None) is None:
-        near = "".join(f" (it has {name!r})" for name in near_misses("tasks", dir(env))[:1])
+        near = "".join(f" (it has {name!r})" for name in near_misses("tasks", set(dir(env)) - {"tasks"})[:1])
         raise EnvironmentDefinitionError(
             f"{label} has no method `tasks`{near}; write `def tasks(self, split, rng)` that yields Task objects"
         )
     for name, arguments in METHODS.items():
-        _check_method(env, label, name, arguments)
+        with _at(getattr(env, name, None)):
+            _check_method(env, label, name, arguments)
     if not inspect.isclass(env):
         async_library_of(env.tasks)  # refuses a misspelt `async_library`
     has_rollout = hasattr(env, "rollout")
@@ -66,11 +68,13 @@ def check_environment(env: Any, rewards: Sequence[RewardTerm] | None = None) -> 
         )
     _check_selves(env, label)
     for tool in tools_of(env):
-        tool_schema(tool.function, tool.name)
+        with _at(tool.function):
+            tool_schema(tool.function, tool.name)
     own = rewards_of(env)
     for kind, methods in (("rewards", own), ("metrics", metrics_of(env))):
         for method in methods:
-            _check_own(env, label, kind, method.name, method.function)
+            with _at(method.function):
+                _check_own(env, label, kind, method.name, method.function)
     if rewards is None or (rewards and (own or any(term.function is not None for term in rewards))):
         return
     if not rewards:
@@ -118,6 +122,15 @@ def _requests_of_plain(plain: Callable[..., Any], bound: bool) -> tuple[str, ...
     return requests[1:] if bound else requests
 
 
+@contextlib.contextmanager
+def _at(function: Any) -> Iterator[None]:
+    """Put the line of the function's `def` below the message of an EnvironmentDefinitionError of the block."""
+    try:
+        yield
+    except EnvironmentDefinitionError as error:
+        raise EnvironmentDefinitionError(with_place(error, function)) from error
+
+
 def _check_method(env: Any, label: str, name: str, arguments: tuple[str, ...]) -> None:
     method = getattr(env, name, None)
     if method is None:
@@ -157,14 +170,11 @@ def _check_selves(env: Any, label: str) -> None:
             where = f"{label}.{name}({', '.join(texts)})"
             lost = f"{first.name!r} receives the environment" if first is not None else "it takes no environment"
             written = ", ".join(["self", *texts])
-            place = place_of_function(raw)
-            raise EnvironmentDefinitionError(
-                in_lines(
+            with _at(raw):
+                raise EnvironmentDefinitionError(
                     f"@{word} {where} has no `self`, so {lost}; write `def {name}({written})`, or write @staticmethod "
-                    f"above @{word}",
-                    f"  {place}" if place else "",
+                    f"above @{word}"
                 )
-            )
 
 
 def _as_written(parameter: inspect.Parameter) -> str:

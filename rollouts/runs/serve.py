@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import signal
+import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import trio
 
 from rollouts.errors import ConfigError
-from rollouts.inference.base import InferenceBackend, members_of
+from rollouts.inference.base import members_of
 from rollouts.runs.plan import Plan
 from rollouts.runs.run_model import temporary_engine
 from rollouts.runs.session import load_chat
@@ -23,6 +23,7 @@ SETTINGS = tuple("mode template inference max_tokens temperature trust_remote_co
 """The settings of a run that hold for its model behind an address. Clients bring their own system prompt and tools."""
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+BACKLOG = 1024  # connections that wait to be accepted
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -46,30 +47,31 @@ def serve(plan: Plan, address: Address, limits: HTTPLimits, say: Callable[[str],
             f"--inference {plan.one('inference').name} takes messages, and has an address of its own already; type "
             "--inference hf, vllm or sglang"
         )
-    trio.run(_serve, plan, address, limits, say)
-
-
-async def _serve(plan: Plan, address: Address, limits: HTTPLimits, say: Callable[[str], None]) -> None:
-    listeners = await _listen(address)  # before a model loads
-    settings, stopping = plan.settings, trio.Event()
-    name = address.name or served_name(settings.model)
-    port = listeners[0].socket.getsockname()[1]
-    shown = f"[{address.host}]" if ":" in address.host else address.host
-    async with contextlib.AsyncExitStack() as stack:
-        for listener in listeners:
-            stack.push_async_callback(listener.aclose)
-        engine = stack.enter_context(temporary_engine(plan, []))
+    with _bound(address) as bound, temporary_engine(plan, []) as engine:  # before the model loads
+        settings = plan.settings
+        name = address.name or served_name(settings.model)
         chat = load_chat(settings, [])
-        async with engine, trio.open_nursery() as nursery:
-            nursery.start_soon(_stop, stopping, nursery.cancel_scope)
-            api = ChatAPI(
-                ServedModel(name, engine, chat, settings.max_tokens, settings.temperature, address.request_seconds)
-            )
-            say(f"serving {name} at http://{shown}:{port}/v1")
-            for line in _notes(engine, address):
-                say(line)
-            await serve_http(api.handle, refusal, listeners, limits, stopping)
-            nursery.cancel_scope.cancel()
+        model = ServedModel(name, engine, chat, settings.max_tokens, settings.temperature, address.request_seconds)
+        shown = f"[{address.host}]" if ":" in address.host else address.host
+        lines = [f"serving {name} at http://{shown}:{bound.getsockname()[1]}/v1"]
+        if address.host not in LOOPBACK:
+            lines.append("note: there is no password; everyone who reaches this address can use the model")
+        trio.run(_serve, model, bound, limits, lines, say)
+
+
+async def _serve(
+    model: ServedModel, bound: socket.socket, limits: HTTPLimits, lines: Sequence[str], say: Callable[[str], None]
+) -> None:
+    stopping, engine = trio.Event(), model.engine
+    async with engine, trio.open_nursery() as nursery:
+        nursery.start_soon(_stop, stopping, nursery.cancel_scope)
+        members = members_of(engine) if engine.capabilities.is_pool else ()
+        own = [f"the engine's own address: {url}/v1" for each in members if (url := getattr(each, "url", ""))]
+        for line in (*lines, *own):
+            say(line)
+        listener = trio.SocketListener(trio.socket.from_stdlib_socket(bound))
+        await serve_http(ChatAPI(model).handle, refusal, [listener], limits, stopping)
+        nursery.cancel_scope.cancel()
 
 
 def served_name(model: str) -> str:
@@ -93,22 +95,12 @@ async def _stop(stopping: trio.Event, everything: trio.CancelScope) -> None:
             stopping.set()
 
 
-async def _listen(address: Address) -> Sequence[trio.SocketListener]:
+def _bound(address: Address) -> socket.socket:
+    """A socket that listens there. Raises ConfigError."""
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
-        listeners = await trio.open_tcp_listeners(address.port, host=address.host)
-    except (OSError, OverflowError) as error:
-        taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-        hint = "it is taken; type another --port, or --port 0 for a free one" if taken else str(error)
+        return socket.create_server((address.host, address.port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        taken = "it is taken; type another --port, or --port 0 for a free one"
+        hint = taken if error.errno == errno.EADDRINUSE else str(error)
         raise ConfigError(f"--host {address.host} --port {address.port} cannot be used: {hint}") from error
-    return listeners if address.port else listeners[:1]  # a free port of one is not free of the other
-
-
-def _notes(engine: InferenceBackend, address: Address) -> list[str]:
-    notes = [
-        f"the server's own address: {url}/v1"
-        for member in (members_of(engine) if engine.capabilities.is_pool else ())
-        if (url := cast(str, getattr(member, "url", "")))
-    ]
-    if address.host not in LOOPBACK:
-        notes.append("note: there is no password; everyone who reaches this address can use the model")
-    return notes

@@ -11,12 +11,17 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
 
 from rollouts.cli import main
 from rollouts.runs.serve import served_name
+from rollouts.training.models import TINY_PATH
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "servers"))
+from fake_engines import started
 
 TOOL = {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object", "properties": {}}}}
 
@@ -31,8 +36,8 @@ def serving(*argv: str) -> Iterator[tuple[str, subprocess.Popen]]:
         assert line.startswith("serving "), line + process.stdout.read()
         yield line.split()[-1], process
     finally:
-        process.kill()
-        process.wait()
+        process.terminate()
+        process.wait(timeout=30)
         process.stdout.close()
 
 
@@ -80,6 +85,16 @@ def test_an_evaluation_speaks_to_it_as_to_any_api(server, tmp_path, capsys):
     assert "6 held-out tasks, 6 episodes" in capsys.readouterr().out
 
 
+def test_it_answers_in_front_of_another_server():
+    with started("vllm", TINY_PATH, numbers="transformers") as vllm:
+        with serving("tiny", "--inference", "vllm", "--inference.url", vllm.url) as (url, process):
+            assert process.stdout.readline() == f"the engine's own address: {vllm.url}/v1\n"
+            answer = complete(url, "What is 12 * 7?", temperature=0, max_tokens=8).json()
+            assert httpx.get(url.replace("/v1", "/health"), trust_env=False).status_code == 200
+        with serving("tiny") as (url, _):  # the embedded engine gives the same
+            assert complete(url, "What is 12 * 7?", temperature=0, max_tokens=8).json()["choices"] == answer["choices"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_once_what_is_in_flight_is_answered(number):
     with serving("tiny") as (url, process):
@@ -101,7 +116,7 @@ def test_a_signal_ends_it_once_what_is_in_flight_is_answered(number):
         (["tiny", "--port", "TAKEN"], "it is taken; type another --port, or --port 0 for a free one"),
         (["tiny", "--port", "70000"], "70000"),
         (["tiny", "--host", "no.such.host.invalid"], "--host no.such.host.invalid"),
-        (["tiny", "--inference", "openai"], "name the model as its server knows it"),
+        (["tiny", "--inference", "openai"], "--inference openai: "),
         (
             ["gpt", "--inference", "openai", "--inference.url", "http://127.0.0.1:9"],
             "has an address of its own already",
