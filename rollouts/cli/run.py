@@ -71,7 +71,7 @@ def _resume(folder: str, checkpoint: str | None, **options: Any) -> int:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Progress]:
-    """The display on standard output, which falls silent when that is closed."""
+    """The display on standard output. It shows nothing more if standard output is closed."""
     with silent_when_closed("stdout"):
         from rollouts.cli.progress import Progress
 
@@ -112,7 +112,7 @@ _EVAL_SHOWN = {
 
 
 def _eval_infos() -> list[Setting]:
-    """The settings of an evaluation, in the words that fit there."""
+    """The settings of an evaluation, with help for that command."""
     return [
         info._replace(
             doc=_EVAL_DOCS.get(info.name, info.doc),

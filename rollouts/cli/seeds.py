@@ -27,6 +27,7 @@ ROWS = {
     "reward/mean": "reward, last step",
     "policy/loss": "loss, last step",
     "policy/entropy": "entropy, last step",
+    "steps": "steps",
     "wall_seconds": "seconds",
 }
 """What the table shows. seeds.json has all metrics."""
@@ -132,8 +133,8 @@ def _show(written: dict[str, Any]) -> None:
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     parts = {name: f"  {name.rpartition('/')[2]}, after" for name in metrics if name.startswith("after/parts/")}
     for name, label in (ROWS | (parts if len(parts) > 1 else {})).items():
-        if name in metrics:
-            row = metrics[name]
+        row = metrics.get(name)
+        if row is not None and (name != "steps" or row["low"] != row["high"]):  # equal unless a rule stopped some
             interval = "–" if row["low"] is None else f"{row['low']:.3f} to {row['high']:.3f}"
             values = [_number(row["values"][str(seed)]) for seed in shown]
             table.add_row(label, _number(row["mean"]), interval, *values)

@@ -1,4 +1,4 @@
-"""The core's own reward functions. There is one, for runs that need no judgement."""
+"""The core's own reward functions. There is one, for runs that need no judgment."""
 
 from __future__ import annotations
 
