@@ -558,6 +558,13 @@ def test_a_mistake(mistake, tmp_path, monkeypatch, capsys, request):
         assert contents(tmp_path) == before
 
 
+def test_a_settings_file_with_every_default_gives_no_note(tmp_path, capsys):
+    assert main(["config", "--env", "calculator"]) == 0
+    (tmp_path / "a.toml").write_text(capsys.readouterr().out)
+    assert main(["run", str(tmp_path / "a.toml"), "--dry-run"]) == 0
+    assert "is not used" not in capsys.readouterr().out
+
+
 def test_the_table_has_what_a_newcomer_gets_wrong():
     """Sixty and more, over every command, each with a name of its own."""
     names = [param.values[0].name for param in TABLE]

@@ -31,13 +31,16 @@ def serving(*argv: str) -> Iterator[tuple[str, subprocess.Popen]]:
     """The address of a server, and its process, which is ended."""
     command = [sys.executable, "-m", "rollouts", "serve", "--port", "0", *argv]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    watchdog = threading.Timer(120, process.kill)  # no read below waits for longer
+    watchdog.start()
     try:
         line = process.stdout.readline()
         assert line.startswith("serving "), line + process.stdout.read()
         yield line.split()[-1], process
     finally:
         process.terminate()
-        process.wait(timeout=30)
+        process.wait()
+        watchdog.cancel()
         process.stdout.close()
 
 
