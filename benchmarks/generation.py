@@ -21,7 +21,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from rollouts.inference.embedded.decode import Decoder, sample, uniforms
-from rollouts.inference.embedded.decode_slots import Network, Row
+from rollouts.inference.embedded.decode_slots import DecodeRow, Network
 
 Workload = list[tuple[list[int], int]]  # prompt, length of the reply
 
@@ -69,7 +69,9 @@ def make_workload(options: argparse.Namespace, shared: bool) -> Workload:
 
 def run_ours(engine: Decoder, work: Workload) -> int:
     """Tokens sampled."""
-    rows = [Row(prompt, length, frozenset(), 1.0, uniforms(seed), None) for seed, (prompt, length) in enumerate(work)]
+    rows = [
+        DecodeRow(prompt, length, frozenset(), 1.0, uniforms(seed), None) for seed, (prompt, length) in enumerate(work)
+    ]
     engine.run(rows, 0, lambda done: None)
     return sum(len(row.sampled) for row in rows)
 

@@ -276,7 +276,7 @@ def report(name: str, alternate: Alternate, warmup: int, parts: dict[str, float]
     return figures
 
 
-JOBS = {"generate": "run_wave", "forward and backward": "forward_backward", "optimizer": "optim_step"}
+JOBS = {"generate": "run_batch", "forward and backward": "forward_backward", "optimizer": "optim_step"}
 
 
 @contextlib.contextmanager

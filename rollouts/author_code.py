@@ -161,6 +161,12 @@ def place_of_function(function: Any) -> Place | None:
     return next((line for line in lines if line.text.startswith(("def ", "async def "))), lines[0])
 
 
+def with_place(error: BaseException, function: Any) -> str:
+    """The message of an error with the line of the function that caused it, below it."""
+    place = place_of_function(function)
+    return f"{message_of(error)}\n  {place}" if place else message_of(error)
+
+
 def is_file(name: str | None) -> bool:
     """Whether the file name of a code object is a file, not `<string>` or `<frozen ...>`."""
     return bool(name) and not str(name).startswith("<")

@@ -47,7 +47,7 @@ from rollouts.runs.environments import Environment, held_out_tasks, task_buffer
 from rollouts.runs.folder import RunFolder, episode_records
 from rollouts.training.algorithms.algorithm import as_algorithm
 from rollouts.training.algorithms.calls import per_rollout
-from rollouts.training.algorithms.evaluate import evaluate
+from rollouts.training.algorithms.objective import evaluate
 from rollouts.training.rollout_gen.groups import Filter, group_scorer
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager
 from rollouts.training.rollout_gen.metrics import rollout_metrics

@@ -230,6 +230,49 @@ def test_a_mark_that_raises_at_import_has_its_own_words_and_the_line(broken, cap
     assert "(w.py, line 4: @reward(0.5))" in error
 
 
+UNFIT = """
+from broken import Base, Task, reward, tool
+
+
+class Tasks:
+    def tasks(split, rng): ...
+
+
+class Tool(Base):
+    @tool
+    def double(self, x): ...
+
+
+class Asks(Base):
+    @reward
+    def judge(self, tsk): ...
+
+
+class Returns(Base):
+    @reward
+    def judge(self): return "yes"
+
+
+def group(tasks, trajectories): return ["yes", "no"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "arguments", "line"),
+    [
+        (2, ["--env", "./unfit.py:Tasks"], "line 6: def tasks(split, rng): ..."),
+        (2, ["--env", "./unfit.py:Tool"], "line 11: def double(self, x): ..."),
+        (2, ["--env", "./unfit.py:Asks"], "line 16: def judge(self, tsk): ..."),
+        (1, ["--env", "./unfit.py:Returns"], 'line 21: def judge(self): return "yes"'),
+        (1, ["--env", "./broken.py:Base", "--reward", "./unfit.py:group"], "line 24: def group(tasks, trajectories)"),
+    ],
+)
+def test_what_is_written_or_returned_wrongly_has_the_line_of_its_def(code, arguments, line, broken, capsys):
+    (broken / "unfit.py").write_text(UNFIT)
+    assert main(["run", *arguments, "--eval-tasks", "0", *SMALL]) == code
+    assert f"\n  unfit.py, {line}" in capsys.readouterr().err
+
+
 def test_functions_of_a_rollout_config_and_hooks_have_the_line(broken):
     module = import_file("zz_broken", str(broken / "broken.py"))
     config = RolloutConfig(batch_size=1, n_samples_per_prompt=1, generate_fn=module.generate_fn)

@@ -43,9 +43,9 @@ from rollouts.training.algorithms.calls import (
     shaped_rewards,
 )
 from rollouts.training.algorithms.checks import GROUP_ADVANTAGE_AVAILABLE, available_names
-from rollouts.training.algorithms.evaluate import evaluate
 from rollouts.training.algorithms.kl import KL_SETTINGS
 from rollouts.training.algorithms.losses import cispo, dpo, reinforce
+from rollouts.training.algorithms.objective import evaluate
 from rollouts.training.algorithms.token_advantages import gae
 
 ROOT = Path(__file__).parents[1]
@@ -134,6 +134,8 @@ def test_commands_parse(command, tmp_path, monkeypatch, capsys):
     seen = []
     composed = types.ModuleType("rollouts.runs")
     composed.run = lambda resolved, observer: seen.append(resolved)  # type: ignore[attr-defined]
+    composed.__path__ = [str(ROOT / "rollouts" / "runs")]  # its modules are those that there are
+    monkeypatch.setattr("rollouts.cli.seeds._run", seen.append)
     described = types.ModuleType("rollouts.runs.dry_run")
     described.dry_run = seen.append  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "rollouts.runs.dry_run", described)

@@ -49,6 +49,7 @@ FLOORS = {
     "rollouts.loggers": 2,
     # 3: loops
     "rollouts.agent": 3,
+    "rollouts.serve": 3,
     "rollouts.training.rollout_gen": 3,
     "rollouts.training.loops": 3,
     "rollouts.evaluate": 3,

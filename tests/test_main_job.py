@@ -153,7 +153,7 @@ def test_supervised_training(here):
 
 
 def test_one_seed_is_one_result(here):
-    """More evaluation tasks than live episodes too: the waves of the engine depend on counts only. One run has a hash
+    """More evaluation tasks than live episodes too: the batches of the engine depend on counts only. One run has a hash
     seed of its own.
     """
     size = ["--env", "calculator", "--steps", 3, "--prompts-per-step", 4, "--eval-tasks", 260, "--max-tokens", 32]

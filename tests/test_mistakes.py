@@ -147,6 +147,10 @@ COMMANDS = [
     row("export of an empty folder", "export d m", "holds no run, no checkpoint, no model", files={"d/x": ""}),
     row("a short name of a type", "export d m --dtype bf16", "'bf16'", "'bfloat16'", files={"d/x": ""}),
     row("config of an unknown name", "config --env nope", "no environment is named 'nope'", "calculator"),
+    row("a conversation with nothing", "chat runs/none", "no folder runs/none", "`--model tiny`"),
+    row("a conversation without a model", "chat", "missing argument 'RUN'", "rollouts chat --help"),
+    row("a push without a name", "export d m --push", "--push needs a value", "--push NAME", files={"d/x": ""}),
+    row("public without a push", "export d m --public", "--push USER/MODEL, or leave", files={"d/x": ""}),
     row("no demonstrations", f"sft --env ./e.py:Dice {SMALL}", "has no demonstrations", "rollouts run", files=env()),
     row("rows are no demonstrations", "sft --data rows.jsonl", "has no demonstrations", files=rows(ROW * 9)),
     row("sft with an rl loss", "sft --env calculator --loss grpo", "advantages", "--loss sft"),
@@ -187,6 +191,8 @@ VALUES = [
     row("no samples", f"{CALC} --samples-per-prompt 0", "must be at least 1; got 0"),
     row("too huge a number", f"{CALC} --max-tokens 99999999999999999999", "less than 2**63"),
     row("an unknown choice", f"{CALC} --on-invalid-reward ignore", "drop, zero, raise"),
+    row("no rule", f"{CALC} --stop-when reward", "'reward' is no rule", "--stop-when 'eval/reward_mean >= 0.95'"),
+    row("no time", f"{CALC} --max-hours 0", "--max-hours: must be more than 0"),
     row("no value", "run --env calculator --reward", "--reward needs a value", "type: --reward NAME"),
     row("a switch without a value", f"{CALC} --trust-remote-code", "needs a value", "true|false"),
     row("a flag as value", "run --env --steps 3", "--env needs a value, and --steps follows it"),
@@ -390,7 +396,7 @@ MODELS = [
     row(
         "an evaluation of nothing",
         "eval --env calculator --model runs/missing --out o",
-        "'runs/missing'",
+        "no folder runs/missing",
         "--model tiny",
     ),
 ]
@@ -552,9 +558,16 @@ def test_a_mistake(mistake, tmp_path, monkeypatch, capsys, request):
         assert contents(tmp_path) == before
 
 
+def test_a_settings_file_with_every_default_gives_no_note(tmp_path, capsys):
+    assert main(["config", "--env", "calculator"]) == 0
+    (tmp_path / "a.toml").write_text(capsys.readouterr().out)
+    assert main(["run", str(tmp_path / "a.toml"), "--dry-run"]) == 0
+    assert "is not used" not in capsys.readouterr().out
+
+
 def test_the_table_has_what_a_newcomer_gets_wrong():
     """Sixty and more, over every command, each with a name of its own."""
     names = [param.values[0].name for param in TABLE]
     assert len(names) == len(set(names)) >= 60
     commands = {param.values[0].command.split()[0] for param in TABLE}
-    assert commands >= {"run", "sft", "eval", "resume", "export", "config", "plugins"}
+    assert commands >= {"run", "sft", "eval", "resume", "export", "config", "plugins", "chat"}

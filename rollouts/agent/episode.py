@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from rollouts.agent.model import ChatModel, EpisodeLimits, EpisodeOver, plain_state
-from rollouts.author_code import authors_code, message_of, place_of_function, shown
+from rollouts.author_code import authors_code, message_of, place_of_function, shown, with_place
 from rollouts.env import calls
 from rollouts.env.authoring import JudgeMethod, environment_name, metrics_of, rewards_of, tools_of
 from rollouts.env.checks import requests_of
@@ -335,8 +335,10 @@ async def _run_reward(term: RewardTerm, available: Mapping[str, Any], seconds: f
         )
     except calls.CallTimeoutError:
         return Verdict(term.alias, term.weight, None, {}, f"it took longer than {seconds:g} seconds")
-    except (RewardError, EnvironmentDefinitionError):
+    except EnvironmentDefinitionError:
         raise
+    except RewardError as error:  # it returned what is no reward, or raised this itself
+        raise RewardError(with_place(error, term.function)) from error
     except Exception as error:  # an author's code may raise anything
         return Verdict(term.alias, term.weight, None, {}, report(error, f"the reward {term.alias}"))
     return verdict

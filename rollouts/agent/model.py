@@ -99,7 +99,7 @@ class _ModelState(msgspec.Struct):
     turns: int = 0
 
 
-class _Turn(NamedTuple):
+class _TurnRequest(NamedTuple):
     """One turn to request. `context` are the new ids before the reply; they continue the last segment or start a new
     one. It is empty if the engine takes messages.
     """
@@ -279,7 +279,9 @@ class ChatModel:
             reason = f"the conversation has more than {context} tokens, and the model's context holds {context}"
             raise self._stop(conversation, messages, Status.TRUNCATED, reason)
 
-    def _prepare(self, conversation: _OpenTrajectory, messages: list[Message], schemas: list[dict[str, Any]]) -> _Turn:
+    def _prepare(
+        self, conversation: _OpenTrajectory, messages: list[Message], schemas: list[dict[str, Any]]
+    ) -> _TurnRequest:
         """The turn to request. Raises EpisodeOver if the context has no room for a reply."""
         chat, segments = self._chat, conversation.trajectory.segments
         place = [*self._state.conversations, conversation].index(conversation)
@@ -287,7 +289,7 @@ class ChatModel:
         seed = turn_seed(self._seed, group, rollout, place, conversation.turns)
         if chat is None:
             request = ChatRequest(messages, schemas, self.tokens_left, seed, self._limits.temperature)
-            return _Turn(messages, schemas, request)
+            return _TurnRequest(messages, schemas, request)
         context: list[int] | None = None
         if segments and schemas == conversation.trajectory.tools:
             recorded = conversation.trajectory.messages
@@ -311,9 +313,9 @@ class ChatModel:
             order=(group, rollout, self._state.turns),
             session=self._engine.session,
         )
-        return _Turn(messages, schemas, asked, context, is_new_segment)
+        return _TurnRequest(messages, schemas, asked, context, is_new_segment)
 
-    def _record(self, conversation: _OpenTrajectory, turn: _Turn, answer: Generation | ChatReply) -> Message:
+    def _record(self, conversation: _OpenTrajectory, turn: _TurnRequest, answer: Generation | ChatReply) -> Message:
         """Record the reply. Raises EpisodeOver if there is no reply or it was aborted, and InferenceError if the
         engine's result breaks the invariants.
         """
@@ -483,7 +485,7 @@ def _readable_call(call: ToolCall) -> ToolCall:
 
 
 async def _generate(generate: Callable[[Any], Awaitable[Any]], request: Any, engine: Any) -> Any:
-    """The engine's result. An unknown exception of an engine from outside becomes an InferenceError."""
+    """The engine's result. An unexpected exception of another package's engine becomes an InferenceError."""
     try:
         return await generate(request)
     except Exception as error:

@@ -390,7 +390,7 @@ def _check_arguments(arguments: Mapping[str, Any], text: str) -> None:
             near = near_misses(name, asked)
             raise ConfigError(
                 f"the chat template has no argument {name!r}"
-                + (f"; did you mean {' or '.join(near)}?" if near else "")
+                + (f"; did you mean {' or '.join(near)}?" if near else ".")
                 + (f" It reads: {', '.join(asked)}." if asked else " It reads none.")
             )
 
@@ -465,7 +465,7 @@ def _decode(tokenizer: Any, tokens: Sequence[int]) -> str:
 
 def _compiled(tokenizer: Any, template: Any, example: str) -> Any:
     """The response template, compiled once instead of at each reply. It is returned unchanged if the compiled one reads
-    differently or cannot be made (another version of transformers, an invalid template).
+    differently, or if compiling fails (another version of transformers, an invalid template).
     """
     try:
         from transformers.utils.chat_parsing.response_templates import load_response_template

@@ -138,7 +138,7 @@ class _LoopRecorder:
         self._start = start
         self.items: list[Any] = []
         self.values: bytes | None = None
-        self.is_tied = False  # whether a message depends on more than its neighbours
+        self.is_tied = False  # whether a message depends on more than its neighbors
 
     def enter(self, items: Any, /, **values: Any) -> list[Any]:
         if self.values is not None or not isinstance(items, list):

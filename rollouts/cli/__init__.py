@@ -3,7 +3,7 @@
     app.py        the group of commands, found lazily; errors and exit codes
     options.py    every core setting as a flag; flags, a file and defaults into one Resolved
     run.py        `run`, `sft`, `eval` and `resume`
-    config.py plugins.py export.py chat.py    the other commands
+    config.py plugins.py export.py chat.py serve.py    the other commands
     progress.py   what is shown while a command runs
     ending.py     signals, and an output that was closed
 

@@ -31,6 +31,7 @@ COMMANDS = {
     "resume": ("rollouts.cli.run:resume", "Resume a run, or make it longer."),
     "export": ("rollouts.cli.export:export", "Export a run's model for transformers, vLLM and SGLang."),
     "chat": ("rollouts.cli.chat:chat", "Talk to a run's model, with the tools of its environment."),
+    "serve": ("rollouts.cli.serve:serve", "Serve a run's model at an address that speaks OpenAI's API."),
     "config": ("rollouts.cli.config:config", "Print a complete settings file."),
     "plugins": ("rollouts.cli.plugins:plugins", "List, show and check installed plugins."),
 }
@@ -42,7 +43,7 @@ INTERRUPTED = 130
 SIGNALS = "rollouts.signals"
 """The key in a context's `meta` of the list that holds the signal which ended the command, if one did."""
 
-TAKES_SETTINGS = ("run", "sft", "eval", "config", "resume", "chat")
+TAKES_SETTINGS = ("run", "sft", "eval", "config", "resume", "chat", "serve")
 """The commands that take dotted flags. A command of a plugin receives them in `ctx.obj`."""
 
 

@@ -1,8 +1,7 @@
-"""What ends a command from outside, and what must not: signals, and an output that cannot be written any more.
+"""Signals, which end a command, and an output that can no longer be written, which does not.
 
-SIGTERM and SIGHUP end a command as Ctrl-C does, with a summary. A standard output that was closed (`| head -3`), or
-whose disk is full, ends no run: the display falls silent. Left out: what an interrupted run leaves behind
-(`runs.session`).
+SIGTERM and SIGHUP end a command as Ctrl-C does, with a summary. If standard output is closed (`| head -3`) or its disk
+is full, the run continues and shows nothing more. Left out: the files of an interrupted run (`runs.session`).
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ SIGNALS = [each for each in signal.Signals if each.name in ("SIGTERM", "SIGHUP")
 
 @contextlib.contextmanager
 def interrupted_by_signals() -> Iterator[list[int]]:
-    """Within the block the first SIGTERM or SIGHUP does what Ctrl-C does, and later ones do nothing: what sends them
-    often sends several. Gives a list of the signal that came.
+    """Within the block, the first SIGTERM or SIGHUP acts as Ctrl-C. Later ones do nothing, because some programs send
+    several. Yields a list that will contain the signal, if one arrives.
 
-    A signal that is ignored (`nohup`) or that has a handler already is left as it is. In a child that was forked the
-    signals end it, as they do elsewhere. Does nothing outside the main thread, which alone can have handlers.
+    A signal that is ignored (`nohup`) or that already has a handler is not changed. A forked child ends at these
+    signals as usual. Does nothing outside the main thread, because only that thread can have handlers.
     """
     received: list[int] = []
     owner = os.getpid()
@@ -35,7 +34,7 @@ def interrupted_by_signals() -> Iterator[list[int]]:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        handler = signal.getsignal(signal.SIGINT)  # trio's own within trio.run; ignored where a run is ending already
+        handler = signal.getsignal(signal.SIGINT)  # trio's own in trio.run; SIG_IGN while a run ends
         if callable(handler) and not received:
             received.append(number)
             handler(signal.SIGINT, frame)
@@ -53,15 +52,15 @@ def interrupted_by_signals() -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def _deaf_to_interrupts() -> Iterator[None]:
-    """SIGINT is blocked instead of ignored, so that trio installs the handler that `interrupt` calls. Shells ignore it
-    for what a script starts in the background.
+    """Block SIGINT instead of ignoring it, so that trio installs the handler that `interrupt` calls. A shell makes
+    the background commands of a script ignore SIGINT.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # which also drops one that is waiting
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # this also drops a pending one
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
@@ -69,7 +68,7 @@ def _deaf_to_interrupts() -> Iterator[None]:
 def silent_when_closed(name: Literal["stdout", "stderr"]) -> Iterator[None]:
     """Within the block, no write to `sys.stdout` (or `sys.stderr`) raises."""
     before: TextIO | None = getattr(sys, name)
-    if before is None:  # closed before this process began; Python writes nowhere then
+    if before is None:  # it was closed before this process began
         yield
         return
     stream = _SilentWhenClosed(before)
@@ -83,8 +82,8 @@ def silent_when_closed(name: Literal["stdout", "stderr"]) -> Iterator[None]:
 
 
 class _SilentWhenClosed:
-    """A text stream whose writes do not fail. After the first failure its file is /dev/null, so that no other writer
-    to it fails, and what is left in its buffers can be flushed at exit. Everything else is the stream's own.
+    """A text stream whose writes do not fail. After the first failure, its file descriptor leads to /dev/null: other
+    writers to it do not fail either, and its buffers can be flushed at exit. All other attributes are the stream's.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -94,7 +93,7 @@ class _SilentWhenClosed:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """As the stream's; characters that its encoding lacks are escaped."""
+        """Write to the stream. Characters that its encoding lacks are escaped."""
         try:
             try:
                 return self._stream.write(text)
@@ -106,12 +105,12 @@ class _SilentWhenClosed:
             return len(text)
 
     def writelines(self, lines: Any) -> None:
-        """As the stream's."""
+        """Write each of the lines."""
         for line in lines:
             self.write(line)
 
     def flush(self) -> None:
-        """As the stream's."""
+        """Flush the stream."""
         try:
             self._stream.flush()
         except (OSError, ValueError):

@@ -1,7 +1,7 @@
-"""Every core setting as a flag, and the way from flags, a file and defaults to one Resolved.
+"""Flags for all core settings, and the step from flags, a file and defaults to one Resolved.
 
-click sees text only: what a value means, and every message about it, is the business of rollouts.config, so that a
-mistake reads the same whether it was typed or written in a file.
+click handles text only. `rollouts.config` reads the values and words the errors, so a mistake has the same message on
+the command line and in a file.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class SettingsCommand(click.Command):
         super().__init__(name, params=[argument, *options, *own], epilog=DOTTED_FLAGS, **given)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The options that are settings by their groups, then the command's own."""
+        """Write the settings by group, then the other options of the command."""
         options = [parameter for parameter in self.get_params(ctx) if isinstance(parameter, click.Option)]
         records = {option.name: record for option in options if (record := option.get_help_record(ctx))}
         groups: dict[str, list[tuple[str, str]]] = {}
@@ -60,8 +60,8 @@ class SettingsCommand(click.Command):
 
 
 def _option(info: Setting) -> click.Option:
-    """A setting as an option. One that only a file can have is hidden: typing it gives an error that says what to write
-    there.
+    """A setting as an option. A setting that only a file can have is a hidden option, whose error says what to write
+    in the file.
     """
     is_repeated, is_hidden = info.name in REPEATED, info.name in FILE_ONLY
     flags, metavar = [info.flag, info.name], _metavar(info)
@@ -83,9 +83,9 @@ def _metavar(info: Setting) -> str:
 def read_settings(
     ctx: click.Context, file: str | None, options: dict[str, Any], forced: Tree | None = None
 ) -> tuple[Resolved, Tree]:
-    """Resolve the flags over the file over the defaults; returns also the tree of what was given.
+    """Resolve flags, file and defaults, in this order of precedence. Returns also the tree of the given settings.
 
-    `forced` is what the command itself decides. Raises ConfigError.
+    `forced` are settings that the command itself determines. Raises ConfigError.
     """
     from rollouts.config.files import NOWHERE, load_file
     from rollouts.config.merging import merge
@@ -98,7 +98,7 @@ def read_settings(
 
 
 def given_flags(options: dict[str, Any]) -> Tree:
-    """The options that were given, as flags of a tree. Raises ConfigError where one has a flag for a value."""
+    """The given options as a tree of flags. Raises ConfigError for an option whose value is missing or no rule."""
     from rollouts.config.flags import flag_name, read_flag
     from rollouts.config.stopping import read_rule
 

@@ -1,7 +1,7 @@
-"""What a command shows while it runs: a line that moves where there is a terminal, plain lines where there is none.
+"""What a command shows while it runs: a progress bar in a terminal, plain lines elsewhere.
 
-Of a training run one sampled conversation is shown now and then, and at the end a table of before and after; of an
-evaluation a table of its numbers.
+A training run also shows a few sampled conversations, and at its end a table of the scores before and after. An
+evaluation shows a table of its numbers.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from rollouts.plugins.manager import PluginFault
     from rollouts.training.rollout_gen.groups import Group
 
-CONVERSATIONS = 3  # shown during a run: at the first step, and evenly after it
-LINES, EVALUATION_LINES = 24, 10  # plain lines of a whole run, where the output is no terminal
+CONVERSATIONS = 3  # shown during a run: the first at the first step, the others at even distances
+LINES, EVALUATION_LINES = 24, 10  # plain lines of a whole run, if the output is not a terminal
 CHARACTERS_MAX = 400  # of one message
 
 _STEP_METRICS = (
@@ -37,7 +37,7 @@ _STEP_METRICS = (
 
 
 class Progress:
-    """Implements `rollouts.runs.observer.Observer` on standard output, or on another console."""
+    """An observer (`rollouts.runs.observer`) that prints to standard output, or to another console."""
 
     def __init__(self, console: Console | None = None) -> None:
         from rich.console import Console
@@ -46,12 +46,12 @@ class Progress:
         self._bar: Bar | None = None
         self._shown_faults: set[str] = set()
         self._total = 0
-        self._first: int | None = None  # the step that this process began with
+        self._first: int | None = None  # the first step of this process
         self._started = time.perf_counter()
         self._folder = Path()
 
     def begin(self, title: str, total: int, folder: Path, notes: Sequence[str]) -> None:
-        """Say what runs and where it is written."""
+        """Print the title, the folder and the notes."""
         self._total, self._folder = total, folder
         self._first, self._started = None, time.perf_counter()  # a run may have a second phase
         self._say(title)
@@ -60,14 +60,14 @@ class Progress:
             self.note(note)
 
     def evaluation(self, when: str, evaluation: dict[str, Any]) -> None:
-        """One line; the table comes at the end."""
+        """Print one line. The table follows at the end."""
         sampled, greedy = (_number(evaluation[name]) for name in ("reward_mean", "greedy_mean"))
         self._say(f"held-out, {when}: sampled {sampled}, greedy {greedy} ({_tasks(evaluation, ' tasks')})")
         if when == "before":
             self._started = time.perf_counter()
 
     def step(self, step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
-        """The step's numbers; now and then a conversation."""
+        """Print the numbers of the step, and for some steps a conversation."""
         done = step + 1
         self._first = step if self._first is None else self._first
         words = "  ".join(f"{word} {form.format(metrics[n])}" for word, n, form in _STEP_METRICS if n in metrics)
@@ -80,7 +80,7 @@ class Progress:
             self._converse(done, groups)
 
     def episode(self, done: int, reward_mean: float | None) -> None:
-        """How far an evaluation is."""
+        """Show the progress of an evaluation."""
         words = f"reward {_number(reward_mean)}"
         if self._console.is_terminal:
             self._advance(done, words)
@@ -88,18 +88,18 @@ class Progress:
             self._say(f"{done}/{self._total}  {words}")
 
     def note(self, words: str) -> None:
-        """One line."""
+        """Print one line."""
         self._say(f"note: {words}")
 
     def faults(self, faults: Sequence[PluginFault]) -> None:
-        """Each fault once."""
+        """Print each fault once."""
         for fault in faults:
             if str(fault) not in self._shown_faults:
                 self._shown_faults.add(str(fault))
                 self._say(f"plugin fault: {fault}")
 
     def end(self, summary: dict[str, Any]) -> None:
-        """The closing table."""
+        """Print warnings, and the tables of the results."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -112,14 +112,14 @@ class Progress:
             self._say(f"{summary['wall_seconds']:.0f} s · {self._folder}")
 
     def finished(self, words: str) -> None:
-        """As it is."""
+        """Print the words."""
         self._say(words)
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False)
 
     def _advance(self, done: int, words: str) -> None:
-        """Move the bar, which is made here."""
+        """Move the bar. The first call creates it."""
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
 
@@ -140,7 +140,7 @@ class Progress:
             self._say(f"    ({problem})")
 
     def _end_training(self, summary: dict[str, Any]) -> None:
-        """Before and after, where the run is done."""
+        """Print the scores before and after, if the run is done."""
         if summary["status"] != "done":
             return
         if "stopped" in summary:
@@ -170,7 +170,7 @@ def _comparison_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
 
 
 def _evaluation_table(summary: dict[str, Any]) -> Table:
-    """The numbers of all tasks together, then of each environment where there are several."""
+    """The numbers of all tasks together. If there are several environments, also those of each."""
     several = summary.get("environments", {})
     columns = [summary, *several.values()]
     rows = [("reward", [_with_error(each) for each in columns])]
@@ -189,7 +189,7 @@ def _evaluation_table(summary: dict[str, Any]) -> Table:
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[tuple[str, list[str]]]) -> Table:
-    """A table of labels and numbers; without `columns` it has one of numbers and no head."""
+    """A table of labels and numbers. Without `columns`, it has one column of numbers and no header."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", show_header=bool(columns))
@@ -202,7 +202,7 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[tuple[str, list[st
 
 
 def conversation_lines(trajectory: Trajectory) -> list[str]:
-    """A conversation as lines `role: text`, long messages cut."""
+    """A conversation as lines `role: text`. Long messages are cut."""
     lines = []
     for message in trajectory.messages:
         calls = (
@@ -216,13 +216,13 @@ def conversation_lines(trajectory: Trajectory) -> list[str]:
 
 
 def _tasks(evaluation: dict[str, Any], word: str = "") -> str:
-    """How many tasks; and how many of them could be judged, where that is fewer: the means are over those."""
+    """The number of tasks. If some have no reward, also the number of those that have one."""
     tasks, judged = evaluation["tasks"], evaluation["judged"]
     return f"{tasks}{word}" if judged == tasks else f"{tasks}{word}, only {judged} could be judged"
 
 
 def _number(value: float | None) -> str:
-    """Three digits; a dash where there is no number."""
+    """Three digits after the point, or a dash for None."""
     return "–" if value is None else f"{value:.3f}"
 
 

@@ -23,8 +23,20 @@ _DRY_RUN = click.Option(
 )
 
 
-def _run(file: str | None, dry_run: bool, **options: Any) -> int:
+_SEEDS = click.Option(
+    ["--seeds"],
+    metavar="LIST",
+    help="Run once for each of these seeds, such as 0-4 or 0,3,7: a folder each in --out, and a table at the end.",
+)
+
+
+def _run(file: str | None, dry_run: bool, seeds: str | None = None, **options: Any) -> int:
     context = click.get_current_context()
+    if seeds is not None:
+        from rollouts.cli.seeds import run_with_seeds
+
+        run_with_seeds(context.command.name or "", file, options, seeds, dry_run=dry_run)
+        return 0
     mode = {"run": {}, "sft": {"mode": "sft"}, "eval": {"mode": "eval"}}[context.command.name or ""]
     if file is not None and context.command.name == "eval" and (Path(file) / "config.toml").is_file():
         options["model"] = options["model"] or file  # the folder of a run: its settings and its model
@@ -46,6 +58,11 @@ def _resume(folder: str, checkpoint: str | None, **options: Any) -> int:
     from rollouts.cli.options import given_flags
     from rollouts.runs import resume_run
 
+    if (Path(folder) / "seeds.json").is_file():
+        from rollouts.cli.seeds import resume_seeds
+
+        resume_seeds(Path(folder), options, checkpoint)
+        return 0
     given = (click.get_current_context().obj or {}) | given_flags(options)
     with _progress() as progress:
         resume_run(folder, given, progress, checkpoint=checkpoint or "")
@@ -54,7 +71,7 @@ def _resume(folder: str, checkpoint: str | None, **options: Any) -> int:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Progress]:
-    """The display on standard output, which falls silent when that is closed."""
+    """The display on standard output. It shows nothing more if standard output is closed."""
     with silent_when_closed("stdout"):
         from rollouts.cli.progress import Progress
 
@@ -64,7 +81,7 @@ def _progress() -> Iterator[Progress]:
 run = SettingsCommand(
     "run",
     callback=_run,
-    own=[_DRY_RUN],
+    own=[_SEEDS, _DRY_RUN],
     help="Train a model by reinforcement in an environment.\n\n"
     "FILE contains settings (.toml, .json or .py). Every setting is also a flag.\n\n"
     "\b\nExamples:\n  rollouts run --env calculator --loss grpo\n"
@@ -75,7 +92,7 @@ sft = SettingsCommand(
     "sft",
     callback=_run,
     infos=[info for info in setting_infos() if info.name != "mode"],
-    own=[_DRY_RUN],
+    own=[_SEEDS, _DRY_RUN],
     help="Train a model on the demonstrations of an environment.\n\n"
     "The same as `rollouts run --mode sft`. FILE contains settings (.toml, .json or .py).\n\n"
     "\b\nExample:\n  rollouts sft --env calculator --steps 200",
@@ -95,7 +112,7 @@ _EVAL_SHOWN = {
 
 
 def _eval_infos() -> list[Setting]:
-    """The settings of an evaluation, in the words that fit there."""
+    """The settings of an evaluation, with help for that command."""
     return [
         info._replace(
             doc=_EVAL_DOCS.get(info.name, info.doc),

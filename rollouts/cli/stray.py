@@ -1,6 +1,7 @@
-"""Errors and warnings that reach the terminal past a command: of threads, of destructors, of `warnings.warn`.
+"""Errors and warnings that no command catches: from threads, from destructors, from `warnings.warn`.
 
-Each is one line on stderr, with the author's line; tracebacks go to the run's errors.log (`rollouts.error_log`).
+Each becomes one line with the author's place: a note while a run is open, otherwise a line on stderr. The traceback
+goes to errors.log in the run folder (`rollouts.error_log`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from rollouts.error_log import is_logging, report
 
 @contextlib.contextmanager
 def stray_errors_in_words() -> Iterator[None]:
-    """Within the block, Python's own hooks for these errors and warnings print one line each, without a traceback."""
+    """Replace Python's hooks for these errors and warnings within the block. They print one line, and no traceback."""
     before = threading.excepthook, sys.unraisablehook, warnings.showwarning
     shown_before = before[2]
 
@@ -48,7 +49,7 @@ def _of_a_destructor(error: Any) -> None:
 
 
 def _tell(error: BaseException, label: str) -> None:
-    """A note of the run that plays, once for each line of the author's; else one line."""
+    """Report the error to the open run, which notes it once for each line. Without a run, print it."""
     words = report(error, label)
     if not is_logging():
         _say(f"{label} failed: {words}")

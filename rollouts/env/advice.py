@@ -1,6 +1,6 @@
 """Warnings about an environment that works, but probably not as its author meant.
 
-Left out: what cannot work (`checks`).
+Left out: environments that cannot work (`checks`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OTHER_WORDS = {
     "load_state_dict": "restore", "restore_state": "restore", "set_state": "restore",
     "demos": "demonstrations", "examples": "demonstrations", "get_demonstrations": "demonstrations",
 }  # fmt: skip
-"""Names that other libraries, and authors, give to these methods."""
+"""Other names for these methods, as other libraries and authors use them."""
 
 
 class EnvironmentWarning(UserWarning):
@@ -36,8 +36,8 @@ class EnvironmentWarning(UserWarning):
 
 
 def warn_about(env: Any) -> None:
-    """Warn (EnvironmentWarning, once for each line) about methods whose names nearly are names that the core calls, and
-    about tools without a docstring. `env` is a class or an object that `check_environment` has passed.
+    """Issue an EnvironmentWarning for each method whose name is nearly one that the core calls, and for each tool
+    without a docstring. `env` is a class or an object that passed `check_environment`.
     """
     for function, words in [*_near_misses(env), *_undocumented(env)]:
         place = place_of_function(function) or Place(environment_name(env), 0, "")

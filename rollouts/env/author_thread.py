@@ -1,8 +1,7 @@
-"""A thread of its own for an author's plain code that is asked again and again, such as a generator of tasks.
+"""A thread for an author's plain code that is called again and again, such as a generator of tasks.
 
-The caller waits, under a deadline, which a thread that runs the code itself could not keep. Everything of one
-AuthorThread runs in one thread, so a connection that is opened in it can be used in it. Left out: calls of the agent
-loop, which many threads serve (`calls`).
+The caller waits in another thread, so it can stop waiting at a deadline. One AuthorThread uses one thread, so code that
+opens a connection can use it in later calls. Left out: calls of the agent loop, which many threads serve (`calls`).
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ Request = Callable[[], Any] | None
 
 class AuthorThread:
     """Runs one function at a time. The thread ends with this object. `is_late`: a call ran past its deadline.
-    `is_left`: the call that it runs has no caller any more, and the thread is left behind, as a daemon.
+    `is_left`: the caller of the current call stopped waiting, and the daemon thread is abandoned.
     """
 
     def __init__(self) -> None:
         self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[outcome.Outcome[Any]] = queue.SimpleQueue()
         self.is_late = self.is_left = False
-        # No reference to this object: it could not go away while the thread waits.
+        # The thread has no reference to this object, so that the object can be collected while the thread waits.
         arguments = (self._requests, self._results)
         threading.Thread(target=_serve, args=arguments, name="rollouts-worker-tasks", daemon=True).start()
 
@@ -37,11 +36,11 @@ class AuthorThread:
         self._requests.put(None)
 
     def call(self, function: Callable[[], Any], seconds: float) -> Any:
-        """What `function` returns. Ctrl-C ends the wait, and the thread is of no more use.
+        """The result of `function`. After a timeout or Ctrl-C this object must not be used again.
 
         Raises:
-            TimeoutError: it takes longer. The thread is of no more use.
-            Exception: whatever it raises, as `rollouts.author_code` has it.
+            TimeoutError: `function` takes longer than `seconds`.
+            Exception: an error of `function`, as `rollouts.author_code` returns it.
         """
         assert not self.is_left, "an earlier call still runs"
         self._requests.put(function)

@@ -1,7 +1,7 @@
-"""The marks an environment author uses, `@tool` `@reward` `@metric`, and how they are collected from a class.
+"""The marks of an environment author, `@tool` `@reward` `@metric`, and how they are collected from a class.
 
-A decorator only marks the function: the method stays an ordinary method that can be called and tested. What is left
-out: schemas (`schema.py`), running (`calls.py`), mixing rewards (`mixing.py`).
+A decorator only marks the function. The method stays an ordinary method that you can call and test. Left out: schemas
+(`schema.py`), running (`calls.py`), mixing rewards (`mixing.py`).
 
     class Calculator:
         def tasks(self, split, rng): ...
@@ -12,8 +12,8 @@ out: schemas (`schema.py`), running (`calls.py`), mixing rewards (`mixing.py`).
         @reward
         def correct(self, task, trajectory): ...
 
-Methods may be plain functions, trio-async or asyncio (`calls.py` says how it distinguishes them). Plain functions run
-in worker threads, one at a time for one environment object, but not always in the same thread.
+Methods may be plain, trio or asyncio functions (`calls.py` decides which). Plain functions run in worker threads, one
+at a time for each environment object, but not always in the same thread.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ WORDS = {TOOL_MARK: "tool", REWARD_MARK: "reward", METRIC_MARK: "metric"}
 
 
 class ToolMethod(NamedTuple):
-    """A tool of an environment; `function` is bound where the environment is an object, unless it runs in a process of
-    its own (`isolate`).
+    """A tool of an environment. `function` is bound if the environment is an object and the tool does not run in a
+    process of its own (`isolate`).
     """
 
     name: str
@@ -50,7 +50,7 @@ class ToolMethod(NamedTuple):
 
 
 class JudgeMethod(NamedTuple):
-    """A reward or metric of an environment's own; `function` is bound where the environment is an object."""
+    """A reward or metric of an environment. `function` is bound if the environment is an object."""
 
     name: str
     function: Callable[..., Any]
@@ -70,12 +70,14 @@ def tool(
 def tool(
     fn: F | None = None, *, timeout_seconds: float = 30.0, name: str | None = None, isolate: Isolation | None = None
 ) -> F | Callable[[F], F]:
-    """Offer a method to the model. Its type hints and docstring become the schema; `name` replaces the method's own.
+    """Offer a method to the model. The schema comes from its type hints and docstring. `name` is the name that the
+    model sees (None: the method's).
 
-    `isolate="process"` runs it in a process of its own, which is killed at the deadline whatever it does: for a plain
-    function of its arguments, without `self`.
+    `isolate="process"` runs the tool in a process of its own, which is killed at the deadline whatever it does. Such a
+    tool is a plain function without `self`.
 
-    Raises EnvironmentDefinitionError where the deadline is not a positive number, or an isolated one cannot be.
+    Raises EnvironmentDefinitionError if the deadline is not a positive number of seconds, or if the function cannot run
+    in another process.
     """
     if isolate not in (None, "process"):
         raise EnvironmentDefinitionError(f"@tool(isolate={isolate!r}): it may be 'process', or be left out")
@@ -103,9 +105,10 @@ def reward(*, weight: float = ...) -> Callable[[F], F]: ...
 
 
 def reward(fn: F | None = None, *, weight: float = 1.0) -> F | Callable[[F], F]:
-    """A method that judges the rollout: it may name `task`, `trajectory`, `env`; returns float, Score or None.
+    """Judge the rollout with this method. It may name `task`, `trajectory`, `env`. It returns a float, a Score, or None
+    if it cannot judge. The rewards of an environment are summed by their weights.
 
-    Raises EnvironmentDefinitionError where the weight is no finite number.
+    Raises EnvironmentDefinitionError if the weight is not a finite number.
     """
 
     if not isinstance(weight, int | float) or not math.isfinite(weight):
@@ -132,7 +135,7 @@ def metric() -> Callable[[F], F]: ...
 
 
 def metric(fn: F | None = None) -> F | Callable[[F], F]:
-    """A method whose float is logged and never trained: it may name `task`, `trajectory`, `env`."""
+    """Log the number that this method returns. Nothing is trained on it. It may name `task`, `trajectory`, `env`."""
 
     def mark(function: F) -> F:
         _check_marked("metric", function, "and @metric takes none: the name of the metric is the name of its method")
@@ -143,15 +146,15 @@ def metric(fn: F | None = None) -> F | Callable[[F], F]:
 
 
 def environment_name(env: Any) -> str:
-    """The name of the environment's class, for messages."""
+    """The name of the environment's class. `env` is a class or an object."""
     return env.__name__ if inspect.isclass(env) else type(env).__name__
 
 
 def tools_of(env: Any) -> list[ToolMethod]:
     """The tools of an environment (object or class), in definition order, inherited ones first.
 
-    The most derived definition of a method decides: one that overrides a tool without `@tool` takes it away.
-    Raises EnvironmentDefinitionError where two tools have one name, or an isolated one cannot be found by its name.
+    The most derived definition of a method counts: a method without `@tool` that overrides a tool removes it. Raises
+    EnvironmentDefinitionError if two tools have one name, or if another process could not find an isolated tool.
     """
     tools: dict[str, ToolMethod] = {}
     for attribute, function, (name, timeout_seconds, isolate) in _marked(env, TOOL_MARK):
@@ -177,8 +180,8 @@ def metrics_of(env: Any) -> list[JudgeMethod]:
 
 
 def _check_marked(word: str, marked: Any, named_settings: str) -> None:
-    """Raise EnvironmentDefinitionError where `@word` marks what is no function. `named_settings` says how the mark's
-    settings are given.
+    """Raise EnvironmentDefinitionError if `@word` marks something that is not a function. `named_settings` says how to
+    write the mark's settings.
     """
     if inspect.isclass(marked):
         raise EnvironmentDefinitionError(
@@ -192,7 +195,7 @@ def _check_marked(word: str, marked: Any, named_settings: str) -> None:
 
 
 def _mark(function: Callable[..., Any], mark: str, value: Any) -> None:
-    """Put the mark on the function. Raises EnvironmentDefinitionError where it bears one that says something else."""
+    """Put the mark on the function. Raises EnvironmentDefinitionError if it has one that contradicts it."""
     label, word = getattr(function, "__qualname__", shown(function)), WORDS[mark]
     earlier = mark_of(function, mark)
     if earlier is not None and earlier != value:
@@ -211,34 +214,34 @@ def _mark(function: Callable[..., Any], mark: str, value: Any) -> None:
         raise EnvironmentDefinitionError(
             f"@{word} cannot mark {label}, a {type(function).__name__}; write a method that calls it, and mark that"
         ) from error
-    _scans.clear()  # it may be in a class already
+    _scans.clear()  # the function may be in a scanned class
 
 
 def marked_in(cls: type, mark: str) -> Iterator[tuple[str, Any]]:
-    """(name, attribute as the class holds it) of each method that bears the mark."""
+    """(name, attribute as the class holds it) of each method that has the mark."""
     for name, _ in _marks_of(cls)[mark]:
         yield name, inspect.getattr_static(cls, name)
 
 
 def _marked(env: Any, mark: str) -> Iterator[tuple[str, Callable[..., Any], Any]]:
-    """(attribute, function, mark) of each marked method; nothing but plain class attributes is looked at."""
+    """(attribute, function, mark) of each marked method. Properties and other descriptors are never evaluated."""
     for name, value in _marks_of(env if inspect.isclass(env) else type(env))[mark]:
         yield name, getattr(env, name), value
 
 
-Marks = dict[str, list[tuple[str, Any]]]  # of each mark the methods that bear it, with what it says
-SCANS_MAX = 64  # attributes refer to their class, so a scan keeps it alive, also one that is made for an episode
-# A class, the attributes of it and its bases, and what was found in them; by identity: a class may have no hash.
+Marks = dict[str, list[tuple[str, Any]]]  # for each mark: the methods that have it, with the mark's value
+SCANS_MAX = 64  # a scan keeps its class alive, also a class that is made for one episode
+# By the identity of a class (it may have no hash): the class, the attributes of it and its bases, and their marks.
 _scans: dict[int, tuple[type, list[Any], Marks]] = {}
 
 
 def _marks_of(owner: type) -> Marks:
-    """For each mark the (attribute, mark) of a class's methods: looked for again only where the class has changed."""
+    """For each mark: (attribute, mark) of the class's methods. The class is scanned again only if it has changed."""
     attributes = [value for cls in owner.__mro__[:-1] for value in cls.__dict__.values()]  # `object` never changes
     _, known, marks = _scans.get(id(owner), (owner, [], {}))
     if marks and len(known) == len(attributes) and all(map(operator.is_, known, attributes)):
         return marks
-    members: dict[str, Any] = {}  # a name keeps the place of its first definition, and gets the most derived one
+    members: dict[str, Any] = {}  # a name keeps its first position, and gets the most derived definition
     for cls in reversed(owner.__mro__):
         members.update(vars(cls))
     marks = {TOOL_MARK: [], REWARD_MARK: [], METRIC_MARK: []}
@@ -254,9 +257,9 @@ def _marks_of(owner: type) -> Marks:
 
 
 def mark_of(raw: Any, mark: str) -> Any:
-    """The mark on an attribute of a class, or on the function inside a staticmethod; None where there is none."""
+    """The mark on a class attribute, or on the function inside a staticmethod or classmethod. None if there is none."""
     while True:
-        value = getattr(raw, "__dict__", {}).get(mark)  # not getattr: an attribute of any type may answer to every name
+        value = getattr(raw, "__dict__", {}).get(mark)  # not getattr: some objects have every attribute
         if value is not None or not isinstance(raw, staticmethod | classmethod):
             return value
         raw = raw.__func__

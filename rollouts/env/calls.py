@@ -1,19 +1,20 @@
-"""Call an author's function from the agent loop, under a deadline, whatever it is written for.
+"""Call an author's plain, trio or asyncio function from the agent loop, under a deadline.
 
-- A plain function runs in a worker thread. At its deadline it is abandoned: its slot of the limiter is free at once,
-  and the thread, which nothing can stop, is counted until it ends. Past `ABANDONED_MAX` such threads calls are refused.
-- A trio coroutine function runs where it is called.
-- An asyncio one runs on the process's one asyncio loop, which has a thread of its own, so that a session opened in
-  `setup` can still be used by a tool. At the deadline its task is cancelled and waited for, for `GRACE_SECONDS`; a loop
-  that is blocked by then is abandoned: the next call gets a new one, and the calls that are on the old one finish there
-  when the block ends, if their own deadlines let them.
+- A plain function runs in a worker thread. At its deadline the call is abandoned: its slot of the limiter is free at
+  once. Nothing can stop the thread, so it is counted until it ends. With `ABANDONED_MAX` such threads, new calls are
+  refused.
+- A trio coroutine function runs in the calling task.
+- An asyncio function runs on the process's one asyncio loop, which has its own thread. So a tool can use a session
+  that `setup` opened. At the deadline its task is cancelled, and gets `GRACE_SECONDS` to end. If the loop is blocked
+  then, it is abandoned: the next call gets a new loop, and the other calls of the old loop finish there if it unblocks
+  before their deadlines.
 
-Which of the two an `async def` is, is decided by the first of these that says something:
-1. the attribute `async_library = "trio"` (or `"asyncio"`) of the environment;
-2. the function's own code: it names `trio`, or `asyncio` or a library that only works there (`ASYNCIO_ONLY`);
-3. its module: it imports `trio`, or one of the latter;
-4. it is trio (which anyio and httpx support too).
-A function that turns out to be asyncio under trio raises EnvironmentDefinitionError, which says to write 1.
+The first of these rules that applies decides whether an `async def` is trio or asyncio:
+1. the environment has the attribute `async_library = "trio"` or `"asyncio"`;
+2. the function's code names `trio`, or `asyncio` or a library that only works with it (`ASYNCIO_ONLY`);
+3. the function's module imports `trio`, or one of the others;
+4. it is trio (anyio and httpx work with trio too).
+If asyncio code runs under trio, an EnvironmentDefinitionError says to write rule 1.
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ ASYNCIO_ONLY = frozenset(
 
 
 class AbandonedCallsError(RolloutsError):
-    """Too many calls ran past their deadline and never came back. Inside an episode: Status.ENVIRONMENT_ERROR."""
+    """Too many calls ran past their deadline and still run. Inside an episode: Status.ENVIRONMENT_ERROR."""
 
 
 class CallTimeoutError(trio.TooSlowError):
-    """The deadline of a call passed: ours, not one that the function set itself."""
+    """The deadline that `call` set has passed, not one that the function set itself."""
 
 
 async def call(
@@ -66,21 +67,22 @@ async def call(
     async_library: AsyncLibrary | None = None,
     convert: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """`function(*args)`, awaited where that is needed. The wait for a worker thread is not part of the deadline.
+    """The result of `function(*args)`, awaited if necessary. The wait for a worker thread is not part of the deadline.
 
-    `convert` makes what is returned of what the function returned. It may run the `str` or `float` of an author's
-    object, so it runs in a worker thread and under the same deadline.
+    `convert` is applied to the result. It may call `str` or `float` of an author's object, so it runs in a worker
+    thread under the same deadline.
 
-    `limiter` None: the run's own, of `SLOTS` threads. `async_library` None: by the rule in the module's docstring;
-    given, the caller has no choice, and the author none either.
+    `limiter` None: the run's own, with `SLOTS` threads. `async_library` None: the rules in the module's docstring
+    decide.
 
-    Cancellation leaves a plain function running in its thread, abandoned, and an asyncio task cancelled.
+    Cancellation abandons a plain function, which continues in its thread, and cancels an asyncio task.
 
     Raises:
         CallTimeoutError: the deadline passed (a trio.TooSlowError).
         AbandonedCallsError: too many earlier calls still run past their deadlines.
-        EnvironmentDefinitionError: it is asyncio code and does not say so.
-        Exception: whatever the function raises; what is no Exception, or cannot be read, as RuntimeError.
+        EnvironmentDefinitionError: asyncio code ran under trio.
+        Exception: an error of the function. One that is not an Exception, or has no readable message, is a
+            RuntimeError.
     """
     make: Callable[[], Any] = functools.partial(function, *args)
     coroutine: types.CoroutineType[Any, Any, Any] | None = None
@@ -88,7 +90,10 @@ async def call(
         value = await _call_in_thread(make, timeout_seconds, limiter, convert)
         if not inspect.iscoroutine(value):
             return value
-        coroutine, make = value, lambda: coroutine  # a plain function that hands one out: a wrapper around an async one
+        coroutine, make = (
+            value,
+            lambda: coroutine,
+        )  # a wrapper around an async function
     library = async_library or async_library_of(function, coroutine)
     with trio.CancelScope(deadline=trio.current_time() + timeout_seconds):
         value = await (
@@ -103,20 +108,20 @@ async def call(
 
 
 def abandoned_count() -> int:
-    """How many of the process's threads ran past their deadline and still run."""
+    """The number of the process's threads that ran past their deadline and still run."""
     return _abandoned
 
 
-# --- telling them apart ---------------------------------------------------------------------------------------------
+# --- trio or asyncio ------------------------------------------------------------------------------------------------
 
 
 def async_library_of(
     function: Callable[..., Any], coroutine: types.CoroutineType[Any, Any, Any] | None = None
 ) -> AsyncLibrary:
-    """Which library a coroutine function, or the `coroutine` that a plain one has returned, is written for, by the rule
-    in the module's docstring.
+    """The library that a coroutine function, or the `coroutine` that a plain function returned, is written for. The
+    rules are in the module's docstring.
 
-    Raises EnvironmentDefinitionError where `async_library` names another one.
+    Raises EnvironmentDefinitionError if the environment's `async_library` is neither "trio" nor "asyncio".
     """
     owner = getattr(unwrapped(function), "__self__", None)
     declared = getattr(owner, "async_library", None)
@@ -156,7 +161,7 @@ def _roots_of(values: list[Any]) -> set[str]:
     return {name.partition(".")[0] for name in names if isinstance(name, str)}
 
 
-# --- trio and asyncio -----------------------------------------------------------------------------------------------
+# --- running coroutines ---------------------------------------------------------------------------------------------
 
 
 async def _run_under_trio(make: Callable[[], Awaitable[Any]], is_fixed: bool) -> Any:
@@ -172,7 +177,7 @@ async def _run_under_trio(make: Callable[[], Awaitable[Any]], is_fixed: bool) ->
 
 
 def _passes(error: BaseException) -> bool:
-    """Whether an author's trio code hands on what is not its own: trio's cancellation, while there is one, too."""
+    """Whether the error passes an author's trio code unchanged: Ctrl-C, and trio's cancellation while one is active."""
     if isinstance(error, trio.Cancelled):
         return trio.current_effective_deadline() == -math.inf
     return is_from_outside(error)
@@ -194,10 +199,10 @@ async def _run_on_asyncio(make: Callable[[], Awaitable[Any]]) -> Any:
 
 
 class _AsyncioBridge:
-    """One asyncio loop in a daemon thread. `run` is called from trio, from any run.
+    """One asyncio loop in a daemon thread. Any trio run may call `run`.
 
-    `waiting` holds what wakes each call that a trio task still waits for; it changes under the module's `_lock`.
-    An abandoned loop serves those to the end, and then stops.
+    `waiting` holds a wake function for each call that a trio task waits for. It changes only under the module's
+    `_lock`. An abandoned loop serves these calls to the end, and then stops.
     """
 
     def __init__(self) -> None:
@@ -217,7 +222,7 @@ class _AsyncioBridge:
     def _serve(self) -> None:
         try:
             while True:
-                # asyncio lets these two through to here from any task; what awaits that task gets them too.
+                # asyncio raises these two here, from any task; code that awaits the task gets them too.
                 with contextlib.suppress(KeyboardInterrupt, SystemExit):
                     self._loop.run_forever()
                     break
@@ -226,13 +231,13 @@ class _AsyncioBridge:
                 self._has_ended = True
                 left = list(self.waiting)
             self._loop.close()
-            for wake in left:  # an author's code stopped the loop: nothing else would wake these
+            for wake in left:  # an author's code stopped the loop, so nothing else wakes these
                 wake()
             if self._is_abandoned:
                 _count_abandoned(-1)
 
     def close(self) -> None:
-        """Stop the loop and, where it still answers, wait for its thread. At interpreter exit, and when abandoned."""
+        """Stop the loop, and wait for its thread unless it was abandoned. Also called at interpreter exit."""
         atexit.unregister(self.close)
         if not self._has_ended:
             self._in_loop(self._loop.stop)
@@ -263,7 +268,7 @@ class _AsyncioBridge:
         return tasks[0].result()
 
     async def _cancel(self, tasks: list[asyncio.Task[Any]], finished: trio.Event) -> None:
-        """Cancel the task, which may take its time to clean up; past `GRACE_SECONDS` the loop is abandoned."""
+        """Cancel the task and wait until it has cleaned up. After `GRACE_SECONDS` the loop is abandoned."""
         if not self._in_loop(lambda: tasks[0].cancel()):
             return
         with trio.CancelScope(shield=True, deadline=trio.current_time() + GRACE_SECONDS):
@@ -271,10 +276,10 @@ class _AsyncioBridge:
         if not finished.is_set():
             self._abandon()
         elif tasks and tasks[0].done() and not tasks[0].cancelled():
-            tasks[0].exception()  # retrieved: what it raised while being cancelled has no receiver
+            tasks[0].exception()  # retrieved, so that asyncio does not report what it raised while it was cancelled
 
     def _in_loop(self, callback: Callable[[], object]) -> bool:
-        """Have the loop call it; False where the loop has ended, so that nothing is left to start or to stop."""
+        """Have the loop call `callback`. False if the loop is closed."""
         try:
             self._loop.call_soon_threadsafe(callback)
         except RuntimeError:  # the loop is closed
@@ -287,7 +292,7 @@ class _AsyncioBridge:
             self._is_abandoned = self._is_abandoned or was_usable
         if was_usable:
             _count_abandoned(+1)
-            atexit.unregister(self.close)  # its thread may be blocked for ever, and is a daemon
+            atexit.unregister(self.close)  # its daemon thread may be blocked for ever
 
     def release(self, wake: Callable[[], None]) -> None:
         """End the wait for this call. If it is abandoned and has no other waiter, close the thread."""
@@ -299,7 +304,7 @@ class _AsyncioBridge:
 
 
 def _stray(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """What a task raised that nothing awaits: asyncio would print a traceback."""
+    """Report the error of a task that nothing awaits. asyncio would print its traceback."""
     error = context.get("exception")
     if error is None or not is_logging():
         loop.default_exception_handler(context)
@@ -311,7 +316,7 @@ _bridge: _AsyncioBridge | None = None
 
 
 def _reserve_bridge(wake: Callable[[], None]) -> _AsyncioBridge:
-    """The process's bridge, which serves this call to the end; a new one where the last was abandoned."""
+    """The process's bridge, which serves this call to the end. A new one if the last one was abandoned or has ended."""
     global _bridge
     with _lock:
         if _bridge is None or not _bridge.usable:
@@ -358,7 +363,7 @@ async def _call_in_thread(
             return value if convert is None or inspect.iscoroutine(value) else convert(value)
 
     try:
-        slots.acquire_on_behalf_of_nowait(run)  # without the turn of the scheduler that awaiting it takes
+        slots.acquire_on_behalf_of_nowait(run)  # awaiting it would cost a round of the scheduler
     except trio.WouldBlock:
         await slots.acquire_on_behalf_of(run)
     try:

@@ -1,22 +1,24 @@
-"""An environment's mistakes, found when the run is composed: before any model loads, and before the first episode.
+"""An environment's mistakes, found when the run is composed, before a model loads.
 
-What is left out: whether its tasks can be drawn (that runs the author's code; the loop says so when they cannot).
+Left out: whether its tasks can be drawn, which runs the author's code (`rollouts.runs.environments`), and what works
+but was probably not meant (`advice`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rollouts.author_code import place_of_function, shown
+from rollouts.author_code import shown, with_place
 from rollouts.config.settings import REQUIRED
 from rollouts.env.authoring import WORDS, environment_name, marked_in, metrics_of, rewards_of, tools_of
 from rollouts.env.calls import UNDER_TRIO, async_library_of
 from rollouts.env.mixing import RewardTerm
 from rollouts.env.schema import tool_schema
-from rollouts.errors import EnvironmentDefinitionError, SignatureError, in_lines, near_misses
+from rollouts.errors import EnvironmentDefinitionError, SignatureError, near_misses
 from rollouts.plugins.signature import check_signature, read_signature
 from rollouts.types import Message
 
@@ -30,7 +32,7 @@ METHODS: Mapping[str, tuple[str, ...]] = {
     "state": (),
     "restore": ("state",),
 }
-"""The methods of an environment that the core calls, and what it gives them, by position. Only `tasks` must exist."""
+"""The methods that the core calls, and their arguments by position. Only `tasks` is required."""
 
 OWN_NAMES = ("task", "trajectory", "env")
 SELVES = ("self", "this", "env", "environment")  # what a method may call its environment; `_self` too
@@ -38,19 +40,21 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def check_environment(env: Any, rewards: Sequence[RewardTerm] | None = None) -> None:
-    """Raise EnvironmentDefinitionError for the first thing that cannot work; `env` is a class or an object.
+    """Raise EnvironmentDefinitionError for the first thing that cannot work. `env` is a class or an object.
 
-    Checked: `tasks` exists; the core's calls fit its methods; every tool has a schema; `@reward` and `@metric` methods
-    name only `task`, `trajectory`, `env`; with `rewards` (a run's terms), that the rollouts are judged.
+    The checks: `tasks` exists, the core's calls fit the methods, marked methods have a `self`, every tool has a schema,
+    and `@reward` and `@metric` methods name only `task`, `trajectory`, `env`. With `rewards` (a run's terms): something
+    judges the rollouts.
     """
     label = environment_name(env)
     if getattr(env, "tasks", None) is None:
-        near = "".join(f" (it has {name!r})" for name in near_misses("tasks", dir(env))[:1])
+        near = "".join(f" (it has {name!r})" for name in near_misses("tasks", set(dir(env)) - {"tasks"})[:1])
         raise EnvironmentDefinitionError(
             f"{label} has no method `tasks`{near}; write `def tasks(self, split, rng)` that yields Task objects"
         )
     for name, arguments in METHODS.items():
-        _check_method(env, label, name, arguments)
+        with _at(getattr(env, name, None)):
+            _check_method(env, label, name, arguments)
     if not inspect.isclass(env):
         async_library_of(env.tasks)  # refuses a misspelt `async_library`
     has_rollout = hasattr(env, "rollout")
@@ -64,11 +68,13 @@ def check_environment(env: Any, rewards: Sequence[RewardTerm] | None = None) -> 
         )
     _check_selves(env, label)
     for tool in tools_of(env):
-        tool_schema(tool.function, tool.name)
+        with _at(tool.function):
+            tool_schema(tool.function, tool.name)
     own = rewards_of(env)
     for kind, methods in (("rewards", own), ("metrics", metrics_of(env))):
         for method in methods:
-            _check_own(env, label, kind, method.name, method.function)
+            with _at(method.function):
+                _check_own(env, label, kind, method.name, method.function)
     if rewards is None or (rewards and (own or any(term.function is not None for term in rewards))):
         return
     if not rewards:
@@ -81,8 +87,8 @@ def check_environment(env: Any, rewards: Sequence[RewardTerm] | None = None) -> 
 
 
 def check_text(messages: Sequence[Message], whose: str) -> None:
-    """Raise EnvironmentDefinitionError where a message has a part that is not text: it would be left out of the tokens,
-    and the model trained on a prompt that lacks it. `whose` says whose messages they are.
+    """Raise EnvironmentDefinitionError if a message has a part that is not text. The tokens would not contain the part,
+    and the model would be trained on a prompt without it. The error begins with `whose`, which names the messages.
     """
     for number, message in enumerate(messages, start=1):
         parts = message.content if isinstance(message.content, list) else []
@@ -99,14 +105,14 @@ def check_text(messages: Sequence[Message], whose: str) -> None:
 def reward_term(
     alias: str, function: Callable[..., Any], weight: float = 1.0, settings: Mapping[str, Any] | None = None
 ) -> RewardTerm:
-    """A reward function as a term of a run. Raises SignatureError where it names what a reward is not given."""
+    """A reward function as a term of a run. Raises SignatureError if it names an input that rewards do not have."""
     requests = check_signature(function, "rewards", f"reward {alias}").requests
     is_group = any(name in ("tasks", "trajectories") for name in requests)
     return RewardTerm(alias, function, weight, dict(settings or {}), requests, is_group)
 
 
 def requests_of(method: Callable[..., Any]) -> tuple[str, ...]:
-    """The names that a `@reward` or `@metric` method asks for, in order; read once a function."""
+    """The names that a `@reward` or `@metric` method asks for, in order. They are read once for each function."""
     return _requests_of_plain(getattr(method, "__func__", method), hasattr(method, "__func__"))
 
 
@@ -114,6 +120,15 @@ def requests_of(method: Callable[..., Any]) -> tuple[str, ...]:
 def _requests_of_plain(plain: Callable[..., Any], bound: bool) -> tuple[str, ...]:
     requests = read_signature(plain, "rewards").requests
     return requests[1:] if bound else requests
+
+
+@contextlib.contextmanager
+def _at(function: Any) -> Iterator[None]:
+    """Put the line of the function's `def` below the message of an EnvironmentDefinitionError of the block."""
+    try:
+        yield
+    except EnvironmentDefinitionError as error:
+        raise EnvironmentDefinitionError(with_place(error, function)) from error
 
 
 def _check_method(env: Any, label: str, name: str, arguments: tuple[str, ...]) -> None:
@@ -129,7 +144,7 @@ def _check_method(env: Any, label: str, name: str, arguments: tuple[str, ...]) -
     except (TypeError, ValueError) as error:
         if inspect.isfunction(inspect.getattr_static(env, name)):  # bound, although it takes nothing
             raise EnvironmentDefinitionError(f"{label}.{name} takes no `self`; write `{wanted}`") from error
-        return  # no readable signature, as in compiled code: the first episode will show it
+        return  # no readable signature, as in compiled code: the first episode shows whether it fits
     try:
         signature.bind(*((env, *arguments) if unbound else arguments))
     except TypeError as error:
@@ -139,8 +154,8 @@ def _check_method(env: Any, label: str, name: str, arguments: tuple[str, ...]) -
 
 
 def _check_selves(env: Any, label: str) -> None:
-    """Raise EnvironmentDefinitionError where the first parameter of a marked method is not the environment: Python
-    would hand that to it, and what was meant to be there is lost.
+    """Raise EnvironmentDefinitionError if the first parameter of a marked method is not the environment. Python passes
+    the environment as the first argument, so the model's or the run's value for that parameter would be lost.
     """
     cls = env if inspect.isclass(env) else type(env)
     for mark, word in WORDS.items():
@@ -155,14 +170,11 @@ def _check_selves(env: Any, label: str) -> None:
             where = f"{label}.{name}({', '.join(texts)})"
             lost = f"{first.name!r} receives the environment" if first is not None else "it takes no environment"
             written = ", ".join(["self", *texts])
-            place = place_of_function(raw)
-            raise EnvironmentDefinitionError(
-                in_lines(
+            with _at(raw):
+                raise EnvironmentDefinitionError(
                     f"@{word} {where} has no `self`, so {lost}; write `def {name}({written})`, or write @staticmethod "
-                    f"above @{word}",
-                    f"  {place}" if place else "",
+                    f"above @{word}"
                 )
-            )
 
 
 def _as_written(parameter: inspect.Parameter) -> str:

@@ -1,7 +1,7 @@
-"""Which functions can run in a process of their own, and how such a process finds them: by module, file and name.
+"""Which functions can run in a process of their own, and how that process finds them: by module, file and name.
 
-No function is ever sent: the process imports the module, or the file, as this one did. Left out: the process
-(`worker`), and who starts, asks and kills it (`processes`).
+A function is never sent. The process imports its module or file, as this process did. Left out: the process (`worker`),
+and the pool that starts, calls and kills it (`processes`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 from rollouts.errors import EnvironmentDefinitionError
 
-MAIN = "__rollouts_main__"  # what the script that is being run is called in another process
+MAIN = "__rollouts_main__"  # the module name of the running script in another process
 INSTEAD = 'without `self`, with what it needs as arguments:\n    @staticmethod\n    @tool(isolate="process")\n    '
 
 
 class Reference(NamedTuple):
-    """A function that another process finds. `file` is that of its module, which may have no importable name."""
+    """How another process finds a function. `file` is the file of its module, whose name may not be importable."""
 
     module: str
     name: str
@@ -32,9 +32,10 @@ class Reference(NamedTuple):
 
 
 def check_isolated(function: Any) -> None:
-    """Raise EnvironmentDefinitionError where it cannot run in a process of its own: it needs its object, or is async.
+    """Raise EnvironmentDefinitionError if the function needs its object or is async, so that it cannot run in another
+    process.
 
-    All that can be seen while the class is being written; `check_reference` sees the rest.
+    This runs when the decorator is applied. `check_reference` checks the rest once the class exists.
     """
     plain = _plain(function)
     label = getattr(plain, "__qualname__", repr(plain))
@@ -51,7 +52,7 @@ def check_isolated(function: Any) -> None:
 
 
 def check_reference(function: Any) -> Callable[..., Any]:
-    """The plain function. Raises EnvironmentDefinitionError where another process would not find it by its name."""
+    """The plain function. Raises EnvironmentDefinitionError if another process would not find it by its name."""
     plain: Callable[..., Any] = _plain(function)
     reference_of(plain)
     return plain
@@ -59,7 +60,7 @@ def check_reference(function: Any) -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=1024)
 def reference_of(function: Callable[..., Any]) -> Reference:
-    """How another process finds the function. Raises EnvironmentDefinitionError where it could not."""
+    """How another process finds the function. Raises EnvironmentDefinitionError if it could not find it."""
     label = function.__qualname__
     if "<locals>" in label or "<lambda>" in label:
         why = "is defined inside a function, where another process does not find it"
@@ -81,7 +82,7 @@ def reference_of(function: Callable[..., Any]) -> Reference:
 
 
 def find_function(reference: Reference) -> Callable[..., Any]:
-    """The function that was meant, in a process where it may not be imported yet. Raises whatever its module raises."""
+    """The function of a reference. Its module is imported if necessary. Raises any error that the import raises."""
     function: Callable[..., Any] = operator.attrgetter(reference.name)(_module_of(reference))
     return function
 
@@ -92,7 +93,7 @@ def _module_of(reference: Reference) -> ModuleType:
         return sys.modules[name]
     if name != MAIN and not name.startswith("rollouts_file_") and _is_importable(name):
         return importlib.import_module(name)
-    from rollouts.plugins.loading import import_file  # here: authors' machines import the marks, and nothing heavy
+    from rollouts.plugins.loading import import_file  # here: importing the marks loads nothing heavy
 
     return import_file(name, file)
 

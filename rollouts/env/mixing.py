@@ -1,12 +1,13 @@
 """Rewards of several packages, mixed by weight into one Score.
 
-A reward that returns None, or raises, *could not judge*: that is never 0. The policy `on_invalid` says what follows:
-`drop` (the score's value is None: out of the baseline and not trained), `zero` (it counts 0), `raise` (RewardError).
-NaN, an infinity or something that is no number is a mistake of the reward: RewardError, by name, under every policy.
+A reward that returns None or raises *could not judge*. This is never 0. The policy `on_invalid` decides what follows:
+`drop` (the score's value is None: the rollout is out of the baseline and not trained on), `zero` (the reward counts
+0), or `raise` (RewardError). NaN, an infinity or a value that is not a number is a mistake of the reward: a RewardError
+that names it, under every policy.
 
-Parts are logged under their own names: a reward function under its alias, a `@reward` method of the environment under
-its own name, what a reward's `Score.parts` holds under the names given there. Where two would clash, the later one
-gets its alias in front: `env.correct`, `brevity.words`. What is left out: running rewards (`rollouts.agent.episode`).
+Each part is logged under its own name: a reward function under its alias, a `@reward` method of the environment under
+the method's name, and the entries of `Score.parts` under their keys. If two names are equal, the later one gets its
+alias as a prefix: `env.correct`, `brevity.words`. Left out: running rewards (`rollouts.agent.episode`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ InvalidPolicy = Literal["drop", "zero", "raise"]
 class RewardTerm(NamedTuple):
     """One reward of a run. `function` None means the environment's own `@reward` methods, summed by their weights.
 
-    `requests` are the names it asks for, in order; `is_group` rewards see all rollouts of a prompt and return a list.
+    `requests` are the names it asks for, in order. An `is_group` reward sees all rollouts of a prompt, and returns a
+    list.
     """
 
     alias: str
@@ -37,9 +39,7 @@ class RewardTerm(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What one reward said of one rollout. `value` None: it could not judge, and `why` says the reason if there is
-    one.
-    """
+    """The result of one reward for one rollout. `value` None: it could not judge; `why` holds the reason, if any."""
 
     name: str
     weight: float
@@ -55,9 +55,9 @@ def env_term(weight: float = 1.0, alias: str = "env") -> RewardTerm:
 
 
 def read_verdict(name: str, weight: float, returned: Any, alias: str = "") -> Verdict:
-    """What a reward returned, as a Verdict. A bool is 0 or 1.
+    """The value that a reward returned, as a Verdict. A bool counts as 0 or 1.
 
-    Raises RewardError, naming the reward, for NaN, infinities and what is neither number, Score nor None.
+    Raises RewardError, which names the reward, for NaN, infinities, and values that are not a number, a Score or None.
     """
     if isinstance(returned, Score):
         if not isinstance(returned.parts, dict) or not all(isinstance(part, str) for part in returned.parts):
@@ -69,9 +69,9 @@ def read_verdict(name: str, weight: float, returned: Any, alias: str = "") -> Ve
 
 
 def mix(verdicts: Sequence[Verdict], on_invalid: InvalidPolicy = "drop", base: Score | None = None) -> Score:
-    """The weighted sum of what the rewards said, with all parts; `base` is an earlier score that they are added to.
+    """The weighted sum of the verdicts, with all parts. They are added to `base`, an earlier score.
 
-    Raises RewardError where one could not judge and the policy is `raise`.
+    Raises RewardError if a reward could not judge and the policy is `raise`.
 
     >>> mix([Verdict("correct", 1.0, 1.0), Verdict("short", -0.1, 2.0)]).value
     0.8
@@ -99,7 +99,7 @@ def mix(verdicts: Sequence[Verdict], on_invalid: InvalidPolicy = "drop", base: S
         elif verdict.why:
             reasons.append(f"{verdict.name}: {verdict.why}")
         total = None if total is None or value is None else total + verdict.weight * value
-    for verdict in verdicts:  # after the rewards themselves: their names come first
+    for verdict in verdicts:  # after the rewards themselves, which keep their names
         for part, value in verdict.parts.items():
             parts[_free_name(part, verdict.name, parts)] = value
     return Score(total, parts, "; ".join(reasons), weights)
@@ -121,7 +121,7 @@ def _number(name: str, value: Any) -> float | None:
     try:
         with authors_code():
             number = float(value)
-    except Exception as error:  # a class of the author's own may raise anything
+    except Exception as error:  # a class of the author may raise anything
         raise RewardError(
             f"reward {name!r} returned {shown(value)}, which is no number: {message_of(error)}"
         ) from error

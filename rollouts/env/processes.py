@@ -1,12 +1,12 @@
-"""Tools in processes of their own (`@tool(isolate="process")`): a small pool, and a kill that always works.
+"""Tools in processes of their own (`@tool(isolate="process")`): a small pool of processes that can always be killed.
 
-A thread that runs past its deadline cannot be stopped; a process can, whatever it does: an endless loop, C code that
-keeps the GIL, a child that it waits for. Processes are started when they are needed (`WORKERS_MAX` at most, never by
-fork), used again, and end with the trio run, and with this process if it is killed. What a call leaves behind in a
-module is there for the next one, of whatever episode: isolated tools are functions of their arguments.
+A thread that runs past its deadline cannot be stopped. A process can, even in an endless loop, in C code that keeps the
+GIL, or while it waits for a child. Processes start when they are needed (at most `WORKERS_MAX`, never by fork) and are
+used again. They end with the trio run, or with this process if it is killed. Module variables that one call sets are
+visible to the next call, also from another episode, so an isolated tool should depend on its arguments alone.
 
-Left out: what the process does (`worker`), what owns it and all that its tools start (`rollouts.supervisor`), and which
-functions can go there (`isolated`).
+Left out: what the process does (`worker`), the supervisor of the process and its children (`rollouts.supervisor`), and
+which functions can run there (`isolated`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ProcessError(RolloutsError):
 
 
 class PoolStatistics(NamedTuple):
-    """Processes of this trio run: started ever, killed at a deadline (or a cancellation), crashed by themselves."""
+    """Counts of this trio run's processes: started in all, killed at a deadline or a cancellation, crashed."""
 
     started: int
     killed: int
@@ -58,15 +58,15 @@ async def call_isolated(
     timeout_seconds: float,
     characters_max: int = 16_000,
 ) -> ToolOutcome:
-    """Run the tool `label` with JSON arguments in a process of its own. The wait for a process, and its start, are not
-    part of the deadline. Longer text is cut.
+    """Run the tool `label` with JSON arguments in a process of its own. The deadline does not include the wait for a
+    process and its start. Text of more than `characters_max` characters is cut.
 
-    Cancellation kills the process, like the deadline.
+    Cancellation kills the process, as the deadline does.
 
     Raises:
-        CallTimeoutError: the deadline passed; the process is gone.
+        CallTimeoutError: the deadline passed, and the process was killed.
         ProcessError: no process could be started.
-        EnvironmentDefinitionError: the tool's module cannot be imported there.
+        EnvironmentDefinitionError: the process cannot import the tool's module.
     """
     reference = reference_of(function)
     request = dict(call=reference, label=label, arguments=dict(arguments), characters_max=characters_max)
@@ -78,14 +78,14 @@ async def call_isolated(
 
 
 def statistics() -> PoolStatistics:
-    """A count of the current trio run's processes; call it within the run."""
+    """The counts of the current trio run's processes. Call it within the run."""
     pool = of_this_run(_pool, _Pool)
     return PoolStatistics(pool.started, pool.killed, pool.crashed)
 
 
 class _Worker:
-    """One process and its pipes. `loaded` are the functions it has imported; a call that did not end leaves it `busy`,
-    and of no more use.
+    """One process and its pipes. `loaded` are the functions that it has imported. After a call that did not end it
+    stays `busy`, and cannot be used again.
     """
 
     def __init__(self, process: trio.Process) -> None:
@@ -97,7 +97,7 @@ class _Worker:
         self._unread = bytearray()
 
     async def ask(self, request: Mapping[str, Any]) -> ToolOutcome | None:
-        """One request, which gets a number; None where the process died, or answered with what is no answer."""
+        """The outcome of one request. None if the process died, or if its answer cannot be read."""
         assert self.process.stdin is not None and self.process.stdout is not None, "it was started with pipes"
         assert not self.busy, "one request at a time"
         self.busy = True
@@ -108,7 +108,7 @@ class _Worker:
                 answer = json.loads(await self._line_read(self.process.stdout))
                 if not isinstance(answer, dict):
                     return None
-                if answer.get("number") == self._asked:  # else it answers an earlier request once more
+                if answer.get("number") == self._asked:  # else it is a second answer to an earlier request
                     outcome = msgspec.convert(answer.get("outcome"), ToolOutcome)
                     if "fault" in answer and "label" in request:
                         report_fault(msgspec.convert(answer["fault"], Fault), f"the tool {request['label']}")
@@ -118,7 +118,7 @@ class _Worker:
             return None
 
     async def _line_read(self, stream: trio.abc.ReceiveStream) -> bytes:
-        """One line of what the process says. Raises ValueError where it ends."""
+        """One line from the process. Raises ValueError if the process has ended."""
         searched = 0
         while (end := self._unread.find(b"\n", searched)) < 0:
             searched = len(self._unread)
@@ -158,7 +158,7 @@ class _Pool:
         trio.lowlevel.spawn_system_task(self.keep)
 
     async def keep(self) -> None:
-        """A system task: when the run is over, so are the processes."""
+        """A system task, which ends the processes when the trio run ends."""
         try:
             await trio.sleep_forever()
         finally:
@@ -187,7 +187,7 @@ class _Pool:
                     await worker.end()
 
     async def _take(self) -> _Worker:
-        """A process that waits for work, the last used first; else a new one."""
+        """The idle process that was used last. If there is none, a new one."""
         while self._idle:
             worker = self._idle.pop()
             if worker.process.poll() is None:

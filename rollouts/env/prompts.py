@@ -1,9 +1,9 @@
-"""The core environment `prompts`: rows of a file are the tasks, the model answers once, rewards come from elsewhere.
+"""The core environment `prompts`: each row of a file is a task, the model answers once, and you name the rewards.
 
     rollouts run --env prompts --data rows.jsonl --reward pkg/f
 
-A row is {"prompt": text or a list of messages, "answer": ..., "id": ...}; everything else of it is the task's `info`.
-What is left out: tools, a reward of its own, other formats than .jsonl and .json.
+A row is {"prompt": text or a list of messages, "answer": ..., "id": ...}. Its other keys become the task's `info`.
+Left out: tools, a reward of its own, formats other than .jsonl and .json.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Prompts:
     def tasks(self, split: str, rng: random.Random) -> list[Task]:
         """All tasks of the split, "train" or "eval", shuffled by `rng`.
 
-        A fraction above 0 leaves at least one task in each split, where there are two. Raises ConfigError for a file
-        that is missing or malformed (with its line) and for settings that make no sense.
+        With `eval_fraction` above 0 and at least two tasks, each split has at least one. Raises ConfigError for a file
+        that is missing or malformed (with the line), and for settings out of their range.
         """
         if not self.data:
             raise ConfigError("the environment prompts needs rows: type --data rows.jsonl")
@@ -50,7 +50,7 @@ class Prompts:
 
 
 def split_tasks(tasks: list[Task], fraction: float) -> tuple[list[Task], list[Task]]:
-    """(held out, rest), by a hash of each task's key: two rows with one id or prompt are always on the same side."""
+    """(held out, rest), by a hash of each task's key. Two rows with the same id or prompt are on the same side."""
     place = {task.key: _unit_hash(task.key) for task in tasks}
     held_out = {key for key, value in place.items() if value < fraction}
     if fraction > 0 and len(place) > 1:
@@ -62,7 +62,7 @@ def split_tasks(tasks: list[Task], fraction: float) -> tuple[list[Task], list[Ta
 
 
 def read_tasks(path: Path) -> list[Task]:
-    """The tasks of a .jsonl or .json file, in its order. Raises ConfigError, naming the file and the line or row."""
+    """The tasks of a .jsonl or .json file, in its order. Raises ConfigError with the file and the line or row."""
     if path.suffix not in (".jsonl", ".json"):
         given = f"not {path.suffix!r}" if path.suffix else "and a dataset of a hub is saved as such a file first"
         raise ConfigError(f"{path}: rows are in .jsonl (one object a line) or .json (a list), {given}")
@@ -80,7 +80,7 @@ def read_tasks(path: Path) -> list[Task]:
 
 
 def _rows_of_lines(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    # Not splitlines(): it also splits at characters that JSON text may hold, such as U+2028.
+    # Not splitlines(), which also splits at characters that JSON text may contain, such as U+2028.
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             yield f"{path}, line {number}", _parse(f"{path}, line {number}", line)

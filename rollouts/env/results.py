@@ -1,6 +1,6 @@
-"""What came of a tool, as the model reads it: text of what it returned or raised, not too much of it; why it failed.
+"""A tool's result as the model reads it: text of bounded length, and the reason if the call failed.
 
-What is left out: calling the tool (`rollouts.agent.tools`, `worker`).
+Left out: calling the tool (`rollouts.agent.tools`, `worker`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class ToolOutcome(NamedTuple):
 
 
 def result_text(returned: Any) -> str:
-    """Text as it is, None as nothing, anything else as JSON; what JSON cannot hold is replaced by words that say so.
-    Raises whatever the `str` of an object raises.
+    """The text for the model: text unchanged, None as empty text, anything else as JSON. A value that JSON cannot hold
+    is replaced by a text that describes it. Raises any error that the `str` of an object raises.
 
     >>> result_text({"a": 1}), result_text(None)
     ('{"a":1}', '')
@@ -39,13 +39,13 @@ def result_text(returned: Any) -> str:
     try:
         return msgspec.json.encode(returned).decode()
     except TypeError:
-        return printable(str(returned))  # no JSON for it, such as an array's number; what it prints is all there is
+        return printable(str(returned))  # it has no JSON, such as a number of numpy's: the model reads its `str`
     except (ValueError, RecursionError):
         return encode(returned).decode()
 
 
 def shortened(text: str, characters_max: int) -> str:
-    """The text, cut with a note where it is longer."""
+    """The text. If it is longer than `characters_max`, it is cut and ends with a note."""
     if len(text) <= characters_max:
         return text
     return f"{text[:characters_max]}\n[cut: the first {characters_max} of {len(text)} characters]"

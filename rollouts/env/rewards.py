@@ -1,4 +1,4 @@
-"""The core's own reward functions. There is one, for a run in which nothing has to be judged."""
+"""The core's own reward functions. There is one, for runs that need no judgment."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""A tool's JSON schema, read from its type hints and docstring; and the model's arguments, converted by the same hints.
+"""A tool's JSON schema, read from its type hints and docstring, and the conversion of the model's arguments.
 
-What is left out: calling the tool (`rollouts.agent.tools`) and reading calls out of a reply (`rollouts.chat`).
-Types are those msgspec knows: str, int, float, bool, None, Literal, enums, list, tuple, set, dict, TypedDict,
-dataclasses, Struct, dates, unions of them, Any. Schemas hold no references, so that chat templates can print them as
-they are.
+The types are those of msgspec: str, int, float, bool, None, Literal, enums, list, tuple, set, dict, TypedDict,
+dataclasses, Struct, dates, unions of them, Any. A schema contains no references, so chat templates can print it as it
+is. Left out: calling the tool (`rollouts.agent.tools`) and reading calls out of a reply (`rollouts.chat`).
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ class _Parameter(NamedTuple):
 
 
 def tool_schema(fn: Callable[..., Any], name: str | None = None) -> dict[str, Any]:
-    """The OpenAI function schema of a tool, a new dict each time; `self` is left out.
+    """The OpenAI function schema of a tool, without `self`. Each call returns a new dict.
 
-    The description is the docstring above its first section; parameter descriptions come from its `Args:` section
-    (Google style). An `Optional` is written as its type with `"nullable": true`, as transformers does.
-    Raises EnvironmentDefinitionError, naming tool and parameter, where a hint is missing, unreadable or cannot be
-    described, and for `*args`, `**kwargs` and positional-only parameters.
+    The description is the docstring above its first section. The descriptions of the parameters come from its `Args:`
+    section (Google style). An `Optional` is written as its type with `"nullable": true`, as transformers does.
+    Raises EnvironmentDefinitionError, which names tool and parameter, if a hint is missing, unreadable or has no
+    schema, and for `*args`, `**kwargs` and positional-only parameters.
 
     >>> def add(a: int, b: int = 0) -> int:
     ...     "Add two numbers."
@@ -67,10 +66,10 @@ def tool_schema(fn: Callable[..., Any], name: str | None = None) -> dict[str, An
 def validate_arguments(
     fn: Callable[..., Any], arguments: Mapping[str, Any], name: str | None = None
 ) -> dict[str, Any] | str:
-    """The arguments converted to the tool's types, ready for `fn(**arguments)`; or what is wrong, in words for the
-    model.
+    """The arguments converted to the tool's types, ready for `fn(**arguments)`. If they do not fit: the reason, as text
+    for the model.
 
-    Numbers and booleans written as text are read; a whole float is an int.
+    Numbers and booleans may be written as text. A float without a fraction may be an int.
 
     >>> def add(a: int, b: int = 0) -> int: ...
     >>> validate_arguments(add, {"a": "3"})
@@ -95,7 +94,7 @@ def validate_arguments(
         try:
             with authors_code():
                 converted[given] = msgspec.convert(value, parameter.hint, strict=False)
-        except Exception as error:  # ValidationError, or whatever a dataclass's own __post_init__ raises
+        except Exception as error:  # ValidationError, or an error of a dataclass's __post_init__
             return f"argument {given!r} of {label} must be {_type_words(parameter.schema)}: {message_of(error)}"
     return converted
 
@@ -140,20 +139,23 @@ def _read_parameter(
     if description:
         schema["description"] = printable(description)
     if parameter.default is not parameter.empty and parameter.default is not None:
-        schema.pop("default", None)  # the hint's, which need not be the tool's
-        with contextlib.suppress(Exception), authors_code():  # what JSON cannot write is only known to the tool
+        schema.pop("default", None)  # the default of the hint, which may differ from the tool's
+        with (
+            contextlib.suppress(Exception),
+            authors_code(),
+        ):  # a default that JSON cannot hold is not shown to the model
             schema["default"] = plain_json(msgspec.to_builtins(parameter.default))
     return _Parameter(parameter.name, hint, schema, parameter.default is parameter.empty)
 
 
 def _resolve(annotation: Any, plain: Callable[..., Any], owner: type[Any] | None, where: str) -> Any:
-    """A hint, evaluated by itself: another one that cannot be read does not matter here."""
+    """A hint, evaluated by itself, so that another hint that cannot be read does no harm."""
     if not isinstance(annotation, str):
         return annotation
     namespace = getattr(inspect.unwrap(plain), "__globals__", {})
     try:
         return eval(annotation, dict(namespace), dict(vars(owner)) if owner else None)
-    except Exception as error:  # whatever a hint's expression may raise
+    except Exception as error:  # a hint is an expression, which may raise anything
         why = f": its type hint {annotation!r} cannot be read ({type(error).__name__}: {error})"
         raise _refused(where, f"{why}; import the type at the top of the module, not under TYPE_CHECKING") from error
 
@@ -166,7 +168,7 @@ def _refused(where: str, why: str) -> EnvironmentDefinitionError:
 
 
 def _inline(schema: Mapping[str, Any], components: Mapping[str, Any], seen: tuple[str, ...]) -> dict[str, Any]:
-    """The schema without references, titles and null alternatives. A type inside itself is just an object."""
+    """The schema without references, titles and null alternatives. A type that contains itself becomes an object."""
     if "$ref" in schema:
         name = schema["$ref"]
         if name in seen:
@@ -199,7 +201,7 @@ def _inline_union(
 
 
 def _type_words(schema: Mapping[str, Any]) -> str:
-    """The type that the model was shown, in words."""
+    """The type of a schema, in words for the model."""
     if "enum" in schema:
         words = "one of " + ", ".join(str(choice) for choice in schema["enum"])
     elif "anyOf" in schema:
@@ -220,7 +222,7 @@ def _usage(parameters: Mapping[str, _Parameter]) -> str:
 
 
 def _description(doc: str) -> str:
-    """The docstring above its first section, paragraphs kept, lines joined."""
+    """The docstring above its first section. Lines are joined, paragraphs are kept."""
     lines = itertools.takewhile(lambda line: not SECTION.fullmatch(line), printable(doc).splitlines())
     paragraphs = "\n".join(lines).strip().split("\n\n")
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs).strip()

@@ -1,9 +1,10 @@
-"""Worker threads that cost little: a trio task calls a function in one, and continues with what it returned.
+"""Worker threads that cost little: a trio task calls a function in one, and continues with its result.
 
-`trio.to_thread` hands each job to a thread, wakes that one, and is woken by it: two switches a job. Here jobs
-wait in one queue; one thread is woken at a time and drains it, and wakes the next before each job that others wait
-behind. Many short jobs that come together cost one switch in all, and none waits behind a long one. Left out: how many
-may run at once, deadlines (`calls.py`), and `trio.from_thread`; threads are as many as jobs need, and idle ones end.
+`trio.to_thread` wakes one thread for each job, and the thread wakes trio: two switches for each job. Here the jobs wait
+in one queue. One thread is woken at a time, and it takes jobs until the queue is empty. Before it runs a job while
+others wait, it wakes the next thread. So many short jobs that arrive together cost one switch in all, and no job waits
+behind a long one. There are as many threads as the jobs need, and idle threads end. Left out: limits and deadlines
+(`calls.py`), and `trio.from_thread`.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ IDLE_SECONDS = 10.0
 
 
 async def run_in_thread(function: Callable[[], T], count_abandoned: Callable[[int], None] = lambda change: None) -> T:
-    """What `function` returns or raises, called in a worker thread in this task's context.
+    """The result of `function`, called in a worker thread with this task's context.
 
-    Cancellation drops a function that has not begun. One that has is left running and its result is dropped;
-    `count_abandoned` is called with +1 then, and with -1 when it ends. Raises RuntimeError where no thread can be
-    started.
+    Cancellation drops a function that has not begun. One that has begun continues, and its result is dropped:
+    `count_abandoned` is called with +1, and with -1 when the function ends. Raises the function's error, or
+    RuntimeError if no thread can be started.
     """
     await trio.lowlevel.checkpoint_if_cancelled()
     job = _Job(functools.partial(contextvars.copy_context().run, function), count_abandoned)
-    _crew.submit(job)
+    _workers.submit(job)
     result: T = await trio.lowlevel.wait_task_rescheduled(job.abandon)
     return result
 
 
 def of_this_run(variable: trio.lowlevel.RunVar[T], make: Callable[[], T]) -> T:
-    """The variable's value in the current trio run, made when it is first asked for."""
+    """The variable's value in the current trio run. `make` creates it on the first call."""
     try:
         return variable.get()
     except LookupError:
@@ -47,7 +48,7 @@ def of_this_run(variable: trio.lowlevel.RunVar[T], make: Callable[[], T]) -> T:
 
 
 class _Job:
-    """A function that a task waits for, and may give up. Every change of state is under its lock."""
+    """A function that a task waits for, and may abandon. The state changes only under the lock."""
 
     def __init__(self, function: Callable[[], Any], count_abandoned: Callable[[int], None]) -> None:
         self.waiting: trio.lowlevel.Task | None = trio.lowlevel.current_task()
@@ -61,7 +62,7 @@ class _Job:
         """Call the function and deliver the result."""
         with self._lock:
             if self._state == "abandoned":
-                return  # given up before it began: its side effects must not come later
+                return  # abandoned before it began: it must have no side effects now
             self._state = "running"
         result = outcome.capture(self._function)
         with self._lock:
@@ -72,7 +73,7 @@ class _Job:
             self._delivery.put(self, result)
 
     def abandon(self, _: Any) -> trio.lowlevel.Abort:
-        """Give it up: its task is cancelled."""
+        """Stop waiting for it. trio calls this when the task is cancelled."""
         self.waiting = None
         with self._lock:
             if self._state == "running":
@@ -83,7 +84,7 @@ class _Job:
 
 
 class _Delivery:
-    """Brings results back to one trio run: however many come together, it is woken once."""
+    """Returns results to one trio run, which is woken once for all results that arrive together."""
 
     def __init__(self) -> None:
         self._token = trio.lowlevel.current_trio_token()
@@ -104,8 +105,8 @@ class _Delivery:
 _delivery: trio.lowlevel.RunVar[_Delivery] = trio.lowlevel.RunVar("rollouts-threads-delivery")
 
 
-class _Crew:
-    """The threads. `_is_waking`: one was woken and has not looked at the queue yet. Everything under the lock."""
+class _WorkerThreads:
+    """The threads. `_is_waking`: a thread was woken and has not looked at the queue yet. The lock guards all state."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -123,12 +124,12 @@ class _Crew:
         except BaseException:
             with self._lock:
                 if job not in self._jobs:
-                    return  # a thread that had ended another job has taken it
-                self._jobs.remove(job)  # no thread may take it once its caller has the error
+                    return  # another thread has finished its job and taken this one
+                self._jobs.remove(job)  # no thread may take it after its caller got the error
             raise
 
     def _wake(self) -> bool:
-        """Have a thread look at the queue, unless one is about to; True where the caller must start one."""
+        """Wake an idle thread, unless one was just woken. True if the caller must start a thread."""
         if self._is_waking:
             return False
         self._is_waking = True
@@ -162,7 +163,7 @@ class _Crew:
                 gate.acquire()  # woken at the last moment
 
     def _next(self, gate: threading.Lock) -> _Job | None:
-        """The next job; none: this thread is idle now. Another thread is woken for the jobs behind it."""
+        """The next job. None if the queue is empty: this thread is now idle. Wakes a thread for the jobs behind it."""
         with self._lock:
             if not self._jobs:
                 self._idle.append(gate)
@@ -170,10 +171,10 @@ class _Crew:
             job = self._jobs.popleft()
             starts = bool(self._jobs) and self._wake()
         if starts:
-            # No thread can be started: the jobs behind are done by this one, after its job, or by the next submitted.
+            # If no thread can be started, this one runs the other jobs after its own, or the next `submit` starts one.
             with contextlib.suppress(RuntimeError, MemoryError):
                 self._start()
         return job
 
 
-_crew = _Crew()
+_workers = _WorkerThreads()

@@ -1,4 +1,4 @@
-"""The process in which tools with `isolate="process"` run: reads a request a line, answers a line, until it is killed.
+"""The process in which tools with `isolate="process"` run. It reads a request per line and writes an answer per line.
 
     {"load": [module, name, file]}
     {"call": [module, name, file], "label", "arguments", "characters_max"}
@@ -7,9 +7,9 @@ Each request has a `number`, and its answer has the same one beside the `outcome
 `rollouts.error_log`) where the tool raised. A tool that forks
 leaves two processes that return from it: only the worker itself answers, and reads on.
 
-JSON both ways: the arguments came from a model as JSON, and what goes back is text. The tool's own standard output goes
-where errors go, since the pipe is ours; its standard input is empty. Left out: who starts it (`processes`), and who
-ends it with all that its tools started (`rollouts.supervisor`).
+Requests and answers are JSON: the arguments came from a model as JSON, and the result is text. The tool's standard
+output goes to standard error, because standard output is the pipe. Its standard input is empty. Left out: the pool that
+starts and calls it (`processes`), and the supervisor that ends it and its children (`rollouts.supervisor`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rollouts.errors import named, words_of
 
 
 def main() -> None:
-    """Serve standard input until it ends."""
+    """Answer the requests on standard input until it is closed."""
     worker = os.getpid()
     with os.fdopen(os.dup(0), "rb") as requests, os.fdopen(os.dup(1), "wb") as answers:
         _give_away_streams()
@@ -40,11 +40,11 @@ def main() -> None:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """The `outcome` of one request, and the `fault` where a tool raised; nothing that a tool raises passes."""
+    """The `outcome` of one request, and the `fault` if the tool raised. Never raises what the tool raised."""
     try:
         return {"outcome": _outcome(request)}
     except BaseException as error:  # a tool may raise anything, also SystemExit
-        said = words_of(error) if "load" in request else named(error)  # the model has no use for our lines
+        said = words_of(error) if "load" in request else named(error)  # the model cannot use a file's line
         text = shortened(f"Error: {said}", request.get("characters_max", 1000))
         fault = fault_of(error)
         return {"outcome": ToolOutcome(text, "exception", fault.words), "fault": fault}
@@ -62,7 +62,7 @@ def _outcome(request: dict[str, Any]) -> ToolOutcome:
 
 
 def _give_away_streams() -> None:
-    """A tool that prints, or reads, must not touch the pipes."""
+    """Keep the pipes from a tool that prints or reads."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)

@@ -18,6 +18,7 @@ export.py        a checkpoint becomes a model
 publish.py       an exported model becomes a repository on the hub
 run_model.py     the model of a run with its settings, to talk to
 chat.py          a conversation with it
+serve.py         the same model behind an address
 trio_thread.py   trio in a thread, for a program that waits for a person
 """
 

@@ -1,4 +1,4 @@
-"""Who watches a run. The command line's progress is one observer; an observer that shows nothing another."""
+"""The protocol of observers, which show how a run progresses. The command line's `Progress` is one."""
 
 from __future__ import annotations
 
@@ -11,38 +11,42 @@ from rollouts.training.rollout_gen.groups import Group
 
 
 class Observer(Protocol):
-    """Called in the run's own thread; it may not raise, and should not take long."""
+    """A run calls these methods in its own thread. They must not raise, and should return quickly."""
 
     def begin(self, title: str, total: int, folder: Path, notes: Sequence[str]) -> None:
-        """The model is loaded. `total` counts the steps, or the episodes of an evaluation; `notes` say what is unusual.
+        """The model is loaded, and the run begins. A run of mode sft+rl begins twice.
 
-        A run of mode sft+rl begins twice.
+        Args:
+            title: the run in one line
+            total: the number of steps, or of episodes in an evaluation
+            folder: the folder of the run, as messages show it
+            notes: warnings about the settings, one sentence each
         """
 
     def evaluation(self, when: str, evaluation: dict[str, Any]) -> None:
-        """A training run has evaluated; `when` is "before", "after" or "step N"."""
+        """An evaluation of a training run is done. `when` is "before", "after" or "step N"."""
 
     def step(self, step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
         """A step (0-based) is done."""
 
     def episode(self, done: int, reward_mean: float | None) -> None:
-        """One more episode of an evaluation is done; the mean is of those that are judged so far."""
+        """Another episode of an evaluation is done. `reward_mean` is over the episodes with a reward so far."""
 
     def note(self, words: str) -> None:
-        """A warning; the run goes on."""
+        """A warning. The run continues."""
 
     def faults(self, faults: Sequence[PluginFault]) -> None:
-        """Hooks that failed; the run goes on."""
+        """Hooks that failed. The run continues."""
 
     def end(self, summary: dict[str, Any]) -> None:
-        """The run is over, one way or another; `summary` is what summary.json holds."""
+        """The run is over: done, failed or interrupted. `summary` is the content of summary.json."""
 
     def finished(self, words: str) -> None:
-        """Nothing is left to do in this folder."""
+        """The run in this folder was finished before, and nothing is done. `words` say so."""
 
 
 class NullObserver:
-    """Shows nothing: for the Python interface and for tests."""
+    """An observer that shows nothing, for the Python interface and for tests."""
 
     def _nothing(self, *arguments: Any) -> None:
         pass

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from rollouts.config.convert import plain
 from rollouts.config.files import load_file
 from rollouts.config.merging import Component, component_tables
 from rollouts.config.render import to_toml
@@ -360,7 +361,9 @@ def _unused(resolved: Resolved, filters: Sequence[Filter]) -> list[str]:
     """What was given for LoRA or for filters in a training run that has none, in words."""
     settings, notes = resolved.settings, []
     if not settings.lora_rank:
-        given = [name for name in ("lora_alpha", "lora_targets") if name in resolved.components["training"][0].settings]
+        of_lora = {"lora_alpha": (None, "none"), "lora_targets": ("all-linear",)}
+        settings_of_backend = plain(resolved.components["training"][0].settings)
+        given = [n for n, defaults in of_lora.items() if settings_of_backend.get(n, defaults[0]) not in defaults]
         notes = [
             f"--training.{name.replace('_', '-')} is not used: every weight is trained; type --lora-rank 16"
             for name in given

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -41,7 +42,16 @@ def model_plan(model: str, given: Tree, settings: Sequence[str]) -> Iterator[Pla
 
 @contextlib.contextmanager
 def temporary_engine(plan: Plan, environments: Sequence[Environment]) -> Iterator[InferenceBackend]:
-    """The plan's engine, not entered, with a folder for its servers that is removed unless something fails in there."""
+    """The plan's engine, not entered, with a folder for the logs of its servers, which is removed unless something
+    fails while it holds logs. Not within trio: the engine may be asked whether it can be used. Raises UserError.
+    """
     folder = tempfile.mkdtemp(prefix="rollouts-")
-    yield make_inference(plan.one("inference"), plan.inference_arguments(None, folder), environments, must_train=False)
+    try:
+        yield make_inference(
+            plan.one("inference"), plan.inference_arguments(None, folder), environments, must_train=False
+        )
+    except BaseException:
+        with contextlib.suppress(OSError):  # it is not empty
+            os.rmdir(folder)
+        raise
     shutil.rmtree(folder, ignore_errors=True)

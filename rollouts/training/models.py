@@ -4,8 +4,8 @@ A name is `tiny` (the model that comes with rollouts), a folder, or a repository
 contain a LoRA adapter with its adapter_config.json: one of our checkpoints, or the result of peft, TRL and others. Then
 its base model is loaded, and the adapter is merged into it by peft.
 
-A model may bring its own Python code. Without `remote_code(True)` it is refused, and nothing asks at the terminal. Not
-here: training adapters (`rollouts.training.backends.lora`), writing models (`rollouts.training.weights.files`).
+A model may bring its own Python code. It is refused outside of `remote_code(True)`, without a question at the terminal.
+Not here: training adapters (`rollouts.training.backends.lora`), writing models (`rollouts.training.weights.files`).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def resolve_model_name(name: str) -> str:
     if "://" in name:
         hub = "/".join(name.rstrip("/").split("/")[-2:])
         raise ModelError(f"the model {name} is a web address; type its name on the hub: --model {hub}")
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name:
+    if name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1 or "\\" in name:
         raise ModelError(f"there is no folder {name}; give a folder that exists, a hub name, or `--model tiny`")
     return name
 
@@ -217,7 +217,7 @@ def load_hf_model(name: str, *, dtype: str = "float32", device: str = "auto", at
     place = resolve_device(device)  # before weights are read
     whole, adapters = adapters_beneath(name)
     try:
-        model = _load_merged(whole, adapters, getattr(torch, dtype), **_attention(attention))
+        model = _load_merged(whole, adapters, getattr(torch, dtype), **_attention_setting(attention))
     except ModelError as error:
         raise (_of_adapter(adapters[0], error) if adapters else error) from error
     return model.eval().to(place)
@@ -234,12 +234,12 @@ def build_hf_model(name: str, *, dtype: str = "float32", attention: str = "auto"
     whole, _ = adapters_beneath(name)
     settings: dict[str, Any] = {"dtype": getattr(torch, dtype), "trust_remote_code": _remote_code_allowed}
     with no_init_weights():
-        model = AutoModelForCausalLM.from_config(load_config(whole), **settings, **_attention(attention))
+        model = AutoModelForCausalLM.from_config(load_config(whole), **settings, **_attention_setting(attention))
     model.tie_weights()
     return model.eval()
 
 
-def _attention(name: str) -> dict[str, str]:
+def _attention_setting(name: str) -> dict[str, str]:
     return {} if name == "auto" else {"attn_implementation": name}
 
 
@@ -251,14 +251,14 @@ def load_tokenizer(name: str, **settings: Any) -> Any:
 
     whole, adapters = adapters_beneath(name)
     own = [folder for folder in adapters if has_tokenizer(folder)]
-    return _load(AutoTokenizer, own[-1] if own else whole, "tokenizer", **settings)
+    return _from_pretrained(AutoTokenizer, own[-1] if own else whole, "tokenizer", **settings)
 
 
 def load_config(whole: str, **settings: Any) -> Any:
     """The transformers configuration of a whole model, from a folder or a hub name. Raises ModelError."""
     from transformers import AutoConfig
 
-    return _load(AutoConfig, whole, "configuration", **settings)
+    return _from_pretrained(AutoConfig, whole, "configuration", **settings)
 
 
 def prepare_gradient_checkpointing(causal: Any) -> None:
@@ -314,7 +314,7 @@ def _load_causal(resolved: str, **settings: Any) -> Any:
     """Load a whole model. It stores its absolute path, because adapters save it."""
     from transformers import AutoModelForCausalLM
 
-    model = _load(AutoModelForCausalLM, resolved, "model", **settings)
+    model = _from_pretrained(AutoModelForCausalLM, resolved, "model", **settings)
     if getattr(model, "_hf_peft_config_loaded", False):
         download = f"download it (`hf download {resolved} --local-dir adapter`) and give its folder"
         raise ModelError(f"the model {resolved!r} of the hub is a LoRA adapter; {download}")
@@ -323,7 +323,7 @@ def _load_causal(resolved: str, **settings: Any) -> Any:
     return model
 
 
-def _load(loader: Any, resolved: str, what: str, **settings: Any) -> Any:
+def _from_pretrained(loader: Any, resolved: str, what: str, **settings: Any) -> Any:
     from safetensors import SafetensorError
 
     try:
@@ -345,7 +345,10 @@ def _explain(resolved: str, what: str, error: Exception) -> str:
             return f"the folder {resolved} holds no tokenizer (tokenizer.json); {copies}"
         whole = "give a folder that save_pretrained wrote, with the model and its tokenizer, or try `--model tiny`"
         return f"the {what} in {resolved} could not be loaded: {first_line(error).rstrip(':.')}; {whole}"
-    missing = f"the {what} {resolved!r} is no folder here and could not be loaded from the hub: {first_line(error)}"
+    part = "it" if what == "model" else f"its {what}"
+    missing = (
+        f"the model {resolved!r} is no folder here, and {part} could not be loaded from the hub: {first_line(error)}"
+    )
     hint = "give a folder with the model, or try `--model tiny`, which needs neither"
     return f"{missing} Check the spelling and the connection, {hint}"
 

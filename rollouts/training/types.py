@@ -23,7 +23,7 @@ class Row(msgspec.Struct):
     """One sample that is ready for training. Lists have the row's length L. Position 0 is never trained.
 
     Attributes:
-        loss_mask: the weight of each token; 0 is not trained
+        loss_mask: the weight of each token. A token with a weight above 0 is live: it is trained
         weights: u of docs/formulas.md, with the mask included. The objective is sum(weights * loss) / D
         advantages: 0 where the mask is 0
         rollout_logprobs: of the sampler; None if they are unknown. The anchor is then the policy when the row is first

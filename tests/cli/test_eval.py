@@ -268,9 +268,9 @@ def test_one_reply_that_cannot_be_read_is_one_failed_request(here, capsys, statu
     [
         ("http://127.0.0.1:9/é", "type /%C3%A9"),
         ("http://127.0.0.1:9/a b", "type /a%20b"),
-        ("http://a..b:9", "no host can be called: label empty or too long"),
-        (f"http://{'x' * 64}.org", "no host can be called: label"),
-        ("http://a b:9/v1", "no host can be called: it has a space"),
+        ("http://a..b:9", "not a valid name: label empty or too long"),
+        (f"http://{'x' * 64}.org", "not a valid name: label"),
+        ("http://a b:9/v1", "not a valid name: it has a space"),
         ("http://127.0.0.1:99999", "the server's URL cannot be read: Port out of range"),
     ],
 )

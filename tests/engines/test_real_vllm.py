@@ -386,11 +386,11 @@ def test_what_it_refuses_harms_nobody_else(url, trainers, tmp_path):
         await base_again(url)
         with pytest.raises(ConfigError, match=r"serves policy, not 'other'; give --inference.served-model policy"):
             await engine_of(url, model="other").check()
-        with pytest.raises(ConfigError, match="rank 8 at most, and this run's have 16"):
+        with pytest.raises(ConfigError, match="up to rank 8, but this run's adapter has rank 16"):
             await engine_of(url, 16).check()
         with pytest.raises(ConfigError, match="another tokenizer than --model"):
             await engine_of(url, tokenizer=(TEXT, [1, 2, 3])).check()
-        with pytest.raises(ConfigError, match=r"not as vLLM .* without /v1"):
+        with pytest.raises(ConfigError, match=r"not like vLLM .* without /v1"):
             await engine_of(f"{url}/v1").check()
         async with engine_of(url) as engine:
             for tokens, words in (([469], "outside the vocabulary"), (prompt(0, 2040), "do not fit into the 2048")):
@@ -429,7 +429,7 @@ def test_a_load_that_failed_is_told_and_a_good_one_mends_it(url, trainers, tmp_p
 
             nursery.start_soon(under_way)
             await trio.sleep(0.3)
-            words = "greater than max_lora_rank" if lora_rank else "it stays paused until weights are loaded"
+            words = "greater than max_lora_rank" if lora_rank else "it stays paused until a load succeeds"
             with pytest.raises(InferenceError, match=words):
                 await engine.update_weights(bad)
             with pytest.raises(InferenceError, match=words):

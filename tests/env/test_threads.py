@@ -58,7 +58,7 @@ def test_none_waits_behind_a_long_one():
 
 
 def test_where_no_thread_can_be_started_the_caller_is_told_and_the_others_go_on(monkeypatch):
-    room._crew = room._Crew()
+    room._workers = room._WorkerThreads()
     refuse = False
     start = threading.Thread.start
 

@@ -92,7 +92,7 @@ def test_streams_are_those_of_an_unbroken_generation(models, name, rows_max):
         assert [(s.start, s.end) for s in one.spans] == [(0, LENGTH)], "one version is one span"
 
 
-def test_who_waits_for_a_wave_gets_nothing_back_and_others_go_on(models):
+def test_an_aborted_request_that_waits_for_its_batch_has_no_tokens_and_others_continue(models):
     async def body(engine: HFInference) -> None:
         first, second = engine.open_session((0, 0)), engine.open_session((0, 1))
         found = {}

@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer
 from rollouts.errors import InferenceError
 from rollouts.inference.embedded.cache import SavedCache, SessionCaches, SlotCache
 from rollouts.inference.embedded.decode import Decoder, common_prefix, split_batch, uniforms
-from rollouts.inference.embedded.decode_slots import Row
+from rollouts.inference.embedded.decode_slots import DecodeRow
 
 FAST = ["qwen3", "qwen3_eager", "llama", "gpt_neox", "gpt2"]
 SLOW = ["gemma3", "mamba"]
@@ -22,18 +22,18 @@ def engine_of(model: Any, rows_max: int = 64, cache_bytes: int = 1 << 28, prefil
     return Decoder(model, rows_max=rows_max, cache_bytes=cache_bytes, prefill_tokens_max=prefill_tokens_max)
 
 
-def row_of(tokens, seed, *, max_tokens=9, temperature=1.0, session=None, stop_ids=()) -> Row:
-    return Row(list(tokens), max_tokens, frozenset(stop_ids), temperature, uniforms(seed), session)
+def row_of(tokens, seed, *, max_tokens=9, temperature=1.0, session=None, stop_ids=()) -> DecodeRow:
+    return DecodeRow(list(tokens), max_tokens, frozenset(stop_ids), temperature, uniforms(seed), session)
 
 
-def run(engine: Decoder, rows: list[Row], version: int = 0) -> list[Row]:
-    delivered: list[Row] = []
+def run(engine: Decoder, rows: list[DecodeRow], version: int = 0) -> list[DecodeRow]:
+    delivered: list[DecodeRow] = []
     engine.run(rows, version, delivered.extend)
     assert sorted(map(id, delivered)) == sorted(map(id, rows))
     return rows
 
 
-def expected_logprobs(model: Any, row: Row) -> torch.Tensor:
+def expected_logprobs(model: Any, row: DecodeRow) -> torch.Tensor:
     """Full forward over that one sequence, no cache, no padding."""
     ids = torch.tensor([row.tokens + row.sampled])
     with torch.no_grad():
@@ -43,11 +43,11 @@ def expected_logprobs(model: Any, row: Row) -> torch.Tensor:
     return table[first:-1].gather(1, ids[0, first + 1 :, None])[:, 0]
 
 
-def worst_error(model: Any, rows: list[Row]) -> float:
+def worst_error(model: Any, rows: list[DecodeRow]) -> float:
     return max((torch.tensor(row.logprobs) - expected_logprobs(model, row)).abs().max().item() for row in rows)
 
 
-def play(engine: Decoder, *, turns: int = 3, seed: int = 0) -> list[Row]:
+def play(engine: Decoder, *, turns: int = 3, seed: int = 0) -> list[DecodeRow]:
     """Groups that share prompts of mixed lengths, several turns each, temperatures and limits mixed, a stop id."""
     chance = random.Random(seed)
     episodes: list[tuple[str, list[int], float]] = []
@@ -57,7 +57,7 @@ def play(engine: Decoder, *, turns: int = 3, seed: int = 0) -> list[Row]:
             session = f"{group}.{member}"
             engine.sessions.open(session)
             episodes.append((session, prompt, chance.choice([0.6, 1.0])))
-    played: list[Row] = []
+    played: list[DecodeRow] = []
     for turn in range(turns):
         rows = []
         for index, (session, context, temperature) in enumerate(episodes):
@@ -297,7 +297,7 @@ def test_peft_adapters_take_part(make_model):
 
 
 def test_batches_are_bounded_by_rows_and_tokens():
-    def rows(*widths: int) -> list[Row]:
+    def rows(*widths: int) -> list[DecodeRow]:
         return [row_of([0] * (width - 1), 0, max_tokens=1) for width in widths]
 
     def sizes(plan):
@@ -331,7 +331,7 @@ def test_a_buffer_of_many_short_rows_is_not_widened_for_a_few_long_ones(models, 
     monkeypatch.setattr(SlotCache, "_allocate", allocate)
     run(engine, [row_of([1, 2, seed % 60], seed, max_tokens=4) for seed in range(128)])
     run(engine, [row_of([3, 4, seed % 60], seed, max_tokens=4) for seed in range(100)])
-    assert seen == [(128, 16)], "equal waves share a buffer"
+    assert seen == [(128, 16)], "equal batches share a buffer"
     rows = run(engine, [row_of([1, 2, seed], seed, max_tokens=200) for seed in range(8)])
     assert max((slots + 1) * columns for slots, columns in seen) <= 129 * 16
     assert seen[1] == (8, 16) and seen[-1] == (8, 208), "growth ends at what the longest row needs"

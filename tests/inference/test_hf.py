@@ -74,7 +74,7 @@ def test_one_seed_one_result_whatever_the_order_of_tasks(models):
     assert {key: tokens for key, (tokens, _) in smaller.items()} == {key: tokens for key, (tokens, _) in first.items()}
 
 
-def test_waves_follow_the_sessions(models):
+def test_batches_follow_the_sessions(models):
     async def body(engine: HFInference) -> None:
         await play(engine, 0)
         assert engine.statistics().batches == 3
@@ -138,7 +138,7 @@ def test_stop_ids_and_greedy(models):
     use(models("llama"), body)
 
 
-def test_requests_without_sessions_share_a_wave(models):
+def test_requests_without_sessions_share_a_batch(models):
     async def body(engine: HFInference) -> None:
         replies: dict[int, Generation] = {}
 
@@ -212,7 +212,7 @@ def test_waiting_for_others_has_a_deadline(models):
             await engine.generate(request([1, 2], session=waits))
         engine.close_session(engine_forgot)
         assert (await engine.generate(request([1, 2], session=waits))).tokens
-        # once a wave runs the deadline is off
+        # once a batch runs the deadline is off
         assert len((await engine.generate(request([1, 2], session=waits, max_tokens=250))).tokens) == 250
 
     use(models("qwen3"), body, wait_seconds=0.05)

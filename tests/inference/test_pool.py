@@ -27,7 +27,7 @@ from rollouts.inference.servers import server
 from rollouts.inference.servers.checks import ServerSetup
 from rollouts.inference.servers.dialect import Sampled, ServerInfo
 from rollouts.inference.servers.http import HTTPFailure
-from rollouts.inference.servers.server import ALIVE, Server
+from rollouts.inference.servers.server import HEALTH_REQUEST, Server
 from rollouts.inference.servers.server_pool import ServerPool
 
 TURN_SECONDS = 1.0
@@ -87,7 +87,7 @@ class Speech:
         return ServerInfo(self.software, ("policy",), self.context_tokens_max)
 
     async def generate(self, client, request, work):
-        if request is ALIVE:
+        if request is HEALTH_REQUEST:
             await self.machine.ask(0.01)
             return Sampled([0], [-1.0], "length")
         self.machine.working += 1
@@ -606,7 +606,7 @@ def test_a_reply_that_a_server_gives_up_by_itself_is_asked_again():
             generate = dialect.generate
 
             async def gives_up(client, request, *arguments, **settings):
-                if request is ALIVE:
+                if request is HEALTH_REQUEST:
                     return await generate(client, request, *arguments, **settings)
                 return Sampled([5], [-1.0], "abort")
 

@@ -11,7 +11,7 @@ def pending(session: str | None, order: tuple[int, ...] = (), seed: int = 0) -> 
     return PendingRequest(GenerateRequest([1], 1, (), seed, order=order, session=session))
 
 
-def test_a_wave_forms_when_every_open_session_waits_and_in_order():
+def test_a_batch_forms_when_every_open_session_waits_and_in_order():
     scheduler = BatchScheduler()
     first, second = scheduler.open((0, 0)), scheduler.open((0, 1))
     assert first != second
@@ -23,7 +23,7 @@ def test_a_wave_forms_when_every_open_session_waits_and_in_order():
     assert scheduler.take_batch() == []
 
 
-def test_closing_the_last_one_that_did_not_wait_forms_the_wave():
+def test_closing_the_last_one_that_did_not_wait_forms_the_batch():
     scheduler = BatchScheduler()
     first, second = scheduler.open((0,)), scheduler.open((1,))
     waiting = pending(first)
@@ -48,7 +48,7 @@ def test_a_cancelled_waiter_counts_as_one_that_does_not_wait():
     assert scheduler.take_batch() == [other]
 
 
-def test_requests_without_an_open_session_need_nobody():
+def test_requests_without_an_open_session_wait_for_no_session():
     scheduler = BatchScheduler()
     closed = scheduler.open((0,))
     scheduler.close(closed)

@@ -288,12 +288,7 @@ def test_data_for_an_environment_without():
 
 
 def test_data_is_a_setting_of_the_environment():
-    assert (
-        plan(env="prompts", data="rows.jsonl", reward=["env:1"], mode="sft", loss="sft", eval_tasks=0)
-        .chosen["env"][0]
-        .settings["data"]
-        == "rows.jsonl"
-    )
+    assert plan(env="prompts", data="rows.jsonl", reward=["constant"]).chosen["env"][0].settings["data"] == "rows.jsonl"
 
 
 def test_mode_sft():

@@ -88,7 +88,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
         self.values[..., :width, :] = values
 
     def point(self, start: int, positions: Tensor, real: Tensor | None, width: int) -> Tensor:
-        """Direct the next forward pass to slots [start, start + n). Returns its additive mask [n, 1, S, W], W >= width.
+        """Prepare the next forward pass for slots [start, start + n). Returns its mask to add [n, 1, S, W], W >= width.
 
         `positions` [n, S] are the columns of the tokens. `real` [n, S] is False for padding (None: no padding).
         """
@@ -99,7 +99,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
         return torch.where(visible, self._shown, self._hidden)
 
     def point_causal(self, start: int, positions: Tensor) -> None:
-        """Direct a pass over whole contexts of one length. It needs no mask, so the fastest kernels apply."""
+        """Prepare a forward pass over whole contexts of one length. It needs no mask, so the fastest kernels apply."""
         self._aim(start, positions, None, positions.shape[1])
 
     def _aim(self, start: int, positions: Tensor, real: Tensor | None, width: int) -> None:

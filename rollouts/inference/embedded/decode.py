@@ -26,10 +26,10 @@ from rollouts.inference.embedded.cache import SessionCaches, SlotCache, whole_co
 from rollouts.inference.embedded.decode_slots import (
     CachedSlots,
     CacheSupport,
+    DecodeRow,
     DecodeSlots,
     Network,
     PlainSlots,
-    Row,
     detect_cache_support,
 )
 from rollouts.inference.embedded.scheduler import InferenceStatistics
@@ -61,7 +61,7 @@ class Decoder:
         with evaluating(self.model):
             return detect_cache_support(self.network)
 
-    def run(self, rows: list[Row], version: int, deliver: Callable[[list[Row]], None]) -> None:
+    def run(self, rows: list[DecodeRow], version: int, deliver: Callable[[list[DecodeRow]], None]) -> None:
         """Sample every row with weights `version`. `deliver` is called with rows as soon as they finish.
 
         Raises InferenceError if the model's logits are not finite.
@@ -76,7 +76,7 @@ class Decoder:
                     row.saved = saved if row.cached else None
             for queue, count in self._plan(rows):
                 slots = self._slots(queue, count, version)
-                active: list[Row] = []
+                active: list[DecodeRow] = []
                 while queue or active:
                     if any(row.abandoned for row in queue):
                         deliver([row for row in queue if row.abandoned])
@@ -96,7 +96,7 @@ class Decoder:
                         deliver(done)
                 del slots  # frees its buffer before the next one is allocated
 
-    def _draw(self, rows: list[Row], logits: Tensor) -> None:
+    def _draw(self, rows: list[DecodeRow], logits: Tensor) -> None:
         """Sample one token for each row."""
         ids, logprobs = sample(logits, [next(row.numbers) for row in rows], [row.temperature for row in rows])
         if not all(map(math.isfinite, logprobs)):
@@ -125,13 +125,13 @@ class Decoder:
                 scores += part.gather(1, targets).squeeze(1).tolist()
         return scores
 
-    def _plan(self, rows: list[Row]) -> list[tuple[list[Row], int]]:
+    def _plan(self, rows: list[DecodeRow]) -> list[tuple[list[DecodeRow], int]]:
         """The parts of a batch, each with its number of decode slots."""
         if self.cache_support.shape is None:
             return [(sorted(rows, key=lambda row: len(row.tokens)), self.rows_max)]
         return split_batch(rows, self.rows_max, max(1, self.cache_bytes // self.cache_support.shape.token_bytes))
 
-    def _slots(self, batch: list[Row], slots: int, version: int) -> DecodeSlots:
+    def _slots(self, batch: list[DecodeRow], slots: int, version: int) -> DecodeSlots:
         shape = self.cache_support.shape
         if shape is None:
             return PlainSlots(self.network, slots, self.cache_support.padded)
@@ -150,7 +150,7 @@ class Decoder:
         return CachedSlots(self.network, cache, self.sessions, version, slots, longest, self.prefill_tokens_max)
 
 
-def split_batch(rows: list[Row], rows_max: int, tokens_max: int) -> list[tuple[list[Row], int]]:
+def split_batch(rows: list[DecodeRow], rows_max: int, tokens_max: int) -> list[tuple[list[DecodeRow], int]]:
     """Split a batch by length into parts, each with its number of decode slots.
 
     Within a part, rows are sorted from short to long contexts; rows of one length keep their order. A `SlotCache`

@@ -29,7 +29,7 @@ PADDING_MAX = 512  # more padding than this costs more than one more pass
 
 
 @dataclass(eq=False)
-class Row:
+class DecodeRow:
     """One request while it decodes. `numbers` are its own random numbers. Any thread may set `abandoned`, which makes
     the row leave at the next step.
     """
@@ -111,7 +111,7 @@ class CachedSlots:
     columns_max: int
     prefill_tokens_max: int
 
-    def take(self, active: int, queue: list[Row]) -> list[Row]:
+    def take(self, active: int, queue: list[DecodeRow]) -> list[DecodeRow]:
         """Remove and return the rows of the queue that join the `active` ones now, perhaps none.
 
         Rows join when no slot is busy or a quarter of the slots is free, because a pass for one row costs about the
@@ -124,7 +124,7 @@ class CachedSlots:
         del queue[:free]
         return joining
 
-    def admit(self, rows: list[Row], active: int) -> tuple[list[Row], Tensor]:
+    def admit(self, rows: list[DecodeRow], active: int) -> tuple[list[DecodeRow], Tensor]:
         """Prefill behind the active rows: equal new contexts once, continued sessions from their cache. Returns the
         rows in slot order, with their logits [m, V].
         """
@@ -145,8 +145,8 @@ class CachedSlots:
             self.network.statistics.reused += sum(row.cached for row in continued)
         return fresh + continued, logits[0] if len(logits) == 1 else torch.cat(logits)
 
-    def _admit_fresh(self, rows: list[Row], first: int) -> tuple[list[Row], Tensor]:
-        members: dict[tuple[int, ...], list[Row]] = {}
+    def _admit_fresh(self, rows: list[DecodeRow], first: int) -> tuple[list[DecodeRow], Tensor]:
+        members: dict[tuple[int, ...], list[DecodeRow]] = {}
         for row in rows:
             members.setdefault(tuple(row.tokens), []).append(row)
         logits = self.prefill(first, [(group[0].tokens, 0) for group in members.values()])
@@ -195,7 +195,7 @@ class CachedSlots:
             mask = self.cache.point(first, positions, real, max(len(tokens) for tokens, _ in contexts))
         return self.network.forward(inputs, position_ids=positions, attention_mask=mask, past_key_values=self.cache)[0]
 
-    def step(self, rows: list[Row]) -> Tensor:
+    def step(self, rows: list[DecodeRow]) -> Tensor:
         """Process the last sampled token of each row; returns logits [n, V]."""
         lengths = [row.length for row in rows]
         width = max(lengths) + 1
@@ -205,7 +205,7 @@ class CachedSlots:
         mask = self.cache.point(0, positions, None, width)
         return self.network.forward(inputs, position_ids=positions, attention_mask=mask, past_key_values=self.cache)[0]
 
-    def release(self, rows: list[Row], finished: list[int]) -> list[Row]:
+    def release(self, rows: list[DecodeRow], finished: list[int]) -> list[DecodeRow]:
         """Save the caches of sessions, then fill each gap with a row from the end. Returns the remaining rows in their
         new slot order.
         """
@@ -238,7 +238,7 @@ class PlainSlots:
     _cache: Any = None
     _mask: Tensor | None = None
 
-    def take(self, active: int, queue: list[Row]) -> list[Row]:
+    def take(self, active: int, queue: list[DecodeRow]) -> list[DecodeRow]:
         """One batch at a time. Without padding: the leading contexts of one length."""
         if active:
             return []
@@ -250,7 +250,7 @@ class PlainSlots:
         del queue[:size]
         return joining
 
-    def admit(self, rows: list[Row], active: int) -> tuple[list[Row], Tensor]:
+    def admit(self, rows: list[DecodeRow], active: int) -> tuple[list[DecodeRow], Tensor]:
         """Compute each distinct context once, then give every row its own copy of the cache."""
         assert active == 0, f"{active} rows are still decoding"
         contexts = list(dict.fromkeys(tuple(row.tokens) for row in rows))
@@ -275,7 +275,7 @@ class PlainSlots:
             logits = logits.index_select(0, self._select([rank[tuple(row.tokens)] for row in rows]))
         return rows, logits
 
-    def step(self, rows: list[Row]) -> Tensor:
+    def step(self, rows: list[DecodeRow]) -> Tensor:
         """Process the last sampled token of each row; returns logits [n, V]."""
         arguments: dict[str, Any] = {self.network.cache_name: self._cache}
         inputs = torch.tensor([[row.sampled[-1], row.length] for row in rows], device=self.network.device)
@@ -285,7 +285,7 @@ class PlainSlots:
         logits, self._cache = self.network.forward(inputs[:, :1], **arguments)
         return logits
 
-    def release(self, rows: list[Row], finished: list[int]) -> list[Row]:
+    def release(self, rows: list[DecodeRow], finished: list[int]) -> list[DecodeRow]:
         """Remove the finished rows; returns the others, in order."""
         leaving = set(finished)
         kept = [index for index in range(len(rows)) if index not in leaving]
@@ -367,7 +367,7 @@ def _try(network: Network, shape: KVShape, contexts: list[list[int]]) -> str:
     """Prefill padded contexts, continue by two tokens, step once, and compare with plain passes. "" if they agree."""
     cache = SlotCache(shape, len(contexts), max(map(len, contexts)) + 4)
     slots = CachedSlots(network, cache, SessionCaches(0), 0, len(contexts), cache.columns, prefill_tokens_max=1 << 20)
-    rows = [Row(context, 9, frozenset(), 1.0, iter(())) for context in contexts]
+    rows = [DecodeRow(context, 9, frozenset(), 1.0, iter(())) for context in contexts]
     try:
         rows, first = slots.admit(rows, 0)
         longer = [[*row.tokens, 1, 2] for row in rows]

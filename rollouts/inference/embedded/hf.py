@@ -30,7 +30,7 @@ from rollouts.training.backends.futures import TorchThread
 from rollouts.training.estimates import estimated_as
 
 if TYPE_CHECKING:
-    from rollouts.inference.embedded.decode_slots import Row
+    from rollouts.inference.embedded.decode_slots import DecodeRow
 
 CLOSE_SECONDS = 30.0
 
@@ -222,13 +222,15 @@ class HFInference:
         if not pending_requests:
             return
         from rollouts.inference.embedded.decode import uniforms
-        from rollouts.inference.embedded.decode_slots import Row
+        from rollouts.inference.embedded.decode_slots import DecodeRow
 
         for pending in pending_requests:
-            asked = pending.request
-            tokens, stop_ids = list(asked.tokens), frozenset(asked.stop_ids)
-            numbers = uniforms(asked.seed, asked.offset)
-            pending.row = Row(tokens, asked.max_tokens, stop_ids, asked.temperature, numbers, asked.session, pending)
+            request = pending.request
+            tokens, stop_ids = list(request.tokens), frozenset(request.stop_ids)
+            numbers = uniforms(request.seed, request.offset)
+            pending.row = DecodeRow(
+                tokens, request.max_tokens, stop_ids, request.temperature, numbers, request.session, pending
+            )
             pending.wait_scope.deadline = math.inf  # no deadline once it runs
         try:
             self._thread.submit(
@@ -239,11 +241,11 @@ class HFInference:
             for pending in pending_requests:
                 pending.resolve(error)
 
-    def _run_batch(self, rows: list[Row], token: trio.lowlevel.TrioToken) -> None:
+    def _run_batch(self, rows: list[DecodeRow], token: trio.lowlevel.TrioToken) -> None:
         """Runs in the torch thread. Every row's pending request is resolved, also after an error."""
         version = self.version
 
-        def post(done: list[Row], failure: InferenceError | None = None) -> None:
+        def post(done: list[DecodeRow], failure: InferenceError | None = None) -> None:
             answers = [(row.pending, failure or _generation(row, version)) for row in done]
 
             def resolve() -> None:
@@ -347,7 +349,7 @@ def create_hf_inference(
     )
 
 
-def _generation(row: Row, version: int) -> Generation:
+def _generation(row: DecodeRow, version: int) -> Generation:
     spans = [VersionSpan(version, 0, len(row.sampled))] if row.sampled else []
     return Generation(row.sampled, row.logprobs, row.finish or "abort", spans)
 

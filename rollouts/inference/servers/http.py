@@ -398,7 +398,7 @@ class _Connection:
         self.is_open = True
 
     def is_fresh(self) -> bool:
-        """Whether it can be reused. An idle connection cannot if the server closed it or sent something."""
+        """Whether it can be reused: not if it was idle and the server closed it or sent something."""
         has_idled = trio.current_time() - self._used_at > IDLE_SECONDS
         return self.is_open and not (has_idled and self._socket.is_readable())
 

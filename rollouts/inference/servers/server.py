@@ -53,9 +53,8 @@ BACK_SECONDS_MAX = 30.0
 DYING_SECONDS = 2.0  # a server that stops answering may be about to end
 UNLOAD_SECONDS = 5.0  # the longest wait when leaving a server
 NOWHERE = "http://127.0.0.1:1"  # until a started server has a port
-ALIVE = GenerateRequest(
-    [0], 1, (), 0, temperature=0.0
-)  # a health check generates a token, because a server with a dead engine may still report that it is healthy
+# A health check generates a token, because a server with a dead engine may report that it is healthy.
+HEALTH_REQUEST = GenerateRequest([0], 1, (), 0, temperature=0.0)
 
 
 class ServerStatistics(NamedTuple):
@@ -236,7 +235,7 @@ class Server:
         try:
             with self._registered(f"health-{next(self._numbers)}", is_internal=True) as active:
                 async with self._sending(active):
-                    await self.dialect.generate(self._client, ALIVE, active.target)
+                    await self.dialect.generate(self._client, HEALTH_REQUEST, active.target)
         except InferenceError as error:
             return Health(False, self.version, str(error))
         return Health(True, self.version)

@@ -18,7 +18,7 @@ You can reuse a name after `leave_group`.
 A server does not notice a tensor that its model lacks (it is dropped), nor a missing tensor (the old one stays). It
 does notice a wrong shape (status 400; earlier tensors are loaded) and, with gloo, a trainer that dies (status 400 at
 once). It waits half an hour, torch's timeout, for a trainer that sends nothing. The trainer's side is in
-`rollouts.training.weights.groups`.
+`rollouts.training.weights.broadcast`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Algorithms: pure functions on tensors, composed in NamedTuples.
 
     algorithm recipes              the composition (Term, KL, Algorithm) and what it needs; the named algorithms
-    checks evaluate                checks before a model loads; an algorithm's value on tensors
+    checks objective               checks before a model loads; an algorithm's value on tensors
     losses kl corrections          one value per token; KL to the reference; weights for tokens of another sampler
     rewards                        mixers and shapings, before the advantage
     advantages token_advantages    of one group; of the whole batch (GAE, REINFORCE++)

@@ -64,7 +64,7 @@ def rollout_sum(masks: Sequence[Sequence[float]], rollout_index: Sequence[int]) 
 
     So a long rollout counts more than a short one.
     """
-    return TokenWeights([list(mask) for mask in masks], float(len(_live(masks, rollout_index))))
+    return TokenWeights([list(mask) for mask in masks], float(len(_live_keys(masks, rollout_index))))
 
 
 def group_mean(masks: Sequence[Sequence[float]], group_index: Sequence[int]) -> TokenWeights:
@@ -87,19 +87,19 @@ def dr_grpo(
             "type --aggregation.length with the longest allowed reply"
         )
     weights = [[value / divisor for value in mask] for mask in masks]
-    return TokenWeights(weights, float(len(_live(masks, rollout_index))))
+    return TokenWeights(weights, float(len(_live_keys(masks, rollout_index))))
 
 
 def per_rollout(masks: Sequence[Sequence[float]], rollout_index: Sequence[int]) -> TokenWeights:
     """For losses with one value per rollout: u = 1 if the rollout has live tokens, D = live rollouts."""
-    live = _live(masks, rollout_index)
+    live = _live_keys(masks, rollout_index)
     weights = [[float(value > 0) for value in mask] for mask in masks]
     return TokenWeights(weights, float(len(live)), "rollout")
 
 
 def pair_mean(masks: Sequence[Sequence[float]], pair_index: Sequence[int]) -> TokenWeights:
     """For losses with one value per pair: u = 1, D = live pairs. A pair is live if one of its rows is."""
-    live = _live(masks, pair_index) - {-1}
+    live = _live_keys(masks, pair_index) - {-1}
     weights = [
         [float(value > 0 and pair in live) for value in mask] for mask, pair in zip(masks, pair_index, strict=True)
     ]
@@ -142,7 +142,7 @@ def aggregate(aggregation: str | Callable[..., Any], batch: Masks) -> TokenWeigh
     return given
 
 
-def _live(masks: Sequence[Sequence[float]], keys: Sequence[int]) -> set[int]:
+def _live_keys(masks: Sequence[Sequence[float]], keys: Sequence[int]) -> set[int]:
     return {key for key, mask in zip(keys, masks, strict=True) if any(value > 0 for value in mask)}
 
 

@@ -1,7 +1,7 @@
 """An algorithm: small pure functions, composed in a NamedTuple. Nothing is inherited.
 
 Here are the types (`Term`, `KL`, `Algorithm`), and functions that compose them, bind their settings, find what they
-need from a run (by the names of parameters), and choose the algorithm of a step. evaluate.py computes an algorithm,
+need from a run (by the names of parameters), and choose the algorithm of a step. objective.py computes an algorithm,
 checks.py refuses bad ones, losses.py has the terms. No torch.
 """
 

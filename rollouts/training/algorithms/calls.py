@@ -73,7 +73,7 @@ def group_advantages(
     The function gets `rewards` [J] (float64), and `lengths` [J] and `turn_rewards` if it names them. Raises
     TrainingError if it does not return J finite numbers.
     """
-    judged = _judged(rewards)
+    judged = _judged_indices(rewards)
     available = _of_group(rewards, judged, lengths)
     if turn_rewards is not None:
         available["turn_rewards"] = [turn_rewards[index] for index in judged]
@@ -115,7 +115,7 @@ def shaped_rewards(
     """The rewards [G] after a shaping; None where not judged. Truncated rollouts are shaped too, because they are in
     the baseline. Raises TrainingError.
     """
-    judged = _judged(rewards)
+    judged = _judged_indices(rewards)
     available = _of_group(rewards, judged, lengths) | {"max_tokens": max_tokens, "step": step}
     available["truncated"] = _tensor([bool(truncated[index]) for index in judged], "bool")
     return _at_places("reward shaping", function, available, judged, len(rewards))
@@ -169,7 +169,7 @@ def _wrong(word: str, function: Function, count: int, given: str, expected: str)
     return wrong_result(word, function, given, expected, f"got {count} rewards and ")
 
 
-def _judged(rewards: Rewards) -> list[int]:
+def _judged_indices(rewards: Rewards) -> list[int]:
     return [index for index, reward in enumerate(rewards) if reward is not None]
 
 

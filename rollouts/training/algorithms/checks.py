@@ -24,7 +24,7 @@ from rollouts.training.algorithms.algorithm import (
     needs,
     requests,
 )
-from rollouts.training.algorithms.evaluate import check_loss_values
+from rollouts.training.algorithms.objective import check_loss_values
 
 CRITIC_NAMES = frozenset({"old_values", "returns", "values"})
 TEACHER_NAMES = frozenset({"teacher_logprobs", "teacher_topk_ids", "teacher_topk_logprobs", "topk_logprobs"})

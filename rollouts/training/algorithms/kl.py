@@ -18,7 +18,7 @@ the value; Tang and Munos 2025 derive their gradients.
 The reference is a copy of every trained tensor. It equals the policy at version 0. A rule (`frozen`, `ema`) is called
 at version 0 and after every optimizer step. It changes the copy in place and returns nothing. It must not change
 `policy`; `version` counts optimizer steps. Not here: where the copy is kept and how it is used
-(backends/auxiliary.py), and the cut at a threshold (evaluate.py).
+(backends/auxiliary.py), and the cut at a threshold (objective.py).
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from rollouts.errors import TrainingError
-from rollouts.training.algorithms.evaluate import Evaluation, Metric
 from rollouts.training.algorithms.losses import log_ratio
+from rollouts.training.algorithms.objective import Evaluation, Metric
 
 _NAN, _BAD_MODEL = "nan: ", "the model's logprobs"
 _RUNS_OWN = {
@@ -80,8 +80,8 @@ class MetricSums:
         logprobs = tensors["logprobs"]
         self._count += logprobs.shape[0]
         self._tokens = (self._tokens[0] + part.tokens[0], self._tokens[1] + part.tokens[1])
-        means, maxima = {**_policy(tensors, part.clip), **_value(tensors)}, _maxima(tensors)
-        mismatch = _mismatch(tensors)
+        means, maxima = {**_policy_metrics(tensors, part.clip), **_value_metrics(tensors)}, _maxima(tensors)
+        mismatch = _mismatch_metrics(tensors)
         for name, value in means.items():
             self._add(name, Metric(value.sum(), torch.ones_like(value).sum(), "mean"))
         sampled, anchored = tensors["sampled"].float().sum(), tensors["anchored"].float().sum()
@@ -123,7 +123,7 @@ def metrics_of(readings: Sequence[Reading], denominator: float) -> dict[str, flo
 
     `policy/loss` is divided by the batch's D. Raises TrainingError if a loss returned NaN; the message names it.
     """
-    total = functools.reduce(_joined, readings)
+    total = functools.reduce(_joined_readings, readings)
     if not total.count:
         return {"policy/loss": 0.0}
     broken = {name.removeprefix(_NAN): bool(value) for name, (value, *_) in total.sums.items() if name.startswith(_NAN)}
@@ -143,7 +143,7 @@ def metrics_of(readings: Sequence[Reading], denominator: float) -> dict[str, flo
     return found
 
 
-def _joined(one: Reading, other: Reading) -> Reading:
+def _joined_readings(one: Reading, other: Reading) -> Reading:
     sums = dict(one.sums)
     for name, (value, number, kind) in other.sums.items():
         have, counted, _ = sums.get(name, (None, 0.0, kind))
@@ -165,7 +165,7 @@ def _check_nan(broken: dict[str, bool]) -> None:
             )
 
 
-def _policy(tensors: Mapping[str, Tensor], clip: tuple[float, float] | None) -> dict[str, Tensor]:
+def _policy_metrics(tensors: Mapping[str, Tensor], clip: tuple[float, float] | None) -> dict[str, Tensor]:
     logprobs, advantages = tensors["logprobs"], tensors["advantages"]
     moved = log_ratio(logprobs, tensors["old_logprobs"])
     ratio = moved.exp()
@@ -185,7 +185,7 @@ def _k3(apart: Tensor) -> Tensor:
     return apart.expm1() - apart  # expm1 is exact where the policies are close
 
 
-def _mismatch(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _mismatch_metrics(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The difference between the sampler and the trainer before the step."""
     apart = log_ratio(_trainer(tensors), tensors["rollout_logprobs"])
     means = {"mismatch/abs_logp_mean": apart.abs(), "mismatch/k3": _k3(apart)}
@@ -204,7 +204,7 @@ def _trainer(tensors: Mapping[str, Tensor]) -> Tensor:
     return tensors["old_logprobs"] if "importance" in tensors else tensors["logprobs"]
 
 
-def _value(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _value_metrics(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if "values" not in tensors or "returns" not in tensors:
         return {}
     values, returns = tensors["values"], tensors["returns"]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from rollouts.errors import ConfigError, TrainingError
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, needs, requests, setting_of
-from rollouts.training.algorithms.evaluate import evaluate, importance_weights
+from rollouts.training.algorithms.objective import evaluate, importance_weights
 from rollouts.training.backends import forward, lora, optimizer, sharding
 from rollouts.training.backends.auxiliary import Critic, Networks, ReferencePolicy, Teacher
 from rollouts.training.backends.batch_shards import BatchShard

@@ -105,9 +105,9 @@ def inspect_model(causal: Any, *, share_prefix: bool = True, bucket_saving_min: 
     rows = _probe_rows(int(causal.get_input_embeddings().weight.shape[0]))
     notes: list[str] = []
     with torch.no_grad():
-        own = causal(input_ids=_padded([row.tokens for row in rows], _device(causal)), use_cache=False).logits
+        own = causal(input_ids=_padded([row.tokens for row in rows], _device_of(causal)), use_cache=False).logits
         full = _full_logits(causal, own.shape[-1])
-        expected = _probe(full, rows, "plain")
+        expected = _probe_logits(full, rows, "plain")
         paths, reason = _separate_head(causal), "it does not show its output embeddings"
         if paths is not None:
             reason = _disagreement(paths, rows, expected, "plain")
@@ -146,7 +146,7 @@ def run_rows(
     paths: ModelPaths, rows: Sequence[Row], layout: Layout, wanted: Sequence[Sequence[int]]
 ) -> tuple[Tensor, Selection]:
     """Compute the features of the `wanted` positions (see `run`), with rows padded as the layout says."""
-    device = _device(paths.causal)
+    device = _device_of(paths.causal)
     cache = None
     picked = _Picked()
     if layout.prefixes:
@@ -174,7 +174,7 @@ def run_packed(
     for chosen in bins:
         positions = [list(wanted[row]) for row in chosen]
         if any(positions):
-            features, _ = paths.body(**_pack(paths.causal, [rows[row].tokens for row in chosen]))
+            features, _ = paths.body(**_packed_inputs(paths.causal, [rows[row].tokens for row in chosen]))
             ends = np.cumsum([len(rows[row].tokens) for row in chosen]).tolist()
             picked.take(features, [start - 1 for start in (0, *ends[:-1])], positions, chosen)
     return picked.whole()
@@ -204,11 +204,11 @@ def use_float32_head(causal: Any) -> None:
         embedding.register_forward_hook(lambda _, inputs, output: output.to(dtype))
 
 
-def _pack(causal: Any, tokens: Sequence[Sequence[int]]) -> dict[str, Any]:
+def _packed_inputs(causal: Any, tokens: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Inputs [1, L] of concatenated rows: positions that restart at 0, and a mask [1, 1, L, L] under which each row
     sees itself only. If the attention skips masked tokens, transformers finds the rows by their positions.
     """
-    device = _device(causal)
+    device = _device_of(causal)
     lengths = [len(row) for row in tokens]
     inputs: dict[str, Any] = {
         "input_ids": torch.tensor([[token for row in tokens for token in row]], device=device),
@@ -228,7 +228,7 @@ def _continue(
     causal: Any, rows: Sequence[Row], layout: Layout, bucket: list[int], cache: Any, width: int
 ) -> dict[str, Any]:
     """Inputs with which rows of a bucket continue their prefixes: cache, positions [R, C], mask [R, 1, C, P + C]."""
-    device = _device(causal)
+    device = _device_of(causal)
     prefix_width = max(len(prefix) for prefix in layout.prefixes)
     prefix_of_row = torch.tensor([layout.prefix_of_row[row] for row in bucket], device=device)
     starts = np.array([layout.starts[row] for row in bucket])
@@ -319,7 +319,7 @@ def _why_not(causal: Any, way: _Way) -> str:
 def _disagreement(paths: ModelPaths, rows: list[Row], expected: Tensor, way: _Way) -> str:
     """Describe the difference between this way of running and the model's own logits. Empty if there is none."""
     try:
-        found = _probe(paths, rows, way)
+        found = _probe_logits(paths, rows, way)
     except Exception as error:  # a model's own code may raise anything; the note then says why it is not used
         return f"it raises {type(error).__name__}: {error}"
     exact = expected.dtype in (torch.float32, torch.float64) and _hidden_dtype(paths.causal) == expected.dtype
@@ -329,7 +329,7 @@ def _disagreement(paths: ModelPaths, rows: list[Row], expected: Tensor, way: _Wa
     return "" if difference <= tolerance else f"its logits would be {difference:.2g} away from the model's own"
 
 
-def _probe(paths: ModelPaths, rows: list[Row], way: _Way) -> Tensor:
+def _probe_logits(paths: ModelPaths, rows: list[Row], way: _Way) -> Tensor:
     """Logits [T, V] at the live positions of the test rows, in the order of the rows."""
     wanted = [[t for t, weight in enumerate(row.loss_mask) if weight > 0] for row in rows]
     if way == "packed":
@@ -362,12 +362,12 @@ def _attention(causal: Any) -> str | None:
 def _hidden_dtype(causal: Any) -> torch.dtype:
     """The dtype of the layers; the embedding may be float32 because of the head."""
     with torch.no_grad():
-        embedded = causal.get_input_embeddings()(torch.zeros(1, dtype=torch.long, device=_device(causal)))
+        embedded = causal.get_input_embeddings()(torch.zeros(1, dtype=torch.long, device=_device_of(causal)))
     dtype: torch.dtype = embedded.dtype
     return dtype
 
 
-def _device(causal: Any) -> torch.device:
+def _device_of(causal: Any) -> torch.device:
     device: torch.device = causal.get_input_embeddings().weight.device
     return device
 

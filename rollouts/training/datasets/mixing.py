@@ -134,7 +134,7 @@ def shares_at(weights: Mapping[str, Weight], step: int) -> list[float]:
     >>> shares_at({"easy": 3, "hard": lambda step: step / 100}, 100)
     [0.75, 0.25]
     """
-    values = {name: _value(name, weight, step) for name, weight in weights.items()}
+    values = {name: _weight_at(name, weight, step) for name, weight in weights.items()}
     total = math.fsum(values.values())
     if not total > 0:
         zero = f"the weights of {_listed(values)} are all 0 at step {step}, so no task can be drawn"
@@ -142,7 +142,7 @@ def shares_at(weights: Mapping[str, Weight], step: int) -> list[float]:
     return [value / total for value in values.values()]
 
 
-def _value(name: str, weight: Weight, step: int) -> float:
+def _weight_at(name: str, weight: Weight, step: int) -> float:
     what = f"the weight of {name} at step {step}"
     try:
         with authors_code():

@@ -170,13 +170,16 @@ def _training_metrics(
 ) -> dict[str, float]:
     """The metrics and the speed of a batch's optimizer steps. NaN values are left out: JSON has none."""
     tokens = sum(len(row.tokens) for row in batch.rows)
-    metrics = _joined(reports) | {"time/forward_backward": seconds, "perf/train_tok_s": tokens / max(seconds, 1e-9)}
+    metrics = _joined_metrics(reports) | {
+        "time/forward_backward": seconds,
+        "perf/train_tok_s": tokens / max(seconds, 1e-9),
+    }
     if kl is not None:
         metrics["policy/kl_coef"] = kl.coefficient if batch.kl_coefficient is None else batch.kl_coefficient
     return {name: value for name, value in metrics.items() if not math.isnan(value)}
 
 
-def _joined(reports: Sequence[dict[str, float]]) -> dict[str, float]:
+def _joined_metrics(reports: Sequence[dict[str, float]]) -> dict[str, float]:
     """Join the metrics of a batch's optimizer steps.
 
     Takes the mean over steps that were not skipped, or the largest value of a maximum. The difference between sampler

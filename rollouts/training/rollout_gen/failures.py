@@ -21,7 +21,7 @@ import msgspec
 from rollouts.errors import RunError
 from rollouts.types import Episode, Sample, Status
 
-WINDOW = 200  # a limit as a fraction is of this many recent episodes
+WINDOW = 200  # a limit that is a fraction counts this many recent episodes
 REASONS_MAX = 1000  # different reasons that are counted; a message may contain addresses and numbers
 REASON_CHARACTERS = 300
 REASONS_SHOWN = 3

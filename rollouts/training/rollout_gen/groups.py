@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import trio
 
-from rollouts.author_code import authors_code, printable, shown
+from rollouts.author_code import authors_code, printable, shown, with_place
 from rollouts.env import calls
 from rollouts.env.mixing import InvalidPolicy, RewardTerm, Verdict, mix, read_verdict
 from rollouts.error_log import report
@@ -204,6 +204,8 @@ async def _ask_group(term: RewardTerm, episodes: Sequence[Episode], seconds: flo
         return verdicts
     except trio.TooSlowError:
         why = f"it took longer than {seconds:g} seconds"
+    except RewardError as error:
+        raise RewardError(with_place(error, term.function)) from error
     except RolloutsError:
         raise
     except Exception as error:  # a reward may raise anything; the policy decides what happens

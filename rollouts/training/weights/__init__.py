@@ -3,6 +3,6 @@
 store.py       the checkpoints of a run: written completely, checked, found, removed
 checkpoint.py  the trainer's part of a checkpoint: optimizer tensors, random states
 files.py       models and adapters in the format of transformers, peft and servers
-sync.py        updates every engine; `groups.py` sends weights over a process group
+sync.py        updates every engine; `broadcast.py` sends weights over a process group
 probe.py       tests that engines serve the new weights
 """

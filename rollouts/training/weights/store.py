@@ -280,7 +280,7 @@ def prune_checkpoints(folder: Path, keep: int) -> list[Path]:
     found = complete_checkpoints(folder)
     if keep <= 0 or len(found) <= keep:
         return []
-    metrics = [(metric, path) for path in reversed(found) if (metric := _metric(path)) is not None]
+    metrics = [(metric, path) for path in reversed(found) if (metric := _signed_metric(path)) is not None]
     ranked = [(value, path) for (name, value), path in metrics if name == metrics[0][0][0]]
     best = max(ranked, key=lambda pair: pair[0])[1] if ranked else None
     removed = [path for path in found[:-keep] if path != best]
@@ -321,7 +321,7 @@ def remove_leftovers(folder: Path) -> None:
             raise CheckpointError(f"{what}; rename it yourself") from error
 
 
-def _metric(path: Path) -> tuple[str, float] | None:
+def _signed_metric(path: Path) -> tuple[str, float] | None:
     """The name of a checkpoint's metric, and its value with the sign with which higher is better."""
     try:
         metric = read_state(path)["run"]["metric"]

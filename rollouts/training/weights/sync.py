@@ -35,7 +35,7 @@ from rollouts.inference.servers.http import PlainClient
 from rollouts.inference.servers.sglang import SGLang
 from rollouts.inference.servers.vllm import VLLM
 from rollouts.training.types import TrainingBackend
-from rollouts.training.weights import files, groups, probe
+from rollouts.training.weights import broadcast, files, probe
 
 REMEMBERED = 8  # the numbers of this many versions are kept
 KEEP_BYTES_MAX = 2 * 2**30  # keep old weights in memory up to this size
@@ -156,7 +156,7 @@ class _Sent(NamedTuple):
             return [
                 (probe.label_of(each), functools.partial(each.update_weights, self.update)) for each in self.engines
             ]
-        send = functools.partial(groups.send_over_group, self.engines, self.update, self.tensors, device=device)
+        send = functools.partial(broadcast.send_over_group, self.engines, self.update, self.tensors, device=device)
         return [(" and ".join(map(probe.label_of, self.engines)), send)]
 
 

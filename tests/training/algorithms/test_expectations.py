@@ -13,8 +13,8 @@ import torch
 
 from rollouts.training.algorithms.algorithm import KL
 from rollouts.training.algorithms.calls import group_advantages
-from rollouts.training.algorithms.evaluate import evaluate
 from rollouts.training.algorithms.kl import k1_reward
+from rollouts.training.algorithms.objective import evaluate
 from rollouts.training.algorithms.recipes import RLOO
 from rollouts.training.batching import make_batch
 from rollouts.training.loops.rl_batch import estimate_advantages

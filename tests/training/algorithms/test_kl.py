@@ -14,7 +14,7 @@ from rollouts.errors import ConfigError
 from rollouts.plugins.signature import check_signature, read_signature
 from rollouts.training.algorithms import kl, losses
 from rollouts.training.algorithms.algorithm import KL, Algorithm, Term, is_reward_placed
-from rollouts.training.algorithms.evaluate import evaluate
+from rollouts.training.algorithms.objective import evaluate
 
 ACTIONS = 5
 partial = functools.partial

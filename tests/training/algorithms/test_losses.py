@@ -19,7 +19,7 @@ from rollouts.plugins.signature import check_signature
 from rollouts.training.algorithms import kl, losses
 from rollouts.training.algorithms.aggregation import Masks, aggregate
 from rollouts.training.algorithms.algorithm import Algorithm, Term
-from rollouts.training.algorithms.evaluate import evaluate
+from rollouts.training.algorithms.objective import evaluate
 
 T = 40
 K = 6

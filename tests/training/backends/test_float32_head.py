@@ -39,10 +39,9 @@ def logits_of(model):
 
 @pytest.mark.parametrize("name", ["qwen3", "llama", "llama_tied"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_logits_are_fp32_and_nearer(tiny, name, dtype):
+def test_logits_are_fp32_and_not_rounded(tiny, name, dtype):
     plain = model_of(tiny, name).to(dtype)
     assert tied(plain) == (name != "llama")
-    reference = logits_of(copy.deepcopy(plain).float())
     model = copy.deepcopy(plain)
     use_float32_head(model)
     use_float32_head(model)  # twice is once
@@ -57,7 +56,6 @@ def test_logits_are_fp32_and_nearer(tiny, name, dtype):
     exact = hidden.double() @ plain.get_output_embeddings().weight.double().T
     assert (found - exact).abs().max() <= 1e-5 * exact.abs().max()
     assert (logits_of(plain) - exact).abs().max() > 1e-4 * exact.abs().max(), "control: without it they are rounded"
-    assert (found - reference).abs().mean() < (logits_of(plain).float() - reference).abs().mean()
 
 
 def test_an_fp32_model_stays_as_it_is(tiny):

@@ -81,7 +81,7 @@ def test_an_update_that_brings_the_wrong_thing(kind, tiny, ranks_of, tmp_path):
     other = "full" if kind == "adapter" else "adapter"
     for update, words in (
         (WeightUpdate(3), "brings none"),
-        (WeightUpdate(3, other, weights=weights), f"takes {kind} weights, and the update is {other}"),
+        (WeightUpdate(3, other, weights=weights), f"takes {kind} weights, but the update has {other}"),
         (WeightUpdate(3, kind, weights={n: w for n, w in weights.items() if n != some}), f"1 names .* first {some}"),
         (WeightUpdate(3, kind, weights=weights | {some: weights[some][:1]}), f"1 names or shapes differ, first {some}"),
     ):

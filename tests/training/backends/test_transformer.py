@@ -112,13 +112,13 @@ def test_control_shared_positions_are_seen(tiny, monkeypatch, name, attention):
     reference = reference.detach()
     paths = transformer.inspect_model(model)
     assert_same(model, packed(paths, rows, bins), reference, expected)
-    right = transformer._pack
+    right = transformer._packed_inputs
 
     def going_on(*arguments):
         inputs = right(*arguments)
         return inputs | {"position_ids": torch.arange(inputs["input_ids"].shape[1])[None]}
 
-    monkeypatch.setattr(transformer, "_pack", going_on)
+    monkeypatch.setattr(transformer, "_packed_inputs", going_on)
     if name == "gpt2":
         with pytest.raises(AssertionError):
             assert_same(model, packed(paths, rows, bins), reference, expected)
@@ -130,7 +130,7 @@ def test_control_shared_positions_are_seen(tiny, monkeypatch, name, attention):
         # Rotary positions are relative, so under the mask rows may begin anywhere; without it positions are the bounds.
         monkeypatch.setattr(transformer, "_attention", lambda causal: "flex_attention")
         with monkeypatch.context() as undone:
-            undone.setattr(transformer, "_pack", right)
+            undone.setattr(transformer, "_packed_inputs", right)
             assert_same(model, packed(paths, rows, bins), reference, expected)
         with pytest.raises(AssertionError):
             assert_same(model, packed(paths, rows, bins), reference, expected)
@@ -158,7 +158,7 @@ def test_what_is_packed_beside_a_row_changes_nothing_of_it(tiny, monkeypatch, na
 
     before, after = both()
     assert torch.equal(before, after)
-    right = transformer._pack
+    right = transformer._packed_inputs
 
     def causal_only(*arguments):
         inputs = right(*arguments)
@@ -166,7 +166,7 @@ def test_what_is_packed_beside_a_row_changes_nothing_of_it(tiny, monkeypatch, na
             "attention_mask": torch.ones_like(inputs["input_ids"])
         }
 
-    monkeypatch.setattr(transformer, "_pack", causal_only)
+    monkeypatch.setattr(transformer, "_packed_inputs", causal_only)
     before, after = both()
     assert torch.equal(before, after) == first
     assert not transformer.inspect_model(model).packs, "the probe at load would have caught it"
@@ -190,7 +190,7 @@ def test_packing_is_preferred_where_attention_skips(tiny, attention):
     model = tiny.qwen3()
     model.config._attn_implementation_internal = attention
     assert transformer.prefers_packing(model) == (attention in ("flash_attention_2", "flex_attention"))
-    inputs = transformer._pack(model, [[5, 6, 7], [8, 9]])
+    inputs = transformer._packed_inputs(model, [[5, 6, 7], [8, 9]])
     assert inputs["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
     # transformers reads the bounds from the positions, where it is given no mask
     assert ("attention_mask" in inputs) == (attention in ("sdpa", "eager"))

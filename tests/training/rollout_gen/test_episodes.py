@@ -96,7 +96,7 @@ def test_sessions_are_open_before_any_task_runs():
 
 
 def test_a_successor_is_announced_before_its_predecessor_leaves():
-    """However long a reward takes: otherwise the waves of an in-process engine would depend on the clock."""
+    """However long a reward takes: otherwise the batches of an in-process engine would depend on the clock."""
 
     async def play(job, session, inference):
         await trio.sleep(1)

@@ -1,4 +1,4 @@
-"""What a vLLM server needs beside itself to load weights on a CPU: a worker extension, in a folder of its own.
+"""A worker extension with which a vLLM server on a CPU can load weights.
 
     PYTHONPATH=<this folder> vllm serve MODEL --worker-extension-cls rollouts_vllm_worker.RolloutsWorker ...
 

@@ -1,4 +1,4 @@
-"""Evaluate an algorithm on tensors: call every term with its inputs, add up the values, collect the metrics.
+"""The objective of an algorithm on tensors: call every term with its inputs, add up the values, collect metrics.
 
 Not here: weights and denominators (aggregation.py), and where the tensors come from (the training backend).
 """

@@ -16,9 +16,9 @@ from torch import distributed
 from rollouts.errors import InferenceError
 from rollouts.inference.base import Capabilities, WeightUpdate
 from rollouts.training.backends.pytorch_factory import create_pytorch_backend
-from rollouts.training.weights import groups as weight_groups
+from rollouts.training.weights import broadcast as weight_broadcast
+from rollouts.training.weights.broadcast import send_over_group
 from rollouts.training.weights.files import manifest_of
-from rollouts.training.weights.groups import send_over_group
 from rollouts.training.weights.sync import WeightSyncManager
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -147,13 +147,13 @@ def test_a_broadcast_may_take_as_long_as_the_servers_say(own, expected, monkeypa
     engines = [Receiver() for _ in own or [0]]
     for engine, seconds in zip(engines, own, strict=False):
         engine.capabilities = engine.capabilities._replace(load_seconds=seconds)
-    bounds, broadcast = [], weight_groups._broadcast
+    bounds, broadcast = [], weight_broadcast._broadcast
 
     def noted(group, tensors, device, seconds):
         bounds.append(seconds)
         broadcast(group, tensors, device, seconds)
 
-    monkeypatch.setattr(weight_groups, "_broadcast", noted)
+    monkeypatch.setattr(weight_broadcast, "_broadcast", noted)
     send(*engines, send_seconds=None)
     assert bounds == [expected]
 
@@ -168,9 +168,9 @@ def test_an_engine_that_takes_none_is_refused(tmp_path):
 
 
 def test_the_address_is_one_that_the_servers_can_reach(monkeypatch):
-    assert weight_groups._own_address(["http://127.0.0.1:1", "http://localhost:2"]) == "127.0.0.1"
+    assert weight_broadcast._own_address(["http://127.0.0.1:1", "http://localhost:2"]) == "127.0.0.1"
     with pytest.raises(InferenceError, match="cannot be reached"):
-        weight_groups._own_address(["http://127.0.0.1:1", "http://no-such-host.invalid"])
+        weight_broadcast._own_address(["http://127.0.0.1:1", "http://no-such-host.invalid"])
 
 
 class Served(Receiver, FolderEngine):

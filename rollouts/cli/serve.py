@@ -1,0 +1,77 @@
+"""`rollouts serve RUN`: a run's model behind an address that speaks OpenAI's API."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from rollouts.cli.options import SettingsCommand, given_flags
+from rollouts.config.settings import Setting, setting_infos
+
+SHOWN = "template inference max_tokens temperature trust_remote_code".split()
+"""The settings that have a flag."""
+
+
+def _serve(
+    model: str, host: str, port: int, name: str, connections: int, request_seconds: float, **options: Any
+) -> int:
+    from rollouts.config.merging import merge
+    from rollouts.runs.run_model import model_plan
+    from rollouts.runs.serve import SETTINGS, Address, serve
+    from rollouts.serve.http_server import HTTPLimits
+
+    given = merge(given_flags(options), click.get_current_context().obj or {})
+    with model_plan(model, given, SETTINGS) as plan:
+        for note in plan.notes:
+            click.echo(f"note: {note}", err=True)
+        limits = HTTPLimits(connections_max=connections)
+        serve(plan, Address(host, port, name, request_seconds), limits, click.echo)
+    return 0
+
+
+def _settings_infos() -> Iterator[Setting]:
+    docs = {
+        "max_tokens": "Tokens of a reply, if a request does not say.",
+        "temperature": "The sampling temperature, if a request does not say. 0 is greedy.",
+    }
+    for info in setting_infos():
+        if info.name in SHOWN:
+            yield info._replace(doc=docs.get(info.name, info.doc), shown="that of the run")
+
+
+serve = SettingsCommand(
+    "serve",
+    callback=_serve,
+    infos=_settings_infos(),
+    argument=click.Argument(["model"], metavar="RUN"),
+    own=[
+        click.Option(["--host"], default="127.0.0.1", show_default=True, help="The address to listen on."),
+        click.Option(
+            ["--port"], type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 is a free one."
+        ),
+        click.Option(["--name"], default="", help="The model's name for clients.  [default: that of the run's folder]"),
+        click.Option(
+            ["--connections"],
+            type=click.IntRange(1),
+            default=256,
+            show_default=True,
+            help="Connections at once. Others wait.",
+        ),
+        click.Option(
+            ["--request-seconds"],
+            type=click.FloatRange(0, min_open=True),
+            default=600.0,
+            show_default=True,
+            help="How long one request may take.",
+        ),
+    ],
+    help="Serve a run's model at an address that speaks OpenAI's API.\n\n"
+    "RUN is the folder of a run (its newest checkpoint is used), a checkpoint, or any other model. There are "
+    "/v1/chat/completions, /v1/models and /health. Requests that wait at the same time are sampled together. Ctrl-C "
+    "ends the server, with exit code 0, when the requests in flight are answered.\n\n"
+    "\b\nExamples:\n  rollouts serve runs/first\n  rollouts serve runs/first --port 0 --name mine\n"
+    "  rollouts serve runs/first --inference vllm --inference.python ~/venvs/vllm\n"
+    "  rollouts eval --env calculator --model first --inference openai --inference.url http://127.0.0.1:8000/v1",
+)

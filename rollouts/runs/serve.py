@@ -1,0 +1,106 @@
+"""A run's model behind an address, from its plan to the signal that ends it."""
+
+from __future__ import annotations
+
+import errno
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import trio
+
+from rollouts.errors import ConfigError
+from rollouts.inference.base import members_of
+from rollouts.runs.plan import Plan
+from rollouts.runs.run_model import temporary_engine
+from rollouts.runs.session import load_chat
+from rollouts.serve.chat_api import ChatAPI, ServedModel, refusal
+from rollouts.serve.http_server import HTTPLimits, serve_http
+
+SETTINGS = tuple("mode template inference max_tokens temperature trust_remote_code pass_env".split())
+"""The settings of a run that hold for its model behind an address. Clients bring their own system prompt and tools."""
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+BACKLOG = 1024  # connections that wait to be accepted
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Address(NamedTuple):
+    """Where to serve: `port` 0 is a free one. `name` is the model's for clients; empty: that of its folder."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    name: str = ""
+    request_seconds: float = 600.0
+
+
+def serve(plan: Plan, address: Address, limits: HTTPLimits, say: Callable[[str], None]) -> None:
+    """Serve until SIGINT or SIGTERM comes; a second one drops the requests in flight.
+
+    `say` gets the address when it answers, and what else is worth a line. Raises ConfigError: the address cannot be
+    used, or the engine takes no token ids. Raises UserError where the model cannot be loaded.
+    """
+    if plan.is_chat:
+        raise ConfigError(
+            f"--inference {plan.one('inference').name} takes messages, and has an address of its own already; type "
+            "--inference hf, vllm or sglang"
+        )
+    with _bound(address) as bound, temporary_engine(plan, []) as engine:  # before the model loads
+        settings = plan.settings
+        name = address.name or served_name(settings.model)
+        chat = load_chat(settings, [])
+        model = ServedModel(name, engine, chat, settings.max_tokens, settings.temperature, address.request_seconds)
+        shown = f"[{address.host}]" if ":" in address.host else address.host
+        lines = [f"serving {name} at http://{shown}:{bound.getsockname()[1]}/v1"]
+        if address.host not in LOOPBACK:
+            lines.append("note: there is no password; everyone who reaches this address can use the model")
+        trio.run(_serve, model, bound, limits, lines, say)
+
+
+async def _serve(
+    model: ServedModel, bound: socket.socket, limits: HTTPLimits, lines: Sequence[str], say: Callable[[str], None]
+) -> None:
+    stopping, engine = trio.Event(), model.engine
+    async with engine, trio.open_nursery() as nursery:
+        nursery.start_soon(_stop, stopping, nursery.cancel_scope)
+        members = members_of(engine) if engine.capabilities.is_pool else ()
+        own = [f"the engine's own address: {url}/v1" for each in members if (url := getattr(each, "url", ""))]
+        for line in (*lines, *own):
+            say(line)
+        listener = trio.SocketListener(trio.socket.from_stdlib_socket(bound))
+        await serve_http(ChatAPI(model).handle, refusal, [listener], limits, stopping)
+        nursery.cancel_scope.cancel()
+
+
+def served_name(model: str) -> str:
+    """The name of a model for clients: the run's for a run's folder or checkpoint, else the name as it is.
+
+    >>> served_name("runs/first/checkpoints/step_000010"), served_name("Qwen/Qwen3-0.6B")
+    ('first', 'Qwen/Qwen3-0.6B')
+    """
+    path = Path(model)
+    if path.parent.name == "checkpoints":
+        return path.parents[1].absolute().name
+    return path.absolute().name if path.expanduser().is_dir() else model
+
+
+async def _stop(stopping: trio.Event, everything: trio.CancelScope) -> None:
+    """The first signal ends it in order, the second one at once."""
+    with trio.open_signal_receiver(*SIGNALS) as signals:
+        async for _ in signals:
+            if stopping.is_set():
+                everything.cancel()
+            stopping.set()
+
+
+def _bound(address: Address) -> socket.socket:
+    """A socket that listens there. Raises ConfigError."""
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    try:
+        return socket.create_server((address.host, address.port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        taken = "it is taken; type another --port, or --port 0 for a free one"
+        hint = taken if error.errno == errno.EADDRINUSE else str(error)
+        raise ConfigError(f"--host {address.host} --port {address.port} cannot be used: {hint}") from error

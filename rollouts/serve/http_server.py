@@ -1,0 +1,233 @@
+"""An HTTP/1.1 server on trio: h11 knows the grammar, and everything has a bound.
+
+    await serve_http(handler, listeners, HTTPLimits(), stopping)
+
+`handler` answers one request; a connection carries one at a time. A client that leaves cancels its request. Left out:
+TLS, compression, and what is asked (`chat_api`).
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
+
+import h11
+import trio
+
+RECEIVE_BYTES = 65536
+HEAD_BYTES_MAX = 65536
+LINGER_SECONDS = 2.0  # how long the rest of a refused request is read, and thrown away
+FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+FULL_SECONDS = 0.1  # until the next attempt to accept, where the process has no file descriptors left
+
+
+class HTTPRequest(NamedTuple):
+    """One request: `path` is without the query."""
+
+    method: str
+    path: str
+    body: bytes
+
+
+class HTTPResponse(NamedTuple):
+    """One answer."""
+
+    status: int
+    body: bytes
+    content_type: str = "application/json"
+
+
+class HTTPLimits(NamedTuple):
+    """Bounds: connections at once, the size of a body, seconds until a request is whole, and between two requests, and
+    until the requests in flight are cancelled when the server stops.
+    """
+
+    connections_max: int = 256
+    body_bytes_max: int = 8 << 20
+    receive_seconds: float = 60.0
+    idle_seconds: float = 120.0
+    grace_seconds: float = 10.0
+
+
+Handler = Callable[[HTTPRequest], Awaitable[HTTPResponse]]
+"""Answers a request. It raises nothing but cancellation and mistakes of its own, which end the server."""
+
+Refuse = Callable[[int, str], HTTPResponse]
+"""The answer for a request that is refused before it is handled: a status and words."""
+
+
+async def serve_http(
+    handler: Handler,
+    refuse: Refuse,
+    listeners: Sequence[trio.SocketListener],
+    limits: HTTPLimits,
+    stopping: trio.Event,
+) -> None:
+    """Serve until `stopping` is set. Then no connection is accepted, and requests in flight have `grace_seconds`."""
+    free = trio.Semaphore(limits.connections_max)
+
+    async def accept(listener: trio.SocketListener) -> None:
+        while True:
+            await free.acquire()
+            try:
+                stream = await listener.accept()
+            except OSError as error:
+                free.release()
+                if error.errno not in FULL:
+                    raise
+                await trio.sleep(FULL_SECONDS)
+            except BaseException:
+                free.release()
+                raise
+            else:
+                connections.start_soon(converse, stream)
+
+    async def converse(stream: trio.SocketStream) -> None:
+        try:
+            await _Connection(stream, limits, stopping).serve(handler, refuse)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass  # the client has left
+        finally:
+            free.release()
+            with trio.move_on_after(1, shield=True):
+                await stream.aclose()
+
+    async with trio.open_nursery() as connections:
+        async with trio.open_nursery() as accepting:
+            for listener in listeners:
+                accepting.start_soon(accept, listener)
+            await stopping.wait()
+            accepting.cancel_scope.cancel()
+        for listener in listeners:
+            await listener.aclose()
+        connections.cancel_scope.deadline = trio.current_time() + limits.grace_seconds
+
+
+class _Refused(Exception):
+    def __init__(self, status: int, words: str) -> None:
+        super().__init__(words)
+        self.status = status
+
+
+class _Connection:
+    """One connection, request after request."""
+
+    def __init__(self, stream: trio.SocketStream, limits: HTTPLimits, stopping: trio.Event) -> None:
+        self._stream, self._limits, self._stopping = stream, limits, stopping
+        self._parser = h11.Connection(h11.SERVER, max_incomplete_event_size=HEAD_BYTES_MAX)
+
+    async def serve(self, handler: Handler, refuse: Refuse) -> None:
+        parser = self._parser
+        while True:
+            try:
+                request = await self._request()
+            except h11.RemoteProtocolError as error:
+                await self._refuse(refuse(error.error_status_hint, f"this is no HTTP request: {error}"))
+                return
+            except _Refused as error:
+                await self._refuse(refuse(error.status, str(error)))
+                return
+            if request is None:
+                return
+            response = await self._handle(handler, request)
+            if response is None:
+                return
+            await self._answer(response, closes=self._stopping.is_set())
+            if parser.our_state is not h11.DONE or parser.their_state is not h11.DONE:
+                return
+            parser.start_next_cycle()
+
+    async def _request(self) -> HTTPRequest | None:
+        """The next request; None where none comes. Raises _Refused, h11.RemoteProtocolError."""
+        limits, parser, body = self._limits, self._parser, bytearray()
+        head: h11.Request | None = None
+        if not await self._begins():
+            return None
+        with trio.move_on_after(limits.receive_seconds):
+            while True:
+                event = parser.next_event()
+                if event is h11.NEED_DATA:
+                    if parser.they_are_waiting_for_100_continue:
+                        await self._send(h11.InformationalResponse(status_code=100, headers=[]))
+                    parser.receive_data(await self._stream.receive_some(RECEIVE_BYTES))
+                elif isinstance(event, h11.Request):
+                    head = event
+                    length = next((int(value) for name, value in event.headers if name == b"content-length"), 0)
+                    self._bound(length)
+                elif isinstance(event, h11.Data):
+                    body += event.data
+                    self._bound(len(body))
+                elif isinstance(event, h11.EndOfMessage):
+                    assert head is not None, "a message has a head"
+                    path = head.target.decode("ascii", "replace").partition("?")[0]
+                    return HTTPRequest(head.method.decode("ascii", "replace"), path, bytes(body))
+                else:  # the client has left
+                    return None
+        raise _Refused(408, f"the request did not arrive within {limits.receive_seconds:g} seconds")
+
+    async def _begins(self) -> bool:
+        """Wait for the first bytes of a request; whether they came. A stopping server waits for none."""
+        if self._parser.trailing_data[0]:
+            return not self._stopping.is_set()
+        data = b""
+        async with trio.open_nursery() as nursery:
+
+            async def stop() -> None:
+                await self._stopping.wait()
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(stop)
+            with trio.move_on_after(self._limits.idle_seconds):
+                data = await self._stream.receive_some(RECEIVE_BYTES)
+            nursery.cancel_scope.cancel()
+        if data:
+            self._parser.receive_data(data)
+        return bool(data)
+
+    def _bound(self, length: int) -> None:
+        if length > self._limits.body_bytes_max:
+            raise _Refused(413, f"the body has more than {self._limits.body_bytes_max} bytes")
+
+    async def _handle(self, handler: Handler, request: HTTPRequest) -> HTTPResponse | None:
+        """What the handler answers; None where the client left before."""
+        response: HTTPResponse | None = None
+        async with trio.open_nursery() as nursery:
+
+            async def watch() -> None:
+                try:
+                    data = await self._stream.receive_some(RECEIVE_BYTES)
+                except trio.BrokenResourceError:
+                    data = b""
+                if data:  # of the next request
+                    self._parser.receive_data(data)
+                else:
+                    nursery.cancel_scope.cancel()
+
+            nursery.start_soon(watch)
+            response = await handler(request)
+            nursery.cancel_scope.cancel()
+        return response
+
+    async def _refuse(self, response: HTTPResponse) -> None:
+        """Answer, and close the connection once the client has read that: closing at once would reset it."""
+        await self._answer(response, closes=True)
+        await self._stream.send_eof()
+        with trio.move_on_after(LINGER_SECONDS):
+            while await self._stream.receive_some(RECEIVE_BYTES):
+                pass
+
+    async def _answer(self, response: HTTPResponse, *, closes: bool) -> None:
+        if self._parser.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            return  # the client said something that cannot be answered
+        headers = [("content-type", response.content_type), ("content-length", str(len(response.body)))]
+        headers += [("connection", "close")] if closes else []
+        with trio.fail_after(self._limits.receive_seconds):
+            await self._send(h11.Response(status_code=response.status, headers=headers))
+            await self._send(h11.Data(data=response.body))
+            await self._send(h11.EndOfMessage())
+
+    async def _send(self, event: h11.Event) -> None:
+        data = self._parser.send(event)
+        if data:
+            await self._stream.send_all(data)

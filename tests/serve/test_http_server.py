@@ -1,0 +1,197 @@
+"""The HTTP server: requests in, answers out, and every bound holds."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import trio
+
+from rollouts.serve.chat_api import refusal
+from rollouts.serve.http_server import HTTPLimits, HTTPRequest, HTTPResponse, serve_http
+
+GET = b"GET /x?q=1 HTTP/1.1\r\nHost: h\r\n\r\n"
+
+
+def post(body: bytes, *more: bytes) -> bytes:
+    return b"POST /x HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n" % len(body) + b"".join(more) + b"\r\n" + body
+
+
+class Handler:
+    """Answers with what it was asked; waits where the path says so."""
+
+    def __init__(self) -> None:
+        self.requests: list[HTTPRequest] = []
+        self.waiting, self.go = trio.Event(), trio.Event()
+        self.cancelled = 0
+
+    async def __call__(self, request: HTTPRequest) -> HTTPResponse:
+        self.requests.append(request)
+        if request.path == "/wait":
+            self.waiting.set()
+            try:
+                await self.go.wait()
+            except trio.Cancelled:
+                self.cancelled += 1
+                raise
+        return HTTPResponse(200, b"%d bytes" % len(request.body), "text/plain")
+
+
+def served(steps, **limits):
+    """Run `steps(connect, handler, stopping)` against a server; returns the handler once the server has ended."""
+    handler = Handler()
+
+    async def main():
+        listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        port = listeners[0].socket.getsockname()[1]
+        stopping = trio.Event()
+
+        streams = []
+
+        async def connect():
+            streams.append(await trio.open_tcp_stream("127.0.0.1", port))
+            return streams[-1]
+
+        with trio.fail_after(20):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(serve_http, handler, refusal, listeners, HTTPLimits(**limits), stopping)
+                await steps(connect, handler, stopping)
+                stopping.set()
+            for stream in streams:
+                await stream.aclose()
+
+    trio.run(main)
+    return handler
+
+
+async def until(stream, words: bytes) -> bytes:
+    seen = b""
+    while words not in seen:
+        data = await stream.receive_some()
+        assert data, seen
+        seen += data
+    return seen
+
+
+async def rest(stream) -> bytes:
+    return b"".join([data async for data in stream])
+
+
+def test_a_connection_carries_several_requests():
+    async def steps(connect, handler, stopping):
+        stream = await connect()
+        await stream.send_all(GET)
+        assert b"200" in (await until(stream, b"0 bytes"))
+        chunked = b"POST /y HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n"
+        await stream.send_all(chunked + GET)  # the next one comes with it
+        seen = await until(stream, b"0 bytes")
+        assert b"5 bytes" in seen
+
+    handler = served(steps)
+    assert [(r.method, r.path, r.body) for r in handler.requests] == [
+        ("GET", "/x", b""),
+        ("POST", "/y", b"abcde"),
+        ("GET", "/x", b""),
+    ]
+
+
+def test_a_client_that_waits_to_be_asked_for_its_body():
+    async def steps(connect, handler, stopping):
+        stream = await connect()
+        head, _, body = post(b"abc", b"Expect: 100-continue\r\n").partition(b"\r\n\r\n")
+        await stream.send_all(head + b"\r\n\r\n")
+        await until(stream, b"100 ")
+        await stream.send_all(body)
+        assert b"3 bytes" in await until(stream, b"bytes")
+
+    served(steps)
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "words"),
+    [
+        (b"nonsense\r\n\r\n", 400, "no HTTP request"),
+        (b"GET /" + b"x" * 200_000 + b" HTTP/1.1\r\n\r\n", 431, "no HTTP request"),
+        (post(b"x" * 101), 413, "more than 100 bytes"),
+        (
+            b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n80\r\n" + b"x" * 128,
+            413,
+            "more than 100 bytes",
+        ),
+        (post(b"abcd")[:-2], 408, "did not arrive within 0.3 seconds"),
+    ],
+)
+def test_a_request_that_is_refused_ends_its_connection_only(sent, status, words):
+    async def steps(connect, handler, stopping):
+        stream = await connect()
+        await stream.send_all(sent)
+        head, _, body = (await rest(stream)).partition(b"\r\n\r\n")
+        await stream.aclose()
+        assert head.startswith(b"HTTP/1.1 %d" % status), head
+        assert words in json.loads(body)["error"]["message"]
+        other = await connect()
+        await other.send_all(GET)
+        await until(other, b"0 bytes")
+
+    served(steps, body_bytes_max=100, receive_seconds=0.3)
+
+
+def test_an_idle_connection_is_closed():
+    async def steps(connect, handler, stopping):
+        assert await rest(await connect()) == b""
+
+    served(steps, idle_seconds=0.05)
+
+
+def test_a_client_that_leaves_cancels_its_request():
+    async def steps(connect, handler, stopping):
+        stream = await connect()
+        await stream.send_all(GET.replace(b"/x", b"/wait"))
+        await handler.waiting.wait()
+        await stream.aclose()
+        while not handler.cancelled:  # noqa: ASYNC110
+            await trio.sleep(0.01)
+
+    assert served(steps).cancelled == 1
+
+
+def test_connections_beyond_the_bound_wait():
+    async def steps(connect, handler, stopping):
+        first = await connect()
+        await first.send_all(GET.replace(b"/x", b"/wait"))
+        await handler.waiting.wait()
+        second = await connect()
+        await second.send_all(GET)
+        with trio.move_on_after(0.1) as waited:
+            await second.receive_some()
+        assert waited.cancelled_caught
+        await first.aclose()
+        await until(second, b"0 bytes")
+
+    served(steps, connections_max=1)
+
+
+def test_stopping_answers_what_is_in_flight_and_accepts_nothing():
+    async def steps(connect, handler, stopping):
+        idle, stream = await connect(), await connect()
+        await stream.send_all(GET.replace(b"/x", b"/wait"))
+        await handler.waiting.wait()
+        stopping.set()
+        assert await rest(idle) == b""
+        with pytest.raises(OSError):
+            await connect()
+        handler.go.set()
+        assert b"connection: close" in (await rest(stream)).lower()
+
+    assert served(steps).cancelled == 0
+
+
+def test_stopping_cancels_what_takes_too_long():
+    async def steps(connect, handler, stopping):
+        stream = await connect()
+        await stream.send_all(GET.replace(b"/x", b"/wait"))
+        await handler.waiting.wait()
+        stopping.set()
+        assert await rest(stream) == b""
+
+    assert served(steps, grace_seconds=0.1).cancelled == 1
