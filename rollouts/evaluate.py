@@ -16,7 +16,7 @@ from rollouts.inference.base import InferenceBackend
 from rollouts.training.rollout_gen.failures import Failures
 from rollouts.training.rollout_gen.groups import GroupScorer, check_judged
 from rollouts.training.rollout_gen.metrics import reward_metrics
-from rollouts.training.rollout_gen.pool import Job, Play, run_episodes
+from rollouts.training.rollout_gen.pool import Job, OnEnd, Play, run_episodes
 from rollouts.types import Episode, Status, Task
 
 
@@ -69,14 +69,15 @@ async def evaluate(
     score_group: GroupScorer | None = None,
     concurrency: int = 256,
     failures: Failures | None = None,
+    on_end: OnEnd | None = None,
 ) -> tuple[dict[str, Any], list[Episode]]:
     """Run one episode of each task. Returns the numbers (see `numbers_of`) and the episodes, in the order of the tasks.
 
-    Failed episodes are not judged. `failures` is passed to `run_episodes`. Raises RunError if all episodes failed, and
-    what `play` raises.
+    Failed episodes are not judged. `failures` and `on_end` go to `run_episodes`. Raises RunError if all episodes
+    failed, and what `play` raises.
     """
     jobs = [Job(task, (index, 0)) for index, task in enumerate(tasks)]
-    episodes = await run_episodes(jobs, play, inference, concurrency=concurrency, failures=failures)
+    episodes = await run_episodes(jobs, play, inference, concurrency=concurrency, failures=failures, on_end=on_end)
     if score_group is not None:
         episodes = [(await score_group([episode]))[0] for episode in episodes]
     check_judged(episodes, "the evaluation")

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 CONVERSATIONS = 3  # shown during a run: the first at the first step, the others at even distances
 LINES, EVALUATION_LINES = 24, 10  # plain lines of a whole run, if the output is not a terminal
+SECONDS_BETWEEN = 10.0  # plain lines of an evaluation of a training run
 CHARACTERS_MAX = 400  # of one message
 
 _STEP_METRICS = (
@@ -47,7 +48,7 @@ class Progress:
         self._shown_faults: set[str] = set()
         self._total = 0
         self._first: int | None = None  # the first step of this process
-        self._started = time.perf_counter()
+        self._started = self._said = time.perf_counter()
         self._folder = Path()
 
     def begin(self, title: str, total: int, folder: Path, notes: Sequence[str]) -> None:
@@ -65,6 +66,21 @@ class Progress:
         self._say(f"held-out, {when}: sampled {sampled}, greedy {greedy} ({_tasks(evaluation, ' tasks')})")
         if when == "before":
             self._started = time.perf_counter()
+
+    def evaluating(self, when: str, done: int, total: int) -> None:
+        """A bar of its own, or a line every now and then."""
+        if self._console.is_terminal:
+            bar = self._shown_bar()
+            if done == 1 or len(bar.task_ids) == 1:
+                bar.add_task(f"held-out, {when}", total=total)
+            bar.update(bar.task_ids[-1], completed=done)
+            if done == total:
+                bar.remove_task(bar.task_ids[-1])
+        elif done == 1:
+            self._said = time.perf_counter()
+        elif done < total and time.perf_counter() - self._said >= SECONDS_BETWEEN:
+            self._said = time.perf_counter()
+            self._say(f"held-out, {when}: {done}/{total}")
 
     def step(self, step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
         """Print the numbers of the step, and for some steps a conversation."""
@@ -119,7 +135,12 @@ class Progress:
         self._console.print(text, markup=False)
 
     def _advance(self, done: int, words: str) -> None:
-        """Move the bar. The first call creates it."""
+        """Move the bar of the run."""
+        bar = self._shown_bar()
+        bar.update(bar.task_ids[0], completed=done, description=words)
+
+    def _shown_bar(self) -> Bar:
+        """The bar of the run. The first call creates it."""
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
 
@@ -129,7 +150,7 @@ class Progress:
             self._bar = Bar(*columns, console=self._console)
             self._bar.add_task("", total=self._total)
             self._bar.start()
-        self._bar.update(self._bar.task_ids[0], completed=done, description=words)
+        return self._bar
 
     def _converse(self, done: int, groups: Sequence[Group]) -> None:
         episode = groups[0].episodes[0]

@@ -26,6 +26,9 @@ class Observer(Protocol):
     def evaluation(self, when: str, evaluation: dict[str, Any]) -> None:
         """An evaluation of a training run is done. `when` is "before", "after" or "step N"."""
 
+    def evaluating(self, when: str, done: int, total: int) -> None:
+        """Another episode of such an evaluation is done, of `total`."""
+
     def step(self, step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
         """A step (0-based) is done."""
 
@@ -51,4 +54,4 @@ class NullObserver:
     def _nothing(self, *arguments: Any) -> None:
         pass
 
-    begin = evaluation = step = episode = note = faults = end = finished = _nothing
+    begin = evaluation = evaluating = step = episode = note = faults = end = finished = _nothing

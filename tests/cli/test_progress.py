@@ -133,3 +133,19 @@ def test_long_messages_are_cut():
     first, second = conversation_lines(trajectory)
     assert first == "user: a⏎ b"
     assert second.endswith("… (1000 characters)") and len(second) < CHARACTERS_MAX + 50
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_an_evaluation_of_a_training_run_has_progress(terminal, monkeypatch):
+    from rollouts.cli import progress
+
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN", 0.0)
+    output = io.StringIO()
+    shown = progress.Progress(Console(file=output, force_terminal=terminal, width=120))
+    shown.begin("title", 4, Path("runs/x"), [])
+    for done in (1, 2, 3):
+        shown.evaluating("before", done, 3)
+    shown.end({"status": "failed", "evaluation": {}})
+    text = output.getvalue()
+    assert ("held-out, before: 2/3" in text) is not terminal
+    assert "held-out, before" in text

@@ -8,6 +8,7 @@ and which checkpoint a run resumes from (`resume`).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import signal
 import time
@@ -450,15 +451,16 @@ class Training:
         if when == "after" and done and self._evaluated is not None and self._evaluated[0] == done:
             evaluation = self._evaluated[1]  # of these weights: the run stopped where it had just evaluated
         else:
-            evaluation = await self._play_held_out(done)
+            evaluation = await self._play_held_out(when, done)
         if when in self._evaluations:
             self._evaluations[when] = evaluation
         self.session.observer.evaluation(when, evaluation)
         return evaluation_metrics(evaluation)
 
-    async def _play_held_out(self, done: int) -> dict[str, Any]:
+    async def _play_held_out(self, when: str, done: int) -> dict[str, Any]:
         """The numbers of an evaluation after `done` steps."""
-        reports, records = [], []
+        reports, records, count = [], [], itertools.count(1)
+        total = len(self.held_out) * len(EVALUATION_TEMPERATURES)
         for temperature in EVALUATION_TEMPERATURES:
             report, episodes = await evaluate(
                 self.held_out,
@@ -467,6 +469,7 @@ class Training:
                 score_group=self._score_group,
                 concurrency=self._settings.concurrency,
                 failures=self._failures.beside(),
+                on_end=lambda _job, _episode: self.session.observer.evaluating(when, next(count), total),
             )
             reports.append(report)
             records += [{"temperature": temperature} | line for each in episodes for line in episode_records(each)]
