@@ -86,8 +86,8 @@ async def serve_http(
     async def converse(stream: trio.SocketStream) -> None:
         try:
             await _Connection(stream, limits, stopping).serve(handler, refuse)
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
-            pass  # the client has left
+        except* (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError):
+            pass  # the client has left, or does not read its answer
         finally:
             free.release()
             with trio.move_on_after(1, shield=True):
