@@ -99,6 +99,17 @@ def test_a_connection_carries_several_requests():
     ]
 
 
+def test_the_answer_to_head_has_no_body():
+    async def steps(connect, handler, stopping):
+        stream = await connect()
+        await stream.send_all(GET.replace(b"GET", b"HEAD") + b"nonsense\r\n\r\n")
+        first, second, body = (await rest(stream)).split(b"\r\n\r\n")
+        assert b"200" in first and b"ength: 7" in first
+        assert second.startswith(b"HTTP/1.1 400") and b"no HTTP request" in body
+
+    served(steps)
+
+
 def test_a_client_that_waits_to_be_asked_for_its_body():
     async def steps(connect, handler, stopping):
         stream = await connect()
