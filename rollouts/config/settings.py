@@ -251,8 +251,8 @@ class Settings:
         checkpoint_seconds: Seconds between checkpoints, if `checkpoint_every` is 0. 0: save only at the end.
         keep_checkpoints: How many of the last checkpoints to keep, besides the best. 0: all of them with
             `checkpoint_every`, else the last.
-        resume: `auto`: if the folder --out holds a run, continue it; else begin one. `never`: an existing folder --out
-            is an error.
+        resume: `auto`: if the folder --out holds a run, continue it; else begin one. `never`: a folder --out that is
+            not empty is an error.
         profile: How many steps to profile, after the first one. The profile is written into the run's folder. 0: none.
         logger: A logger, as [alias=]name. Repeat the flag for more.
         out: The folder of the run. Default: runs/<time>-<env>-<loss>.
