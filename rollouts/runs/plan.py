@@ -538,7 +538,9 @@ def _unused_of_run(run: Resolved, resolved: Resolved, model: str) -> tuple[str, 
     ours, theirs = (component_names(of.components)["reward"] or ("env:1",) for of in (resolved, run))
     unused = [f"--reward {name}" for name in theirs] if ours != theirs else []
     for key in ("env", "reward"):
-        known = {(each.alias, each.name): each.settings for each in components_without_secrets(resolved.components[key])}
+        known = {
+            (each.alias, each.name): each.settings for each in components_without_secrets(resolved.components[key])
+        }
         for component in components_without_secrets(run.components[key]):
             settings = known.get((component.alias, component.name), component.settings)
             place = ".".join(filter(None, (key, component.alias)))
