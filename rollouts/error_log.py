@@ -114,7 +114,7 @@ def report(error: BaseException, label: str, *, is_noted: bool = True) -> str:
     (`words_of`).
 
     `label` names the component, such as `the reward brevity`. With `is_noted=False`, no note is shown: the caller shows
-    the error, or it is for the model.
+    the error.
     """
     if not _open:
         return words_of(error)
@@ -123,7 +123,7 @@ def report(error: BaseException, label: str, *, is_noted: bool = True) -> str:
     return fault.words
 
 
-def report_fault(fault: Fault, label: str, *, is_noted: bool = False) -> None:
+def report_fault(fault: Fault, label: str, *, is_noted: bool = True) -> None:
     """Write an error that is already text to the error log."""
     if _open:
         _open[-1].record(fault, label, is_noted=is_noted)
