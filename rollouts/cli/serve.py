@@ -70,7 +70,7 @@ serve = SettingsCommand(
     help="Serve a run's model at an address that speaks OpenAI's API.\n\n"
     "RUN is the folder of a run (its newest checkpoint is used), a checkpoint, or any other model. There are "
     "/v1/chat/completions, /v1/models and /health. Requests that wait at the same time are sampled together. Ctrl-C "
-    "ends the server, with exit code 0, when the requests in flight are answered.\n\n"
+    "ends the server with exit code 0; requests in flight have ten seconds.\n\n"
     "\b\nExamples:\n  rollouts serve runs/first\n  rollouts serve runs/first --port 0 --name mine\n"
     "  rollouts serve runs/first --inference vllm --inference.python ~/venvs/vllm\n"
     "  rollouts eval --env calculator --model first --inference openai --inference.url http://127.0.0.1:8000/v1",
