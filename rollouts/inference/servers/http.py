@@ -405,8 +405,7 @@ class _Connection:
     async def send(
         self, method: str, target: str, headers: list[tuple[bytes, bytes]], body: bytes, bytes_max: int
     ) -> Reply:
-        """Send one request and receive its reply. Afterwards the connection is closed, unless client and server both
-        keep it open.
+        """Send one request and receive its reply. Then closes the connection, unless both sides keep it open.
 
         Raises h11.RemoteProtocolError (the reply is not HTTP), HTTPFailure, trio.BrokenResourceError.
         """
@@ -470,9 +469,7 @@ async def _secured(stream: trio.SocketStream, tls: ssl.SSLContext, host: str) ->
 
 
 async def acquire(limiter: trio.CapacityLimiter) -> None:
-    """Like `limiter.acquire()`, but without a checkpoint if a token is free, because the caller's next I/O has a
-    checkpoint.
-    """
+    """Like `limiter.acquire()`, but if a token is free, without a checkpoint, which the next I/O has."""
     try:
         limiter.acquire_nowait()
     except trio.WouldBlock:

@@ -306,9 +306,7 @@ class Server:
 
     @asynccontextmanager
     async def _sending_alone(self, active: _ActiveRequest) -> AsyncIterator[None]:
-        """Like `_sending`, with no other request in flight. It needs no free connection, because waiting requests may
-        hold all of them.
-        """
+        """Like `_sending`, with no other request in flight. It ignores the limit of connections."""
         await self._wait_until_ready(active)
         self._set_state("paused")
         try:
@@ -457,9 +455,7 @@ class Server:
             await self._restart()
 
     def mark_down(self, why: str, incarnation: int) -> None:
-        """Enter the state `down`, and cancel the server's requests. Does nothing if it is down, or for an old
-        incarnation.
-        """
+        """Enter the state `down`, and cancel the server's requests. Does nothing if it is down or has restarted."""
         if self.is_serving and incarnation == self.incarnation:
             self._deaths += 1
             self.sessions.clear()
@@ -468,8 +464,8 @@ class Server:
 
     async def recover(self, failure: InferenceError, incarnation: int) -> InferenceError | None:
         """Handle a failed update. Returns the failure if the server still runs without the new weights, else None. A
-        server that this run started is restarted once, and loads the weights again. Any other server loads them when it
-        answers again.
+        server that this run started is restarted once, and loads the weights again. Any other loads them when it is
+        back.
         """
         if self.process is None:
             if has_answered(failure) and self.is_serving and incarnation == self.incarnation:

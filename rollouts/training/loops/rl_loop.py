@@ -86,10 +86,9 @@ async def run_rl_training(
 ) -> list[dict[str, float]]:
     """Train until `config.num_steps` steps are done. Returns the metrics of each step of this call.
 
-    With a `staleness` above 0, sampling continues while a step trains. After a cancelled call, the weights are those of
-    the last complete step. Raises ConfigError if the manager's staleness is not that of `config`; RewardError or
-    TrainingError for a bad result of a reward, loss or advantage; InferenceError if an engine does not serve the
-    weights that it received.
+    With a `staleness` above 0, sampling continues while a step trains. A cancelled call leaves the weights of the last
+    complete step. Raises ConfigError if the manager has another staleness; RewardError or TrainingError for a bad
+    result of a reward, loss or advantage; InferenceError if an engine does not serve the weights that it received.
 
     Args:
         rollout_manager: must have the staleness of `config`
