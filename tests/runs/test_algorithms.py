@@ -527,13 +527,13 @@ def test_a_stage_knows_what_the_whole_run_is_told():
 @pytest.mark.parametrize(
     ("table", "line", "words"),
     [
-        ('step = 5\nlss = "cispo"', 6, "schedule[0].lss: this cannot change at a step\ndid you mean: loss?"),
+        ('step = 5\nlss = "cispo"', 6, "schedule[0].lss: this setting cannot change at a step\ndid you mean: loss?"),
         ("step = 5\nlr = 0.1", 6, "a [[schedule]] table holds: step, loss, advantage, aggregation, kl,"),
-        ('loss = "cispo"', 4, "schedule[0]: it says no step; write `step = 50` into it"),
+        ('loss = "cispo"', 4, "schedule[0]: the table has no step; write `step = 50` into it"),
         ("step = 0", 5, "schedule[0].step: expected a whole number, 1 or more; got 0"),
         ("step = 2.5", 5, "schedule[0].step: expected a whole number, 1 or more; got 2.5"),
         ("step = true", 5, "expected a whole number"),
-        ('step = 5\nloss = "a"\n[[schedule]]\nstep = 5', 8, "schedule[1].step: two tables begin at step 5"),
+        ('step = 5\nloss = "a"\n[[schedule]]\nstep = 5', 8, "schedule[1].step: two tables have step 5"),
         ("step = 5\nloss = 3", 4, "schedule[0]: loss: expected the name of a component"),
         ('step = 5\nloss = { name = "cispo", clip = 1 }', 6, "schedule[0].loss.clip: loss cispo has no setting 'clip'"),
         ('step = 5\n[schedule.kl]\nname = "rk3_loss"\ncoef = "x"', 8, "schedule[0].kl.coef: expected a number"),
