@@ -160,8 +160,8 @@ def _transcript(out: str | None) -> Iterator[TextIO | None]:
 
 def _settings_infos() -> Iterator[Any]:
     docs = {
-        "max_tokens": "Tokens that the model may sample for one message of yours, in all its turns.",
-        "max_turns": "How often the model may speak for one message of yours; each tool call takes one.",
+        "max_tokens": "How many tokens the model may sample after each of your messages, in all its turns together.",
+        "max_turns": "How many turns the model has after each of your messages. A reply that calls tools is one turn.",
         "temperature": "The sampling temperature. 0 is greedy.",
         "env": "The environment whose tools the model gets.",
     }
@@ -185,7 +185,7 @@ chat = SettingsCommand(
     help="Talk to a run's model, with the tools of its environment.\n\n"
     "RUN is the folder of a run (its newest checkpoint is used), a checkpoint, or any other model. The environment, "
     "system prompt, template and engine are those of the run. Each line that you type is a message. The input may be a "
-    "pipe. Ctrl-C stops a reply. Ctrl-D ends.\n\n"
+    "pipe. Ctrl-C stops a reply. Ctrl-D ends the conversation.\n\n"
     "\b\nExamples:\n  rollouts chat runs/first\n  rollouts chat runs/first --task 0 --temperature 0\n"
     "  rollouts chat Qwen/Qwen3-0.6B --env calculator\n"
     "  echo 'What is 12 * 7?' | rollouts chat runs/first --out talk.jsonl",

@@ -172,7 +172,8 @@ class Session:
         """Write the traceback of what ended the run, unless only the core's own words would be in it; says where the
         errors of the run are, if there are any.
         """
-        assert self._errors is not None, "begin first"
+        if self._errors is None:  # of mode sft+rl: each phase has recorded its own
+            return ""
         chain: BaseException | None = failure
         while isinstance(chain, RolloutsError):
             chain = chain.__cause__
