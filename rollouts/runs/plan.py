@@ -27,7 +27,7 @@ from rollouts.env.advice import warn_about
 from rollouts.env.authoring import rewards_of
 from rollouts.env.checks import check_environment, reward_term
 from rollouts.env.mixing import RewardTerm, env_term
-from rollouts.errors import ConfigError, EnvironmentDefinitionError, UserError
+from rollouts.errors import ConfigError, EnvironmentDefinitionError, UserError, said_of
 from rollouts.inference.chatting import is_evaluation_only
 from rollouts.loggers.base import plain_settings
 from rollouts.plugins.checks import run_check
@@ -39,7 +39,7 @@ from rollouts.runs.components import Chosen, bind_each, choose, completed
 from rollouts.runs.environments import Environment, held_out_tasks, plan_environments, task_identity
 from rollouts.runs.manifest import changed_code, code_files, is_older
 from rollouts.training.algorithms.algorithm import Algorithm, Stage, function_label, needs
-from rollouts.training.models import bundled
+from rollouts.training.models import bundled, resolve_model_name
 from rollouts.training.rollout_gen.groups import Filter
 from rollouts.training.types import AuxiliaryModels, TrainingBackend
 from rollouts.types import Task
@@ -308,7 +308,7 @@ def _filters(chosen: Sequence[Chosen]) -> tuple[Filter, ...]:
 
 def _models_of_runs(settings: Settings) -> tuple[Settings, tuple[str, ...]]:
     """The settings with the newest checkpoint in place of each folder of a run, and a note for each. Raises
-    ConfigError.
+    ConfigError, and ModelError for a critic or a teacher that is a path without a model.
     """
     from rollouts.runs.export import find_checkpoint, is_of_run
 
@@ -318,6 +318,10 @@ def _models_of_runs(settings: Settings) -> tuple[Settings, tuple[str, ...]]:
         f"--{name} {given[name]} is a run's folder: its newest checkpoint is used, {path.name}"
         for name, path in found.items()
     )
+    for name in ("critic", "teacher"):
+        if given[name] not in ("", "head"):
+            with said_of(f"--{name}"):
+                resolve_model_name(given[name])
     changes: dict[str, Any] = {name: str(path) for name, path in found.items()}
     return dataclasses.replace(settings, **changes), notes
 

@@ -86,8 +86,8 @@ async def serve_http(
     async def converse(stream: trio.SocketStream) -> None:
         try:
             await _Connection(stream, limits, stopping).serve(handler, refuse)
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
-            pass  # the client has left
+        except* (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError):
+            pass  # the client has left, or does not read its answer
         finally:
             free.release()
             with trio.move_on_after(1, shield=True):
@@ -116,6 +116,7 @@ class _Connection:
     def __init__(self, stream: trio.SocketStream, limits: HTTPLimits, stopping: trio.Event) -> None:
         self._stream, self._limits, self._stopping = stream, limits, stopping
         self._parser = h11.Connection(h11.SERVER, max_incomplete_event_size=HEAD_BYTES_MAX)
+        self._has_body = True  # whether the answer has one: that of HEAD has none
 
     async def serve(self, handler: Handler, refuse: Refuse) -> None:
         parser = self._parser
@@ -142,6 +143,7 @@ class _Connection:
         """The next request; None where none comes. Raises _Refused, h11.RemoteProtocolError."""
         limits, parser, body = self._limits, self._parser, bytearray()
         head: h11.Request | None = None
+        self._has_body = True
         if not await self._begins():
             return None
         with trio.move_on_after(limits.receive_seconds):
@@ -152,7 +154,7 @@ class _Connection:
                         await self._send(h11.InformationalResponse(status_code=100, headers=[]))
                     parser.receive_data(await self._stream.receive_some(RECEIVE_BYTES))
                 elif isinstance(event, h11.Request):
-                    head = event
+                    head, self._has_body = event, event.method != b"HEAD"
                     length = next((int(value) for name, value in event.headers if name == b"content-length"), 0)
                     self._bound(length)
                 elif isinstance(event, h11.Data):
@@ -224,7 +226,7 @@ class _Connection:
         headers += [("connection", "close")] if closes else []
         with trio.fail_after(self._limits.receive_seconds):
             await self._send(h11.Response(status_code=response.status, headers=headers))
-            await self._send(h11.Data(data=response.body))
+            await self._send(h11.Data(data=response.body if self._has_body else b""))
             await self._send(h11.EndOfMessage())
 
     async def _send(self, event: h11.Event) -> None:

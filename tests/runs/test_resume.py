@@ -780,7 +780,7 @@ def test_a_rank_that_dies_in_a_run(capfd, here):
     said = capfd.readouterr().err
     assert said.count("error: ") == 1 and "Traceback" not in said
     assert "error: rank 1 died (killed by SIGKILL); its last command: forward_backward, command " in said
-    assert "the run failed after 2 of 4 steps; out keeps what was done; go on with: rollouts resume out" in said
+    assert "the run failed after 2 of 4 steps; out keeps what was done; correct the cause, then go on with: " in said
     (here / "die").unlink()
     run("out", "--training.processes", "3", resume=True)
     assert summary_of("out")["resumed_from"] == 2 and len(lines_of("out")) == 4

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import socket
+import struct
 
 import pytest
 import trio
+import trio.testing
 
 from rollouts.serve.chat_api import refusal
 from rollouts.serve.http_server import HTTPLimits, HTTPRequest, HTTPResponse, serve_http
@@ -24,6 +27,7 @@ class Handler:
         self.requests: list[HTTPRequest] = []
         self.waiting, self.go = trio.Event(), trio.Event()
         self.cancelled = 0
+        self.more = b""
 
     async def __call__(self, request: HTTPRequest) -> HTTPResponse:
         self.requests.append(request)
@@ -34,7 +38,7 @@ class Handler:
             except trio.Cancelled:
                 self.cancelled += 1
                 raise
-        return HTTPResponse(200, b"%d bytes" % len(request.body), "text/plain")
+        return HTTPResponse(200, b"%d bytes" % len(request.body) + self.more, "text/plain")
 
 
 def served(steps, **limits):
@@ -95,6 +99,17 @@ def test_a_connection_carries_several_requests():
     ]
 
 
+def test_the_answer_to_head_has_no_body():
+    async def steps(connect, handler, stopping):
+        stream = await connect()
+        await stream.send_all(GET.replace(b"GET", b"HEAD") + b"nonsense\r\n\r\n")
+        first, second, body = (await rest(stream)).split(b"\r\n\r\n")
+        assert b"200" in first and b"ength: 7" in first
+        assert second.startswith(b"HTTP/1.1 400") and b"no HTTP request" in body
+
+    served(steps)
+
+
 def test_a_client_that_waits_to_be_asked_for_its_body():
     async def steps(connect, handler, stopping):
         stream = await connect()
@@ -153,6 +168,35 @@ def test_a_client_that_leaves_cancels_its_request():
             await trio.sleep(0.01)
 
     assert served(steps).cancelled == 1
+
+
+def test_a_client_that_resets_its_connection_ends_that_only():
+    async def steps(connect, handler, stopping):
+        stream = await connect()
+        await stream.send_all(GET)
+        await until(stream, b"0 bytes")
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        await stream.aclose()
+        other = await connect()
+        await other.send_all(GET)
+        await until(other, b"0 bytes")
+        await trio.testing.wait_all_tasks_blocked(0.05)
+
+    served(steps)
+
+
+def test_a_client_that_does_not_read_its_answer_ends_its_connection_only():
+    async def steps(connect, handler, stopping):
+        handler.more = b"x" * (32 << 20)  # more than the sockets hold
+        stream = await connect()
+        await stream.send_all(GET)
+        await until(stream, b"200")
+        await trio.sleep(0.2)
+        other = await connect()
+        await other.send_all(GET)
+        await until(other, b"200")
+
+    served(steps, receive_seconds=0.1)
 
 
 def test_connections_beyond_the_bound_wait():

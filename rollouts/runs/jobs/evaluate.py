@@ -63,6 +63,7 @@ def evaluate(plan: Plan, observer: Observer, started: float, home: Path) -> dict
         keep_code(folder, files)
         # One more than a run's own evaluations have: a checkpoint that is evaluated again gives the same numbers.
         player = Player(settings, plan.environments, plan.rewards, chat)
+        session.backends = [(plan.one("inference"), inference)]
         job = EvaluationJob(plan, session, tasks, player.at(settings.temperature, settings.seed + 1), inference)
         session.begin(job, job.title, job.total, job.notes, plan.plain)
         trio.run(job.run, signal.getsignal(signal.SIGINT), restrict_keyboard_interrupt_to_checkpoints=True)

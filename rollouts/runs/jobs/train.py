@@ -107,6 +107,7 @@ def train(
         manifest = make_manifest(settings.seed, plan.references, code)
         engine_gets = plan.inference_arguments(backend, str(folder.path))
         inference = make_inference(plan.one("inference"), engine_gets, environments, must_train=settings.mode == "rl")
+        session.backends = [(plan.one("training"), backend), (plan.one("inference"), inference)]
         own = [each for each in loggers if each.component is JSONLLogger]
         resumed, first = None, 0
         if resumes:
@@ -264,7 +265,8 @@ class Training:
         again = f"go on with: {resume_command(self._folder.shown)}"
         if isinstance(failure, KeyboardInterrupt):
             return f"interrupted after {where}; {again}"
-        return f"{failure}\nthe run failed after {where}; {self._folder.shown} keeps what was done; {again}"
+        kept = f"{self._folder.shown} keeps what was done"
+        return f"{failure}\nthe run failed after {where}; {kept}; correct the cause, then {again}"
 
     async def _finish(self) -> None:
         """The last evaluation and checkpoint, unless the run resumes after them."""
