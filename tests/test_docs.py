@@ -270,7 +270,7 @@ def test_every_word_of_a_loss_has_its_shape_and_needs():
 
 # The page of each kind, and the title under which the words that it may name stand.
 PLACES = {
-    "advantages": ("advantages.md", ("Of one group", "Of the whole batch")),
+    "advantages": ("advantages.md", ("For one group", "For the whole batch")),
     "aggregations": ("aggregations.md", ("Your own",)),
     "kl": ("kl-and-references.md", ("Your own estimator",)),
     "references": ("kl-and-references.md", ("References",)),

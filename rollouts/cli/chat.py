@@ -71,7 +71,7 @@ class _Talk:
         chat, before = self._chat, len(self._chat.conversation.messages)
         try:
             if note := ask():
-                click.echo(f"({note})", err=True)
+                click.echo(f"({_visible(note)})", err=True)
             messages = chat.conversation.messages
             if chat.has_rewards and len(messages) > before:
                 _show_score(chat.judge())
@@ -128,9 +128,8 @@ def _show_score(score: Score) -> None:
         return
     parts = ", ".join(f"{name} {'–' if value is None else f'{value:g}'}" for name, value in score.parts.items())
     value = "–" if score.value is None else f"{score.value:g}"
-    click.secho(
-        f"reward: {value}" + (f" ({parts})" if parts else "") + (f": {score.why}" if score.why else ""), bold=True
-    )
+    why = f": {_visible(score.why)}" if score.why else ""
+    click.secho(f"reward: {value} ({parts}){why}", bold=True)
 
 
 def _visible(text: str) -> str:
@@ -160,8 +159,8 @@ def _transcript(out: str | None) -> Iterator[TextIO | None]:
 
 def _settings_infos() -> Iterator[Any]:
     docs = {
-        "max_tokens": "Tokens that the model may sample for one message of yours, in all its turns.",
-        "max_turns": "How often the model may speak for one message of yours; each tool call takes one.",
+        "max_tokens": "How many tokens the model may sample after each of your messages, in all its turns together.",
+        "max_turns": "How many turns the model has after each of your messages. A reply that calls tools is one turn.",
         "temperature": "The sampling temperature. 0 is greedy.",
         "env": "The environment whose tools the model gets.",
     }
@@ -185,7 +184,7 @@ chat = SettingsCommand(
     help="Talk to a run's model, with the tools of its environment.\n\n"
     "RUN is the folder of a run (its newest checkpoint is used), a checkpoint, or any other model. The environment, "
     "system prompt, template and engine are those of the run. Each line that you type is a message. The input may be a "
-    "pipe. Ctrl-C stops a reply. Ctrl-D ends.\n\n"
+    "pipe. Ctrl-C stops a reply. Ctrl-D ends the conversation.\n\n"
     "\b\nExamples:\n  rollouts chat runs/first\n  rollouts chat runs/first --task 0 --temperature 0\n"
     "  rollouts chat Qwen/Qwen3-0.6B --env calculator\n"
     "  echo 'What is 12 * 7?' | rollouts chat runs/first --out talk.jsonl",

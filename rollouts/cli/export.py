@@ -23,7 +23,7 @@ import click
 )
 @click.option("--adapter", is_flag=True, help="Export only the LoRA adapter, in peft's format.")
 @click.option("--push", metavar="NAME", help="Also upload OUT to this repository on the Hugging Face Hub: USER/MODEL.")
-@click.option("--public", is_flag=True, help="With --push: if the repository is new, everyone may see it.")
+@click.option("--public", is_flag=True, help="With --push: make the repository public, if the upload creates it.")
 @click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model.")
 def export(
     source: str, out: str, dtype: str | None, adapter: bool, push: str | None, public: bool, trust_remote_code: bool

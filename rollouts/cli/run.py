@@ -26,7 +26,8 @@ _DRY_RUN = click.Option(
 _SEEDS = click.Option(
     ["--seeds"],
     metavar="LIST",
-    help="Run once for each of these seeds, such as 0-4 or 0,3,7: a folder each in --out, and a table at the end.",
+    help="Run once for each of these seeds, such as 0-4 or 0,3,7. Each run has its own folder in --out. The output "
+    "ends with a table of all runs.",
 )
 
 
@@ -149,13 +150,14 @@ resume = click.Command(
             ["--stop-when"],
             multiple=True,
             metavar="RULE",
-            help="Other rules that end the run early; `none` for no rule.  [default: as in DIR/config.toml]",
+            help="End the run early by these rules instead of its own; `none`: by no rule.  "
+            "[default: as in DIR/config.toml]",
         ),
         click.Option(
             ["--max-hours"],
             metavar="X",
-            help="End the run early after this many hours of this process; `none` for no limit.  "
-            "[default: as in DIR/config.toml]",
+            help="When this command has run for this many hours, finish the step in progress and end the run; "
+            "`none`: no limit.  [default: as in DIR/config.toml]",
         ),
         click.Option(
             ["--checkpoint"],

@@ -49,7 +49,11 @@ serve = SettingsCommand(
     own=[
         click.Option(["--host"], default="127.0.0.1", show_default=True, help="The address to listen on."),
         click.Option(
-            ["--port"], type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 is a free one."
+            ["--port"],
+            type=click.IntRange(0, 65535),
+            default=8000,
+            show_default=True,
+            help="The port to listen on. 0: any free port.",
         ),
         click.Option(["--name"], default="", help="The model's name for clients.  [default: that of the run's folder]"),
         click.Option(
@@ -57,14 +61,14 @@ serve = SettingsCommand(
             type=click.IntRange(1),
             default=256,
             show_default=True,
-            help="Connections at once. Others wait.",
+            help="How many clients may be connected at the same time. Further clients wait.",
         ),
         click.Option(
             ["--request-seconds"],
             type=click.FloatRange(0, min_open=True),
             default=600.0,
             show_default=True,
-            help="How long one request may take.",
+            help="Deadline of one request. A request that passes it gets status 504.",
         ),
     ],
     help="Serve a run's model at an address that speaks OpenAI's API.\n\n"

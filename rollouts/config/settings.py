@@ -167,13 +167,13 @@ class Settings:
     parsed components. Lists are tuples, so that two runs do not share them.
 
     Settings:
-        mode: How to train: reinforcement (rl), demonstrations (sft), or first one and then the other (sft+rl). eval
-            only evaluates.
+        mode: How to train: reinforcement (rl), demonstrations (sft), or demonstrations first and then reinforcement
+            (sft+rl). eval trains nothing and only evaluates.
         sft: Mode sft+rl: settings of the supervised phase that differ from the run's: --sft.steps 50.
-        env: The environment: a name, dist/name or ./file.py:Name. Repeat it, as [alias=]name[:weight], to mix several.
-            Default: none.
-        reward: A reward, as [alias=]name[:weight]. `env` means the environment's own. Repeat it to mix several; flags
-            replace the file's list.
+        env: The environment: a name, dist/name or ./file.py:Name. To mix several, repeat the flag, as
+            [alias=]name[:weight]. Default: none.
+        reward: A reward, as [alias=]name[:weight]. `env` means the rewards in the environment's class. To mix several,
+            repeat the flag. Flags replace the file's list.
         data: A file of rows (.jsonl or .json) for the environment `prompts`. Default: none.
         system: A system prompt that comes before every task. Default: none.
         template: Arguments of the chat template: --template.enable-thinking false.
@@ -182,68 +182,79 @@ class Settings:
         aggregation: How token losses become one number. Default: the algorithm's own.
         kl: A KL term against a reference policy, such as rk3_loss. Default: the algorithm's own.
         reference: How the reference policy follows the policy. Default: frozen; adapter_off with LoRA.
-        correction: Weights for tokens that another engine, or earlier weights, sampled. `auto` uses `truncated` if
-            there are such tokens; `none` turns it off.
+        correction: Weights for tokens that another engine, or earlier weights, sampled. `auto` uses `truncated` if the
+            run has such tokens; `none` turns corrections off.
         mix: How several rewards become one number. Default: the algorithm's own, else a weighted sum.
-        shaping: A change to rewards before the advantage, as [alias=]name. Repeat it for more, or `none`. Default: the
-            algorithm's own.
+        shaping: A change to rewards before the advantage is computed, as [alias=]name. Repeat the flag for more; `none`
+            for no change. Default: the algorithm's own.
         select: Which rollouts are trained on. Default: the algorithm's own, else all.
         pairs: Which rollouts of a prompt are compared. Default: the algorithm's own.
-        filter: A filter of groups, as [alias=]name. Repeat it for more, or `none`. Default: the algorithm's own.
+        filter: A filter that drops groups of rollouts, as [alias=]name. Repeat the flag for more; `none` for no filter.
+            Default: the algorithm's own.
         minibatches: Optimizer steps per batch.
-        schedule: Changes to the algorithm at given steps: tables with `step` and the parts that change.
+        schedule: Changes to the algorithm at given steps: tables with `step` and the settings that change.
         model: The model: a path, a name on the hub, or `tiny`, which is part of the package.
         trust_remote_code: Run Python code that comes with the models of this run: true or false.
         lora_rank: The rank of LoRA adapters. 0 trains every weight.
         inference: The inference backend.
         training: The training backend.
-        critic: A critic: `head` on the policy, or a separate model (a path or a name). Default: none.
+        critic: A critic: `head` adds a layer to the policy; a path or a name loads a separate model. Default: none.
         teacher: A teacher to distill from: a path or a name on the hub. Default: none.
         teacher_top_k: How many of the teacher's likeliest tokens a loss receives.
         prompts_per_step: Prompts per step.
         samples_per_prompt: Rollouts per prompt: the size of a group.
         over_sampling: Groups to start for each group that a step needs. Above 1, a step does not wait for its slowest
-            groups; they are carried over to the next step.
-        refill: Rounds of new groups in place of those that filters dropped (dynamic sampling).
-        staleness: How many steps sampling may be ahead of training. Older tokens are not trained on. 0: sample, train
-            and sync in turn.
+            groups; the next step continues them.
+        refill: How many times per step to sample new groups in place of those that filters dropped (dynamic sampling).
+            0: train on fewer.
+        staleness: How many steps sampling may be ahead of training. Tokens that are sampled more steps ahead are not
+            trained on. 0: sample, train and sync in turn.
         max_tokens: How many tokens the model may sample in one episode.
         max_turns: How many turns the model has in one episode.
         temperature: The sampling temperature.
-        on_invalid_reward: What to do with a rollout that a reward could not judge.
+        on_invalid_reward: What to do with a rollout that a reward could not judge: leave it out, count it as 0, or end
+            the run.
         concurrency: How many episodes may run at the same time.
-        episode_seconds: Deadline of an episode.
-        setup_seconds: Deadline of an environment's constructor and `setup`.
-        tasks_seconds: Deadline of an environment's `tasks` for each task.
-        turn_seconds: Deadline of one turn of the model. Default: the episode's.
-        tool_seconds: An upper bound for the deadlines of all tools. Default: each tool's own.
-        reward_seconds: Deadline of a reward or metric.
-        cleanup_seconds: Deadline of an environment's `close`.
-        retries: Retries after an engine or set-up failure.
-        max_failures: Stop the run at this many failed rollouts. A share such as 0.5 applies to the last 200. Default:
-            stop only if all rollouts of a step failed.
+        episode_seconds: Deadline of an episode. An episode that passes it fails with the status `timeout`, and is not
+            trained on.
+        setup_seconds: Deadline of an environment's constructor, and again of its `setup`. An episode that passes it
+            fails with `timeout`.
+        tasks_seconds: Deadline of an environment's `tasks` for each task. If it passes, the run ends.
+        turn_seconds: Deadline of one turn of the model. An episode that passes it fails with `timeout`. Default: the
+            episode's.
+        tool_seconds: An upper bound for the deadlines of all tools. A call that passes its deadline returns an error
+            message to the model. Default: each tool's own.
+        reward_seconds: Deadline of a reward or metric. A reward that passes it could not judge the rollout.
+        cleanup_seconds: Deadline of an environment's `close`. An episode that passes it fails with `environment_error`.
+        retries: How many times to repeat an episode after a failure of the engine, the environment's constructor or its
+            `setup`.
+        max_failures: Stop the run at this many failed rollouts. A share such as 0.5: stop if more than half of the last
+            200 failed. Default: stop only if all rollouts of a step failed.
         pass_env: More environment variables for isolated tools and launched servers: names, or patterns such as AWS_*,
             separated by commas. Default: none.
         steps: Training steps. Each uses one batch of rollouts or demonstrations.
-        stop_when: End the run early when a metric of a step meets a rule, such as 'eval/reward_mean >= 0.95'. Repeat it
-            for more rules; one is enough. Default: none.
-        max_hours: End the run early after this many hours of this process, with its last checkpoint and evaluation.
-            Default: none.
+        stop_when: End the run early when a metric of a step meets a rule, such as 'eval/reward_mean >= 0.95'. Repeat
+            the flag for more rules: the run ends as soon as any of them is met. Default: none.
+        max_hours: When this command has run for this many hours, finish the step in progress, evaluate, save a
+            checkpoint and end the run. Default: none.
         lr: The learning rate. Default: 3e-4 for tiny and its checkpoints, else 1e-6 (sft 1e-5); ten times that with
             LoRA.
         critic_lr: The learning rate of the critic. Default: ten times the learning rate.
-        tokens_per_microbatch: The largest number of tokens in one forward pass of training.
+        tokens_per_microbatch: The largest number of tokens in one forward pass of training. A batch with more is split
+            into several passes.
         seed: The seed of everything random.
-        sync_every: Steps between updates of the engine's weights, if it has its own. Evaluations update them too.
-        eval_every: Steps between evaluations. 0: only before and after.
-        eval_tasks: Held-out tasks of an evaluation.
-        checkpoint_every: Steps between checkpoints. 0: by time.
-        checkpoint_seconds: Seconds between checkpoints, if no number of steps is set. 0: only at the end.
-        keep_checkpoints: How many of the last checkpoints to keep, besides the best. 0: all that are saved by steps, or
-            the last one that is saved by time.
-        resume: `auto`: continue the run in the folder --out, if there is one.
-        profile: Steps to profile, after the first one, into the run's folder. 0: none.
-        logger: A logger, as [alias=]name. Repeat it for more.
+        sync_every: Training steps between updates of the engine's weights, if the engine has its own copy. Evaluations
+            update them too.
+        eval_every: Training steps between evaluations. 0: only before the first step and after the last.
+        eval_tasks: How many tasks to hold out for evaluation.
+        checkpoint_every: Training steps between checkpoints. 0: save by time, see checkpoint_seconds.
+        checkpoint_seconds: Seconds between checkpoints, if `checkpoint_every` is 0. 0: save only at the end.
+        keep_checkpoints: How many of the last checkpoints to keep, besides the best. 0: all of them with
+            `checkpoint_every`, else the last.
+        resume: `auto`: if the folder --out holds a run, continue it; else begin one. `never`: a folder --out that is
+            not empty is an error.
+        profile: How many steps to profile, after the first one. The profile is written into the run's folder. 0: none.
+        logger: A logger, as [alias=]name. Repeat the flag for more.
         out: The folder of the run. Default: runs/<time>-<env>-<loss>.
     """
 
