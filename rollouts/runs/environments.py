@@ -43,8 +43,8 @@ HELD_OUT_PART = 5  # if tasks are finite and ignore the split, at most a fifth o
 class Environment(NamedTuple):
     """One environment of a run. `share` is its mean share over the run's steps; `curriculum` is the component of its
     weight, if the weight is a curriculum. `text_only`: the model reads no images, so a task with an image is an error.
-    `trains`: the tasks are or were also used for training, so not all of them are held out;
-    runs of earlier versions held them out.
+    `trains`: the tasks are or were also used for training, so not all of them are held out; runs of earlier versions
+    held them out.
     """
 
     chosen: Chosen

@@ -60,7 +60,7 @@ def evaluate(plan: Plan, observer: Observer, started: float, home: Path) -> dict
         files = code_files(plan.references, plan.resolved.source.path)
         folder.write_json(MANIFEST, make_manifest(settings.seed, plan.references, files))
         keep_code(folder, files)
-        # One seed for `eval` and for the evaluations of a run, so both have the same results for a checkpoint.
+        # The seed of a run's own evaluations, so that a checkpoint that is evaluated again has the same results.
         player = Player(settings, plan.environments, plan.rewards, chat)
         session.backends = [(plan.one("inference"), inference)]
         job = EvaluationJob(plan, session, tasks, player.at(settings.temperature, settings.seed + 1), inference)
