@@ -37,7 +37,7 @@ from rollouts.plugins.signature import check_signature
 from rollouts.runs.algorithms import Composed, compose
 from rollouts.runs.components import Chosen, bind_each, choose, completed
 from rollouts.runs.environments import Environment, held_out_tasks, plan_environments, task_identity
-from rollouts.runs.manifest import changed_code, code_files
+from rollouts.runs.manifest import changed_code, code_files, is_older
 from rollouts.training.algorithms.algorithm import Algorithm, Stage, function_label, needs
 from rollouts.training.models import bundled, resolve_model_name
 from rollouts.training.rollout_gen.groups import Filter
@@ -228,7 +228,10 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
     shared = settings if run is None else dataclasses.replace(settings, steps=run.settings.steps, mode="rl")
     environments = plan_environments(manager, components["env"], chosen["env"], shared, source)
     is_chat = is_evaluation_only(inference.component)
-    environments = tuple(env._replace(text_only=not is_chat) for env in environments)
+    keeps_all = bool(settings.out) and is_older(Path(settings.out))  # what it evaluates is never trained
+    environments = tuple(
+        env._replace(text_only=not is_chat, trains=env.trains and not keeps_all) for env in environments
+    )
     filters = _filters(chosen["filter"]) if settings.mode == "rl" else ()
     unused = _unused(resolved, filters)
     resolved = resolved._replace(settings=settings, components=components)
