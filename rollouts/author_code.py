@@ -188,8 +188,9 @@ def place_of_parameter(component: Any, name: str) -> Place | None:
         except (OSError, TypeError, SyntaxError):
             continue
         for node in ast.walk(tree):
-            field = node.target if isinstance(node, ast.AnnAssign) else None
-            if (isinstance(field, ast.Name) and field.id == name) or (isinstance(node, ast.arg) and node.arg == name):
+            written = node.target if isinstance(node, ast.AnnAssign) else node
+            known = written.id if isinstance(written, ast.Name) else written.arg if isinstance(written, ast.arg) else ""
+            if known == name and isinstance(node, ast.AnnAssign | ast.arg):
                 return _place(file or "", first + node.lineno - 1)
     return None
 
