@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from rollouts.author_code import place_of
-from rollouts.config.convert import complete_settings, convert_settings
+from rollouts.author_code import place_of, place_of_parameter, unwrapped
+from rollouts.config.convert import complete_settings, convert_settings, default_fault
 from rollouts.config.files import Source, where
 from rollouts.config.flags import flag_name
 from rollouts.config.merging import Component
@@ -169,13 +169,16 @@ def completed(
 def signed(found: Any, kind: str, label: str) -> tuple[Any, Signature]:
     """The component as the run uses it (a loss as an Algorithm), and its signature with all settings.
 
-    Raises SignatureError.
+    Raises SignatureError, also for a default that does not fit its hint: the run's own config.toml would hold it.
     """
     if kind == "losses":
         with said_of(label):
             algorithm = as_algorithm(found)
-        return algorithm, Signature(check_signature(found, kind, label).requests, algorithm_settings(algorithm))
+        signature = Signature(check_signature(found, kind, label).requests, algorithm_settings(algorithm))
+        _check_defaults(found, signature, label)
+        return algorithm, signature
     signature = check_signature(found, kind, label)
+    _check_defaults(found, signature, label)
     if kind == "kl":
         taken = {setting.name for setting in KL_SETTINGS} & {setting.name for setting in signature.settings}
         if taken:
@@ -185,6 +188,15 @@ def signed(found: Any, kind: str, label: str) -> tuple[Any, Signature]:
             )
         signature = signature._replace(settings=(*KL_SETTINGS, *signature.settings))
     return found, signature
+
+
+def _check_defaults(found: Any, signature: Signature, label: str) -> None:
+    for setting in signature.settings:
+        if fault := default_fault(setting):
+            owner = getattr(unwrapped(found), "__qualname__", label)
+            place = place_of_parameter(found, setting.name)
+            again = "give it a default that fits its hint, or another hint"
+            raise SignatureError(f"{owner}.{setting.name}: {fault}{f' ({place})' if place else ''}\n{again}")
 
 
 def bind_each(functions: Iterable[Any], settings: Mapping[str, Any]) -> tuple[Any, ...]:
