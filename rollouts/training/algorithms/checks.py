@@ -103,18 +103,18 @@ def check_composition(algorithm: Algorithm, samples_per_prompt: int | None = Non
 
 
 def compares_groups(algorithm: Algorithm) -> bool:
-    """Whether the advantage compares the rollouts of a group, so that a group of one has none: it gives a single
-    rollout 0, whatever its reward is.
+    """Whether the advantage compares the rollouts of a group, so that the advantage of a group's only rollout is 0,
+    whatever its reward is.
     """
     if algorithm.pairs is not None or is_batch_advantage(algorithm.advantage) or "advantages" not in needs(algorithm):
         return False
-    if not isinstance(unwrapped(algorithm.advantage), FunctionType):  # an object may keep what it has seen
+    if not isinstance(unwrapped(algorithm.advantage), FunctionType):  # a call may change an object's state
         return False
     try:
         return all(
             calls.group_advantages(algorithm.advantage, [reward], lengths=[1]) == [0.0] for reward in (0.0, 0.3, 1.0)
         )
-    except RolloutsError:  # the first batch reports what is wrong with it
+    except RolloutsError:  # the first batch reports the error
         return False
 
 
@@ -169,8 +169,8 @@ def probe_settings(
     if returned is not _NO_ANSWER and not is_batch:
         _as_config_error(calls.check_per_rollout, "advantage", algorithm.advantage, returned, 2)
     unit, units = unit_of(algorithm), {"token": 3, "rollout": 2, "pair": 1}
-    functions = [term.function for term in active_terms(algorithm)]
-    for function in [*functions, *([] if algorithm.kl is None else [algorithm.kl.function])]:
+    functions = [("loss", term.function) for term in active_terms(algorithm)]
+    for word, function in [*functions, *([] if algorithm.kl is None else [("KL estimator", algorithm.kl.function)])]:
         returned = _probe(function, tokens)
         if returned is _NO_ANSWER:
             continue
@@ -179,15 +179,15 @@ def probe_settings(
         if gives != unit:
             takes = f"--aggregation {function_label(algorithm.aggregation)} takes one value per {unit}"
             other = f"type --aggregation {'pair_mean' if gives == 'pair' else 'token_mean'}"
-            raise ConfigError(f"{takes}, and the loss {function_label(function)} gives one per {gives}; {other}")
-        _as_config_error(check_loss_values, values, function, unit, units[unit])
+            raise ConfigError(f"{takes}, and the {word} {function_label(function)} gives one per {gives}; {other}")
+        _as_config_error(check_loss_values, word, values, function, unit, units[unit])
 
 
 _NO_ANSWER = object()
 
 
 def _as_config_error(check: Callable[..., object], *arguments: Any) -> None:
-    """Run a check of a training step. What it refuses is the user's mistake here."""
+    """Run a check that training steps use too. Raises ConfigError instead of TrainingError."""
     try:
         check(*arguments)
     except TrainingError as error:
