@@ -59,7 +59,7 @@ async def run_tool(
     except (calls.AbandonedCallsError, EnvironmentDefinitionError, ProcessError):
         raise
     except Exception as error:  # whatever a tool raises is for the model to read
-        words = report(error, f"the tool {tool.name}", is_noted=False)
+        words = report(error, f"the tool {tool.name}")
         return ToolOutcome(shortened(f"Error: {named(error)}", characters_max), "exception", words)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,9 +17,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rollouts.config.convert import plain
+from rollouts.config.convert import plain, toml_value
 from rollouts.config.files import load_file
-from rollouts.config.merging import Component, component_tables
+from rollouts.config.merging import Component, component_names, component_tables
 from rollouts.config.render import to_toml
 from rollouts.config.resolving import HOLDING_OUT, Resolved, resolve, run_settings_file
 from rollouts.config.secrets import components_without_secrets, leaves_out, tree_without_secrets
@@ -212,7 +213,7 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
     """
     settings, source = resolved.settings, resolved.source
     _check_settings(settings, needs_environment and not resolved.components["env"])
-    is_evaluation = settings.mode == "eval"
+    is_evaluation, given = settings.mode == "eval", settings.model
     manager = PluginManager()
     resolved = _with_data(resolved, manager)
     own = {key: each for key, each in resolved.components.items() if key in EVAL or not is_evaluation}
@@ -242,6 +243,7 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
     notes = composed.notes if is_evaluation else (*notes, *composed.notes, *unused)
     if run is not None:
         notes += _held_out_notes(manager, run, environments, resolved)
+        notes += _unused_of_run(run, resolved, given)
         used = [each.ref for each in (*chosen["env"], *chosen["reward"]) if each.ref is not None]
         notes += tuple(changed_code(Path(run.source.path).parent, code_files(used)))
     rewards = _reward_terms(components["reward"], chosen["reward"])
@@ -536,3 +538,35 @@ def _held_out_notes(
     unseen = sum(task_identity(task) in held_out for task in asked)
     words = f": it held out {unseen} of these {len(asked)} tasks, and may have trained on the others"
     return ("; ".join(differing) + (words if unseen < len(asked) else ""),)
+
+
+def _unused_of_run(run: Resolved, resolved: Resolved, model: str) -> tuple[str, ...]:
+    """What decided the run's own numbers, and is not used in this evaluation of `model`, in words; nothing where the
+    run never saw these environments.
+    """
+    here, there = (dict.fromkeys(each.name for each in of.components["env"]) for of in (resolved, run))
+    if here.keys().isdisjoint(there):
+        return ()
+    ours, theirs = (component_names(of.components)["reward"] or ("env:1",) for of in (resolved, run))
+    unused = [f"--reward {name}" for name in theirs] if ours != theirs else []
+    for key in ("env", "reward"):
+        known = {
+            (each.alias, each.name): each.settings for each in components_without_secrets(resolved.components[key])
+        }
+        for component in components_without_secrets(run.components[key]):
+            settings = known.get((component.alias, component.name), component.settings)
+            place = ".".join(filter(None, (key, component.alias)))
+            unused += [
+                f"{place}.{name} = {toml_value(value)}"
+                for name, value in component.settings.items()
+                if settings.get(name) != value
+            ]
+    for name in ("system", "template", "max_tokens", "max_turns"):
+        value = getattr(run.settings, name)
+        unused += [f"{name} = {toml_value(value)}"] if getattr(resolved.settings, name) != value else []
+    if not unused:
+        return ()
+    folder = Path(run.source.path).parent
+    again = f"rollouts eval {shlex.quote(os.path.relpath(folder))}"
+    again += "" if Path(model).absolute() == folder else f" --model {shlex.quote(model)}"
+    return (f"the run used {', '.join(unused)}, which this evaluation does not use; to use them, type: {again}",)
