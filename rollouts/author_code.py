@@ -14,6 +14,7 @@ import dis
 import functools
 import linecache
 import os
+import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -146,6 +147,14 @@ def _frames(error: BaseException) -> list[tuple[str, int]]:
     """File and line of each frame that has a file, outermost first."""
     frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
     return [(file, line) for file, line in frames if is_file(file)]
+
+
+def passed_through(error: BaseException, owner: object) -> bool:
+    """Whether a line of the file that defines the class of `owner` took part in the error. False for a class of the
+    core.
+    """
+    file = str(getattr(sys.modules.get(type(owner).__module__), "__file__", "") or CORE)
+    return not file.startswith(CORE) and any(each == file for each, _ in _frames(error))
 
 
 def place_of_function(function: Any) -> Place | None:

@@ -14,6 +14,7 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from contextvars import ContextVar
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -66,10 +67,13 @@ class ErrorLog:
 
     def __enter__(self) -> Self:
         _open.append(self)
+        self._outer = _current.get()
+        _current.set(self)
         return self
 
     def __exit__(self, *_: object) -> None:
         _open.remove(self)
+        _current.set(self._outer)
         repeated = [f"{count:8} x {label}: {place}" for (label, place), count in self._counts.items() if count > 1]
         if repeated:
             self._write("=== counts of repeated errors\n" + "\n".join(repeated) + "\n")
@@ -102,6 +106,13 @@ class ErrorLog:
 
 
 _open: list[ErrorLog] = []
+_current: ContextVar[ErrorLog | None] = ContextVar("error_log", default=None)  # several runs may share a process
+
+
+def _log() -> ErrorLog | None:
+    """The log of the run that this code belongs to; in a thread that serves several runs, the log opened last."""
+    own = _current.get()
+    return own if own in _open else _open[-1] if _open else None
 
 
 def is_logging() -> bool:
@@ -110,8 +121,7 @@ def is_logging() -> bool:
 
 
 def report(error: BaseException, label: str, *, is_noted: bool = True) -> str:
-    """Write the error to the error log that was opened last, and return it in words with the author's line
-    (`words_of`).
+    """Write the error to the error log of its run, and return it in words with the author's line (`words_of`).
 
     `label` names the component, such as `the reward brevity`. With `is_noted=False`, no note is shown: the caller shows
     the error, or it is for the model.
@@ -125,5 +135,6 @@ def report(error: BaseException, label: str, *, is_noted: bool = True) -> str:
 
 def report_fault(fault: Fault, label: str, *, is_noted: bool = False) -> None:
     """Write an error that is already text to the error log."""
-    if _open:
-        _open[-1].record(fault, label, is_noted=is_noted)
+    log = _log()
+    if log is not None:
+        log.record(fault, label, is_noted=is_noted)

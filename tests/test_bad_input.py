@@ -29,6 +29,8 @@ import torch
 
 from rollouts import Task, reward
 from rollouts.inference.base import Capabilities
+from rollouts.inference.embedded.hf import HFInference, create_hf_inference
+from rollouts.training.backends.torch import TorchBackend, create_torch_backend
 
 
 class Nothing:
@@ -101,6 +103,32 @@ def chat_only(model):
 
 def forgetful(model):
     return Forgetful()
+
+
+def broken_kl(logprobs, ref_logprobs):
+    return [][len(logprobs)]
+
+
+class BreakingTrainer(TorchBackend):
+    def optim_step(self):
+        raise KeyError("no optimizer")
+
+
+def breaking_trainer(model, seed, steps, lr, lora_rank, tokens_per_microbatch, algorithms, auxiliary_models):
+    backend = create_torch_backend(**locals())
+    backend.__class__ = BreakingTrainer
+    return backend
+
+
+class BreakingEngine(HFInference):
+    async def update_weights(self, update):
+        raise KeyError("no update")
+
+
+def breaking_engine(model, training, seed):
+    engine = create_hf_inference(**locals())
+    engine.__class__ = BreakingEngine
+    return engine
 
 
 def broken_filter(rewards):
@@ -235,7 +263,7 @@ def test_a_reward_that_returns_nan(capsys, parts):
     assert (
         "reward 'nan_later' returned nan" in error
         and "2 of 5 steps" in error
-        and error.endswith("; go on with: rollouts resume out\n")
+        and error.endswith("; correct the cause, then go on with: rollouts resume out\n")
     )
     folder = parts / "out"
     assert {"config.toml", "manifest.json", "metrics.jsonl", "summary.json"} <= {p.name for p in folder.iterdir()}
@@ -262,6 +290,20 @@ def test_a_reward_that_returns_nan(capsys, parts):
         ),
         (["--on-invalid-reward", "raise", "--reward", "./parts.py:sometimes"], ["'sometimes'", "could not judge"]),
         (["--logger", "./parts.py:BadLogger"], ["the logger", "BadLogger", "disk full"]),
+        (["--kl", "./parts.py:broken_kl"], ["the KL estimator broken_kl raised IndexError", "parts.py, line"]),
+        (
+            ["--training", "./parts.py:breaking_trainer"],
+            [
+                "the training backend ./parts.py:breaking_trainer failed: KeyError: 'no optimizer'",
+                ': raise KeyError("no optimizer")',
+                "errors.log",
+                "correct the cause, then go on with: rollouts resume out",
+            ],
+        ),
+        (
+            ["--inference", "./parts.py:breaking_engine"],
+            ["the inference backend ./parts.py:breaking_engine failed: KeyError: 'no update'", "after 0 of 3 steps"],
+        ),
     ],
 )
 def test_in_the_middle(capsys, parts, arguments, words):

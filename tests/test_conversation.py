@@ -175,5 +175,5 @@ def test_a_loop_of_the_environments_own_cannot_be_opened_by_a_task():
         async def rollout(self, task, model):
             await model.chat(task.messages)
 
-    with pytest.raises(ConfigError, match="leave --task out"):
+    with pytest.raises(ConfigError, match="leave out --task"):
         talk(FakeEngine(), None, env=Loop, task=TASK)

@@ -40,6 +40,11 @@ def metrics(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def loop_of(folder: Path, step: int) -> dict[str, list[int]]:
+    """What the checkpoint of this step keeps of the training loop."""
+    return json.loads((folder / f"checkpoints/step_{step:06d}/state.json").read_text())["run"]["loop"]
+
+
 def check(row: dict[str, float], wanted: dict[str, float], folder: str) -> None:
     """`adapter` samples ahead of its weights, so that the clock has a part in what it plays: not its numbers then."""
     assert len(wanted) > 2 and all(math.isfinite(row[name]) for name in wanted)
@@ -56,6 +61,9 @@ def test_it_resumes_with_the_numbers_of_then(runs, folder):
     assert [row["step"] for row in rows] == [0, 1, 2]
     check(rows[2], EXPECTED[name]["resumed"], folder)
     summary = json.loads((runs / name / "summary.json").read_text())
+    if folder != "sft":  # the versions at the beginning of each step, which an earlier version named `begun_with`
+        before, after = (loop_of(runs / name, step) for step in (2, 3))
+        assert before["begun_with"] and after["start_versions"][:-1] == before["begun_with"]
     if folder != "adapter":
         assert summary["evaluation"] == EXPECTED[name]["evaluation"]
 

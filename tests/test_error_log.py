@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+import trio
 
 from rollouts.author_code import place_of, place_of_function
 from rollouts.env import metric, reward, tool
-from rollouts.error_log import NOTES_MAX, PLACES_MAX, ErrorLog, report
+from rollouts.error_log import NOTES_MAX, PLACES_MAX, ErrorLog, is_logging, report
 from rollouts.errors import words_of
 from rollouts.plugins.loading import import_file
 from rollouts.types import Task, Trajectory
@@ -132,7 +134,7 @@ def test_an_episode_reports_every_error_of_its_environment_with_its_line(tmp_pat
         episode = play(Broken, FakeEngine("[explode {}]", "42"))
     assert (
         "few_calls could not judge: KeyError: 'no such count' (" in episode.score.why
-        and 'line 113: return 1 / trajectory.metrics["no such count"]' in episode.score.why
+        and ': return 1 / trajectory.metrics["no such count"])' in episode.score.why
     )
     assert (
         "KeyError: 'fuse'" in episode.trajectory.messages[2].text and "line" not in episode.trajectory.messages[2].text
@@ -152,3 +154,37 @@ def test_the_metrics_of_a_trajectory_have_the_promised_counts(replies):
         assert {"turns", "tool_calls", "tool_failures"} <= set(trajectory.metrics)
     calls = sum(reply.startswith("[") for reply in replies)
     assert episode.trajectory.metrics["tool_calls"] == calls
+
+
+def test_runs_at_the_same_time_have_their_own_logs(tmp_path):
+    """Two threads, each with a run under trio. A thread of no run writes to the log that was opened last."""
+    both, done = threading.Barrier(2), threading.Barrier(3)
+
+    async def fail(number):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(in_task, number)
+
+    async def in_task(number):
+        report(raised(int, f"task {number}"), "the reward")
+
+    def run(number):
+        with ErrorLog(tmp_path / f"{number}.log", lambda note: None):
+            both.wait(10)
+            report(raised(int, f"plain {number}"), "the filter")
+            trio.run(fail, number)
+            done.wait(10)
+            done.wait(10)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in (1, 2)]
+    for thread in threads:
+        thread.start()
+    done.wait(10)
+    report(raised(int, "elsewhere"), "the tool")
+    done.wait(10)
+    for thread in threads:
+        thread.join(10)
+    texts = [(tmp_path / f"{number}.log").read_text() for number in (1, 2)]
+    for own, other, text in ((1, 2, texts[0]), (2, 1, texts[1])):
+        assert f"'plain {own}'" in text and f"'task {own}'" in text and f" {other}'" not in text
+    assert sum("elsewhere" in text for text in texts) == 1
+    assert not is_logging()

@@ -47,8 +47,22 @@ TAKES_SETTINGS = ("run", "sft", "eval", "config", "resume", "chat", "serve")
 """The commands that take dotted flags. A command of a plugin receives them in `ctx.obj`."""
 
 
+class NamedCommand(click.Command):
+    """A command whose name is in every error of its options; click forgets it where a value is missing."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click's."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            error.ctx = error.ctx or ctx
+            raise
+
+
 class NamedGroup(click.Group):
     """A group whose error for an unknown command suggests similar commands and lists all."""
+
+    command_class = NamedCommand
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -66,16 +80,6 @@ class NamedGroup(click.Group):
                 hint = f"to run a settings file, type: rollouts run {name}\n"
             raise UserError(f"`{path}` has no command {name!r}\n{hint}commands: {', '.join(known)}")
         return super().resolve_command(ctx, args)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """As click's. A mistake in a command's options knows the command, also where click forgets it."""
-        try:
-            return super().invoke(ctx)
-        except click.UsageError as error:
-            command = self.get_command(ctx, ctx.invoked_subcommand or "")
-            if error.ctx is None and command is not None:
-                error.ctx = click.Context(command, info_name=ctx.invoked_subcommand, parent=ctx)
-            raise
 
 
 class RolloutsGroup(NamedGroup):

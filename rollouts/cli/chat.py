@@ -71,7 +71,7 @@ class _Talk:
         chat, before = self._chat, len(self._chat.conversation.messages)
         try:
             if note := ask():
-                click.echo(f"({note})", err=True)
+                click.echo(f"({_visible(note)})", err=True)
             messages = chat.conversation.messages
             if chat.has_rewards and len(messages) > before:
                 _show_score(chat.judge())
@@ -128,9 +128,8 @@ def _show_score(score: Score) -> None:
         return
     parts = ", ".join(f"{name} {'–' if value is None else f'{value:g}'}" for name, value in score.parts.items())
     value = "–" if score.value is None else f"{score.value:g}"
-    click.secho(
-        f"reward: {value}" + (f" ({parts})" if parts else "") + (f": {score.why}" if score.why else ""), bold=True
-    )
+    why = f": {_visible(score.why)}" if score.why else ""
+    click.secho(f"reward: {value} ({parts}){why}", bold=True)
 
 
 def _visible(text: str) -> str:

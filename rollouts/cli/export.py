@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import click
 
+from rollouts.cli.app import NamedCommand
+
 
 @click.command(
+    cls=NamedCommand,
     help="Export a run's model for transformers, vLLM and SGLang.\n\n"
     "OUT is a new folder with safetensors, tokenizer, chat template and a README; adapters are merged. "
     "SOURCE is the folder of a run (its last checkpoint is used), a checkpoint, or a LoRA adapter.\n\n"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from rollouts.cli.app import NamedCommand
 from rollouts.config.settings import COMPONENT_KINDS, FILE_ONLY, REPEATED, Setting, setting_infos
 from rollouts.errors import ConfigError
 
@@ -27,7 +28,7 @@ settings, `rollouts config` the whole file. Flags come before the file, the file
 _METAVARS = {bool: "true|false", int: "N", float: "X", str: "TEXT"}
 
 
-class SettingsCommand(click.Command):
+class SettingsCommand(NamedCommand):
     """A command that takes a file (or another `argument`) and settings, all or those of `infos`, and `own` parameters
     besides. Its help shows settings by group, each with its default.
     """

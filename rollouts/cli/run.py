@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from rollouts.cli.app import NamedCommand
 from rollouts.cli.ending import silent_when_closed
 from rollouts.cli.options import SettingsCommand, read_settings
 from rollouts.config.settings import EVAL, EVAL_DEFAULTS, Setting, setting_infos
@@ -140,7 +141,7 @@ evaluate = SettingsCommand(
     "  rollouts eval --env calculator --model gpt-4.1-mini --inference openai --samples-per-prompt 4",
 )
 
-resume = click.Command(
+resume = NamedCommand(
     "resume",
     callback=_resume,
     params=[

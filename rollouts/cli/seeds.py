@@ -71,16 +71,18 @@ def resume_seeds(folder: Path, options: dict[str, Any], checkpoint: str | None) 
         one = f"rollouts resume {folder / f'seed_{seeds[0]}'} --checkpoint {checkpoint}"
         raise ConfigError(f"--checkpoint {checkpoint}: {folder} has several runs; resume one of them: {one}")
     here = click.get_current_context()
-    arguments += _arguments(None, options, here.obj or {})
+    given = _arguments(None, options, here.obj or {})
+    replaced = {text.partition("=")[0] for text in given}  # all rules of --stop-when, too
+    arguments = [text for text in arguments if text.partition("=")[0] not in replaced] + given
     assert here.parent is not None and isinstance(here.parent.command, click.Group), "resume is a command of rollouts"
     rest, dotted = take_dotted_flags(arguments)
     found = here.parent.command.get_command(here.parent, command)
     if command not in ("run", "sft") or found is None:
         raise ConfigError(f"{folder / 'seeds.json'}: {command!r} is no command that takes --seeds")
     with found.make_context(command, rest, parent=here.parent, obj=dotted) as context:
-        given = {name: value for name, value in context.params.items() if name not in ("file", "dry_run", "seeds")}
+        own = {name: value for name, value in context.params.items() if name not in ("file", "dry_run", "seeds")}
         forced = {"mode": "sft"} if command == "sft" else {}
-        resolved, _ = read_settings(context, context.params["file"], given, forced=forced)
+        resolved, _ = read_settings(context, context.params["file"], own, forced=forced)
     _run(SeedRuns(folder, [command, *arguments], seeds, resolved))
 
 

@@ -68,7 +68,7 @@ def compose(
             _check_mode(parts, settings)
             algorithm = _compose(parts, settings)
             _check(algorithm, parts, settings)
-        notes += _notes_of(algorithm, parts, settings, step)
+        notes += _notes_of(algorithm, {"filter": chosen["filter"], **parts}, settings, step)
         auto = algorithm.correction is not None and _is_auto(parts)
         composed.append(Stage(step, stage_name(step), algorithm, auto))
     if settings.minibatches > settings.prompts_per_step:
@@ -135,6 +135,12 @@ def _is_weighed(algorithm: Algorithm) -> bool:
     if algorithm.pairs is not None or checks.unit_of(algorithm) == "rollout":
         return False
     return any({"advantages", "old_logprobs"} & set(requests(term.function)) for term in active_terms(algorithm))
+
+
+def _uses_rewards(algorithm: Algorithm) -> bool:
+    """Whether what is trained depends on the rewards, or on a teacher in their place."""
+    given = {"advantages", "returns", "rewards"} | TEACHER_NAMES
+    return bool(algorithm.select or algorithm.pairs or given & needs(algorithm))
 
 
 def _is_auto(parts: Mapping[str, list[Chosen]]) -> bool:
@@ -288,6 +294,11 @@ def _notes_of(algorithm: Algorithm, parts: Mapping[str, list[Chosen]], settings:
         ]
     if settings.mode == "rl" and settings.samples_per_prompt == 1 and compares_groups(algorithm):
         notes.append(f"warning: {place}{ONE_SAMPLE}, or --advantage baseline, which compares nothing")
+    if settings.mode == "rl" and not any(each.component for each in parts["filter"]) and not _uses_rewards(algorithm):
+        notes.append(
+            f"warning: {place}{loss.name} does not use the rewards: it trains on every rollout alike; type --select "
+            "reward_at_least to train on the good ones, or --mode sft to train on demonstrations"
+        )
     if not _is_weighed(algorithm):
         notes += [
             f"{place}--correction {each.name} is not used: {loss.name} has no value a token that it would weigh"

@@ -43,7 +43,7 @@ HELD_OUT_PART = 5  # of finite tasks that ignore the split, at most a fifth is h
 class Environment(NamedTuple):
     """One environment of a run. `share` is its mean share over the run's steps; `curriculum` the chosen component where
     its weight is one. `text_only`: the model reads no images, and a task that has one is refused. `trains`: the tasks
-    are, or were, for training too, so not all of them are held out.
+    are, or were, for training too, so not all of them are held out; runs of earlier versions held them out.
     """
 
     chosen: Chosen

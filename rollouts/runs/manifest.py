@@ -1,5 +1,6 @@
 """What a run was made of, so that a difference between two runs can be explained: manifest.json, and in code/ a copy of
-each file that a component came from. Left out: modules that such a file imports.
+each file that a component came from. Left out: modules that such a file imports, and settings files, whose secrets
+are written nowhere.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 from rollouts.config.secrets import command_without_secrets
 from rollouts.errors import OutputError, UnknownComponentError
 from rollouts.plugins.index import ComponentRef
-from rollouts.runs.folder import RunFolder, read_json
+from rollouts.runs.folder import CONFIG, RunFolder, read_json
 from rollouts.version import __version__
 
 MANIFEST = "manifest.json"
@@ -27,14 +28,13 @@ CODE_BYTES_MAX = 1_000_000  # of a file that is copied; a larger one has its has
 
 LIBRARIES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "trio", "msgspec", "pluggy", "numpy")
 
-_OF_EACH_PROCESS = ("command", "rollouts", "python", "components", "files", "distributions", "hardware")
-
 
 class CodeFile(NamedTuple):
-    """A Python file that components came from, as it was when the run was composed."""
+    """A Python file that components came from, as it was when the run was composed. `is_copied`: the run keeps it."""
 
     path: Path
     data: bytes
+    is_copied: bool
 
     @property
     def sha256(self) -> str:
@@ -43,17 +43,30 @@ class CodeFile(NamedTuple):
 
     @property
     def copy(self) -> str | None:
-        """Where its copy is in the run's folder; None for a file that is too large to copy."""
-        return f"{CODE}/{self.path.stem}_{self.sha256[:8]}.py" if len(self.data) <= CODE_BYTES_MAX else None
+        """Where its copy is in the run's folder; None if there is none."""
+        return f"{CODE}/{self.path.stem}_{self.sha256[:8]}.py" if self.is_copied else None
 
 
-def code_files(components: Iterable[ComponentRef]) -> list[CodeFile]:
-    """The files that these components came from, each once. Raises OutputError where one cannot be read any more."""
-    paths = [ref.value.rpartition(":")[0] for ref in components if ref.value and not ref.distribution]
+def code_files(components: Iterable[ComponentRef], settings_file: str = "") -> list[CodeFile]:
+    """The files that these components came from, each once.
+
+    A file is copied unless it is too large, or is the settings file too; nor is one that the run whose config.toml is
+    the settings file did not copy. Raises OutputError where one cannot be read any more.
+    """
+    paths = dict.fromkeys(ref.value.rpartition(":")[0] for ref in components if ref.value and not ref.distribution)
+    left_out = {os.path.realpath(settings_file)}
+    if Path(settings_file).name == CONFIG:  # a run's, or that of both phases; a folder may have been moved since
+        run = Path(settings_file).parent
+        before = [read_json(each) for each in (run / MANIFEST, *run.glob(f"*/{MANIFEST}"))]
+        left_out |= {Path(file["path"]).name for each in before for file in each.get("files", []) if not file["copy"]}
     try:
-        return [CodeFile(Path(path), Path(path).read_bytes()) for path in dict.fromkeys(paths)]
+        found = [(Path(path), Path(path).read_bytes()) for path in paths]
     except OSError as error:
         raise OutputError(f"{error.filename} cannot be read: {error.strerror or error}") from error
+    return [
+        CodeFile(path, data, len(data) <= CODE_BYTES_MAX and not {path.name, os.path.realpath(path)} & left_out)
+        for path, data in found
+    ]
 
 
 def keep_code(folder: RunFolder, files: Iterable[CodeFile]) -> None:
@@ -61,6 +74,14 @@ def keep_code(folder: RunFolder, files: Iterable[CodeFile]) -> None:
     for file in files:
         if file.copy is not None and not (folder.path / file.copy).exists():
             folder.write_bytes(file.copy, file.data)
+
+
+def is_older(run: Path) -> bool:
+    """Whether an earlier version began the run in this folder, which held all of `--eval-tasks` out also where a short
+    list of tasks ignores the split. It wrote no `files`.
+    """
+    manifest = read_json(run / MANIFEST)
+    return bool(manifest) and "files" not in manifest
 
 
 def changed_code(run: Path, files: Iterable[CodeFile], shown: Path | None = None) -> list[str]:

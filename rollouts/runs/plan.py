@@ -27,7 +27,7 @@ from rollouts.env.advice import warn_about
 from rollouts.env.authoring import rewards_of
 from rollouts.env.checks import check_environment, reward_term
 from rollouts.env.mixing import RewardTerm, env_term
-from rollouts.errors import ConfigError, EnvironmentDefinitionError, UserError
+from rollouts.errors import ConfigError, EnvironmentDefinitionError, UserError, said_of
 from rollouts.inference.chatting import is_evaluation_only
 from rollouts.loggers.base import plain_settings
 from rollouts.plugins.checks import run_check
@@ -37,9 +37,9 @@ from rollouts.plugins.signature import check_signature
 from rollouts.runs.algorithms import Composed, compose
 from rollouts.runs.components import Chosen, bind_each, choose, completed
 from rollouts.runs.environments import Environment, held_out_tasks, plan_environments, task_identity
-from rollouts.runs.manifest import changed_code, code_files
+from rollouts.runs.manifest import changed_code, code_files, is_older
 from rollouts.training.algorithms.algorithm import Algorithm, Stage, function_label, needs
-from rollouts.training.models import bundled
+from rollouts.training.models import bundled, resolve_model_name
 from rollouts.training.rollout_gen.groups import Filter
 from rollouts.training.types import AuxiliaryModels, TrainingBackend
 from rollouts.types import Task
@@ -228,7 +228,10 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
     shared = settings if run is None else dataclasses.replace(settings, steps=run.settings.steps, mode="rl")
     environments = plan_environments(manager, components["env"], chosen["env"], shared, source)
     is_chat = is_evaluation_only(inference.component)
-    environments = tuple(env._replace(text_only=not is_chat) for env in environments)
+    keeps_all = bool(settings.out) and is_older(Path(settings.out))  # what it evaluates is never trained
+    environments = tuple(
+        env._replace(text_only=not is_chat, trains=env.trains and not keeps_all) for env in environments
+    )
     filters = _filters(chosen["filter"]) if settings.mode == "rl" else ()
     unused = _unused(resolved, filters)
     resolved = resolved._replace(settings=settings, components=components)
@@ -305,7 +308,7 @@ def _filters(chosen: Sequence[Chosen]) -> tuple[Filter, ...]:
 
 def _models_of_runs(settings: Settings) -> tuple[Settings, tuple[str, ...]]:
     """The settings with the newest checkpoint in place of each folder of a run, and a note for each. Raises
-    ConfigError.
+    ConfigError, and ModelError for a critic or a teacher that is a path without a model.
     """
     from rollouts.runs.export import find_checkpoint, is_of_run
 
@@ -315,6 +318,10 @@ def _models_of_runs(settings: Settings) -> tuple[Settings, tuple[str, ...]]:
         f"--{name} {given[name]} is a run's folder: its newest checkpoint is used, {path.name}"
         for name, path in found.items()
     )
+    for name in ("critic", "teacher"):
+        if given[name] not in ("", "head"):
+            with said_of(f"--{name}"):
+                resolve_model_name(given[name])
     changes: dict[str, Any] = {name: str(path) for name, path in found.items()}
     return dataclasses.replace(settings, **changes), notes
 

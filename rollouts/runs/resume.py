@@ -46,7 +46,8 @@ class RunState(msgspec.Struct):
 
     `step` steps are done. `data`, `rollouts` and `loop` are the states of the buffer, the manager and the loop (mode
     rl); `evaluation` holds those that were played: `before`, and at the end `after`; `metric` is what the best
-    checkpoint is known by: name, value, higher_is_better. `by_clock`: the next checkpoint replaces this one.
+    checkpoint is known by: name, value, higher_is_better. `by_clock`: the next checkpoint replaces this one. `stopped`:
+    why the run ends after this step, as summary.json has it.
     `revision` is the REVISION that wrote it; 0 for checkpoints from before there was one.
     """
 
@@ -59,6 +60,7 @@ class RunState(msgspec.Struct):
     evaluation: dict[str, Any] = {}
     metric: dict[str, Any] | None = None
     by_clock: bool = False
+    stopped: dict[str, str] | None = None
     revision: int = 0
 
 

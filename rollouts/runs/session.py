@@ -24,18 +24,19 @@ import trio
 
 from rollouts.agent.episode import run_episode
 from rollouts.agent.model import EpisodeLimits
-from rollouts.author_code import authors_code
+from rollouts.author_code import authors_code, passed_through
 from rollouts.chat.format import ChatFormat, load_chat_format
 from rollouts.config.settings import Settings
 from rollouts.env.authoring import tools_of
 from rollouts.env.mixing import RewardTerm
 from rollouts.env.schema import tool_schema
 from rollouts.error_log import ERRORS, ErrorLog, fault_of, report
-from rollouts.errors import ConfigError, ModelError, RolloutsError, RunError, cause_of, in_lines, words_of
+from rollouts.errors import ConfigError, ModelError, RolloutsError, RunError, cause_of, in_lines, leaves_of, words_of
 from rollouts.inference.base import CanCheck, InferenceBackend, check_engine
 from rollouts.inference.chatting import CanChat
 from rollouts.inference.suspend import SuspendableEngine
 from rollouts.loggers.base import MetricsLogger
+from rollouts.plugins.index import KIND_WORDS
 from rollouts.plugins.manager import PluginFault, PluginManager
 from rollouts.runs.components import Chosen, make_component
 from rollouts.runs.environments import Environment
@@ -75,6 +76,7 @@ class Session:
         self.observer = observer
         self.loggers = Loggers()
         self.job: Job | None = None
+        self.backends: list[tuple[Chosen, object]] = []  # an unknown error that passed through one is its own
         self._started, self._manager = started, manager
         self._folder: RunFolder | None = None
         self._errors: ErrorLog | None = None
@@ -127,6 +129,7 @@ class Session:
 
     def _end(self, job: Job, failure: BaseException | None) -> BaseException | None:
         """End the job; gives the error to raise, the first one that came."""
+        failure = failure and self._named_failure(failure)
         if isinstance(failure, KeyboardInterrupt):
             self._interrupts.enter_context(without_interrupts())
         summary = job.summary
@@ -154,11 +157,23 @@ class Session:
             failure.add_note(where)
         return failure
 
+    def _named_failure(self, failure: BaseException) -> BaseException:
+        """The failure; of one that came out of a plugin's backend, a RunError that names the backend."""
+        unknown = [each for each in leaves_of(failure) if not isinstance(each, RolloutsError)]
+        for chosen, backend in self.backends:
+            if isinstance(failure, Exception) and any(passed_through(each, backend) for each in unknown):
+                word = KIND_WORDS[chosen.ref.kind] if chosen.ref is not None else "backend"
+                named = RunError(f"the {word} {chosen.name} failed: {words_of(failure)}")
+                named.__cause__ = failure
+                return named
+        return failure
+
     def _recorded(self, failure: BaseException) -> str:
         """Write the traceback of what ended the run, unless only the core's own words would be in it; says where the
         errors of the run are, if there are any.
         """
-        assert self._errors is not None, "begin first"
+        if self._errors is None:  # of mode sft+rl: each phase has recorded its own
+            return ""
         chain: BaseException | None = failure
         while isinstance(chain, RolloutsError):
             chain = chain.__cause__

@@ -107,7 +107,7 @@ def train_phases(
                 if not holds_run(folder.path / RL):
                     _train_phase(sft, observer, started, started, home, checkpoint, job.begin, plans.rl.eval_tasks())
                     checkpoint, now = "", time.perf_counter()
-                    if _is_out_of_time(sft):
+                    if _summary_of_finished(sft) is None:  # its hours are over
                         return job.summary
                 begins_with = newest_checkpoint(folder.path / SFT / "checkpoints")
                 if begins_with is None:
@@ -252,27 +252,24 @@ def _train_phase(
         )
 
 
-def _is_out_of_time(plan: Plan) -> bool:
-    """Whether `--max-hours` ended the phase before its last step."""
-    stopped = read_json(Path(plan.settings.out) / SUMMARY).get("stopped") or {}
-    return stopped.get("by") == "max_hours"
-
-
 def _is_over(plan: Plan) -> bool:
     """Whether nothing of the phase is left to do. The supervised one is not over where what the reinforcement is to
     begin with is damaged: resuming it falls back, or says what to type.
     """
-    folder = Path(plan.settings.out)
-    if finished(folder, plan.settings.steps, plan.settings.stop_when) is None:
+    if _summary_of_finished(plan) is None:
         return False
     if plan.settings.mode == "sft":
         try:
-            last = newest_checkpoint(folder / "checkpoints")
+            last = newest_checkpoint(Path(plan.settings.out) / "checkpoints")
             if last is not None:
                 check_folder(str(last))
         except DamagedCheckpointError:
             return False
     return True
+
+
+def _summary_of_finished(plan: Plan) -> dict[str, Any] | None:
+    return finished(Path(plan.settings.out), plan.settings.steps, plan.settings.stop_when)
 
 
 @contextlib.contextmanager

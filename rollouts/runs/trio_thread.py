@@ -35,8 +35,7 @@ class TrioThread:
         except KeyboardInterrupt:
             self._end()
             raise
-        if not self._thread.is_alive():
-            self._result.unwrap()
+        self._result.unwrap()  # the thread may still be ending, so its life says nothing
         return self
 
     def __exit__(self, *exc: Any) -> None:

@@ -110,6 +110,17 @@ def test_what_a_terminal_would_obey_is_shown_as_text(run, monkeypatch, capsys):
     say(monkeypatch, "\x1b[31mred\x07")
     assert main(["chat", "tiny", "--max-tokens", "4"]) == 0
     assert r"user: \x1b[31mred\x07" in capsys.readouterr().out
+    say(monkeypatch)
+    (run.parent / "judge.py").write_text(
+        "from rollouts import Task, reward\n"
+        "class Judge:\n"
+        "    def tasks(self, split, rng): return [Task(str(n)) for n in range(20)]\n"
+        "    @reward\n"
+        "    def fails(self): raise ValueError('\\x1b[31mred')\n"
+    )
+    assert main(["chat", "tiny", "--env", f"{run.parent / 'judge.py'}:Judge", "--task", "0"]) == 0
+    out = capsys.readouterr().out
+    assert r"reward: – (fails –): fails could not judge: ValueError: \x1b[31mred" in out, out
 
 
 @pytest.mark.parametrize(

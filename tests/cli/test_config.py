@@ -37,7 +37,7 @@ def test_the_parts_of_an_algorithm_are_explained(capsys):
         *("--shaping", "overlong", "--reference", "ema", "--correction", "none"),
     )
     assert "# the coefficient of the entropy term (a number; default 0.0)\nentropy_coef = 0.001\n" in out
-    assert "# how much the KL counts (a number; default 0.01)\ncoef = 0.02\n" in out
+    assert "# weight of the KL (a number; default 0.01)\ncoef = 0.02\n" in out
     assert '[shaping.overlong]\nname = "overlong"\n' in out and '[reference]\nname = "ema"\n' in out
     result = resolve(tomllib.loads(out))
     assert (result.settings.correction, result.settings.filter) == ("", ("algorithm",))

@@ -122,7 +122,7 @@ def test_other_mistakes_are_told_as_ever(composed, capsys):
     assert main(["run", "--env", "calculator", "--temperature", "0"]) == 2
     assert "must be more than 0" in capsys.readouterr().err
     assert main(["run", "--mode", "eval", "--env", "calculator", "--steps", "3"]) == 2
-    assert "error: --steps: an evaluation trains nothing" in capsys.readouterr().err
+    assert "error: --steps: this is a setting of training, and an evaluation trains nothing" in capsys.readouterr().err
 
 
 # --- against a server, on the base install ----------------------------------------------------------------------------

@@ -6,6 +6,7 @@ The servers are fakes in this process, and time is made up: `trio.testing.MockCl
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import pytest
@@ -262,19 +263,23 @@ def test_the_least_loaded_is_asked_and_an_episode_stays():
 def test_rollouts_of_one_prompt_share_a_server_unless_it_is_much_busier():
     a, b = Machine("a"), Machine("b")
 
-    async def main(groups, rollouts):
+    async def main(orders):
         a.generated.clear(), b.generated.clear()
         async with pool_of(a, b) as pool, trio.open_nursery() as nursery:
-            for group in range(groups):
-                for rollout in range(rollouts):
-                    session = pool.open_session((group, rollout))
-                    nursery.start_soon(pool.generate, request(group, session, (group, rollout, 0)))
+            sessions = [pool.open_session(order) for order in orders]
+            clock = trio.lowlevel.current_clock()
+            clock.autojump_threshold = math.inf  # no reply comes before all have asked
+            for order, session in zip(orders, sessions, strict=True):
+                nursery.start_soon(pool.generate, request(order[0], session, (*order, 0)))
+                await trio.testing.wait_all_tasks_blocked()  # trio would begin tasks in any order
+            clock.autojump_threshold = 0
 
-    run(main, 8, 4)
-    assert sum(where(a, b)) == 32 and min(where(a, b)) >= 8
-    assert len(set(a.generated) & set(b.generated)) <= 2  # tasks run in any order
-    run(main, 1, 8)  # one prompt alone must not leave a server idle
-    assert min(where(a, b)) >= 2
+    by_prompt = [(group, rollout) for group in range(8) for rollout in range(4)]
+    for orders in (by_prompt, sorted(by_prompt, key=lambda order: order[1])):
+        run(main, orders)
+        assert where(a, b) == [16, 16] and not set(a.generated) & set(b.generated)
+    run(main, [(0, rollout) for rollout in range(8)])  # one prompt alone must not leave a server idle
+    assert sorted(where(a, b)) == [3, 5]
 
 
 # --- servers die ------------------------------------------------------------------------------------------------------

@@ -324,7 +324,7 @@ def choice(ids: list[int], scored: list[int] | None = None, finish: str = "stop"
         ([], "http://h returned a reply with 0 choices, expected 1"),
         ([choice([1], [1])] * 2, "with 2 choices"),
         ([choice([1, 2])], "2 token ids, and 0 logprobs"),
-        ([choice([1, 2], [1, 3])], "of that do not match"),
+        ([choice([1, 2], [1, 3])], "that do not match"),
         ([choice([1], [1], "tired")], "ended a reply with 'tired', expected stop, length, abort"),
     ],
 )

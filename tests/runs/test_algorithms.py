@@ -16,7 +16,7 @@ from rollouts.config.flags import take_dotted_flags
 from rollouts.config.merging import merge
 from rollouts.config.render import to_toml
 from rollouts.config.resolving import resolve
-from rollouts.errors import ConfigError, SignatureError
+from rollouts.errors import ConfigError, ModelError, SignatureError
 from rollouts.runs.dry_run import describe, objective_words
 from rollouts.runs.manifest import make_manifest
 from rollouts.runs.plan import make_plan
@@ -241,6 +241,20 @@ def test_a_correction_that_weighs_nothing_is_told():
     assert "--correction truncated is not used" in note
 
 
+def test_a_loss_that_ignores_the_rewards_gives_a_warning():
+    words = "sft does not use the rewards: it trains on every rollout alike; type --select reward_at_least"
+    for settings in ({}, {"kl": "rk3_loss"}):
+        (note,) = plan(loss="sft", **settings).notes
+        assert words in note
+    (note,) = plan(schedule=[{"step": 5, "loss": "sft"}]).notes
+    assert f"[[schedule]], from step 5: {words}" in note
+    for settings in ({"select": "reward_at_least"}, {"filter": ["nonzero_std"]}, {"mode": "sft"}):
+        assert plan(loss="sft", **settings).notes == ()
+    assert plan(schedule=[{"step": 5, "loss": "sft"}], filter=["nonzero_std"]).notes == ()
+    for loss, more in {"rft": {}, "dpo": {}, "opd_topk": {"teacher": "tiny"}, "ppo": {"critic": "head"}}.items():
+        assert plan(loss=loss, **more).notes == ()
+
+
 # --- KL and reference ------------------------------------------------------------------------------------------------
 
 
@@ -320,6 +334,12 @@ def test_models_that_nothing_needs_are_told_and_not_loaded():
     assert found.auxiliary_models is None and [note.split()[0] for note in found.notes] == ["--critic", "--teacher"]
     (note,) = plan(critic_lr=0.1).notes
     assert "--critic-lr 0.1 is not used" in note
+
+
+@pytest.mark.parametrize("name", ["critic", "teacher"])
+def test_a_model_beside_the_policy_that_does_not_exist(name):
+    refused(ModelError, f"--{name}: there is no folder ./absent", **{name: "./absent"})
+    refused(ModelError, f"--{name}: there is no folder ./absent", loss="ppo", **{"critic": "head", name: "./absent"})
 
 
 def test_a_training_backend_that_takes_no_model_beside_the_policy(parts):
@@ -527,13 +547,13 @@ def test_a_stage_knows_what_the_whole_run_is_told():
 @pytest.mark.parametrize(
     ("table", "line", "words"),
     [
-        ('step = 5\nlss = "cispo"', 6, "schedule[0].lss: this cannot change at a step\ndid you mean: loss?"),
+        ('step = 5\nlss = "cispo"', 6, "schedule[0].lss: this setting cannot change at a step\ndid you mean: loss?"),
         ("step = 5\nlr = 0.1", 6, "a [[schedule]] table holds: step, loss, advantage, aggregation, kl,"),
-        ('loss = "cispo"', 4, "schedule[0]: it says no step; write `step = 50` into it"),
+        ('loss = "cispo"', 4, "schedule[0]: the table has no step; write `step = 50` into it"),
         ("step = 0", 5, "schedule[0].step: expected a whole number, 1 or more; got 0"),
         ("step = 2.5", 5, "schedule[0].step: expected a whole number, 1 or more; got 2.5"),
         ("step = true", 5, "expected a whole number"),
-        ('step = 5\nloss = "a"\n[[schedule]]\nstep = 5', 8, "schedule[1].step: two tables begin at step 5"),
+        ('step = 5\nloss = "a"\n[[schedule]]\nstep = 5', 8, "schedule[1].step: two tables have step 5"),
         ("step = 5\nloss = 3", 4, "schedule[0]: loss: expected the name of a component"),
         ('step = 5\nloss = { name = "cispo", clip = 1 }', 6, "schedule[0].loss.clip: loss cispo has no setting 'clip'"),
         ('step = 5\n[schedule.kl]\nname = "rk3_loss"\ncoef = "x"', 8, "schedule[0].kl.coef: expected a number"),

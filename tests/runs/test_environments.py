@@ -438,6 +438,19 @@ def test_of_tasks_that_ignore_the_split_a_fifth_is_held_out(here, env, n, eval_t
     assert len(alone.eval_tasks()) == min(n, eval_tasks), "no run has trained on the others"
 
 
+def test_a_run_of_an_earlier_version_keeps_its_held_out_tasks(here):
+    """What it has evaluated so far is not trained on when it is resumed."""
+    Path("finite.py").write_text(FINITE)
+    settings = {"env": {"name": "./finite.py:Listed", "n": 1000}, "out": "run"}
+    assert len(make_plan(resolve(settings)).eval_tasks()) == 200
+    Path("run").mkdir()
+    for manifest, held in (('{"seed": 0}', 512), ('{"seed": 0, "files": []}', 200), ("{", 200)):
+        Path("run/manifest.json").write_text(manifest)
+        made = make_plan(resolve(settings))
+        assert len(made.eval_tasks()) == held
+        assert len(held_out_notes(made.environments, 512)) == (held == 200)
+
+
 def test_tasks_of_their_own_are_all_held_out(here):
     Path("finite.py").write_text(FINITE)
     made = make_plan(resolve({"env": {"name": "./finite.py:Listed", "apart": True}}))

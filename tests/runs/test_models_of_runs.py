@@ -41,7 +41,7 @@ def test_a_folder_of_a_run_is_its_newest_checkpoint(here, name):
     assert getattr(made.settings, name) == "first/checkpoints/step_000012"
     assert f"--{name} first is a run's folder: its newest checkpoint is used, step_000012" in made.notes
     if name != "model":
-        assert getattr(made.companions, name) == "first/checkpoints/step_000012"
+        assert getattr(made.auxiliary_models, name) == "first/checkpoints/step_000012"
     assert f'{name} = "first/checkpoints/step_000012"' in made.config, "running it again means the same model"
 
 

@@ -252,14 +252,14 @@ def test_a_dry_run_describes_both(here, capsys):
         (["--reward", "lost"], "lost"),
         (["--sft.loss", "grpo"], "error: the supervised phase: --loss grpo asks for"),
         (["--sft.stpes", "3"], "did you mean: --sft.steps?"),
-        (["--sft.out", "x"], "'out' is the same in both phases"),
+        (["--sft.out", "x"], "'out' cannot differ in the supervised phase"),
         (["--sft.env.digitss", "3"], "did you mean"),
         (["--sft.training", "lost"], "error: the supervised phase: "),
         (["--env", "./parts.py:NoDemonstrations"], "NoDemonstrations has no demonstrations; write `def demonstrations"),
         (["--env", "none"], "no environment was named"),
         (["--model", "./lost"], "there is no folder ./lost"),
         (["--training.dtype", "int8"], "dtype"),
-        (["--mode", "rl", "--sft.steps", "3"], "it is for the supervised phase of mode sft+rl"),
+        (["--mode", "rl", "--sft.steps", "3"], "this setting is for the supervised phase of mode sft+rl"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -367,7 +367,7 @@ def test_a_second_phase_that_is_killed_as_it_goes_back(here, monkeypatch, capsys
     def dies(*arguments, **settings):
         raise Killed
 
-    def dies_later(plan, observer, started, home, checkpoint, on_begin, *also):
+    def dies_later(plan, observer, now, started, home, checkpoint, on_begin, *also):
         on_begin()
         raise Killed
 

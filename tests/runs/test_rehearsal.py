@@ -60,7 +60,7 @@ class RaisingTool(Base):
     @tool
     def look(self, color: str) -> str:
         """Look at it."""
-        return color
+        return shade
 
 
 class RaisingSetup(Base):
@@ -185,7 +185,7 @@ def test_a_reward_may_say_that_it_cannot_judge(here):
 
 def test_a_tool_may_refuse_invented_arguments(here):
     text = tried("RaisingTool")
-    assert "NameError: name 'color' is not defined" in text and "the tool failed (exception)" in text
+    assert "NameError: name 'shade' is not defined" in text and "the tool failed (exception)" in text
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_a_tool_may_refuse_invented_arguments(here):
         (ConfigError, "long_loss raised ValueError: too many tokens", {"loss": "./parts.py:long_loss"}),
         (ConfigError, "one_advantage got 2 rewards and", {"advantage": "./parts.py:one_advantage"}),
         (ConfigError, "batch_advantage returned as advantages shape", {"advantage": "./parts.py:batch_advantage"}),
-        (ConfigError, "the loss scalar_kl returned a scalar", {"kl": "./parts.py:scalar_kl"}),
+        (ConfigError, "the KL estimator scalar_kl returned a scalar", {"kl": "./parts.py:scalar_kl"}),
         (ConfigError, "float_correction returned float", {"correction": "./parts.py:float_correction"}),
         (ConfigError, "float_selector got 4 rewards", {"select": "./parts.py:float_selector"}),
         (ConfigError, "broken_reference raised", {"kl": "rk3_loss", "reference": "./parts.py:broken_reference"}),

@@ -184,14 +184,14 @@ def test_the_steered_coefficient_moves():
 
 def test_control_c_and_again(capsys):
     run("whole")
-    for resume, stop in ((False, 1), (True, 1), (True, 3)):
+    for resume, stop in ((False, 1), (True, 2), (True, 3)):
         arguments = [] if resume else ["--logger.Stop.error", "KeyboardInterrupt"]
         run("out", *arguments, code=130, stop=stop, resume=resume)
         assert capsys.readouterr().err.endswith("of 4 steps; go on with: rollouts resume out\n")
     run("out", resume=True)
-    assert lines_of("out") == lines_of("whole") and summary_of("out")["resumed_from"] == 3
+    assert lines_of("out") == lines_of("whole") and summary_of("out")["resumed_from"] == 4
     steps = [each["step"] for each in json.loads(Path("out/manifest.json").read_text())["resumed"]]
-    assert steps == [1, 1, 3]
+    assert steps == [2, 3, 4], "each resumes after the step in which Ctrl-C came"
 
 
 @pytest.mark.parametrize(("place", "name"), [(Loggers, "close"), (TorchBackend, "close")])
@@ -780,7 +780,7 @@ def test_a_rank_that_dies_in_a_run(capfd, here):
     said = capfd.readouterr().err
     assert said.count("error: ") == 1 and "Traceback" not in said
     assert "error: rank 1 died (killed by SIGKILL); its last command: forward_backward, command " in said
-    assert "the run failed after 2 of 4 steps; out keeps what was done; go on with: rollouts resume out" in said
+    assert "the run failed after 2 of 4 steps; out keeps what was done; correct the cause, then go on with: " in said
     (here / "die").unlink()
     run("out", "--training.processes", "3", resume=True)
     assert summary_of("out")["resumed_from"] == 2 and len(lines_of("out")) == 4

@@ -117,6 +117,16 @@ def test_a_folder_each_a_table_and_the_same_again(inside, capsys):
     assert "m has the seeds of another command: rollouts run" in error and "rollouts resume m" in error
 
 
+def test_other_rules_replace_those_of_the_command(inside):
+    assert (
+        main([*SHORT.split(), "--steps", "5", "--stop-when", "policy/loss > -9", "--seeds", "0-1", "--out", "m"]) == 0
+    )
+    assert [run["steps"] for run in written()["runs"].values()] == [1, 1]
+    assert main(["resume", "m", "--stop-when", "none", "--steps", "2"]) == 0
+    assert [run["steps"] for run in written()["runs"].values()] == [2, 2]
+    assert "--stop-when=none" in written()["command"] and "--stop-when=policy/loss > -9" not in written()["command"]
+
+
 def test_one_that_fails_keeps_no_other_from_running(inside, capsys):
     Path("fail").touch()
     line = [*SHORT.split(), "--logger", "./parts.py:Fails", "--logger", "jsonl", "--seeds", "0-2", "--out", "m"]

@@ -126,3 +126,74 @@ def test_rules_are_settings(capsys):
 def test_without_quotes_the_shell_takes_the_number_for_a_file(capsys):
     assert main(["run", "--env", "calculator", "--stop-when", "reward/mean", "0.95"]) == 2
     assert "expected METRIC OPERATOR NUMBER in quotes" in capsys.readouterr().err
+
+
+PARTS = '''\
+import os
+import signal
+from pathlib import Path
+
+from rollouts_calculator import Calculator as Base
+
+
+class Once:
+    """A logger that refuses a step that it has."""
+
+    def __init__(self):
+        self.last = -1
+
+    def log(self, metrics, step):
+        if Path("strict").exists() and step <= self.last:
+            raise ValueError("the step is there already")
+        self.last = step
+        with open("logged.txt", "a") as file:
+            print(step, "eval/reward_mean" in metrics, file=file)
+
+    def close(self):
+        pass
+
+
+class Calculator(Base):
+    played = 0
+
+    def setup(self, task):
+        """The flag says in which episode Ctrl-C comes."""
+        Calculator.played += 1
+        if Path("flag").exists() and Calculator.played == int(Path("flag").read_text()):
+            os.kill(os.getpid(), signal.SIGINT)
+'''
+
+
+def test_a_rule_that_was_met_holds_after_ctrl_c_in_the_last_evaluation(capsys):
+    Path("mine.py").write_text(PARTS)
+    Path("flag").write_text(str(8 + 8 + 3))
+    rule = ["--stop-when", "reward/mean >= 0"]
+    assert main(["run", *SHORT.replace("calculator", "./mine.py:Calculator").split(), "--steps", "3", *rule]) == 130
+    assert "interrupted after 1 of 3 steps" in capsys.readouterr().err
+    Path("flag").unlink()
+    _, summary = run(["r"], capsys, "resume")
+    assert (summary["steps"], summary["stopped"]["rule"]) == (1, "reward/mean >= 0") and steps_logged() == [0]
+    _, summary = run(["r", "--stop-when", "none", "--steps", "2"], capsys, "resume")
+    assert summary["steps"] == 2 and "stopped" not in summary
+
+
+def test_a_logger_that_takes_no_step_twice_loses_no_step(capsys):
+    Path("mine.py").write_text(PARTS)
+    Path("strict").touch()
+    loggers = ["--logger", "jsonl", "--logger", "./mine.py:Once"]
+    assert main(["run", *SHORT.split(), "--steps", "2", *loggers]) == 1
+    error = capsys.readouterr().err
+    assert "the logger Once failed: ValueError: the step is there already" in error
+    assert [path.name for path in Path("r/checkpoints").iterdir()] == ["step_000002"]
+    Path("strict").unlink()
+    _, summary = run(["r"], capsys, "resume")
+    assert summary["resumed_from"] == summary["steps"] == 2 and steps_logged() == [0, 1]
+    assert Path("logged.txt").read_text().splitlines() == ["0 True", "1 False", "1 True"]
+
+
+def test_a_first_phase_that_is_made_shorter_than_its_hours_is_over(capsys):
+    both = ["--mode", "sft+rl", "--sft.steps", "3", "--steps", "1", "--max-hours", "1e-9"]
+    _, summary = run(both, capsys)
+    assert summary["phases"]["sft"]["steps"] == 1 and summary["phases"]["rl"] is None
+    _, summary = run(["r", "--sft.steps", "1"], capsys, "resume")
+    assert summary["steps"] == 1 and summary["phases"]["rl"]["steps"] == 1

@@ -98,6 +98,16 @@ def test_what_the_inner_one_raises_is_raised(fails, words):
     assert inner.closed == 1
 
 
+def test_an_inner_one_that_cannot_be_opened_is_no_open_one_while_its_thread_ends():
+    class Slow(TrioThread):
+        def _run(self):
+            super()._run()
+            time.sleep(0.05)
+
+    with pytest.raises(ValueError, match="cannot be opened"), Slow(Inner("enter").opened()):
+        raise AssertionError("it is not open")
+
+
 def test_an_error_in_the_block_is_not_hidden_by_one_of_the_closing():
     with pytest.raises(KeyError, match="mine"), TrioThread(Inner("exit").opened()):
         raise KeyError("mine")

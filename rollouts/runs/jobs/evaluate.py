@@ -58,11 +58,12 @@ def evaluate(plan: Plan, observer: Observer, started: float, home: Path) -> dict
         engine_gets = plan.inference_arguments(None, str(folder.path))
         inference = make_inference(plan.one("inference"), engine_gets, plan.environments, must_train=False)
         folder.write_text(CONFIG, plan.config)
-        files = code_files(plan.references)
+        files = code_files(plan.references, plan.resolved.source.path)
         folder.write_json(MANIFEST, make_manifest(settings.seed, plan.references, files))
         keep_code(folder, files)
         # One more than a run's own evaluations have: a checkpoint that is evaluated again gives the same numbers.
         player = Player(settings, plan.environments, plan.rewards, chat)
+        session.backends = [(plan.one("inference"), inference)]
         job = EvaluationJob(plan, session, tasks, player.at(settings.temperature, settings.seed + 1), inference)
         session.begin(job, job.title, job.total, job.notes, plan.plain)
         trio.run(job.run, signal.getsignal(signal.SIGINT), restrict_keyboard_interrupt_to_checkpoints=True)

@@ -47,6 +47,12 @@ class Stopping:
             return Stop("max_hours", f"{hours:g}", f"--max-hours {hours:g}: they were over after {_steps(done)}")
         return None
 
+    def met_before(self, stopped: Mapping[str, str] | None) -> Stop | None:
+        """The rule that ended the run before it was resumed, if the run still has it. Hours begin anew."""
+        if stopped is None or stopped["rule"] not in map(str, self._rules):
+            return None
+        return Stop("stop_when", stopped["rule"], stopped["why"])
+
     def _note_unseen(self, metrics: Mapping[str, float]) -> None:
         """Note each rule whose metric the first step does not have; for `eval/` that is the first one that evaluates.
         Some metrics appear later, so this is no error.

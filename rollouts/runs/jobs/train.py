@@ -33,7 +33,7 @@ from rollouts.runs.jobs import learning
 from rollouts.runs.jobs.backend import make_training
 from rollouts.runs.jobs.demonstrations import demonstration_samples
 from rollouts.runs.jobs.saving import Occasion, Saving
-from rollouts.runs.jobs.stopping import Stop, Stopping, summary_of
+from rollouts.runs.jobs.stopping import Stopping, summary_of
 from rollouts.runs.manifest import MANIFEST, changed_code, code_files, keep_code, make_manifest
 from rollouts.runs.observer import Observer
 from rollouts.runs.plan import Plan
@@ -103,10 +103,11 @@ def train(
             return {}
         session.resources.callback(backend.close)
         folder = session.open(make_folder)
-        loggers, code = plan.chosen["logger"], code_files(plan.references)
+        loggers, code = plan.chosen["logger"], code_files(plan.references, plan.resolved.source.path)
         manifest = make_manifest(settings.seed, plan.references, code)
         engine_gets = plan.inference_arguments(backend, str(folder.path))
         inference = make_inference(plan.one("inference"), engine_gets, environments, must_train=settings.mode == "rl")
+        session.backends = [(plan.one("training"), backend), (plan.one("inference"), inference)]
         own = [each for each in loggers if each.component is JSONLLogger]
         resumed, first = None, 0
         if resumes:
@@ -181,7 +182,7 @@ class Training:
         self._logged = self._saved = self._start.step  # steps
         self._logged_version = self.backend.version
         self._evaluated: tuple[int, dict[str, Any]] | None = None  # the last one, and after how many steps
-        self._stop: Stop | None = None
+        self._stop = self.stopping.met_before(self._start.stopped)
         self._saving = Saving(
             self._folder,
             settings,
@@ -220,12 +221,17 @@ class Training:
                 else:
                     self.session.loggers.add_to_next(await self._evaluate("before", 0))
                 await self._profile_before(self._start.step)
-                if self._settings.mode == "sft":
-                    await self._supervised()
-                else:
-                    async with self._manager() as manager:
-                        await self._reinforcement(manager)
+                if self._stop is None:
+                    await self._steps()
                 await self._finish()
+
+    async def _steps(self) -> None:
+        """Train, from where the run begins to its end."""
+        if self._settings.mode == "sft":
+            await self._supervised()
+        else:
+            async with self._manager() as manager:
+                await self._reinforcement(manager)
 
     def save_interrupted(self) -> None:
         """After Ctrl-C: save the last step that is logged, unless that was done. Blocks; another Ctrl-C ends it.
@@ -259,7 +265,8 @@ class Training:
         again = f"go on with: {resume_command(self._folder.shown)}"
         if isinstance(failure, KeyboardInterrupt):
             return f"interrupted after {where}; {again}"
-        return f"{failure}\nthe run failed after {where}; {self._folder.shown} keeps what was done; {again}"
+        kept = f"{self._folder.shown} keeps what was done"
+        return f"{failure}\nthe run failed after {where}; {kept}; correct the cause, then {again}"
 
     async def _finish(self) -> None:
         """The last evaluation and checkpoint, unless the run resumes after them."""
@@ -269,12 +276,12 @@ class Training:
             self._evaluations["after"] = self._start.evaluation["after"]
         else:
             await self._serve_newest()
-            metrics = await self._evaluate("after", steps)
-            if metrics and steps:
-                self.session.loggers.log(metrics, steps - 1)
-            self._metrics |= metrics
+            self._metrics |= await self._evaluate("after", steps)
             await self._save(path, steps, self._evaluations, "steps")
         self.summary["checkpoint"] = self._folder.relative(path)
+        # Last: a logger that fails loses no step. A resumed run logs it again, since a kill may come before it.
+        if steps and (after := self._evaluations["after"]):
+            self.session.loggers.log(evaluation_metrics(after), steps - 1)
 
     def _manager(self) -> AsyncRolloutManager:
         """What samples the groups, as it was at the checkpoint."""
@@ -511,6 +518,7 @@ class Training:
             evaluation=dict(evaluations),
             metric=self._metric(),
             by_clock=occasion == "clock",
+            stopped=None if self._stop is None else self._stop._asdict(),
             revision=REVISION,
         )
         state_dict: dict[str, Any] = msgspec.to_builtins(state)

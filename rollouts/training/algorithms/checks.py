@@ -169,8 +169,8 @@ def probe_settings(
     if returned is not _NO_ANSWER and not is_batch:
         _as_config_error(calls.check_per_rollout, "advantage", algorithm.advantage, returned, 2)
     unit, units = unit_of(algorithm), {"token": 3, "rollout": 2, "pair": 1}
-    functions = [term.function for term in active_terms(algorithm)]
-    for function in [*functions, *([] if algorithm.kl is None else [algorithm.kl.function])]:
+    functions = [("loss", term.function) for term in active_terms(algorithm)]
+    for word, function in [*functions, *([] if algorithm.kl is None else [("KL estimator", algorithm.kl.function)])]:
         returned = _probe(function, tokens)
         if returned is _NO_ANSWER:
             continue
@@ -179,8 +179,8 @@ def probe_settings(
         if gives != unit:
             takes = f"--aggregation {function_label(algorithm.aggregation)} takes one value per {unit}"
             other = f"type --aggregation {'pair_mean' if gives == 'pair' else 'token_mean'}"
-            raise ConfigError(f"{takes}, and the loss {function_label(function)} gives one per {gives}; {other}")
-        _as_config_error(check_loss_values, values, function, unit, units[unit])
+            raise ConfigError(f"{takes}, and the {word} {function_label(function)} gives one per {gives}; {other}")
+        _as_config_error(check_loss_values, word, values, function, unit, units[unit])
 
 
 _NO_ANSWER = object()

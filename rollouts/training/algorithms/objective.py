@@ -60,7 +60,8 @@ def evaluate(
     multiplies by it, so a backend passes live tokens only. NaN at live tokens does not raise, because that would wait
     for the device; the result's `nan` reports it.
 
-    Raises TrainingError, which names the loss, if its values are not a tensor of the expected shape.
+    Raises TrainingError, which names the loss or the KL estimator, if its values are not a tensor of the expected
+    shape.
 
     Args:
         mask: [T], above 0 at live positions
@@ -76,12 +77,12 @@ def evaluate(
     if kl is not None and not is_reward_placed(kl.function):
         parts.append((kl.function, kl.coefficient if kl_coefficient is None else kl_coefficient, "kl"))
     for function, coefficient, kind in parts:
-        label = function_label(function)
-        returned = call_author("loss", function, available)
+        word, label = ("KL estimator" if kind == "kl" else "loss"), function_label(function)
+        returned = call_author(word, function, available)
         if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
             returned, reported = returned
-            metrics |= dict(_metric(name, value, live, label) for name, value in reported.items())
-        check_loss_values(returned, function, unit, len(live))
+            metrics |= dict(_metric(name, value, live, f"the {word} {label}") for name, value in reported.items())
+        check_loss_values(word, returned, function, unit, len(live))
         values = returned.where(live, 0)
         nan[label] = values.detach().isnan().any()
         if kind == "kl" and kl is not None and kl.threshold is not None:
@@ -122,28 +123,28 @@ def _expected_words(unit: Unit, count: int) -> str:
     return f"one value per {unit}, shape [{count}], in the order of their numbers in `{unit}_index`"
 
 
-def check_loss_values(values: Any, function: Any, unit: Unit, count: int) -> None:
-    """Raise TrainingError if a loss returned anything but `count` values, one per unit."""
+def check_loss_values(word: str, values: Any, function: Any, unit: Unit, count: int) -> None:
+    """Raise TrainingError if a loss or a KL estimator (`word`) returned anything but `count` values, one per unit."""
     import torch
 
     expected = _expected_words(unit, count)
     if not isinstance(values, torch.Tensor):
-        raise wrong_result("loss", function, type(values).__name__, expected)
+        raise wrong_result(word, function, type(values).__name__, expected)
     if values.dim() == 0:
-        raise wrong_result("loss", function, "a scalar", f"{expected} (drop its .mean() or .sum())")
+        raise wrong_result(word, function, "a scalar", f"{expected} (drop its .mean() or .sum())")
     if values.shape != (count,):
-        raise wrong_result("loss", function, f"shape {list(values.shape)}", expected)
+        raise wrong_result(word, function, f"shape {list(values.shape)}", expected)
 
 
-def _metric(given_name: Any, reported: Any, live: Tensor, label: str) -> tuple[str, Metric]:
+def _metric(given_name: Any, reported: Any, live: Tensor, whose: str) -> tuple[str, Metric]:
     """A term's own metric: a value, or (value, kind). The value is a number, or has the shape of the loss's values."""
     import torch
 
     if not isinstance(given_name, str):
-        raise TrainingError(f"the loss {label} reports a metric named {shown(given_name)}; its name must be text")
+        raise TrainingError(f"{whose} reports a metric named {shown(given_name)}; its name must be text")
     name = printable(given_name)
     value, given = reported if isinstance(reported, tuple) and len(reported) == 2 else (reported, "mean")
-    reports = f"the loss {label} reports {name!r}"
+    reports = f"{whose} reports {name!r}"
     if not isinstance(given, str) or given not in _KINDS:
         raise TrainingError(f"{reports} of kind {shown(given)} (choices: {', '.join(_KINDS)})")
     kind = cast(MetricKind, given)
