@@ -10,11 +10,14 @@ trio's cancellation.
 
 from __future__ import annotations
 
+import ast
 import dis
 import functools
+import inspect
 import linecache
 import os
 import sys
+import textwrap
 import threading
 import traceback
 from collections.abc import Callable
@@ -168,6 +171,28 @@ def place_of_function(function: Any) -> Place | None:
     first = code.co_firstlineno
     lines = [_place(code.co_filename, first + below) for below in range(DECORATOR_LINES_MAX)]
     return next((line for line in lines if line.text.startswith(("def ", "async def "))), lines[0])
+
+
+def place_of_parameter(component: Any, name: str) -> Place | None:
+    """The line that writes a parameter of a function, or of a class's constructor; None if there is no source."""
+    inner = unwrapped(component)
+    if not inspect.isclass(inner):
+        owners: list[Any] = [inner]
+    else:
+        is_dataclass = hasattr(inner, "__dataclass_fields__")
+        owners = list(inner.__mro__[:-1]) if is_dataclass else [inner.__init__]
+    for owner in owners:
+        try:
+            (lines, first), file = inspect.getsourcelines(owner), inspect.getsourcefile(owner)
+            tree = ast.parse(textwrap.dedent("".join(lines)))
+        except (OSError, TypeError, SyntaxError):
+            continue
+        for node in ast.walk(tree):
+            written = node.target if isinstance(node, ast.AnnAssign) else node
+            known = written.id if isinstance(written, ast.Name) else written.arg if isinstance(written, ast.arg) else ""
+            if known == name and isinstance(node, ast.AnnAssign | ast.arg):
+                return _place(file or "", first + node.lineno - 1)
+    return None
 
 
 def with_place(error: BaseException, function: Any) -> str:

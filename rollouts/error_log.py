@@ -124,7 +124,7 @@ def report(error: BaseException, label: str, *, is_noted: bool = True) -> str:
     """Write the error to the error log of its run, and return it in words with the author's line (`words_of`).
 
     `label` names the component, such as `the reward brevity`. With `is_noted=False`, no note is shown: the caller shows
-    the error, or it is for the model.
+    the error.
     """
     if not _open:
         return words_of(error)
@@ -133,7 +133,7 @@ def report(error: BaseException, label: str, *, is_noted: bool = True) -> str:
     return fault.words
 
 
-def report_fault(fault: Fault, label: str, *, is_noted: bool = False) -> None:
+def report_fault(fault: Fault, label: str, *, is_noted: bool = True) -> None:
     """Write an error that is already text to the error log."""
     log = _log()
     if log is not None:

@@ -89,12 +89,11 @@ def read_settings(
     `forced` are settings that the command itself determines. Raises ConfigError.
     """
     from rollouts.config.files import NOWHERE, load_file
-    from rollouts.config.merging import merge
-    from rollouts.config.resolving import resolve
+    from rollouts.config.resolving import merge_over_file, resolve
 
     flags = given_flags(options)
     tree, source = load_file(file) if file else ({}, NOWHERE)
-    given = merge(tree, flags, ctx.obj or {}, forced or {})
+    given = merge_over_file(tree, flags, ctx.obj or {}, forced or {})
     return resolve(given, source), given
 
 

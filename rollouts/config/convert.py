@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import datetime
 import enum
+import inspect
 import json
 import re
 import types
@@ -208,6 +209,24 @@ def default_text(setting: Setting) -> str:
         return f"default {'none' if setting.default is None else toml_value(setting.default)}"
     except TypeError:
         return f"default {setting.default!r}"
+
+
+def default_fault(setting: Setting) -> str:
+    """Why a settings file that holds the default would be refused: it does not fit the type hint; empty if it fits."""
+    import tomllib
+
+    if setting.is_required or is_secret(setting.name):
+        return ""  # no settings file holds it
+    try:
+        text = toml_value(setting.default)
+    except TypeError:
+        return ""
+    try:
+        convert_value(tomllib.loads(f"x = {text}")["x"], setting.type, (setting.name,))
+    except ConfigError:
+        hint = re.sub(r"[\w.]+\.(?=[A-Za-z_])", "", inspect.formatannotation(setting.type))  # without modules
+        return f"the default {text} is not {describe_type(setting.type)}, but its hint is {hint}"
+    return ""
 
 
 def complete_settings(signature: Signature, settings: Mapping[str, Any]) -> dict[str, Any]:

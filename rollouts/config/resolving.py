@@ -27,6 +27,7 @@ from rollouts.config.settings import (
     COMPONENT_KINDS,
     EVAL,
     EVAL_DEFAULTS,
+    SAMPLING,
     SFT,
     Setting,
     Settings,
@@ -55,6 +56,17 @@ class Resolved(NamedTuple):
         settings = dataclasses.replace(self.settings, schedule=tuple(core["schedule"]), sft=core["sft"])
         components = {key: components_without_secrets(chosen) for key, chosen in self.components.items()}
         return self._replace(settings=settings, components=components)
+
+
+def merge_over_file(file: Tree, *given: Tree) -> Tree:
+    """The `given` settings, merged over those of a file. An evaluation does not take SAMPLING from the file of a
+    training run: its numbers are then those of the run's own evaluations.
+    """
+    merged, mode = merge(file, *given), file.get("mode")
+    is_of_training = mode != "eval" and (mode is not None or not file.keys() <= set(EVAL))
+    if plain(merged.get("mode")) == "eval" and is_of_training:
+        return merge({key: value for key, value in file.items() if key not in SAMPLING}, *given)
+    return merged
 
 
 def resolve(tree: Tree, source: Source = NOWHERE, *, allow_left_out: bool = False) -> Resolved:
