@@ -56,14 +56,14 @@ def new_folder(target: Path, *, replaces: bool = True) -> Iterator[Path]:
     made = [parent for parent in target.absolute().parents if not parent.exists()]
     try:
         if target.exists() and not target.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, "there is a file of this name")
+            raise NotADirectoryError(errno.ENOTDIR, "a file of this name exists")
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         yield temporary
         _settle(temporary)
         has_old = target.exists()
         if has_old and not replaces:
-            raise FileExistsError(errno.EEXIST, "there is a folder of this name by now")
+            raise FileExistsError(errno.EEXIST, "a folder of this name exists")
         if has_old:
             _discard(old)
             os.replace(target, old)

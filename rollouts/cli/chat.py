@@ -148,7 +148,7 @@ def _transcript(out: str | None) -> Iterator[TextIO | None]:
     try:
         file = open(out, "x", encoding="utf-8", errors="backslashreplace")
     except FileExistsError as error:
-        raise OutputError(f"--out {out}: it exists already and is kept as it is; give another name") from error
+        raise OutputError(f"--out {out}: this file exists already and is not overwritten; give another name") from error
     except OSError as error:
         raise OutputError(f"--out {out} cannot be written: {error.strerror or error}") from error
     with file:
