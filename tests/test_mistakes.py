@@ -212,7 +212,7 @@ VALUES = [
     row("a phase that is not there", f"{CALC} --sft.steps 5", "--mode sft+rl, or leave it out"),
     row("a settings table as a flag", f"{CALC} --schedule x", "[[schedule]]"),
     row("a file as system prompt", f"{CALC} --system p.txt", '--system "$(cat p.txt)"', files={"p.txt": "Be kind."}),
-    row("an api cannot be trained", f"{CALC} --inference openai", "nothing can be trained", "rollouts eval"),
+    row("an api cannot be trained", f"{CALC} --inference openai", "a run cannot train on its replies", "rollouts eval"),
     row("vllm is not installed", f"{CALC} --inference vllm", "pip install", "--inference.python"),
     row("a url without http", f"{CALC} --inference vllm --inference.url 127.0.0.1:9", "http://127.0.0.1:8000"),
     row("no key for an api", "eval --env calculator --inference openai --model m --out o", "export OPENAI_API_KEY="),
@@ -310,6 +310,7 @@ ENVIRONMENTS = [
     dice("tasks that raise", ("in range(1000)", "in open('x')"), "FileNotFoundError", "e.py, line 9"),
     dice("an unknown field of Task", ('Task("', 'Task(question="'), "'question'", "e.py, line 10"),
     dice("a constructor's argument", ("int = 6", "int"), "needs `sides`", "--env.sides"),
+    dice("a default of another type", ("int = 6", 'int = "6"'), 'Dice.sides: the default "6" is not a', "e.py, line 5"),
     dice("a constructor that raises", ("= sides\n", "= sides / 0\n"), "ZeroDivisionError", "e.py, line 6"),
     dice("an abstract class", ("class Dice:", ABSTRACT), "abstract", "roll"),
     dice("a syntax error", ("rng):", "rng)"), "e.py, line 8", "SyntaxError"),
@@ -346,6 +347,9 @@ ENVIRONMENTS = [
 
 REWARDS = [
     reward("trl's reward", "def r(prompts, **kw): ...\n", "'prompts'", "task:"),
+    reward(
+        "a default of another type in a reward", "def r(task, *, n: int = 0.5): ...\n", "r.n: the default 0.5", "line 1"
+    ),
     reward("a number as function", "r = 1.0\n", "cannot be called", "a function"),
     reward("a reward that does not import", "def r(task)\n", "r.py, line 1", "SyntaxError"),
     reward("text", "def r(task):\n    return 'yes'\n", "'yes' (str)", "finite float", code=1),
