@@ -103,18 +103,18 @@ def check_composition(algorithm: Algorithm, samples_per_prompt: int | None = Non
 
 
 def compares_groups(algorithm: Algorithm) -> bool:
-    """Whether the advantage compares the rollouts of a group, so that a group of one has none: it gives a single
-    rollout 0, whatever its reward is.
+    """Whether the advantage compares the rollouts of a group, so that the advantage of a group's only rollout is 0,
+    whatever its reward is.
     """
     if algorithm.pairs is not None or is_batch_advantage(algorithm.advantage) or "advantages" not in needs(algorithm):
         return False
-    if not isinstance(unwrapped(algorithm.advantage), FunctionType):  # an object may keep what it has seen
+    if not isinstance(unwrapped(algorithm.advantage), FunctionType):  # a call may change an object's state
         return False
     try:
         return all(
             calls.group_advantages(algorithm.advantage, [reward], lengths=[1]) == [0.0] for reward in (0.0, 0.3, 1.0)
         )
-    except RolloutsError:  # the first batch reports what is wrong with it
+    except RolloutsError:  # the first batch reports the error
         return False
 
 
@@ -187,7 +187,7 @@ _NO_ANSWER = object()
 
 
 def _as_config_error(check: Callable[..., object], *arguments: Any) -> None:
-    """Run a check of a training step. What it refuses is the user's mistake here."""
+    """Run a check that training steps use too. Raises ConfigError instead of TrainingError."""
     try:
         check(*arguments)
     except TrainingError as error:
@@ -206,7 +206,9 @@ def _probe(function: Callable[..., Any], available: dict[str, Any]) -> Any:
     except UserError:
         if not _refuses(plain, available):
             raise
-    except NameError as error:  # other numbers would not help
+    except NameError as error:
+        if isinstance(error, UnboundLocalError):  # it may depend on the numbers
+            return _NO_ANSWER
         raise ConfigError(f"the function {function_label(function)} raised {words_of(error)}") from error
     except Exception:  # an author's function may raise anything
         return _NO_ANSWER
@@ -246,7 +248,7 @@ def _three_tokens(max_tokens: int | None) -> dict[str, Any]:
         "advantages": torch.tensor([1.0, 1.0, -1.0], dtype=torch.float64),
         "rewards": torch.tensor([1.0, 0.0], dtype=torch.float64),
         "mask": torch.ones(3, dtype=torch.float64),
-        "lengths": torch.tensor([1, 1]),
+        "lengths": torch.tensor([2, 1]),
         "truncated": torch.tensor([False, False]),
         "turn_rewards": [[1.0], [0.0]],
         "parts": torch.tensor([[1.0, 0.5], [0.0, 0.5]], dtype=torch.float64),
