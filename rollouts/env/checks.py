@@ -64,7 +64,8 @@ def check_environment(env: Any, rewards: Sequence[RewardTerm] | None = None) -> 
         )
     if has_rollout and getattr(env, "async_library", None) == "asyncio":
         raise EnvironmentDefinitionError(
-            f'{label}.async_library is "asyncio", but {UNDER_TRIO}; without it the names in each method decide'
+            f'{label}.async_library is "asyncio", but {UNDER_TRIO}; remove `async_library`, and each method runs under '
+            "the library that it names"
         )
     _check_selves(env, label)
     for tool in tools_of(env):

@@ -40,7 +40,7 @@ def check_isolated(function: Any) -> None:
     plain = _plain(function)
     label = getattr(plain, "__qualname__", repr(plain))
     if inspect.iscoroutinefunction(plain) or inspect.isasyncgenfunction(plain):
-        raise _refused(label, 'is async, and isolate="process" is for plain functions; leave one of the two out')
+        raise _refused(label, 'is async, and isolate="process" needs a plain `def`; remove one of the two')
     if not inspect.isfunction(plain):
         kind = type(plain).__name__
         raise _refused(label, f'is {kind}, and isolate="process" is for functions written with `def`')
@@ -48,7 +48,10 @@ def check_isolated(function: Any) -> None:
     if parameters and (isinstance(function, classmethod) or parameters[0].name in ("self", "cls")):
         line = f"def {plain.__name__}({', '.join(map(str, parameters[1:]))})"
         name = parameters[0].name
-        raise _refused(label, f"names {name!r}, and no object is in another process; write it {INSTEAD}{line}: ...")
+        raise _refused(
+            label,
+            f"names {name!r}, but its process has no such object; write it {INSTEAD}{line}: ...",
+        )
 
 
 def check_reference(function: Any) -> Callable[..., Any]:

@@ -224,7 +224,7 @@ class _Pool:
             why = outcome.text.removeprefix("Error: ")
             raise EnvironmentDefinitionError(
                 f"the tool {label} cannot run in a process of its own: {reference.module} does not import there "
-                f'({why}); its module must import by itself, or leave isolate="process" out'
+                f'({why}); make the module importable on its own, or remove isolate="process"'
             )
         worker.loaded.add(reference)
 

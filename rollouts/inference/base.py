@@ -236,7 +236,7 @@ def check_engine(engine: Any, name: str) -> InferenceBackend:
                 )
     if missing:
         raise ConfigError(
-            f"{own} has no {', no '.join(missing)}: an engine has every field and method of "
-            "rollouts.inference.base.InferenceBackend, such as `capabilities = Capabilities()`; see docs/inference.md"
+            f"{own} has no {', no '.join(missing)}; add it to the class: an engine needs every field and method of "
+            "rollouts.inference.base.InferenceBackend, see docs/inference.md"
         )
     return cast(InferenceBackend, engine)

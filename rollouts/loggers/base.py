@@ -67,7 +67,7 @@ def import_library(module: str, *, logger: str, install: str) -> Any:
         missing = isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0]
         if missing == module.split(".")[0]:
             raise UserError(
-                f"{needs} not installed; type `pip install {install}`, or choose another one with `--logger jsonl`"
+                f"{needs} not installed; type `pip install {install}`, or choose another logger: `--logger jsonl`"
             ) from error
         raise BrokenPluginError(
             f"{needs} installed but does not import ({type(error).__name__}: {error}); "

@@ -73,7 +73,7 @@ def compose(
         composed.append(Stage(step, stage_name(step), algorithm, auto))
     if settings.minibatches > settings.prompts_per_step:
         raise ConfigError(
-            f"--minibatches {settings.minibatches}: a batch is parted by prompts, and --prompts-per-step is "
+            f"--minibatches {settings.minibatches}: a batch is divided by prompts, and --prompts-per-step is "
             f"{settings.prompts_per_step}; type --minibatches {settings.prompts_per_step} or less"
         )
     asked = frozenset(name for stage in composed for name in asked_names(stage.algorithm))
@@ -191,8 +191,7 @@ def _check_mode(parts: Mapping[str, list[Chosen]], settings: Settings) -> None:
     given += [("minibatches", str(settings.minibatches))] if settings.minibatches > 1 else []
     for flag, value in given:
         raise ConfigError(
-            f"--{flag} {value}: mode sft trains on demonstrations, and this is for rollouts; leave it out, or type "
-            "--mode rl"
+            f"--{flag} {value}: this is a setting for rollouts, and mode sft has none; leave it out, or type --mode rl"
         )
 
 
@@ -249,8 +248,8 @@ def _check_backend(chosen: Mapping[str, list[Chosen]], wanted: AuxiliaryModels |
     needed += [f"a critic ({wanted.critic})"] if wanted.critic else []
     needed += [f"a teacher ({wanted.teacher})"] if wanted.teacher else []
     raise ConfigError(
-        f"--training {training.name}: it takes no auxiliary models (it does not name `auxiliary_models`), and this "
-        f"run needs {', '.join(needed)}; type --training torch, or leave out what needs it (--kl, --critic, --teacher)"
+        f"--training {training.name} cannot load {', '.join(needed)}, which this run needs: its function has no "
+        "parameter `auxiliary_models`; type --training torch, or leave out --kl, --critic and --teacher"
     )
 
 

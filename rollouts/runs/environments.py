@@ -207,8 +207,8 @@ class Environment(NamedTuple):
                 if not thread.is_late:
                     raise
                 raise EnvironmentDefinitionError(
-                    f"{label} gave nothing for {self.tasks_seconds:g} seconds, and --tasks-seconds is its deadline; "
-                    "type a larger one, or let it load its data faster"
+                    f"{label} gave nothing for {self.tasks_seconds:g} seconds, the deadline of --tasks-seconds; raise "
+                    "--tasks-seconds, or load the environment's data faster"
                 ) from error
 
     def _guarded(self, values: Iterable[Any], thread: AuthorThread, label: str) -> Iterator[Any]:
@@ -351,8 +351,8 @@ def _without_end(env: Environment, prompts: HeldOutPrompts) -> Iterator[Demonstr
         yield known[-1]
     if not known:
         raise EnvironmentDefinitionError(
-            f"the environment {env.name} has only demonstrations of held-out tasks ({skipped} in a row); give it more, "
-            "lower --eval-tasks, or let tasks('eval', rng) give other ones"
+            f"the last {skipped} demonstrations of the environment {env.name} all belong to held-out tasks; yield more "
+            "demonstrations, lower --eval-tasks, or let tasks('eval', rng) yield other tasks"
         )
     for epoch in itertools.count(1):
         yield from (known[index] for index in env.demonstration_order(len(known), epoch))

@@ -53,7 +53,7 @@ def export(source: str, out: str, *, dtype: str = "", adapter: bool = False) -> 
     """
     target = Path(out)
     if target.exists():
-        raise OutputError(f"{out} exists already and is kept as it is; give the name of a new folder")
+        raise OutputError(f"{out} exists already and is not overwritten; give the name of a new folder")
     if adapter and dtype:
         raise ConfigError(
             "--dtype is for whole models, and --adapter writes the adapter as it is; leave one of them out"
@@ -124,8 +124,8 @@ def _write_model(folder: Path, inside: Path, dtype: str) -> Exported:
     del model  # memory need not have room for two models
     if not models.agree(wanted, models.probe_logits(models.load_hf_model(str(inside), dtype=chosen, device="cpu"))):
         raise ModelError(
-            f"loaded again, the model that was written gives other logits than the one in {folder}, so nothing was "
-            "exported; see whether the disk is sound, and which version of transformers wrote the checkpoint"
+            f"the exported model, loaded again, gives other logits than the model in {folder}, so nothing was "
+            "exported; check the disk, and which version of transformers wrote the checkpoint"
         )
     return Exported(folder, inside, "full", chosen, len(adapters), 0, has)
 

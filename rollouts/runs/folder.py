@@ -60,7 +60,7 @@ def check_out(out: str, home: Path | None = None) -> Path:
     if path.exists() and (not path.is_dir() or not _is_blank(path)):
         resume = f"\nto continue the run in it: rollouts resume {shlex.quote(out)}" if holds_run(path) else ""
         raise OutputError(
-            f"the output folder {out} exists already and is kept as it is; type --out with another name{resume}"
+            f"the output folder {out} exists already and is not overwritten; type --out with another name{resume}"
         )
     parent = next(each for each in (path, *path.parents) if each.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
@@ -93,7 +93,7 @@ def load_config(folder: Path) -> tuple[Tree, Source]:
             raise ConfigError(f"{folder / CONFIG} is empty")
     except ConfigError as error:
         raise ConfigError(
-            f"{error}\nmend the file; if a crash of the machine has torn it, write it again: rollouts config SETTINGS "
+            f"{error}\ncorrect the file, or, if a crash has cut it off, write it again: rollouts config SETTINGS "
             f"> {shlex.quote(str(folder / CONFIG))} ({folder / 'manifest.json'} has the command that began the run)"
         ) from error
     return tree, source

@@ -51,7 +51,7 @@ def code_files(components: Iterable[ComponentRef], settings_file: str = "") -> l
     """The files that these components came from, each once.
 
     A file is copied unless it is too large, or is the settings file too; nor is one that the run whose config.toml is
-    the settings file did not copy. Raises OutputError where one cannot be read any more.
+    the settings file did not copy. Raises OutputError if a file cannot be read any more.
     """
     paths = dict.fromkeys(ref.value.rpartition(":")[0] for ref in components if ref.value and not ref.distribution)
     left_out = {os.path.realpath(settings_file)}
@@ -77,8 +77,8 @@ def keep_code(folder: RunFolder, files: Iterable[CodeFile]) -> None:
 
 
 def is_older(run: Path) -> bool:
-    """Whether an earlier version began the run in this folder, which held all of `--eval-tasks` out also where a short
-    list of tasks ignores the split. It wrote no `files`.
+    """Whether an earlier version of rollouts began the run in this folder. It held out all of `--eval-tasks`, even if a
+    short list of tasks ignores the split. Its manifest has no `files`.
     """
     manifest = read_json(run / MANIFEST)
     return bool(manifest) and "files" not in manifest

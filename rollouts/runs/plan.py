@@ -336,8 +336,8 @@ def _check_trainable(inference: Chosen) -> None:
     """Raise ConfigError if the engine is marked as only for evaluation."""
     if is_evaluation_only(inference.component):
         raise ConfigError(
-            f"--inference {inference.name}: it takes messages and returns no token ids with logprobs, so nothing can "
-            "be trained on what it says\ntype: --inference hf to train, or `rollouts eval` to evaluate with it"
+            f"--inference {inference.name}: it takes messages and returns no token ids with logprobs, so a run "
+            "cannot train on its replies\ntype: --inference hf to train, or `rollouts eval` to evaluate with it"
         )
 
 
@@ -438,8 +438,8 @@ def _evaluated(settings: Settings, inference: Chosen) -> tuple[Settings, tuple[s
         if settings.template:
             name = next(iter(settings.template))
             raise ConfigError(
-                f"--template.{name.replace('_', '-')}: with --inference {inference.name} the server shows the "
-                "conversation to the model, not we; vLLM and SGLang take such arguments in the request: "
+                f"--template.{name.replace('_', '-')}: with --inference {inference.name} the server applies "
+                "the chat template, not rollouts; vLLM and SGLang take the argument in the request: "
                 f"--inference.body '{{chat_template_kwargs = {{{name} = ...}}}}'"
             )
         return settings, ()
@@ -475,10 +475,10 @@ def _check_served(given: str, model: str, inference: Chosen, *, of_run: bool) ->
     if not of_run:
         return ()
     raise ConfigError(
-        f"--model {given} with --inference.url: nothing is sent to servers that are evaluated, so the numbers "
-        "would be of whatever is loaded there. Leave --inference.url out, and a server is started with that model; or "
-        f"start that server with it (`rollouts export {shlex.quote(given)} FOLDER` writes what it can load), and "
-        "type --inference.served-model NAME, its name there, to say so"
+        f"--model {given} with --inference.url: an evaluation sends no weights to a running server, so "
+        "the results would be those of the model that the server has loaded. Leave --inference.url out, and a server "
+        f"is started with {given}; or export it (`rollouts export {shlex.quote(given)} FOLDER`), start the server with "
+        "the exported folder, and type --inference.served-model NAME with the server's name for the model"
     )
 
 

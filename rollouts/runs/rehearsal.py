@@ -221,11 +221,11 @@ def _check_played(env: Environment, episode: Episode) -> None:
     name = env.alias or env.name
     if episode.status.is_infrastructure:
         raise EnvironmentDefinitionError(
-            f"{name}: a scripted episode ended with {episode.status.value}: {episode.trajectory.error}"
+            f"{name}: a test episode with scripted replies failed as {episode.status.value}: {episode.trajectory.error}"
         )
     for why in episode.score.why.split("; "):
         if " could not judge: " in why and not why.endswith("it returned None"):
-            raise ConfigError(f"{name}: in a scripted episode the reward {why}")
+            raise ConfigError(f"{name}: in a test episode with scripted replies, the reward {why}")
 
 
 def _episode_lines(plan: Plan, env: Environment, group: Group, chat: ChatFormat | None) -> Iterator[str]:

@@ -160,7 +160,7 @@ def run_to_resume(resolved: Resolved) -> Path | None:
         names = (settings.env or "NAME",) if isinstance(settings.env, str) else settings.env
         envs = " ".join(f"--env {name}" for name in names)
         raise ConfigError(
-            "--resume auto goes on with the run in the folder --out, and no folder is named\n"
+            "--resume auto continues the run in the folder --out, and --out is not given\n"
             f"type: rollouts run {envs} --out runs/NAME --resume auto"
         )
     folder = Path(settings.out)
@@ -216,7 +216,7 @@ def restore(
             words = str(error)
             if isinstance(error, DamagedCheckpointError):  # for what else is refused, so would be an earlier one
                 if auto and earlier is not None:
-                    notes.append(folder.in_words(f"{error}; going on from {earlier.name} instead"))
+                    notes.append(folder.in_words(f"{error}; continuing from {earlier.name} instead"))
                     continue
                 words += f"\n{_instead(folder.path, earlier, is_other=path not in there and bool(there))}"
             error.args = (folder.in_words(words),)
@@ -270,10 +270,10 @@ def _missing_checkpoint(logged: Logged, folder: RunFolder, *, auto: bool) -> lis
         return []
     lost = f"the run has written the checkpoint {folder.shown / 'checkpoints' / last.name}, which is missing"
     if auto and there:
-        return [f"{lost}; going on from {there[-1].name} instead"]
+        return [f"{lost}; continuing from {there[-1].name} instead"]
     raise DamagedCheckpointError(
-        f"{lost}; to begin again would overwrite what the run has done, so nothing was changed\n"
-        f"put it back, or {_instead(folder.shown, there[-1] if there else None, is_other=False)}"
+        f"{lost}; a fresh start would overwrite the run, so nothing was changed\n"
+        f"put the checkpoint back, or {_instead(folder.shown, there[-1] if there else None, is_other=False)}"
     )
 
 
@@ -329,7 +329,7 @@ def _checked(found: Mapping[str, Any], path: Path, settings: Settings, folder: P
     if state.step > settings.steps:
         more = f"--steps {max(state.step, settings.steps)}"
         raise ConfigError(
-            f"{state.step} steps are done in the checkpoint {path}, and the run is to have {settings.steps}; go back "
+            f"the checkpoint {path} has {state.step} finished steps, and --steps is {settings.steps}; go back "
             f"with --checkpoint NAME, or make it longer: {resume_command(folder, more=more)}"
         )
     _check_same(state.settings, settings, path, folder)

@@ -185,7 +185,7 @@ def run_seeds(runs: SeedRuns, say: Callable[[str], None]) -> dict[str, Any]:
             raise KeyboardInterrupt(f"interrupted in seed {seed}; continue all seeds with: {again}")
         if code == MISTAKE:
             _discard(runs, made)
-            raise ConfigError(f"the run with seed {seed} was refused, as the error above says; no other one has begun")
+            raise ConfigError(f"the run with seed {seed} was refused, see the error above; no other seed was started")
         if code:
             failed.append(str(seed))
         written = _write(runs)

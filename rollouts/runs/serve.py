@@ -46,7 +46,7 @@ def serve(plan: Plan, address: Address, limits: HTTPLimits, say: Callable[[str],
     """
     if plan.is_chat:
         raise ConfigError(
-            f"--inference {plan.one('inference').name} takes messages, and has an address of its own already; type "
+            f"--inference {plan.one('inference').name} is a chat API with an address of its own; type "
             "--inference hf, vllm or sglang"
         )
     with _bound(address) as bound, temporary_engine(plan, []) as engine:  # before the model loads

@@ -114,8 +114,7 @@ def train_phases(
                 begins_with = newest_checkpoint(folder.path / SFT / "checkpoints")
                 if begins_with is None:
                     raise ConfigError(
-                        f"the supervised phase in {folder.path / SFT} has no checkpoint, so there is nothing to begin "
-                        "with"
+                        f"the supervised phase in {folder.path / SFT} has no checkpoint, so reinforcement cannot begin"
                     )
                 # The default learning rate depends on the run's model, not on the checkpoint, so it is set explicitly.
                 rl = _with(rl, model=str(begins_with), lr=rl.lr)
@@ -171,8 +170,9 @@ def _check_resumed(out: Path, plans: PhasePlans) -> None:
     changed = changed_settings(_supervised_as_written(begun), _supervised_as_written(plans.whole))
     if changed and holds_run(out / RL):
         raise ConfigError(
-            f"the supervised phase of {out} is over, and reinforcement has begun with it; this would change it: "
-            f"{', '.join(f'sft.{each}' for each in changed)}\nleave that as it was, or give another --out"
+            f"the supervised phase of {out} is over, and reinforcement has begun with its model, so its settings "
+            f"cannot change: {', '.join(f'sft.{each}' for each in changed)}\n"
+            "give the old values again, or another --out"
         )
 
 

@@ -215,7 +215,11 @@ def test_every_tool_is_called_and_a_long_conversation_is_cut(here, limits):
 @pytest.mark.parametrize(
     "error, words, settings",
     [
-        (ConfigError, "in a scripted episode the reward few could not judge: KeyError", {"env": "RaisingReward"}),
+        (
+            ConfigError,
+            "in a test episode with scripted replies, the reward few could not judge: KeyError",
+            {"env": "RaisingReward"},
+        ),
         (ConfigError, "'bad' returned nan", {"env": "NaN"}),
         (EnvironmentDefinitionError, "environment_error: running setup: OSError: no such", {"env": "RaisingSetup"}),
         (ConfigError, "'group_reward' returned [1.0] for 2 rollouts", {"reward": ["./parts.py:group_reward"]}),

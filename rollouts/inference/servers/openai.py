@@ -201,7 +201,7 @@ class OpenAIInference:
         choices = completion.choices or []
         if len(choices) != 1:
             said = f": {message_of({'error': completion.error})}" if completion.error else ""
-            raise InferenceError(f"{self.url} returned {len(choices)} choices instead of one{said}")
+            raise InferenceError(f"{self.url} returned a reply with {len(choices)} choices, expected 1{said}")
         choice = choices[0]
         if choice.finish_reason == "error":
             raise InferenceError(f"{self.url} ended its reply with an error")

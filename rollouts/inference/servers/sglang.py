@@ -217,8 +217,8 @@ async def _check_control(client: PlainClient) -> None:
         if failure.status not in (401, 403):
             raise
         raise ConfigError(
-            f"{client.url} has an admin key (--admin-api-key), and without it refuses aborts and weights: start it "
-            "with --api-key alone, or with --admin-api-key alone, and use that key"
+            f"{client.url} has an admin key (--admin-api-key), and refuses aborts and new weights without it: start "
+            "the server with --api-key alone, or with --admin-api-key alone, and use that key"
         ) from None
 
 

@@ -222,7 +222,7 @@ async def group_ranks(client: PlainClient) -> int:
     """The number of ranks of this server: one per worker. Raises ConfigError, HTTPFailure."""
     info = await server_info(client)
     if info.dp_size != 1 or info.pp_size != 1:
-        only = "SGLang receives weights only with 1 and 1: start one server for each replica"
+        only = "--inference.transport distributed needs 1 for both; start one server for each replica"
         raise ConfigError(f"{client.url} runs with --dp-size {info.dp_size} --pp-size {info.pp_size}; {only}")
     return info.tp_size
 

@@ -211,7 +211,7 @@ class VLLM:
         config = await self._config(client)
         if config is not None and (await client.get("/is_paused", _Paused)).is_paused:
             why = "perhaps because a run was killed while it sent weights"
-            raise ConfigError(f"vLLM at {client.url} is paused, {why}: restart it")
+            raise ConfigError(f"vLLM at {client.url} is paused, {why}: restart the server")
         if config is not None and config.model_config.logprobs_mode.endswith("logits"):
             raise ConfigError(_words_of_logits(client))
         logprobs = await self._convention(client)
@@ -293,7 +293,7 @@ class VLLM:
             request.max_tokens, request.temperature, True, False, request.stop_ids, _seed(request), logprobs=0
         )
         body = GenerateBody(target.name, request.tokens, sampling, target.model, target.salt)
-        return read_reply(await client.post(GENERATE, body, GenerateReply))
+        return read_reply(await client.post(GENERATE, body, GenerateReply), client.url)
 
     async def score(self, client: HTTPClient, tokens: list[int], target: RequestTarget) -> list[float]:
         """The logprob of each token [L] at temperature 1; the first is 0.0. Raises InferenceError."""
@@ -345,14 +345,14 @@ class VLLM:
                         await post("/collective_rpc", call, bytes, attempts_max=1)
                     except HTTPFailure as failure:
                         raise InferenceError(
-                            f"{failure}; it stays paused until a load succeeds. Can it read {folder}, and has it the "
-                            "same model?"
+                            f"{failure}; the server stays paused until a load succeeds. Check that it can read "
+                            f"{folder} and serves the same model"
                         ) from failure
                     has_weights = True
                     await post("/update_weight_version", {"new_version": str(update.version)}, bytes)
                     if not (await post("/reset_prefix_cache?reset_running_requests=true", {}, _Done)).success:
                         raise InferenceError(
-                            f"{client.url} did not empty its prefix cache, which is of the old weights"
+                            f"{client.url} did not clear its prefix cache, which still holds results of the old weights"
                         )
                 except InferenceError:
                     if has_weights:
@@ -401,19 +401,19 @@ def _seed(request: GenerateRequest) -> int:
     return (request.seed + request.offset * 0x9E3779B97F4A7C15) % 2**63
 
 
-def read_reply(reply: GenerateReply) -> Sampled:
-    """The single choice: ids [K], their logprobs [K], and why it ended. Raises InferenceError."""
+def read_reply(reply: GenerateReply, url: str) -> Sampled:
+    """The single choice of a reply from `url`: ids [K], their logprobs [K], and why it ended. Raises InferenceError."""
     if len(reply.choices) != 1:
-        raise InferenceError(f"the server returned {len(reply.choices)} choices instead of one")
+        raise InferenceError(f"{url} returned a reply with {len(reply.choices)} choices, expected 1")
     choice: Choice = reply.choices[0]
     content = choice.logprobs.content if choice.logprobs is not None else []
     if [entry.token_id for entry in content] != choice.token_ids:
         given = f"{len(choice.token_ids)} token ids, and {len(content)} logprobs that do not match them"
-        raise InferenceError(f"the server returned {given}")
+        raise InferenceError(f"{url} returned {given}")
     finish = FINISHES.get(choice.finish_reason)
     if finish is None:
         expected = ", ".join(FINISHES)
-        raise InferenceError(f"the server ended a reply with {choice.finish_reason!r}, expected {expected}")
+        raise InferenceError(f"{url} ended a reply with {choice.finish_reason!r}, expected {expected}")
     spans = tuple((span.version, span.start, span.end) for span in choice.weight_versions or ())
     return Sampled(choice.token_ids, [entry.logprob for entry in content], finish, spans)
 

@@ -44,8 +44,8 @@ def evaluate(plan: Plan, observer: Observer, started: float, home: Path) -> dict
     start. Relative paths begin at `home`.
 
     Raises:
-        UserError: before anything is written, or where an environment shows its mistake only when it is played.
-            RunError: no episode could be judged, or too many failed; the folder keeps the finished episodes.
+        UserError: before anything is written; also later, if only playing an environment shows its mistake. RunError:
+            no episode could be judged, or too many failed; the folder keeps the finished episodes.
         KeyboardInterrupt: after Ctrl-C; the folder keeps the finished episodes.
     """
     settings = plan.settings

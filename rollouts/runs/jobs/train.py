@@ -498,7 +498,7 @@ class Training:
                 await self.backend.save(str(path), state)
         except trio.TooSlowError as error:
             raise CheckpointError(
-                f"the checkpoint {path} was not written in {SAVE_SECONDS:g} s; see whether the disk answers"
+                f"the checkpoint {path} was not written in {SAVE_SECONDS:g} s; check the disk"
             ) from error
         except CheckpointError as error:
             if occasion != "clock" or not error.is_full:

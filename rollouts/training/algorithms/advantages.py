@@ -75,7 +75,7 @@ def ones(rewards: Tensor | Sequence[float | None]) -> Tensor:
 
 
 def _judged(rewards: Tensor | Sequence[float | None]) -> tuple[Tensor, Tensor]:
-    """The rewards as a float tensor [G], 0 where not judged, and a bool mask [G] of the judged ones."""
+    """The rewards as a float tensor [G], 0 for those that were not judged, and a bool mask [G] of the judged ones."""
     import torch
 
     if not isinstance(rewards, torch.Tensor):

@@ -116,8 +116,8 @@ def shaped_rewards(
     max_tokens: int | None,
     step: int = 0,
 ) -> list[float | None]:
-    """The rewards [G] after a shaping; None where not judged. Truncated rollouts are shaped too, because they are in
-    the baseline. Raises TrainingError.
+    """The rewards [G] after a shaping; None for rollouts that were not judged. Truncated rollouts are shaped too,
+    because they are in the baseline. Raises TrainingError.
     """
     judged = _judged_indices(rewards)
     available = _of_group(rewards, judged, lengths) | {"max_tokens": max_tokens, "step": step}

@@ -183,7 +183,7 @@ def _k3(apart: Tensor) -> Tensor:
     """Estimate KL(p || q) at tokens that p sampled, from `apart` = log(q / p): q/p - 1 - log(q/p). This is k3 of
     Schulman 2020, which is never negative and has little noise.
     """
-    return apart.expm1() - apart  # expm1 is exact where the policies are close
+    return apart.expm1() - apart  # expm1 is exact if the policies are close
 
 
 def _mismatch_metrics(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -104,8 +104,8 @@ def check_settings(settings: TrainerSettings) -> None:
     )
     if settings.lr_schedule != "constant" and settings.steps == 0:
         raise ConfigError(
-            f"--training.lr-schedule {settings.lr_schedule}: it falls until the last optimizer step, and their number "
-            "is not known; give --steps, or type --training.lr-schedule constant"
+            f"--training.lr-schedule {settings.lr_schedule}: it falls until the last optimizer step, and the number of "
+            "steps is not known; give --steps, or type --training.lr-schedule constant"
         )
     if settings.lr_schedule == "constant" and settings.lr_final:
         raise ConfigError(

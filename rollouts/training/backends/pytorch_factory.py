@@ -284,7 +284,7 @@ class PyTorchTrainingBackend:
     def _load(self, path: Path) -> dict[str, float]:
         check_folder(str(path), kind="full", fingerprint=model_fingerprint(self.model.state_dict()))
         if not (path / _STATE).is_file():
-            raise ConfigError(f"the checkpoint {path} was written by another backend; load it with that one")
+            raise ConfigError(f"the checkpoint {path} was written by another backend; load it with that backend")
         run = read_state(path)
         if hasattr(self.model, "from_pretrained"):
             with no_progress_bars():

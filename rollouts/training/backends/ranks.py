@@ -99,7 +99,7 @@ class RankGroup:
         first = (self.channel.read("composed/0") or b"").decode()
         if first != agreement:
             raise ConfigError(
-                f"rank {rank} composed another run than rank 0; start all ranks with the same command\n"
+                f"rank {rank} has other settings than rank 0; start all ranks with the same command\n"
                 f"  rank 0: {first}\n  rank {rank}: {agreement}"
             )
         # On GPUs the failure detector must be first, because torch ends the process without a message there.
@@ -127,13 +127,13 @@ class RankGroup:
                 self.check()
                 if time.monotonic() > deadline:
                     raise RankError(
-                        f"rank {rank} was not {name} within {self.start_seconds:g} s; look at what it wrote, or give "
-                        "it more time with --training.start-seconds"
+                        f"rank {rank} was not {name} within {self.start_seconds:g} s; read the output of "
+                        "that rank, or raise --training.start-seconds"
                     )
                 time.sleep(0.05)
             if self.channel.read(f"{name}/{rank}") is None:
                 raise ConfigError(
-                    f"what rank {rank} says is not signed with the secret of this run; give all ranks the same {SECRET}"
+                    f"messages of rank {rank} are not signed with this run's secret; give all ranks the same {SECRET}"
                 )
 
     def check(self) -> None:

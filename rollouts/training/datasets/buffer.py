@@ -208,5 +208,5 @@ class DataBuffer:
             skipped += 1
         given = f"only held-out tasks ({skipped} in a row)" if skipped else "nothing"
         what = f"the environment has no training task: tasks('train', rng) gave {given}; give it more tasks"
-        other = "let tasks('eval', rng) give other ones than tasks('train', rng)"
+        other = "let tasks('eval', rng) give other tasks than tasks('train', rng)"
         raise EnvironmentDefinitionError(f"{what}, lower --eval-tasks, or {other}")

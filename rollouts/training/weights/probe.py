@@ -262,7 +262,7 @@ class Proof:
         request = GenerateRequest(prompt, self.sequences.sampled, (), self.version, temperature=temperature)
         reply = await member.generate(request)
         if not reply.tokens:
-            raise _not_served(member, self.version, f"a test prompt of {len(prompt)} tokens was answered with none")
+            raise _not_served(member, self.version, "its reply to a test prompt is empty; read its log, and restart it")
         return reply, await self._apart(prompt, reply, temperature)
 
     async def _apart(self, prompt: list[int], reply: Generation, temperature: float) -> Apart:

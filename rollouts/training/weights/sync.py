@@ -178,7 +178,7 @@ async def _prepare(proof: probe.Proof, route: _Route, owners: Sequence[Inference
         name = f"the training backend {type(proof.backend).__name__}"
         raise InferenceError(
             f"{name} does not say how its weights are written for a server: it has no model_files "
-            "(docs/weight-sync.md); take --training torch or fsdp, or --inference hf",
+            "(docs/weight-sync.md); type --training torch or fsdp, or --inference hf",
             is_transient=False,
         )
 
