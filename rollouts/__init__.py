@@ -12,7 +12,7 @@ The packages, from the ground up. A module imports only from packages above it i
     agent  training.rollout_gen  training.loops  evaluate    the loops, under trio
     runs  api  cli           build a run from its settings, and start it
 
-`import rollouts` imports none of them. Each is imported when you first use it.
+`import rollouts` imports none of these packages. Each is imported when you first use it.
 """
 
 from __future__ import annotations

@@ -23,14 +23,13 @@ def run(file: str | None = None, **settings: Any) -> dict[str, Any]:
         RunError: the run failed. Its folder holds its results so far.
     """
     from rollouts.config.files import NOWHERE, check_tree, load_file
-    from rollouts.config.merging import merge
-    from rollouts.config.resolving import resolve
+    from rollouts.config.resolving import merge_over_file, resolve
     from rollouts.runs import run as run_resolved
 
     check_tree(settings)
     tree, source = load_file(file) if file is not None else ({}, NOWHERE)
     try:
-        return run_resolved(resolve(merge(tree, settings), source))
+        return run_resolved(resolve(merge_over_file(tree, settings), source))
     finally:
         gc.unfreeze()  # a run excludes loaded objects from garbage collection
 

@@ -24,8 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-CHARACTERS_MAX = 200  # of a value in an error message
-LINE_CHARACTERS_MAX = 120  # of a line of an author's file in an error message
+CHARACTERS_MAX = 200  # the longest value in an error message
+LINE_CHARACTERS_MAX = 120  # the longest line of an author's file in an error message
 RAISE = dis.opmap["RAISE_VARARGS"]
 CORE = f"{Path(__file__).parent}/"
 STANDARD_LIBRARY = f"{Path(os.__file__).parent}/"
@@ -52,7 +52,7 @@ class Place(NamedTuple):
 
 
 class authors_code:
-    """Run an author's code in a `with` block. What it raises leaves the block as `as_exception(error, passes)`.
+    """Run an author's code in a `with` block. An exception of the block is replaced by `as_exception(error, passes)`.
 
     >>> try:
     ...     with authors_code():
@@ -80,8 +80,8 @@ class authors_code:
 
 def is_from_outside(error: BaseException) -> bool:
     """Whether the error came from outside the author's code: a Ctrl-C, or the GeneratorExit of a coroutine that is
-    closed. Python raises Ctrl-C only in the main thread. An error from the author's own `raise` is not from outside;
-    one from a signal handler of trio or rollouts is.
+    closed. Python raises Ctrl-C only in the main thread. An error from the author's own `raise` is not from outside; an
+    error from a signal handler of trio or rollouts is.
     """
     if isinstance(error, KeyboardInterrupt) and threading.current_thread() is not threading.main_thread():
         return False
@@ -101,7 +101,8 @@ def _is_from_statement(error: BaseException) -> bool:
 
 def as_exception(error: BaseException, passes: Callable[[BaseException], bool] = is_from_outside) -> BaseException:
     """The error itself if it is an Exception with a readable message, or if `passes(error)`; else an Exception that
-    describes it. For a group: the errors in it that pass, if any, because they caused the others.
+    describes it. For an exception group: only the errors in it that pass, if there are any, because they caused the
+    others.
     """
     if isinstance(error, BaseExceptionGroup) and not isinstance(error, Exception):
         passing, _ = error.split(passes)
@@ -126,9 +127,9 @@ def _tame(error: BaseException) -> Exception:
 def place_of(error: BaseException) -> Place | None:
     """The line of the author's file that raised the error; None if no author's code raised it.
 
-    It is the innermost frame outside the core, the standard library and the installed packages. For an installed
-    component, it is the innermost frame in the package of the component. For a SyntaxError, it is the line with the
-    fault.
+    The line is that of the innermost frame outside the core, the standard library and the installed packages. For an
+    installed component, it is that of the innermost frame in the component's package; for a SyntaxError, the line with
+    the mistake.
     """
     if isinstance(error, SyntaxError) and error.lineno and is_file(error.filename):
         return _place(error.filename or "", error.lineno)
@@ -211,7 +212,7 @@ def _is_standard(file: str) -> bool:
 
 
 def _package(file: str) -> str:
-    """The installed package that contains a file; empty if none does."""
+    """The installed package that contains a file; empty if no package does."""
     for part in INSTALLED:
         _, found, inside = file.rpartition(part)
         if found:
@@ -225,7 +226,7 @@ def _place(file: str, line: int) -> Place:
 
 
 def message_of(error: BaseException) -> str:
-    """The message of an error, printable. If its `str` raises, the result says so.
+    """The message of an error, printable. If `str(error)` raises, a text that says so.
 
     >>> class Hostile(Exception):
     ...     def __str__(self): raise ValueError
@@ -274,7 +275,7 @@ def printable(text: str) -> str:
 
 
 def _reads(value: Any, how: Callable[[Any], str]) -> str | None:
-    """`how(value)`, where `how` is `str` or `repr`; None if it raises."""
+    """`how(value)`, where `how` is `str` or `repr`; None if `how` raises."""
     try:
         with authors_code():
             return str.__str__(how(value))

@@ -1,8 +1,8 @@
 """The environment variables that child processes receive.
 
-Isolated tools and launched servers may run code that a model or a stranger controls, and our variables may hold
-secrets. So they receive only the variables listed here and those that `--pass-env` names. The ranks of a run are this
-program itself, and receive all variables.
+Isolated tools and launched servers may run code that a model or a stranger controls, and the variables of this process
+may be secrets. So these child processes only receive the variables listed here and those that `--pass-env` names. The
+ranks of a run are this program itself, and receive all variables.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ALLOWED = (
     *("SSL_CERT_*", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
     *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy"),
 )
-"""Names and patterns of allowed variables. A name of a secret, such as HF_TOKEN, is not allowed by a pattern."""
+"""Names and patterns of allowed variables. A pattern does not allow the name of a secret, such as HF_TOKEN."""
 
 FOR_SERVERS = (
     *("HF_TOKEN", "HF_TOKEN_PATH", "HUGGING_FACE_HUB_TOKEN"),
@@ -40,7 +40,7 @@ def pass_on(names: str) -> None:
 
 
 def child_environment(more: Iterable[str] = ()) -> dict[str, str]:
-    """The variables for a child process. `more` holds additional names and patterns for this one."""
+    """The variables for a child process. `more` are additional names and patterns for this process."""
     named = (*more, *_passed_on.get())
     return {
         name: value

@@ -1,4 +1,5 @@
-"""Write files and folders so that they survive a crash: write them whole, sync them to the disk, then rename once.
+"""Write files and folders so that they survive a crash: write them under another name, sync them to the disk, then
+rename them.
 
     write_whole(path, data)               a file
     with new_folder(path) as folder: ...  a folder, with the files that the block writes into it
@@ -29,7 +30,8 @@ def partial_name(name: str) -> str:
 
 
 def write_whole(path: Path, data: bytes, *, synced: bool = True) -> None:
-    """Write a file under a temporary name, then rename it. After a kill, either the old or the new file exists.
+    """Write a file under a temporary name, then rename it. If the process is killed, either the old or the new file
+    exists.
 
     Without `synced`, a crash of the machine may leave an empty file, so sync it later. Raises OSError.
     """
@@ -47,21 +49,21 @@ def new_folder(target: Path, *, replaces: bool = True) -> Iterator[Path]:
     """Give the block an empty folder, and rename it to `target` when the block ends and its files are on the disk.
 
     An existing folder `target` is replaced; with `replaces=False` it is kept, and FileExistsError is raised. If the
-    block raises, the new folder is removed. After a kill, `target` is whole if it exists; temporary folders that remain
-    match `HIDDEN_NAME`. Raises OSError.
+    block raises, the new folder is removed. If the process is killed, `target` is complete or does not exist; temporary
+    folders that remain match `HIDDEN_NAME`. Raises OSError.
     """
     temporary, old = _beside(target, "writing"), _beside(target, "old")
     made = [parent for parent in target.absolute().parents if not parent.exists()]
     try:
         if target.exists() and not target.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, "there is a file of this name")
+            raise NotADirectoryError(errno.ENOTDIR, "a file of this name exists")
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         yield temporary
         _settle(temporary)
         has_old = target.exists()
         if has_old and not replaces:
-            raise FileExistsError(errno.EEXIST, "there is a folder of this name by now")
+            raise FileExistsError(errno.EEXIST, "a folder of this name exists")
         if has_old:
             _discard(old)
             os.replace(target, old)
@@ -82,7 +84,9 @@ def new_folder(target: Path, *, replaces: bool = True) -> Iterator[Path]:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder. After a kill it is whole or has a hidden name. Raises OSError if it cannot be renamed."""
+    """Remove a folder. If the process is killed meanwhile, the folder is complete or has a hidden name. Raises OSError
+    if it cannot be renamed.
+    """
     hidden = path
     if not HIDDEN_NAME.fullmatch(path.name):
         hidden = _beside(path, "removed")
@@ -139,8 +143,8 @@ def _beside(target: Path, what: str) -> Path:
 
 
 def _discard(folder: Path) -> None:
-    """Remove a folder with a hidden name. Its manifest goes first, so that after a kill the rest does not look
-    whole.
+    """Remove a folder with a hidden name. Its manifest is removed first, so that the rest does not look complete if the
+    process is killed.
     """
     try:
         (folder / MANIFEST).unlink(missing_ok=True)

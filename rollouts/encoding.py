@@ -2,7 +2,7 @@
 
     encode({"answer": 10**5000})    ->    {"answer": "<replaced: an integer of 16610 bits>"}
 
-Values that JSON cannot hold are replaced by text that says so: integers with more digits than Python reads back,
+Values that JSON cannot represent are replaced by text that says so: integers with more digits than Python reads back,
 objects that contain themselves or are nested deeper than `DEPTH_MAX`, objects whose `str` raises. A lone surrogate is
 replaced by its escape. NaN and infinities become null. Any other object becomes its `str`.
 """
@@ -40,12 +40,12 @@ def encode_indented(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """The value as dicts, lists, text and numbers, with values that JSON cannot hold replaced."""
+    """The value as dicts, lists, text and numbers, with values that JSON cannot represent replaced."""
     return _plain(value, ())
 
 
 def _plain(value: Any, around: tuple[int, ...]) -> Any:
-    """`around` holds the ids of the containers around this value."""
+    """Like `plain`. `around` are the `id()` of the containers around this value, to find cycles."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, float):

@@ -23,7 +23,7 @@ from rollouts.errors import words_of
 
 ERRORS = "errors.log"
 PLACES_MAX = 100  # lines of code whose errors are written; errors of other lines are counted together
-NOTES_MAX = 10  # the most notes of one log
+NOTES_MAX = 10  # the largest number of notes of one log
 TRACEBACK_CHARACTERS_MAX = 20_000
 
 
@@ -55,7 +55,7 @@ class ErrorLog:
     """Records the errors of one run inside its `with` block. Any thread may report an error.
 
     `note` receives one line for the user. `shown` is the name of the file in this line (None: its path). The file is
-    created at the first error. A file of an earlier process is continued.
+    created at the first error. An existing file of an earlier process is appended to.
     """
 
     def __init__(self, path: Path, note: Callable[[str], None], shown: Path | None = None) -> None:
@@ -101,7 +101,7 @@ class ErrorLog:
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(text)
-        except OSError as error:  # for example, the disk is full; the episodes still hold the errors
+        except OSError as error:  # for example, the disk is full; the episodes' own records still have the errors
             self._note(f"{self.shown} cannot be written: {error.strerror}")
 
 
@@ -121,10 +121,10 @@ def is_logging() -> bool:
 
 
 def report(error: BaseException, label: str, *, is_noted: bool = True) -> str:
-    """Write the error to the error log of its run, and return it in words with the author's line (`words_of`).
+    """Write the error to the error log of its run, and return its description with the author's line (`words_of`).
 
-    `label` names the component, such as `the reward brevity`. With `is_noted=False`, no note is shown: the caller shows
-    the error, or it is for the model.
+    `label` names the component, such as `the reward brevity`. With `is_noted=False`, no note is shown, because the
+    caller shows the error.
     """
     if not _open:
         return words_of(error)
@@ -133,7 +133,7 @@ def report(error: BaseException, label: str, *, is_noted: bool = True) -> str:
     return fault.words
 
 
-def report_fault(fault: Fault, label: str, *, is_noted: bool = False) -> None:
+def report_fault(fault: Fault, label: str, *, is_noted: bool = True) -> None:
     """Write an error that is already text to the error log."""
     log = _log()
     if log is not None:

@@ -7,8 +7,8 @@
     │   ├── PluginError           a component or plugin
     │   │   ├── UnknownComponentError
     │   │   ├── AmbiguousComponentError
-    │   │   ├── BrokenPluginError     it is installed, but does not import
-    │   │   └── SignatureError        it names an input that its kind does not have
+    │   │   ├── BrokenPluginError     an installed component whose import fails
+    │   │   └── SignatureError        a component names an input that its kind does not have
     │   ├── ModelError            a model or tokenizer that cannot be used
     │   ├── EnvironmentDefinitionError    an environment that cannot be used as it is written
     │   └── OutputError           a run folder that exists or cannot be written
@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Iterator
 from rollouts.author_code import Place, message_of, place_of
 
 NAME_CHARACTERS_MAX = 200
-LEAVES_MAX = 5  # errors of a group that a message lists
+LEAVES_MAX = 5  # how many errors of an exception group a message lists
 
 
 class RolloutsError(Exception):
@@ -51,7 +51,7 @@ class ConfigError(UserError):
 
 
 class DamagedCheckpointError(ConfigError):
-    """A checkpoint is unfinished, damaged or unreadable. Another checkpoint of the run may be whole."""
+    """A checkpoint is unfinished, damaged or unreadable. Another checkpoint of the run may be undamaged."""
 
 
 class PluginError(UserError):
@@ -67,7 +67,7 @@ class AmbiguousComponentError(PluginError):
 
 
 class BrokenPluginError(PluginError):
-    """The component is installed but does not import."""
+    """The component is installed, but its import fails."""
 
 
 class SignatureError(PluginError):
@@ -135,8 +135,8 @@ def first_line(error: BaseException) -> str:
 
 
 def words_of(error: BaseException, place_in: Callable[[BaseException], Place | None] = place_of) -> str:
-    """An error of an author's code in words: its type, its message, and the author's line that raised it. For a group:
-    the first few errors in it. `place_in` finds the line.
+    """Describe an error of an author's code: its type, its message, and the author's line that raised it. For an
+    exception group: the first few errors in it. `place_in` finds the line.
 
     With a line: `ZeroDivisionError: division by zero (x.py, line 3: return 1 / 0)`.
 
@@ -149,7 +149,7 @@ def words_of(error: BaseException, place_in: Callable[[BaseException], Place | N
         words = _named(leaf)
         if isinstance(leaf, SyntaxError) and place:
             words = f"{type(leaf).__name__}: {leaf.msg}"
-        elif isinstance(leaf, RolloutsError):  # an author does not need its type
+        elif isinstance(leaf, RolloutsError):  # the type is no help to an author
             words = message_of(leaf)
         return f"{words} ({place})" if place else words
 
@@ -181,10 +181,10 @@ def _each_of(error: BaseException, said: Callable[[BaseException], str]) -> str:
 
 
 def words_of_exit(status: int | None) -> str:
-    """How a process ended, in words. `status` is the exit status as `subprocess` returns it.
+    """Describe how a process ended. `status` is the exit status as `subprocess` returns it.
 
     A shell or a supervisor reports a child that signal n killed as exit code 128 + n. The child may also have exited
-    with that code itself, so the words name both.
+    with this code itself, so the text names both.
 
     >>> words_of_exit(3), words_of_exit(-9), words_of_exit(137)
     ('exit code 3', 'SIGKILL', 'exit code 137 = 128 + 9, probably SIGKILL')
@@ -206,8 +206,8 @@ def words_of_exit(status: int | None) -> str:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """The error to report for a group: a KeyboardInterrupt if it holds one; else its first error, if it holds only
-    one or only RolloutsErrors; else the group itself.
+    """The error to report for an exception group: a KeyboardInterrupt, if the group has one; else the first error, if
+    the group has only one or only RolloutsErrors; else the group itself. Any other error is returned unchanged.
     """
     leaves = list(leaves_of(error))
     for leaf in leaves:
@@ -229,8 +229,8 @@ def leaves_of(error: BaseException) -> Iterator[BaseException]:
 
 def near_misses(given: str, known: Iterable[str]) -> list[str]:
     """At most three known names that resemble the given one, best first: those that differ in a few letters, then those
-    that begin with it. Case and leading dashes do not count. None for more than NAME_CHARACTERS_MAX characters:
-    comparing them would take seconds.
+    that begin with it. Case and leading dashes do not count. Empty for a name of more than NAME_CHARACTERS_MAX
+    characters, because comparing it would take seconds.
 
     >>> near_misses("calulator", ["calculator", "prompts"]), near_misses("rk3", ["k3_loss", "rk3_loss"])
     (['calculator'], ['rk3_loss'])

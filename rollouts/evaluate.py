@@ -1,7 +1,7 @@
 """Evaluate a model on held-out tasks.
 
 A training run calls `evaluate` between its steps. `rollouts eval` reports the result of `numbers_of`. This module runs
-episodes and aggregates their results. It trains nothing and writes no file.
+episodes and aggregates their results. It does not train, and writes no files.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Evaluation(NamedTuple):
 
 
 def evaluation_metrics(evaluation: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics for loggers, from an evaluation as summary.json has it (`Evaluation.as_dict`).
+    """The metrics for loggers, from the results of an evaluation in the form of summary.json (`Evaluation.as_dict`).
 
     >>> evaluation_metrics({"reward_mean": 0.5, "greedy_mean": None, "parts": {"correct": 0.5}})
     {'eval/reward_part/correct': 0.5, 'eval/reward_mean': 0.5}
@@ -73,7 +73,7 @@ async def evaluate(
 ) -> tuple[dict[str, Any], list[Episode]]:
     """Run one episode of each task. Returns the numbers (see `numbers_of`) and the episodes, in the order of the tasks.
 
-    Failed episodes are not judged. `failures` and `on_end` go to `run_episodes`. Raises what `play` raises.
+    Failed episodes are not judged. `failures` and `on_end` are passed to `run_episodes`. Raises what `play` raises.
     """
     jobs = [Job(task, (index, 0)) for index, task in enumerate(tasks)]
     episodes = await run_episodes(jobs, play, inference, concurrency=concurrency, failures=failures, on_end=on_end)
@@ -99,8 +99,8 @@ def check_passes(reports: Sequence[Mapping[str, Any]], episodes: Sequence[Episod
 
 
 def numbers_of(groups: Sequence[Sequence[Episode]]) -> dict[str, Any]:
-    """The results of an evaluation as numbers. A group holds the episodes of one task: the same number for each task,
-    or fewer after an interrupt. With several environments, the key `environments` holds the numbers of each.
+    """The results of an evaluation as numbers. A group has the episodes of one task. All groups have the same size,
+    unless the evaluation was interrupted. With several environments, the key `environments` has the results of each.
 
     `reward_stderr` is the standard error of the mean over tasks, not over episodes, because episodes of one task are
     not independent. `pass@k` is given if every reward is 0 or 1. The means leave out episodes that failed because of

@@ -22,11 +22,12 @@ IMPORT = re.compile(r"^    from (rollouts[\w.]*) import (?:\(\s*)?(\w+) as \2\b"
 
 
 def lazy_face(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The functions `__getattr__` and `__dir__` for `package`. They serve the names that its source imports under
-    TYPE_CHECKING. Sets its `__all__` to these names: constants first, then classes, then functions.
+    """The functions `__getattr__` and `__dir__` for `package`. They provide the names that the package's source imports
+    under TYPE_CHECKING. Also sets the package's `__all__` to these names: constants first, then classes, then
+    functions.
     """
     face = sys.modules[package]
-    source = face.__spec__.loader.get_source(package)  # type: ignore[union-attr]  # our packages have a source
+    source = face.__spec__.loader.get_source(package)  # type: ignore[union-attr]  # packages of rollouts have a source
     home_of = {name: module for module, name in IMPORT.findall(source)}
     face.__dict__["__all__"] = sorted(home_of, key=lambda name: (not name.isupper(), name))
 

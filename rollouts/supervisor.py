@@ -1,4 +1,5 @@
-"""A process that supervises a child of ours. When we end, it ends the child and all processes that the child started.
+"""A process that supervises a child process of rollouts. When the owner ends, the supervisor ends the child and all
+processes that the child started.
 
     python -I -S supervisor.py LIFELINE OWNER GRACE COMMAND...          # the command that `supervised` returns
 
@@ -23,8 +24,8 @@ import subprocess
 import sys
 import time
 
-LOOK_SECONDS = 0.5  # between checks that the owner lives: another process may hold the pipe open
-KILL_SECONDS = 4.0  # the least time to kill processes that keep starting others
+LOOK_SECONDS = 0.5  # the time between checks that the owner lives, because another process may hold the pipe open
+KILL_SECONDS = 4.0  # the shortest deadline for killing processes that start more processes
 PAUSE_SECONDS = 0.005
 ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
@@ -32,7 +33,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
 
 def supervised(command: list[str], lifeline: int, *, grace_seconds: float = 0.0) -> list[str]:
     """The command that runs `command` under a supervisor. Start it in its own session, and let it inherit `lifeline`.
-    With `grace_seconds` of 0, the child has its own session, so that a child that kills its group spares the
+    With `grace_seconds` of 0, the child has its own session, so a child that kills its process group does not kill the
     supervisor.
     """
     arguments = __file__, lifeline, os.getpid(), grace_seconds
@@ -53,7 +54,7 @@ def main(lifeline: int, owner: int, grace: float, command: list[str]) -> int:
         command, preexec_fn=lambda: _prctl(PR_SET_PDEATHSIG, signal.SIGKILL), start_new_session=not grace
     )
     nothing = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1):  # if they are pipes, they close when the child ends
+    for stream in (0, 1):  # if these streams are pipes, they close when the child ends
         os.dup2(nothing, stream)
     while child.returncode is None and os.getppid() == owner:
         ready, _, _ = select.select([lifeline, woken], [], [], LOOK_SECONDS)
@@ -66,7 +67,9 @@ def main(lifeline: int, owner: int, grace: float, command: list[str]) -> int:
 
 
 def _reap(child: subprocess.Popen[bytes]) -> bool:
-    """Collect the exit status of the child and of orphans that ended. Returns whether any are left."""
+    """Collect the exit status of the child and of orphans that ended. Returns whether any of these processes are
+    left.
+    """
     with contextlib.suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
             if found[0] == child.pid:
@@ -117,5 +120,5 @@ def _prctl(option: int, value: int) -> None:
 
 
 if __name__ == "__main__":
-    # Without a normal exit: Python resets signal handlers in it, and a late SIGTERM would hide the child's exit code.
+    # No normal exit: Python resets signal handlers in it, and a late SIGTERM would replace the child's exit code.
     os._exit(main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4:]))

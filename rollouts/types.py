@@ -34,15 +34,14 @@ class Status(enum.StrEnum):
 
     @property
     def is_infrastructure(self) -> bool:
-        """True if the policy did not cause this ending. Such a rollout is not scored and not trained on."""
+        """True if the policy did not cause this ending. The rollout is then neither scored nor trained."""
         return self in (Status.ABORTED, Status.ENVIRONMENT_ERROR, Status.INFERENCE_ERROR, Status.TIMEOUT)
 
 
 class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True):
     """One tool call of the model.
 
-    If the model's text cannot be parsed as a call, `arguments` is empty, and `error` holds the explanation that is sent
-    back to the model.
+    If the model's text cannot be parsed as a call, `arguments` is empty, and `error` is an explanation for the model.
     """
 
     name: str
@@ -135,9 +134,9 @@ COUNTS = ("turns", "tool_calls", "tool_failures")
 class Trajectory(msgspec.Struct):
     """What one agent did in one episode: its messages, and the exact tokens to train on.
 
-    `metrics` always holds the counts `turns`, `tool_calls` and `tool_failures`. It holds other counts only if
-    they are not 0: `turn_limit` is 1 if the model used all its turns. `error` says why the episode failed or was cut
-    short. `tool_errors` holds, for each tool that raised, took too long or crashed, its first error with the author's
+    `metrics` always has the counts `turns`, `tool_calls` and `tool_failures`. It has other counts only if they are not
+    0, such as `turn_limit`, which is 1 if the model used all its turns. `error` says why the episode failed or was cut
+    short. For each tool that raised, took too long or crashed, `tool_errors` has the first error with the author's
     line.
     """
 
@@ -168,9 +167,9 @@ class Trajectory(msgspec.Struct):
 
 
 class Score(msgspec.Struct, frozen=True):
-    """The value of a reward, its parts, and optionally the reason in words. A `value` of None: it could not judge.
+    """The value of a reward, its parts, and optionally the reason as text. `value` None: the reward could not judge.
 
-    `weights` holds the weights of the parts that were summed to `value`. Other parts are only logged.
+    `weights` are the weights of the parts that were added up to `value`. Other parts are only logged.
     """
 
     value: float | None
@@ -215,7 +214,7 @@ class Sample:
     Without `rollout_log_probs`, the ratio of a loss compares the policy with itself. Without `policy_versions`, all
     tokens count as sampled with the weights that the engine serves.
 
-    A `reward` of None means that no reward could judge the rollout: the row is not trained on and not part of the
+    A `reward` of None means that no reward could judge the rollout: the row is not trained and not part of the
     baseline. Rows of one rollout share `rollout_index`; rollouts of one prompt share `group_index`. `prompt_length` is
     the number of leading tokens that all rollouts of the group share (0 if unknown).
     """
@@ -253,7 +252,9 @@ class Sample:
 
 
 def are_whole_streams(mask: Sequence[float], logprobs: Sequence[float], versions: Sequence[int] | None) -> bool:
-    """Whether the lists of a sample or segment are surely right. A fast check, without a Python loop over tokens."""
+    """A fast check of a sample's or segment's lists, without a Python loop over tokens. True: the lists are valid.
+    False: unknown.
+    """
     live = list(map(operator.gt, mask, itertools.repeat(0.0)))
     sampled = list(itertools.compress(logprobs, live))
     if sampled and not (max(sampled) <= 0 and math.isfinite(sum(sampled))):

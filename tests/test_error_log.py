@@ -142,7 +142,7 @@ def test_an_episode_reports_every_error_of_its_environment_with_its_line(tmp_pat
     said = "\n".join(notes)
     assert "the metric words failed: TypeError: it returned 'many' (str); a metric returns a finite number (" in said
     assert "def words(self):" in said and "the metric endless failed: TypeError: it returned nan (float)" in said
-    assert "the tool explode" not in said, "the model reads it, and people read the log"
+    assert "the tool explode failed: KeyError: 'fuse' (" in said and 'return {}["fuse"]); its traceback is in ' in said
     assert "=== the tool explode: KeyError: 'fuse'" in (tmp_path / "errors.log").read_text()
     assert episode.metrics["metric_failures"] == 2
 

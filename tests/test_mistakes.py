@@ -212,7 +212,7 @@ VALUES = [
     row("a phase that is not there", f"{CALC} --sft.steps 5", "--mode sft+rl, or leave it out"),
     row("a settings table as a flag", f"{CALC} --schedule x", "[[schedule]]"),
     row("a file as system prompt", f"{CALC} --system p.txt", '--system "$(cat p.txt)"', files={"p.txt": "Be kind."}),
-    row("an api cannot be trained", f"{CALC} --inference openai", "nothing can be trained", "rollouts eval"),
+    row("an api cannot be trained", f"{CALC} --inference openai", "a run cannot train on its replies", "rollouts eval"),
     row("vllm is not installed", f"{CALC} --inference vllm", "pip install", "--inference.python"),
     row("a url without http", f"{CALC} --inference vllm --inference.url 127.0.0.1:9", "http://127.0.0.1:8000"),
     row("no key for an api", "eval --env calculator --inference openai --model m --out o", "export OPENAI_API_KEY="),

@@ -2,8 +2,8 @@
 
 It uses the same parts as an episode (`episode`, `model`, `tools`), with two differences. The person's next message
 replaces the environment's `reply`, and the limits of an episode apply to each message. A task may open the
-conversation. Then the environment is set up for it, its `reply` answers until the episode is over, and its rewards can
-judge. The terminal interface is elsewhere.
+conversation: the environment is set up for the task, the environment's `reply` answers the model until the episode is
+over, and its rewards can judge. Not here: the terminal interface (`rollouts.cli.chat`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class Conversation:
     _trajectory: Trajectory | None = None
 
     async def open(self, *, for_task: bool) -> None:
-        """Build the environment, and set it up if a task opens the conversation. Raises RunError if that fails."""
+        """Build the environment, and set it up if a task opens the conversation. Raises RunError if this fails, and
+        ConfigError for a task if the environment has its own `rollout`.
+        """
         try:
             await self.run.set_up(for_task=for_task)
         except Exception as error:
@@ -45,14 +47,15 @@ class Conversation:
             )
 
     async def play_task(self) -> str:
-        """Let the model answer the task, as in an episode. Returns a note like `say`."""
+        """Let the model answer the task, as in an episode. Returns and raises like `say`."""
         return await self._exchange(self.run.task.messages, environment_replies=True)
 
     async def say(self, text: str) -> str:
-        """Let the model answer a message; it may call tools until it makes no more calls.
+        """Send the person's message, and let the model reply. Tool calls are run and answered until a reply has none.
 
-        Returns "", or a note if the reply was cut off or is missing. Without a reply, the message is dropped. Raises
-        InferenceError if the engine fails, and EnvironmentDefinitionError.
+        Returns "" if the reply is complete, else a note that says why it is cut off or missing. If there is no reply,
+        the message does not become part of the conversation. Raises InferenceError if the engine fails, and
+        EnvironmentDefinitionError if the environment's code is not valid.
         """
         return await self._exchange([*self.messages, Message("user", text)], environment_replies=False)
 
@@ -94,7 +97,7 @@ class Conversation:
             if status is Status.INFERENCE_ERROR:
                 raise InferenceError(note) from error
             has_replied = model.trajectory is not None and len(model.trajectory.messages) > len(asked)
-            if status is Status.COMPLETED and has_replied:  # all turns are used
+            if status is Status.COMPLETED and has_replied:  # no turns are left
                 self._keep(model.trajectory)
             else:
                 shorter = "; type a shorter one, or begin a new conversation" if status is Status.TRUNCATED else ""

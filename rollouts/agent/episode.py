@@ -3,8 +3,8 @@
     episode = await run_episode(task, make_env=Calculator, chat=chat, inference=engine, limits=EpisodeLimits(), ...)
 
 A failed episode is data (`Status`), not an exception. A bug in rollouts itself is an exception, and it ends the run. In
-the standard loop the model replies, and its tool calls are run and answered. If it makes no call, the environment's
-`reply` may answer; if that gives no message, the episode is complete. Concurrent episodes and rewards of whole groups
+the standard loop the model replies, and its tool calls are run and answered. If a reply has no call, the environment's
+`reply` may answer; if it returns no message, the episode is complete. Concurrent episodes and rewards of whole groups
 are in `training.rollout_gen`, and the conversation's tokens in `model`.
 """
 
@@ -61,14 +61,15 @@ async def run_episode(
 ) -> Episode:
     """Run one episode in a new environment, and judge it.
 
-    `chat` is None for an engine that takes messages (`CanChat`). The caller has opened `session`; it is closed here
-    after the model's last reply. The environment's `close` always runs, also on cancellation, for at most
-    `limits.cleanup_seconds`; if it fails, the episode fails. Rewards and metrics run before `close`, and only if the
-    status is COMPLETED or TRUNCATED. If there are several trajectories, they judge the one that `rollout` returned, or
-    else the last one. While the episode is suspended (`SuspendableEngine`), its deadlines do not advance.
+    `chat` is None for an engine that takes messages (`CanChat`). The caller has opened `session`; this function closes
+    it after the model's last reply. The environment's `close` always runs, also on cancellation, for at most
+    `limits.cleanup_seconds`; if `close` fails, the episode fails. Rewards and metrics run before `close`, and only if
+    the status is COMPLETED or TRUNCATED. If there are several trajectories, rewards judge the one that `rollout`
+    returned, or else the last one. While the episode is suspended (`SuspendableEngine`), its deadlines do not advance.
 
     Raises:
-        RewardError: a reward returned NaN or no number, or it could not judge and the policy is `raise`.
+        RewardError: a reward returned NaN or no number; or a reward could not judge, and `on_invalid_reward` is
+            "raise".
         EnvironmentDefinitionError: the environment's code is not valid.
         Exception: a bug in rollouts itself, even if the environment's `rollout` caught it.
     """
@@ -106,7 +107,7 @@ BUILDING, SETUP = "building the environment", "running setup"
 
 @dataclass(eq=False)
 class EpisodeRun:
-    """The state of an episode. After a failure at any point it shows what to close and what to report."""
+    """The state of an episode. After a failure it shows what to close and what to report."""
 
     engine: SuspendableEngine
     task: Task
@@ -177,7 +178,7 @@ class EpisodeRun:
         return ChatModel(self.engine, self.task, self.chat, self.limits, self.seed, tools, schemas)
 
     async def respond(self, model: ChatModel, reply: Message) -> list[Message] | None:
-        """The conversation, with answers of tools or the environment to a reply; None if the episode ends."""
+        """The conversation up to `reply`, with the answers of tools or of the environment; None if the episode ends."""
         trajectory = model.trajectory
         assert trajectory is not None, "a model that replied has a trajectory"
         if trajectory.status is Status.TRUNCATED:
@@ -210,8 +211,8 @@ class EpisodeRun:
         return None if conversations is None else (plain_state(type(self.env).__name__, state), conversations)
 
     def finish(self, status: Status, error: str | None) -> Trajectory:
-        """Set the status of the trajectories and check them. Returns the one that rewards judge: the chosen one, else
-        the last. If the model never replied, there is one trajectory without replies.
+        """Set the status of the trajectories and check them. Returns the trajectory that rewards judge: the one that
+        `rollout` returned, else the last. If the model never replied, there is one trajectory without replies.
         """
         if self.model is not None:
             self.model.close(status, error)
@@ -286,7 +287,7 @@ async def close_environment(env: Any, seconds: float) -> str | None:
         return None
     with trio.CancelScope(shield=True):
         try:
-            # Its own limiter, so that it does not wait for other episodes' tools.
+            # A separate limiter, so that `close` does not wait for other episodes' tools.
             await calls.call(env.close, timeout_seconds=seconds, limiter=trio.CapacityLimiter(1))
         except calls.CallTimeoutError:
             return f"close took longer than {seconds:g} seconds"
@@ -337,7 +338,7 @@ async def _run_reward(term: RewardTerm, available: Mapping[str, Any], seconds: f
         return Verdict(term.alias, term.weight, None, {}, f"it took longer than {seconds:g} seconds")
     except EnvironmentDefinitionError:
         raise
-    except RewardError as error:  # it returned what is no reward, or raised this itself
+    except RewardError as error:  # the reward returned something that is not a reward, or raised this itself
         raise RewardError(with_place(error, term.function)) from error
     except Exception as error:  # an author's code may raise anything
         return Verdict(term.alias, term.weight, None, {}, report(error, f"the reward {term.alias}"))
@@ -345,8 +346,8 @@ async def _run_reward(term: RewardTerm, available: Mapping[str, Any], seconds: f
 
 
 async def _measure(metric: JudgeMethod, available: Mapping[str, Any], seconds: float) -> float | None:
-    """A metric's value. None if it raised, took too long or returned no finite number: it is reported, and the caller
-    counts it. A metric never harms a rollout.
+    """A metric's value. None if the metric raised, took too long or returned no finite number. Such a failure is
+    reported, and the caller counts it; the rollout is not affected.
     """
     arguments = [available[request] for request in requests_of(metric.function)]
     read = functools.partial(_finite, metric)

@@ -1,11 +1,11 @@
 """ChatModel: a conversation with the policy that keeps every token exactly as it was sampled.
 
-The standard loop of `episode` and an environment's own `rollout(task, model)` both use it. So both give the same
-records: messages for people, and segments (tokens, masks, logprobs, versions) for training. Environments and rewards
-are in `episode`, deadlines in `rollouts.inference.suspend`, and templates in `rollouts.chat`.
+The standard loop of `episode` and an environment's own `rollout(task, model)` both use this class. So both make the
+same records: messages for people, and segments (tokens, masks, logprobs, versions) for training. Environments and
+rewards are in `episode`, deadlines in `rollouts.inference.suspend`, and templates in `rollouts.chat`.
 
-Without a chat format, the engine takes messages (`CanChat`), and its token ids are unknown. Then trajectories have no
-segments, and their metrics have the engine's token counts (`prompt_tokens`, `completion_tokens`).
+Without a chat format, the engine takes messages (`CanChat`), and the token ids are unknown. In this case trajectories
+have no segments, and their metrics have the engine's token counts (`prompt_tokens`, `completion_tokens`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from rollouts.types import Message, Segment, Status, Task, ToolCall, Trajectory
 if TYPE_CHECKING:
     from rollouts.chat.format import ChatFormat
 
-LOGPROB_SLACK = 1e-3  # rounding may give a probability slightly above 1; more than this is an engine's error
+LOGPROB_SLACK = 1e-3  # rounding may make a logprob slightly positive; a larger value is an engine's error
 
 
 class EpisodeLimits(NamedTuple):
@@ -90,7 +90,9 @@ class _OpenTrajectory(msgspec.Struct, eq=False):
 
 
 class _ModelState(msgspec.Struct):
-    """The conversations so far, as a checkpoint stores them. `current` is the index of the last one that replied."""
+    """The conversations so far, as a checkpoint stores them. `current`: the index of the conversation with the last
+    reply.
+    """
 
     conversations: list[_OpenTrajectory] = []
     current: int | None = None
@@ -100,8 +102,8 @@ class _ModelState(msgspec.Struct):
 
 
 class _TurnRequest(NamedTuple):
-    """One turn to request. `context` are the new ids before the reply; they continue the last segment or start a new
-    one. It is empty if the engine takes messages.
+    """One turn to request. `context` are the new ids before the reply, which continue the last segment or start a new
+    one; empty if the engine takes messages.
     """
 
     messages: list[Message]
@@ -116,10 +118,11 @@ class ChatModel:
     """The policy in one episode.
 
     `await model.chat(messages)` samples one reply. If the messages begin with an earlier conversation (compared by
-    equality), they continue it; else they start a new one. Request one turn at a time: trio would order concurrent
-    requests at random, and then one seed would not give one result.
+    equality), they continue it; else they start a new one. Request one turn at a time: trio orders concurrent requests
+    at random, so the seed would not determine the result.
 
-    `failure` is the first bug in rollouts itself. It ends the run, even if the environment's loop catches it.
+    `failure` is the first exception that is a bug in rollouts itself. It ends the run, even if the environment's loop
+    catches it.
     """
 
     _engine: SuspendableEngine
@@ -166,11 +169,12 @@ class ChatModel:
     ) -> Message:
         """The model's reply. `tools` are OpenAI function schemas; None: the environment's tools, []: no tools.
 
-        A reply that reaches the token budget or the context limit is returned incomplete. Its conversation is then
-        TRUNCATED and cannot continue. If the call is cancelled, nothing of the turn is recorded.
+        A reply that reaches the token budget or the context limit is returned incomplete. After such a reply, the
+        conversation is TRUNCATED and cannot continue. If the call is cancelled, nothing of the turn is recorded.
 
         Raises:
-            EpisodeOver: no turns, tokens or context are left, or the engine was aborted or too slow. Do not catch it.
+            EpisodeOver: no turns, tokens or context are left, or the engine was aborted or too slow. Do not catch this
+                exception.
             InferenceError: the engine failed.
             ModelError: the chat template refuses this conversation.
             EnvironmentDefinitionError: another trio task is waiting for a reply.
@@ -211,8 +215,8 @@ class ChatModel:
     async def call_tools(self, reply: Message) -> list[Message]:
         """Run the calls of a reply in order. Returns the messages that answer them.
 
-        A failed call gives an error message. Raises AbandonedCallsError and EnvironmentDefinitionError (see
-        `run_tool`).
+        The answer to a failed call is an error message for the model. Raises AbandonedCallsError and
+        EnvironmentDefinitionError (see `run_tool`).
         """
         texts = []
         for tool_call in reply.tool_calls:
@@ -231,7 +235,7 @@ class ChatModel:
                     self.trajectory.tool_errors.setdefault(tool_call.name, error or text.removeprefix("Error: "))
         shows_calls = self._chat is None or self._chat.report.tool_after_text
         if reply.tool_calls and not shows_calls and all(c.error for c in reply.tool_calls):
-            # The template does not show the malformed calls, so a tool message would answer nothing.
+            # The template does not show malformed calls, so there is no call that a tool message could answer.
             return [Message("user", "\n".join(texts))]
         return [
             Message("tool", text, tool_call_id=call.id or None, name=call.name[:NAME_CHARACTERS_MAX] or None)
@@ -258,11 +262,11 @@ class ChatModel:
         trajectory, limits = conversation.trajectory, self._limits
         if conversation.sampled is None:
             raise EpisodeOver(trajectory.status, trajectory.error or "this conversation is over")
-        if self.turns_left == 0:  # a normal end: the samples are trained on
+        if self.turns_left == 0:  # a normal end: the samples are trained
             reason = f"all {limits.max_turns} turns are used"
             if not any("turn_limit" in each.metrics for each in self.trajectories):
                 self._count("turn_limit")
-            if conversation not in self._state.conversations:  # otherwise rewards would judge this empty one
+            if conversation not in self._state.conversations:  # otherwise rewards would judge an empty conversation
                 raise EpisodeOver(Status.COMPLETED, reason)
             raise self._stop(conversation, messages, Status.COMPLETED, reason)
         if self.tokens_left == 0:
@@ -297,7 +301,7 @@ class ChatModel:
             new = messages[len(recorded) :]
             context = chat.extend(recorded[:-1], recorded[-1], new, schemas, conversation.sampled)
         is_new_segment = context is None
-        if context is None:  # a first turn, or a rewritten history
+        if context is None:  # a first turn, or the template changed the history
             context = chat.encode_prompt(messages, schemas)
         tokens = context if is_new_segment else segments[-1].tokens + context
         most = self._engine.backend.context_tokens_max
@@ -327,7 +331,7 @@ class ChatModel:
             reply = answer.message
             self._state.sampled_count += (
                 answer.completion_tokens or 0
-            )  # without a count, only the turns limit the episode
+            )  # if the engine reports no count, only the number of turns limits the episode
             for name in ("prompt_tokens", "completion_tokens"):
                 if (count := getattr(answer, name)) is not None:
                     self._count(name, float(count))
@@ -364,7 +368,7 @@ class ChatModel:
         self._state.current = self._state.conversations.index(conversation)
 
     def _stop(self, conversation: _OpenTrajectory, messages: list[Message], status: Status, reason: str) -> EpisodeOver:
-        """End the conversation. `messages` without a reply are recorded for people and rewards."""
+        """End the conversation. `messages`, which have no reply, are recorded for people and rewards."""
         self._keep(conversation)
         trajectory = conversation.trajectory
         trajectory.status, trajectory.error = status, reason
@@ -402,7 +406,7 @@ class ChatModel:
         self._state.conversations = [each.with_task(self._task) for each in self._state.conversations]
 
     def close(self, status: Status, error: str | None = None) -> None:
-        """End the episode: set this status where a conversation has none, and check every segment."""
+        """End the episode: set this status for every conversation without a status, and check every segment."""
         for trajectory in self.trajectories:
             if trajectory.status is Status.PENDING or status.is_infrastructure:
                 trajectory.status, trajectory.error = status, error
@@ -485,7 +489,9 @@ def _readable_call(call: ToolCall) -> ToolCall:
 
 
 async def _generate(generate: Callable[[Any], Awaitable[Any]], request: Any, engine: Any) -> Any:
-    """The engine's result. An unexpected exception of another package's engine becomes an InferenceError."""
+    """The engine's result. If an engine of another package raises an unexpected exception, it becomes an
+    InferenceError.
+    """
     try:
         return await generate(request)
     except Exception as error:
@@ -504,7 +510,7 @@ def _append(segment: Segment, tokens: Sequence[int], weight: float, logprobs: li
 
 
 def _check_generation(generation: Generation, room: int) -> None:
-    """Refuse results that break the invariants, because engines can come from anyone. Raises InferenceError."""
+    """Raise InferenceError for a result that breaks the invariants. Any package can provide an engine."""
     tokens, logprobs, versions = generation.tokens, generation.logprobs, generation.versions
     if not len(tokens) == len(logprobs) == len(versions):
         raise InferenceError(

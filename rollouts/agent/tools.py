@@ -30,8 +30,8 @@ async def run_tool(
 ) -> ToolOutcome:
     """Run one call. The result is text: text unchanged, None as "", and anything else as JSON, cut to `characters_max`.
 
-    The deadline is the tool's own, but at most `seconds_max`. Raises AbandonedCallsError (too many tools hang),
-    ProcessError (no process could start), and EnvironmentDefinitionError (the tool's code is not valid).
+    The deadline is the tool's own, but at most `seconds_max`. Raises AbandonedCallsError if too many tools hang,
+    ProcessError if no process could start, and EnvironmentDefinitionError if the tool's code is not valid.
     """
     if tool_call.error is not None:
         return ToolOutcome(shortened(f"Error: {tool_call.error}", characters_max), "malformed")
@@ -59,7 +59,7 @@ async def run_tool(
     except (calls.AbandonedCallsError, EnvironmentDefinitionError, ProcessError):
         raise
     except Exception as error:  # whatever a tool raises is for the model to read
-        words = report(error, f"the tool {tool.name}", is_noted=False)
+        words = report(error, f"the tool {tool.name}")
         return ToolOutcome(shortened(f"Error: {named(error)}", characters_max), "exception", words)
 
 

@@ -1,7 +1,7 @@
 """Chat: messages to token ids and back, through the model's own chat template.
 
 format.py             `ChatFormat`: encode prompts, append to conversations, parse replies
-template_style.py     how this template wants its messages
+template_style.py     the form of messages that a template reads
 control_tokens.py     keeps control tokens in a conversation's text plain text
 tool_call_formats.py  tool calls in a reply's text
 preflight.py          what a template does to conversations, as a report

@@ -1,10 +1,10 @@
 """Keep control tokens in a conversation's text plain text. Only the template and the model may write control tokens.
 
-A tool's answer may contain `<|im_end|>\\n<|im_start|>assistant`. Without this module, a web page could speak as the
-assistant. So every string of a conversation is marked before it is rendered: a `CUT` is inserted after the first
-character of each control token's text. `ChatFormat.encode_marked` encodes the text between the cuts piece by piece. No
-piece contains a whole control token from the conversation, so none of their ids appears. Text without a cut is encoded
-as usual. Marks never leave this package: `plain` removes them.
+A tool's answer may contain `<|im_end|>\\n<|im_start|>assistant`. Without this module, a web page could write messages
+in the name of the assistant. So every string of a conversation is marked before it is rendered: a `CUT` is inserted
+after the first character of each control token's text. `ChatFormat.encode_marked` encodes the text between the cuts
+piece by piece. No piece contains a whole control token from the conversation, so no id of a control token comes from
+the conversation. Text without a cut is encoded as usual. Marks never leave this package: `plain` removes them.
 
 Control tokens are the tokenizer's special tokens, its `chat_control_tokens`, and the added tokens that the template
 writes (`<tool_call>`, `</think>`), except white space. In an assistant's message, the tokens of calls and thoughts stay
@@ -19,7 +19,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-# Unicode noncharacters, which normal text does not contain. If a text contains _MARK, it is replaced by _ITSELF.
+# Unicode noncharacters, which normal text does not contain. If a text contains _MARK, this _MARK is replaced by
+# _ITSELF.
 _MARK = "\ufdd0"
 _ITSELF = _MARK + "\ufdd1"
 CUT = _MARK + "\ufdd2"
@@ -33,7 +34,7 @@ def plain(text: str) -> str:
 class ControlTokens:
     """Marks the strings of a conversation for one tokenizer and template. `foreign` marks text that no model wrote.
 
-    `opener` is the pattern of the model's tool calls. The model itself writes the tokens in it.
+    `opener` is the pattern of the model's tool calls. The model itself writes the control tokens in this pattern.
     """
 
     def __init__(self, tokenizer: Any, template_text: str, opener: str) -> None:

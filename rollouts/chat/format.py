@@ -4,13 +4,14 @@
 encodes that reply again. `parse` reads a reply as a Message. Sampling, and the segments of a rollout, are in
 `rollouts.agent`.
 
-How `extend` decides (design.md §4, invariant 1). Let P be the text of `before` with the generation prompt, which the
-model received, and B the text of `before + [reply] + new` with the generation prompt. If B does not start with P, the
-template now shows earlier turns, or the start of this one, differently. If it does, let R be the text between P and the
-closing token: the reply as history shows it. R must be the same message as the sampled text. That means the same
-characters, or the same parsed message, thinking included (for example, a call's JSON may have other spaces). Then
-everything from the closing token on is appended. By induction from the first prompt, our ids always match the
-template's text, except for spelling. In every other case the result is None, and the caller opens a new segment.
+When `extend` returns ids (design.md §4, invariant 1). Let P be the text of `before` with the generation prompt, which
+the model received, and B the text of `before + [reply] + new` with the generation prompt. If B does not start with P,
+the template now shows earlier turns, or the start of this turn, differently, and the result is None. Otherwise let R be
+the text between P and the closing token: the reply as history shows it. R must be the same message as the sampled text.
+That means the same characters, or the same parsed message, thinking included (for example, a call's JSON may have other
+spaces). Then everything from the closing token on is appended. By induction from the first prompt, our ids always match
+the template's text, except for spelling. If R is another message, the result is None too. After None, the caller opens
+a new segment.
 
 A conversation's own text may contain control tokens, so it is rendered with marks (`rollouts.chat.control_tokens`).
 """
@@ -85,7 +86,7 @@ class _Cache(Generic[T]):
 
 
 def _key(messages: list[Message], tools: Tools, generation_prompt: bool) -> bytes:
-    """The cache key of a conversation; b"" if there is none, for example because of half a surrogate pair."""
+    """The cache key of a conversation; b"" if it cannot have one, for example because of half a surrogate pair."""
     try:
         return msgspec.msgpack.encode((messages, tools, generation_prompt))
     except (TypeError, UnicodeEncodeError, OverflowError, RecursionError):
@@ -159,7 +160,9 @@ class ChatFormat:
         return plain(self.render_marked(messages, tools, generation_prompt))
 
     def render_marked(self, messages: list[Message], tools: Tools, generation_prompt: bool) -> str:
-        """The text of a conversation for `encode_marked`, in which its own text is marked as plain text."""
+        """The text of a conversation for `encode_marked`, in which the text that is not the template's is marked as
+        plain text.
+        """
         key = _key(messages, tools, generation_prompt)
         known = self._texts.get(key)
         if known is not None:
@@ -259,7 +262,9 @@ class ChatFormat:
         return self.encode(text)
 
     def _find_anchor(self) -> str:
-        """A prefix for `_encode_behind`, whose ids are removed again. A tokenizer that adds a space needs it."""
+        """A prefix for `_encode_behind`, whose ids are removed again. A tokenizer that adds a space before a text needs
+        it.
+        """
         start, rest = "a<", "|b"
         for anchor in ("", "a", "\n", ".", "|"):
             behind = self.encode(anchor + rest)[len(self.encode(anchor)) :]
@@ -271,7 +276,7 @@ class ChatFormat:
         """The ids of a rendered text, without added tokens. Half a surrogate pair has no id and becomes `?`."""
         text = text.encode("utf-8", "replace").decode()
         backend = self._backend
-        # Other users of this tokenizer may have switched these on; its own `encode` switches them off.
+        # Other users of this tokenizer may have switched on truncation or padding; its own `encode` switches them off.
         if backend is not None and not (backend.truncation or backend.padding or backend.encode_special_tokens):
             ids: list[int] = backend.encode(text, add_special_tokens=False).ids
         else:
@@ -279,7 +284,7 @@ class ChatFormat:
         return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of ids with special tokens and without clean-up."""
+        """The text of ids, with special tokens, and without removing spaces (transformers' clean-up)."""
         return _decode(self.tokenizer if self._backend is None else self._backend, tokens)
 
     def extend(
@@ -293,7 +298,7 @@ class ChatFormat:
         Args:
             before: the messages that the model received, encoded by `encode_prompt` or earlier calls of this method.
             reply: the model's reply, read by `parse`.
-            new: the messages after it (tool answers, a user's message).
+            new: the messages after the reply (tool answers, a user's message).
             tools: the offered tools.
             sampled: the ids of the reply [K], with the stop id if it has one.
         """
@@ -302,7 +307,7 @@ class ChatFormat:
             return None
         ended = bool(sampled) and sampled[-1] in self.stop_ids
         if ended and sampled[-1] != turn.closer:
-            return None  # the model ended with another token than history shows
+            return None  # the model's last token differs from the closing token in the history
         text = self.decode(sampled[:-1] if ended else sampled)
         shown = plain(turn.reply)
         # If the reply contains a closing token as text, the end of the turn is not certain.
@@ -314,7 +319,7 @@ class ChatFormat:
         return ids[1:] if ended else ids
 
     def find_turn(self, before: list[Message], reply: Message, new: list[Message], tools: Tools) -> RenderedTurn | None:
-        """The reply as the whole conversation shows it; None if the text before it has changed."""
+        """The reply as the whole conversation shows it; None if the text before the reply has changed."""
         return self.split_turn(*self.render_pair(before, [reply, *new], tools, True)) if self.closers else None
 
     def split_turn(self, prompt: str, whole: str) -> RenderedTurn | None:
@@ -335,7 +340,7 @@ class ChatFormat:
         if ("</think>" in shown) != ("</think>" in sampled):
             return False
         if "<think>" in self._thinking + sampled and "</think>" not in self._thinking + sampled:
-            return False  # cut off in a thought, which history would close
+            return False  # the reply was cut off in a thought; the history would close the thought
         return self.same_message(shown, sampled, tools)
 
     def same_message(self, first: str, second: str, tools: Tools) -> bool:
@@ -346,8 +351,8 @@ class ChatFormat:
     def parse(self, tokens: Sequence[int], tools: Tools) -> Message:
         """Read sampled ids [K] (with or without the stop id) as the assistant's message. Never raises.
 
-        A malformed call becomes a ToolCall whose `error` is a text for the model. Then the message's content is the raw
-        text.
+        A malformed call becomes a ToolCall whose `error` is a text for the model. In this case the message's content is
+        the raw text.
         """
         body = list(tokens)
         while body and body[-1] in self.stop_ids:
@@ -360,7 +365,8 @@ class ChatFormat:
 
 
 def load_chat_format(tokenizer: Any, template_arguments: dict[str, Any] | None = None) -> ChatFormat:
-    """The chat format of a transformers tokenizer. `template_arguments`, such as `enable_thinking`, go to every render.
+    """The chat format of a transformers tokenizer. `template_arguments`, such as `enable_thinking`, are passed to the
+    template at every render.
 
     Raises ModelError if the tokenizer has no chat template or the template cannot show text messages, and ConfigError
     for an argument that the template does not read.
@@ -401,7 +407,9 @@ def _template_text(tokenizer: Any) -> str:
 
 
 def _incremental_renderer(tokenizer: Any, arguments: Mapping[str, Any]) -> IncrementalRenderer | None:
-    """None if the template cannot be rendered incrementally. Then every turn renders the whole conversation."""
+    """A renderer of new messages only; None if the template does not allow it. Without it, every turn renders the whole
+    conversation.
+    """
     from rollouts.chat.incremental import IncrementalRenderer, NotIncremental
 
     if isinstance(tokenizer.chat_template, str):
@@ -416,7 +424,8 @@ def _stop_ids(tokenizer: Any, closers: Mapping[str, int], added: Mapping[str, in
     found = set(closers.values())
     eos = tokenizer.eos_token_id
     found.update(eos if isinstance(eos, list | tuple) else [] if eos is None else [eos])
-    # Llama ends a turn that calls a built-in tool with this token. Its template shows it in that mode only.
+    # Llama ends a turn that calls a built-in tool with this token. Its template writes the token in the mode for
+    # built-in tools only.
     if "<|eom_id|>" in text and "<|eom_id|>" in added:
         found.add(added["<|eom_id|>"])
     return tuple(sorted(found))
@@ -446,7 +455,7 @@ def _safe_cut(tokenizer: Any, closers: Mapping[str, int]) -> str:
 
 
 def _plain_backend(tokenizer: Any, closers: Mapping[str, int]) -> Any:
-    """The Rust tokenizer, which halves the time; None if there is none, or if its results differ."""
+    """The Rust tokenizer, which halves the time; None if the tokenizer has none, or if its results differ."""
     backend = getattr(tokenizer, "backend_tokenizer", None) if getattr(tokenizer, "is_fast", False) else None
     if backend is None:
         return None
@@ -464,8 +473,8 @@ def _decode(tokenizer: Any, tokens: Sequence[int]) -> str:
 
 
 def _compiled(tokenizer: Any, template: Any, example: str) -> Any:
-    """The response template, compiled once instead of at each reply. It is returned unchanged if the compiled one reads
-    differently, or if compiling fails (another version of transformers, an invalid template).
+    """The response template, compiled once instead of at each reply. The template is returned unchanged if the compiled
+    one reads differently, or if compiling fails (another version of transformers, an invalid template).
     """
     try:
         from transformers.utils.chat_parsing.response_templates import load_response_template
@@ -473,7 +482,7 @@ def _compiled(tokenizer: Any, template: Any, example: str) -> Any:
         compiled = load_response_template(template)
         read = functools.partial(tokenizer.parse_response, f"one {example}", prefix="")
         return compiled if read(compiled) == read(template) else template
-    except Exception:  # an invalid template is reported where it is used
+    except Exception:  # the first use of an invalid template reports it
         return template
 
 
@@ -484,7 +493,7 @@ def _meaning(message: Message) -> tuple[str, str, str]:
 
 
 def _one_call_only(message: Message, text: str) -> Message:
-    """The message for a template with one call per turn: raw text, the first call, and errors for the others."""
+    """The message for a template with one call per turn: raw text, the first call, and errors for all later calls."""
     words = "Only one tool call can be made at a time; make this call again in your next turn."
     calls = [
         call if place == 0 or call.error else ToolCall(call.name, {}, call.id, words)

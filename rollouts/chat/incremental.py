@@ -5,14 +5,14 @@ template a second time with two changes to that loop: it can start at a later me
 message. Everything else runs unchanged on the whole conversation. So the text after the last mark is exactly what the
 template writes there.
 
-The result is used only if the text before it is proved to be unchanged. The text of a message may depend on the
-message, its neighbors, its index, whether it is first or last, and on values from outside the loop. If the loop reads
-anything else, the template is not changed at all (`_LoopRewriter` refuses it). At each turn, three things are compared
-with the previous turn: the text before the loop, every outside value that the loop reads, and the old messages. A loop
-that passes a value from one message to the next through a namespace is detected when it writes the value. If anything
-differs, the caller renders the whole conversation. The text before the loop, which mostly lists the tools, is skipped
-if it provably depends on the tools and the first message alone (`_head`). Templates that are not Jinja are not
-supported.
+The result is used only if the text before the new messages is proved to be unchanged. The text of a message may depend
+on the message, its neighbors, its index, whether it is first or last, and on values from outside the loop. If the loop
+reads anything else, incremental rendering is not used (`_LoopRewriter` refuses the template). At each turn, three
+things are compared with the previous turn: the text before the loop, every outside value that the loop reads, and the
+old messages. A loop that passes a value from one message to the next through a namespace is detected when it writes the
+value. If anything differs, the caller renders the whole conversation. The text before the loop, which mostly lists the
+tools, is skipped if it provably depends on the tools and the first message alone (`_head`). Templates that are not
+Jinja are not supported.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jinja2 import Undefined, nodes
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-_MARK = "\ufdd3"  # a noncharacter; a conversation that contains it is rendered whole
+_MARK = "\ufdd3"  # a Unicode noncharacter; a conversation that contains it is rendered as a whole
 _ENTER, _OFFSET = "_rollouts_enter", "_rollouts_offset"
 _ITEM, _PREVIOUS, _TAIL = "_rollouts_item", "_rollouts_previous", "_rollouts_tail"
 _CONSTANT = frozenset({"dict", "namespace", "raise_exception", "range"})  # the globals of Jinja that never change
@@ -38,8 +38,9 @@ _LEAVES = frozenset({str, int, float, bool, type(None)})
 class Rendering(NamedTuple):
     """The state of a rendered conversation.
 
-    `messages` and `tools` are in the template's form. `items` are the messages of its loop. `before` is the text before
-    the loop, and `last` the text from the last message to the end. `values` are all outside values that the loop reads.
+    `messages` and `tools` are in the template's form. `items` are the messages of the template's main loop. `before` is
+    the text before the loop, and `last` the text from the last message to the end. `values` are all outside values that
+    the loop reads.
     """
 
     messages: list[dict[str, Any]]
@@ -51,8 +52,8 @@ class Rendering(NamedTuple):
 
 
 def shown(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-    """Messages as transformers passes them to a template: without None values, and with a thought under both names.
-    Returns None if a message contains anything but plain data.
+    """Messages as transformers passes them to a template: without None values, and with a thought under both of its
+    keys. Returns None if a message contains anything but plain data.
     """
     if not all(map(is_plain, messages)):
         return None
@@ -70,7 +71,7 @@ def is_plain(value: Any) -> bool:
 
 
 class NotIncremental(Exception):
-    """This conversation or template must be rendered whole."""
+    """This conversation, or every conversation of this template, must be rendered as a whole."""
 
 
 class IncrementalRenderer:
@@ -85,15 +86,15 @@ class IncrementalRenderer:
     def whole(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], generation_prompt: bool
     ) -> tuple[str, Rendering] | None:
-        """The text of a conversation, and its rendering; None if it cannot be rendered incrementally."""
+        """The text of a conversation, and its rendering; None if the conversation cannot be rendered incrementally."""
         given = shown(messages)
         done = self._run(given, tools, generation_prompt, 0) if given is not None and is_plain(tools) else None
         return None if done is None else (done[0].before + done[1], done[0])
 
     def tail(self, old: Rendering, new: list[dict[str, Any]], generation_prompt: bool) -> tuple[str, Rendering] | None:
-        """The text with the new messages, from the last old message on; it replaces `old.last`.
+        """The text with the new messages, from the last old message on. This text replaces `old.last`.
 
-        None if the text before it is not provably unchanged.
+        None if the text before `old.last` is not provably unchanged.
         """
         skips, more = self._skips_head and bool(old.messages), shown(new)
         start = max(0, len(old.items) - 1)
@@ -123,7 +124,7 @@ class IncrementalRenderer:
             text = self._template.render(
                 names, messages=messages, tools=tools or None, documents=None, add_generation_prompt=prompt
             )
-        except Exception:  # the caller renders it whole, and reports the error
+        except Exception:  # the caller renders the whole conversation, and reports the error
             return None
         before, *texts = text.split(_MARK)
         if loop.values is None or len(texts) != max(0, len(loop.items) - start) + 1 or loop.is_tied:
@@ -152,7 +153,9 @@ class _LoopRecorder:
         return self.items[place - 1] if place else Undefined("there is no previous item")
 
     def item(self, items: Any, place: int) -> Any:
-        """`items[place]`. A negative index makes the pass unusable, because it means another item later."""
+        """`items[place]`. A negative index makes the pass unusable, because it means another item when the list is
+        longer.
+        """
         self.is_tied = self.is_tied or place < 0
         return items[place] if -len(items) <= place < len(items) else Undefined(f"there is no item {place}")
 
@@ -167,7 +170,7 @@ def _plain_value(value: Any) -> Any:
 
 @functools.lru_cache(maxsize=8)
 def _watched(base: Any) -> Any:
-    """A namespace class that reports writes to the recorder of the loop."""
+    """A namespace class that reports assignments to the recorder of the loop."""
 
     class Watched(base):  # type: ignore[misc]
         def __init__(*args: Any, **values: Any) -> None:
@@ -187,7 +190,9 @@ def _watched(base: Any) -> Any:
 
 @functools.lru_cache(maxsize=32)
 def _compile(template_text: str) -> tuple[Any, type, bool]:
-    """The changed template, the class of its namespaces, and whether its head can be skipped. Raises NotIncremental."""
+    """The changed template, the class of its namespaces, and whether the text before the loop can be skipped. Raises
+    NotIncremental.
+    """
     try:
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -258,7 +263,7 @@ def _head(body: list[Any], known: Mapping[str, Any]) -> list[int]:
         for node in body:
             if not _is_settled(node, unsettled):
                 unsettled |= _stored(node)
-                if _has(node, nodes.NSRef):  # the namespace may have another name
+                if _has(node, nodes.NSRef):  # the namespace may have a second name
                     unsettled |= {name for other in body if "namespace" in _named(other) for name in _stored(other)}
     writing = [
         place for place, node in enumerate(body) if _has(node, nodes.Output) and not isinstance(node, nodes.Macro)
@@ -273,7 +278,7 @@ def _has(node: Any, kinds: Any) -> bool:
 
 
 def _named(node: Any, *contexts: str) -> set[str]:
-    """The names in a node, in the given contexts, or in all."""
+    """The names in a node, in the given contexts, or in all contexts if none is given."""
     return {name.name for name in node.find_all(nodes.Name) if not contexts or name.ctx in contexts}
 
 
@@ -284,7 +289,7 @@ def _stored(node: Any) -> set[str]:
 
 
 def _is_settled(node: Any, unsettled: set[str]) -> bool:
-    """Whether a node reads nothing unsettled, and of the messages only the first, and whether there are any."""
+    """Whether a node reads no unsettled value, and of the messages only the first one and whether there are any."""
     if isinstance(node, nodes.Name):
         return node.ctx != "load" or node.name not in unsettled | {_MESSAGES}
     if isinstance(node, nodes.Filter) and node.name == "random":
@@ -373,8 +378,8 @@ class _LoopRewriter(NodeTransformer):
         raise NotIncremental(f"the loop reads loop.{node.attr}")
 
     def visit_Getitem(self, node: Any, is_ours: bool) -> Any:
-        """Rewrite `messages[loop.index0 - 1]`, `messages[loop.index0 + 1]` and `messages[0]`. Other indexes read the
-        list itself.
+        """Rewrite `messages[loop.index0 - 1]`, `messages[loop.index0 + 1]` and `messages[0]`. Expressions with other
+        indexes stay, so they read the list itself.
         """
         place = node.arg
         is_beside = isinstance(place, nodes.Const) and place.value == 0

@@ -1,8 +1,8 @@
 """Loss masks for supervised conversations: only the assistant's tokens are trained.
 
 Rows are built like those of a rollout. The prompt is encoded. The assistant's text, with its closing token, is encoded
-separately, as a model would sample it. The text after it is encoded and appended. So templates need no generation
-marks. If the template rewrites history, a new row starts. Each turn is trained in one row only.
+separately, as a model would sample it. The text after the closing token is encoded and appended. So templates need no
+generation marks. If the template rewrites history, a new row starts. Each turn is trained in one row only.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def tokenize_supervised(
         turn, missing = _turn_alone(before, reply, tools, chat)
         following = chat.find_turn(before, reply, messages[place + 1 : next_place], tools) if next_place else None
         if following is not None and not chat.same_message(plain(following.reply), plain(turn.reply), tools):
-            following = None  # history changes it (drops its thinking, for example), so its row ends here
+            following = None  # the history changes this turn (drops its thinking, for example), so its row ends here
         if following is not None:
             turn, missing = following, 0
         if open_row is None or missing:
@@ -69,7 +69,8 @@ def _turn_alone(
     prompt that this form drops.
     """
     prompt, whole = chat.render_pair(before, [reply], tools, False)
-    # DeepSeek: the generation prompt opens a thought. A reply without one starts where the two texts differ.
+    # DeepSeek: the generation prompt opens a thought. A reply without a thought starts at the first difference of the
+    # two texts.
     same = prompt if whole.startswith(prompt) else os.path.commonprefix([prompt, whole])  # noqa: RUF071
     turn = chat.split_turn(same, whole)
     if turn is None:

@@ -1,8 +1,8 @@
 """Test what a chat template does to conversations, by rendering a few small ones.
 
 `inspect_template` renders test conversations and returns a `TemplateReport`. `report.words()` describes it for people.
-The report decides nothing about real conversations. `ChatFormat.extend` checks each real turn itself, so the ids always
-match what the model saw, even if a template behaves differently there.
+The report does not control how real conversations are rendered. `ChatFormat.extend` checks each real turn itself, so
+the ids always match what the model saw, even if a template treats a real conversation differently.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ _REPLY = Message("assistant", _TEXT)
 class TemplateReport(msgspec.Struct, frozen=True):
     """What a template does.
 
-    `append_only`: earlier turns never change. `adds_thinking`: a reply without a thought is shown with an empty one.
+    `append_only`: the text of earlier turns never changes. `adds_thinking`: a reply without a thought is shown with an
+    empty one.
     `tool_after_text`: a tool message may follow an assistant message without a call; if not, a malformed call is
-    answered by a user message. `plain`: it shows text messages. `closes_turn`: one special token ends an assistant
-    turn. `refusals`: sentences about what it cannot show.
+    answered by a user message. `plain`: the template shows text messages. `closes_turn`: one special token ends an
+    assistant turn. `refusals`: sentences about what the template cannot show.
     """
 
     append_only: bool
@@ -82,8 +83,8 @@ class TemplateReport(msgspec.Struct, frozen=True):
 def find_closers(probe: Prober, added_tokens: Mapping[str, int], eos: str | None) -> dict[str, int]:
     """The special tokens that end an assistant turn in this template, from text to id; empty if there are none.
 
-    A token counts only if it directly follows the reply both at the end and before a user turn. Otherwise it belongs to
-    the next turn, or disappears from history.
+    A token counts only if it directly follows the reply both at the end and before a user turn. Any other token belongs
+    to the next turn, or is not shown in the history.
     """
     closers: dict[str, int] = {}
     texts = probe(USER, _REPLY), probe(USER, _REPLY, USER)  # at the end, and before a user turn
@@ -109,7 +110,7 @@ def _token_behind(text: str, mark: str, added_tokens: Mapping[str, int]) -> str 
 def inspect_template(
     probe: Prober, template_text: str, closers: Mapping[str, int], tool_refusal: str
 ) -> TemplateReport:
-    """Test the template. `tool_refusal` says why it cannot show a tool conversation ("": it can)."""
+    """Test the template. `tool_refusal` says why the template cannot show a tool conversation ("": it can)."""
     refusals = []
 
     def needed(what: str, *messages: Message) -> str | None:

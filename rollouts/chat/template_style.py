@@ -1,6 +1,6 @@
-"""How one chat template wants its messages: our `Message` as the dict that the template reads.
+"""The form of messages that one chat template reads: converts a `Message` to a dict for the template.
 
-Templates agree on the OpenAI shape but differ in details. Most want a call's arguments as a dict; DeepSeek's want a
+Templates agree on the OpenAI shape but differ in details. Most read a call's arguments as a dict; DeepSeek's read a
 string. Some show a call only if the content is None. Some ignore reasoning. `probe_template_style` tries the variants,
 and `TemplateStyle` records which one works. How the template then renders a conversation is in `preflight`.
 """
@@ -110,7 +110,7 @@ def probe_template_style(render: Render, template_text: str) -> tuple[Prober, st
             break
         left_out = "it leaves the tool call or the tool's answer out of the text"
         reason = reason or (left_out if text is not None else f"it refuses a tool conversation: {probe.error}")
-    # A template without thinking would drop it, so it stays in the content.
+    # A template without thinking would drop a thought, so the thought stays in the content.
     alone = Prober(render, TemplateStyle())(USER, Message("assistant", "yes", reasoning="probethought"))
     is_inline = "</think>" not in template_text and alone is not None and "probethought" not in alone
     return Prober(render, found._replace(inline_reasoning=is_inline)), reason

@@ -1,8 +1,8 @@
 """Tool-call formats: parse the text of a reply into a Message. Parsing never raises.
 
-`parse_response` of transformers is tried first, with the tokenizer's own response template or the one of the format
-below. It raises at the first part that it cannot read, and then returns nothing. So the small parsers below read
-replies with a malformed call and Llama's several calls in one line: they keep the good calls and explain each bad one.
+`parse_response` of transformers is tried first, with the tokenizer's own response template, or with that of a format
+below. It raises an exception at the first part that it cannot read. So the small parsers below read replies with a
+malformed call, and several calls in one line (Llama): they keep the valid calls and explain each malformed one.
 Arguments are checked against a tool's schema elsewhere (`rollouts.env.schema`).
 
 Formats: `hermes` (`<tool_call>{json}</tool_call>`), `xml` (the same tags around `<function=name>`), `mistral`
@@ -33,11 +33,11 @@ class ToolCallFormat(NamedTuple):
     read_calls: Callable[[str], list[ToolCall]]
     example: str
     needs_tools: bool = False  # a call looks like plain text, so calls are read only if tools were offered
-    casts: bool = False  # arguments have no types, so the tool's schema decides them
+    casts: bool = False  # the format writes arguments without types; they come from the tool's schema
 
 
 class Parsed(NamedTuple):
-    """A message, and whether it renders to the same content in the same order (only the spelling may differ)."""
+    """A message, and whether a template renders it to the same content in the same order (only spelling may differ)."""
 
     message: Message
     faithful: bool
@@ -143,7 +143,7 @@ def _read_mistral(text: str) -> list[ToolCall]:
         try:
             calls += _listed(json.loads(body))
         except (ValueError, RecursionError):
-            calls.append(_json_call(body))  # has the error
+            calls.append(_json_call(body))  # a call with its `error`
     return calls
 
 
@@ -173,7 +173,7 @@ def _format(name: str, opener: str, calls: dict[str, Any], *reader: Any, **is_so
         # Without `join`, the text after a call would replace the text before it.
         "content": {"content": "text", "content_args": {"strip": False}, "repeats": True, "join": ""},
     }
-    # The start never matches, because our prefix begins inside the assistant's turn.
+    # This start never matches, because `prefix` begins inside the assistant's turn.
     template = {"start_anchor_pattern": r"(?!)", "defaults": {"role": "assistant"}, "fields": fields}
     return ToolCallFormat(name, template, re.compile(opener), *reader, **is_so)
 
@@ -257,7 +257,8 @@ def parse_reply(
         if response_template:
             template, lead = response_template, prefix
         casts = list(tools) if tools and (call_format.casts or response_template) else None
-        # It may raise any exception on a sampled text. Our own parser then explains the problem.
+        # `parse_response` may raise any exception on a sampled text. The parser of this module then explains the
+        # problem.
         read = None
         with contextlib.suppress(Exception):
             read = parse_response(text, template, prefix=lead, tools=casts)
@@ -278,7 +279,7 @@ def _from_response(parsed: Any, text: str, call_format: ToolCallFormat, expected
     if len(calls) < len(raw_calls) or (expected and not calls):
         return None
     if call_format.casts and text.count("</function>") < len(calls):
-        return None  # cut off inside its arguments, which only this count shows
+        return None  # a call was cut off inside its arguments, which only this count shows
     content = parsed.get("content") or ""
     reasoning = next((parsed[key] for key in ("reasoning_content", "thinking", "reasoning") if parsed.get(key)), None)
     if not isinstance(content, str) or not isinstance(reasoning, str | None):
@@ -298,10 +299,10 @@ def _own_reading(visible: str, reasoning: str, opened: re.Match[str], call_forma
     content = visible[: opened.start()].strip()
     malformed = any(call.error for call in calls)
     if malformed:
-        content = visible  # the model sees its own text again
+        content = visible  # the model will read its own text unchanged
         calls = [_explained(call, call_format.example) if call.error else call for call in calls]
     message = Message("assistant", content, _with_ids(calls, visible), reasoning=reasoning or None)
-    # Our parsers ignore extra keys and text between calls, so only raw text is faithful.
+    # The parsers ignore extra keys and text between calls, so only raw text has all that the model wrote.
     return Parsed(message, malformed)
 
 

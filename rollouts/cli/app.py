@@ -1,7 +1,8 @@
 """The group of commands. A command is imported when it is called. A mistake of the user gives one message.
 
-Installed packages add commands through the entry-point group `rollouts.commands`. They are found when a command is not
-one of the core's. `--help` reads no metadata, so it does not list them: `rollouts plugins list --kind commands` does.
+Installed packages add commands through the entry-point group `rollouts.commands`. These are searched if a command is
+not one of the core's. `--help` reads no metadata, so it does not list them: `rollouts plugins list --kind commands`
+does.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ COMMANDS = {
     "config": ("rollouts.cli.config:config", "Print a complete settings file."),
     "plugins": ("rollouts.cli.plugins:plugins", "List, show and check installed plugins."),
 }
-"""The core's commands: the place of each, and its line in the help, which imports none of them."""
+"""The core's commands: where each is defined, and its line in the help. The help imports no command."""
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, 128 + SIGINT, as in a shell."""
 
 SIGNALS = "rollouts.signals"
-"""The key in a context's `meta` of the list that holds the signal which ended the command, if one did."""
+"""A key in a context's `meta`. The value is a list with the signal that ended the command, or an empty list."""
 
 TAKES_SETTINGS = ("run", "sft", "eval", "config", "resume", "chat", "serve")
 """The commands that take dotted flags. A command of a plugin receives them in `ctx.obj`."""
@@ -60,14 +61,14 @@ class NamedCommand(click.Command):
 
 
 class NamedGroup(click.Group):
-    """A group whose error for an unknown command suggests similar commands and lists all."""
+    """A group of commands. Its error for an unknown command suggests similar commands and lists all commands."""
 
     command_class = NamedCommand
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Resolve as click does, with our error for an unknown command."""
+        """Resolve like click, but with the error of rollouts for an unknown command."""
         name, path, known = args[0], ctx.command_path, self.list_commands(ctx)
         if not name.startswith("-") and self.get_command(ctx, name) is None:
             from rollouts.config.foreign import command_hint
@@ -112,7 +113,7 @@ class RolloutsGroup(NamedGroup):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Refuse dotted flags for a command without settings, then resolve."""
+        """Raise an error for dotted flags of a command without settings; else resolve."""
         name = args[0]
         if ctx.obj and name in COMMANDS and name not in TAKES_SETTINGS:
             raise UserError(f"`rollouts {name}` takes no settings, and dotted flags are settings: {', '.join(ctx.obj)}")
@@ -145,10 +146,10 @@ click.version_option(__version__, message="rollouts %(version)s")(app)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command with the given arguments and return its exit code.
 
-    Without `argv`, it runs the command line of the process. Objects that a run excluded from garbage collection then
-    stay excluded, since collecting them at exit takes a second. Mistakes of the user and failed runs show a traceback
-    only with ROLLOUTS_TRACEBACK=1. Any other error is a bug in rollouts: without `argv`, it is one message and exit
-    code 1; with `argv`, it is raised.
+    Without `argv`, it runs the command line of the process. In this case, objects that a run excluded from garbage
+    collection stay excluded, because collecting them at exit takes a second. Mistakes of the user and failed runs show
+    a traceback only with ROLLOUTS_TRACEBACK=1. Any other error is a bug in rollouts: without `argv`, it is one message
+    and exit code 1; with `argv`, it is raised.
     """
     arguments, dotted = list(sys.argv[1:] if argv is None else argv), dict[str, Any]()
     stray = stray_errors_in_words() if argv is None else contextlib.nullcontext()
@@ -161,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with app.make_context("rollouts", arguments, obj=dotted) as context:
                 context.meta[SIGNALS] = signals
                 result = app.invoke(context)
-            if sys.stdout is not None:  # here, where a closed pipe can still be reported
+            if sys.stdout is not None:  # flush here, because a closed pipe can still be reported here
                 sys.stdout.flush()
             return result if isinstance(result, int) else 0
         except (Exception, KeyboardInterrupt, BaseExceptionGroup) as error:
@@ -183,9 +184,9 @@ _KNOWN = (RolloutsError, click.ClickException, click.Abort, click.exceptions.Exi
 
 
 def _known_error(error: BaseException) -> BaseException | None:
-    """The error to report without a traceback, taken out of the groups of nurseries; None for an unknown error."""
+    """The error to report without a traceback, taken out of exception groups; None for an unknown error."""
     leaves = list(leaves_of(error))
-    # Ctrl-C together with other errors is Ctrl-C. An unknown error is a bug, and is raised.
+    # Ctrl-C together with other errors counts as Ctrl-C. An unknown error is a bug, and is raised.
     interrupts = [leaf for leaf in leaves if isinstance(leaf, KeyboardInterrupt)]
     if interrupts or all(isinstance(leaf, _KNOWN) or _is_full_output(leaf) for leaf in leaves):
         return (interrupts or leaves)[0]
@@ -222,7 +223,7 @@ def _report(error: BaseException) -> int:
 
 
 def _report_bug(error: BaseException) -> int:
-    """Say on stderr that rollouts itself made a mistake; returns the exit code."""
+    """Report a bug in rollouts on stderr. Returns the exit code."""
     notes = "\n".join(getattr(error, "__notes__", ["with ROLLOUTS_TRACEBACK=1 its traceback is shown"]))
     words = words_of(error, lambda each: place_of(each) or innermost_place(each))
     click.echo(f"error: {words}\nthis is a mistake in rollouts or in a plugin, please report it; {notes}", err=True)
@@ -230,7 +231,7 @@ def _report_bug(error: BaseException) -> int:
 
 
 def _usage_message(error: click.ClickException) -> str:
-    """An error of click in our form: what was given, similar names, and what to type."""
+    """An error of click in the form of rollouts: what was given, similar names, and what to type."""
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "rollouts"
     if isinstance(error, click.NoSuchOption):
@@ -249,7 +250,7 @@ def _usage_message(error: click.ClickException) -> str:
 
 
 def _no_such_option(error: click.NoSuchOption, context: click.Context | None) -> str:
-    """What an unknown option is here: a setting of another command, another library's name, or nearly one of ours."""
+    """Describe an unknown option: a setting of another command, another library's name, or similar to an option."""
     from rollouts.config.foreign import foreign_hint
     from rollouts.config.settings import EVAL, setting_infos
 

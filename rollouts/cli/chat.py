@@ -24,7 +24,7 @@ SHOWN = (
     "env reward data system template inference max_tokens max_turns temperature seed turn_seconds tool_seconds "
     "trust_remote_code"
 ).split()
-"""The settings that have a flag. The others are the run's."""
+"""The settings that have a flag. All others come from the run."""
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a terminal obeys them, and a model may write them
 
@@ -48,14 +48,16 @@ def _chat(model: str, task: int | None, out: str | None, **options: Any) -> int:
 
 
 class _Talk:
-    """A conversation between the input and the model. `signals` holds the signal that ends the process, if one came."""
+    """A conversation between the input and the model. `signals` has the signal that ends the process, if one
+    arrived.
+    """
 
     def __init__(self, chat: Chat, transcript: TextIO | None, signals: list[int]) -> None:
         self._chat, self._transcript, self._signals = chat, transcript, signals
         self._written = 0
 
     def run(self) -> None:
-        """One exchange after another, until the input ends. Raises KeyboardInterrupt."""
+        """Read messages and print replies until the input ends. Raises KeyboardInterrupt."""
         chat = self._chat
         if chat.task is not None:
             for message in chat.task.messages:
@@ -133,7 +135,7 @@ def _show_score(score: Score) -> None:
 
 
 def _visible(text: str) -> str:
-    """The text without what a terminal would obey."""
+    """The text without control characters."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
@@ -146,7 +148,7 @@ def _transcript(out: str | None) -> Iterator[TextIO | None]:
     try:
         file = open(out, "x", encoding="utf-8", errors="backslashreplace")
     except FileExistsError as error:
-        raise OutputError(f"--out {out}: it exists already and is kept as it is; give another name") from error
+        raise OutputError(f"--out {out}: this file exists already and is not overwritten; give another name") from error
     except OSError as error:
         raise OutputError(f"--out {out} cannot be written: {error.strerror or error}") from error
     with file:

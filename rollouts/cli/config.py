@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rollouts.config.settings import Setting
 
 _WORDS = {"reward": "env", "correction": AUTO, "shaping": OWN, "filter": OWN}
-"""Names that are no components: the environment's or the algorithm's own have no entry point."""
+"""Names that are not components, because the environment's or the algorithm's own parts have no entry point."""
 
 
 def _config(file: str | None, **options: Any) -> int:
@@ -28,9 +28,9 @@ def _config(file: str | None, **options: Any) -> int:
 
 
 def _explain_components(resolved: Resolved, given: Tree) -> tuple[Resolved, dict[tuple[str, ...], tuple[Setting, ...]]]:
-    """Fill in the settings of the components that were given, and say what their settings are, by path.
+    """Fill in the settings of the given components. Also returns the descriptions of their settings, by path.
 
-    Those that are only defaults are not imported. A setting that has no default may be missing here.
+    Default components are not imported. A setting without a default may be missing here.
     """
     from rollouts.config.convert import complete_settings, convert_settings
     from rollouts.config.merging import settings_path
@@ -46,7 +46,7 @@ def _explain_components(resolved: Resolved, given: Tree) -> tuple[Resolved, dict
         for index, component in enumerate(components[key] if key in given else ()):
             if not component.name or component.name == _WORDS.get(key):
                 continue
-            from rollouts.runs.components import signed  # here, since a file of defaults needs no component
+            from rollouts.runs.components import signed  # imported here, because a file of defaults needs no component
 
             label = f"{KIND_WORDS[kind]} {component.name}"
             signature = signed(manager.load(manager.find(kind, component.name)), kind, label)[1]

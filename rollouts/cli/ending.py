@@ -1,7 +1,7 @@
-"""Signals, which end a command, and an output that can no longer be written, which does not.
+"""Signals end a command. An output that can no longer be written does not.
 
 SIGTERM and SIGHUP end a command as Ctrl-C does, with a summary. If standard output is closed (`| head -3`) or its disk
-is full, the run continues and shows nothing more. Left out: the files of an interrupted run (`runs.session`).
+is full, the run continues and shows nothing more. Not here: the files of an interrupted run (`runs.session`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def interrupted_by_signals() -> Iterator[list[int]]:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        handler = signal.getsignal(signal.SIGINT)  # trio's own in trio.run; SIG_IGN while a run ends
+        handler = signal.getsignal(signal.SIGINT)  # trio's handler in trio.run; SIG_IGN while a run ends
         if callable(handler) and not received:
             received.append(number)
             handler(signal.SIGINT, frame)
@@ -60,7 +60,7 @@ def _deaf_to_interrupts() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # this also drops a pending one
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # this also drops a pending SIGINT
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
@@ -68,7 +68,7 @@ def _deaf_to_interrupts() -> Iterator[None]:
 def silent_when_closed(name: Literal["stdout", "stderr"]) -> Iterator[None]:
     """Within the block, no write to `sys.stdout` (or `sys.stderr`) raises."""
     before: TextIO | None = getattr(sys, name)
-    if before is None:  # it was closed before this process began
+    if before is None:  # the stream was closed before this process began
         yield
         return
     stream = _SilentWhenClosed(before)
@@ -82,8 +82,9 @@ def silent_when_closed(name: Literal["stdout", "stderr"]) -> Iterator[None]:
 
 
 class _SilentWhenClosed:
-    """A text stream whose writes do not fail. After the first failure, its file descriptor leads to /dev/null: other
-    writers to it do not fail either, and its buffers can be flushed at exit. All other attributes are the stream's.
+    """A text stream whose writes do not fail. After the first failure, its file descriptor is /dev/null, so other
+    writers to this descriptor do not fail either, and buffers can be flushed at exit. All other attributes are those of
+    the stream.
     """
 
     def __init__(self, stream: TextIO) -> None:

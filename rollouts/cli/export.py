@@ -1,4 +1,4 @@
-"""`rollouts export SOURCE OUT`: the model of a run or checkpoint as a folder that others load, or on the hub."""
+"""`rollouts export SOURCE OUT`: the model of a run or checkpoint as a folder for other programs, or on the hub."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from rollouts.cli.app import NamedCommand
 def export(
     source: str, out: str, dtype: str | None, adapter: bool, push: str | None, public: bool, trust_remote_code: bool
 ) -> int:
-    """Export, upload if asked to, and say what was done; returns the exit code."""
+    """Export the model, and with `--push` upload it. Prints what was done. Returns the exit code."""
     from rollouts.errors import ConfigError
     from rollouts.runs.export import export as write
     from rollouts.runs.publish import check_push

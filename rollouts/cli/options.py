@@ -1,6 +1,6 @@
 """Flags for all core settings, and the step from flags, a file and defaults to one Resolved.
 
-click handles text only. `rollouts.config` reads the values and words the errors, so a mistake has the same message on
+click handles text only. `rollouts.config` reads the values and writes the errors, so a mistake has the same message on
 the command line and in a file.
 """
 
@@ -29,8 +29,8 @@ _METAVARS = {bool: "true|false", int: "N", float: "X", str: "TEXT"}
 
 
 class SettingsCommand(NamedCommand):
-    """A command that takes a file (or another `argument`) and settings, all or those of `infos`, and `own` parameters
-    besides. Its help shows settings by group, each with its default.
+    """A command with a file (or another `argument`), settings (those of `infos`, or all), and its `own` parameters. Its
+    help shows settings by group, each with its default.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class SettingsCommand(NamedCommand):
 
 
 def _option(info: Setting) -> click.Option:
-    """A setting as an option. A setting that only a file can have is a hidden option, whose error says what to write
-    in the file.
+    """A setting as an option. A setting that only a file can have is a hidden option; using it is an error that says
+    what to write in the file.
     """
     is_repeated, is_hidden = info.name in REPEATED, info.name in FILE_ONLY
     flags, metavar = [info.flag, info.name], _metavar(info)
@@ -86,20 +86,21 @@ def read_settings(
 ) -> tuple[Resolved, Tree]:
     """Resolve flags, file and defaults, in this order of precedence. Returns also the tree of the given settings.
 
-    `forced` are settings that the command itself determines. Raises ConfigError.
+    `forced` are settings that the command sets itself. Raises ConfigError.
     """
     from rollouts.config.files import NOWHERE, load_file
-    from rollouts.config.merging import merge
-    from rollouts.config.resolving import resolve
+    from rollouts.config.resolving import merge_over_file, resolve
 
     flags = given_flags(options)
     tree, source = load_file(file) if file else ({}, NOWHERE)
-    given = merge(tree, flags, ctx.obj or {}, forced or {})
+    given = merge_over_file(tree, flags, ctx.obj or {}, forced or {})
     return resolve(given, source), given
 
 
 def given_flags(options: dict[str, Any]) -> Tree:
-    """The given options as a tree of flags. Raises ConfigError for an option whose value is missing or no rule."""
+    """The given options as a tree of flags. Raises ConfigError for an option without a value, or with a value that is
+    not a rule.
+    """
     from rollouts.config.flags import flag_name, read_flag
     from rollouts.config.stopping import read_rule
 
@@ -112,6 +113,6 @@ def given_flags(options: dict[str, Any]) -> Tree:
                 flag = flag_name((name,))
                 raise ConfigError(f"{flag} needs a value, and {text} follows it\ntype: {flag} VALUE")
             if name == "stop_when" and text.lower() != "none":
-                read_rule(text)  # before FILE is read: without quotes, the shell takes its number for a file
+                read_rule(text)  # before FILE is read: without quotes, the shell reads `> 0.9` as a redirection
         tree[name] = [read_flag(text) for text in value] if isinstance(value, tuple) else read_flag(value)
     return tree

@@ -1,6 +1,6 @@
 """`rollouts plugins list | show NAME | doctor`: what is installed, what it does, what it takes.
 
-`list` imports no plugin: the line that says what a component is comes from the source of its module.
+`list` imports no plugin: it reads the description of a component from the source of its module.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _LEGEND = (
     "(pi is the policy, r = pi / pi_old its ratio, A the advantage, R the reward; [T] is one value for each token)"
 )
-_DESCRIPTION_CHARACTERS_MIN = 20  # in a terminal that is too narrow for the table, lines wrap
+_DESCRIPTION_CHARACTERS_MIN = 20  # the narrowest column; in a narrower terminal, lines wrap
 
 
 @click.group("plugins", cls=NamedGroup, no_args_is_help=True)
@@ -85,7 +85,7 @@ def show(name: str, kind: str | None) -> int:
     lines = [label, *_indent([(word, fact) for word, fact in facts.items() if fact])]
     is_code = inspect.isclass(component) or inspect.isroutine(component)
     own = inspect.getdoc(component) if is_code else component.__doc__
-    if not is_code and own == type(component).__doc__:  # a value: its documentation is behind its assignment
+    if not is_code and own == type(component).__doc__:  # a value: its documentation follows its assignment
         own = place.doc if place else ""
     if own:
         lines += ["", *(f"  {line}".rstrip() for line in inspect.cleandoc(own).splitlines())]
@@ -99,7 +99,7 @@ def show(name: str, kind: str | None) -> int:
 
 @plugins.command()
 def doctor() -> int:
-    """Import all installed components and report problems. The exit code is 1 if there are any."""
+    """Import all installed components and report problems. The exit code is 1 if there are problems."""
     from rollouts.plugins.manager import PluginManager
 
     manager = PluginManager()
@@ -114,7 +114,7 @@ def doctor() -> int:
 
 
 def _find(manager: PluginManager, kind: str | None, name: str) -> ComponentRef:
-    """The one component of that name, of any kind if none is given."""
+    """The only component of that name, of any kind if `kind` is None."""
     from rollouts.plugins.index import KINDS, names_file
 
     if kind is not None:
@@ -149,7 +149,7 @@ def _algorithm_lines(algorithm: Algorithm) -> list[str]:
     kl = algorithm.kl.function if isinstance(algorithm.kl, KL) else None
     parts = [
         *(("term", term.function, f" * {term.coefficient:g}") for term in algorithm.terms),
-        ("advantage", None if algorithm.pairs else algorithm.advantage, ""),  # pairs compare rollouts themselves
+        ("advantage", None if algorithm.pairs else algorithm.advantage, ""),  # with pairs, there is no advantage
         ("aggregation", aggregation_function(algorithm.aggregation), ""),
         ("kl", kl, ""),
         ("correction", algorithm.correction, ""),
@@ -202,7 +202,7 @@ def _align(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The rows below a head. In a terminal the last column is cut to the width."""
+    """A table of rows with a header. In a terminal the last column is cut to the width."""
     if sys.stdout is not None and sys.stdout.isatty():
         others = sum(max(map(len, column)) + 2 for column in zip(*(row[:-1] for row in [head, *rows]), strict=True))
         room = max(shutil.get_terminal_size().columns - others, _DESCRIPTION_CHARACTERS_MIN)

@@ -1,4 +1,4 @@
-"""What a command shows while it runs: a progress bar in a terminal, plain lines elsewhere.
+"""The display of a running command: a progress bar in a terminal, plain lines elsewhere.
 
 A training run also shows a few sampled conversations, and at its end a table of the scores before and after. An
 evaluation shows a table of its numbers.
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from rollouts.plugins.manager import PluginFault
     from rollouts.training.rollout_gen.groups import Group
 
-CONVERSATIONS = 3  # shown during a run: the first at the first step, the others at even distances
-LINES, EVALUATION_LINES = 24, 10  # plain lines of a whole run, if the output is not a terminal
-SECONDS_BETWEEN = 10.0  # plain lines of an evaluation of a training run
-CHARACTERS_MAX = 400  # of one message
+CONVERSATIONS = 3  # how many are shown during a run: one at the first step, the others at equal distances
+LINES, EVALUATION_LINES = 24, 10  # the number of plain lines of a whole run, if the output is not a terminal
+SECONDS_BETWEEN = 10.0  # between the plain lines of an evaluation of a training run
+CHARACTERS_MAX = 400  # how much of one message is shown
 
 _STEP_METRICS = (
     ("reward", "reward/mean", "{:.3f}"),
@@ -68,7 +68,7 @@ class Progress:
             self._started = time.perf_counter()
 
     def evaluating(self, when: str, done: int, total: int) -> None:
-        """A bar of its own, or a line every now and then."""
+        """Show a separate progress bar, or print a line every `SECONDS_BETWEEN`."""
         if self._console.is_terminal:
             bar = self._shown_bar()
             if done == 1 or len(bar.task_ids) == 1:
@@ -191,13 +191,13 @@ def _comparison_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
 
 
 def _evaluation_table(summary: dict[str, Any]) -> Table:
-    """The numbers of all tasks together. If there are several environments, also those of each."""
+    """The numbers of all tasks together. If there are several environments, also the numbers of each."""
     several = summary.get("environments", {})
     columns = [summary, *several.values()]
     rows = [("reward", [_with_error(each) for each in columns])]
     for kind, shown in (("pass@k", "pass@{}"), ("parts", "  {}"), ("metrics", "{}")):
         names = dict.fromkeys(name for each in columns for name in each[kind])
-        single = kind == "parts" and len(names) == 1  # it is the reward
+        single = kind == "parts" and len(names) == 1  # a single part is the reward itself
         rows += [(shown.format(n), [_number(each[kind].get(n)) for each in columns]) for n in names if not single]
     counts = (("truncated", "truncated"), ("tool calls", "tool_calls"), ("tool failures", "tool_failures"))
     rows += [(label, [str(each[name]) for each in columns]) for label, name in counts if summary[name]]
@@ -237,7 +237,7 @@ def conversation_lines(trajectory: Trajectory) -> list[str]:
 
 
 def _tasks(evaluation: dict[str, Any], word: str = "") -> str:
-    """The number of tasks. If some have no reward, also the number of those that have one."""
+    """The number of tasks. If some tasks have no reward, also the number of tasks with one."""
     tasks, judged = evaluation["tasks"], evaluation["judged"]
     return f"{tasks}{word}" if judged == tasks else f"{tasks}{word}, only {judged} could be judged"
 

@@ -136,8 +136,8 @@ evaluate = SettingsCommand(
     "FILE contains settings (.toml, .json or .py). It may be a training run's file (training settings are ignored), "
     "or a run's folder: then its newest checkpoint is evaluated. "
     "The model can be local (--inference hf), behind your own server, or behind an API.\n\n"
-    "\b\nExamples:\n  rollouts eval runs/first\n  rollouts eval --env calculator --model runs/first\n"
-    "  rollouts eval --env calculator --model runs/first/checkpoints/step_000050 --temperature 0\n"
+    "\b\nExamples:\n  rollouts eval runs/first\n"
+    "  rollouts eval runs/first --model runs/first/checkpoints/step_000050 --temperature 0\n"
     "  rollouts eval --env calculator --model gpt-4.1-mini --inference openai --samples-per-prompt 4",
 )
 

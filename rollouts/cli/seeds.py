@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rollouts.config.flags import Tree
     from rollouts.runs.seeds import SeedRuns
 
-SEEDS_SHOWN_MAX = 6  # more seeds have no column each
+SEEDS_SHOWN_MAX = 6  # with more seeds, the table has no column for each seed
 
 ROWS = {
     "before/reward_mean": "reward, sampled, before",
@@ -30,7 +30,7 @@ ROWS = {
     "steps": "steps",
     "wall_seconds": "seconds",
 }
-"""What the table shows. seeds.json has all metrics."""
+"""The rows of the table. seeds.json has all metrics."""
 
 
 def run_with_seeds(command: str, file: str | None, options: dict[str, Any], text: str, *, dry_run: bool) -> None:
@@ -60,8 +60,8 @@ def run_with_seeds(command: str, file: str | None, options: dict[str, Any], text
 
 
 def resume_seeds(folder: Path, options: dict[str, Any], checkpoint: str | None) -> None:
-    """Continue the runs in the folder of an earlier `--seeds`, with these settings over theirs. Raises UserError,
-    RunError.
+    """Continue the runs in the folder of an earlier `--seeds`, with these settings in place of theirs. Raises
+    UserError, RunError.
     """
     from rollouts.config.flags import take_dotted_flags
     from rollouts.runs.seeds import SeedRuns, read_parent
@@ -87,7 +87,7 @@ def resume_seeds(folder: Path, options: dict[str, Any], checkpoint: str | None) 
 
 
 def _arguments(file: str | None, options: Mapping[str, Any], dotted: Tree) -> list[str]:
-    """The command line that gives these settings, without what differs from run to run."""
+    """The command line for these settings, without the settings that differ between the runs."""
     arguments = [file] if file else []
     for name, value in options.items():
         if name not in ("out", "resume", "seed") and value is not None:
@@ -106,7 +106,7 @@ def _flattened(tree: Tree, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _run(runs: SeedRuns) -> None:
-    """Run all of them, then show what they have come to, also if some failed."""
+    """Run all seeds, then show the table, even if some runs failed."""
     from rollouts.runs.folder import read_json
     from rollouts.runs.seeds import SEEDS, run_seeds
 
@@ -123,7 +123,7 @@ def _run(runs: SeedRuns) -> None:
 
 
 def _show(written: dict[str, Any]) -> None:
-    """The table: mean, interval, and where there are few seeds the value of each."""
+    """Print the table: mean, interval, and if there are at most `SEEDS_SHOWN_MAX` seeds, the value of each."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""`rollouts serve RUN`: a run's model behind an address that speaks OpenAI's API."""
+"""`rollouts serve RUN`: serves a run's model over OpenAI's API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors and warnings that no command catches: from threads, from destructors, from `warnings.warn`.
+"""Reports errors and warnings that no command catches: from threads, from destructors, from `warnings.warn`.
 
 Each becomes one line with the author's place: a note while a run is open, otherwise a line on stderr. The traceback
 goes to errors.log in the run folder (`rollouts.error_log`).
@@ -49,7 +49,7 @@ def _of_a_destructor(error: Any) -> None:
 
 
 def _tell(error: BaseException, label: str) -> None:
-    """Report the error to the open run, which notes it once for each line. Without a run, print it."""
+    """Report the error to the open run, which shows one note for each line of code. Without a run, print it."""
     words = report(error, label)
     if not is_logging():
         _say(f"{label} failed: {words}")

@@ -1,8 +1,8 @@
 """Convert values to the types of settings (with msgspec), and describe values and types in words.
 
-Errors say where the value was given and what was expected. Values in files are strict: a whole number is no text, and
-3.0 is no whole number. Flags are parsed as TOML; for a setting whose type is text, the text of the flag is its value.
-TOML has no null: if a setting allows None, `none` means None.
+Errors say where the value was given and what was expected. Values in files are strict: a whole number is not accepted
+as text, and 3.0 is not accepted as a whole number. Flags are parsed as TOML; for a setting whose type is text, the text
+of the flag is its value. TOML has no null: if a setting allows None, `none` means None.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _map_flags(value: Any, replace: typing.Callable[[Flag], Any]) -> Any:
 
 
 def convert_value(value: Any, hint: Any, path: Path, source: Source = NOWHERE) -> Any:
-    """Convert a value to a type. Raises ConfigError, which says where it was given and what was expected."""
+    """Convert a value to a type. Raises ConfigError, which says where the value was given and what was expected."""
     if _means_none(value) and "none" in choices_of(hint):
         value = value.text if isinstance(value, Flag) else value
     elif _means_none(value) and admits_none(hint):
@@ -137,7 +137,7 @@ def _example(hint: Any) -> str:
 
 
 def _check_keys(value: Any, hint: Any, path: Path, source: Source) -> None:
-    """Refuse unknown keys of a table, at every depth. For a dataclass, msgspec would ignore them."""
+    """Raise ConfigError for unknown keys of a table, at every depth. For a dataclass, msgspec would ignore them."""
     for member in members_of(hint):
         arguments = typing.get_args(member)
         if isinstance(value, dict):
@@ -202,7 +202,7 @@ def convert_settings(
 
 
 def default_text(setting: Setting) -> str:
-    """The default as TOML, or as Python shows it if TOML cannot hold it; or "no default"."""
+    """The default as TOML, or in Python's form if TOML cannot represent it; or "no default"."""
     if setting.is_required:
         return "no default"
     try:
@@ -232,7 +232,8 @@ def default_fault(setting: Setting) -> str:
 def complete_settings(signature: Signature, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings with all defaults added, in the order of the signature, for the settings file of a run.
 
-    Defaults that TOML cannot hold, and defaults of secrets, are not added: without a value, the default applies.
+    Defaults that TOML cannot represent, and defaults of secrets, are not added. A setting without a value gets its
+    default again.
     """
     complete: dict[str, Any] = {}
     for setting in signature.settings:
@@ -256,7 +257,7 @@ def _quoted(text: str) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """A value as TOML in one line. Raises TypeError if TOML cannot hold it, such as None inside a list.
+    """A value as TOML in one line. Raises TypeError if TOML cannot represent the value, such as None inside a list.
 
     >>> toml_value({"a": (1, 2.5), "b": "x"}), toml_value(None)
     ('{ a = [1, 2.5], b = "x" }', '"none"')

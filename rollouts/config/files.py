@@ -1,6 +1,6 @@
 """Read settings files (.toml, .json, .py), and find the line of a setting for an error message.
 
-A line is searched only for an error, in the text of the file.
+The line of a setting is searched in the text of the file, and only for an error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rollouts.errors import ConfigError, in_lines, suggestion, words_of
 Keys = tuple[str, ...]
 
 SUFFIXES = (".toml", ".json", ".py")
-DEPTH_MAX = 50  # of tables inside tables; our own settings need fewer than ten
+DEPTH_MAX = 50  # the depth of nested tables; settings of the core need fewer than ten
 INTEGER_BITS = 1_000  # larger numbers cannot be compared with a float, or printed
 _WRITE_ONE = "to write a settings file: rollouts config --env NAME > run.toml"
 _HUGE = re.compile(r"\d{4301}")  # Python refuses longer numbers
@@ -37,7 +37,9 @@ class Source:
     text: str = field(default="", compare=False, repr=False)
 
     def line_of(self, path: Sequence[str]) -> int | None:
-        """The first line of the setting at this path, or of the nearest table around it; None if there is neither."""
+        """The first line of the setting at this path, or of the nearest table around it; None if the file has
+        neither.
+        """
         lines: dict[Keys, int] = {}
         for found, line in _places(self.text, Path(self.path).suffix):
             lines.setdefault(_underscored(found), line)
@@ -50,7 +52,7 @@ NOWHERE = Source()
 
 
 def where(path: Sequence[str], value: Any, source: Source) -> str:
-    """Where a setting was given: its flag; or file, line and key. A caller adds `: message`."""
+    """Describe where a setting was given: its flag; or file, line and key. The caller adds `: message`."""
     flag = _flag_inside(tuple(path), value)
     if flag is not None:
         return flag
@@ -179,7 +181,7 @@ def _no_such_file(path: Path) -> ConfigError:
 
 
 def _of_folder(path: Path) -> Iterator[str]:
-    """What to type if the given settings file is the folder of a run, a checkpoint or a model."""
+    """Advice if the given settings file is the folder of a run, a checkpoint or a model."""
     quoted = shlex.quote(str(path))
     if (path / "config.toml").is_file():
         yield f"to continue the run in it: rollouts resume {quoted}"
@@ -247,7 +249,7 @@ def _read_py(source: Source) -> Any:
         raise ConfigError(f"{source.path}, line {error.lineno}: not Python: {error.msg}") from error
     except (KeyboardInterrupt, MemoryError):  # the parser raises MemoryError for a file that is nested too deep
         raise
-    except BaseException as error:  # the file may raise anything, also SystemExit
+    except BaseException as error:  # the file's code may raise anything, also SystemExit
         raise ConfigError(f"{source.path}: the settings file raised {words_of(error)}") from error
     if "config" in namespace:
         return namespace["config"]

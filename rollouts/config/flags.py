@@ -2,7 +2,7 @@
 
 `--env.digits 3` and `--loss.clip-high=0.28` set settings of components. They are removed before click parses the other
 flags, because click does not know the settings of components. Dashes equal underscores. `rollouts.config.convert`
-converts the values when the types of the settings are known.
+converts the values later, when the types of the settings are known.
 """
 
 from __future__ import annotations

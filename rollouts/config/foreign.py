@@ -1,4 +1,6 @@
-"""The settings and commands of TRL, verl, prime-rl and verifiers, with those of rollouts for them."""
+"""The settings and commands of TRL, verl, prime-rl and verifiers, with the matching settings and commands of
+rollouts.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,7 @@ COMMANDS = {
     "pip install PACKAGE": "install add",
     "pip uninstall PACKAGE": "uninstall remove",
 }
-"""Commands of rollouts, with the names of other programs for them."""
+"""Commands of rollouts, each with the names that other programs have for it."""
 
 FOREIGN = {name: ours for ours, names in _NAMES.items() for name in names.split()}
 """The flag of rollouts by the other library's name, with underscores."""

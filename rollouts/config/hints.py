@@ -1,6 +1,6 @@
 """Read the type hints and the documentation of a component's parameters.
 
-Each hint is resolved by itself. If one cannot be resolved (a `Tensor` under TYPE_CHECKING), the others still can.
+Each hint is resolved separately. If one cannot be resolved (a `Tensor` under TYPE_CHECKING), the others still can.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ _ENTRY = re.compile(r"^\s*\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
 
 
 def resolve_hint(annotation: Any, scopes: Sequence[_Scope], fallback: Any) -> Any:
-    """Resolve an annotation in the first scope that has all its names; if none has, return the fallback."""
+    """Resolve an annotation in the first scope that has all its names; if no scope has them all, return the
+    fallback.
+    """
     if isinstance(annotation, typing.ForwardRef):
         annotation = annotation.__forward_arg__
     if annotation is inspect.Parameter.empty:

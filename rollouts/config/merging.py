@@ -6,7 +6,7 @@ The rules for files and flags:
 - `reward`, `shaping`, `filter` and `logger` are lists of names, or tables by alias (`[reward.short]`; without a `name`,
   the alias is the name). A list or a table in a file replaces the default. Flags that name components replace those of
   the file. Dotted flags change the settings of the chosen components.
-- `env` is one component or several. Several are a list, `[[env]]` tables, tables by alias, or flags such as
+- `env` is one component or several. Several are written as a list, `[[env]]` tables, tables by alias, or flags such as
   `--env easy=calculator:2`, and each has an alias and a weight. A list with one name, without alias and weight, is one
   component. If a later source names several, they replace the earlier ones.
 - `sft` is a tree of such settings, merged by the same rules.
@@ -38,9 +38,9 @@ EnvWeight = float | dict[str, Any] | list[list[float]]
 class Component(NamedTuple):
     """One chosen component.
 
-    Rewards have a `weight`, and so has each of several environments. `alias` is empty for a single component.
-    `settings` are not converted yet; `convert_settings` does this with the component's signature. For a key in
-    OWN_KEYS, `name` may be empty: the settings are then for the component of the algorithm.
+    Rewards have a `weight`. If there are several environments, each has a `weight` too. `alias` is empty for a single
+    component. `settings` are not converted yet; `convert_settings` does this with the component's signature. For a key
+    in OWN_KEYS, `name` may be empty: then the settings are for the algorithm's own component.
     """
 
     name: str
@@ -114,7 +114,8 @@ def _merge_components(key: str, before: Any, value: Any) -> Tree:
                 raise _of_which(alias, inner, base)
             base[alias] = _merge_table(base.get(alias, {}), _table(inner, (key, alias)))
         return base
-    # `--env.options.name x` sets `options` of the chosen environment. It does not choose one with the alias `options`.
+    # `--env.options.name x` sets `options` of the chosen environment. It does not choose an environment with the alias
+    # `options`.
     tables = {"": _table(value, (key,))} if adjusts and is_one and base[""].get("name") else _tables(key, value)
     if is_one and "" in tables:
         return _merge_table(base[""], tables[""])
@@ -126,7 +127,7 @@ def _merge_components(key: str, before: Any, value: Any) -> Tree:
 
 
 def _merge_table(before: Tree, table: Tree) -> Tree:
-    """Merge a component's table over the earlier one. Another name drops the earlier settings."""
+    """Merge a component's table over the earlier one. If the name is another one, the earlier settings are dropped."""
     if "name" in table and "name" in before and _name(before["name"], ("name",)) != _name(table["name"], ("name",)):
         return dict(table)
     merged: Tree = _merge_value(before, table)
@@ -134,7 +135,9 @@ def _merge_table(before: Tree, table: Tree) -> Tree:
 
 
 def _is_adjustment(value: Any) -> bool:
-    """Whether a value consists of dotted flags only, so that it changes settings and chooses no component."""
+    """Whether a value consists of dotted flags only, so that it only changes settings and does not choose a
+    component.
+    """
     if isinstance(value, dict):
         return bool(value) and all(_is_adjustment(inner) for inner in value.values())
     return isinstance(value, Flag)
@@ -348,7 +351,7 @@ def component_table(key: str, component: Component) -> Tree:
     setting called `name` cannot be given: in the table, `name` is the component.
     """
     weight = component.weight
-    if isinstance(weight, dict) and len(weight) == 1:  # a curriculum without settings is written as its name
+    if isinstance(weight, dict) and len(weight) == 1:  # a curriculum without settings is written as a plain name
         weight = weight["name"]
     has_weight = key in WEIGHTED and bool(component.alias)
     own = {"name": component.name, **({"weight": weight} if has_weight else {})}

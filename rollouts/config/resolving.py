@@ -27,6 +27,7 @@ from rollouts.config.settings import (
     COMPONENT_KINDS,
     EVAL,
     EVAL_DEFAULTS,
+    SAMPLING,
     SFT,
     Setting,
     Settings,
@@ -36,7 +37,7 @@ from rollouts.config.stopping import read_rule
 from rollouts.errors import ConfigError, in_lines, near_misses
 
 HOLDING_OUT = ("seed", "eval_tasks")
-"""The settings that decide which tasks are held out. The evaluation of a run takes them from that run."""
+"""The settings that determine which tasks are held out. The evaluation of a run takes them from that run."""
 
 _TABLES = {"template": "--template.enable-thinking false", "sft": "--sft.steps 50"}
 """The core settings that are tables, each with an example."""
@@ -57,12 +58,24 @@ class Resolved(NamedTuple):
         return self._replace(settings=settings, components=components)
 
 
+def merge_over_file(file: Tree, *given: Tree) -> Tree:
+    """The `given` settings, merged over those of a file. An evaluation does not take SAMPLING from the file of a
+    training run: its numbers are then those of the run's own evaluations.
+    """
+    merged, mode = merge(file, *given), file.get("mode")
+    is_of_training = mode != "eval" and (mode is not None or not file.keys() <= set(EVAL))
+    if plain(merged.get("mode")) == "eval" and is_of_training:
+        return merge({key: value for key, value in file.items() if key not in SAMPLING}, *given)
+    return merged
+
+
 def resolve(tree: Tree, source: Source = NOWHERE, *, allow_left_out: bool = False) -> Resolved:
-    """Check and convert a merged tree of settings, and add the defaults. `source` is its file, for error messages.
+    """Check and convert a merged tree of settings, and add the defaults. `source` is the tree's file, for error
+    messages.
 
     The settings of components are not converted; `convert_settings` does that later. An evaluation of a run takes the
-    seed and the number of held-out tasks from the settings file of that run. With `allow_left_out`, a secret that the
-    file does not hold is no error: use this to read a run, not to start one.
+    seed and the number of held-out tasks from the settings file of that run. With `allow_left_out`, a secret that is
+    missing from the file is no error. Use this to read a run, not to start one.
 
     Raises ConfigError for an unknown setting, a wrong type, a value out of bounds, and settings of a component that is
     not chosen.
@@ -104,7 +117,7 @@ def resolve(tree: Tree, source: Source = NOWHERE, *, allow_left_out: bool = Fals
 
 def _of_evaluation(tree: Tree, source: Source) -> Tree:
     """The settings of an evaluation. Training settings in a file are dropped, so that you can pass the file of a
-    training run. Training settings given as flags are refused.
+    training run. Training settings given as flags raise ConfigError.
     """
     for key, value in tree.items():
         if key not in EVAL and (place := where((key,), value, source)).startswith("--"):
@@ -127,7 +140,7 @@ def _refuse_unknown(tree: Tree, known: Iterable[str], source: Source) -> None:
 
 
 def _hint_inside(value: Any) -> str:
-    """The hint for the settings in a table of another library's: `trainer.n_gpus`."""
+    """The hint for a table whose settings are those of another library: `trainer.n_gpus`."""
     return next((hint for path, _, _ in walk({"": value}) if path and (hint := foreign_hint(path[-1]))), "")
 
 
@@ -163,7 +176,9 @@ def _list_of_rules(value: Any) -> Any:
 
 
 def _check_stop_rules(values: Tree, tree: Tree, source: Source) -> None:
-    """Refuse what is no rule, and a rule on evaluations in a run that has none before its end. Raises ConfigError."""
+    """Raise ConfigError for a text that is not a rule, and for a rule on evaluations if the run evaluates only at its
+    end.
+    """
     for text in values.get("stop_when", ()):
         try:
             rule = read_rule(text)
@@ -176,7 +191,7 @@ def _check_stop_rules(values: Tree, tree: Tree, source: Source) -> None:
 
 
 def _fault_of_number(info: Setting, number: float) -> str:
-    """The bound that a number breaks, in words; empty if it breaks none."""
+    """Describe the bound that a number breaks; empty if the number is valid."""
     if isinstance(number, int) and number.bit_length() >= 64:
         return "less than 2**63"
     if not math.isfinite(number) and not math.isnan(number):

@@ -1,7 +1,7 @@
 """Keep the secrets of components (`--inference.body.api-key sk-1`) out of all files.
 
-`is_secret` decides by the name of a setting, at any depth. LEFT_OUT is written in place of a secret. A run from such a
-file ends with an error that names the missing secret. No setting of the core is a secret.
+Whether a setting is a secret depends on its name (`is_secret`), at any depth. LEFT_OUT is written in place of a secret.
+A run from such a file ends with an error that names the missing secret. No setting of the core is a secret.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def flat_without_secrets(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _secret_depth(path: Sequence[str]) -> int | None:
-    """The length of the part of a path that ends at the first secret; None if there is no secret in it."""
+    """The length of the part of a path that ends at the first secret; None if the path has no secret."""
     first = 1 + (path[0] == "sft")
     if len(path) > first + 1 and path[first - 1] in MULTIPLE:
         first += 1  # the alias

@@ -83,6 +83,9 @@ EVAL = tuple(
 EVAL_DEFAULTS = {"samples_per_prompt": 1}
 """Different defaults in mode eval."""
 
+SAMPLING = ("samples_per_prompt", "temperature")
+"""How a training run samples its training rollouts. Its own evaluations do not use these settings."""
+
 FILE_ONLY = {"schedule": "[[schedule]] in FILE", "sft": "--sft.SETTING VALUE", "template": "--template.ARGUMENT VALUE"}
 """Settings without their own flag, and how to give them."""
 

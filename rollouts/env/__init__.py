@@ -2,14 +2,14 @@
 
 authoring      the marks `@tool`, `@reward`, `@metric`, and how they are collected from a class
 schema         a tool's JSON schema, and the conversion of the model's arguments
-checks         an environment that cannot work, refused before a model loads
-advice         an environment that works, but probably not as its author meant
+checks         finds an environment that cannot work, before a model loads
+advice         warns about an environment that works, but probably not as intended
 calls          run a plain, trio or asyncio function under a deadline
 threads        worker threads for plain functions
 author_thread  one thread for code that is called again and again, such as a generator of tasks
 isolated       which functions can run in another process, and how that process finds them
 processes      the pool of processes for isolated tools
-worker         what runs in such a process
+worker         the program that runs in each of these processes
 results        a tool's result as text for the model
 mixing         several rewards, mixed into one score
 rewards        the core's own reward functions

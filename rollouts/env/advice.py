@@ -1,6 +1,6 @@
-"""Warnings about an environment that works, but probably not as its author meant.
+"""Warnings about an environment that works, but probably not as its author intended.
 
-Left out: environments that cannot work (`checks`).
+Not here: environments that cannot work (`checks`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rollouts.env.schema import tool_schema
 CONTRACT = ("tasks", "demonstrations", "setup", "close", "reply", "rollout", "state", "restore")
 """The names of the methods that the core calls."""
 
-SIMILARITY_MIN = 0.85  # of difflib: `start` is not `state`, `set_up` is `setup`
+SIMILARITY_MIN = 0.85  # difflib's ratio, above which a name is taken for `setup` (`set_up`) or `state` (not `start`)
 OTHER_WORDS = {
     "clean_up": "close", "cleanup": "close", "finish": "close", "shutdown": "close", "tear_down": "close",
     "teardown": "close", "before_episode": "setup", "on_start": "setup", "start_episode": "setup",
@@ -32,7 +32,7 @@ OTHER_WORDS = {
 
 
 class EnvironmentWarning(UserWarning):
-    """An environment works, but probably not as its author meant."""
+    """An environment works, but probably not as its author intended."""
 
 
 def warn_about(env: Any) -> None:

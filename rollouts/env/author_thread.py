@@ -1,7 +1,8 @@
 """A thread for an author's plain code that is called again and again, such as a generator of tasks.
 
-The caller waits in another thread, so it can stop waiting at a deadline. One AuthorThread uses one thread, so code that
-opens a connection can use it in later calls. Left out: calls of the agent loop, which many threads serve (`calls`).
+The caller waits in another thread, so it can stop waiting at a deadline. An AuthorThread always uses the same thread,
+so code can open a connection in one call and use it in later calls. Not here: calls of the agent loop, which run in
+many threads (`calls`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Request = Callable[[], Any] | None
 
 class AuthorThread:
     """Runs one function at a time. The thread ends with this object. `is_late`: a call ran past its deadline.
-    `is_left`: the caller of the current call stopped waiting, and the daemon thread is abandoned.
+    `is_left`: the caller of the last call stopped waiting, so the daemon thread is abandoned.
     """
 
     def __init__(self) -> None:
@@ -44,7 +45,7 @@ class AuthorThread:
         """
         assert not self.is_left, "an earlier call still runs"
         self._requests.put(function)
-        self.is_left = True  # until the result is here: anything may end the wait
+        self.is_left = True  # True until the result is here, because any exception may end the wait
         try:
             result = self._results.get(timeout=None if math.isinf(seconds) else seconds)
         except queue.Empty:
@@ -57,7 +58,7 @@ class AuthorThread:
 def _serve(requests: queue.SimpleQueue[Request], results: queue.SimpleQueue[outcome.Outcome[Any]]) -> None:
     while (function := requests.get()) is not None:
         results.put(outcome.capture(_guarded, function))
-        function = None  # it may hold its caller's objects
+        function = None  # the function may keep its caller's objects alive
 
 
 def _guarded(function: Callable[[], Any]) -> Any:

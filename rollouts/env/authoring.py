@@ -1,6 +1,6 @@
 """The marks of an environment author, `@tool` `@reward` `@metric`, and how they are collected from a class.
 
-A decorator only marks the function. The method stays an ordinary method that you can call and test. Left out: schemas
+A decorator only marks the function. The method stays an ordinary method that you can call and test. Not here: schemas
 (`schema.py`), running (`calls.py`), mixing rewards (`mixing.py`).
 
     class Calculator:
@@ -12,7 +12,7 @@ A decorator only marks the function. The method stays an ordinary method that yo
         @reward
         def correct(self, task, trajectory): ...
 
-Methods may be plain, trio or asyncio functions (`calls.py` decides which). Plain functions run in worker threads, one
+Methods may be plain, trio or asyncio functions (`calls.py` has the rules). Plain functions run in worker threads, one
 at a time for each environment object, but not always in the same thread.
 """
 
@@ -39,8 +39,8 @@ WORDS = {TOOL_MARK: "tool", REWARD_MARK: "reward", METRIC_MARK: "metric"}
 
 
 class ToolMethod(NamedTuple):
-    """A tool of an environment. `function` is bound if the environment is an object and the tool does not run in a
-    process of its own (`isolate`).
+    """A tool of an environment. `function` is bound if the environment is an object and the tool does not run in
+    another process (`isolate`).
     """
 
     name: str
@@ -70,11 +70,11 @@ def tool(
 def tool(
     fn: F | None = None, *, timeout_seconds: float = 30.0, name: str | None = None, isolate: Isolation | None = None
 ) -> F | Callable[[F], F]:
-    """Offer a method to the model. The schema comes from its type hints and docstring. `name` is the name that the
-    model sees (None: the method's).
+    """Offer a method to the model as a tool. The schema comes from its type hints and docstring. `name` is the name
+    that the model sees (None: the method's).
 
-    `isolate="process"` runs the tool in a process of its own, which is killed at the deadline whatever it does. Such a
-    tool is a plain function without `self`.
+    `isolate="process"` runs the tool in another process, which is killed at the deadline. The tool must be a plain
+    function without `self`.
 
     Raises EnvironmentDefinitionError if the deadline is not a positive number of seconds, or if the function cannot run
     in another process.
@@ -105,8 +105,8 @@ def reward(*, weight: float = ...) -> Callable[[F], F]: ...
 
 
 def reward(fn: F | None = None, *, weight: float = 1.0) -> F | Callable[[F], F]:
-    """Judge the rollout with this method. It may name `task`, `trajectory`, `env`. It returns a float, a Score, or None
-    if it cannot judge. The rewards of an environment are summed by their weights.
+    """Judge the rollout with this method. Its parameters may be `task`, `trajectory` and `env`. It returns a float, a
+    Score, or None if it cannot judge. The rewards of an environment are summed by their weights.
 
     Raises EnvironmentDefinitionError if the weight is not a finite number.
     """
@@ -135,11 +135,13 @@ def metric() -> Callable[[F], F]: ...
 
 
 def metric(fn: F | None = None) -> F | Callable[[F], F]:
-    """Log the number that this method returns. Nothing is trained on it. It may name `task`, `trajectory`, `env`."""
+    """Log the number that this method returns. Metrics do not affect training. The method's parameters may be `task`,
+    `trajectory` and `env`.
+    """
 
     def mark(function: F) -> F:
         _check_marked("metric", function, "and @metric takes none: the name of the metric is the name of its method")
-        _mark(function, METRIC_MARK, 0.0)  # it is never trained on
+        _mark(function, METRIC_MARK, 0.0)  # a metric has no weight
         return function
 
     return mark if fn is None else mark(fn)
@@ -195,7 +197,9 @@ def _check_marked(word: str, marked: Any, named_settings: str) -> None:
 
 
 def _mark(function: Callable[..., Any], mark: str, value: Any) -> None:
-    """Put the mark on the function. Raises EnvironmentDefinitionError if it has one that contradicts it."""
+    """Put the mark on the function. Raises EnvironmentDefinitionError if the function already has a mark that
+    contradicts it.
+    """
     label, word = getattr(function, "__qualname__", shown(function)), WORDS[mark]
     earlier = mark_of(function, mark)
     if earlier is not None and earlier != value:
@@ -218,7 +222,7 @@ def _mark(function: Callable[..., Any], mark: str, value: Any) -> None:
 
 
 def marked_in(cls: type, mark: str) -> Iterator[tuple[str, Any]]:
-    """(name, attribute as the class holds it) of each method that has the mark."""
+    """(name, attribute as in the class's `__dict__`) of each method that has the mark."""
     for name, _ in _marks_of(cls)[mark]:
         yield name, inspect.getattr_static(cls, name)
 
@@ -230,7 +234,7 @@ def _marked(env: Any, mark: str) -> Iterator[tuple[str, Callable[..., Any], Any]
 
 
 Marks = dict[str, list[tuple[str, Any]]]  # for each mark: the methods that have it, with the mark's value
-SCANS_MAX = 64  # a scan keeps its class alive, also a class that is made for one episode
+SCANS_MAX = 64  # the largest number of cached scans; a scan keeps its class alive, also a class made for one episode
 # By the identity of a class (it may have no hash): the class, the attributes of it and its bases, and their marks.
 _scans: dict[int, tuple[type, list[Any], Marks]] = {}
 
@@ -257,7 +261,9 @@ def _marks_of(owner: type) -> Marks:
 
 
 def mark_of(raw: Any, mark: str) -> Any:
-    """The mark on a class attribute, or on the function inside a staticmethod or classmethod. None if there is none."""
+    """The mark on a class attribute, or on the function inside a staticmethod or classmethod. None if there is no
+    mark.
+    """
     while True:
         value = getattr(raw, "__dict__", {}).get(mark)  # not getattr: some objects have every attribute
         if value is not None or not isinstance(raw, staticmethod | classmethod):

@@ -1,20 +1,20 @@
 """Call an author's plain, trio or asyncio function from the agent loop, under a deadline.
 
 - A plain function runs in a worker thread. At its deadline the call is abandoned: its slot of the limiter is free at
-  once. Nothing can stop the thread, so it is counted until it ends. With `ABANDONED_MAX` such threads, new calls are
-  refused.
+  once. Nothing can stop the thread, so it is counted until it ends. While `ABANDONED_MAX` abandoned threads run, new
+  calls fail with AbandonedCallsError.
 - A trio coroutine function runs in the calling task.
 - An asyncio function runs on the process's one asyncio loop, which has its own thread. So a tool can use a session
-  that `setup` opened. At the deadline its task is cancelled, and gets `GRACE_SECONDS` to end. If the loop is blocked
-  then, it is abandoned: the next call gets a new loop, and the other calls of the old loop finish there if it unblocks
-  before their deadlines.
+  that `setup` opened. At the deadline its task is cancelled. If the task has not ended after `GRACE_SECONDS`, the loop
+  is abandoned: the next call gets a new loop. Other calls on the abandoned loop continue there until their own
+  deadlines.
 
-The first of these rules that applies decides whether an `async def` is trio or asyncio:
+The first of these rules that applies says whether an `async def` is trio or asyncio:
 1. the environment has the attribute `async_library = "trio"` or `"asyncio"`;
 2. the function's code names `trio`, or `asyncio` or a library that only works with it (`ASYNCIO_ONLY`);
-3. the function's module imports `trio`, or one of the others;
-4. it is trio (anyio and httpx work with trio too).
-If asyncio code runs under trio, an EnvironmentDefinitionError says to write rule 1.
+3. the function's module imports `trio`, or `asyncio` or one of `ASYNCIO_ONLY`;
+4. otherwise it is trio (anyio and httpx work with trio too). If asyncio code runs under trio, an
+EnvironmentDefinitionError says to write rule 1.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ AsyncLibrary = Literal["trio", "asyncio"]
 
 ABANDONED_MAX = 64  # threads that ran past their deadline and still run
 SLOTS = 64  # worker threads of one trio run that work at the same time
-ASYNCIO_UNDER_TRIO = ("no running event loop", "received unrecognized yield message")  # asyncio's words, trio's words
+ASYNCIO_UNDER_TRIO = ("no running event loop", "received unrecognized yield message")  # asyncio's error, trio's error
 DECLARE = 'write `async_library = "asyncio"` in the environment\'s class'
 UNDER_TRIO = "rollout runs under trio: use trio.sleep, trio.open_nursery, ..., and leave asyncio to the tools and setup"
 PLAIN = (str, float, int, bool, types.NoneType)  # converting one runs no author's code
-GRACE_SECONDS = 2.0  # an asyncio task has this long to clean up after its cancellation
+GRACE_SECONDS = 2.0  # how long an asyncio task may take to end after its cancellation
 ASYNCIO_ONLY = frozenset(
     {"aiofiles", "aiohttp", "aiomysql", "aiopg", "aiosqlite", "asyncio", "asyncpg", "asyncssh", "motor", "uvloop"}
 )
@@ -56,7 +56,7 @@ class AbandonedCallsError(RolloutsError):
 
 
 class CallTimeoutError(trio.TooSlowError):
-    """The deadline that `call` set has passed, not one that the function set itself."""
+    """The deadline that `call` set has passed (not a deadline inside the function)."""
 
 
 async def call(
@@ -67,13 +67,13 @@ async def call(
     async_library: AsyncLibrary | None = None,
     convert: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """The result of `function(*args)`, awaited if necessary. The wait for a worker thread is not part of the deadline.
+    """The result of `function(*args)`, awaited if necessary. The deadline starts when the call has a worker thread.
 
     `convert` is applied to the result. It may call `str` or `float` of an author's object, so it runs in a worker
     thread under the same deadline.
 
-    `limiter` None: the run's own, with `SLOTS` threads. `async_library` None: the rules in the module's docstring
-    decide.
+    `limiter` None: the limiter of the trio run, with `SLOTS` threads. `async_library` None: the rules in the module's
+    docstring apply.
 
     Cancellation abandons a plain function, which continues in its thread, and cancels an asyncio task.
 
@@ -81,8 +81,8 @@ async def call(
         CallTimeoutError: the deadline passed (a trio.TooSlowError).
         AbandonedCallsError: too many earlier calls still run past their deadlines.
         EnvironmentDefinitionError: asyncio code ran under trio.
-        Exception: an error of the function. One that is not an Exception, or has no readable message, is a
-            RuntimeError.
+        Exception: an error of the function. If it is not an Exception, or has no readable message, a RuntimeError
+            replaces it.
     """
     make: Callable[[], Any] = functools.partial(function, *args)
     coroutine: types.CoroutineType[Any, Any, Any] | None = None
@@ -93,7 +93,7 @@ async def call(
         coroutine, make = (
             value,
             lambda: coroutine,
-        )  # a wrapper around an async function
+        )  # the function is a wrapper around an async function
     library = async_library or async_library_of(function, coroutine)
     with trio.CancelScope(deadline=trio.current_time() + timeout_seconds):
         value = await (
@@ -156,7 +156,7 @@ def _plain(function: Callable[..., Any]) -> Any:
 
 
 def _roots_of(values: list[Any]) -> set[str]:
-    """The top-level packages that these come from."""
+    """The top-level packages in which these values are defined."""
     names = [getattr(each, "__name__" if isinstance(each, types.ModuleType) else "__module__", None) for each in values]
     return {name.partition(".")[0] for name in names if isinstance(name, str)}
 
@@ -177,7 +177,9 @@ async def _run_under_trio(make: Callable[[], Awaitable[Any]], is_fixed: bool) ->
 
 
 def _passes(error: BaseException) -> bool:
-    """Whether the error passes an author's trio code unchanged: Ctrl-C, and trio's cancellation while one is active."""
+    """Whether an error from an author's trio code is raised unchanged: Ctrl-C, and trio's Cancelled during a
+    cancellation.
+    """
     if isinstance(error, trio.Cancelled):
         return trio.current_effective_deadline() == -math.inf
     return is_from_outside(error)
@@ -202,7 +204,7 @@ class _AsyncioBridge:
     """One asyncio loop in a daemon thread. Any trio run may call `run`.
 
     `waiting` holds a wake function for each call that a trio task waits for. It changes only under the module's
-    `_lock`. An abandoned loop serves these calls to the end, and then stops.
+    `_lock`. An abandoned loop runs until these calls have ended, and then stops.
     """
 
     def __init__(self) -> None:
@@ -222,7 +224,8 @@ class _AsyncioBridge:
     def _serve(self) -> None:
         try:
             while True:
-                # asyncio raises these two here, from any task; code that awaits the task gets them too.
+                # If any task raises one of these two, asyncio raises it here too; code that awaits the task also gets
+                # it.
                 with contextlib.suppress(KeyboardInterrupt, SystemExit):
                     self._loop.run_forever()
                     break
@@ -231,7 +234,7 @@ class _AsyncioBridge:
                 self._has_ended = True
                 left = list(self.waiting)
             self._loop.close()
-            for wake in left:  # an author's code stopped the loop, so nothing else wakes these
+            for wake in left:  # an author's code stopped the loop, so nothing else wakes these tasks
                 wake()
             if self._is_abandoned:
                 _count_abandoned(-1)
@@ -268,7 +271,7 @@ class _AsyncioBridge:
         return tasks[0].result()
 
     async def _cancel(self, tasks: list[asyncio.Task[Any]], finished: trio.Event) -> None:
-        """Cancel the task and wait until it has cleaned up. After `GRACE_SECONDS` the loop is abandoned."""
+        """Cancel the task, and wait until it has ended. If it has not ended after `GRACE_SECONDS`, abandon the loop."""
         if not self._in_loop(lambda: tasks[0].cancel()):
             return
         with trio.CancelScope(shield=True, deadline=trio.current_time() + GRACE_SECONDS):
@@ -276,7 +279,7 @@ class _AsyncioBridge:
         if not finished.is_set():
             self._abandon()
         elif tasks and tasks[0].done() and not tasks[0].cancelled():
-            tasks[0].exception()  # retrieved, so that asyncio does not report what it raised while it was cancelled
+            tasks[0].exception()  # read the exception, so that asyncio does not report it as never retrieved
 
     def _in_loop(self, callback: Callable[[], object]) -> bool:
         """Have the loop call `callback`. False if the loop is closed."""
@@ -292,10 +295,10 @@ class _AsyncioBridge:
             self._is_abandoned = self._is_abandoned or was_usable
         if was_usable:
             _count_abandoned(+1)
-            atexit.unregister(self.close)  # its daemon thread may be blocked for ever
+            atexit.unregister(self.close)  # the loop's daemon thread may be blocked for ever
 
     def release(self, wake: Callable[[], None]) -> None:
-        """End the wait for this call. If it is abandoned and has no other waiter, close the thread."""
+        """End the wait for this call. If the loop is abandoned and no other call waits for it, close it."""
         with _lock:
             self.waiting.discard(wake)
             is_last = self._is_abandoned and not self.waiting
@@ -316,7 +319,7 @@ _bridge: _AsyncioBridge | None = None
 
 
 def _reserve_bridge(wake: Callable[[], None]) -> _AsyncioBridge:
-    """The process's bridge, which serves this call to the end. A new one if the last one was abandoned or has ended."""
+    """The process's bridge, registered for this call. Makes a new one if the last one was abandoned or has ended."""
     global _bridge
     with _lock:
         if _bridge is None or not _bridge.usable:
@@ -363,7 +366,7 @@ async def _call_in_thread(
             return value if convert is None or inspect.iscoroutine(value) else convert(value)
 
     try:
-        slots.acquire_on_behalf_of_nowait(run)  # awaiting it would cost a round of the scheduler
+        slots.acquire_on_behalf_of_nowait(run)  # waiting would let trio's scheduler run once
     except trio.WouldBlock:
         await slots.acquire_on_behalf_of(run)
     try:

@@ -1,7 +1,7 @@
 """An environment's mistakes, found when the run is composed, before a model loads.
 
-Left out: whether its tasks can be drawn, which runs the author's code (`rollouts.runs.environments`), and what works
-but was probably not meant (`advice`).
+Not here: whether tasks can be drawn, which runs the author's code (`rollouts.runs.environments`), and warnings about
+mistakes with which the environment still works (`advice`).
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ METHODS: Mapping[str, tuple[str, ...]] = {
 """The methods that the core calls, and their arguments by position. Only `tasks` is required."""
 
 OWN_NAMES = ("task", "trajectory", "env")
-SELVES = ("self", "this", "env", "environment")  # what a method may call its environment; `_self` too
+SELVES = ("self", "this", "env", "environment")  # names for a method's first parameter; `_self` too
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def check_environment(env: Any, rewards: Sequence[RewardTerm] | None = None) -> None:
-    """Raise EnvironmentDefinitionError for the first thing that cannot work. `env` is a class or an object.
+    """Raise EnvironmentDefinitionError for the environment's first mistake. `env` is a class or an object.
 
     The checks: `tasks` exists, the core's calls fit the methods, marked methods have a `self`, every tool has a schema,
-    and `@reward` and `@metric` methods name only `task`, `trajectory`, `env`. With `rewards` (a run's terms): something
-    judges the rollouts.
+    and the parameters of `@reward` and `@metric` methods are among `task`, `trajectory`, `env`. With `rewards` (a run's
+    terms): at least one reward judges the rollouts.
     """
     label = environment_name(env)
     if getattr(env, "tasks", None) is None:
@@ -64,7 +64,8 @@ def check_environment(env: Any, rewards: Sequence[RewardTerm] | None = None) -> 
         )
     if has_rollout and getattr(env, "async_library", None) == "asyncio":
         raise EnvironmentDefinitionError(
-            f'{label}.async_library is "asyncio", but {UNDER_TRIO}; without it the names in each method decide'
+            f'{label}.async_library is "asyncio", but {UNDER_TRIO}; remove `async_library`, and each method runs under '
+            "the library that it names"
         )
     _check_selves(env, label)
     for tool in tools_of(env):
@@ -105,14 +106,14 @@ def check_text(messages: Sequence[Message], whose: str) -> None:
 def reward_term(
     alias: str, function: Callable[..., Any], weight: float = 1.0, settings: Mapping[str, Any] | None = None
 ) -> RewardTerm:
-    """A reward function as a term of a run. Raises SignatureError if it names an input that rewards do not have."""
+    """A reward function as a term of a run. Raises SignatureError if a parameter is not an input of rewards."""
     requests = check_signature(function, "rewards", f"reward {alias}").requests
     is_group = any(name in ("tasks", "trajectories") for name in requests)
     return RewardTerm(alias, function, weight, dict(settings or {}), requests, is_group)
 
 
 def requests_of(method: Callable[..., Any]) -> tuple[str, ...]:
-    """The names that a `@reward` or `@metric` method asks for, in order. They are read once for each function."""
+    """The parameters of a `@reward` or `@metric` method, in order. They are read once for each function."""
     return _requests_of_plain(getattr(method, "__func__", method), hasattr(method, "__func__"))
 
 
@@ -142,9 +143,9 @@ def _check_method(env: Any, label: str, name: str, arguments: tuple[str, ...]) -
     try:
         signature = inspect.signature(method)
     except (TypeError, ValueError) as error:
-        if inspect.isfunction(inspect.getattr_static(env, name)):  # bound, although it takes nothing
+        if inspect.isfunction(inspect.getattr_static(env, name)):  # a function without parameters, bound as a method
             raise EnvironmentDefinitionError(f"{label}.{name} takes no `self`; write `{wanted}`") from error
-        return  # no readable signature, as in compiled code: the first episode shows whether it fits
+        return  # no readable signature, as in compiled code: the first episode shows whether the call fits
     try:
         signature.bind(*((env, *arguments) if unbound else arguments))
     except TypeError as error:
@@ -161,7 +162,7 @@ def _check_selves(env: Any, label: str) -> None:
     for mark, word in WORDS.items():
         for name, raw in marked_in(cls, mark):
             if not inspect.isfunction(raw):
-                continue  # a staticmethod, say: Python hands it nothing
+                continue  # such as a staticmethod: Python does not pass the environment
             parameters = list(inspect.signature(raw).parameters.values())
             first = parameters[0] if parameters else None
             if first is not None and (first.name in SELVES or first.name.startswith("_") or first.kind in _VARIADIC):
@@ -178,7 +179,7 @@ def _check_selves(env: Any, label: str) -> None:
 
 
 def _as_written(parameter: inspect.Parameter) -> str:
-    """The parameter with its hint as text, also where the module's hints are strings."""
+    """The parameter with its hint as text, also if the module's hints are strings."""
     hint = parameter.annotation
     return str(parameter).replace(repr(hint), hint, 1) if isinstance(hint, str) else str(parameter)
 

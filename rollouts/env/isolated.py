@@ -1,7 +1,7 @@
-"""Which functions can run in a process of their own, and how that process finds them: by module, file and name.
+"""Which functions can run in another process, and how that process finds them: by module, file and name.
 
-A function is never sent. The process imports its module or file, as this process did. Left out: the process (`worker`),
-and the pool that starts, calls and kills it (`processes`).
+A function is never sent. The other process imports the function's module or file, as this process did. Not here: the
+process (`worker`), and the pool that starts, calls and kills it (`processes`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Reference(NamedTuple):
 
 
 def check_isolated(function: Any) -> None:
-    """Raise EnvironmentDefinitionError if the function needs its object or is async, so that it cannot run in another
+    """Raise EnvironmentDefinitionError if the function needs `self` or is async, because it cannot run in another
     process.
 
     This runs when the decorator is applied. `check_reference` checks the rest once the class exists.
@@ -40,7 +40,7 @@ def check_isolated(function: Any) -> None:
     plain = _plain(function)
     label = getattr(plain, "__qualname__", repr(plain))
     if inspect.iscoroutinefunction(plain) or inspect.isasyncgenfunction(plain):
-        raise _refused(label, 'is async, and isolate="process" is for plain functions; leave one of the two out')
+        raise _refused(label, 'is async, and isolate="process" needs a plain `def`; remove one of the two')
     if not inspect.isfunction(plain):
         kind = type(plain).__name__
         raise _refused(label, f'is {kind}, and isolate="process" is for functions written with `def`')
@@ -48,7 +48,10 @@ def check_isolated(function: Any) -> None:
     if parameters and (isinstance(function, classmethod) or parameters[0].name in ("self", "cls")):
         line = f"def {plain.__name__}({', '.join(map(str, parameters[1:]))})"
         name = parameters[0].name
-        raise _refused(label, f"names {name!r}, and no object is in another process; write it {INSTEAD}{line}: ...")
+        raise _refused(
+            label,
+            f"names {name!r}, but its process has no such object; write it {INSTEAD}{line}: ...",
+        )
 
 
 def check_reference(function: Any) -> Callable[..., Any]:
@@ -60,7 +63,7 @@ def check_reference(function: Any) -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=1024)
 def reference_of(function: Callable[..., Any]) -> Reference:
-    """How another process finds the function. Raises EnvironmentDefinitionError if it could not find it."""
+    """How another process finds the function. Raises EnvironmentDefinitionError if it could not find the function."""
     label = function.__qualname__
     if "<locals>" in label or "<lambda>" in label:
         why = "is defined inside a function, where another process does not find it"
@@ -77,7 +80,7 @@ def reference_of(function: Callable[..., Any]) -> Reference:
         return Reference(module.__name__, label, file)
     if not file:
         raise _refused(label, 'was typed at a prompt; isolate="process" needs a file')
-    spec = getattr(module, "__spec__", None)  # `python -m package.module` has one
+    spec = getattr(module, "__spec__", None)  # a module that runs as `python -m package.module` has a spec
     return Reference(spec.name if spec is not None else MAIN, label, file)
 
 
@@ -93,7 +96,7 @@ def _module_of(reference: Reference) -> ModuleType:
         return sys.modules[name]
     if name != MAIN and not name.startswith("rollouts_file_") and _is_importable(name):
         return importlib.import_module(name)
-    from rollouts.plugins.loading import import_file  # here: importing the marks loads nothing heavy
+    from rollouts.plugins.loading import import_file  # imported here, so that importing the marks stays fast
 
     return import_file(name, file)
 

@@ -1,13 +1,13 @@
 """Rewards of several packages, mixed by weight into one Score.
 
-A reward that returns None or raises *could not judge*. This is never 0. The policy `on_invalid` decides what follows:
-`drop` (the score's value is None: the rollout is out of the baseline and not trained on), `zero` (the reward counts
-0), or `raise` (RewardError). NaN, an infinity or a value that is not a number is a mistake of the reward: a RewardError
-that names it, under every policy.
+A reward that returns None or raises an exception *could not judge*. What follows depends on the policy `on_invalid`:
+`drop` (the score's value is None: the rollout does not count in the baseline and is not trained), `zero` (the reward
+counts as 0), or `raise` (RewardError). If a reward returns NaN, an infinity or a value that is not a number,
+RewardError is raised under every policy; its message names the reward.
 
 Each part is logged under its own name: a reward function under its alias, a `@reward` method of the environment under
 the method's name, and the entries of `Score.parts` under their keys. If two names are equal, the later one gets its
-alias as a prefix: `env.correct`, `brevity.words`. Left out: running rewards (`rollouts.agent.episode`).
+alias as a prefix: `env.correct`, `brevity.words`. Not here: running rewards (`rollouts.agent.episode`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ InvalidPolicy = Literal["drop", "zero", "raise"]
 class RewardTerm(NamedTuple):
     """One reward of a run. `function` None means the environment's own `@reward` methods, summed by their weights.
 
-    `requests` are the names it asks for, in order. An `is_group` reward sees all rollouts of a prompt, and returns a
-    list.
+    `requests` are the function's parameters, in order. An `is_group` reward sees all rollouts of a prompt, and returns
+    a list.
     """
 
     alias: str
@@ -42,7 +42,9 @@ class RewardTerm(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The result of one reward for one rollout. `value` None: it could not judge; `why` holds the reason, if any."""
+    """The result of one reward for one rollout. `value` None: the reward could not judge; `why` is the reason, if it is
+    known.
+    """
 
     name: str
     weight: float
@@ -80,7 +82,7 @@ def with_reason(verdict: Verdict, function: Any) -> Verdict:
 
 
 def mix(verdicts: Sequence[Verdict], on_invalid: InvalidPolicy = "drop", base: Score | None = None) -> Score:
-    """The weighted sum of the verdicts, with all parts. They are added to `base`, an earlier score.
+    """The weighted sum of the verdicts, with all parts. Both are added to `base`, an earlier score.
 
     Raises RewardError if a reward could not judge and the policy is `raise`.
 
@@ -110,7 +112,7 @@ def mix(verdicts: Sequence[Verdict], on_invalid: InvalidPolicy = "drop", base: S
         elif verdict.why:
             reasons.append(f"{verdict.name}: {verdict.why}")
         total = None if total is None or value is None else total + verdict.weight * value
-    for verdict in verdicts:  # after the rewards themselves, which keep their names
+    for verdict in verdicts:  # after the rewards themselves, so that rewards keep their names
         for part, value in verdict.parts.items():
             parts[_free_name(part, verdict.name, parts)] = value
     return Score(total, parts, "; ".join(reasons), weights)

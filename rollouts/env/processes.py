@@ -1,11 +1,11 @@
-"""Tools in processes of their own (`@tool(isolate="process")`): a small pool of processes that can always be killed.
+"""Isolated tools (`@tool(isolate="process")`): a small pool of processes, which can always be killed.
 
 A thread that runs past its deadline cannot be stopped. A process can, even in an endless loop, in C code that keeps the
 GIL, or while it waits for a child. Processes start when they are needed (at most `WORKERS_MAX`, never by fork) and are
-used again. They end with the trio run, or with this process if it is killed. Module variables that one call sets are
+used again. They end when the trio run ends, or when this process is killed. Module variables that one call sets are
 visible to the next call, also from another episode, so an isolated tool should depend on its arguments alone.
 
-Left out: what the process does (`worker`), the supervisor of the process and its children (`rollouts.supervisor`), and
+Not here: what the process does (`worker`), the supervisor of the process and its children (`rollouts.supervisor`), and
 which functions can run there (`isolated`).
 """
 
@@ -32,8 +32,8 @@ from rollouts.errors import EnvironmentDefinitionError, RolloutsError, words_of_
 from rollouts.supervisor import supervised
 
 WORKERS_MAX = max(4, os.cpu_count() or 1)  # processes of one trio run
-START_SECONDS = 60.0  # until a process answers and has imported the tool's module
-END_SECONDS = 5.0  # until a killed process is gone
+START_SECONDS = 60.0  # how long a process may take to start and to import the tool's module
+END_SECONDS = 5.0  # how long to wait for the end of a killed process
 CHUNK = 1 << 16
 BOOT = "import sys; sys.path[:] = sys.argv[1:]; from rollouts.env.worker import main; main()"
 
@@ -43,7 +43,9 @@ class ProcessError(RolloutsError):
 
 
 class PoolStatistics(NamedTuple):
-    """Counts of this trio run's processes: started in all, killed at a deadline or a cancellation, crashed."""
+    """How many processes this trio run has started, how many were killed at a deadline or cancellation, how many
+    crashed.
+    """
 
     started: int
     killed: int
@@ -58,10 +60,10 @@ async def call_isolated(
     timeout_seconds: float,
     characters_max: int = 16_000,
 ) -> ToolOutcome:
-    """Run the tool `label` with JSON arguments in a process of its own. The deadline does not include the wait for a
-    process and its start. Text of more than `characters_max` characters is cut.
+    """Run the tool `label` with JSON arguments in another process. The deadline starts when the process is ready. Text
+    of more than `characters_max` characters is cut.
 
-    Cancellation kills the process, as the deadline does.
+    A cancellation kills the process too.
 
     Raises:
         CallTimeoutError: the deadline passed, and the process was killed.
@@ -78,14 +80,14 @@ async def call_isolated(
 
 
 def statistics() -> PoolStatistics:
-    """The counts of the current trio run's processes. Call it within the run."""
+    """The counts of the current trio run's processes. Call this function within the trio run."""
     pool = of_this_run(_pool, _Pool)
     return PoolStatistics(pool.started, pool.killed, pool.crashed)
 
 
 class _Worker:
-    """One process and its pipes. `loaded` are the functions that it has imported. After a call that did not end it
-    stays `busy`, and cannot be used again.
+    """One process and its pipes. `loaded` are the functions that the process has imported. If a call does not end, the
+    worker stays `busy` and cannot be used again.
     """
 
     def __init__(self, process: trio.Process) -> None:
@@ -108,7 +110,7 @@ class _Worker:
                 answer = json.loads(await self._line_read(self.process.stdout))
                 if not isinstance(answer, dict):
                     return None
-                if answer.get("number") == self._asked:  # else it is a second answer to an earlier request
+                if answer.get("number") == self._asked:  # any other line is a second answer to an earlier request
                     outcome = msgspec.convert(answer.get("outcome"), ToolOutcome)
                     if "fault" in answer and "label" in request:
                         report_fault(msgspec.convert(answer["fault"], Fault), f"the tool {request['label']}")
@@ -131,8 +133,8 @@ class _Worker:
         return line
 
     async def end(self) -> int | None:
-        """Make its supervisor kill it and all its child processes, and wait until they are gone. Returns the exit code
-        of the supervisor: the worker's own, or 128 + n if signal n killed the worker.
+        """Make the supervisor kill the process and all its child processes, and wait until they have ended. Returns the
+        exit code of the supervisor: the worker's own, or 128 + n if signal n killed the worker.
         """
         self.has_ended = True
         with contextlib.suppress(ProcessLookupError):
@@ -154,11 +156,11 @@ class _Pool:
         self.started = self.killed = self.crashed = 0
         self._idle: list[_Worker] = []
         self._places = trio.CapacityLimiter(WORKERS_MAX)
-        self._lifeline = os.pipe()  # its end ends the processes
+        self._lifeline = os.pipe()  # when this pipe closes, the processes end
         trio.lowlevel.spawn_system_task(self.keep)
 
     async def keep(self) -> None:
-        """A system task, which ends the processes when the trio run ends."""
+        """Wait as a system task until the trio run ends, then end the processes."""
         try:
             await trio.sleep_forever()
         finally:
@@ -192,7 +194,7 @@ class _Pool:
             worker = self._idle.pop()
             if worker.process.poll() is None:
                 return worker
-            await worker.end()  # something else killed it, such as the kernel for want of memory
+            await worker.end()  # something else killed the process, such as the kernel if memory is full
         command = supervised([sys.executable, "-c", BOOT, *sys.path], self._lifeline[0])
         try:
             process = await trio.lowlevel.open_process(
@@ -222,7 +224,7 @@ class _Pool:
             why = outcome.text.removeprefix("Error: ")
             raise EnvironmentDefinitionError(
                 f"the tool {label} cannot run in a process of its own: {reference.module} does not import there "
-                f'({why}); its module must import by itself, or leave isolate="process" out'
+                f'({why}); make the module importable on its own, or remove isolate="process"'
             )
         worker.loaded.add(reference)
 

@@ -1,9 +1,9 @@
-"""The core environment `prompts`: each row of a file is a task, the model answers once, and you name the rewards.
+"""The core environment `prompts`: each row of a file is a task, the model answers once, and you choose the rewards.
 
     rollouts run --env prompts --data rows.jsonl --reward pkg/f
 
 A row is {"prompt": text or a list of messages, "answer": ..., "id": ...}. Its other keys become the task's `info`.
-Left out: tools, a reward of its own, formats other than .jsonl and .json.
+Not here: tools, an own reward, formats other than .jsonl and .json.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Prompts:
 
     data: str = ""  # the rows: a .jsonl file, or a .json file that holds a list
     eval_data: str = ""  # rows for evaluation; without it, a fraction of `data` is held out
-    eval_fraction: float = 0.1  # the fraction held out, chosen by a hash of the row: the same rows in every run
+    eval_fraction: float = 0.1  # the fraction of rows to hold out, by a hash of the row: the same in every run
 
     def tasks(self, split: str, rng: random.Random) -> list[Task]:
         """All tasks of the split, "train" or "eval", shuffled by `rng`.
@@ -50,7 +50,9 @@ class Prompts:
 
 
 def split_tasks(tasks: list[Task], fraction: float) -> tuple[list[Task], list[Task]]:
-    """(held out, rest), by a hash of each task's key. Two rows with the same id or prompt are on the same side."""
+    """(held-out tasks, all other tasks), by a hash of each task's key. Rows with the same id or prompt stay
+    together.
+    """
     place = {task.key: _unit_hash(task.key) for task in tasks}
     held_out = {key for key, value in place.items() if value < fraction}
     if fraction > 0 and len(place) > 1:

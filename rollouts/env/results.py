@@ -1,6 +1,6 @@
 """A tool's result as the model reads it: text of bounded length, and the reason if the call failed.
 
-Left out: calling the tool (`rollouts.agent.tools`, `worker`).
+Not here: calling the tool (`rollouts.agent.tools`, `worker`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ Failure = Literal["malformed", "unknown_tool", "bad_arguments", "timeout", "exce
 
 
 class ToolOutcome(NamedTuple):
-    """The text for the model, and why the call failed (None: it did not). `error` is what the tool raised, with the
-    author's line, which the model has no use for.
+    """The text for the model, and why the call failed (None: it did not fail). `error` is the tool's exception with the
+    line in the author's file; the model does not get it.
     """
 
     text: str
@@ -27,7 +27,7 @@ class ToolOutcome(NamedTuple):
 
 def result_text(returned: Any) -> str:
     """The text for the model: text unchanged, None as empty text, anything else as JSON. A value that JSON cannot hold
-    is replaced by a text that describes it. Raises any error that the `str` of an object raises.
+    is replaced by a text that describes it. Raises any error that an object's `__str__` raises.
 
     >>> result_text({"a": 1}), result_text(None)
     ('{"a":1}', '')
@@ -39,7 +39,7 @@ def result_text(returned: Any) -> str:
     try:
         return msgspec.json.encode(returned).decode()
     except TypeError:
-        return printable(str(returned))  # it has no JSON, such as a number of numpy's: the model reads its `str`
+        return printable(str(returned))  # JSON cannot represent it, such as a numpy number: the model reads its `str`
     except (ValueError, RecursionError):
         return encode(returned).decode()
 

@@ -1,4 +1,4 @@
-"""The core's own reward functions. There is one, for runs that need no judgment."""
+"""The core's only reward function, `constant`, for runs that need no reward."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rollouts.types import Trajectory
 
 
 def constant(trajectory: Trajectory, *, value: float = 0.0) -> float:
-    """The same for every rollout: for losses that need no judgment, such as on-policy distillation.
+    """The same reward for every rollout: for losses that need no reward, such as on-policy distillation.
 
     Args:
         value: the reward

@@ -1,8 +1,8 @@
 """A tool's JSON schema, read from its type hints and docstring, and the conversion of the model's arguments.
 
 The types are those of msgspec: str, int, float, bool, None, Literal, enums, list, tuple, set, dict, TypedDict,
-dataclasses, Struct, dates, unions of them, Any. A schema contains no references, so chat templates can print it as it
-is. Left out: calling the tool (`rollouts.agent.tools`) and reading calls out of a reply (`rollouts.chat`).
+dataclasses, Struct, dates, unions of them, Any. A schema contains no references, so chat templates can print it
+unchanged. Not here: calling the tool (`rollouts.agent.tools`) and reading calls out of a reply (`rollouts.chat`).
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def tool_schema(fn: Callable[..., Any], name: str | None = None) -> dict[str, An
 def validate_arguments(
     fn: Callable[..., Any], arguments: Mapping[str, Any], name: str | None = None
 ) -> dict[str, Any] | str:
-    """The arguments converted to the tool's types, ready for `fn(**arguments)`. If they do not fit: the reason, as text
-    for the model.
+    """The arguments converted to the tool's types, ready for `fn(**arguments)`. If the arguments do not fit the types:
+    the reason, as text for the model.
 
     Numbers and booleans may be written as text. A float without a fraction may be an int.
 
@@ -143,13 +143,13 @@ def _read_parameter(
         with (
             contextlib.suppress(Exception),
             authors_code(),
-        ):  # a default that JSON cannot hold is not shown to the model
+        ):  # a default that JSON cannot represent is not shown to the model
             schema["default"] = plain_json(msgspec.to_builtins(parameter.default))
     return _Parameter(parameter.name, hint, schema, parameter.default is parameter.empty)
 
 
 def _resolve(annotation: Any, plain: Callable[..., Any], owner: type[Any] | None, where: str) -> Any:
-    """A hint, evaluated by itself, so that another hint that cannot be read does no harm."""
+    """A hint, evaluated separately, so that an unreadable hint does not affect the others."""
     if not isinstance(annotation, str):
         return annotation
     namespace = getattr(inspect.unwrap(plain), "__globals__", {})
@@ -201,7 +201,7 @@ def _inline_union(
 
 
 def _type_words(schema: Mapping[str, Any]) -> str:
-    """The type of a schema, in words for the model."""
+    """Describe the type of a schema, for an error that the model reads."""
     if "enum" in schema:
         words = "one of " + ", ".join(str(choice) for choice in schema["enum"])
     elif "anyOf" in schema:

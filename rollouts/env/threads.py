@@ -1,10 +1,10 @@
-"""Worker threads that cost little: a trio task calls a function in one, and continues with its result.
+"""Fast worker threads: a trio task calls a function in a thread, and continues with its result.
 
 `trio.to_thread` wakes one thread for each job, and the thread wakes trio: two switches for each job. Here the jobs wait
-in one queue. One thread is woken at a time, and it takes jobs until the queue is empty. Before it runs a job while
-others wait, it wakes the next thread. So many short jobs that arrive together cost one switch in all, and no job waits
-behind a long one. There are as many threads as the jobs need, and idle threads end. Left out: limits and deadlines
-(`calls.py`), and `trio.from_thread`.
+in one queue. One thread is woken at a time, and it takes jobs until the queue is empty. Before a thread runs a job
+while other jobs wait, it wakes another thread. So many short jobs that arrive together need only one thread switch, and
+no job waits for a long one. There are as many threads as the jobs need, and idle threads end. Not here: limits and
+deadlines (`calls.py`), and `trio.from_thread`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ IDLE_SECONDS = 10.0
 async def run_in_thread(function: Callable[[], T], count_abandoned: Callable[[int], None] = lambda change: None) -> T:
     """The result of `function`, called in a worker thread with this task's context.
 
-    Cancellation drops a function that has not begun. One that has begun continues, and its result is dropped:
-    `count_abandoned` is called with +1, and with -1 when the function ends. Raises the function's error, or
-    RuntimeError if no thread can be started.
+    If the task is cancelled before the function begins, the function is not called. If the function has begun, it
+    continues, and its result is dropped: `count_abandoned` is called with +1 then, and with -1 when the function ends.
+    Raises the function's error, or RuntimeError if no thread can be started.
     """
     await trio.lowlevel.checkpoint_if_cancelled()
     job = _Job(functools.partial(contextvars.copy_context().run, function), count_abandoned)
@@ -62,7 +62,7 @@ class _Job:
         """Call the function and deliver the result."""
         with self._lock:
             if self._state == "abandoned":
-                return  # abandoned before it began: it must have no side effects now
+                return  # abandoned before it began, so it must not be called
             self._state = "running"
         result = outcome.capture(self._function)
         with self._lock:
@@ -73,7 +73,7 @@ class _Job:
             self._delivery.put(self, result)
 
     def abandon(self, _: Any) -> trio.lowlevel.Abort:
-        """Stop waiting for it. trio calls this when the task is cancelled."""
+        """Stop waiting for the function. trio calls this when the task is cancelled."""
         self.waiting = None
         with self._lock:
             if self._state == "running":
@@ -84,7 +84,7 @@ class _Job:
 
 
 class _Delivery:
-    """Returns results to one trio run, which is woken once for all results that arrive together."""
+    """Passes results to one trio run, which is woken once for all results that arrive together."""
 
     def __init__(self) -> None:
         self._token = trio.lowlevel.current_trio_token()
@@ -124,12 +124,12 @@ class _WorkerThreads:
         except BaseException:
             with self._lock:
                 if job not in self._jobs:
-                    return  # another thread has finished its job and taken this one
+                    return  # another thread was free and has taken this job
                 self._jobs.remove(job)  # no thread may take it after its caller got the error
             raise
 
     def _wake(self) -> bool:
-        """Wake an idle thread, unless one was just woken. True if the caller must start a thread."""
+        """Wake an idle thread, unless one was just woken. Returns True if the caller must start a thread."""
         if self._is_waking:
             return False
         self._is_waking = True
@@ -160,10 +160,12 @@ class _WorkerThreads:
                     if gate in self._idle:
                         self._idle.remove(gate)
                         return
-                gate.acquire()  # woken at the last moment
+                gate.acquire()  # another thread has just woken this one
 
     def _next(self, gate: threading.Lock) -> _Job | None:
-        """The next job. None if the queue is empty: this thread is now idle. Wakes a thread for the jobs behind it."""
+        """The next job. None if the queue is empty: this thread is now idle. If more jobs wait, wakes another
+        thread.
+        """
         with self._lock:
             if not self._jobs:
                 self._idle.append(gate)
@@ -171,7 +173,8 @@ class _WorkerThreads:
             job = self._jobs.popleft()
             starts = bool(self._jobs) and self._wake()
         if starts:
-            # If no thread can be started, this one runs the other jobs after its own, or the next `submit` starts one.
+            # If no thread can be started, this thread runs the other jobs after its own, or the next `submit` starts
+            # one.
             with contextlib.suppress(RuntimeError, MemoryError):
                 self._start()
         return job

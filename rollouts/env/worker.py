@@ -1,15 +1,16 @@
-"""The process in which tools with `isolate="process"` run. It reads a request per line and writes an answer per line.
+"""The process in which tools with `isolate="process"` run. It reads one request per line and writes one answer per
+line.
 
     {"load": [module, name, file]}
     {"call": [module, name, file], "label", "arguments", "characters_max"}
 
-Each request has a `number`, and its answer has the same one beside the `outcome`, a ToolOutcome, and the `fault` (of
-`rollouts.error_log`) where the tool raised. A tool that forks
-leaves two processes that return from it: only the worker itself answers, and reads on.
+Each request has a `number`. Its answer has the same `number`, the `outcome` (a ToolOutcome), and the `fault` (of
+`rollouts.error_log`) if the tool raised. If a tool forks, both processes return from it: only the original process
+answers and reads the next request.
 
 Requests and answers are JSON: the arguments came from a model as JSON, and the result is text. The tool's standard
-output goes to standard error, because standard output is the pipe. Its standard input is empty. Left out: the pool that
-starts and calls it (`processes`), and the supervisor that ends it and its children (`rollouts.supervisor`).
+output goes to standard error, because standard output is the pipe. Its standard input is empty. Not here: the pool that
+starts and calls this process (`processes`), and the supervisor that ends it and its children (`rollouts.supervisor`).
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ def main() -> None:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """The `outcome` of one request, and the `fault` if the tool raised. Never raises what the tool raised."""
+    """The `outcome` of one request, and the `fault` if the tool raised. Does not raise the tool's exception."""
     try:
         return {"outcome": _outcome(request)}
     except BaseException as error:  # a tool may raise anything, also SystemExit
-        said = words_of(error) if "load" in request else named(error)  # the model cannot use a file's line
+        said = words_of(error) if "load" in request else named(error)  # the model cannot use the line of a file
         text = shortened(f"Error: {said}", request.get("characters_max", 1000))
         fault = fault_of(error)
         return {"outcome": ToolOutcome(text, "exception", fault.words), "fault": fault}
@@ -62,7 +63,7 @@ def _outcome(request: dict[str, Any]) -> ToolOutcome:
 
 
 def _give_away_streams() -> None:
-    """Keep the pipes from a tool that prints or reads."""
+    """Give the tool other streams than the pipes, so that it may print or read."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)

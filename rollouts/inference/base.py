@@ -18,12 +18,12 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     """One turn to sample.
 
     `tokens` is the whole context [L]. `order` is (group, rollout, turn); an engine in this process sorts its batches by
-    it. `session` names the episode, so that a turn can reuse the cache of the previous turn. `temperature` 0 is greedy
-    (with logprobs of temperature 1). Sampling stops after an id of `stop_ids`, which the output includes, or after
-    `max_tokens` ids. The random numbers of this request depend on `seed` alone.
+    this. `session` names the episode, so that a turn can reuse the cache of the previous turn. `temperature` 0 is
+    greedy (with logprobs of temperature 1). Sampling stops after an id of `stop_ids`, which the output includes, or
+    after `max_tokens` ids. The random numbers of this request depend on `seed` alone.
 
-    `offset` is above 0 if the request continues an aborted reply. Then the last `offset` ids of `tokens` belong to that
-    reply, and the first `offset` random numbers of the seed are used up.
+    `offset` is above 0 if the request continues an aborted reply. If so, the last `offset` ids of `tokens` belong to
+    that reply, and the first `offset` random numbers of the seed are used up.
     """
 
     tokens: list[int]
@@ -47,7 +47,7 @@ class VersionSpan(msgspec.Struct, frozen=True):
 class Generation(msgspec.Struct, frozen=True):
     """A sampled reply: `tokens` [K] and `logprobs` [K] (natural logarithm, at the sampling temperature).
 
-    `finish` says why it ended. `spans` says which version of the weights sampled which tokens.
+    `finish` says why the reply ended. `spans` says which version of the weights sampled which tokens.
     """
 
     tokens: list[int]
@@ -70,7 +70,9 @@ class Health(msgspec.Struct, frozen=True):
 
 
 class TensorInfo(msgspec.Struct, frozen=True):
-    """One tensor of an update. Both sides can compare it: `crc32` is the checksum of its bytes in C order."""
+    """One tensor of an update. `crc32` is the checksum of its bytes in C order, so trainer and engine can compare
+    them.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -92,9 +94,9 @@ class Probe(msgspec.Struct, frozen=True):
 class WeightUpdate(msgspec.Struct, frozen=True):
     """New weights for an engine, with their policy version and kind.
 
-    They are in the folder `path` (in the format of transformers or peft), or in `weights` (CPU tensors by name). Both
-    are None if the engine shares the trainer's parameters. `manifest` lists the tensors. `probe` tests whether the
-    engine serves them; an engine that restarts uses it to test the weights that it reloads.
+    The weights are in the folder `path` (in the format of transformers or peft), or in `weights` (CPU tensors by name).
+    `path` and `weights` are None if the engine shares the trainer's parameters. `manifest` lists the tensors. `probe`
+    tests whether the engine serves these weights; an engine that restarts uses it to test the weights that it reloads.
     """
 
     version: int
@@ -112,16 +114,17 @@ class Capabilities(NamedTuple):
     `in_process`: it runs in the trainer's process, and its logprobs equal the trainer's.
     `owns_weights`: it has its own weights, so every update must bring the new ones.
 
-    These matter only if it owns its weights:
-    `weights_kind`: an update brings all weights, or the weights of a LoRA adapter.
+    The next five fields matter only if the engine owns its weights:
+    `weights_kind`: "full" if an update brings all weights, "adapter" if it brings the weights of a LoRA adapter.
     `weights_as`: an update brings tensors, or a folder inside `weights_folder`, or it broadcasts full weights over
     torch.distributed (`servers.dialect`).
-    `tolerance`: the largest difference to the trainer's logprob of a token, in nats. 0: it depends on the dtype.
+    `tolerance`: the largest difference to the trainer's logprob of a token, in nats. 0: a number that depends on the
+    dtype.
     `load_seconds`: the deadline for loading weights.
-    `scores_alone`: other requests wait while it scores, so it scores only when weights change.
+    `scores_alone`: other requests wait while the engine scores, so it scores only when weights change.
 
-    Each of these promises a method: `aborts` (`CanAbort`), `checks` (`CanCheck`), `chats` (`CanChat`) and `is_pool`
-    (`EnginePool`).
+    Each of these flags promises the methods of a Protocol: `aborts` (`CanAbort`), `checks` (`CanCheck`), `chats`
+    (`CanChat`) and `is_pool` (`EnginePool`).
     """
 
     trainable: bool = True
@@ -147,7 +150,7 @@ class InferenceBackend(Protocol):
 
     capabilities: Capabilities
     context_tokens_max: int  # the limit for prompt and reply together
-    vocabulary_size: int  # it accepts ids below this; 0: unknown
+    vocabulary_size: int  # the engine accepts ids below this; 0: unknown
     version: int  # the served policy version; 0 before the first update
 
     async def __aenter__(self) -> InferenceBackend: ...
@@ -160,7 +163,7 @@ class InferenceBackend(Protocol):
         """
 
     def close_session(self, session: str) -> None:
-        """The episode is over; its cache may be freed. It is safe to close a session twice."""
+        """End the session, because its episode is over. Its cache may be freed. It is safe to close a session twice."""
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Sample one turn. Raises InferenceError."""
@@ -169,14 +172,14 @@ class InferenceBackend(Protocol):
         """The logprob of each token [L] given the tokens before it; the first is 0.0. Raises InferenceError."""
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        """Serve new weights. They are served only after this returns. Raises InferenceError."""
+        """Serve new weights; returns when they are served. Raises InferenceError."""
 
     async def health(self) -> Health:
-        """Whether it can generate, and its policy version."""
+        """Whether the engine can generate, and its policy version."""
 
 
 class CanAbort(InferenceBackend, Protocol):
-    """An engine that can return an unfinished reply. Without this, callers wait for whole replies."""
+    """An engine that can return an unfinished reply. With other engines, callers wait for whole replies."""
 
     async def abort(self, session: str) -> None:
         """End the session's request. Its `generate` returns the tokens so far, with the finish `abort`.
@@ -190,19 +193,19 @@ class CanCheck(InferenceBackend, Protocol):
     """An engine that can be checked before the run creates its folder, such as a server that may be unreachable."""
 
     async def check(self) -> None:
-        """Raise UserError if it cannot be used with its settings. Starts nothing and leaves nothing open."""
+        """Raise UserError if the engine cannot be used with its settings. Starts nothing and leaves nothing open."""
 
 
 class EnginePool(InferenceBackend, Protocol):
-    """Several engines behind one. New weights are sent to each of its `members`, and each is probed."""
+    """Several engines behind one interface. New weights are sent to each of the `members`, and each is probed."""
 
     @property
     def members(self) -> tuple[InferenceBackend, ...]:
-        """The engines that serve now."""
+        """The engines of the pool that can serve requests now."""
 
 
 def members_of(engine: InferenceBackend) -> tuple[InferenceBackend, ...]:
-    """The members of a pool; for any other engine, itself."""
+    """The members of a pool; for any other engine, the engine alone."""
     return cast(EnginePool, engine).members if engine.capabilities.is_pool else (engine,)
 
 
@@ -233,7 +236,7 @@ def check_engine(engine: Any, name: str) -> InferenceBackend:
                 )
     if missing:
         raise ConfigError(
-            f"{own} has no {', no '.join(missing)}: an engine has every field and method of "
-            "rollouts.inference.base.InferenceBackend, such as `capabilities = Capabilities()`; see docs/inference.md"
+            f"{own} has no {', no '.join(missing)}; add it to the class: an engine needs every field and method of "
+            "rollouts.inference.base.InferenceBackend, see docs/inference.md"
         )
     return cast(InferenceBackend, engine)

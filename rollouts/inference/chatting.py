@@ -34,10 +34,10 @@ class ChatRequest(msgspec.Struct, frozen=True):
 
 
 class ChatReply(msgspec.Struct, frozen=True):
-    """The assistant's message, and why it ended.
+    """The assistant's message, and why the message ended.
 
     `finish` is `context` if the conversation exceeds the model's context; then the message is empty, and `detail` is
-    the engine's error message. The token counts come from the engine; None: it did not report them.
+    the engine's error message. The token counts come from the engine; None: the engine did not report them.
     """
 
     message: Message
@@ -54,7 +54,7 @@ class CanChat(InferenceBackend, Protocol):
         """The reply to a conversation. A malformed tool call is a ToolCall with `error`. Raises InferenceError."""
 
     async def check(self, tools: Sequence[dict[str, Any]] = (), temperature: float = 1.0) -> None:
-        """Raise UserError if it cannot be used with its settings and these tools. Leaves nothing open."""
+        """Raise UserError if the engine cannot be used with its settings and these tools. Leaves nothing open."""
 
 
 def evaluation_only(factory: F) -> F:

@@ -1,10 +1,10 @@
 """Suspend an episode in the middle of a reply, and resume it later.
 
-A `SuspendableEngine` wraps the engine for one episode. While the `TurnGate` is closed, the episode waits, and so does
-its clock. The tokens of an unfinished reply are kept. When the gate gives the episode a turn, the same reply continues:
+A `SuspendableEngine` wraps the engine for one episode. While the `TurnGate` is closed, the episode waits, and its clock
+pauses. The tokens of an unfinished reply are kept. When the gate gives the episode a turn, the same reply continues:
 the kept tokens become context, the token budget shrinks by their number, and the random numbers continue after them.
-The episode receives one reply, in which every token has the version of the weights that sampled it. This module does
-not decide when the gate opens (`training.rollout_gen.pool`).
+The episode receives one reply, in which every token has the version of the weights that sampled it. Not here: when the
+gate opens (`training.rollout_gen.pool`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SuspendedEpisode(msgspec.Struct):
 
 
 class TurnGate(Protocol):
-    """Decides when an episode may generate. Every method but `wait` is synchronous."""
+    """Lets episodes generate or wait. Every method but `wait` is synchronous."""
 
     @property
     def is_closed(self) -> bool:
@@ -50,36 +50,36 @@ class TurnGate(Protocol):
         ...
 
     def leave(self, engine: SuspendableEngine) -> None:
-        """The episode sends no more requests. Called once, before its session is closed."""
+        """Note that the episode sends no more requests. Called once, before its session is closed."""
         ...
 
 
 class EpisodeClock:
     """The deadlines of one episode, in seconds that exclude pauses. Use it within trio.
 
-    `begin` starts or restarts it. It does not cover the deadlines of single calls of an author's code (`rollouts.env`):
-    their threads cannot pause.
+    `begin` starts or restarts the clock. It does not apply to the deadlines of single calls of an author's code
+    (`rollouts.env`): their threads cannot pause.
     """
 
     def __init__(self) -> None:
-        self._zero: float | None = None  # by trio's clock; None: not begun
-        self._paused_at: float | None = None  # likewise; None: not paused
-        self._scopes: dict[trio.CancelScope, float] = {}  # each open deadline, as `elapsed` counts
+        self._zero: float | None = None  # time of trio's clock at 0 seconds; None: not begun
+        self._paused_at: float | None = None  # time of trio's clock at the pause; None: not paused
+        self._scopes: dict[trio.CancelScope, float] = {}  # each open deadline, in `elapsed` seconds
 
     @property
     def elapsed(self) -> float:
-        """Seconds since `begin`, without pauses; 0.0 before."""
+        """Seconds since `begin`, without pauses; 0.0 before `begin`."""
         if self._zero is None:
             return 0.0
         return (trio.current_time() if self._paused_at is None else self._paused_at) - self._zero
 
     @property
     def is_paused(self) -> bool:
-        """Whether it is paused."""
+        """Whether the clock is paused."""
         return self._paused_at is not None
 
     def begin(self) -> None:
-        """Count from now."""
+        """Start to count from 0."""
         assert not self._scopes, "a clock begins before its deadlines do"
         self._zero = trio.current_time()
         self._paused_at = self._zero if self.is_paused else None
@@ -121,8 +121,9 @@ class SuspendableEngine:
 
     `order` is (group, rollout). `session` is the backend's name for the episode, valid while `has_turn`. `clock` pauses
     while the episode waits at the gate. Without a `gate` the episode never waits. `resume_from` is the state that an
-    earlier process saved. When the episode starts to wait, `snapshot` gives the states of environment and conversation,
-    and `suspended` holds them for a checkpoint. `snapshot` gives None if the environment cannot be restored.
+    earlier process saved. When the episode starts to wait, `snapshot` returns the states of environment and
+    conversation, and `suspended` holds them for a checkpoint. `snapshot` returns None if the environment cannot be
+    restored.
     """
 
     backend: InferenceBackend
@@ -135,7 +136,7 @@ class SuspendableEngine:
     has_turn: bool = True
     is_finished: bool = False
     suspended: SuspendedEpisode | None = None
-    is_aborting: bool = False  # set by the gate: an aborted reply is then continued later
+    is_aborting: bool = False  # set by the gate: an aborted reply will be continued later
     idle: trio.Event = field(default_factory=trio.Event)  # set while no request is in flight
     _request_scope: trio.CancelScope = field(default_factory=trio.CancelScope)
 
@@ -143,7 +144,9 @@ class SuspendableEngine:
         self.idle.set()
 
     def close_session(self, session: str) -> None:
-        """The episode is over. Its current session is closed, which may differ from `session`. Safe to call twice."""
+        """End the episode: close its current session, which may differ from `session`. It is safe to call this
+        twice.
+        """
         if not self.is_finished:
             self.is_finished = True
             if self.gate is not None:

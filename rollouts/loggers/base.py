@@ -1,7 +1,7 @@
 """The Protocol of loggers, and two helpers for your own logger: `plain_settings` and `import_library`.
 
-A logger is a class with the methods of `MetricsLogger`. Its `__init__` may name `folder`, `settings` and `first_step`.
-Its keyword-only parameters are its settings. Register it in the entry-point group `rollouts.loggers`.
+A logger is a class with the methods of `MetricsLogger`. Its `__init__` may have the parameters `folder`, `settings` and
+`first_step`. Its keyword-only parameters are its settings. Register it in the entry-point group `rollouts.loggers`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class MetricsLogger(Protocol):
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Record the metrics of one step. Metric names have the form `group/name`. Values may be NaN. Steps come in
-        order. The last step comes twice: its second call has the metrics of the evaluation at the end.
+        order. For the last step there are two calls: the second has the metrics of the evaluation at the end.
 
         A resumed run begins at `first_step` in the same folder, and logs the steps from there on again.
         """
@@ -58,7 +58,7 @@ def import_library(module: str, *, logger: str, install: str) -> Any:
 
     Raises:
         UserError: the library is not installed. The message says what to type.
-        BrokenPluginError: it is installed, but its import fails.
+        BrokenPluginError: the library is installed, but its import fails.
     """
     try:
         return importlib.import_module(module)
@@ -67,7 +67,7 @@ def import_library(module: str, *, logger: str, install: str) -> Any:
         missing = isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0]
         if missing == module.split(".")[0]:
             raise UserError(
-                f"{needs} not installed; type `pip install {install}`, or choose another one with `--logger jsonl`"
+                f"{needs} not installed; type `pip install {install}`, or choose another logger: `--logger jsonl`"
             ) from error
         raise BrokenPluginError(
             f"{needs} installed but does not import ({type(error).__name__}: {error}); "

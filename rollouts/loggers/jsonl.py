@@ -1,7 +1,7 @@
 """Write metrics as JSON lines to a file in the run folder: one object `{"step": 3, "reward/mean": 0.5, ...}` per step.
 
 Each line is flushed at once: you can follow the file with `tail -f`, and a killed run keeps its lines. A resumed run
-first removes the lines of the steps that it repeats and an incomplete last line, with one rename.
+first removes an incomplete last line and the lines of the steps that it repeats. It writes a new file and renames it.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class JSONLLogger:
             raise OutputError(f"cannot write metrics to {self.path}: {error}; type `--out FOLDER`") from error
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Write one line and flush it. More metrics of the last step are added to its line. Raises TypeError for a
-        value that is not a number.
+        """Write one line and flush it. If the last line has the same step, the metrics are added to it. Raises
+        TypeError for a value that is not a number.
         """
         assert "step" not in metrics, "`step` is a key of the line, so no metric may have this name"
         line = {"step": int(step)} | {name: _number(name, value) for name, value in metrics.items()}

@@ -17,10 +17,11 @@ _ATTRIBUTE = "__rollouts_check__"
 
 
 def checked_by(check: Callable[[Mapping[str, Any]], None]) -> Callable[[F], F]:
-    """Check the settings of a component with `check(values)`, which raises ConfigError for a wrong value.
+    """Decorator for a component: before a model loads and in a dry run, `check(values)` is called. It must raise
+    ConfigError for a wrong value.
 
     `values` maps names to the inputs of the component and to its keyword-only parameters, with their defaults. A
-    dataclass is one value.
+    parameter whose default is a dataclass is one value.
 
     >>> def positive(values):
     ...     if values["size"] < 1:
@@ -41,8 +42,8 @@ def checked_by(check: Callable[[Mapping[str, Any]], None]) -> Callable[[F], F]:
 
 
 def check_bounds(*bounds: tuple[str, Any, bool, str]) -> None:
-    """Raise ConfigError for the first bound that does not hold. A bound is (flag, given value, whether it holds,
-    expected values in words).
+    """Raise ConfigError for the first bound that does not hold. A bound is (flag, given value, whether the value is
+    valid, a text for the valid values).
     """
     for flag, given, holds, expected in bounds:
         if not holds:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from rollouts.plugins.index import ComponentRef
 
-_HOPS_MAX = 5  # from module to module, for an imported name
+_HOPS_MAX = 5  # how many modules are searched for an imported name
 _DEFINED = r"^(?:async\s+def\s+|def\s+|class\s+)?{name}\b(?!\s*\.)"
 _END = re.compile(r"^(?=[^\s#)\]}])", re.MULTILINE)  # the next statement of the module
 
@@ -31,7 +31,7 @@ class Place(NamedTuple):
 
 
 def description(ref: ComponentRef) -> str:
-    """The first sentence of the component's docstring, in one line; empty if it is not found."""
+    """The first sentence of the component's docstring, in one line; empty if no docstring is found."""
     place = find_definition(ref)
     return first_sentence(place.doc) if place else ""
 

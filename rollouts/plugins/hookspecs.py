@@ -9,8 +9,8 @@
     def rollouts_list_components(kind):
         return ["reasoning_gym/countdown"] if kind == "environments" else None
 
-An implementation is a plain function. It names the arguments that it needs, and may leave out the others. If it raises,
-the run reports it and goes on. Async functions and hook wrappers are refused.
+An implementation is a plain function. Its parameters are those arguments of the hook that it needs. If it raises, the
+run reports this and continues. Async functions and hook wrappers are refused.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ def rollouts_list_components(kind: str) -> Iterable[str] | None:
 
 @hookspec
 def rollouts_run_start(settings: Mapping[str, Any], folder: str) -> None:
-    """A run begins. `settings` are its resolved settings, `folder` is its run folder."""
+    """Called when a run begins. `settings` are its resolved settings, `folder` is its folder."""
 
 
 @hookspec
 def rollouts_samples(samples: Sequence[Sample], step: int) -> None:
-    """The samples of a step, before training. Do not change them."""
+    """Called with the samples of a step, before training. Do not change them."""
 
 
 @hookspec
 def rollouts_step_end(metrics: Mapping[str, float], step: int) -> None:
-    """A step ended. `metrics` are its metrics, as in metrics.jsonl."""
+    """Called at the end of a step. `metrics` are its metrics, as in metrics.jsonl."""
 
 
 @hookspec
 def rollouts_run_end(summary: Mapping[str, Any]) -> None:
-    """The run ended. `summary` is the content of its `summary.json`."""
+    """Called when the run has ended. `summary` is the content of its `summary.json`."""

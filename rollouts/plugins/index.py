@@ -2,7 +2,7 @@
 
 A component is an entry point of the group `rollouts.<kind>`. A hook plugin is an entry point of the group `rollouts`.
 `./my_env.py:Calculator` is a component in a file, which needs no installation. Finding and listing import no component:
-`rollouts.plugins.loading` does. `rollouts.plugins.manager` also finds the components that hook plugins provide.
+`rollouts.plugins.loading` imports them. `rollouts.plugins.manager` also finds the components that hook plugins provide.
 
 Nothing is cached, so a package that you install in a running notebook is found. Reading the metadata of a hundred
 distributions takes one or two milliseconds.
@@ -162,8 +162,9 @@ def unknown_component(
 ) -> UnknownComponentError:
     """The error for a name that no distribution offers.
 
-    `known` holds the components of all kinds. The error lists those of `kind` and suggests similar names; if another
-    kind has the name, it says so. `notes` are further lines, such as the failures of hook plugins.
+    `known` holds the components of all kinds. The error lists those of `kind` and suggests similar names; if a
+    component of another kind has the name, the error says so. `notes` are further lines, such as the failures of hook
+    plugins.
     """
     of_kind = [ref for ref in known if ref.kind == kind]
     elsewhere = [f"{KIND_WORDS[ref.kind]} {ref.qualified}" for ref in known if ref.kind != kind and ref.name == name]
@@ -181,7 +182,7 @@ def unknown_component(
     else:
         near = suggestion(name, [ref.qualified if slash else ref.name for ref in of_kind])
     is_whole = any(normalize(ref.distribution) == "rollouts-rl" for ref in known)
-    # An attacker may have published a package under a misspelled name, so the error only guesses.
+    # Only a guess: an attacker may have published a package under a misspelled name.
     package = normalize(owner if slash else f"rollouts-{name}")
     could_be = re.fullmatch(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?", package) and not near
     is_number = name.replace(".", "").isdigit()

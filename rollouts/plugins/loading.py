@@ -1,8 +1,9 @@
 """Import a component: the object of an entry point, or an attribute of a file.
 
 A file becomes a module with a unique name in `sys.modules`, so that dataclasses, type hints and pickling work. Its
-folder is added at the end of `sys.path`: the file can import the files beside it, and they hide no installed package.
-An error names the distribution, its version and the cause. If a module is missing, the error says what to install.
+folder is added at the end of `sys.path`: the file can import the files beside it, but these do not hide installed
+packages. An error names the distribution, its version and the cause. If a module is missing, the error says what to
+install.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ def cause_of(exc: BaseException, ref: ComponentRef) -> str:
 def install_hint(exc: BaseException, ref: ComponentRef) -> str:
     """The command that installs a missing module; empty for any other error.
 
-    If an extra of the distribution provides the module, the command installs that extra. Else it guesses the package
-    from the name of the module.
+    If an extra of the distribution provides the module, the command installs that extra. Otherwise the package's name
+    is guessed from the module's name.
     """
     if not isinstance(exc, ModuleNotFoundError) or not exc.name:
         return ""

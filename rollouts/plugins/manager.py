@@ -199,7 +199,7 @@ class _Pluggy(pluggy.PluginManager):
     """pluggy's manager. It leaves out functions that cannot be called as hooks, and records why.
 
     `refusals` holds the messages for the plugin that is being registered. `remarks` holds a message for each function
-    that looks like a hook but is none, with the name of its plugin.
+    that looks like a hook but is not one, with the name of its plugin.
     """
 
     def __init__(self) -> None:
@@ -223,7 +223,7 @@ class _Pluggy(pluggy.PluginManager):
         return self.refusals
 
     def parse_hookimpl_opts(self, plugin: object, name: str) -> HookimplOpts | None:
-        """The options of a hook implementation; None if the attribute is none or is refused. Called by pluggy."""
+        """The options of a hook implementation; None if the attribute is not one, or is refused. Called by pluggy."""
         options = super().parse_hookimpl_opts(plugin, name)
         if options is None:
             function = getattr(plugin, name, None) if name.startswith("rollouts_") else None
@@ -271,7 +271,7 @@ def _checked_names(names: Any) -> list[str]:
 
 
 def _fault_of(ref: ComponentRef) -> str:
-    """The fault of one component: its import fails, or its signature breaks a rule; empty if it has none."""
+    """The fault of one component: its import fails, or its signature breaks a rule; empty if it has no fault."""
     label = f"{ref.distribution} {ref.version}: {index.KIND_WORDS[ref.kind]} {ref.name}"
     try:
         component = load_component(ref)

@@ -1,4 +1,5 @@
-"""A typed Protocol for each kind of component, for editors and type checkers. They are not checked at run time.
+"""A typed Protocol for each kind of component, for editors and type checkers. The Protocols are not checked at run
+time.
 
 A component names its inputs in any order, so a Protocol cannot list its parameters. `(*args, **kwargs)` means: any
 inputs from the vocabulary of the kind (`rollouts.plugins.VOCABULARY`). Type checkers check the result.
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 class Environment(Protocol):
     """An environment. Each episode has its own object, built from the settings. Only `tasks` is required.
 
-    Tools and rewards are decorated methods. `tasks` may be endless. It must yield the same tasks for the same `split`
-    and the same state of `rng`.
+    Tools and rewards are decorated methods. `tasks` may be endless. With the same `split` and the same state of `rng`,
+    `tasks` must yield the same tasks.
     """
 
     def tasks(self, split: Literal["train", "eval"], rng: random.Random) -> Iterable[Task]: ...
@@ -48,7 +49,7 @@ class GroupReward(Protocol):
 
 
 class Metric(Protocol):
-    """Returns a number to log. It is never trained on. May name `task` `trajectory` `env`."""
+    """Returns a number to log, which does not affect training. May name `task` `trajectory` `env`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> float | Awaitable[float]: ...
 
@@ -68,8 +69,8 @@ class Curriculum(Protocol):
 
 
 class Advantage(Protocol):
-    """Returns the advantages [G] of one group. If it names `batch`, it returns those of the whole batch: [T], or
-    (advantages [T], returns [T]) for a critic that learns the returns.
+    """Returns the advantages [G] of one group. A function that names `batch` returns the advantages of the whole batch:
+    [T], or (advantages [T], returns [T]) for a critic that learns the returns.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, Tensor]: ...
@@ -82,8 +83,8 @@ class Loss(Protocol):
 
 
 class KLEstimator(Protocol):
-    """Returns one KL value for each token [T], computed with `ref_logprobs`. If it names `logprobs`, it is a term of
-    the loss; else it is subtracted from the rewards of tokens.
+    """Returns one KL value for each token [T], computed with `ref_logprobs`. The values of a function that names
+    `logprobs` are a term of the loss; other values are subtracted from the rewards of tokens.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...

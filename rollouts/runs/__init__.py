@@ -3,23 +3,23 @@
 plan.py          every component found, imported, checked and given its settings; no model is loaded
 components.py    one component: found, and given its settings
 environments.py  the chosen environments: tasks, demonstrations, shares
-algorithms.py    the chosen ones as Algorithms, a stage each, and every check of them
-dry_run.py       a plan in words, with the memory it will take: what `--dry-run` prints
-rehearsal.py     what a dry run tries out: a scripted episode, a small training step
+algorithms.py    the algorithm of each stage, composed of components, with every check
+dry_run.py       describes a plan and estimates its memory: the output of `--dry-run`
+rehearsal.py     the trial of a dry run: a scripted episode, a small training step
 session.py       one run in its folder, from the opened folder to summary.json
 jobs/            what a session runs: train, evaluate
 sft_then_rl.py   one run after another: demonstrations, then reinforcement
-resume.py        which checkpoint a run resumes from, and what is taken back
+resume.py        the checkpoint from which a run resumes; removes what later steps wrote
 folder.py        the files of a run
-manifest.py      what the run was made of
-observer.py      who watches a run
+manifest.py      versions, files and hardware of a run
+observer.py      the protocol of observers, which show a run's progress
 rank.py          a rank above 0 of a distributed backend
 export.py        a checkpoint becomes a model
 publish.py       an exported model becomes a repository on the hub
 run_model.py     the model of a run with its settings, to talk to
-chat.py          a conversation with it
-serve.py         the same model behind an address
-trio_thread.py   trio in a thread, for a program that waits for a person
+chat.py          a conversation with the model of a run
+serve.py         serves the model of a run over HTTP
+trio_thread.py   trio in a thread, for a program that waits for input
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ __all__ = ["resume_run", "run"]
 def run(
     resolved: Resolved, observer: Observer | None = None, *, folder: Path | None = None, checkpoint: str = ""
 ) -> dict[str, Any]:
-    """Compose and run; returns what summary.json holds. A run that is finished is left as it is.
+    """Compose and run. Returns the content of summary.json. A run that is finished does not change.
 
-    `folder` is that of an earlier run, which resumes from its last checkpoint, or from the one named `checkpoint`.
-    Loaded objects stay excluded from garbage collection; call `gc.unfreeze()` if the process goes on. Raises UserError,
-    RunError, KeyboardInterrupt.
+    `folder` is the folder of an earlier run, which resumes from its last checkpoint, or from the checkpoint named
+    `checkpoint`. Loaded objects stay excluded from garbage collection; call `gc.unfreeze()` if the process continues.
+    Raises UserError, RunError, KeyboardInterrupt.
     """
     started = time.perf_counter()
     from rollouts.child_environment import pass_on
@@ -56,11 +56,11 @@ def run(
     from rollouts.training.models import remote_code
 
     settings, observer = resolved.settings, observer or NullObserver()
-    home = Path.cwd()  # where relative paths begin; an author's code may go elsewhere
+    home = Path.cwd()  # relative paths begin here; an author's code may change the working directory
     folder = folder or run_to_resume(resolved)
     summary = finished(folder, settings.steps, settings.stop_when) if folder is not None and not checkpoint else None
     if folder is not None and summary is not None:
-        if os.environ.get("RANK", "0") == "0":  # under a launcher one rank is enough to say it
+        if os.environ.get("RANK", "0") == "0":  # under a launcher, only rank 0 prints it
             observer.finished(finished_words(folder, summary))
         return summary
     pass_on(settings.pass_env)
@@ -84,7 +84,7 @@ def run(
 
 
 def resume_run(folder: str, given: Tree, observer: Observer | None = None, *, checkpoint: str = "") -> dict[str, Any]:
-    """Resume the run in `folder`, with the `given` settings over its own; the rest as `run`."""
+    """Resume the run in `folder`, with the `given` settings in place of its own. Returns and raises like `run`."""
     from rollouts.runs.resume import read_run
 
     return run(read_run(Path(folder), given), observer, folder=Path(folder), checkpoint=checkpoint)

@@ -1,7 +1,7 @@
-"""Chosen components become Algorithms, one for each stage of the schedule, and every one of them is checked.
+"""Makes an Algorithm of components for each stage of the schedule, and checks it.
 
-What the stages need beside the policy is known then: a reference, a critic, a teacher. Everything is checked here,
-before a model loads. Left out: finding components and giving them their settings (`components`).
+It also finds out which models the stages need beside the policy: a reference, a critic, a teacher. Everything is
+checked before a model loads. Not here: finding components and their settings (`components`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rollouts.training.algorithms.checks import CRITIC_NAMES, ONE_SAMPLE, TEACHE
 from rollouts.training.algorithms.kl import adapter_off, frozen, make_kl, warning_of
 from rollouts.training.types import AuxiliaryModels
 
-# What demonstrations do not have: nothing was sampled, and nothing is asked of a model before the loss.
+# Inputs that demonstrations do not have: nothing was sampled, and no model is run before the loss.
 _NOT_IN_SFT = CRITIC_NAMES.union(
     "advantages old_logprobs pair_index ref_logprobs rewards rollout_logprobs teacher_logprobs".split()
 )
@@ -41,10 +41,10 @@ _ROLLOUTS_ONLY = ("advantage", "kl", "reference", "correction", "mix", "shaping"
 
 
 class Composed(NamedTuple):
-    """The algorithms of a run by stage, and the models beside its policy (None: none).
+    """The algorithms of a run by stage, and the models beside its policy (None: no such models).
 
-    `stages_chosen` are the components of each stage after the first. `schedule` is the setting of that name with every
-    setting of what it names; `notes` are what a user should know beforehand.
+    `stages_chosen` are the components of each stage after the first. `schedule` is the setting `schedule`, completed
+    with every setting of its components. `notes` are warnings for the user before the run.
     """
 
     stages: tuple[Stage, ...]
@@ -73,7 +73,7 @@ def compose(
         composed.append(Stage(step, stage_name(step), algorithm, auto))
     if settings.minibatches > settings.prompts_per_step:
         raise ConfigError(
-            f"--minibatches {settings.minibatches}: a batch is parted by prompts, and --prompts-per-step is "
+            f"--minibatches {settings.minibatches}: a batch is divided by prompts, and --prompts-per-step is "
             f"{settings.prompts_per_step}; type --minibatches {settings.prompts_per_step} or less"
         )
     asked = frozenset(name for stage in composed for name in asked_names(stage.algorithm))
@@ -95,7 +95,7 @@ def compose(
 
 
 def asked_names(algorithm: Algorithm) -> frozenset[str]:
-    """All that the algorithm asks a run for: the names of its loss, and of an advantage of the whole batch."""
+    """The inputs that the algorithm needs from a run: those of its loss, and of an advantage of the whole batch."""
     names = needs(algorithm)
     if algorithm.pairs is None and is_batch_advantage(algorithm.advantage):
         names |= set(requests(algorithm.advantage, "advantages"))
@@ -103,12 +103,12 @@ def asked_names(algorithm: Algorithm) -> frozenset[str]:
 
 
 def _from_step(step: int) -> str:
-    """A later stage, as its mistakes and notes name it."""
+    """The name of a later stage in errors and notes."""
     return f"[[schedule]], from step {step}" if step else ""
 
 
 def _compose(parts: Mapping[str, list[Chosen]], settings: Settings) -> Algorithm:
-    """The algorithm with every part replaced that was named, and every setting bound."""
+    """The algorithm with the named parts in place of its own, and all settings bound."""
     (loss,) = parts["loss"]
     algorithm = bind_algorithm(loss.component, loss.settings)
     for key in ("advantage", "aggregation", "mix", "select", "pairs"):
@@ -117,7 +117,7 @@ def _compose(parts: Mapping[str, list[Chosen]], settings: Settings) -> Algorithm
             algorithm = algorithm._replace(**replaced)
     for each in parts["kl"]:
         algorithm = algorithm._replace(kl=make_kl(each.component, each.settings))
-    if algorithm.kl is not None and algorithm.kl.coefficient == 0:  # as of any term: at 0 it is not computed
+    if algorithm.kl is not None and algorithm.kl.coefficient == 0:  # like any term, it is not computed at 0
         algorithm = algorithm._replace(kl=None)
     shaping: list[Any] = []
     for each in parts["shaping"]:
@@ -131,7 +131,7 @@ def _compose(parts: Mapping[str, list[Chosen]], settings: Settings) -> Algorithm
 
 
 def _is_weighed(algorithm: Algorithm) -> bool:
-    """Whether a correction would weigh anything: a value a token, of a term that is a mean over what was sampled."""
+    """Whether a correction has an effect: a term with one value per token is a mean over sampled tokens."""
     if algorithm.pairs is not None or checks.unit_of(algorithm) == "rollout":
         return False
     return any({"advantages", "old_logprobs"} & set(requests(term.function)) for term in active_terms(algorithm))
@@ -144,13 +144,13 @@ def _uses_rewards(algorithm: Algorithm) -> bool:
 
 
 def _is_auto(parts: Mapping[str, list[Chosen]]) -> bool:
-    """Whether the run decides on the correction: neither the user nor the algorithm named one."""
+    """Whether the run chooses the correction, because neither the user nor the algorithm named one."""
     (loss,) = parts["loss"]
     return loss.component.correction is None and [each.name for each in parts["correction"]] == [AUTO]
 
 
 def _check(algorithm: Algorithm, parts: Mapping[str, list[Chosen]], settings: Settings) -> None:
-    """Refuse what does not go together or what this run cannot give. Raises ConfigError, SignatureError."""
+    """Check that the parts fit together and that the run has their inputs. Raises ConfigError, SignatureError."""
     (loss,) = parts["loss"]
     is_rl = settings.mode == "rl"
     beside = {"critic": bool(settings.critic), "teacher": bool(settings.teacher), "reference": is_rl}
@@ -170,7 +170,7 @@ def _check(algorithm: Algorithm, parts: Mapping[str, list[Chosen]], settings: Se
 
 
 def _who_asks(algorithm: Algorithm, wanted: Iterable[str]) -> str:
-    """The parts that name one of these, with what they name."""
+    """Describe which parts of the algorithm need which of the `wanted` inputs."""
     asking = [(function_label(term.function), requests(term.function)) for term in active_terms(algorithm)]
     asking.append((function_label(algorithm.advantage), requests(algorithm.advantage, "advantages")))
     found = [(label, [f"`{name}`" for name in names if name in set(wanted)]) for label, names in asking]
@@ -178,7 +178,7 @@ def _who_asks(algorithm: Algorithm, wanted: Iterable[str]) -> str:
 
 
 def _check_mode(parts: Mapping[str, list[Chosen]], settings: Settings) -> None:
-    """Refuse, in mode sft, what was named although it is only for rollouts. Raises ConfigError."""
+    """Raise ConfigError if mode sft is given components that are only for rollouts."""
     if settings.mode == "rl":
         return
     given = [
@@ -191,13 +191,12 @@ def _check_mode(parts: Mapping[str, list[Chosen]], settings: Settings) -> None:
     given += [("minibatches", str(settings.minibatches))] if settings.minibatches > 1 else []
     for flag, value in given:
         raise ConfigError(
-            f"--{flag} {value}: mode sft trains on demonstrations, and this is for rollouts; leave it out, or type "
-            "--mode rl"
+            f"--{flag} {value}: this is a setting for rollouts, and mode sft has none; leave it out, or type --mode rl"
         )
 
 
 def _check_demonstrations(algorithm: Algorithm, loss: str) -> None:
-    """Refuse an algorithm that needs more than demonstrations have. Raises ConfigError."""
+    """Raise ConfigError if the algorithm needs inputs that demonstrations do not have."""
     own = {
         "a KL term": algorithm.kl and algorithm.kl.function,
         "a selector": algorithm.select,
@@ -224,7 +223,7 @@ def _check_demonstrations(algorithm: Algorithm, loss: str) -> None:
 def _reference(
     chosen: Mapping[str, list[Chosen]], settings: Settings, asked: frozenset[str]
 ) -> Callable[..., Any] | None:
-    """The rule of the reference policy, or None where nothing needs one. Raises ConfigError."""
+    """The rule of the reference policy, or None if no part needs a reference. Raises ConfigError."""
     for each in chosen["reference"]:
         if "adapters" in requests(each.component, "references") and not settings.lora_rank:
             raise ConfigError(
@@ -239,7 +238,7 @@ def _reference(
 
 
 def _check_backend(chosen: Mapping[str, list[Chosen]], wanted: AuxiliaryModels | None) -> None:
-    """Refuse a training backend that takes no model beside the policy, where the run needs one. Raises ConfigError."""
+    """Raise ConfigError if the run needs a model beside the policy and the training backend does not support one."""
     (training,) = chosen["training"]
     if wanted is None or {"auxiliary_models", "companions"} & {
         *check_signature(training.component, "training", "").requests
@@ -249,13 +248,13 @@ def _check_backend(chosen: Mapping[str, list[Chosen]], wanted: AuxiliaryModels |
     needed += [f"a critic ({wanted.critic})"] if wanted.critic else []
     needed += [f"a teacher ({wanted.teacher})"] if wanted.teacher else []
     raise ConfigError(
-        f"--training {training.name}: it takes no auxiliary models (it does not name `auxiliary_models`), and this "
-        f"run needs {', '.join(needed)}; type --training torch, or leave out what needs it (--kl, --critic, --teacher)"
+        f"--training {training.name} cannot load {', '.join(needed)}, which this run needs: its function has no "
+        "parameter `auxiliary_models`; type --training torch, or leave out --kl, --critic and --teacher"
     )
 
 
 def _unused(chosen: Mapping[str, list[Chosen]], settings: Settings, asked: frozenset[str]) -> list[str]:
-    """What was given and nothing asks for, in words."""
+    """Notes about settings and components that no part of the run uses."""
     notes = []
     if "ref_logprobs" not in asked:
         notes += [
@@ -276,7 +275,7 @@ def _unused(chosen: Mapping[str, list[Chosen]], settings: Settings, asked: froze
 
 
 def _notes_of(algorithm: Algorithm, parts: Mapping[str, list[Chosen]], settings: Settings, step: int) -> list[str]:
-    """What a user should know of one stage beforehand."""
+    """Warnings about one stage, before the run."""
     notes = []
     place = f"{_from_step(step)}: " if step else ""
     if algorithm.kl is not None and warning_of(algorithm.kl.function):

@@ -1,4 +1,4 @@
-"""A conversation with a model in the tools of its environment, from its plan to its end. Left out: the terminal."""
+"""A conversation with a model that has the tools of an environment. Not here: the terminal (`rollouts.cli.chat`)."""
 
 from __future__ import annotations
 
@@ -29,15 +29,17 @@ SETTINGS = tuple(
     reward_seconds setup_seconds tasks_seconds cleanup_seconds trust_remote_code pass_env seed eval_tasks
     """.split()
 )
-"""The settings of a run that hold in a conversation too."""
+"""The settings of a run that also apply to a conversation."""
 
 
 class _NoEnvironment:
-    """What the conversation with a plain model has: no tools."""
+    """The environment of a conversation without an environment: it has no tools."""
 
 
 class Chat:
-    """An open conversation, for a program that waits for a person. Ctrl-C in `say` or `play_task` ends the reply."""
+    """An open conversation, for a program that waits for a person's input. Ctrl-C in `say` or `play_task` ends the
+    reply.
+    """
 
     def __init__(self, plan: Plan, task: Task | None, thread: TrioThread) -> None:
         self.task = task
@@ -59,7 +61,7 @@ class Chat:
 
     @property
     def notes(self) -> list[str]:
-        """What a person should know beforehand."""
+        """Warnings before the conversation."""
         notes, env = list(self._plan.notes), self.conversation.run.env
         several = [each.alias for each in self._plan.environments][1:]
         if self.task is None and several:
@@ -70,15 +72,15 @@ class Chat:
 
     @property
     def has_rewards(self) -> bool:
-        """Whether a task opened the conversation, and something judges it."""
+        """Whether a task opened the conversation, and there are rewards to judge it."""
         return self.task is not None and bool(self._plan.rewards)
 
     def play_task(self) -> str:
-        """The model answers the task that opens the conversation; see `Conversation.say`."""
+        """Let the model answer the task that opens the conversation; see `Conversation.play_task`."""
         return self._thread.call(self.conversation.play_task)
 
     def say(self, text: str) -> str:
-        """The model answers a message; see `Conversation.say`."""
+        """Let the model answer a message; see `Conversation.say`."""
         return self._thread.call(self.conversation.say, text)
 
     def judge(self) -> Score:

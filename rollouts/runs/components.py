@@ -1,7 +1,8 @@
-"""Names become functions here: a component found, imported, checked, and given its settings.
+"""From the name of a component to its function: finds, imports and checks it, and reads its settings.
 
 A component that was not named may be the algorithm's own (`OWN_KEYS`, and the word `algorithm` of `shaping` and
-`filter`): its settings are then read from that one. Left out: what is made of what was chosen (`algorithms`, `plan`).
+`filter`): its settings are then those of the algorithm's function. Not here: what is composed of components
+(`algorithms`, `plan`).
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ _EXAMPLES = {
 
 
 class Chosen(NamedTuple):
-    """A component with its settings. `ref` is None for what has no entry point: the environment's own rewards, and an
-    algorithm's own parts (of `shaping` and `filter` a tuple of functions).
+    """A component with its settings. `ref` is None for a component without an entry point: the environment's own
+    rewards, and an algorithm's own parts (for `shaping` and `filter`, a tuple of functions).
     """
 
     name: str
@@ -62,13 +63,13 @@ def choose(
     source: Source,
     places: Mapping[str, Path] | None = None,
 ) -> dict[str, list[Chosen]]:
-    """Every component of these keys, found and given its settings. Where keys of the algorithm are among them, the loss
-    is too.
+    """Every component of these keys, with its settings. If `components` has keys of the algorithm, it must have `loss`
+    too.
 
-    `places` says where each key is in its file. Raises UserError of one kind or another, with what to type.
+    `places` has the path of each key in its settings file. Raises a UserError that says what to type.
     """
     chosen: dict[str, list[Chosen]] = {}
-    for key in sorted(components, key=lambda key: key != "loss"):  # the others may be the loss's own
+    for key in sorted(components, key=lambda key: key != "loss"):  # the loss first: others may be its own
         (loss,) = chosen.get("loss", (None,))
         place = (places or {}).get(key, (key,))
         chosen[key] = [
@@ -79,13 +80,15 @@ def choose(
 
 
 def make_component(word: str, chosen: Chosen, available: Mapping[str, Any]) -> Any:
-    """What the component's factory makes. Raises BrokenPluginError, with the line, for what an author's code raises."""
+    """Call the component's factory. Raises BrokenPluginError, with the line, if an author's code raises an
+    exception.
+    """
     try:
         return call_with(chosen.component, available, chosen.settings)
     except RolloutsError:
         raise
     except Exception as error:
-        if place_of(error) is None:  # the core's own mistake
+        if place_of(error) is None:  # a bug in rollouts
             raise
         raise BrokenPluginError(f"the {word} {chosen.name} cannot be made: {words_of(error)}") from error
 
@@ -99,7 +102,7 @@ def _choose(
     if key == "reward" and name == "env":
         found, signature, label = None, Signature((), ()), "the environment's own rewards"
     elif loss is not None and key == "correction" and name == AUTO:
-        # An algorithm that brings a correction wants it; else it is the usual one, where another engine samples.
+        # The algorithm's own correction if it has one; else the default one, which applies if another engine samples.
         found, label = loss.component.correction or truncated, "--correction auto"
         signature = check_signature(found, kind, label)
     elif loss is not None and ((key in OWN_KEYS and not name) or (key in ("shaping", "filter") and name == OWN)):
@@ -112,10 +115,10 @@ def _choose(
         ref = _find(manager, key, component)
         found, signature = signed(manager.load(ref), kind, label)
     settings = _converted(signature, component.settings, label, source, path)
-    if key == "env" and component.alias:  # the table of one of several says these itself
+    if key == "env" and component.alias:  # one of several environments has these settings in its own table
         settings = {name: value for name, value in settings.items() if name not in ("alias", "weight")}
     if callable(found) and key != "env":
-        keywords_of(found, settings)  # what a dataclass refuses
+        keywords_of(found, settings)  # raises if a dataclass refuses its settings
     return Chosen(name, found, settings, ref, component.alias)
 
 
@@ -134,7 +137,7 @@ def _find(manager: PluginManager, key: str, component: Component) -> ComponentRe
 
 
 def curriculum(manager: PluginManager, component: Component, source: Source) -> Chosen:
-    """The curriculum that an environment's weight names, with its settings. Raises UserError."""
+    """The curriculum of an environment whose weight is the name of one, with its settings. Raises UserError."""
     assert isinstance(component.weight, dict), f"the weight of {component.alias} is {component.weight}"
     name = component.weight["name"]
     given = {key: value for key, value in component.weight.items() if key != "name"}
@@ -156,7 +159,7 @@ def _converted(signature: Signature, given: Mapping[str, Any], label: str, sourc
 def completed(
     components: Mapping[str, list[Component]], chosen: Mapping[str, list[Chosen]]
 ) -> dict[str, list[Component]]:
-    """The chosen ones of the components with every setting filled in, so that writing them down repeats the run."""
+    """The chosen components with every setting filled in, so that a config file of them repeats the run."""
     return {
         key: [each._replace(settings=found.settings) for each, found in zip(components[key], parts, strict=True)]
         for key, parts in chosen.items()
@@ -164,7 +167,7 @@ def completed(
 
 
 def signed(found: Any, kind: str, label: str) -> tuple[Any, Signature]:
-    """The component as it is used (a loss as an Algorithm), what it asks for, and all its settings.
+    """The component as the run uses it (a loss as an Algorithm), and its signature with all settings.
 
     Raises SignatureError, also for a default that does not fit its hint: the run's own config.toml would hold it.
     """
@@ -197,15 +200,15 @@ def _check_defaults(found: Any, signature: Signature, label: str) -> None:
 
 
 def bind_each(functions: Iterable[Any], settings: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Each function with those of the settings bound that it has."""
+    """Each function with the settings that it has, bound."""
     return tuple(bind_own(function, "", settings) for function in functions)
 
 
 def _own_part(
     key: str, component: Component, loss: Chosen, label: str, source: Source, path: Path
 ) -> tuple[Any, Signature]:
-    """The algorithm's own part for a key, and its settings. Raises ConfigError where it has none and settings are given
-    for it.
+    """The algorithm's own part for a key, and its settings. Raises ConfigError if it has no such part and settings are
+    given for it.
     """
     functions = _own_functions(loss.component, key)
     kind = COMPONENT_KINDS[key]
@@ -222,14 +225,14 @@ def _own_part(
     for function in functions:
         for setting in signed(function, kind, label)[1].settings:
             settings.setdefault(setting.name, setting)
-    if key == "kl":  # its own numbers are in the algorithm, not in the function's signature
+    if key == "kl":  # the numbers of a KL are in the algorithm, not in the function's signature
         for setting, own in zip(KL_SETTINGS, loss.component.kl[1:], strict=True):
             settings[setting.name] = setting._replace(default=own)
     return functions if key in MULTIPLE else functions[0], Signature((), tuple(settings.values()))
 
 
 def _own_functions(algorithm: Algorithm, key: str) -> tuple[Any, ...]:
-    """The algorithm's own part for a key: one function or none, for `shaping` and `filter` any number."""
+    """The algorithm's own part for a key: at most one function, or for `shaping` and `filter` any number."""
     if key == "aggregation":
         return (aggregation_function(algorithm.aggregation),)
     if key in ("shaping", "filter"):

@@ -1,4 +1,4 @@
-"""A plan in words, without loading weights: what `--dry-run` prints."""
+"""Describes a plan without loading weights: the output of `--dry-run`."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from rollouts.training.models import adapters_beneath, load_config, remote_code,
 from rollouts.training.types import AuxiliaryModels
 from rollouts.types import Task
 
-_SHOWN_MIN = 0.01  # of the total; smaller parts are counted, but have no line
+_SHOWN_MIN = 0.01  # a fraction of the total; smaller parts are counted, but have no line
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def dry_run(resolved: Resolved) -> str:
-    """What a run of this configuration would be, in words. Raises the first UserError that it would meet."""
+    """Describe the run of this configuration, as text. Raises the first UserError that the run would raise."""
     with remote_code(resolved.settings.trust_remote_code):
         if resolved.settings.mode != "sft+rl":
             return describe(make_plan(resolved))
@@ -51,11 +51,11 @@ def dry_run(resolved: Resolved) -> str:
 
 
 def describe(plan: Plan) -> str:
-    """Settings, components with their distributions, tasks; of a training run what the loss needs, and an estimate of
-    memory.
+    """Describe settings, components with their distributions, and tasks; for a training run also the loss and its
+    inputs, and an estimate of memory.
 
     Draws the first tasks, reads the model's configuration, and tries the components out (`rehearsal`). Raises the first
-    UserError that a run would meet there.
+    UserError that the run would raise there.
     """
     trains = plan.settings.mode != "eval"
     if plan.settings.out and not (trains and run_to_resume(plan.resolved)):
@@ -109,7 +109,7 @@ def _training_lines(plan: Plan) -> Iterator[str]:
 
 
 def _environment_lines(plan: Plan) -> Iterator[str]:
-    """The environment; of several how they are mixed, at the first step and at the last where that changes."""
+    """The environment, or the shares of several: at the first step, and at the last step if the shares change."""
     weights = {env.alias: env.weight for env in plan.environments}
     ends = (shares_at(weights, step) for step in (0, max(0, plan.settings.steps - 1)))
     for env, chosen, first, last in zip(plan.environments, plan.chosen["env"], *ends, strict=True):
@@ -137,7 +137,7 @@ def _component_line(key: str, chosen: Chosen) -> str:
 
 
 def _scheduled_lines(plan: Plan) -> Iterator[str]:
-    """The components that only later stages bring."""
+    """The components of later stages that the first stage does not have."""
     known = {each.ref for several in plan.chosen.values() for each in several}
     for stage, chosen in zip(plan.schedule[1:], plan.stages_chosen, strict=True):
         for key, several in chosen.items():
@@ -147,7 +147,7 @@ def _scheduled_lines(plan: Plan) -> Iterator[str]:
 
 
 def objective_words(algorithm: Algorithm, *, correction_auto: bool = False) -> str:
-    """What is trained, in one line: terms with their coefficients, then each part that is used.
+    """The objective in one line: terms with their coefficients, then each part that is used.
 
     >>> from rollouts.training.algorithms.recipes import GRPO
     >>> objective_words(GRPO)
@@ -179,7 +179,7 @@ def _times(coefficient: float) -> str:
 
 
 def _call_words(function: Any) -> str:
-    """A function with what was bound to it, where that is not its own default: `ema(decay=0.9)`."""
+    """A function with its bound settings that differ from the defaults: `ema(decay=0.9)`."""
     if isinstance(function, str):
         return function
     defaults = {setting.name: setting.default for setting in read_signature(unwrapped(function), "").settings}
@@ -189,14 +189,14 @@ def _call_words(function: Any) -> str:
 
 
 class _NotKnown(Exception):
-    """Why there is no estimate, in words."""
+    """There is no estimate. The message is the reason."""
 
 
 def memory_lines(plan: Plan) -> list[str]:
-    """Parameters and memory per rank, part by part, from the models' configurations alone; one line that says why,
-    where they cannot be estimated. What is counted, and by which formulas: docs/memory-and-speed.md.
+    """Parameters and memory per rank, part by part, from the models' configurations alone; if they cannot be estimated,
+    one line with the reason. docs/memory-and-speed.md has the formulas.
 
-    A dry run answers at once, so no hub is asked. Raises ModelError and ConfigError for what the run would refuse.
+    It makes no requests to the hub, so it is fast. Raises ModelError and ConfigError if the run would.
     """
     training, inference, settings = plan.one("training"), plan.one("inference"), plan.settings
     how, given = how_estimated(training.component), training.settings
@@ -211,7 +211,7 @@ def memory_lines(plan: Plan) -> list[str]:
     beside = plan.auxiliary_models or AuxiliaryModels()
     try:
         size, positions = _size_of(settings.model, settings.lora_rank, str(given.get("lora_targets", "all-linear")))
-        # A head is nothing beside a model.
+        # A head is much smaller than a model, so it is not counted.
         critic = None if beside.critic in ("", "head") else _size_of(beside.critic)[0]
         teacher = _size_of(beside.teacher)[0] if beside.teacher else None
     except _NotKnown as why:
@@ -220,7 +220,7 @@ def memory_lines(plan: Plan) -> list[str]:
     parts = estimate_memory(
         size,
         tokens=settings.tokens_per_microbatch,
-        # Sharded weights that are trained stay float32, whatever layers compute in; a base that is only read does not.
+        # Sharded weights that are trained are float32, whatever the compute dtype is; an untrained base model is not.
         dtype="float32" if sharded and not size.lora else dtype,
         compute_dtype=dtype,
         optimizer=optimizer,
@@ -263,8 +263,8 @@ def _table(parts: dict[str, float], words: dict[str, str], ranks: int) -> list[s
 
 
 def _size_of(name: str, lora_rank: int = 0, lora_targets: str = "all-linear") -> tuple[ModelSize, int]:
-    """The model's size, and how many positions it knows (0 where it does not say). Raises _NotKnown, and ModelError
-    for a folder that holds no causal language model.
+    """The model's size, and its longest context in tokens (0: unknown). Raises _NotKnown, and ModelError for a folder
+    without a causal language model.
     """
     whole, _ = adapters_beneath(name)
     try:
@@ -282,14 +282,14 @@ def _size_of(name: str, lora_rank: int = 0, lora_targets: str = "all-linear") ->
         raise
     except ValueError as error:
         raise ModelError(f"{name} is no causal language model: {first_line(error)}") from error
-    except Exception as error:  # a model's own code may refuse to be built without memory in any way
+    except Exception as error:  # a model's own code may raise anything if it is built without memory
         raise _NotKnown(f"{name} cannot be built without weights: {first_line(error)}") from error
     return size, int(getattr(config.get_text_config(decoder=True), "max_position_embeddings", 0) or 0)
 
 
 def _cache_bytes(plan: Plan, size: ModelSize, positions: int, dtype: str) -> float:
-    """What the embedded engine may keep: keys and values of the rows that are decoded, and those of the sessions that
-    wait, either within its `cache_gib` and within as many rows as there can be.
+    """The cache of the embedded engine in bytes: keys and values of decoding rows, and of sessions between turns. Each
+    is limited by `cache_gib`, and by the largest possible number of rows.
     """
     settings, engine = plan.settings, plan.one("inference").settings
     most = float(engine.get("cache_gib", 4.0)) * 2**30
@@ -304,7 +304,7 @@ def _cache_bytes(plan: Plan, size: ModelSize, positions: int, dtype: str) -> flo
 
 
 def _ranks(training: Chosen) -> int:
-    """As many as a launcher has started; else as the setting says, 0 being one a GPU."""
+    """The number of ranks: as started by a launcher; else the setting, where 0 means one per GPU."""
     import torch
 
     launched = os.environ.get("WORLD_SIZE", "")

@@ -1,11 +1,11 @@
 """The environments of a run: their tasks and demonstrations, and in which shares they are mixed.
 
-An environment that is alone has no alias, and its random numbers are named by the run's seed only; of several, each has
-random numbers of its own, and its tasks say whose they are (`Task.env`). What an author's code raises becomes one
-EnvironmentDefinitionError that names it, with what to install where a module is missing. What is held out for the
-evaluation is neither a training task nor demonstrated. The order is a function of the seed, so that a resumed run goes
-on where it was: the number of steps does not change it. Left out: how episodes are played, and how a conversation
-becomes tokens (`chat.masks`).
+A single environment has no alias, and its random numbers depend on the run's seed only. Each of several environments
+has its own random numbers, and its tasks have its alias (`Task.env`). An exception of an author's code becomes an
+EnvironmentDefinitionError that names the environment; if a module is missing, it says what to install. Held-out tasks
+are neither trained on nor demonstrated. The order of tasks depends on the seed and not on the number of steps, so a
+resumed run continues in the same order. Not here: how episodes are played, and how a conversation becomes tokens
+(`chat.masks`).
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ from rollouts.training.datasets import mixing
 from rollouts.training.datasets.buffer import SKIPPED_MAX, DataBuffer, as_conversation, as_task, draw_tasks, shuffled
 from rollouts.types import Message, Task
 
-HELD_OUT_PART = 5  # of finite tasks that ignore the split, at most a fifth is held out
+HELD_OUT_PART = 5  # if tasks are finite and ignore the split, at most a fifth of them is held out
 
 
 class Environment(NamedTuple):
-    """One environment of a run. `share` is its mean share over the run's steps; `curriculum` the chosen component where
-    its weight is one. `text_only`: the model reads no images, and a task that has one is refused. `trains`: the tasks
-    are, or were, for training too, so not all of them are held out; runs of earlier versions held them out.
+    """One environment of a run. `share` is its mean share over the run's steps; `curriculum` is the component of its
+    weight, if the weight is a curriculum. `text_only`: the model reads no images, so a task with an image is an error.
+    `trains`: the tasks are or were also used for training, so not all of them are held out; runs of earlier versions
+    held them out.
     """
 
     chosen: Chosen
@@ -58,7 +59,7 @@ class Environment(NamedTuple):
 
     @property
     def alias(self) -> str:
-        """Its name in this run; empty where it is the only one."""
+        """The environment's name in this run; empty if it is the only one."""
         return self.chosen.alias
 
     @property
@@ -67,17 +68,17 @@ class Environment(NamedTuple):
         return self.chosen.name
 
     def make(self) -> Any:
-        """A new environment object; two of them share no list."""
+        """A new environment object. Its list settings are copies, so objects do not share them."""
         return self.chosen.component(**copy.deepcopy(dict(self.chosen.settings)))
 
     def make_checked(self) -> Any:
-        """The same; what its constructor raises is an EnvironmentDefinitionError."""
+        """Like `make`, but an exception of the constructor becomes an EnvironmentDefinitionError."""
         with self._authors_code(f"building the environment {self.name}"):
             return self.make()
 
     def held_out(self, count: int) -> list[Task]:
-        """The first `count` different tasks of the split "eval"; fewer where there are fewer. Of finite tasks that
-        ignore the split, at most a fifth.
+        """The first `count` different tasks of the split "eval"; fewer if there are not enough. If tasks are finite and
+        ignore the split, at most a fifth of them.
         """
         if count == 0:
             return []
@@ -86,9 +87,9 @@ class Environment(NamedTuple):
         return [self._ours(task) for task in draw_tasks(self._tasks("eval", self._rng("eval")), count)]
 
     def tasks_of_both(self, count: int) -> int:
-        """The number of tasks, where they are finite, the same in both splits, and too few to hold `count` out; else 0.
+        """The number of tasks if they are finite, the same in both splits, and too few to hold out `count`; else 0.
 
-        An iterator is known to be finite where it ends before `count` tasks; a list is always.
+        A list is finite. An iterator is known to be finite if it ends before `count` tasks.
         """
         if not self.trains or count == 0:
             return 0
@@ -108,7 +109,7 @@ class Environment(NamedTuple):
         return lambda epoch: (self._ours(as_task(task)) for task in self._tasks("train", self._rng(f"train/{epoch}")))
 
     def require_demonstrations(self, env: Any) -> None:
-        """Raise EnvironmentDefinitionError for an environment object without the method."""
+        """Raise EnvironmentDefinitionError if the environment object has no method `demonstrations`."""
         if not hasattr(env, "demonstrations"):
             raise EnvironmentDefinitionError(
                 f"the environment {self.name} has no demonstrations; write `def demonstrations(self, split, "
@@ -116,8 +117,8 @@ class Environment(NamedTuple):
             )
 
     def demonstrations(self) -> Iterator[list[Message]]:
-        """Expert conversations for supervised training, each once: a sequence in an order that the seed decides, an
-        iterator as `shuffled` has it. Raises EnvironmentDefinitionError where there are none.
+        """Expert conversations for supervised training, each once: a sequence in an order that depends on the seed, an
+        iterator in the order of `shuffled`. Raises EnvironmentDefinitionError if there are none.
         """
         env = self.make_checked()
         label = f"{self.name}.demonstrations('train', rng)"
@@ -153,7 +154,7 @@ class Environment(NamedTuple):
         return self._guarded((given[index] for index in order), thread, label)
 
     def _tasks(self, split: str, rng: Random, *, whole: bool = False) -> Iterable[Any]:
-        """What `tasks` gives; with `whole` a sequence is read to its end."""
+        """The result of the environment's `tasks`. With `whole`, a sequence is read to its end."""
         label = f"{self.name}.tasks({split!r}, rng)"
         thread = AuthorThread()
         tasks = self._in_time(thread, lambda: self.make().tasks(split, rng), label)
@@ -175,9 +176,7 @@ class Environment(NamedTuple):
         return [Message("system", self.system)] if self.system else []
 
     def _ours(self, task: Task) -> Task:
-        """The task with the run's system prompt before it, and this environment's alias; its key stays that of the
-        task as it was written.
-        """
+        """The task with the run's system prompt before it, and this environment's alias; its key does not change."""
         if self.text_only and not isinstance(task.prompt, str):
             check_text(task.prompt, f"the task {shown(task.id or task.key)} of the environment {self.name}")
         if self.system:
@@ -187,7 +186,9 @@ class Environment(NamedTuple):
 
     @contextlib.contextmanager
     def _authors_code(self, label: str) -> Iterator[None]:
-        """What an environment's own code raises becomes one EnvironmentDefinitionError that names it."""
+        """Turn an exception of the environment's own code into an EnvironmentDefinitionError that names the
+        environment.
+        """
         try:
             with authors_code():
                 yield
@@ -198,7 +199,7 @@ class Environment(NamedTuple):
             raise EnvironmentDefinitionError(f"{label} raised {words_of(error)}" + (hint and f"\n{hint}")) from error
 
     def _in_time(self, thread: AuthorThread, function: Callable[[], Any], label: str) -> Any:
-        """What the environment's own code returns, in at most `tasks_seconds`."""
+        """Call the environment's own code, with a deadline of `tasks_seconds`. Returns its result."""
         with self._authors_code(label):
             try:
                 return thread.call(function, self.tasks_seconds)
@@ -206,8 +207,8 @@ class Environment(NamedTuple):
                 if not thread.is_late:
                     raise
                 raise EnvironmentDefinitionError(
-                    f"{label} gave nothing for {self.tasks_seconds:g} seconds, and --tasks-seconds is its deadline; "
-                    "type a larger one, or let it load its data faster"
+                    f"{label} gave nothing for {self.tasks_seconds:g} seconds, the deadline of --tasks-seconds; raise "
+                    "--tasks-seconds, or load the environment's data faster"
                 ) from error
 
     def _guarded(self, values: Iterable[Any], thread: AuthorThread, label: str) -> Iterator[Any]:
@@ -228,8 +229,8 @@ def plan_environments(
     settings: Settings,
     source: Source,
 ) -> tuple[Environment, ...]:
-    """The environments of a run with their weights. Raises UserError: a curriculum that is not there, or cannot be
-    used, and weights that are negative or all 0, at any step of the run.
+    """The environments of a run with their weights. Raises UserError if a curriculum does not exist or cannot be used,
+    or if at any step of the run a weight is negative or all weights are 0.
     """
     environments: list[Environment] = []
     for component, found in zip(components, chosen, strict=True):
@@ -259,13 +260,13 @@ def plan_environments(
 
 
 def held_out_tasks(environments: Sequence[Environment], count: int) -> list[Task]:
-    """`count` held-out tasks of all environments together, shared out by their mean shares over the run."""
+    """`count` held-out tasks in total, split over the environments by their mean shares over the run."""
     counts = mixing.share_out(count, [env.share for env in environments])
     return [task for env, own in zip(environments, counts, strict=True) for task in env.held_out(own)]
 
 
 def held_out_notes(environments: Sequence[Environment], count: int) -> list[str]:
-    """A note for each environment of which less is held out, because its tasks are the same in both splits."""
+    """A note for each environment that holds out fewer tasks, because its tasks are the same in both splits."""
     counts = mixing.share_out(count, [env.share for env in environments])
     found = [(env.alias or env.name, env.tasks_of_both(own)) for env, own in zip(environments, counts, strict=True)]
     return [
@@ -279,15 +280,15 @@ def held_out_notes(environments: Sequence[Environment], count: int) -> list[str]
 
 
 def task_identity(task: Task) -> str:
-    """The task's key; that of a prompt does not depend on the system prompt of a run."""
+    """The task's key. A key that is made of the prompt does not depend on the run's system prompt."""
     return task.key.removeprefix("id:") if task.key.startswith("id:prompt:") else task.key
 
 
 def task_buffer(environments: Sequence[Environment], held_out: Sequence[Task], tasks_per_step: int) -> DataBuffer:
-    """Where training tasks come from: one environment's own, or a mixture. No held-out task is among them; where two
-    environments have one prompt, it is held out of both (an id means something in its own environment only).
+    """The buffer of training tasks, of one environment or a mixture, without held-out tasks. A held-out prompt is
+    removed from all environments, a held-out id only from its own environment.
 
-    Raises EnvironmentDefinitionError where an environment that has a share has no training task.
+    Raises EnvironmentDefinitionError if an environment with a share above 0 has no training task.
     """
     parts = []
     for env in environments:
@@ -308,8 +309,8 @@ def task_buffer(environments: Sequence[Environment], held_out: Sequence[Task], t
 
 
 class Demonstration(NamedTuple):
-    """An expert conversation, and the environment whose tools it uses; `number` identifies it among the environment's,
-    and is the same in every epoch.
+    """An expert conversation, and the environment whose tools it uses; `number` identifies the conversation within the
+    environment, and is the same in every epoch.
     """
 
     env: Environment
@@ -320,10 +321,10 @@ class Demonstration(NamedTuple):
 def demonstrations(
     environments: Sequence[Environment], held_out: Sequence[Task], per_step: int
 ) -> Iterator[Demonstration]:
-    """Expert conversations without end, mixed by the environments' weights at the step for which each one is.
+    """Expert conversations without end, mixed by the environments' weights at the step that trains on it.
 
-    Those of one environment are shuffled, each epoch anew. None answers one of the tasks that are held out. Raises
-    EnvironmentDefinitionError where an environment has none besides.
+    The conversations of one environment are shuffled anew in each epoch. Conversations that answer a held-out task are
+    left out. Raises EnvironmentDefinitionError if an environment has no others.
     """
     prompts = HeldOutPrompts(held_out)
     streams = [_without_end(env, prompts) for env in environments]
@@ -350,20 +351,20 @@ def _without_end(env: Environment, prompts: HeldOutPrompts) -> Iterator[Demonstr
         yield known[-1]
     if not known:
         raise EnvironmentDefinitionError(
-            f"the environment {env.name} has only demonstrations of held-out tasks ({skipped} in a row); give it more, "
-            "lower --eval-tasks, or let tasks('eval', rng) give other ones"
+            f"the last {skipped} demonstrations of the environment {env.name} all belong to held-out tasks; yield more "
+            "demonstrations, lower --eval-tasks, or let tasks('eval', rng) yield other tasks"
         )
     for epoch in itertools.count(1):
         yield from (known[index] for index in env.demonstration_order(len(known), epoch))
 
 
 class HeldOutPrompts:
-    """The prompts of held-out tasks, by which a demonstration of one is known.
+    """The prompts of held-out tasks, to recognize demonstrations that answer them.
 
-    Text is compared without the space around it. A system message counts only where several held-out tasks of one
-    environment share the rest of their prompts: a demonstration may have another system message, or none. `shared`
-    counts the tasks that share their whole prompt with another one of their environment: nothing in a demonstration
-    says which of them it answers.
+    Text is compared without leading and trailing white space. A system message is compared only if several held-out
+    tasks of one environment have otherwise equal prompts, because a demonstration may have another system message or
+    none. `shared` counts the tasks whose whole prompt is also that of another task of their environment: such a prompt
+    does not tell which task a demonstration answers.
 
     >>> prompts = HeldOutPrompts([Task("2 + 2?"), Task("Play.", id="a"), Task("Play.", id="b")])
     >>> prompts.asks([Message("system", "Be brief."), Message("user", "2 + 2?"), Message("assistant", "4")])
@@ -392,7 +393,7 @@ class HeldOutPrompts:
 
 
 def _keys(messages: Sequence[Message]) -> tuple[bytes, bytes]:
-    """What a prompt is known by: all of it, and all but its system messages."""
+    """Two keys of a prompt: of all its messages, and of all but its system messages."""
     said = [
         (
             message.role,

@@ -1,7 +1,7 @@
-"""A checkpoint becomes a model that others serve: adapters merged, whole weights, tokenizer and template beside them.
+"""Turns a checkpoint into a model for servers: adapters merged, with whole weights, tokenizer and template.
 
-The folder appears under its name in one rename, whole, or not at all. Left out: other formats than transformers' (which
-vLLM and SGLang load as well) and peft's.
+The folder gets its name by one rename when it is complete. Not here: other formats than transformers' (which vLLM and
+SGLang load as well) and peft's.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _ADAPTER_FILES = ("adapter_*", "tokenizer*", "special_tokens_map.json", "vocab.*
 
 
 class Exported(NamedTuple):
-    """What was written: from which folder, of which kind (`full` or `adapter`), and how large it is. `merged` counts
-    the adapters that went into the weights.
+    """An export: the source folder, the kind (`full` or `adapter`), and the size in bytes. `merged` is the number of
+    adapters that were merged into the weights.
     """
 
     source: Path
@@ -37,7 +37,7 @@ class Exported(NamedTuple):
     has_tokenizer: bool
 
     def words(self) -> str:
-        """One line for a person."""
+        """Describe the export in one line."""
         what = "the adapter alone" if self.kind == "adapter" else f"a whole model in {self.dtype}"
         merged = f", {self.merged} adapter{'s' if self.merged > 1 else ''} merged in" if self.merged else ""
         without = "" if self.has_tokenizer else "; there was no tokenizer beside it, so there is none"
@@ -47,14 +47,13 @@ class Exported(NamedTuple):
 def export(source: str, out: str, *, dtype: str = "", adapter: bool = False) -> Exported:
     """Write the model of a run, a checkpoint or an adapter to the new folder `out`.
 
-    `dtype` "" is that of the stored weights, for an adapter that of the model beneath it. `adapter`: only the adapter,
-    in peft's format. A README.md says how the run trained it. What was written is loaded once more, and its logits
-    compared, before it gets its name. Raises OutputError where `out` exists or cannot be written, ConfigError,
-    ModelError.
+    `dtype` "": that of the stored weights, or for an adapter, of its base model. `adapter`: only the adapter, in peft's
+    format. A README.md says how the run trained it. Before the folder gets its name, the model is loaded from it and
+    its logits are compared. Raises OutputError if `out` exists or cannot be written; ConfigError; ModelError.
     """
     target = Path(out)
     if target.exists():
-        raise OutputError(f"{out} exists already and is kept as it is; give the name of a new folder")
+        raise OutputError(f"{out} exists already and is not overwritten; give the name of a new folder")
     if adapter and dtype:
         raise ConfigError(
             "--dtype is for whole models, and --adapter writes the adapter as it is; leave one of them out"
@@ -75,7 +74,7 @@ def export(source: str, out: str, *, dtype: str = "", adapter: bool = False) -> 
 
 
 def is_of_run(source: str) -> bool:
-    """Whether this names the folder of a run, or a run's `checkpoints/`, and no model by itself."""
+    """Whether this names the folder of a run, or a run's `checkpoints/`, and not a model."""
     path = Path(source).expanduser()
     if not source or source in models.BUNDLED or not path.is_dir():
         return False
@@ -84,8 +83,8 @@ def is_of_run(source: str) -> bool:
 
 
 def find_checkpoint(source: str) -> Path:
-    """The folder with the weights: `source` itself, or the newest checkpoint of the run in it. Of a run of mode sft+rl
-    it is that of the last phase that has one. Raises ConfigError.
+    """The folder with the weights: `source` itself, or the newest checkpoint of the run in it. For a run of mode
+    sft+rl, the newest checkpoint of the last phase that has one. Raises ConfigError.
     """
     path = Path(source).expanduser()
     if not path.is_dir():
@@ -119,20 +118,20 @@ def _write_model(folder: Path, inside: Path, dtype: str) -> Exported:
     chosen = dtype or str(getattr(models.load_config(whole), "dtype", None) or "float32").removeprefix("torch.")
     model = models.load_hf_model(str(folder), dtype=chosen, device="cpu")
     wanted = models.probe_logits(model)
-    # Where no tokenizer lies in a folder, transformers would make one up for some architectures.
+    # If a folder has no tokenizer, transformers would make one up for some architectures.
     own = not Path(whole).is_dir() or any(models.has_tokenizer(each) for each in (whole, *adapters))
     has = write_weights(inside, "full", model.state_dict(), ModelFiles(model, source=str(folder) if own else None))
-    del model  # two do not have to fit
+    del model  # memory need not have room for two models
     if not models.agree(wanted, models.probe_logits(models.load_hf_model(str(inside), dtype=chosen, device="cpu"))):
         raise ModelError(
-            f"loaded again, the model that was written gives other logits than the one in {folder}, so nothing was "
-            "exported; see whether the disk is sound, and which version of transformers wrote the checkpoint"
+            f"the exported model, loaded again, gives other logits than the model in {folder}, so nothing was "
+            "exported; check the disk, and which version of transformers wrote the checkpoint"
         )
     return Exported(folder, inside, "full", chosen, len(adapters), 0, has)
 
 
 def _write_adapter(folder: Path, inside: Path) -> Exported:
-    """The adapter's own files, with the place of its model as it is now."""
+    """Write the adapter's own files, with the current path of its base model."""
     if not models.is_adapter(folder):
         raise ConfigError(f"{folder} holds a whole model and no adapter; leave --adapter out")
     config = models.read_adapter_config(folder)

@@ -1,8 +1,10 @@
-"""A run is a folder that explains itself: config.toml, manifest.json, trajectories/, checkpoints/, summary.json.
+"""The folder of a run, with everything to understand and repeat it: config.toml, manifest.json, trajectories/,
+checkpoints/, summary.json.
 
-(`metrics.jsonl` is the logger `jsonl`'s.) Files are written whole or not at all. One process at a time writes to a
-folder: it holds a lock, which the system frees when the process ends, however it ends. A forked child does not hold it.
-Left out: what is in a checkpoint (training.backends), and which one a run resumes from (`resume`).
+(The logger `jsonl` writes `metrics.jsonl`.) A file is written completely or not at all. Only one process at a time
+writes to a folder: it holds a lock, which the system frees when the process ends for any reason. A forked child does
+not hold the lock. Not here: the content of a checkpoint (training.backends), and the checkpoint from which a run
+resumes (`resume`).
 """
 
 from __future__ import annotations
@@ -37,28 +39,28 @@ CONFIG = "config.toml"
 SUMMARY = "summary.json"
 LOCK = ".lock"
 PARTS = ("trajectories", "checkpoints")
-STEP, EVALUATED = "step_", "eval_"  # trajectories/: the beginnings of file names; a step counts from 0
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system that has none
+STEP, EVALUATED = "step_", "eval_"  # the prefixes of file names in trajectories/; steps count from 0
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # the errors of a file system without locks
 
 
 def default_out(env: str, loss: str) -> str:
-    """`runs/<time>-<env>-<loss>`; names of files and packs lose what a folder's name cannot hold."""
+    """`runs/<time>-<env>-<loss>`; characters that a folder's name cannot have are removed."""
     words = (re.sub(r"[^\w.-]+", "-", Path(name.partition(":")[0]).stem).strip("-.") for name in (env, loss))
     return str(Path("runs") / "-".join((time.strftime("%Y%m%d-%H%M%S"), *words)))
 
 
 def check_out(out: str, home: Path | None = None) -> Path:
-    """The folder that a run may be written to, absolute; what is relative begins at `home` (None: the working
+    """The folder that a run may be written to, as an absolute path. A relative path begins at `home` (None: the working
     directory). Nothing is created.
 
     Raises:
-        OutputError: it exists and is not an empty folder, or its nearest existing parent cannot be written.
+        OutputError: the path exists and is not an empty folder, or its nearest existing parent cannot be written.
     """
     path = (home or Path()).absolute() / out
     if path.exists() and (not path.is_dir() or not _is_blank(path)):
         resume = f"\nto continue the run in it: rollouts resume {shlex.quote(out)}" if holds_run(path) else ""
         raise OutputError(
-            f"the output folder {out} exists already and is kept as it is; type --out with another name{resume}"
+            f"the output folder {out} exists already and is not overwritten; type --out with another name{resume}"
         )
     parent = next(each for each in (path, *path.parents) if each.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
@@ -69,12 +71,12 @@ def check_out(out: str, home: Path | None = None) -> Path:
 
 
 def holds_run(path: Path) -> bool:
-    """Whether a run was begun in this folder."""
+    """Whether a run has begun in this folder."""
     return (path / CONFIG).is_file()
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object in a file; empty where there is no such file, or it cannot be read."""
+    """A JSON object in a file; empty if the file does not exist or cannot be read."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError):
@@ -82,14 +84,16 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load_config(folder: Path) -> tuple[Tree, Source]:
-    """The settings in a run's config.toml. Raises ConfigError, with what to type, also where the file is empty."""
+    """The settings in a run's config.toml. Raises ConfigError, with what to type, if the file is missing, unreadable or
+    empty.
+    """
     try:
         tree, source = load_file(folder / CONFIG)
         if not tree:
             raise ConfigError(f"{folder / CONFIG} is empty")
     except ConfigError as error:
         raise ConfigError(
-            f"{error}\nmend the file; if a crash of the machine has torn it, write it again: rollouts config SETTINGS "
+            f"{error}\ncorrect the file, or, if a crash has cut it off, write it again: rollouts config SETTINGS "
             f"> {shlex.quote(str(folder / CONFIG))} ({folder / 'manifest.json'} has the command that began the run)"
         ) from error
     return tree, source
@@ -101,13 +105,13 @@ def numbered(name: str) -> Iterator[str]:
 
 
 class RunFolder:
-    """Writes one run's files. Raises OutputError where the disk refuses, or another process writes to the folder.
+    """Writes one run's files. Raises OutputError if the disk refuses, or if another process writes to the folder.
 
-    `RunFolder(path)` makes the folder of a new run, `RunFolder.new(path)` makes it under another name where that one is
-    taken, `RunFolder.reopen(path)` opens one that exists. `parts` are the folders inside it.
+    `RunFolder(path)` makes the folder of a new run, `RunFolder.new(path)` chooses another name if that name is taken,
+    `RunFolder.reopen(path)` opens an existing folder. `parts` are the folders inside it.
 
-    A relative path begins at `home` (None: the working directory). `path` is absolute, so that nothing depends on the
-    working directory of the moment; `shown` is the same for messages.
+    A relative path begins at `home` (None: the working directory). `path` is absolute, so a change of the working
+    directory has no effect. `shown` is the path for messages.
     """
 
     def __init__(
@@ -118,7 +122,7 @@ class RunFolder:
         is_below = self.path.is_relative_to(self.home) and self.path != self.home
         self.shown = self.path.relative_to(self.home) if is_below else self.path
         self._is_new = not reopens
-        self._made: list[Path] = []  # the folders to remove where the run is refused before it begins
+        self._made: list[Path] = []  # the folders to remove if the run is refused before it begins
         self._synced: dict[str, tuple[int, int]] = {}
         self._lock: int | None = None
         if self._is_new:
@@ -127,14 +131,14 @@ class RunFolder:
         elif not holds_run(self.path):
             raise ConfigError(f"{path} holds no run: it has no {CONFIG}; give the folder that a run has written")
         self._open(parts)
-        if self._is_new and holds_run(self.path):  # a process that was faster has written it and ended meanwhile
+        if self._is_new and holds_run(self.path):  # another process has written a run here and ended meanwhile
             self.close()
             check_out(str(self.shown), self.home)
 
     @classmethod
     def new(cls, path: Path, home: Path | None = None, parts: Sequence[str] = PARTS) -> RunFolder:
-        """The folder of a new run at `path`, or where that name is taken at `path`-2, `path`-3 and so on. Of several
-        processes each gets another one.
+        """The folder of a new run at `path`, or if that name is taken, at `path`-2, `path`-3 and so on. Several
+        processes at the same time get different folders.
         """
         wanted = (home or Path()).absolute() / path
         made = [each for each in wanted.parents if not each.exists()]
@@ -153,11 +157,11 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, path: Path, home: Path | None = None, parts: Sequence[str] = PARTS) -> RunFolder:
-        """The folder of a run that exists. Raises ConfigError where there is none."""
+        """The folder of an existing run. Raises ConfigError if there is no run."""
         return cls(path, home, parts, reopens=True)
 
     def _open(self, parts: Sequence[str]) -> None:
-        """Make what is missing, bring its names to the disk, and take the lock."""
+        """Make the missing folders, flush their names to the disk, and take the lock."""
         try:
             for part in (self.path, *(self.path / name for name in parts)):
                 part.mkdir(parents=True, exist_ok=True)
@@ -175,33 +179,33 @@ class RunFolder:
         return re.sub(rf"(?<![\w./\\-]){beginning}", "", text)  # where a path begins, not inside one
 
     def close(self) -> None:
-        """Let other processes write to the folder. Closing twice is harmless."""
+        """Release the lock, so that other processes can write to the folder. It is safe to close twice."""
         _open_here.discard(self)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def discard(self) -> None:
-        """Remove everything that was written, and the folders that were made for it: the run never began. What was
-        there before, because the folder was reopened, stays.
+        """Remove everything that was written, and the folders that were made for it, because the run did not begin.
+        Files of an earlier run in a reopened folder stay.
         """
         if self._is_new:
             for entry in self.path.iterdir():
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
             for made in self._made:
-                with contextlib.suppress(OSError):  # another run has written beside it meanwhile
+                with contextlib.suppress(OSError):  # another run has written to the parent folder meanwhile
                     made.rmdir()
         self.close()
 
     def forget_end(self) -> None:
-        """Remove what says that the run has ended."""
+        """Remove the file that says that the run has ended."""
         with _refused(self.path):
             (self.path / SUMMARY).unlink(missing_ok=True)
             sync_folder(self.path)
 
     def forget_steps(self, first: int) -> None:
         """Remove the files that a run which resumes after `first` steps writes again: the trajectories of later steps
-        and evaluations, those that a kill left half written, and summary.json.
+        and evaluations, incomplete files that a killed process left, and summary.json.
         """
         self.forget_end()
         with _refused(self.path):
@@ -212,29 +216,29 @@ class RunFolder:
                     path.unlink()
 
     def write_config(self, text: str) -> None:
-        """Write config.toml. One that has the same settings already stays, with the comments in it. Raises ConfigError
-        where it cannot be read.
+        """Write config.toml. A file with the same settings stays unchanged, with its comments. Raises ConfigError if it
+        cannot be read.
         """
         if not holds_run(self.path) or load_config(self.path)[0] != tomllib.loads(text):
             self.write_text(CONFIG, text)
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a file whole: to a temporary name first, then renamed."""
+        """Write a file under a temporary name, then rename it."""
         self.write_bytes(name, text.encode())
 
     def write_bytes(self, name: str, data: bytes) -> None:
-        """The same for bytes; the folders in the name are made."""
+        """Like `write_text`, for bytes. Makes the folders in the name."""
         with _refused(self.path / name):
             (self.path / name).parent.mkdir(parents=True, exist_ok=True)
             write_whole(self.path / name, data)
 
     def write_json(self, name: str, value: Any) -> None:
-        """Write `value` as indented JSON, whole; what JSON cannot hold is replaced, as `rollouts.encoding` says."""
+        """Write `value` as indented JSON. Values that JSON cannot represent are replaced (see `rollouts.encoding`)."""
         self.write_text(name, encode_indented(value))
 
     def write_trajectories(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
-        """Write records as JSON lines into `trajectories/<name>.jsonl`, whole, encoded as `write_json` does; `sync`
-        brings them to the disk.
+        """Write records as JSON lines into `trajectories/<name>.jsonl`, encoded as in `write_json`. `sync` flushes them
+        to the disk.
         """
         lines = b"".join(encode(record) + b"\n" for record in records)
         target = self.path / "trajectories" / f"{name}.jsonl"
@@ -242,9 +246,9 @@ class RunFolder:
             write_whole(target, lines, synced=False)
 
     def sync(self) -> None:
-        """Bring to the disk all that has changed since the last call, but for checkpoints and the weights of servers.
-        To be called before a checkpoint is written: after a crash of the machine nothing is missing of what the
-        checkpoint refers to. Files that others remove meanwhile, or that cannot be read here, are passed over.
+        """Flush to the disk all files that changed since the last call, except checkpoints and the weights of servers.
+        Call it before a checkpoint is written, so that after a crash of the machine all files to which the checkpoint
+        refers are complete. Files that are removed meanwhile, or that cannot be read, are skipped.
         """
         with _refused(self.path, "brought to the disk"):
             for folder, files in _below(self.path, without=("checkpoints", "weights")):
@@ -259,16 +263,16 @@ class RunFolder:
                 self._synced |= changed
 
     def relative(self, path: Path) -> str:
-        """The path of something in this folder, as its files have it: checkpoints/step_000010."""
+        """A path inside this folder, relative to it, as the run's files store it: checkpoints/step_000010."""
         return path.relative_to(self.path).as_posix()
 
     @property
     def checkpoints(self) -> Path:
-        """Where the checkpoints are."""
+        """The folder of the checkpoints."""
         return self.path / "checkpoints"
 
     def checkpoint_path(self, step: int) -> Path:
-        """Where the checkpoint after `step` steps goes."""
+        """The path of the checkpoint after `step` steps."""
         return self.checkpoints / f"step_{step:06d}"
 
 
@@ -277,9 +281,9 @@ MakeFolder = Callable[[Sequence[str]], RunFolder]
 
 
 def choose_folder(out: str, default: str, home: Path, resume: Path | None = None) -> MakeFolder:
-    """How the folder of a run is made: by reopening the one to `resume`, else as the new one `out`,
-    else under `default` or a free name like it; relative paths begin at `home`. Raises OutputError where a new run may
-    not write there. Nothing is created.
+    """A function that makes the run's folder: it reopens the folder `resume`; without one, it makes the new folder
+    `out`; without that too, `default` or a free name like it. Relative paths begin at `home`. Raises OutputError if a
+    new run cannot write there. Nothing is created yet.
     """
     if resume is not None:
         return partial(RunFolder.reopen, resume, home)
@@ -294,7 +298,7 @@ _open_here: weakref.WeakSet[RunFolder] = weakref.WeakSet()
 
 
 def _release_in_child() -> None:
-    """A child that was forked shares the lock, and would hold it when this process is dead."""
+    """Release the lock in a forked child, which would hold it after the end of this process."""
     for folder in list(_open_here):
         folder.close()
 
@@ -305,7 +309,7 @@ if hasattr(os, "register_at_fork"):
 
 @contextlib.contextmanager
 def _refused(path: Path, what: str = "written") -> Iterator[None]:
-    """What the disk refuses becomes an OutputError."""
+    """Turn an OSError of the block into an OutputError."""
     try:
         yield
     except OSError as error:
@@ -317,7 +321,9 @@ def _cannot_make(path: Path, error: OSError) -> OutputError:
 
 
 def _below(top: Path, *, without: tuple[str, ...]) -> Iterator[tuple[Path, list[os.DirEntry[str]]]]:
-    """Each folder below `top` with its plain files, but those named `without` in `top`; inner folders come first."""
+    """Each folder below `top` with its plain files; inner folders come first. Skips the entries of `top` with a name in
+    `without`.
+    """
     inner, files = [], []
     with os.scandir(top) as entries:
         for entry in entries:
@@ -341,7 +347,7 @@ def _stamp(file: os.DirEntry[str]) -> tuple[int, int]:
 
 
 def _is_blank(path: Path) -> bool:
-    """Whether the folder is empty, or holds no more than what a run has made that was killed as it began."""
+    """Whether the folder is empty, or only has what a run makes before it begins, and which was then killed."""
     return all(
         not any(entry.iterdir())
         if entry.name in PARTS and entry.is_dir()
@@ -351,9 +357,10 @@ def _is_blank(path: Path) -> bool:
 
 
 def _take_lock(path: Path, shown: Path) -> int | None:
-    """Lock the folder for this process; returns the file descriptor that holds the lock, None where there are no locks.
+    """Lock the folder for this process. Returns the file descriptor that holds the lock, or None if the system or the
+    file system supports no locks.
 
-    The file stays behind: to remove it would let two processes hold locks on two files of its name.
+    The lock file is never removed: with a new file of the same name, two processes could both hold a lock.
     """
     try:
         import fcntl
@@ -381,7 +388,7 @@ def episode_records(
     episode: Episode, *, advantage: float | None = None, dropped: str | None = None
 ) -> Iterator[dict[str, Any]]:
     """The lines of one episode in `trajectories/`, one per trajectory: its messages, tokens and rewards. The line of
-    the trajectory that was judged also has the environment's metrics.
+    the judged trajectory also has the environment's metrics.
     """
     judged = {name: value for name, value in episode.metrics.items() if name in JUDGING or name.startswith("metric/")}
     for trajectory in episode.trajectories:

@@ -1,6 +1,6 @@
-"""What a run was made of, so that a difference between two runs can be explained: manifest.json, and in code/ a copy of
-each file that a component came from. Left out: modules that such a file imports, and settings files, whose secrets
-are written nowhere.
+"""Versions, hardware and files of a run, to explain differences between runs: manifest.json, and in code/ a copy of
+each file with a component. Not copied: modules that such a file imports, and settings files, because they may have
+secrets.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from rollouts.version import __version__
 
 MANIFEST = "manifest.json"
 CODE = "code"
-CODE_BYTES_MAX = 1_000_000  # of a file that is copied; a larger one has its hash in the manifest only
+CODE_BYTES_MAX = 1_000_000  # a larger file is not copied; the manifest has its hash
 
 LIBRARIES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "trio", "msgspec", "pluggy", "numpy")
 
 
 class CodeFile(NamedTuple):
-    """A Python file that components came from, as it was when the run was composed. `is_copied`: the run keeps it."""
+    """A Python file with components, with its content when the run was composed. `is_copied`: the run keeps a copy."""
 
     path: Path
     data: bytes
@@ -38,12 +38,12 @@ class CodeFile(NamedTuple):
 
     @property
     def sha256(self) -> str:
-        """Its hash, in hexadecimal."""
+        """The hash of the content, in hexadecimal."""
         return hashlib.sha256(self.data).hexdigest()
 
     @property
     def copy(self) -> str | None:
-        """Where its copy is in the run's folder; None if there is none."""
+        """The path of the copy in the run's folder; None if there is none."""
         return f"{CODE}/{self.path.stem}_{self.sha256[:8]}.py" if self.is_copied else None
 
 
@@ -51,7 +51,7 @@ def code_files(components: Iterable[ComponentRef], settings_file: str = "") -> l
     """The files that these components came from, each once.
 
     A file is copied unless it is too large, or is the settings file too; nor is one that the run whose config.toml is
-    the settings file did not copy. Raises OutputError where one cannot be read any more.
+    the settings file did not copy. Raises OutputError if a file cannot be read any more.
     """
     paths = dict.fromkeys(ref.value.rpartition(":")[0] for ref in components if ref.value and not ref.distribution)
     left_out = {os.path.realpath(settings_file)}
@@ -70,29 +70,29 @@ def code_files(components: Iterable[ComponentRef], settings_file: str = "") -> l
 
 
 def keep_code(folder: RunFolder, files: Iterable[CodeFile]) -> None:
-    """Copy the files into the run's folder. A copy that is there already stays."""
+    """Copy the files into the run's folder. An existing copy stays."""
     for file in files:
         if file.copy is not None and not (folder.path / file.copy).exists():
             folder.write_bytes(file.copy, file.data)
 
 
 def is_older(run: Path) -> bool:
-    """Whether an earlier version began the run in this folder, which held all of `--eval-tasks` out also where a short
-    list of tasks ignores the split. It wrote no `files`.
+    """Whether an earlier version of rollouts began the run in this folder. It held out all of `--eval-tasks`, even if a
+    short list of tasks ignores the split. Its manifest has no `files`.
     """
     manifest = read_json(run / MANIFEST)
     return bool(manifest) and "files" not in manifest
 
 
 def changed_code(run: Path, files: Iterable[CodeFile], shown: Path | None = None) -> list[str]:
-    """A note for each file that is not what it was when the run in this folder last began or was resumed. `shown` is
-    the folder for messages; None: as the user would type it.
+    """A note for each file that has changed since the run in this folder last began or was resumed. `shown` is the
+    folder's path for messages; None: as the user would type it.
     """
     is_below = shown is None and run.is_relative_to(Path.cwd())
     place = run.relative_to(Path.cwd()) if is_below else shown or run
     manifest = read_json(run / MANIFEST)
     before = [file for each in (manifest, *manifest.get("resumed", [])) for file in each.get("files", [])]
-    # A folder that was moved: the files are known by their names still.
+    # If the folder was moved, files are found by their names.
     known = {Path(file["path"]).name: file for file in before} | {file["path"]: file for file in before}
     pairs = [(file, known.get(str(file.path)) or known.get(file.path.name)) for file in files]
     return [
@@ -105,7 +105,7 @@ def changed_code(run: Path, files: Iterable[CodeFile], shown: Path | None = None
 
 @contextlib.contextmanager
 def naming_copies(run: Path | None) -> Iterator[None]:
-    """A component that is not found any more: the error names the run's copies of its files."""
+    """If a component is not found any more, add the run's copies of its files to the error's message."""
     try:
         yield
     except UnknownComponentError as error:
@@ -116,8 +116,8 @@ def naming_copies(run: Path | None) -> Iterator[None]:
 
 
 def make_manifest(seed: int, components: Sequence[ComponentRef], files: Sequence[CodeFile] = ()) -> dict[str, Any]:
-    """Versions of every distribution that takes part, the files of components, the seed, the hardware, and the command
-    that was typed.
+    """The versions of all distributions with components, the files of components, the seed, the hardware, and the
+    command that was typed.
     """
     return {
         "rollouts": __version__,
@@ -138,8 +138,8 @@ def make_manifest(seed: int, components: Sequence[ComponentRef], files: Sequence
 def resumed_manifest(
     before: dict[str, Any], now: Mapping[str, Any], step: int, checkpoint: str | None
 ) -> dict[str, Any]:
-    """The run's manifest with what it was resumed with: when, after which step, from which checkpoint (None: from the
-    beginning), the command and the versions `now`.
+    """The run's manifest with an entry for a resume: the time, the step, the checkpoint (None: the run starts again),
+    the command and the versions `now`.
     """
     again = {"when": now["started"], "step": step, "checkpoint": checkpoint} | {
         name: now[name]
@@ -149,8 +149,8 @@ def resumed_manifest(
 
 
 def update_manifest(folder: RunFolder, change: Callable[[dict[str, Any]], dict[str, Any]]) -> list[str]:
-    """Write the run's manifest anew, changed. One that cannot be read stays as it is, since a new one would lose what
-    it holds; a note says so.
+    """Apply `change` to the run's manifest and write it. If the manifest cannot be read, it stays unchanged, and the
+    returned note says so.
     """
     found = read_json(folder.path / MANIFEST)
     if not found and os.path.lexists(folder.path / MANIFEST):
@@ -170,7 +170,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _hardware() -> dict[str, Any]:
-    """What the run computes on. An evaluation that has a server compute needs no torch, and has none loaded."""
+    """Describe the hardware. Does not import torch, which an evaluation with a server does not need."""
     here = {"system": platform.platform(), "machine": platform.machine(), "cpus": os.cpu_count()}
     torch = sys.modules.get("torch")
     if torch is None:

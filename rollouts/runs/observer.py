@@ -14,7 +14,7 @@ class Observer(Protocol):
     """A run calls these methods in its own thread. They must not raise, and should return quickly."""
 
     def begin(self, title: str, total: int, folder: Path, notes: Sequence[str]) -> None:
-        """The model is loaded, and the run begins. A run of mode sft+rl begins twice.
+        """Called when the model is loaded and the run begins. A run of mode sft+rl begins twice.
 
         Args:
             title: the run in one line
@@ -24,28 +24,30 @@ class Observer(Protocol):
         """
 
     def evaluation(self, when: str, evaluation: dict[str, Any]) -> None:
-        """An evaluation of a training run is done. `when` is "before", "after" or "step N"."""
+        """Called after an evaluation of a training run. `when` is "before", "after" or "step N"."""
 
     def evaluating(self, when: str, done: int, total: int) -> None:
-        """Another episode of such an evaluation is done, of `total`."""
+        """Called after each episode of an evaluation of a training run: `done` of `total` are finished."""
 
     def step(self, step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
-        """A step (0-based) is done."""
+        """Called after each step (0-based)."""
 
     def episode(self, done: int, reward_mean: float | None) -> None:
-        """Another episode of an evaluation is done. `reward_mean` is over the episodes with a reward so far."""
+        """Called after each episode of `rollouts eval`. `reward_mean` is the mean of the rewards so far."""
 
     def note(self, words: str) -> None:
-        """A warning. The run continues."""
+        """Called with a warning. The run continues."""
 
     def faults(self, faults: Sequence[PluginFault]) -> None:
-        """Hooks that failed. The run continues."""
+        """Called with hooks that failed. The run continues."""
 
     def end(self, summary: dict[str, Any]) -> None:
-        """The run is over: done, failed or interrupted. `summary` is the content of summary.json."""
+        """Called when the run has ended: done, failed or interrupted. `summary` is the content of summary.json."""
 
     def finished(self, words: str) -> None:
-        """The run in this folder was finished before, and nothing is done. `words` say so."""
+        """Called instead of all others if the run in the folder is already finished. `words` is a message that
+        says so.
+        """
 
 
 class NullObserver:

@@ -1,14 +1,15 @@
-"""A resolved configuration becomes a plan: every component of a run found, checked and put in its place.
+"""Turns a resolved configuration into a plan: finds and checks every component of a run, and composes them.
 
-How components are chosen is in components.py, what is made of those of the algorithm in algorithms.py, and of
-environments in environments.py. Nothing heavy is loaded: a `Plan` needs no model. Every mistake that can be seen before
-a model loads is raised here. An evaluation has a plan too, in which nothing of training is composed.
+components.py chooses components, algorithms.py composes algorithms, environments.py composes environments. No model is
+loaded. Every mistake that can be found before a model loads is raised here. An evaluation has a plan too, without the
+parts of training.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,9 +17,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rollouts.config.convert import plain
+from rollouts.config.convert import plain, toml_value
 from rollouts.config.files import load_file
-from rollouts.config.merging import Component, component_tables
+from rollouts.config.merging import Component, component_names, component_tables
 from rollouts.config.render import to_toml
 from rollouts.config.resolving import HOLDING_OUT, Resolved, resolve, run_settings_file
 from rollouts.config.secrets import components_without_secrets, leaves_out, tree_without_secrets
@@ -44,7 +45,8 @@ from rollouts.training.rollout_gen.groups import Filter
 from rollouts.training.types import AuxiliaryModels, TrainingBackend
 from rollouts.types import Task
 
-# Default learning rates of models that are neither bundled nor descend from such a one: larger ones break them.
+# The default learning rate of a model that is neither bundled nor trained from a bundled one. A larger rate may break
+# it.
 LR_RL = 1e-6
 LR_SFT = 1e-5
 LR_LORA_FACTOR = 10.0
@@ -52,11 +54,12 @@ LR_CRITIC_FACTOR = 10.0
 
 
 class Plan(NamedTuple):
-    """A composed run: functions and settings, no model yet. `resolved` is complete, so that writing it repeats the run.
+    """A composed run: functions and settings, without a model. `resolved` is complete: a config file of it repeats the
+    run.
 
-    An evaluation has no filters, no schedule and no auxiliary models. Of a training run `schedule` holds every stage,
-    the first included; `stages_chosen` are the components of each later stage, as `chosen` are of the whole run;
-    `auxiliary_models` are reference, critic and teacher (None: none). `notes` are for the user who starts the run.
+    An evaluation has no filters, no schedule and no auxiliary models. In a training run, `schedule` has all stages, the
+    first included; `chosen` are the components of the whole run, and `stages_chosen` those of each later stage;
+    `auxiliary_models` are reference, critic and teacher (None: no such models). `notes` are warnings for the user.
     """
 
     resolved: Resolved
@@ -77,37 +80,39 @@ class Plan(NamedTuple):
 
     @property
     def lr(self) -> float:
-        """The learning rate: the setting, or what suits the model where none is given."""
+        """The learning rate: the setting, or a default that depends on the model."""
         return _lr(self.settings)
 
     @property
     def critic_lr(self) -> float:
-        """The same of the critic."""
+        """The critic's learning rate: the setting, or its default."""
         return _critic_lr(self.settings)
 
     @property
     def algorithm(self) -> Algorithm:
-        """The one that the run begins with."""
+        """The algorithm of the first stage."""
         return self.schedule[0].algorithm
 
     @property
     def algorithms(self) -> dict[str, Algorithm]:
-        """Those of all stages, by the name that batches carry."""
+        """The algorithms of all stages, by their names in batches."""
         return {stage.name: stage.algorithm for stage in self.schedule}
 
     @property
     def needs(self) -> list[str]:
-        """What the losses of all stages ask for; without the names of a correction that may not be used."""
+        """The inputs of the losses of all stages, without those of a correction that may not be used."""
         return sorted({name for stage in self.schedule for name in needs(stage.inside().algorithm)})
 
     @property
     def is_chat(self) -> bool:
-        """Whether the engine takes messages, so that no tokenizer is needed: an evaluation's may."""
+        """Whether the engine takes messages, so that no tokenizer is needed. Only an evaluation may have such an
+        engine.
+        """
         return is_evaluation_only(self.one("inference").component)
 
     @property
     def references(self) -> list[ComponentRef]:
-        """Every component of the run, those of later stages too; each once, in the order of the settings."""
+        """Every component of the run, including those of later stages; each once, in the order of the settings."""
         parts = [self.chosen, *self.stages_chosen]
         found = [each.ref for chosen in parts for several in chosen.values() for each in several]
         found += [env.curriculum.ref for env in self.environments if env.curriculum is not None]
@@ -115,12 +120,12 @@ class Plan(NamedTuple):
 
     @property
     def config(self) -> str:
-        """What config.toml holds."""
+        """The content of config.toml."""
         return config_text(self.resolved)
 
     @property
     def config_of_ranks(self) -> str:
-        """The same with secrets: what this run's own ranks get."""
+        """The content of config.toml with secrets, for this run's own ranks."""
         return config_text(self.resolved, with_secrets=True)
 
     @property
@@ -140,8 +145,8 @@ class Plan(NamedTuple):
 
     @property
     def flat(self) -> dict[str, Any]:
-        """Every setting of the run, components' ones too, by its dotted name: plain data, as JSON has it, for its
-        checkpoints. The learning rates are those that hold, also where none is given.
+        """Every setting of the run, including those of components, by its dotted name, as JSON data for checkpoints.
+        Default learning rates are filled in.
         """
         tree: dict[str, Any] = plain_settings(self.settings) | {"lr": self.lr}
         if self.settings.critic:
@@ -158,12 +163,12 @@ class Plan(NamedTuple):
         return " + ".join(env.alias or env.name for env in self.environments)
 
     def one(self, key: str) -> Chosen:
-        """The component of a kind of which there is exactly one."""
+        """The component of a kind that has exactly one component."""
         (chosen,) = self.chosen[key]
         return chosen
 
     def training_arguments(self) -> dict[str, Any]:
-        """What a training backend may ask for, but for the run's own text."""
+        """The arguments that the factory of a training backend may name, except `config`."""
         settings = self.settings
         return {
             "model": settings.model,
@@ -178,7 +183,7 @@ class Plan(NamedTuple):
         }
 
     def inference_arguments(self, training: TrainingBackend | None, folder: str) -> dict[str, Any]:
-        """What an engine may ask for; `training` is None where there is no trained model (yet)."""
+        """The arguments that the factory of an engine may name. `training` is None if there is no training backend."""
         settings = self.settings
         return {
             "model": settings.model,
@@ -191,8 +196,8 @@ class Plan(NamedTuple):
         }
 
     def eval_tasks(self) -> list[Task]:
-        """The held-out tasks, drawn before any training task; the system prompt is in them. Several environments have
-        their shares of them. Raises EnvironmentDefinitionError where an evaluation would have none.
+        """The held-out tasks, drawn before any training task; with the system prompt. Several environments share them.
+        Raises EnvironmentDefinitionError if an evaluation would have no tasks.
         """
         tasks = held_out_tasks(self.environments, self.settings.eval_tasks)
         if not tasks and self.settings.mode == "eval":
@@ -203,12 +208,12 @@ class Plan(NamedTuple):
 
 
 def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
-    """Find, import and check every component. Only a conversation with a model needs no environment. Raises UserError
-    of one kind or another, with what to type.
+    """Find, import and check every component. Only a conversation with a model needs no environment. Raises a UserError
+    that says what to type.
     """
     settings, source = resolved.settings, resolved.source
     _check_settings(settings, needs_environment and not resolved.components["env"])
-    is_evaluation = settings.mode == "eval"
+    is_evaluation, given = settings.mode == "eval", settings.model
     manager = PluginManager()
     resolved = _with_data(resolved, manager)
     own = {key: each for key, each in resolved.components.items() if key in EVAL or not is_evaluation}
@@ -238,6 +243,7 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
     notes = composed.notes if is_evaluation else (*notes, *composed.notes, *unused)
     if run is not None:
         notes += _held_out_notes(manager, run, environments, resolved)
+        notes += _unused_of_run(run, resolved, given)
         used = [each.ref for each in (*chosen["env"], *chosen["reward"]) if each.ref is not None]
         notes += tuple(changed_code(Path(run.source.path).parent, code_files(used)))
     rewards = _reward_terms(components["reward"], chosen["reward"])
@@ -285,7 +291,7 @@ def _reward_terms(components: Sequence[Component], chosen: Sequence[Chosen]) -> 
 
 
 def _dropped_rewards(environments: Sequence[Environment], rewards: Sequence[RewardTerm]) -> tuple[str, ...]:
-    """A note where the named rewards replace those of an environment; usually a user wants both."""
+    """A note if the chosen rewards replace those of an environment, because users usually want both."""
     if not rewards or any(term.function is None for term in rewards):
         return ()
     own = dict.fromkeys(each.name for env in environments for each in rewards_of(env.chosen.component))
@@ -296,7 +302,7 @@ def _dropped_rewards(environments: Sequence[Environment], rewards: Sequence[Rewa
 
 
 def _filters(chosen: Sequence[Chosen]) -> tuple[Filter, ...]:
-    """The user's filters, with the algorithm's own in the place of the word for them."""
+    """The user's filters, with the algorithm's own filters in place of the word `algorithm`."""
     filters: list[Filter] = []
     for each in chosen:
         if each.ref is None and each.name == OWN:
@@ -327,17 +333,17 @@ def _models_of_runs(settings: Settings) -> tuple[Settings, tuple[str, ...]]:
 
 
 def _check_trainable(inference: Chosen) -> None:
-    """Refuse an engine that is good for evaluation only, where that can be seen already. Raises ConfigError."""
+    """Raise ConfigError if the engine is marked as only for evaluation."""
     if is_evaluation_only(inference.component):
         raise ConfigError(
-            f"--inference {inference.name}: it takes messages and returns no token ids with logprobs, so nothing can "
-            "be trained on what it says\ntype: --inference hf to train, or `rollouts eval` to evaluate with it"
+            f"--inference {inference.name}: it takes messages and returns no token ids with logprobs, so a run "
+            "cannot train on its replies\ntype: --inference hf to train, or `rollouts eval` to evaluate with it"
         )
 
 
 def config_text(resolved: Resolved, *, with_secrets: bool = False) -> str:
-    """What config.toml holds: everything but the folder and `resume`, so that running it again writes to a new one.
-    Secrets are left out, but for what goes to this run's own ranks.
+    """The content of config.toml: all settings but the folder and `resume`, so that running it again makes a new
+    folder. Secrets are left out unless `with_secrets`, which is for this run's own ranks.
     """
     resolved = resolved._replace(settings=dataclasses.replace(resolved.settings, out="", resume="never"))
     return to_toml(resolved if with_secrets else resolved.without_secrets())
@@ -365,7 +371,7 @@ def _critic_lr(settings: Settings) -> float:
 
 
 def _unused(resolved: Resolved, filters: Sequence[Filter]) -> list[str]:
-    """What was given for LoRA or for filters in a training run that has none, in words."""
+    """Notes about settings for LoRA or filters in a training run without LoRA or filters."""
     settings, notes = resolved.settings, []
     if not settings.lora_rank:
         of_lora = {"lora_alpha": (None, "none"), "lora_targets": ("all-linear",)}
@@ -381,8 +387,8 @@ def _unused(resolved: Resolved, filters: Sequence[Filter]) -> list[str]:
 
 
 def _check_settings(settings: Settings, lacks_environment: bool) -> None:
-    """Raise ConfigError for settings of which no plan can be made. A system prompt that is the path of a file is one:
-    the model would read the path.
+    """Raise ConfigError for settings that cannot work. An example is a system prompt that is the path of a file: the
+    model would read the path.
     """
     if settings.mode == "sft+rl":
         raise ConfigError(
@@ -395,7 +401,7 @@ def _check_settings(settings: Settings, lacks_environment: bool) -> None:
     if settings.mode == "eval" and not settings.eval_tasks:
         raise ConfigError("--eval-tasks 0: an evaluation needs tasks; leave it out, or give a number")
     system = settings.system
-    with contextlib.suppress(OSError, ValueError):  # a text that is too long for a path, or no path at all
+    with contextlib.suppress(OSError, ValueError):  # the text is too long for a path, or is not a path
         if system and Path(system).is_file():
             raise ConfigError(
                 f"--system {system}: this is the text of a system prompt, and {system} is a file\n"
@@ -404,8 +410,8 @@ def _check_settings(settings: Settings, lacks_environment: bool) -> None:
 
 
 def _with_data(resolved: Resolved, manager: PluginManager) -> Resolved:
-    """The same with `data` where it belongs: `--data FILE` is the setting `data` of the environment, or of those of
-    several that have one. Raises ConfigError.
+    """The configuration with `--data FILE` as the setting `data` of each environment that has this setting. Raises
+    ConfigError.
     """
     data = resolved.settings.data
     if not data:
@@ -425,21 +431,21 @@ def _with_data(resolved: Resolved, manager: PluginManager) -> Resolved:
 
 
 def _evaluated(settings: Settings, inference: Chosen) -> tuple[Settings, tuple[str, ...]]:
-    """The settings of an evaluation with the checkpoint that is meant, and notes about what will be evaluated. Raises
-    ConfigError.
+    """The settings of an evaluation, with the checkpoint's path as the model, and notes about what will be evaluated.
+    Raises ConfigError.
     """
-    if is_evaluation_only(inference.component):  # the name of the model is the server's business
+    if is_evaluation_only(inference.component):  # only the server knows its models
         if settings.template:
             name = next(iter(settings.template))
             raise ConfigError(
-                f"--template.{name.replace('_', '-')}: with --inference {inference.name} the server shows the "
-                "conversation to the model, not we; vLLM and SGLang take such arguments in the request: "
+                f"--template.{name.replace('_', '-')}: with --inference {inference.name} the server applies "
+                "the chat template, not rollouts; vLLM and SGLang take the argument in the request: "
                 f"--inference.body '{{chat_template_kwargs = {{{name} = ...}}}}'"
             )
         return settings, ()
     given = settings.model
     path = Path(given).expanduser()
-    if not path.is_dir():  # a name, whose meaning is the engine's business
+    if not path.is_dir():  # not a folder but a name, which the engine resolves
         return settings, _check_served(given, given, inference, of_run=False)
     from rollouts.runs.export import find_checkpoint
     from rollouts.training.weights.store import STATE, check_folder
@@ -454,8 +460,9 @@ def _evaluated(settings: Settings, inference: Chosen) -> tuple[Settings, tuple[s
 
 
 def _check_served(given: str, model: str, inference: Chosen, *, of_run: bool) -> tuple[str, ...]:
-    """Check that the numbers will be of --model, and note what cannot be checked. An evaluation sends no weights, so a
-    server at a URL speaks with what it loaded when it was started. The user has to say that this is what a run wrote.
+    """Check that a server at a URL serves --model, and note what cannot be checked. An evaluation sends no weights, so
+    the server keeps the weights that it loaded at its start. If a run wrote the model, the user must confirm that the
+    server loaded it.
 
     Raises ConfigError.
     """
@@ -468,15 +475,15 @@ def _check_served(given: str, model: str, inference: Chosen, *, of_run: bool) ->
     if not of_run:
         return ()
     raise ConfigError(
-        f"--model {given} with --inference.url: nothing is sent to servers that are evaluated, so the numbers "
-        "would be of whatever is loaded there. Leave --inference.url out, and a server is started with that model; or "
-        f"start that server with it (`rollouts export {shlex.quote(given)} FOLDER` writes what it can load), and "
-        "type --inference.served-model NAME, its name there, to say so"
+        f"--model {given} with --inference.url: an evaluation sends no weights to a running server, so "
+        "the results would be those of the model that the server has loaded. Leave --inference.url out, and a server "
+        f"is started with {given}; or export it (`rollouts export {shlex.quote(given)} FOLDER`), start the server with "
+        "the exported folder, and type --inference.served-model NAME with the server's name for the model"
     )
 
 
 def is_written_by_run(folder: Path) -> bool:
-    """Whether this is a checkpoint or an adapter, and no model that a server would have been started with."""
+    """Whether this is a checkpoint or an adapter. Servers are usually not started with these."""
     from rollouts.training.models import is_adapter
     from rollouts.training.weights.store import STATE
 
@@ -484,7 +491,7 @@ def is_written_by_run(folder: Path) -> bool:
 
 
 def _run_of(model: str) -> Resolved | None:
-    """The settings of the run that wrote this model, without its secrets; None where it is no run's. Raises
+    """The settings of the run that wrote this model, without its secrets; None for any other model. Raises
     ConfigError.
     """
     file = run_settings_file(model)
@@ -500,8 +507,8 @@ def _held_out_notes(
     environments: Sequence[Environment],
     resolved: Resolved,
 ) -> tuple[str, ...]:
-    """What the tasks have that the run may have been trained on, in words; nothing where it held them all out, or where
-    it never saw these environments.
+    """Notes about tasks of the evaluation that the run may have trained on. Empty if the run held them all out, or did
+    not use these environments.
     """
     trained_in = {component.name for component in run.components["env"]}
     own = [env for env in environments if env.name in trained_in]
@@ -514,7 +521,7 @@ def _held_out_notes(
         run = _with_data(run, manager)
         theirs_given = run.components["env"]
         if components_without_secrets(components) == components_without_secrets(theirs_given):
-            theirs_given = list(components)  # the same, with the secrets that are left out of the run's file
+            theirs_given = list(components)  # the same components, with the secrets that the run's file does not have
         else:
             differing.append("the environment or its settings are not those of the run")
         if not own or not differing:
@@ -531,3 +538,35 @@ def _held_out_notes(
     unseen = sum(task_identity(task) in held_out for task in asked)
     words = f": it held out {unseen} of these {len(asked)} tasks, and may have trained on the others"
     return ("; ".join(differing) + (words if unseen < len(asked) else ""),)
+
+
+def _unused_of_run(run: Resolved, resolved: Resolved, model: str) -> tuple[str, ...]:
+    """What decided the run's own numbers, and is not used in this evaluation of `model`, in words; nothing where the
+    run never saw these environments.
+    """
+    here, there = (dict.fromkeys(each.name for each in of.components["env"]) for of in (resolved, run))
+    if here.keys().isdisjoint(there):
+        return ()
+    ours, theirs = (component_names(of.components)["reward"] or ("env:1",) for of in (resolved, run))
+    unused = [f"--reward {name}" for name in theirs] if ours != theirs else []
+    for key in ("env", "reward"):
+        known = {
+            (each.alias, each.name): each.settings for each in components_without_secrets(resolved.components[key])
+        }
+        for component in components_without_secrets(run.components[key]):
+            settings = known.get((component.alias, component.name), component.settings)
+            place = ".".join(filter(None, (key, component.alias)))
+            unused += [
+                f"{place}.{name} = {toml_value(value)}"
+                for name, value in component.settings.items()
+                if settings.get(name) != value
+            ]
+    for name in ("system", "template", "max_tokens", "max_turns"):
+        value = getattr(run.settings, name)
+        unused += [f"{name} = {toml_value(value)}"] if getattr(resolved.settings, name) != value else []
+    if not unused:
+        return ()
+    folder = Path(run.source.path).parent
+    again = f"rollouts eval {shlex.quote(os.path.relpath(folder))}"
+    again += "" if Path(model).absolute() == folder else f" --model {shlex.quote(model)}"
+    return (f"the run used {', '.join(unused)}, which this evaluation does not use; to use them, type: {again}",)

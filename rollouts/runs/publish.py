@@ -1,6 +1,6 @@
-"""An exported model becomes a repository on the Hugging Face Hub, and its folder says how it was trained.
+"""Uploads an exported model to the Hugging Face Hub, and writes a README.md about its training.
 
-`huggingface_hub` does the upload; it comes with transformers. Its environment variables hold: HF_TOKEN, HF_ENDPOINT,
+`huggingface_hub` does the upload; it comes with transformers. Its environment variables apply: HF_TOKEN, HF_ENDPOINT,
 HF_HUB_OFFLINE. Left out: writing the model itself (`export`).
 """
 
@@ -25,13 +25,13 @@ CARD = "README.md"
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _TRAINED = {"sft": "demonstrations (sft)", "rl": "reinforcement (rl)"}
-_MODELS_MAX = 20  # runs that began with each other's models
+_MODELS_MAX = 20  # the longest chain of runs that began with each other's models
 
 
 def check_push(name: str) -> None:
-    """Refuse an upload that cannot work, before anything is written. Nothing is asked of the network.
+    """Check before anything is written that an upload can work. Makes no network requests.
 
-    Raises ConfigError: the name is not one of the hub's, the hub is switched off, or there is no token.
+    Raises ConfigError if the name is not valid, if HF_HUB_OFFLINE is set, or if there is no token.
     """
     from huggingface_hub import constants, get_token
     from huggingface_hub.errors import HFValidationError
@@ -59,9 +59,9 @@ def check_push(name: str) -> None:
 def push(folder: Path, name: str, *, is_public: bool = False) -> str:
     """Upload the folder to the repository `name`, which is made if it does not exist; returns its address.
 
-    A new repository is private unless `is_public`. One that exists keeps its visibility and its other files. Raises
-    RunError where the hub refuses or cannot be reached, and KeyboardInterrupt; both say how to upload the folder, which
-    stays as it is.
+    A new repository is private unless `is_public`. An existing repository keeps its visibility and its other files.
+    Raises RunError if the hub refuses or cannot be reached, and KeyboardInterrupt. Both messages say how to upload the
+    folder, which does not change.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
@@ -78,13 +78,13 @@ def push(folder: Path, name: str, *, is_public: bool = False) -> str:
         )
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(f"interrupted: the upload to {name} is not complete; {retry}") from error
-    except Exception as error:  # its HTTP library raises errors of its own, and so do its helpers
+    except Exception as error:  # the hub's HTTP library and its helpers raise their own errors
         raise RunError(f"the upload to {name} failed: {_words_of(error, api.endpoint)}\n{retry}") from error
     return str(repository)
 
 
 def _words_of(error: Exception, endpoint: str) -> str:
-    """What the hub said, in one line; where its status says what to do, that too."""
+    """The hub's error in one line, with advice if there is advice for its status."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     said = str(getattr(error, "server_message", None) or "") or named(error).strip().splitlines()[0]
     if status in (401, 403):
@@ -98,8 +98,8 @@ def _words_of(error: Exception, endpoint: str) -> str:
 
 
 def model_card(checkpoint: Path, title: str) -> str:
-    """What the README.md of an exported model says: its base model, how a run trained it, and the rewards. Empty where
-    no run wrote the checkpoint.
+    """The README.md of an exported model: its base model, how a run trained it, and the rewards. Empty if no run wrote
+    the checkpoint.
     """
     file = run_settings_file(str(checkpoint))
     if file is None:
@@ -107,7 +107,7 @@ def model_card(checkpoint: Path, title: str) -> str:
     summary, manifest = read_json(file.parent / SUMMARY), read_json(file.parent / MANIFEST)
     try:
         run = resolve(*load_file(file), allow_left_out=True)
-    except UserError as error:  # of another version of rollouts, say
+    except UserError as error:  # for example, the run is of another version of rollouts
         facts, base = {"settings": f"they cannot be read ({str(error).splitlines()[0]})"}, ""
     else:
         base = _base_model(run)
@@ -137,7 +137,9 @@ def _facts(run: Resolved, checkpoint: Path, summary: Mapping[str, Any], base: st
 
 
 def _base_model(run: Resolved) -> str:
-    """The model that training began with. Where that is another run's, the one that it began with, and so on."""
+    """The model that training began with. If another run wrote that model, the model with which that run began, and so
+    on.
+    """
     model = run.settings.model
     for _ in range(_MODELS_MAX):
         file = run_settings_file(model)
@@ -148,7 +150,7 @@ def _base_model(run: Resolved) -> str:
 
 
 def _reward_lines(checkpoint: Path, summary: Mapping[str, Any]) -> Iterator[str]:
-    """The rewards of held-out tasks; "after" only for the checkpoint that they are of."""
+    """The rewards of held-out tasks; "after" only for the checkpoint that was evaluated."""
     evaluation = summary.get("evaluation") or {}
     before, after = evaluation.get("before"), evaluation.get("after")
     is_last = Path(str(summary.get("checkpoint") or "")).name == checkpoint.name

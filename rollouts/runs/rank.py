@@ -1,8 +1,8 @@
-"""A rank above 0 of a distributed training backend: composes the run that rank 0 composed, and serves it.
+"""A rank above 0 of a distributed training backend: composes the same run as rank 0, and runs rank 0's commands.
 
     python -m rollouts.runs.rank
 
-is how rank 0 starts it on its own machine; a launcher's ranks get here from `rollouts run`.
+is the command with which rank 0 starts a rank on its own machine. A launcher starts ranks with `rollouts run`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rollouts.training.types import RankServer
 
 
 def main() -> int:
-    """Compose from what rank 0 gave on standard input, and serve; returns the exit code."""
+    """Read the configuration from standard input, compose the run, and serve rank 0. Returns the exit code."""
     from rollouts.training.backends.ranks import ignore_interrupts, report_failure
     from rollouts.training.backends.rendezvous import join_ranks, place_of_this_process
 
@@ -35,7 +35,7 @@ def main() -> int:
             backend = make_training(make_plan(resolved))
             assert isinstance(backend, RankServer), f"{backend} on a rank above 0"
             backend.serve()
-    except Exception as error:  # rank 0 says it; it is the only one that does
+    except Exception as error:  # only rank 0 reports errors
         if os.environ.get("ROLLOUTS_TRACEBACK") == "1":
             traceback.print_exception(error)
         report_failure(channel, place.rank, error, "starting")
@@ -47,4 +47,4 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # the teardown of a process group whose other ranks have gone may abort
+    os._exit(code)  # leaving a process group whose other ranks have ended may abort

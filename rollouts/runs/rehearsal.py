@@ -1,8 +1,8 @@
-"""What `--dry-run` tries out before the run's model is loaded: one scripted episode, and one small training step.
+"""The trial of `--dry-run`, without the run's model: one scripted episode, and one small training step.
 
-No model speaks in the episode: a script calls the environment's first tool with arguments made from its schema, then
-says a text. The code is a run's own: episode, tools, rewards, metrics, filters. So is the training step, which takes
-invented tokens and trains the package's toy model on them. Left out: everything that needs the run's model.
+A script replaces the model in the episode: it calls the environment's first tool with arguments made from the tool's
+schema, then replies with text. Episode, tools, rewards, metrics and filters run as in a real run. So does the training
+step, which trains the toy model of the package on invented tokens. Not here: everything that needs the run's model.
 """
 
 from __future__ import annotations
@@ -35,17 +35,15 @@ from rollouts.training.rollout_gen.pool import Job, run_episodes
 from rollouts.types import Episode, Message, Score, Segment, Status, Task, ToolCall, Trajectory
 
 CONTEXT_TOKENS = 1_000_000
-PROMPT_CHARACTERS = 160  # of the rendered prompt's end
+PROMPT_CHARACTERS = 160  # how much of the end of the rendered prompt is shown
 REPLY = "This is a scripted reply."
 TOY = "tiny"
-_LOGPROB = -6.0  # of each scripted or invented token: about what the toy model gives any token
+_LOGPROB = -6.0  # the logprob of each scripted or invented token, similar to the toy model's
 _EXAMPLES: Mapping[str, Any] = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
 
 
 def rehearse(plan: Plan, held_out: Sequence[Task]) -> list[str]:
-    """Try the plan out; gives what was found, a line each. Raises UserError where a component fails, with the file and
-    the line.
-    """
+    """Try the plan. Returns the results as lines. Raises UserError, with file and line, if a component fails."""
     settings = plan.settings
     chat, missing = _chat_of(plan)
     lines = [missing] if missing else []
@@ -67,7 +65,7 @@ def rehearse(plan: Plan, held_out: Sequence[Task]) -> list[str]:
 
 @contextlib.contextmanager
 def _users_mistake(place: str = "") -> Iterator[None]:
-    """What fails a run is a mistake in what was given, here where nothing else can fail."""
+    """Turn a RunError of the block into a UserError: in a dry run, only the user's components can fail."""
     with said_of(place):
         try:
             yield
@@ -76,7 +74,9 @@ def _users_mistake(place: str = "") -> Iterator[None]:
 
 
 def _chat_of(plan: Plan) -> tuple[ChatFormat | None, str]:
-    """The model's chat format, or why the episode is played in messages only. No hub is asked. Raises ModelError."""
+    """The model's chat format, or the reason why the episode uses messages only. Makes no requests to the hub. Raises
+    ModelError.
+    """
     if plan.is_chat:
         return None, ""
     whole, _ = adapters_beneath(plan.settings.model)
@@ -90,7 +90,7 @@ def _chat_of(plan: Plan) -> tuple[ChatFormat | None, str]:
 
 
 def _a_task(env: Environment, held_out: Sequence[Task]) -> Task | None:
-    """A held-out task of the environment, else a training task; None for one that is never played."""
+    """A held-out task of the environment, else a training task; None for an environment that is never played."""
     tasks = [task for task in held_out if task.env == env.alias]
     if tasks or env.share == 0:
         return tasks[0] if tasks else None
@@ -102,7 +102,7 @@ def _a_task(env: Environment, held_out: Sequence[Task]) -> Task | None:
 
 
 def script_of(schemas: Sequence[dict[str, Any]]) -> list[Message]:
-    """What the scripted model says, turn by turn: a call of the first tool, if there is one, then a text."""
+    """The messages of the scripted model: a call of the first tool, if there is one, then a text."""
     if not schemas:
         return [Message("assistant", REPLY)]
     function = schemas[0]["function"]
@@ -136,7 +136,9 @@ def example_of(schema: Mapping[str, Any]) -> Any:
 
 
 class ScriptedEngine:
-    """An engine that says what a script says, its last message again and again. `chat` None: it takes messages."""
+    """An engine that returns the messages of a script in order, and then repeats the last one. `chat` None: it takes
+    messages.
+    """
 
     capabilities = Capabilities(in_process=True, chats=True, checks=True)
     context_tokens_max = CONTEXT_TOKENS
@@ -172,28 +174,28 @@ class ScriptedEngine:
         return ChatReply(self._script[min(said, len(self._script) - 1)], "stop", 0, 1)
 
     async def check(self, tools: Sequence[dict[str, Any]] = (), temperature: float = 1.0) -> None:
-        """It can always be used."""
+        """Do nothing: this engine can always be used."""
 
     async def score(self, tokens: list[int], temperature: float = 1.0) -> list[float]:
-        """As it sampled them."""
+        """The logprobs that `generate` returns."""
         return [0.0, *[_LOGPROB] * (len(tokens) - 1)]
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        """It has none."""
+        """Do nothing: this engine has no weights."""
 
     async def health(self) -> Health:
-        """Always well."""
+        """Report that the engine works."""
         return Health(True, 0)
 
 
 def _ids_of(message: Message, schemas: Sequence[dict[str, Any]], chat: ChatFormat) -> list[int]:
-    """The message as the model would have sampled it."""
+    """The ids of a message, as if the model had sampled it."""
     row = tokenize_supervised([Message("user", "?"), message], schemas, chat)[-1]
     return [token for token, weight in zip(row.tokens, row.loss_mask, strict=True) if weight > 0]
 
 
 async def _play(plan: Plan, env: Environment, task: Task, chat: ChatFormat | None) -> Group:
-    """A group of scripted rollouts of the task: two, so that rewards of whole groups have something to compare."""
+    """Two scripted rollouts of the task as a group, so that group rewards can compare them."""
     settings = plan.settings
     schemas = [tool_schema(tool.function, tool.name) for tool in tools_of(env.make_checked())]
     engine = ScriptedEngine(schemas, chat)
@@ -208,19 +210,19 @@ async def _play(plan: Plan, env: Environment, task: Task, chat: ChatFormat | Non
 
 
 def _check_played(env: Environment, episode: Episode) -> None:
-    """Refuse an environment that failed, and a reward that raised. A reward may say that it cannot judge (None)."""
+    """Raise an error if the environment failed or a reward raised. A reward may return None (it cannot judge)."""
     name = env.alias or env.name
     if episode.status.is_infrastructure:
         raise EnvironmentDefinitionError(
-            f"{name}: a scripted episode ended with {episode.status.value}: {episode.trajectory.error}"
+            f"{name}: a test episode with scripted replies failed as {episode.status.value}: {episode.trajectory.error}"
         )
     for why in episode.score.why.split("; "):
         if " could not judge: " in why and f": {RETURNED_NONE}" not in why:
-            raise ConfigError(f"{name}: in a scripted episode the reward {why}")
+            raise ConfigError(f"{name}: in a test episode with scripted replies, the reward {why}")
 
 
 def _episode_lines(plan: Plan, env: Environment, group: Group, chat: ChatFormat | None) -> Iterator[str]:
-    """What was said and done in a scripted episode, and what it was worth."""
+    """The messages, calls and rewards of a scripted episode, as lines."""
     episode = group.episodes[0]
     trajectory = episode.trajectory
     of = f" of {env.alias}" if env.alias else ""
@@ -255,7 +257,7 @@ def _episode_lines(plan: Plan, env: Environment, group: Group, chat: ChatFormat 
 
 
 def _filter_words(plan: Plan, group: Group) -> str:
-    """What the filters make of the scripted group. Raises ConfigError for a filter that fails."""
+    """Describe whether the filters keep the scripted group. Raises ConfigError if a filter fails."""
     from rollouts.training.loops.rl_batch import advantage_rewards
 
     def see(group: Group, step: int) -> list[float | None]:
@@ -271,7 +273,7 @@ def _number(value: float | None) -> str:
 
 
 def _demonstration_words(plan: Plan, held_out: Sequence[Task], chat: ChatFormat) -> str:
-    """The first demonstration as it is trained on. Raises ModelError where the template cannot show it."""
+    """Describe the rows of the first demonstration. Raises ModelError if the template cannot show it."""
     settings = dataclasses.replace(plan.settings, steps=1, prompts_per_step=1)
     samples = demonstration_samples(plan.environments, held_out, settings, chat)
     live = sum(weight > 0 for sample in samples for weight in sample.loss_mask)
@@ -309,7 +311,7 @@ def _toy_backend(plan: Plan) -> Any:
 
 
 async def _step(plan: Plan, stage: Stage, score: Score, backend: Any) -> str:
-    """One step as the loops take it; gives what the loss has a value for, "" where nothing is trained on."""
+    """One step as in the training loops. Returns the unit of the loss's values; "" if nothing is trained."""
     from rollouts.training.batching import make_batch, part_batch
     from rollouts.training.loops.rl_batch import RLTrainingConfig, complete_batch, prepare_rl_batch
     from rollouts.training.rollout_gen.groups import group_samples

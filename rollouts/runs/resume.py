@@ -1,7 +1,7 @@
-"""Resuming a run: which checkpoint, what is in it, what has changed since, and what is taken back.
+"""Resuming a run: chooses and reads the checkpoint, compares the settings, and removes what later steps wrote.
 
-`read_run` and `finished` need the folder only; `restore` and `take_back` the backend too. Left out: what a checkpoint's
-files hold (training.backends).
+`read_run` and `finished` need the folder only; `restore` and `take_back` also need the backend. Not here: the files of
+a checkpoint (training.backends).
 """
 
 from __future__ import annotations
@@ -33,22 +33,21 @@ from rollouts.training.weights.store import all_checkpoints, complete_checkpoint
 ASIDE = ".aside"
 
 Logged = Mapping[str, Mapping[int, bool]]
-"""The steps in each file of metrics, each with whether a save came before it, whose time is logged with it."""
+"""For each file of metrics, its steps; True for a step whose metrics include the time of a save before it."""
 
 REVISION = 1
-"""What a run makes of its settings, numbered: raise it when the same settings begin to mean another run, and say so in
+"""The version of the meaning of settings. Raise it if a change makes the same settings another run, and add a note to
 `_revised`. 1: demonstrations are shuffled, and those of held-out tasks left out; `rloo` sums over tokens.
 """
 
 
 class RunState(msgspec.Struct):
-    """What a checkpoint keeps of a run, besides the backend's own: all that is needed to go on as if nothing had been.
+    """The run's own state in a checkpoint, beside the backend's: everything that is needed to continue the run exactly.
 
     `step` steps are done. `data`, `rollouts` and `loop` are the states of the buffer, the manager and the loop (mode
-    rl); `evaluation` holds those that were played: `before`, and at the end `after`; `metric` is what the best
-    checkpoint is known by: name, value, higher_is_better. `by_clock`: the next checkpoint replaces this one. `stopped`:
-    why the run ends after this step, as summary.json has it.
-    `revision` is the REVISION that wrote it; 0 for checkpoints from before there was one.
+    rl); `evaluation` has the results `before`, and at the end `after`; `metric` ranks checkpoints: name, value,
+    higher_is_better. `by_clock`: the next checkpoint replaces this one. `stopped`: why the run ends after this step, as
+    summary.json has it. `revision` is the REVISION that wrote it; 0 for older checkpoints.
     """
 
     step: int
@@ -65,10 +64,11 @@ class RunState(msgspec.Struct):
 
 
 class Resumed(NamedTuple):
-    """Where a run resumes: the checkpoint (None: there was none, it begins again), its state, and notes for the user.
+    """Where a run resumes: the checkpoint (None: there is none, so the run starts again), its state, and notes for the
+    user.
 
-    `is_own`: the run itself has come there. Else these are the weights of another run, or of this one before it went
-    back.
+    `is_own`: this run wrote the checkpoint. If False, it is of another run, or this run resumed from an earlier
+    checkpoint since then.
     """
 
     checkpoint: Path | None
@@ -78,7 +78,7 @@ class Resumed(NamedTuple):
 
 
 def resume_command(folder: Path, checkpoint: Path | None = None, *, more: str = "") -> str:
-    """What to type to resume the run in this folder."""
+    """The command that resumes the run in this folder."""
     words = ["rollouts", "resume", shlex.quote(str(folder))]
     if checkpoint is not None:
         is_inside = checkpoint.parent == folder / "checkpoints"
@@ -87,7 +87,8 @@ def resume_command(folder: Path, checkpoint: Path | None = None, *, more: str = 
 
 
 def read_run(folder: Path, given: Tree, *, allow_left_out: bool = False) -> Resolved:
-    """The settings of the run in this folder, with the `given` ones over them. `allow_left_out` is that of `resolve`.
+    """The settings of the run in this folder, with the `given` settings in place of them. `allow_left_out` is as in
+    `resolve`.
 
     Raises ConfigError.
     """
@@ -107,7 +108,7 @@ def read_run(folder: Path, given: Tree, *, allow_left_out: bool = False) -> Reso
 
 
 def _hint(folder: Path) -> str:
-    """What may have been meant by a folder that holds no run."""
+    """A hint for a folder without a run: similar folders with runs."""
     path = Path(os.path.abspath(folder))
     if path.parent.name == "checkpoints" and holds_run(path.parents[1]):
         return f", it is a checkpoint of one\ntype: {resume_command(folder.parent.parent, folder)}"
@@ -121,8 +122,8 @@ def _hint(folder: Path) -> str:
 
 
 def finished(folder: Path, steps: int, stop_when: Sequence[str] = ()) -> dict[str, Any] | None:
-    """The summary of a run that has done all of its steps, or has met one of its rules `stop_when`; None if something
-    is left to do.
+    """The summary of a run that has done all of its steps, or that one of its rules `stop_when` has ended; None for any
+    other run.
     """
     summary = read_json(folder / SUMMARY)
     if summary.get("status") != "done" or not isinstance(summary.get("steps"), int):
@@ -138,7 +139,7 @@ def stopped_by(summary: Mapping[str, Any]) -> str | None:
 
 
 def finished_words(folder: Path, summary: Mapping[str, Any]) -> str:
-    """That the run with this summary has done all of its steps, and how to make it longer."""
+    """A message that the run with this summary has done all of its steps, and how to make it longer."""
     steps: int = summary["steps"]
     if stopped_by(summary) is not None:
         on = resume_command(folder, more="--stop-when none")
@@ -148,9 +149,9 @@ def finished_words(folder: Path, summary: Mapping[str, Any]) -> str:
 
 
 def run_to_resume(resolved: Resolved) -> Path | None:
-    """The folder of the run that these settings resume by themselves (`resume = "auto"`); None: they begin a run.
+    """With `resume = "auto"`, the folder of the run to resume; None if these settings start a new run.
 
-    Raises ConfigError where no folder is named.
+    Raises ConfigError if `resume` is "auto" and `out` is not set.
     """
     settings = resolved.settings
     if settings.resume != "auto":
@@ -159,7 +160,7 @@ def run_to_resume(resolved: Resolved) -> Path | None:
         names = (settings.env or "NAME",) if isinstance(settings.env, str) else settings.env
         envs = " ".join(f"--env {name}" for name in names)
         raise ConfigError(
-            "--resume auto goes on with the run in the folder --out, and no folder is named\n"
+            "--resume auto continues the run in the folder --out, and --out is not given\n"
             f"type: rollouts run {envs} --out runs/NAME --resume auto"
         )
     folder = Path(settings.out)
@@ -170,8 +171,8 @@ def run_to_resume(resolved: Resolved) -> Path | None:
 
 
 def named_checkpoint(folder: Path, name: str, home: Path) -> Path:
-    """The checkpoint of this name under the run's checkpoints/, or at this path, absolute; what is relative begins at
-    `home`. Raises ConfigError.
+    """The checkpoint of this name under the run's checkpoints/, or at this path, as an absolute path. Relative paths
+    begin at `home`. Raises ConfigError.
     """
     inside = home / folder / "checkpoints" / name
     if inside.is_dir():
@@ -196,11 +197,11 @@ def restore(
     logged: Logged,
     chosen: Path | None,
 ) -> Resumed:
-    """Load the `chosen` checkpoint into the backend, or the last one; with the setting `resume` at `auto`, an earlier
-    one where the last one is damaged. `flat` are the settings as `Plan.flat` has them, `logged` its metrics.
+    """Load the `chosen` checkpoint into the backend, or the last one; with `resume = "auto"`, an earlier one if the
+    last one is damaged. `flat` are the settings from `Plan.flat`, `logged` the logged steps.
 
-    The folder is this process's alone. Raises ConfigError and ModelError: where the checkpoint is damaged, naming the
-    earlier one and what to type.
+    This process must hold the folder's lock. Raises ConfigError and ModelError. If the checkpoint is damaged, the
+    message names the earlier one and what to type.
     """
     remove_leftovers(folder.checkpoints)
     there = complete_checkpoints(folder.checkpoints)
@@ -215,7 +216,7 @@ def restore(
             words = str(error)
             if isinstance(error, DamagedCheckpointError):  # for what else is refused, so would be an earlier one
                 if auto and earlier is not None:
-                    notes.append(folder.in_words(f"{error}; going on from {earlier.name} instead"))
+                    notes.append(folder.in_words(f"{error}; continuing from {earlier.name} instead"))
                     continue
                 words += f"\n{_instead(folder.path, earlier, is_other=path not in there and bool(there))}"
             error.args = (folder.in_words(words),)
@@ -237,7 +238,7 @@ def restore(
 
 
 def _revised(state: RunState, settings: Settings) -> list[str]:
-    """Notes on what the same settings meant when the checkpoint was written, where that has changed."""
+    """Notes about settings whose meaning has changed since the checkpoint was written."""
     if state.revision >= 1 or not state.step:
         return []
     notes = []
@@ -255,8 +256,8 @@ def _revised(state: RunState, settings: Settings) -> list[str]:
 
 
 def _missing_checkpoint(logged: Logged, folder: RunFolder, *, auto: bool) -> list[str]:
-    """Refuse a run whose checkpoint is gone: to begin again would overwrite what it has done. With `auto` an earlier
-    checkpoint will do, and a note says so. Raises DamagedCheckpointError.
+    """Raise DamagedCheckpointError if the run's checkpoint is missing, because starting again would overwrite its
+    results. With `auto`, an earlier checkpoint is used instead, and a note says so.
     """
     named = [read_json(folder.path / name).get("checkpoint") for name in (MANIFEST, SUMMARY)]
     written = [step for each in named if isinstance(each, str) and (step := step_of(Path(each))) is not None]
@@ -269,10 +270,10 @@ def _missing_checkpoint(logged: Logged, folder: RunFolder, *, auto: bool) -> lis
         return []
     lost = f"the run has written the checkpoint {folder.shown / 'checkpoints' / last.name}, which is missing"
     if auto and there:
-        return [f"{lost}; going on from {there[-1].name} instead"]
+        return [f"{lost}; continuing from {there[-1].name} instead"]
     raise DamagedCheckpointError(
-        f"{lost}; to begin again would overwrite what the run has done, so nothing was changed\n"
-        f"put it back, or {_instead(folder.shown, there[-1] if there else None, is_other=False)}"
+        f"{lost}; a fresh start would overwrite the run, so nothing was changed\n"
+        f"put the checkpoint back, or {_instead(folder.shown, there[-1] if there else None, is_other=False)}"
     )
 
 
@@ -293,7 +294,9 @@ def _missing_steps(logged: Logged, folder: RunFolder, steps: int, *, with_trajec
 
 
 def _instead(folder: Path, earlier: Path | None, *, is_other: bool) -> str:
-    """What to type instead of a damaged checkpoint; `is_other`: it is none of the run's, which has some."""
+    """What to type instead of a damaged checkpoint. `is_other`: the checkpoint is not of this run, which has its
+    own.
+    """
     if earlier is not None:
         return f"go on from {earlier.name} with: {resume_command(folder, folder / 'checkpoints' / earlier.name)}"
     if is_other:
@@ -302,14 +305,14 @@ def _instead(folder: Path, earlier: Path | None, *, is_other: bool) -> str:
 
 
 def _before(path: Path, there: Sequence[Path]) -> Path | None:
-    """The last of the run's checkpoints before this one."""
+    """The run's newest checkpoint that is older than this one."""
     own = step_of(path.with_name(path.name.partition(ASIDE)[0]))
     earlier = [each for each in there if own is not None and (step_of(each) or 0) < own]
     return earlier[-1] if earlier else None
 
 
 def _checked(found: Mapping[str, Any], path: Path, settings: Settings, folder: Path) -> RunState:
-    """The run's state, where a run of these settings can resume from it. Raises ConfigError."""
+    """The run's state. Raises ConfigError if a run of these settings cannot resume from it."""
     try:
         state = msgspec.convert(dict(found), RunState)
     except msgspec.ValidationError as error:
@@ -326,7 +329,7 @@ def _checked(found: Mapping[str, Any], path: Path, settings: Settings, folder: P
     if state.step > settings.steps:
         more = f"--steps {max(state.step, settings.steps)}"
         raise ConfigError(
-            f"{state.step} steps are done in the checkpoint {path}, and the run is to have {settings.steps}; go back "
+            f"the checkpoint {path} has {state.step} finished steps, and --steps is {settings.steps}; go back "
             f"with --checkpoint NAME, or make it longer: {resume_command(folder, more=more)}"
         )
     _check_same(state.settings, settings, path, folder)
@@ -334,8 +337,8 @@ def _checked(found: Mapping[str, Any], path: Path, settings: Settings, folder: P
 
 
 def _check_same(before: Mapping[str, Any], settings: Settings, path: Path, folder: Path) -> None:
-    """Refuse settings that would make the resumed run another one: its model, and what comes next of the tasks or
-    demonstrations. Raises ConfigError.
+    """Raise ConfigError for settings that must not change in a run: its model, and settings that determine the order of
+    tasks or demonstrations.
     """
     begin = (
         f"or begin a new run from its weights: rollouts run --mode {settings.mode} --model {shlex.quote(str(path))} ..."
@@ -369,7 +372,7 @@ def _check_same(before: Mapping[str, Any], settings: Settings, path: Path, folde
 
 
 def _is_same_model(old: str, new: str, checkpoint: Path, folder: Path) -> bool:
-    """Whether two names mean one model, so far as names tell: a folder that was moved has its name still."""
+    """Whether two names mean one model, judged by the names only: a moved folder keeps its name."""
     then, now = _place_of(old), _place_of(new)
     if old == new or then == now:
         return True
@@ -381,7 +384,7 @@ def _is_same_model(old: str, new: str, checkpoint: Path, folder: Path) -> bool:
 
 
 def _place_of(model: str) -> Path:
-    """Its folder; of a name of the hub, and of a folder that is not there any more, some path that does not exist."""
+    """The model's folder. For a hub name, and for a folder that does not exist any more, a path that does not exist."""
     try:
         return Path(resolve_model_name(model)).resolve()
     except ModelError:
@@ -396,16 +399,16 @@ def _is_phase_before(old: Path, new: Path, folder: Path) -> bool:
 
 
 def _tail(path: Path) -> tuple[str, ...]:
-    """The end of a path by which a model is known: of a checkpoint also the run it is of."""
+    """The end of a path that identifies a model; for a checkpoint, it includes the folder of its run."""
     return path.parts[-3:] if path.parent.name == "checkpoints" else path.parts[-1:]
 
 
 def take_back(backend: TrainingBackend, folder: RunFolder, resumed: Resumed, manifest: Mapping[str, Any]) -> Resumed:
-    """Make the checkpoint that the run resumes from its last one; `manifest` is that of a run that begins now. Adds
-    notes.
+    """Make the checkpoint from which the run resumes its last one: rename later checkpoints, and update the manifest.
+    `manifest` is the manifest of a run that begins now. Returns `resumed` with more notes.
 
-    This comes before anything that the steps after it have left goes away, and after the summary: a resume after a kill
-    in between finds a run that has not ended, and a checkpoint no later than its other files.
+    The summary is removed first, and files of later steps are removed after this function. If the process is killed in
+    between, the next resume finds a run that has not ended, and no checkpoint that is later than its other files.
     """
     step, path = resumed.state.step, resumed.checkpoint
     own = folder.checkpoint_path(step)
@@ -419,7 +422,7 @@ def take_back(backend: TrainingBackend, folder: RunFolder, resumed: Resumed, man
 
     folder.forget_end()
     moved = set_aside(folder, step + 1 if resumed.is_own else step)
-    if path is not None and not resumed.is_own:  # from here on the run has it too
+    if path is not None and not resumed.is_own:  # copy the checkpoint into this run
         folder.sync()
         backend.save(str(own), msgspec.to_builtins(resumed.state)).wait()
     notes = update_manifest(folder, change)
@@ -430,10 +433,10 @@ def take_back(backend: TrainingBackend, folder: RunFolder, resumed: Resumed, man
 
 
 def set_aside(folder: RunFolder, first: int) -> list[Path]:
-    """Rename the checkpoints after `first` steps or more, which will be taken again, to `<name>.aside` (then `.aside-2`
-    and so on), so that no later resume finds them; gives their new names.
+    """Rename the checkpoints after `first` steps or more, which the run will repeat, to `<name>.aside` (then `.aside-2`
+    and so on), so that no later resume finds them. Returns their new paths.
 
-    The newest goes first: a kill in between leaves those up to some step. Raises CheckpointError.
+    The newest is renamed first, so a kill in between leaves all checkpoints up to some step. Raises CheckpointError.
     """
     later = [(step, path) for path in folder.checkpoints.iterdir() if (step := step_of(path)) is not None]
     moved = []
@@ -449,7 +452,7 @@ def set_aside(folder: RunFolder, first: int) -> list[Path]:
 
 
 def changed_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """One note for each setting that is another one now: `lr: 0.001 -> 0.0003`."""
+    """One note for each setting that has changed: `lr: 0.001 -> 0.0003`."""
 
     def shown(settings: Mapping[str, Any], name: str) -> str:
         return msgspec.json.encode(settings[name]).decode() if name in settings else "not there"

@@ -1,4 +1,4 @@
-"""A model to talk to, with the settings of the run that wrote it: what `chat` and `serve` are composed from."""
+"""A model to talk to, with the settings of the run that wrote it, for `chat` and `serve`."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from rollouts.training.models import remote_code
 def model_plan(model: str, given: Tree, settings: Sequence[str]) -> Iterator[Plan]:
     """The plan of a conversation with a model: the folder of a run, a checkpoint, or any other model.
 
-    A run's own `settings` (names of the core's) hold, and `given` ones replace them. There may be no environment.
-    Raises UserError.
+    The run's values of these `settings` (names of core settings) apply, unless they are `given`. The plan may have no
+    environment. Raises UserError.
     """
     if not model:
         raise ConfigError("no model was named; give the folder of a run, such as runs/first, or a model")
     file = run_settings_file(model)
     tree, source = load_file(file) if file else ({}, NOWHERE)
-    # A run may have held out no task.
+    # A run may have no held-out tasks.
     tree = {key: value for key, value in tree.items() if key in settings and (key != "eval_tasks" or value)}
     resolved = resolve(merge(tree, given, {"mode": "eval", "model": model}), source)
     pass_on(resolved.settings.pass_env)
@@ -42,8 +42,9 @@ def model_plan(model: str, given: Tree, settings: Sequence[str]) -> Iterator[Pla
 
 @contextlib.contextmanager
 def temporary_engine(plan: Plan, environments: Sequence[Environment]) -> Iterator[InferenceBackend]:
-    """The plan's engine, not entered, with a folder for the logs of its servers, which is removed unless something
-    fails while it holds logs. Not within trio: the engine may be asked whether it can be used. Raises UserError.
+    """The plan's engine, not entered, with a folder for the logs of its servers. The folder is removed at the end,
+    unless the block fails and there are logs. Do not call it inside trio, because it may check the engine. Raises
+    UserError.
     """
     folder = tempfile.mkdtemp(prefix="rollouts-")
     try:
@@ -51,7 +52,7 @@ def temporary_engine(plan: Plan, environments: Sequence[Environment]) -> Iterato
             plan.one("inference"), plan.inference_arguments(None, folder), environments, must_train=False
         )
     except BaseException:
-        with contextlib.suppress(OSError):  # it is not empty
+        with contextlib.suppress(OSError):  # the folder is not empty
             os.rmdir(folder)
         raise
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,9 +1,9 @@
 """One command with several seeds: a run for each, one after another, and the spread of their results.
 
-Each run is a process of its own with a folder of its own, PARENT/seed_N. So a run that fails leaves the others alone,
-and each gives what `--seed N` alone would give. PARENT/seeds.json has the command, how each run ended, and the table.
-If the same command is typed again, or PARENT is resumed, the runs continue where they were. Left out: what a run does
-(`rollouts.runs`), and how the table is shown (`rollouts.cli.seeds`).
+Each run has its own process and folder, PARENT/seed_N. So a run that fails does not affect the others, and each has the
+results of a single run with `--seed N`. PARENT/seeds.json has the command, how each run ended, and the table. If the
+same command is typed again, or PARENT is resumed, unfinished runs continue. Not here: a single run (`rollouts.runs`),
+and how the table is shown (`rollouts.cli.seeds`).
 """
 
 from __future__ import annotations
@@ -129,14 +129,14 @@ class SeedRuns(NamedTuple):
         return [*self.command, f"--seed={seed}", f"--out={self.folder(seed)}", "--resume=auto"]
 
     def is_finished(self, seed: int) -> bool:
-        """Whether nothing is left to do for this seed."""
+        """Whether the run with this seed is finished."""
         settings = self.resolved.settings
         return finished(self.folder(seed), settings.steps, settings.stop_when) is not None
 
 
 def check_seeds(runs: SeedRuns) -> None:
-    """Refuse what cannot be run with several seeds, and a folder that is not of this command. Raises ConfigError,
-    OutputError.
+    """Raise ConfigError or OutputError for settings that cannot be run with several seeds, and for a folder of another
+    command.
     """
     mode, parent = runs.resolved.settings.mode, runs.parent
     if mode == "eval":
@@ -163,10 +163,10 @@ def read_parent(parent: Path) -> tuple[list[str], list[int]]:
 
 
 def run_seeds(runs: SeedRuns, say: Callable[[str], None]) -> dict[str, Any]:
-    """Run or resume each seed in a process of its own; returns what seeds.json holds. `say` gets a line before each.
+    """Run or resume each seed in its own process. Returns the content of seeds.json. `say` is called with a line before
+    each run.
 
-    Ctrl-C ends the current run as it ends any run, and no other one begins. A run that fails does not keep the others
-    from running.
+    Ctrl-C ends the current run as usual, and no more runs begin. After a failed run, the next one still runs.
 
     Raises RunError after the last run if any have failed, KeyboardInterrupt, and ConfigError if a run refuses its
     settings, which are the same for all of them.
@@ -185,7 +185,7 @@ def run_seeds(runs: SeedRuns, say: Callable[[str], None]) -> dict[str, Any]:
             raise KeyboardInterrupt(f"interrupted in seed {seed}; continue all seeds with: {again}")
         if code == MISTAKE:
             _discard(runs, made)
-            raise ConfigError(f"the run with seed {seed} was refused, as the error above says; no other one has begun")
+            raise ConfigError(f"the run with seed {seed} was refused, see the error above; no other seed was started")
         if code:
             failed.append(str(seed))
         written = _write(runs)
@@ -195,9 +195,9 @@ def run_seeds(runs: SeedRuns, say: Callable[[str], None]) -> dict[str, Any]:
 
 
 def _run_one(runs: SeedRuns, seed: int) -> int:
-    """Run one seed to its end; gives its exit code, 128 + n where signal n ended it.
+    """Run one seed to its end. Returns the exit code; 128 + n if signal n ended the run.
 
-    The child has a process group of its own, so that Ctrl-C reaches it once: from here.
+    The child has its own process group, so that it gets Ctrl-C only from this process, once.
     """
     child = subprocess.Popen(
         [sys.executable, "-m", "rollouts", *runs.arguments(seed)],
@@ -220,13 +220,13 @@ def _run_one(runs: SeedRuns, seed: int) -> int:
 
 
 def _end_with_parent() -> None:
-    """In the child: be killed when the parent is, so that the same command can be typed again at once."""
+    """In the child: end when the parent is killed, so that the same command can be typed again at once."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _discard(runs: SeedRuns, made: Sequence[Path]) -> None:
-    """Remove what was written for runs of which none has begun."""
+    """Remove the files of these runs, if no run has begun."""
     if not any(each.is_dir() for each in runs.parent.iterdir()):
         (runs.parent / SEEDS).unlink()
         for each in made:
@@ -238,7 +238,7 @@ def _discard(runs: SeedRuns, made: Sequence[Path]) -> None:
 
 
 def _write(runs: SeedRuns) -> dict[str, Any]:
-    """Write seeds.json: the command, and what the runs have come to so far."""
+    """Write seeds.json: the command, and the results of the runs so far."""
     summaries = {seed: read_json(runs.folder(seed) / SUMMARY) for seed in runs.seeds}
     results = {seed: final_numbers(runs.folder(seed), summary) for seed, summary in summaries.items()}
     written = {

@@ -1,4 +1,4 @@
-"""A run's model behind an address, from its plan to the signal that ends it."""
+"""Serves a run's model over HTTP until a signal ends it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ from rollouts.serve.chat_api import ChatAPI, ServedModel, refusal
 from rollouts.serve.http_server import HTTPLimits, serve_http
 
 SETTINGS = tuple("mode template inference max_tokens temperature trust_remote_code pass_env".split())
-"""The settings of a run that hold for its model behind an address. Clients bring their own system prompt and tools."""
+"""The settings of a run that apply when its model is served. Clients send their own system prompt and tools."""
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-BACKLOG = 1024  # connections that wait to be accepted
+BACKLOG = 1024  # how many connections may wait to be accepted
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Address(NamedTuple):
-    """Where to serve: `port` 0 is a free one. `name` is the model's for clients; empty: that of its folder."""
+    """Where to serve: `port` 0 means a free port. `name` is the model's name for clients; empty: the name of its
+    folder.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -39,12 +41,12 @@ class Address(NamedTuple):
 def serve(plan: Plan, address: Address, limits: HTTPLimits, say: Callable[[str], None]) -> None:
     """Serve until SIGINT or SIGTERM comes; a second one drops the requests in flight.
 
-    `say` gets the address when it answers, and what else is worth a line. Raises ConfigError: the address cannot be
-    used, or the engine takes no token ids. Raises UserError where the model cannot be loaded.
+    `say` is called with the address when the server is ready, and with other messages. Raises ConfigError if the
+    address cannot be used, or if the engine takes no token ids, and UserError if the model cannot be loaded.
     """
     if plan.is_chat:
         raise ConfigError(
-            f"--inference {plan.one('inference').name} takes messages, and has an address of its own already; type "
+            f"--inference {plan.one('inference').name} is a chat API with an address of its own; type "
             "--inference hf, vllm or sglang"
         )
     with _bound(address) as bound, temporary_engine(plan, []) as engine:  # before the model loads
@@ -75,7 +77,7 @@ async def _serve(
 
 
 def served_name(model: str) -> str:
-    """The name of a model for clients: the run's for a run's folder or checkpoint, else the name as it is.
+    """The name of a model for clients: the name of the run for a run's folder or checkpoint, else the given name.
 
     >>> served_name("runs/first/checkpoints/step_000010"), served_name("Qwen/Qwen3-0.6B")
     ('first', 'Qwen/Qwen3-0.6B')
@@ -87,7 +89,7 @@ def served_name(model: str) -> str:
 
 
 async def _stop(stopping: trio.Event, everything: trio.CancelScope) -> None:
-    """The first signal ends it in order, the second one at once."""
+    """Wait for signals. The first one lets requests in flight finish; the second one ends the server at once."""
     with trio.open_signal_receiver(*SIGNALS) as signals:
         async for _ in signals:
             if stopping.is_set():
@@ -96,7 +98,7 @@ async def _stop(stopping: trio.Event, everything: trio.CancelScope) -> None:
 
 
 def _bound(address: Address) -> socket.socket:
-    """A socket that listens there. Raises ConfigError."""
+    """A socket bound to the address. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
         return socket.create_server((address.host, address.port), family=family, backlog=BACKLOG)

@@ -1,8 +1,8 @@
 """A session: one run in its folder, from the opened folder to summary.json.
 
-Training and evaluating differ in their job. What they share is here: the session itself, loggers, the chat format, and
-how an episode is played. Every mistake of the user's that can be seen is raised before a job begins, and leaves no new
-folder. Whatever happens after that, the folder says how far the run came.
+Training and evaluation have different jobs. Here are the parts that both use: the session itself, loggers, the chat
+format, and how an episode is played. If an error is found before a job begins, no new folder remains. After any later
+error, the folder says how far the run came.
 """
 
 from __future__ import annotations
@@ -54,22 +54,23 @@ class Job(Protocol):
     summary: dict[str, Any]
 
     def finish(self, failure: BaseException | None) -> None:
-        """Complete the summary, and write what belongs beside it; `failure` is what ended the job early. May raise an
-        error of its own.
+        """Complete the summary, and write the job's other files. `failure` is the exception that ended the job early,
+        or None. May raise another exception.
         """
         ...
 
     def message(self, failure: BaseException) -> str:
-        """The message of the error to raise: how far the job came, and what to type."""
+        """The message of the session's error: how far the job came, and what to type."""
         ...
 
 
 class Session:
     """A context manager around one run. It owns the folder, the loggers and the `resources` that end with it.
 
-    An error before `begin` discards a new folder and is raised as it is. After that the session ends the job, closes
-    the loggers, writes summary.json, calls the hook `rollouts_run_end`, and only then raises one error that says how
-    far the job came. After an interrupt it is not interrupted again until everything is closed.
+    An error before `begin` discards a new folder and is raised unchanged. After `begin`, any end of the block ends the
+    job, closes the loggers, writes summary.json, and calls the hook `rollouts_run_end`. If the job failed, it then
+    raises one error that says how far the job came. After a Ctrl-C, it ignores another Ctrl-C until everything is
+    closed.
     """
 
     def __init__(self, observer: Observer, started: float, manager: PluginManager | None = None) -> None:
@@ -82,14 +83,14 @@ class Session:
         self._errors: ErrorLog | None = None
         self._interrupts = contextlib.ExitStack()
         self.resources = contextlib.ExitStack()
-        self.resources.push(self._interrupts)  # left last
+        self.resources.push(self._interrupts)  # the first to enter, so the last to leave
 
     def __enter__(self) -> Self:
         return self
 
     @property
     def folder(self) -> RunFolder:
-        """The folder that was opened."""
+        """The run's folder. Call `open` first."""
         assert self._folder is not None, "open the folder first"
         return self._folder
 
@@ -100,7 +101,7 @@ class Session:
         return self._folder
 
     def begin(self, job: Job, title: str, total: int, notes: Sequence[str], settings: Mapping[str, Any]) -> None:
-        """Everything is there: announce the job. From here on the folder is kept."""
+        """Announce the job to the observer and the hooks. From here on, the folder is kept."""
         self.job = job
         log = ErrorLog(self.folder.path / ERRORS, self.observer.note, self.folder.shown / ERRORS)
         self._errors = self.resources.enter_context(log)
@@ -109,7 +110,7 @@ class Session:
         freeze_loaded()
 
     def call_hooks(self, event: str, **values: Any) -> None:
-        """Call the hooks of an event. Those that fail are reported, and stop nothing."""
+        """Call the hooks of an event. Hooks that fail are reported, and do not stop the run."""
         if self._manager is not None:
             self.observer.faults(self._manager.call_event(event, **values))
 
@@ -128,7 +129,7 @@ class Session:
             raise failure from failure.__cause__
 
     def _end(self, job: Job, failure: BaseException | None) -> BaseException | None:
-        """End the job; gives the error to raise, the first one that came."""
+        """End the job. Returns the error to raise: the first one that occurred, or None."""
         failure = failure and self._named_failure(failure)
         if isinstance(failure, KeyboardInterrupt):
             self._interrupts.enter_context(without_interrupts())
@@ -136,7 +137,7 @@ class Session:
         summary |= {"wall_seconds": time.perf_counter() - self._started, "cpu_seconds": time.process_time()}
         try:
             job.finish(failure)
-        except BaseException as late:  # of a stranger's logger, or Ctrl-C: the summary is written all the same
+        except BaseException as late:  # of another package's logger, or Ctrl-C: the summary must still be written
             failure = failure or late
         self.loggers.close()
         if self.loggers.faults:
@@ -169,8 +170,8 @@ class Session:
         return failure
 
     def _recorded(self, failure: BaseException) -> str:
-        """Write the traceback of what ended the run, unless only the core's own words would be in it; says where the
-        errors of the run are, if there are any.
+        """Write the traceback of the exception that ended the run, if an author's code or a bug raised it. Returns a
+        line that says where the errors of the run are; "" if there are none.
         """
         if self._errors is None:  # of mode sft+rl: each phase has recorded its own
             return ""
@@ -182,7 +183,7 @@ class Session:
         return f"tracebacks: {self._errors.shown}" if self._errors.has_errors else ""
 
     def write_summary(self, failure: BaseException | None) -> None:
-        """Write summary.json, with the status of a job that this ended."""
+        """Write summary.json. Its status depends on `failure`, the exception that ended the job."""
         assert self.job is not None, "begin first"
         summary = self.job.summary
         summary["status"] = status_of(failure)
@@ -192,14 +193,14 @@ class Session:
 
 
 def status_of(failure: BaseException | None) -> str:
-    """The status of a run that this ended, as summary.json has it."""
+    """The status in summary.json of a run that ended with this exception (None: it is done)."""
     if failure is None:
         return "done"
     return "interrupted" if isinstance(failure, KeyboardInterrupt) else "failed"
 
 
 class Loggers:
-    """Several loggers as one MetricsLogger. One that fails is named: a run whose numbers are lost is not a run."""
+    """Several loggers as one MetricsLogger. If a logger fails, the run fails with an error that names the logger."""
 
     def __init__(self) -> None:
         self.faults: list[PluginFault] = []
@@ -207,16 +208,16 @@ class Loggers:
         self._next: dict[str, float] = {}
 
     def open(self, chosen: Sequence[Chosen], folder: Path, settings: Mapping[str, Any], first_step: int) -> None:
-        """Make every logger of the run that is not made yet. Raises UserError."""
+        """Make the loggers of the run that do not exist yet. Raises UserError."""
         available = {"folder": str(folder), "settings": settings, "first_step": first_step}
         for each in chosen:
             if each.alias not in self._loggers:
                 self._loggers[each.alias] = make_component("logger", each, available)
-        # They log in the order in which they were chosen, also where some were made before the others.
+        # Loggers log in the order of the settings, even if some were made earlier.
         self._loggers = {each.alias: self._loggers[each.alias] for each in chosen}
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Log with each of them; each has a copy of its own. Raises RunError, naming the logger."""
+        """Log with each logger; each gets its own copy. Raises RunError, which names the logger, if one fails."""
         metrics, self._next = self._next | metrics, {}
         for name, logger in self._loggers.items():
             try:
@@ -224,33 +225,33 @@ class Loggers:
                     logger.log(dict(metrics), step)
             except RolloutsError:
                 raise
-            except Exception as error:  # a stranger's logger may raise anything
+            except Exception as error:  # any package's logger may raise anything
                 raise RunError(f"the logger {name} failed: {words_of(error)}") from error
 
     def add_to_next(self, metrics: Mapping[str, float]) -> None:
-        """Log these together with the metrics of the next call. Metrics of that call replace those of the same name."""
+        """Log these metrics together with those of the next call, which replace metrics of the same name."""
         self._next |= metrics
 
     def close(self) -> None:
-        """Close every one, whatever the others do; `faults` names those that failed."""
+        """Close every logger, even if another one fails. `faults` names the loggers that failed."""
         while self._loggers:
             name = next(iter(self._loggers))
             logger = self._loggers.pop(name)
             try:
                 with authors_code():
                     logger.close()
-            except Exception as error:  # a failure here must hide no other error
+            except Exception as error:  # a failure here must not hide another error
                 words = report(error, f"the logger {name}", is_noted=False)
                 self.faults.append(PluginFault(f"logger {name}", "", f"close failed: {words}"))
 
 
 def model_words(model: str) -> str:
-    """The end of a run's first line: of a model that comes with rollouts, that it is a toy and how to give another."""
+    """The end of a run's title. For a model that comes with rollouts: that it is a toy, and how to choose another."""
     return f" · {model} is the package's toy model: give another with --model" if model in BUNDLED else ""
 
 
 def load_chat(settings: Settings, environments: Sequence[Environment], tokenizer: Any = None) -> ChatFormat:
-    """The model's chat format; `tokenizer` None: load it. Raises ModelError where its template cannot show what the
+    """The model's chat format; `tokenizer` None: load it. Raises ModelError if the template cannot show what the
     environment needs.
     """
     chat = load_chat_format(tokenizer or load_tokenizer(settings.model), settings.template)
@@ -266,11 +267,17 @@ def load_chat(settings: Settings, environments: Sequence[Environment], tokenizer
     return chat
 
 
+def chat_notes(chat: ChatFormat) -> list[str]:
+    """What is unusual about the chat template."""
+    report = chat.report
+    return [] if report.append_only and not report.refusals else report.words()
+
+
 def make_inference(
     chosen: Chosen, available: Mapping[str, Any], environments: Sequence[Environment], *, must_train: bool
 ) -> InferenceBackend:
-    """The engine, not entered. One that can be asked whether it will do is asked. Raises UserError, also where it
-    `must_train` and what it returns cannot be trained on.
+    """The engine, not entered. It is checked if it has a `check`. Raises UserError if it cannot be used; with
+    `must_train`, also if its replies cannot be trained on.
     """
     engine = check_engine(make_component("inference backend", chosen, available), chosen.name)
     if must_train and not engine.capabilities.trainable:
@@ -295,7 +302,9 @@ class Player(NamedTuple):
     chat: ChatFormat | None
 
     def at(self, temperature: float, seed: int) -> Play:
-        """One episode at this temperature; `seed` and the episode's order decide its random numbers."""
+        """A function that plays one episode at this temperature. Random numbers depend on `seed` and the episode's
+        order.
+        """
         settings = self.settings
         make_env = {env.alias: env.make for env in self.environments}
         limits = EpisodeLimits(
@@ -328,19 +337,19 @@ class Player(NamedTuple):
 
 
 def freeze_loaded() -> None:
-    """Exclude loaded objects from garbage collection: hundreds of thousands, of imported packages, which each full
-    collection would walk through, a fifth of what a turn costs. They stay excluded at the end of a run, so that the
-    process ends a second sooner. If you go on in the same process, call `gc.unfreeze()`.
+    """Exclude loaded objects from garbage collection. Imported packages have hundreds of thousands of them, and a full
+    collection visits each, which takes a fifth of the time of a turn. They stay excluded after a run, so that the
+    process ends a second earlier. If the process continues, call `gc.unfreeze()`.
     """
-    gc.unfreeze()  # those of an earlier run, which can be collected now
+    gc.unfreeze()  # objects of an earlier run, which can be collected now
     gc.collect()
     gc.freeze()
 
 
 @dataclass
 class Interrupts:
-    """Ctrl-C within `trio.run`. While `is_held`, the first one only sets `is_asked`: what is under way then ends the
-    run itself, soon.
+    """Ctrl-C within `trio.run`. While `is_held`, the first Ctrl-C only sets `is_asked`; the current work checks it and
+    ends the run soon.
     """
 
     is_held: bool = False
@@ -349,18 +358,19 @@ class Interrupts:
 
 @contextlib.contextmanager
 def second_interrupt_at_once(before: Any) -> Iterator[Interrupts]:
-    """Within `trio.run`: the first Ctrl-C comes at a checkpoint, so that it cuts no context manager's exit short, or is
-    held. A second one comes at once, because a function that blocks has no checkpoints. `before` is the outer handler.
+    """Within `trio.run`: the first Ctrl-C is raised at a checkpoint, so that it does not interrupt the exit of a
+    context manager, or it is held. A second one is raised at once, because a function that blocks has no checkpoints.
+    `before` is the outer handler.
     """
     found, owner, interrupts = signal.getsignal(signal.SIGINT), os.getpid(), Interrupts()
-    if found is before:  # trio has installed none: not the main thread, or not its business
+    if found is before:  # trio has installed no handler, for example outside of the main thread
         yield interrupts
         return
     trios = found if callable(found) else signal.default_int_handler
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        if os.getpid() != owner:  # a child that was forked has no trio
+        if os.getpid() != owner:  # a forked child does not run trio
             signal.default_int_handler(number, frame)
         elif interrupts.is_held:
             interrupts.is_asked = True
@@ -377,8 +387,8 @@ def second_interrupt_at_once(before: Any) -> Iterator[Interrupts]:
 
 @contextlib.contextmanager
 def without_interrupts() -> Iterator[None]:
-    """Ignore Ctrl-C, and the signals that act as it does: a run that was interrupted ends in order. Does nothing
-    outside the main thread, which alone can have handlers.
+    """Ignore Ctrl-C and the signals that act like it, so that an interrupted run can end properly. Does nothing outside
+    the main thread, because only that thread can have handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,8 +1,8 @@
-"""Mode sft+rl: a supervised phase, then reinforcement that begins with its checkpoint; one run from one config.
+"""Mode sft+rl: a supervised phase, then a reinforcement phase that begins with its checkpoint; one run, one config.
 
-Each phase is a whole run in a folder of its own, OUT/sft and OUT/rl; OUT itself holds the settings of both and one
-summary. Both are composed before the first begins, so that a mistake in the second is found at once. Left out: how a
-phase runs (`jobs.train`).
+Each phase is a complete run in its own folder, OUT/sft and OUT/rl. OUT has the settings of both and one summary. Both
+phases are composed before the first begins, so that a mistake in the second is found at once. Not here: how a phase
+runs (`jobs.train`).
 """
 
 from __future__ import annotations
@@ -36,14 +36,16 @@ SFT, RL = "sft", "rl"
 SUPERVISED = "the supervised phase"
 
 _SHARED = ("env", "reward", "inference", "training", "logger")
-"""The components that the supervised phase has too, unless `[sft]` says otherwise. The others are for rollouts."""
+"""The components of the run that the supervised phase also uses, unless `[sft]` changes them. All others are for
+rollouts.
+"""
 
 _FOR_ROLLOUTS = ("critic", "critic_lr", "lr", "minibatches", "schedule", "stop_when", "teacher", "teacher_top_k")
-"""Settings that the supervised phase has at their defaults; the learning rate is another one by nature."""
+"""Settings of the run that do not apply to the supervised phase, which has their defaults or its own learning rate."""
 
 
 class PhasePlans(NamedTuple):
-    """Both phases, composed, and what OUT/config.toml says of them."""
+    """Both phases as plans, and the content of OUT/config.toml."""
 
     sft: Plan
     rl: Plan
@@ -51,9 +53,9 @@ class PhasePlans(NamedTuple):
 
 
 def phases(resolved: Resolved) -> tuple[Resolved, Resolved]:
-    """The settings of the supervised phase and of the reinforcement after it, each of a run by itself.
+    """The settings of the supervised phase and of the reinforcement phase, each as a separate run.
 
-    The second has the run's own model still: where the checkpoint of the first will be is known only once it is there.
+    The second still has the run's own model, because the checkpoint of the first does not exist yet.
     """
     settings = resolved.settings
     rl = dataclasses.replace(settings, mode="rl", sft={}, out=_inside(settings.out, RL))
@@ -65,7 +67,7 @@ def phases(resolved: Resolved) -> tuple[Resolved, Resolved]:
     defaults = Settings()
     values = {key: getattr(defaults, key) for key in _FOR_ROLLOUTS} | component_names(components)
     if _env_names(components) != _env_names(resolved.components):
-        # Another environment's demonstrations: data and rewards are not for it.
+        # `[sft]` names another environment, to which the run's data and rewards do not belong.
         values |= {"data": "", "eval_tasks": 0}
     values |= core | {"mode": "sft", "sft": {}, "out": _inside(settings.out, SFT)}
     sft = dataclasses.replace(settings, **values)
@@ -81,12 +83,12 @@ def train_phases(
     resume: Path | None = None,
     checkpoint: str = "",
 ) -> dict[str, Any]:
-    """Run both phases to their end; returns what OUT/summary.json holds. `started` is `time.perf_counter()` at the
+    """Run both phases to their end. Returns the content of OUT/summary.json. `started` is `time.perf_counter()` at the
     start.
 
     `resume` is the folder of an earlier run of this mode, which resumes in the phase where it stopped, from the last
-    checkpoint of that phase or from the one named `checkpoint`. Relative paths begin at `home`. Raises as `train` does;
-    a mistake in either phase is raised before anything is written.
+    checkpoint of that phase or from the checkpoint named `checkpoint`. Relative paths begin at `home`. Raises like
+    `train`; a mistake in either phase is raised before anything is written.
     """
     default = default_out(_env_names(resolved.components, "alias"), resolved.settings.loss)
     make_folder = choose_folder(resolved.settings.out, default, home, resume)
@@ -112,13 +114,12 @@ def train_phases(
                 begins_with = newest_checkpoint(folder.path / SFT / "checkpoints")
                 if begins_with is None:
                     raise ConfigError(
-                        f"the supervised phase in {folder.path / SFT} has no checkpoint, so there is nothing to begin "
-                        "with"
+                        f"the supervised phase in {folder.path / SFT} has no checkpoint, so reinforcement cannot begin"
                     )
-                # The learning rate stays that of the run's model, and is written down.
+                # The default learning rate depends on the run's model, not on the checkpoint, so it is set explicitly.
                 rl = _with(rl, model=str(begins_with), lr=rl.lr)
                 _train_phase(rl, observer, now, started, home, checkpoint, job.begin)
-                job.begin()  # where nothing was left to do
+                job.begin()  # both phases were already finished
         finally:
             if job.has_begun and holds_run(folder.path / SFT):
                 session.job = job
@@ -126,7 +127,7 @@ def train_phases(
 
 
 def compose_phases(resolved: Resolved) -> PhasePlans:
-    """Both phases as plans. Raises UserError, which says where it is in the supervised one."""
+    """Both phases as plans. Raises UserError; the message says so if the mistake is in the supervised phase."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
             "--mode sft+rl: under a launcher each process composes one run; let the backend start its ranks "
@@ -145,7 +146,7 @@ def compose_phases(resolved: Resolved) -> PhasePlans:
 
 
 def _check_data(plans: PhasePlans) -> None:
-    """There are demonstrations, and there are tasks. Raises EnvironmentDefinitionError."""
+    """Raise EnvironmentDefinitionError if there are no demonstrations or no tasks."""
     held_out = plans.rl.eval_tasks()
     with said_of(SUPERVISED):
         both = [*plans.sft.eval_tasks(), *held_out]
@@ -154,7 +155,7 @@ def _check_data(plans: PhasePlans) -> None:
 
 
 def _check_resumed(out: Path, plans: PhasePlans) -> None:
-    """Refuse what would change a phase on which another one is built already. Raises ConfigError."""
+    """Raise ConfigError for settings that would change the supervised phase after the next phase has begun."""
     begun = read_run(out, {}, allow_left_out=True)
     before = begun.settings
     if before.mode != "sft+rl":
@@ -169,19 +170,20 @@ def _check_resumed(out: Path, plans: PhasePlans) -> None:
     changed = changed_settings(_supervised_as_written(begun), _supervised_as_written(plans.whole))
     if changed and holds_run(out / RL):
         raise ConfigError(
-            f"the supervised phase of {out} is over, and reinforcement has begun with it; this would change it: "
-            f"{', '.join(f'sft.{each}' for each in changed)}\nleave that as it was, or give another --out"
+            f"the supervised phase of {out} is over, and reinforcement has begun with its model, so its settings "
+            f"cannot change: {', '.join(f'sft.{each}' for each in changed)}\n"
+            "give the old values again, or another --out"
         )
 
 
 def _supervised_as_written(resolved: Resolved) -> Tree:
-    """The table `sft` as the run's file has it: without secrets, and with the word `none` for None."""
+    """The table `sft` for the run's file: without secrets, and with the word `none` for None."""
     written: Tree = tomllib.loads(to_toml(resolved.without_secrets())).get("sft", {})
     return written
 
 
 class _BothPhases:
-    """One summary of both phases, in the words of a run's; its steps are those of the second."""
+    """The job of both phases. Its summary has the keys of a run's summary; its steps are those of the second phase."""
 
     def __init__(self, folder: RunFolder, config: str) -> None:
         self._folder, self._config = folder, config
@@ -189,14 +191,14 @@ class _BothPhases:
         self.summary: dict[str, Any] = {"status": "done"}
 
     def begin(self) -> None:
-        """A phase begins, or goes on: from here on the folder is no longer as it was."""
+        """Called when a phase begins or resumes. From here on, the folder changes."""
         if not self.has_begun:
             self._folder.write_config(self._config)
             self._folder.forget_end()
             self.has_begun = True
 
     def finish(self, failure: BaseException | None) -> None:
-        """Put the phases' summaries together."""
+        """Combine the phases' summaries."""
         parts = {name: read_json(self._folder.path / name / SUMMARY) or None for name in (SFT, RL)}
         first, last = parts[SFT] or {}, parts[RL] or {}
         self.summary |= {
@@ -214,7 +216,7 @@ class _BothPhases:
             self.summary["checkpoint"] = checkpoints[-1]
 
     def message(self, failure: BaseException) -> str:
-        """That of the phase."""
+        """The message of the phase's error."""
         return str(failure)
 
 
@@ -228,8 +230,8 @@ def _train_phase(
     on_begin: Callable[[], None],
     also: Sequence[Task] = (),
 ) -> None:
-    """Begin the phase or resume it; `also` are tasks that are held out besides its own. One that is done is left as it
-    is, unless it is to go back.
+    """Begin the phase or resume it; `also` are more held-out tasks. A finished phase does not change, unless it resumes
+    from an earlier checkpoint.
     """
     folder = Path(plan.settings.out)
     if checkpoint or not _is_over(plan):
@@ -253,8 +255,8 @@ def _train_phase(
 
 
 def _is_over(plan: Plan) -> bool:
-    """Whether nothing of the phase is left to do. The supervised one is not over where what the reinforcement is to
-    begin with is damaged: resuming it falls back, or says what to type.
+    """Whether the phase is finished. The supervised phase is not, if its last checkpoint is damaged: resuming it uses
+    an earlier one, or says what to type.
     """
     if _summary_of_finished(plan) is None:
         return False
@@ -274,7 +276,7 @@ def _summary_of_finished(plan: Plan) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def _worded_for_both(folder: RunFolder) -> Iterator[None]:
-    """An error of one phase says how to resume both."""
+    """Change the command in an error of one phase, so that it resumes both."""
     try:
         yield
     except (RolloutsError, KeyboardInterrupt) as error:
@@ -294,7 +296,7 @@ def _with(plan: Plan, **changes: Any) -> Plan:
 
 
 def _env_names(components: Mapping[str, list[Component]], prefer: str = "name") -> str:
-    """The environments in words: their names, or where they have them their aliases."""
+    """The environments as text: their names, or their aliases if they have any."""
     return " + ".join(getattr(each, prefer) or each.name for each in components["env"])
 
 

@@ -1,4 +1,4 @@
-"""trio in a thread of its own, so that the main thread can wait for a person, and gets Ctrl-C."""
+"""trio in a separate thread, so that the main thread can wait for input, and gets Ctrl-C."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ T = TypeVar("T")
 
 
 class TrioThread:
-    """A context manager that holds an async one open, in a thread that runs trio. `value` is what that one gives.
+    """A context manager that enters an async context manager in a thread that runs trio. `value` is the result of
+    entering it.
 
-    Leaving closes it and waits for the thread. Ctrl-C while it opens closes it, too. Raises what the inner one raises.
+    Leaving exits the async context manager and waits for the thread. A Ctrl-C while it is entered exits it too. Raises
+    the exceptions of the async context manager.
     """
 
     def __init__(self, inner: AbstractAsyncContextManager[Any]) -> None:
@@ -44,8 +46,8 @@ class TrioThread:
             self._result.unwrap()
 
     def call(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
-        """What an async function returns in the trio thread. Ctrl-C cancels it, and is raised once it has ended; a
-        second one is raised at once.
+        """Call an async function in the trio thread. Returns its result. The first Ctrl-C cancels the function, and is
+        raised when it has ended; a second Ctrl-C is raised at once.
         """
         scope, over = trio.CancelScope(), threading.Event()
 
@@ -64,7 +66,7 @@ class TrioThread:
             self._soon(scope.cancel)
             over.wait()
             raise
-        except (trio.RunFinishedError, trio.Cancelled):  # the inner one failed, and took the thread with it
+        except (trio.RunFinishedError, trio.Cancelled):  # the async context manager failed, and the thread has ended
             self._thread.join()
             self._result.unwrap()
             raise
@@ -92,4 +94,4 @@ class TrioThread:
             try:
                 self._token.run_sync_soon(function)
             except trio.RunFinishedError:
-                return  # it has ended by itself
+                return  # the thread has already ended

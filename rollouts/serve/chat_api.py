@@ -1,10 +1,10 @@
 """OpenAI's chat completions on an inference engine that takes token ids.
 
-`POST /v1/chat/completions`, `GET /v1/models`, `GET /health`. A conversation becomes ids by the model's own chat
-template, and a reply is read as in an episode, so that a client sees the tool calls that training sees. Each choice is
-a session of the engine, so that those that wait at once are sampled together. Left out, and refused with status 400:
-what the engine cannot do (top-p, penalties, logit bias, response formats), and content that is no text. `stream` gives
-the reply in one piece, since it is sampled whole. Stop texts cut a reply that was sampled to its end.
+`POST /v1/chat/completions`, `GET /v1/models`, `GET /health`. The model's own chat template turns a conversation into
+ids, and a reply is parsed as in an episode, so a client gets the same tool calls as training. Each choice is a session
+of the engine, so choices that wait at the same time are sampled together. These get status 400: settings that the
+engine does not support (top-p, penalties, logit bias, response formats), and content that is not text. With `stream`,
+the whole reply comes in one piece after it is sampled. Stop texts are applied to the finished reply.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _StreamOptions(msgspec.Struct):
 
 
 class _Asked(msgspec.Struct, forbid_unknown_fields=True):
-    """What may be asked. The last keys change nothing here."""
+    """The keys of a request. The last five, from `user` on, are accepted and ignored."""
 
     messages: list[_Said]
     model: str | None = None
@@ -84,7 +84,7 @@ class _Asked(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class APIError(Exception):
-    """What is answered instead of a reply, in OpenAI's form."""
+    """An error that is sent instead of a reply, in OpenAI's format."""
 
     def __init__(self, status: int, words: str, *, parameter: str | None = None, code: str | None = None) -> None:
         super().__init__(words)
@@ -92,8 +92,8 @@ class APIError(Exception):
 
 
 class ServedModel(NamedTuple):
-    """What is served: the model's name for clients, its engine and chat format, and what holds where a request says
-    nothing of it. One request takes at most `request_seconds`.
+    """The served model: its name for clients, its engine and chat format, and the defaults of requests. A request that
+    takes more than `request_seconds` fails.
     """
 
     name: str
@@ -113,7 +113,7 @@ class ChatAPI:
         self._requests = 0
 
     async def handle(self, request: HTTPRequest) -> HTTPResponse:
-        """The answer to any request. Mistakes of the client, and failures of the engine, are answered as errors."""
+        """The response to any request. Mistakes of the client and failures of the engine get an error response."""
         routes = {
             "/v1/chat/completions": ("POST", self._complete),
             "/v1/models": ("GET", self._list),
@@ -128,7 +128,7 @@ class ChatAPI:
             return await answer(request)
         except APIError as error:
             return refusal(error.status, str(error), parameter=error.parameter, code=error.code)
-        except Exception:  # our own mistake with one request ends no other
+        except Exception:  # a bug in rollouts must not end other requests
             traceback.print_exc()
             return refusal(500, "the server made a mistake; its output has the traceback")
 
@@ -170,7 +170,7 @@ class ChatAPI:
     def _encode(self, messages: list[Message], tools: list[dict[str, Any]]) -> list[int]:
         """The conversation as ids [L], with room for a reply."""
         chat, most = self._model.chat, self._model.engine.context_tokens_max
-        # To encode ten megabytes takes half a minute, in which nothing else is answered.
+        # Encoding ten megabytes takes half a minute, in which no other request is answered.
         visible = sum(len(part) for message in messages for part in message.text.split())
         if visible > most * chat.characters_per_token_max:
             raise _too_long("more than", most, most)
@@ -183,7 +183,7 @@ class ChatAPI:
         return tokens
 
     async def _sample(self, asked: _Asked, tokens: list[int]) -> list[Generation]:
-        """One reply for each choice, or an APIError."""
+        """One reply for each choice. Raises APIError."""
         model = self._model
         limit = asked.max_completion_tokens or asked.max_tokens or model.max_tokens
         temperature = model.temperature if asked.temperature is None else asked.temperature
@@ -248,7 +248,7 @@ class ChatAPI:
 
 
 def refusal(status: int, words: str, *, parameter: str | None = None, code: str | None = None) -> HTTPResponse:
-    """An error as OpenAI's clients read it."""
+    """An error response in OpenAI's format."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return _json({"error": {"message": words, "type": kind, "param": parameter, "code": code}}, status)
 
@@ -261,7 +261,7 @@ def _read(body: bytes) -> _Asked:
 
 
 def _refuse(asked: _Asked, name: str) -> None:
-    """Raise APIError for what cannot be done here, and for numbers out of their bounds."""
+    """Raise APIError for settings that are not supported, and for numbers out of range."""
     if asked.model is not None and asked.model != name:
         words = f"there is no model {asked.model!r} here; there is {name!r}"
         raise APIError(404, words, parameter="model", code="model_not_found")
@@ -299,7 +299,7 @@ def _refuse(asked: _Asked, name: str) -> None:
 
 
 def _message(said: _Said) -> Message:
-    """A message as the chat format takes it."""
+    """Convert a message of the API to a Message."""
     parts = said.content if isinstance(said.content, list) else []
     if any(part.get("type") != "text" or not isinstance(part.get("text"), str) for part in parts):
         raise APIError(400, "a message's content is text, or a list of parts of text", parameter="messages")

@@ -1,9 +1,9 @@
-"""An HTTP/1.1 server on trio: h11 knows the grammar, and everything has a bound.
+"""An HTTP/1.1 server on trio. h11 parses the protocol. Connections, sizes and times are limited.
 
     await serve_http(handler, listeners, HTTPLimits(), stopping)
 
-`handler` answers one request; a connection carries one at a time. A client that leaves cancels its request. Left out:
-TLS, compression, and what is asked (`chat_api`).
+`handler` answers one request; a connection has one request at a time. If a client disconnects, its request is
+cancelled. Not here: TLS, compression, and the API (`chat_api`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import trio
 
 RECEIVE_BYTES = 65536
 HEAD_BYTES_MAX = 65536
-LINGER_SECONDS = 2.0  # how long the rest of a refused request is read, and thrown away
+LINGER_SECONDS = 2.0  # how long the rest of a refused request is read and discarded
 FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-FULL_SECONDS = 0.1  # until the next attempt to accept, where the process has no file descriptors left
+FULL_SECONDS = 0.1  # the time until the next attempt to accept, if the process has no file descriptors left
 
 
 class HTTPRequest(NamedTuple):
-    """One request: `path` is without the query."""
+    """One request. `path` does not include the query."""
 
     method: str
     path: str
@@ -31,7 +31,7 @@ class HTTPRequest(NamedTuple):
 
 
 class HTTPResponse(NamedTuple):
-    """One answer."""
+    """One response."""
 
     status: int
     body: bytes
@@ -39,8 +39,8 @@ class HTTPResponse(NamedTuple):
 
 
 class HTTPLimits(NamedTuple):
-    """Bounds: connections at once, the size of a body, seconds until a request is whole, and between two requests, and
-    until the requests in flight are cancelled when the server stops.
+    """Limits: open connections; bytes of a request's body; seconds to receive a request; seconds between two requests
+    of a connection; seconds that requests in flight get when the server stops.
     """
 
     connections_max: int = 256
@@ -51,10 +51,10 @@ class HTTPLimits(NamedTuple):
 
 
 Handler = Callable[[HTTPRequest], Awaitable[HTTPResponse]]
-"""Answers a request. It raises nothing but cancellation and mistakes of its own, which end the server."""
+"""Returns the response to a request. Any exception except a cancellation is a bug, and ends the server."""
 
 Refuse = Callable[[int, str], HTTPResponse]
-"""The answer for a request that is refused before it is handled: a status and words."""
+"""Returns the response to a request that does not reach the handler, from a status and a message."""
 
 
 async def serve_http(
@@ -64,7 +64,9 @@ async def serve_http(
     limits: HTTPLimits,
     stopping: trio.Event,
 ) -> None:
-    """Serve until `stopping` is set. Then no connection is accepted, and requests in flight have `grace_seconds`."""
+    """Serve until `stopping` is set. After that, no connection is accepted, and requests in flight get
+    `grace_seconds`.
+    """
     free = trio.Semaphore(limits.connections_max)
 
     async def accept(listener: trio.SocketListener) -> None:
@@ -111,7 +113,7 @@ class _Refused(Exception):
 
 
 class _Connection:
-    """One connection, request after request."""
+    """One connection. Its requests are handled one after the other."""
 
     def __init__(self, stream: trio.SocketStream, limits: HTTPLimits, stopping: trio.Event) -> None:
         self._stream, self._limits, self._stopping = stream, limits, stopping
@@ -140,7 +142,7 @@ class _Connection:
             parser.start_next_cycle()
 
     async def _request(self) -> HTTPRequest | None:
-        """The next request; None where none comes. Raises _Refused, h11.RemoteProtocolError."""
+        """The next request; None if the client sends no more. Raises _Refused, h11.RemoteProtocolError."""
         limits, parser, body = self._limits, self._parser, bytearray()
         head: h11.Request | None = None
         self._has_body = True
@@ -169,7 +171,7 @@ class _Connection:
         raise _Refused(408, f"the request did not arrive within {limits.receive_seconds:g} seconds")
 
     async def _begins(self) -> bool:
-        """Wait for the first bytes of a request; whether they came. A stopping server waits for none."""
+        """Wait for the first bytes of a request. Returns whether they came; False at once if the server stops."""
         if self._parser.trailing_data[0]:
             return not self._stopping.is_set()
         data = b""
@@ -192,7 +194,7 @@ class _Connection:
             raise _Refused(413, f"the body has more than {self._limits.body_bytes_max} bytes")
 
     async def _handle(self, handler: Handler, request: HTTPRequest) -> HTTPResponse | None:
-        """What the handler answers; None where the client left before."""
+        """The handler's response; None if the client disconnects first."""
         response: HTTPResponse | None = None
         async with trio.open_nursery() as nursery:
 
@@ -201,7 +203,7 @@ class _Connection:
                     data = await self._stream.receive_some(RECEIVE_BYTES)
                 except trio.BrokenResourceError:
                     data = b""
-                if data:  # of the next request
+                if data:  # the bytes belong to the next request
                     self._parser.receive_data(data)
                 else:
                     nursery.cancel_scope.cancel()
@@ -212,7 +214,9 @@ class _Connection:
         return response
 
     async def _refuse(self, response: HTTPResponse) -> None:
-        """Answer, and close the connection once the client has read that: closing at once would reset it."""
+        """Send the response, and read what the client still sends before closing: closing at once would reset the
+        connection.
+        """
         await self._answer(response, closes=True)
         await self._stream.send_eof()
         with trio.move_on_after(LINGER_SECONDS):
@@ -221,7 +225,7 @@ class _Connection:
 
     async def _answer(self, response: HTTPResponse, *, closes: bool) -> None:
         if self._parser.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-            return  # the client said something that cannot be answered
+            return  # the client sent something that cannot be answered
         headers = [("content-type", response.content_type), ("content-length", str(len(response.body)))]
         headers += [("connection", "close")] if closes else []
         with trio.fail_after(self._limits.receive_seconds):

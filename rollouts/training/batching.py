@@ -23,8 +23,8 @@ from rollouts.types import Sample
 
 Keep = Literal["", "rollout", "pair", "group"]
 
-# Each extra bucket costs one pass through the model, so it must save at least this many padded tokens. Measured on a
-# CPU, where the cost is per token. On a GPU the cost is per kernel launch.
+# Each extra bucket costs one pass through the model, so it must save at least this many padded tokens. This number was
+# measured on a CPU, where the cost of a pass depends on its tokens. On a GPU it depends on kernel launches.
 BUCKET_SAVING_MIN = 128
 # The same for an extra microbatch of rows without a shared prompt, on a CPU. Compared with 128, a 58 M model took an
 # eighth less time, and a 0.36 M model took the same time.
@@ -73,7 +73,7 @@ def make_batch(
         advantages: [N], indexed by `rollout_index` (0..N-1). A sample without a `rollout_index` is a rollout of its
             own; its index is its position in the list
         max_tokens: L_max of the aggregation dr_grpo
-        rewards: [N], the shaped rewards, if they differ from the samples' rewards. A sample without a reward is not
+        rewards: [N], the shaped rewards, if they differ from the samples' rewards; a sample without a reward is not
             trained
         trained: [N], False for rollouts that are not trained; None trains all
         pairs: (chosen, rejected) rollouts. The batch then has the rows of the pairs, with advantages +1 and -1. The
@@ -118,7 +118,7 @@ def make_batch(
 def weigh_rows(
     rows: Sequence[Row], aggregation: str | Callable[..., Any], max_tokens: int | None = None
 ) -> tuple[float, Unit]:
-    """Set `weights` (u) of the rows as one batch. Returns D, and what a loss returns one value for."""
+    """Set `weights` (u) of the rows as one batch. Returns D, and the unit of which a loss returns one value each."""
     names = ("loss_mask", "rollout_index", "group_index", "pair_index")
     columns = ([getattr(row, name) for row in rows] for name in names)
     given = aggregate(aggregation, Masks._make([*columns, max_tokens]))
@@ -165,7 +165,7 @@ def split_microbatches(
     """Split the rows into microbatches of at most `tokens_max` tokens.
 
     Rows that share a prompt stay together if they fit. A single row above the limit runs alone. Raises TrainingError if
-    rows that `keep` holds together do not fit.
+    rows that must stay together because of `keep` do not fit.
 
     Args:
         tokens_max: includes padding
@@ -223,7 +223,8 @@ def _units(members: list[Row], tokens_max: int, share_prefix: bool, keep: Keep, 
 
 
 def pack_rows(lengths: Sequence[int], tokens_max: int) -> list[list[int]]:
-    """Put rows into bins of at most `tokens_max` tokens; returns row numbers. A longer row gets a bin of its own.
+    """Put rows into bins of at most `tokens_max` tokens. Returns the row numbers of each bin. A longer row gets a bin
+    of its own.
 
     First-fit decreasing: take the longest row first, and put it into the first bin with enough room. This needs at most
     11/9 of the smallest possible number of bins, plus one (Johnson 1973). Rows of equal length are taken by number, so
@@ -249,7 +250,7 @@ def plan_layout(
     """Plan how to run these rows. A prompt is shared if at least two rows have it and it is long enough.
 
     A row starts at the last token of its prompt, not after it, because that token predicts the first sampled one. An
-    extra bucket is opened where it saves at least `bucket_saving_min` padded tokens.
+    extra bucket is opened if it saves at least `bucket_saving_min` padded tokens.
     """
     prefixes: list[list[int]] = []
     prefix_of_row = [-1] * len(rows)
@@ -268,7 +269,7 @@ def plan_layout(
         chosen = [number for number in range(len(rows)) if (prefix_of_row[number] >= 0) == continues]
         rests = {number: len(rows[number].tokens) - starts[number] for number in chosen}
         widest = math.inf
-        # Longest first. Open a new bucket where padding to the current length would cost more than another pass.
+        # Longest first. Open a new bucket if padding to the current length would cost more than another pass.
         for place, number in enumerate(sorted(chosen, key=rests.__getitem__, reverse=True)):
             if (widest - rests[number]) * (len(chosen) - place) >= bucket_saving_min:
                 buckets.append([])
@@ -278,7 +279,7 @@ def plan_layout(
 
 
 def _live_mask(sample: Sample, trained: bool) -> list[float]:
-    """The mask of a sample; all 0 where its reward is missing or its rollout is not trained."""
+    """The mask of a sample; all 0 if the sample has no reward or its rollout is not trained."""
     sample.check()
     mask = sample.loss_mask
     assert not len(mask) or (min(mask) >= 0 and sum(mask) < math.inf), f"mask {mask}"
@@ -314,7 +315,7 @@ def _prefix_lengths(samples: Sequence[Sample], masks: Sequence[Sequence[float]],
     lengths: dict[int, int] = {}
     for members in sets.values():
         tokens = [samples[number].tokens for number in members]
-        ends = zip(min(tokens), max(tokens), strict=False)  # all members agree as far as these two agree
+        ends = zip(min(tokens), max(tokens), strict=False)  # all members share what these two share
         shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], ends))
         unsampled = min(first_live(masks[number]) for number in members)
         lengths.update(dict.fromkeys(members, min(shared, unsampled)))
@@ -332,7 +333,7 @@ def _token_count(rows: Sequence[Row]) -> int:
 def _cuts(lengths: list[int], tokens_max: int, saving_min: int) -> list[tuple[int, int]]:
     """Cut ascending lengths into slices of at most `tokens_max` padded tokens, or of one row.
 
-    The cuts have the least padding, where each slice counts as `saving_min` additional tokens.
+    The cuts have the lowest cost: all padding tokens, plus `saving_min` for each slice.
     """
     least = [0]  # [i] the lowest cost of the first i rows
     begins: list[int] = []  # [i] where the last slice of the first i + 1 rows begins
@@ -350,10 +351,11 @@ def _cuts(lengths: list[int], tokens_max: int, saving_min: int) -> list[tuple[in
 
 
 def _fill(units: list[list[Row]], tokens_max: int, share_prefix: bool) -> list[list[Row]]:
-    """Put units into microbatches in order. Open another microbatch where the next unit does not fit.
+    """Put units (lists of rows that stay together) into microbatches in order. Open another microbatch if the next unit
+    does not fit.
 
     The size of a microbatch is estimated from above, as prefixes x longest prefix + rows x longest rest, so that one
-    run over the units is enough.
+    pass over the units is enough.
     """
     filled: list[list[Row]] = []
     prefixes = prefix_longest = rest_longest = 0

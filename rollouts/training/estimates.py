@@ -23,7 +23,7 @@ _DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 MOMENTS = {"adamw": 2, "sgd": 1, "adafactor": 0}
 
 # Dense peaks in teraflops from the vendors' data sheets: (bfloat16, float16, float32 without TF32). None: tensor cores
-# do not support it. Most data sheets print twice as much, "with sparsity". The first match counts.
+# do not support the dtype. Most data sheets print twice as much, "with sparsity". The first matching name counts.
 _PEAKS: tuple[tuple[str, tuple[float | None, float | None, float]], ...] = (
     (r"A100", (312, 312, 19.5)),
     (r"H100\b.*\bPCIe", (756, 756, 51)),
@@ -49,10 +49,10 @@ class ModelSize(NamedTuple):
     """The numbers of a causal language model that determine memory and operations.
 
     Attributes:
-        parameters: all of them, with adapters; a tied one counts once
-        trained: those with gradients
-        matmul: those that a token is multiplied by: linear layers and the output head (a tied one too), but not an
-            embedding table; of experts, as many as a token uses
+        parameters: the number of all parameters, with adapters; a tied one counts once
+        trained: the number of parameters with gradients
+        matmul: the number of parameters that a token is multiplied by: linear layers and the output head (a tied one
+            too), but not an embedding table; of experts, as many as a token uses
         hidden: size of the embedding
         attention_width: heads x head size
         kv_width: key heads x head size
@@ -137,7 +137,7 @@ def train_flops(
     size: ModelSize, tokens: float, sequence_length: float, *, lora: bool, scored: float | None = None
 ) -> float:
     """Floating-point operations of forward and backward pass over `tokens`, in sequences of `sequence_length`, without
-    those that checkpointing repeats. Model-flops utilization is this divided by the peak.
+    the operations that checkpointing repeats. Model-flops utilization is this number per second, divided by the peak.
 
     A token takes 6 N + 12 L W T: one multiplication and one addition for each of N matmul parameters, in the forward
     pass and twice in the backward pass (gradients of inputs and of weights); and the same for queries with keys and
@@ -192,10 +192,10 @@ def estimate_memory(
 
     Args:
         tokens: the most tokens of a microbatch
-        sharded: over `shards` ranks (FSDP); whole layers are in `compute_dtype` (empty: `dtype`), and gradients are
-            added up in float32
-        critic: a model of its own
-        teacher: a model of its own
+        sharded: the model is sharded over `shards` ranks (FSDP); whole layers are in `compute_dtype` (empty: `dtype`),
+            and gradients are added up in float32
+        critic: the critic, if it is a separate model
+        teacher: the teacher model
         engine_copy: an engine has a copy of the whole model
         cache_bytes: the cache of an engine in this process
     """
@@ -226,8 +226,9 @@ def estimate_memory(
 
 
 def estimated_as(how: Literal["whole", "sharded", "embedded"]) -> Callable[[F], F]:
-    """Decorator for the factory of a backend, to be estimated by `estimate_memory`. A training backend has the whole
-    model on each rank, or a sharded one; an embedded engine decodes in the same processes, with a cache.
+    """Decorator for the factory of a backend: how `estimate_memory` counts its memory. "whole": a training backend with
+    the whole model on each rank; "sharded": with a sharded model; "embedded": an engine that decodes in the training
+    processes, with a cache.
     """
 
     def mark(factory: F) -> F:
@@ -262,7 +263,7 @@ def _activations(
 
 
 def _logits(size: ModelSize, tokens: int, compute: int, whole: bool) -> float:
-    """One chunk of logits, and the same again for work, in float32; and a third if the head has another dtype."""
+    """One chunk of logits and a work buffer of the same size, in float32; a third one if the head has another dtype."""
     from rollouts.training.algorithms.logprobs import CHUNK_ELEMENTS_MAX
 
     numbers = float(tokens * size.vocabulary)

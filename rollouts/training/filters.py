@@ -1,6 +1,6 @@
-"""Group filters: decide whether the rollouts of one prompt are trained. Pure functions, no torch.
+"""Group filters: they say whether the rollouts of one prompt are trained. Pure functions, no torch.
 
-A filter names its inputs: `rewards` (as the advantage gets them; None where a rollout was not judged), `scores` and
+A filter names its inputs: `rewards` (as the advantage gets them; None for a rollout that was not judged), `scores` and
 `parts` (as the rewards returned them), `samples`, `trajectories`, `step`. It returns True to keep the group, False to
 drop it, or the reason to drop it, as text. The reason becomes the metric `group/drop/<reason>`.
 
@@ -39,9 +39,9 @@ def accuracy_std(
     part: str = "",
     spread_min: float = 1e-6,
 ) -> bool | str:
-    """Drop groups that are all right or all wrong, whatever the shaped rewards are. Dynamic sampling of DAPO, whose
-    penalty for overlong replies does not say what is right. Also drops groups without the part. Raises ConfigError for
-    a part whose name is almost that of another one.
+    """Drop groups that are all right or all wrong, whatever the shaped rewards are. This is the dynamic sampling of
+    DAPO, whose shaped rewards include a penalty for overlong replies. Also drops groups without the part. Raises
+    ConfigError for a part whose name is almost that of another one.
 
     Args:
         part: the reward that says what is right; empty for the weighted sum of all rewards, before mixing and shaping

@@ -4,8 +4,9 @@ A name is `tiny` (the model that comes with rollouts), a folder, or a repository
 contain a LoRA adapter with its adapter_config.json: one of our checkpoints, or the result of peft, TRL and others. Then
 its base model is loaded, and the adapter is merged into it by peft.
 
-A model may bring its own Python code. It is refused outside of `remote_code(True)`, without a question at the terminal.
-Not here: training adapters (`rollouts.training.backends.lora`), writing models (`rollouts.training.weights.files`).
+A model may bring its own Python code. Loading such a model fails outside of `remote_code(True)`; no question is asked
+at the terminal. Not here: training adapters (`rollouts.training.backends.lora`), writing models
+(`rollouts.training.weights.files`).
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ _TOKENIZER = (
     "tokenizer.json tokenizer_config.json tokenizer.model spiece.model tekken.json vocab.json vocab.txt".split()
 )
 _PROBE_TOKENS = 16
-_AGREEMENT = 1e-3  # of the largest logit: float32 sums in another order differ much less, other weights much more
+# A fraction of the largest logit: float32 sums in another order differ much less, other weights much more.
+_AGREEMENT = 1e-3
 _remote_code_allowed = False  # for the whole process, because models are loaded in several threads
 
 
@@ -91,8 +93,8 @@ def resolve_model_name(name: str) -> str:
 
 
 def bundled(name: str) -> Bundled | None:
-    """The bundled model with this name, or with the shape of the model in this folder (a checkpoint, an export, or an
-    adapter of it). None for any other model. Only reads configurations.
+    """The bundled model with this name, or the bundled model with the same shape as the model in this folder (a
+    checkpoint, an export, or an adapter). None for any other model. Only reads configurations.
     >>> bundled("tiny").lr
     0.0003
     """
@@ -171,7 +173,7 @@ def _base_of(folder: Path) -> str:
 
     `tiny` is found wherever the package is installed. If a run of mode sft+rl was moved, the checkpoint of its first
     phase is found: the adapter is in `OUT/rl/checkpoints/Y`, and the model in `OUT/sft/checkpoints/X`. Raises
-    ModelError, which says what to write.
+    ModelError if there is no such model.
     """
     given = read_adapter_config(folder).get("base_model_name_or_path")
     if not given or not isinstance(given, str):
@@ -208,7 +210,7 @@ def _of_adapter(folder: str, error: ModelError) -> ModelError:
 
 def load_hf_model(name: str, *, dtype: str = "float32", device: str = "auto", attention: str = "auto") -> Any:
     """Load a causal LM in evaluation mode on `device`, with adapters merged in. `attention` is an implementation of
-    transformers (auto: its choice). Raises ModelError, ConfigError.
+    transformers (auto: transformers chooses). Raises ModelError, ConfigError.
     """
     import torch
 
@@ -262,7 +264,7 @@ def load_config(whole: str, **settings: Any) -> Any:
 
 
 def prepare_gradient_checkpointing(causal: Any) -> None:
-    """Turn on checkpointing, and all dropout off, because checkpointing needs training mode."""
+    """Turn on checkpointing. Turn off all dropout, because checkpointing needs training mode."""
     from torch import nn
 
     for module in causal.modules():
@@ -378,7 +380,7 @@ def merge_adapter(causal: Any, folder: str) -> Any:
         raise ModelError(f"the adapter in {folder} cannot be read: {first_line(error)}") from error
     except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:  # peft has no errors of its own
         lines = str(error).strip().splitlines()
-        # The first line of torch's message says no more than that.
+        # The first line of torch's message only says that loading failed.
         detail = lines[1].strip() if lines[1:] and lines[0].startswith("Error(s) in loading") else first_line(error)
         base = config.get("base_model_name_or_path")
         what = f"the adapter in {folder} does not fit the model that it names, {base}: {detail}"
@@ -423,7 +425,7 @@ def probe_logits(causal: Any) -> Any:
     weight = causal.get_input_embeddings().weight
     ids = (torch.arange(_PROBE_TOKENS) * 7919 % weight.shape[0])[None].to(weight.device)
     attention = causal.config._attn_implementation
-    if attention not in ("eager", "sdpa"):  # others need a GPU, or compile
+    if attention not in ("eager", "sdpa"):  # other implementations need a GPU, or compile
         causal.set_attn_implementation("eager")
     try:
         with torch.no_grad():

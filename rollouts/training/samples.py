@@ -13,8 +13,8 @@ from rollouts.types import Episode, Sample, Status, Trajectory
 def episode_samples(episode: Episode, group_index: int, rollout_index: int) -> list[Sample]:
     """One Sample for each segment of each trajectory, in order. Each has the reward and the parts of the episode.
 
-    The masks are 0 in truncated trajectories, after infrastructure failures, and where no reward could judge the
-    rollout. A truncated trajectory keeps its reward for the group's baseline; the others have the reward None. An
+    The masks are 0 in truncated trajectories, after infrastructure failures, and if no reward could judge the rollout.
+    A truncated trajectory keeps its reward for the group's baseline; in the other two cases the reward is None. An
     episode that failed before the model replied has no samples. `prompt_length` is known for the first segment only,
     and 0 for later ones.
     """

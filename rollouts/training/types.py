@@ -13,7 +13,7 @@ import msgspec
 from rollouts.training.backends.futures import TorchThread, TrainFuture
 
 Unit = Literal["token", "rollout", "pair"]
-"""What a loss returns one value for."""
+"""A loss returns one value per token, per rollout or per pair."""
 
 Anchor = Literal["sampler", "current"]
 """The anchor of rows without `old_logprobs`: the sampler's logprobs, or the current policy's (detached)."""
@@ -26,8 +26,8 @@ class Row(msgspec.Struct):
         loss_mask: the weight of each token. A token with a weight above 0 is live: it is trained
         weights: u of docs/formulas.md, with the mask included. The objective is sum(weights * loss) / D
         advantages: 0 where the mask is 0
-        rollout_logprobs: of the sampler; None if they are unknown. The anchor is then the policy when the row is first
-            scored
+        rollout_logprobs: logprobs under the sampler; None if they are unknown. The anchor is then the policy at the
+            time when the row is first scored
         prefix_length: how many leading tokens are the same in all rows of this prompt and group. A backend may run them
             once
         segment: the number of the row within its rollout
@@ -61,7 +61,7 @@ class TrainBatch(msgspec.Struct):
         rewards: [N], indexed by `rollout_index` (0..N-1)
         algorithm: the name of an algorithm that the backend received when it was made. Batches contain data and names,
             never functions
-        unit: what the loss returns one value for
+        unit: whether the loss returns one value per token, per rollout or per pair
         kl_coefficient: None for the algorithm's own coefficient
     """
 
@@ -137,7 +137,7 @@ class TrainingBackend(Protocol):
 
     world_size: int  # the number of ranks
     device: str  # the device of this process: cpu, cuda:0
-    compute_dtype: str  # the dtype in which layers compute; a copy of the model in it gives the same numbers
+    compute_dtype: str  # the dtype in which layers compute; a copy of the model in this dtype gives the same numbers
     notes: Sequence[str]  # for the user: what this model cannot do, such as an optimization that does not apply
     checkpoint_bytes: int | None  # approximate size of a checkpoint on disk; None: unknown
     can_profile: bool  # whether `start_profile` and `stop_profile` are available
@@ -155,13 +155,13 @@ class TrainingBackend(Protocol):
     def forward(
         self, batch: TrainBatch, needs: tuple[str, ...] = ("logprobs",), *, only_live: bool = False
     ) -> TrainFuture[ForwardOutput]:
-        """Compute the fields of ForwardOutput in `needs`, without gradient. `only_live`: at live positions."""
+        """Compute the fields of ForwardOutput in `needs`, without gradient. `only_live`: at live positions only."""
 
     def forward_backward(self, batch: TrainBatch) -> TrainFuture[dict[str, float]]:
         """Accumulate gradients and denominators. Returns the `policy/...` metrics of the batch."""
 
     def optim_step(self) -> TrainFuture[StepResult]:
-        """Divide the gradient by D, clip it, step, set it to zero, and increase `version`.
+        """Divide the gradient by D, clip it, step, set the gradient to zero, and increase `version`.
 
         The step is skipped if D is 0 or the gradient is not finite. The metric `optim/skipped` reports it.
         """

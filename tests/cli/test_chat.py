@@ -131,7 +131,7 @@ def test_what_a_terminal_would_obey_is_shown_as_text(run, monkeypatch, capsys):
         (["RUN", "--env", "gmae"], "no environment is named 'gmae'"),
         (["RUN", "--temperature", "-1"], "must be at least 0; got -1"),
         (["RUN", "--steps", "3"], "has no option --steps"),
-        (["RUN", "--out", "TAKEN"], "it exists already and is kept as it is"),
+        (["RUN", "--out", "TAKEN"], "this file exists already and is not overwritten"),
         (["RUN", "--out", "/no/such/folder/x"], "cannot be written: No such file or directory"),
         (["no/such/run"], "no/such/run"),
         ([""], "no model was named"),

@@ -19,7 +19,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from rollouts.cli import main
-from rollouts.config.resolving import resolve
+from rollouts.config.resolving import merge_over_file, resolve
 from rollouts.config.settings import EVAL, setting_infos
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "servers"))
@@ -323,7 +323,7 @@ SHORT = ["--steps", "1", "--prompts-per-step", "2", "--samples-per-prompt", "2",
 def test_a_run_s_last_evaluation_is_repeated_with_its_checkpoint(here):
     assert main(["run", *CALCULATOR, *SHORT, "--out", "trained"]) == 0
     after = summary_of(here / "trained")["evaluation"]["after"]
-    assert main(["eval", "trained/config.toml", "--model", "trained", "--samples-per-prompt", "1", "--out", "a"]) == 0
+    assert main(["eval", "trained", "--out", "a"]) == 0
     first = summary_of(here / "a")
     assert first["reward_mean"] == after["reward_mean"] and first["parts"] == after["parts"]
     assert first["model"] == "trained/checkpoints/step_000001" and first["tokens"]["completion_tokens"] > 0
@@ -354,8 +354,8 @@ def described(capsys, *argv: str) -> tuple[str, str]:
 
 def test_a_run_is_asked_what_it_held_out(here, capsys):
     """One-digit products: there are a hundred of them, so that draws of another seed do meet training tasks."""
-    digits = ["--env", "calculator", "--env.digits", "1"]
-    small = ["--steps", "0", "--max-tokens", "8", "--out", "r"]
+    digits = ["--env", "calculator", "--env.digits", "1", "--max-tokens", "8"]
+    small = ["--steps", "0", "--out", "r"]
     assert main(["run", *digits, "--seed", "5", "--eval-tasks", "20", *small]) == 0
     checkpoint = "r/checkpoints/step_000000"
     for model in ("r", checkpoint, "r/checkpoints"):
@@ -375,7 +375,37 @@ def test_a_run_is_asked_what_it_held_out(here, capsys):
     text = (here / "r" / "config.toml").read_text()
     (here / "r" / "config.toml").write_text(text.replace("eval_tasks = 20", "eval_tasks = 0"))
     own, note = described(capsys, *digits, "--model", "r")
-    assert own == "eval_tasks = 512 seed = 5" and "it held out 0 of these 100 tasks" in note
+    assert own == "eval_tasks = 512 seed = 5" and "it held out 0 of these 20 tasks" in note
+
+
+def test_what_decided_the_runs_numbers_is_noted_where_it_is_not_used(here, capsys):
+    (here / "r.py").write_text("def quick(trajectory):\n    return 1.0\n")
+    run = ["--env", "calculator", "--env.digits", "1", "--reward", "env:1", "--reward", "r.py:quick:-0.1"]
+    run += ["--system", "Be brief.", "--temperature", "0.5", "--samples-per-prompt", "2"]
+    assert main(["run", *run, "--eval-tasks", "4", "--steps", "0", "--out", "runs/b"]) == 0
+    unused = (
+        'the run used --reward env:1, --reward r.py:quick:-0.1, env.digits = 1, system = "Be brief.", which this '
+        "evaluation does not use; to use them, type: rollouts eval runs/b"
+    )
+    assert f"note: {unused}\n" in described(capsys, "--env", "calculator", "--model", "runs/b")[1] + "\n"
+    checkpoint = "runs/b/checkpoints/step_000000"
+    note = described(capsys, "--env", "calculator", "--model", checkpoint)[1]
+    assert f"{unused} --model {checkpoint}" in note
+    assert described(capsys, "runs/b") == ("eval_tasks = 4 seed = 0", "")
+    assert "the run used" not in described(capsys, "--env", "./add.py:Add", "--model", "runs/b")[1]
+
+
+@pytest.mark.parametrize("over, expected", [({}, (1, 1.0)), ({"samples_per_prompt": 3, "temperature": 0}, (3, 0.0))])
+def test_an_evaluation_samples_as_the_evaluations_of_the_run(over, expected):
+    trained = {"mode": "rl", "env": "e", "samples_per_prompt": 8, "temperature": 0.5}
+    for file in (trained, {**trained, "mode": None, "steps": 3}):
+        file = {key: value for key, value in file.items() if value is not None}
+        found = resolve(merge_over_file(file, {"mode": "eval"}, over)).settings
+        assert (found.samples_per_prompt, found.temperature) == expected
+    for file in ({**trained, "mode": "eval"}, {"env": "e", "samples_per_prompt": 8, "temperature": 0.5}):
+        found = resolve(merge_over_file(file, {"mode": "eval"})).settings
+        assert (found.samples_per_prompt, found.temperature) == (8, 0.5), "of an evaluation: it is repeated"
+    assert resolve(merge_over_file(trained, {})).settings.samples_per_prompt == 8
 
 
 def test_a_mixture_is_asked_what_it_held_out(here, capsys):

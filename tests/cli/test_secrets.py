@@ -146,7 +146,7 @@ def test_both_phases_with_secrets_are_resumed(here, capsys):
     capsys.readouterr()
     assert main(["resume", "two", "--steps", "3", *secrets, "--sft.logger.own.pad-token", "<end>"]) == 2
     error = capsys.readouterr().err
-    assert "this would change it: sft.logger" in error and "hush" not in error
+    assert "its settings cannot change: sft.logger" in error and "hush" not in error
     assert b"hush" not in everything_in("two")
 
 

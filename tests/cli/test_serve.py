@@ -122,7 +122,7 @@ def test_a_signal_ends_it_once_what_is_in_flight_is_answered(number):
         (["tiny", "--inference", "openai"], "--inference openai: "),
         (
             ["gpt", "--inference", "openai", "--inference.url", "http://127.0.0.1:9"],
-            "has an address of its own already",
+            "with an address of its own",
         ),
         (["tiny", "--env", "calculator"], "has no option --env"),
         (["no/such/run"], "no/such/run"),

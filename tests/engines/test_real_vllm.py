@@ -429,7 +429,7 @@ def test_a_load_that_failed_is_told_and_a_good_one_mends_it(url, trainers, tmp_p
 
             nursery.start_soon(under_way)
             await trio.sleep(0.3)
-            words = "greater than max_lora_rank" if lora_rank else "it stays paused until a load succeeds"
+            words = "greater than max_lora_rank" if lora_rank else "the server stays paused until a load succeeds"
             with pytest.raises(InferenceError, match=words):
                 await engine.update_weights(bad)
             with pytest.raises(InferenceError, match=words):

@@ -47,7 +47,7 @@ def test_what_is_required_is_enough():
 
 @pytest.mark.parametrize("name", REQUIRED)
 def test_each_one_is_required_and_named(name):
-    with pytest.raises(ConfigError, match=rf"--inference strange: Strange has no {name}:.* docs/inference\.md"):
+    with pytest.raises(ConfigError, match=rf"--inference strange: Strange has no {name}; .* docs/inference\.md"):
         check_engine(engine_of(**{name: ...}), "strange")
 
 

@@ -321,8 +321,8 @@ def choice(ids: list[int], scored: list[int] | None = None, finish: str = "stop"
 @pytest.mark.parametrize(
     ("choices", "words"),
     [
-        ([], "returned 0 choices instead of one"),
-        ([choice([1], [1])] * 2, "returned 2"),
+        ([], "http://h returned a reply with 0 choices, expected 1"),
+        ([choice([1], [1])] * 2, "with 2 choices"),
         ([choice([1, 2])], "2 token ids, and 0 logprobs"),
         ([choice([1, 2], [1, 3])], "that do not match"),
         ([choice([1], [1], "tired")], "ended a reply with 'tired', expected stop, length, abort"),
@@ -330,14 +330,19 @@ def choice(ids: list[int], scored: list[int] | None = None, finish: str = "stop"
 )
 def test_replies_that_cannot_be_used_are_refused(choices, words):
     with pytest.raises(InferenceError, match=words):
-        read_reply(GenerateReply(choices))
+        read_reply(GenerateReply(choices), "http://h")
 
 
 def test_replies_that_can_be_used():
-    assert read_reply(GenerateReply([choice([1, 2], [1, 2], "length")])) == ([1, 2], [-1.0, -1.0], "length", ())
-    assert read_reply(GenerateReply([choice([], None, "abort")])) == ([], [], "abort", ())
+    assert read_reply(GenerateReply([choice([1, 2], [1, 2], "length")]), "http://h") == (
+        [1, 2],
+        [-1.0, -1.0],
+        "length",
+        (),
+    )
+    assert read_reply(GenerateReply([choice([], None, "abort")]), "http://h") == ([], [], "abort", ())
     spans = [Span("default", 0, 1), Span("7", 1, 2)]
-    found = read_reply(GenerateReply([choice([1, 2], [1, 2], spans=spans)]))
+    found = read_reply(GenerateReply([choice([1, 2], [1, 2], spans=spans)]), "http://h")
     assert found.spans == (("default", 0, 1), ("7", 1, 2))
 
 
@@ -379,10 +384,10 @@ def test_full_weights_are_loaded_while_it_pauses_and_no_cache_stays(extended):
     [
         (
             {"/collective_rpc": status(500, "no such file")},
-            "no such file; it stays paused .* Can it read .*some/folder",
+            "no such file; the server stays paused .* it can read .*some/folder",
         ),
-        ({RESET: {"success": False}}, "did not empty its prefix cache"),
-        ({RESET: {"success": False}, "/resume": status(500, "and dead")}, "did not empty its prefix cache"),
+        ({RESET: {"success": False}}, "did not clear its prefix cache"),
+        ({RESET: {"success": False}, "/resume": status(500, "and dead")}, "did not clear its prefix cache"),
         ({"/update_weight_version": status(404)}, "404"),
         ({"/pause?mode=keep": status(None, "no whole answer")}, "no whole answer"),
     ],

@@ -127,7 +127,7 @@ def test_nothing_but_held_out_tasks_is_refused(capsys, here):
         )
     assert main(["sft", "--env", "./parts.py:Apart", "--out", "out", "--eval-tasks", "10000", "--steps", "1"]) == 2
     error = capsys.readouterr().err
-    assert "only demonstrations of held-out tasks" in error and "lower --eval-tasks" in error
+    assert "all belong to held-out tasks" in error and "lower --eval-tasks" in error
     assert "Traceback" not in error and not Path("out").exists()
 
 

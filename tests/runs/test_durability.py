@@ -227,7 +227,7 @@ def test_a_last_checkpoint_that_is_gone_is_told(capsys):
     assert "go on from step_000001 with: rollouts resume out --checkpoint step_000001" in error
     again = [*SFT, "--steps", "3", "--checkpoint-every", "1", "--out", "out", "--resume", "auto"]
     assert main(again) == 0
-    assert "step_000002, which is missing; going on from step_000001 instead" in capsys.readouterr().out
+    assert "step_000002, which is missing; continuing from step_000001 instead" in capsys.readouterr().out
     assert checkpoints() == ["step_000001", "step_000002", "step_000003"]
 
 
@@ -239,7 +239,7 @@ def test_a_checkpoint_without_a_manifest_is_not_passed_over(capsys):
     assert "step_000002 has no manifest.json" in refused(capsys, "export", "out", "model")
     assert main([*SFT, "--steps", "3", "--out", "out", "--resume", "auto"]) == 0
     said = capsys.readouterr().out
-    assert "step_000002 has no manifest.json" in said and "going on from step_000001 instead" in said
+    assert "step_000002 has no manifest.json" in said and "continuing from step_000001 instead" in said
 
 
 # --- the working directory ------------------------------------------------------------------------------------------

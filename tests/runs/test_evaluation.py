@@ -110,7 +110,9 @@ def test_what_a_run_wrote_is_not_evaluated_by_servers_that_nobody_gave_it_to(par
             (folder / name).write_text("{}")
     engine = {"name": VLLM, "url": "http://gpu7:8000,http://gpu8:8000"}
     for given in (run, checkpoint):
-        with pytest.raises(ConfigError, match=r"nothing is sent.*Leave --inference\.url out.*served-model NAME"):
+        with pytest.raises(
+            ConfigError, match=r"an evaluation sends no weights.*Leave --inference\.url out.*served-model NAME"
+        ):
             make_plan(evaluation(model=str(given), inference=engine))
         plan = make_plan(evaluation(model=str(given), inference=engine | {"served_model": "mine"}))
         assert (

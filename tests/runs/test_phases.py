@@ -404,7 +404,7 @@ def test_resume_auto_falls_back_in_either_phase(phase, capsys):
     assert main(["resume", "out"]) == 2
     assert "go on from step_000001 with: rollouts resume out --checkpoint step_000001\n" in capsys.readouterr().err
     command("--resume", "auto", "--checkpoint-every", "1", "--sft.steps", steps, "--steps", "3")
-    assert "going on from step_000001 instead" in capsys.readouterr().out
+    assert "continuing from step_000001 instead" in capsys.readouterr().out
     assert summary_of("out")["status"] == "done"
 
 

@@ -193,7 +193,11 @@ def test_a_tool_may_refuse_invented_arguments(here):
 @pytest.mark.parametrize(
     "error, words, settings",
     [
-        (ConfigError, "in a scripted episode the reward few could not judge: KeyError", {"env": "RaisingReward"}),
+        (
+            ConfigError,
+            "in a test episode with scripted replies, the reward few could not judge: KeyError",
+            {"env": "RaisingReward"},
+        ),
         (ConfigError, "'bad' returned nan", {"env": "NaN"}),
         (EnvironmentDefinitionError, "environment_error: running setup: OSError: no such", {"env": "RaisingSetup"}),
         (ConfigError, "'group_reward' returned [1.0] for 2 rollouts", {"reward": ["./parts.py:group_reward"]}),

@@ -524,7 +524,7 @@ def test_resume_auto_falls_back_by_itself(capsys):
     run("out", "--resume", "auto")
     said = capsys.readouterr().out
     assert "note: the checkpoint out/checkpoints/step_000003 is damaged" in said
-    assert "going on from step_000002 instead" in said
+    assert "continuing from step_000002 instead" in said
     assert lines_of("out") == lines_of("whole")
 
 

@@ -5,7 +5,8 @@ column, and the columns that it may see (those up to its own). Rows of different
 and without gaps, because columns after a row's last token are never visible. Places to write are computed once per
 forward pass, and nothing is concatenated. `SlotCache` is a transformers `Cache`: any model that accepts a
 `DynamicCache` of full-attention layers accepts it. Between turns, a session keeps a compact copy of its row
-(`SessionCaches`). Sliding windows and linear attention are not supported; `decode_slots.PlainSlots` serves those.
+(`SessionCaches`). Sliding windows and linear attention are not supported; `decode_slots.PlainSlots` decodes such
+models.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class KVShape(NamedTuple):
 class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
     """Keys [layers, slots + 1, heads, columns, key_dim], and values in the same layout.
 
-    Padding is written to the last slot. Call `point` before each forward pass; the model's layers then call `update`.
+    Padding is written to the last slot. Call `point` before each forward pass; in the pass, the model's layers call
+    `update`.
     """
 
     def __init__(self, shape: KVShape, slots: int, columns: int) -> None:
@@ -77,8 +79,8 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
         self._views: list[tuple[Tensor, Tensor]] = []
 
     def reserve(self, columns: int, columns_max: int) -> None:
-        """Make room for positions below `columns`, and keep the stored tokens. The buffer grows ahead of need, up to
-        `columns_max`.
+        """Make room for positions below `columns`, and keep the stored tokens. The buffer grows by more than it needs
+        now, up to `columns_max`.
         """
         if columns <= self.columns:
             return
@@ -125,7 +127,9 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: object, **_kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Called by the model's attention: store new keys and values [n, heads, S, dim]; return those of the window."""
+        """Called by the model's attention: store new keys and values [n, heads, S, dim]; return the keys and values of
+        the window.
+        """
         keys, values = self._flat[layer_idx]
         keys.index_copy_(0, self._places, key_states.reshape(-1, keys.shape[1]))
         values.index_copy_(0, self._places, value_states.reshape(-1, values.shape[1]))
@@ -167,7 +171,7 @@ class SavedCache(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Memory it holds."""
+        """The memory of the keys and values, in bytes."""
         return int(self.keys.nbytes + self.values.nbytes)
 
 
@@ -212,7 +216,7 @@ class SessionCaches:
                 self._bytes += saved.bytes
 
     def take(self, session: str, version: int) -> SavedCache | None:
-        """Remove and return the session's cache; None if there is none, or if other weights computed it."""
+        """Remove and return the session's cache; None if the session has no cache, or if other weights computed it."""
         with self._lock:
             saved = self._live.get(session)
             self._forget(session)

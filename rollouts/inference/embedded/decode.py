@@ -1,10 +1,10 @@
 """The torch side of the embedded engine: it samples a batch of requests, and scores given sequences.
 
-Each request has its own random numbers, which depend only on its seed, and uses one per token. Sampling inverts the
-cumulative distribution at that number. So neither the size of a batch nor the order of its rows changes a sample. The
-decode slots (`decode_slots.py`) hold the caches and compute the logits. A finished row leaves at once, and a queued row
-takes its slot. Everything here runs in the torch thread. The same rows in the same order give the same operations;
-nothing depends on time. The caller passes the version of the weights.
+Each request has its own random numbers, which depend only on its seed, and uses one of them per token. Sampling inverts
+the cumulative distribution at this number. So neither the size of a batch nor the order of its rows changes a sample.
+The decode slots (`decode_slots.py`) hold the caches and compute the logits. A finished row leaves its slot at once, and
+a queued row takes the slot. Everything here runs in the torch thread. The same rows in the same order give the same
+operations; nothing depends on time. The caller passes the version of the weights.
 
 top-p, top-k and min-p are not supported, because the trainer would have to reproduce them (see numerics.md).
 """
@@ -43,8 +43,8 @@ SCORE_ROWS = 1024  # positions whose float32 log-probabilities are in memory at 
 class Decoder:
     """Decodes rows with a transformers causal LM, with or without peft. Call it in one thread only.
 
-    A batch is split into parts whose keys and values fit into `cache_bytes`. Each row starts from its session's cache.
-    `prefill_tokens_max` limits the context tokens of one forward pass.
+    A batch is split into parts whose keys and values fit into `cache_bytes`. Each row starts from the cache of its
+    session, if the session has one. `prefill_tokens_max` limits the context tokens of one forward pass.
     """
 
     def __init__(self, model: Any, *, rows_max: int, cache_bytes: int, prefill_tokens_max: int) -> None:
@@ -186,7 +186,9 @@ def common_prefix(left: list[int], right: list[int]) -> int:
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Disable gradients and put every module in eval mode. Afterwards, modules that were training are so again."""
+    """Disable gradients and put every module in eval mode. After the block, modules that were in training mode are in
+    training mode again.
+    """
     # Not inference_mode: tensors that a module caches (rotary tables) are used in training too.
     training = [module for module in model.modules() if module.training]
     for module in training:
@@ -247,7 +249,7 @@ def _invert(logprobs: Tensor, uniforms: Tensor) -> Tensor:
     cumulative = logprobs.exp().cumsum(dim=-1)
     thresholds = uniforms.unsqueeze(1) * cumulative[:, -1:]  # below the total, since numbers are at most 1 - 2**-24
     ids = torch.searchsorted(cumulative, thresholds, right=True).squeeze(1)
-    return ids.clamp_max_(logprobs.shape[1] - 1)  # needed for NaN rows only
+    return ids.clamp_max_(logprobs.shape[1] - 1)  # changes rows with NaN only
 
 
 def _draw_exactly(logprobs: Tensor, uniform: float) -> tuple[int, float]:

@@ -5,9 +5,9 @@ prompts of a batch (the rollouts of a group) are prefilled once. A session's nex
 When a row finishes, the last row moves into its slot. Queued rows join as soon as enough slots are free. A step
 computes one comparison for its mask and concatenates nothing.
 
-`PlainSlots` is the slower way, over the model's own cache: sliding windows, linear attention and other state. It
-computes whole contexts anew each turn. Attention-only models take contexts of mixed lengths, padded on the left. Models
-with recurrent state take contexts of one length at a time, so that padding never enters a state.
+`PlainSlots` is the slower way, over the model's own cache, for models with sliding windows, linear attention or other
+state. It computes whole contexts anew each turn. Attention-only models take contexts of mixed lengths, padded on the
+left. Models with recurrent state take contexts of one length at a time, so that padding never enters a state.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ PADDING_MAX = 512  # more padding than this costs more than one more pass
 
 @dataclass(eq=False)
 class DecodeRow:
-    """One request while it decodes. `numbers` are its own random numbers. Any thread may set `abandoned`, which makes
-    the row leave at the next step.
+    """One request while it decodes. `numbers` are its own random numbers. Any thread may set `abandoned`, which removes
+    the row from the batch at the next step.
     """
 
     tokens: list[int]
@@ -40,7 +40,7 @@ class DecodeRow:
     temperature: float
     numbers: Iterator[float]
     session: str | None = None
-    pending: Any = None  # the `PendingRequest` that it answers
+    pending: Any = None  # the `PendingRequest` that the row answers
     sampled: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     saved: SavedCache | None = None
@@ -54,12 +54,12 @@ class DecodeRow:
 
     @property
     def width_max(self) -> int:
-        """The largest number of columns that it may need."""
+        """The largest number of columns that the row may need."""
         return len(self.tokens) + self.max_tokens
 
     @property
     def finish(self) -> Literal["stop", "length"] | None:
-        """Why it is finished; None while it decodes."""
+        """Why the row is finished; None while it decodes."""
         if self.sampled and self.sampled[-1] in self.stop_ids:
             return "stop"
         return "length" if len(self.sampled) >= self.max_tokens else None
@@ -99,8 +99,8 @@ class Network:
 # `release` to remove finished rows.
 @dataclass
 class CachedSlots:
-    """Row i decodes in slot i of the cache, which grows to `columns_max` at most. Saved caches of sessions must be of
-    weights `version`.
+    """Row i decodes in slot i of the cache, which grows to `columns_max` at most. A session's saved cache is only used
+    if weights `version` computed it.
     """
 
     network: Network
@@ -160,7 +160,9 @@ class CachedSlots:
         return ordered, logits.index_select(0, torch.tensor(owners, device=logits.device))
 
     def prefill(self, first: int, contexts: list[tuple[list[int], int]]) -> Tensor:
-        """Logits [m, V] after each context. Its first `begin` tokens are in its slot already."""
+        """Logits [m, V] after each context. A context is (tokens, begin): the first `begin` tokens are in its slot
+        already.
+        """
         logits, start = [], 0
         while start < len(contexts):
             stop, longest, real = start, 0, 0
@@ -239,7 +241,9 @@ class PlainSlots:
     _mask: Tensor | None = None
 
     def take(self, active: int, queue: list[DecodeRow]) -> list[DecodeRow]:
-        """One batch at a time. Without padding: the leading contexts of one length."""
+        """Remove and return the next batch, if no row is active. Without padding, a batch has contexts of one
+        length.
+        """
         if active:
             return []
         size = min(self.count, len(queue))
@@ -286,7 +290,7 @@ class PlainSlots:
         return logits
 
     def release(self, rows: list[DecodeRow], finished: list[int]) -> list[DecodeRow]:
-        """Remove the finished rows; returns the others, in order."""
+        """Remove the finished rows; returns the remaining rows, in order."""
         leaving = set(finished)
         kept = [index for index in range(len(rows)) if index not in leaving]
         if kept:
@@ -311,7 +315,9 @@ LENGTHS = (7, 4, 7)  # test contexts: two of one length, and one that needs padd
 
 
 class CacheSupport(NamedTuple):
-    """`shape` is set if `CachedSlots` works; else `reason` says why not. `padded`: left padding is harmless."""
+    """`shape` is set if `CachedSlots` works; else `reason` says why not. `padded`: whether left padding leaves the
+    logits unchanged.
+    """
 
     shape: KVShape | None
     padded: bool

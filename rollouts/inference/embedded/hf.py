@@ -2,8 +2,8 @@
 
 Its weights are always current, at no cost. (With a sharded trainer, rank 0 keeps a copy, which is updated after every
 step.) Generation and training run in one thread, so an optimizer step never overlaps a decode step. Requests are
-collected into batches (`scheduler.py`) and sampled (`decode.py`). One seed gives one result: neither trio's task order
-nor the batch size changes a random number. top-p and similar methods, stop strings and several devices are not
+collected into batches (`scheduler.py`) and sampled (`decode.py`). A seed determines the result: neither trio's task
+order nor the batch size changes a random number. top-p and similar methods, stop strings and several devices are not
 supported.
 
     async with create_hf_inference("path/to/model", None, 0) as engine:
@@ -41,7 +41,7 @@ class HFInference:
 
     With a training backend it uses the backend's `thread`, `model` and `version`. With a sharded backend, `model` is a
     copy, and every update writes new weights into it. Without a backend the engine has its own thread, which ends when
-    you leave the context manager. `adapter` is the PeftModel around such a copy if only its adapter is updated. If
+    you leave the context manager. `adapter` is the PeftModel around this copy if updates bring only the adapter. If
     `generate` is cancelled, its row leaves the batch at the next step.
     """
 
@@ -65,7 +65,7 @@ class HFInference:
             weights_kind="full" if self.adapter is None else "adapter",
             aborts=True,
         )
-        self._served = 0  # the version of its own weights
+        self._served = 0  # the version of the engine's own weights
         self._thread: TorchThread = self.training.thread if shares else TorchThread("rollouts-hf")
         size = int(self.cache_gib * 2**30)
         self._decoder = Decoder(
@@ -96,13 +96,13 @@ class HFInference:
                 await trio.to_thread.run_sync(self._thread.close, abandon_on_cancel=True)
 
     def open_session(self, order: tuple[int, ...]) -> str:
-        """Announce an episode. No batch starts until it waits in `generate` or is closed."""
+        """Announce an episode. No batch starts until this session waits in `generate` or is closed."""
         session = self._scheduler.open(order)
         self._decoder.sessions.open(session)
         return session
 
     def close_session(self, session: str) -> None:
-        """The episode is over: free its cache, and stop waiting for it. It is safe to close a session twice."""
+        """End the session: free its cache, and start batches without it. It is safe to close a session twice."""
         self._scheduler.close(session)
         self._decoder.sessions.close(session)
         if self._scheduler.sessions:
@@ -231,7 +231,7 @@ class HFInference:
             pending.row = DecodeRow(
                 tokens, request.max_tokens, stop_ids, request.temperature, numbers, request.session, pending
             )
-            pending.wait_scope.deadline = math.inf  # no deadline once it runs
+            pending.wait_scope.deadline = math.inf  # no deadline once the request runs
         try:
             self._thread.submit(
                 self._run_batch, [pending.row for pending in pending_requests], trio.lowlevel.current_trio_token()
@@ -268,7 +268,7 @@ class HFInference:
             post(rows, failure)
 
     def _check(self, tokens: list[int], reply: int = 0) -> None:
-        """Refuse ids outside the vocabulary, and a context and reply that exceed the limit."""
+        """Raise InferenceError for ids outside the vocabulary, and if context and reply exceed the limit."""
         lowest, highest = min(tokens), max(tokens)
         if lowest < 0 or highest >= self.vocabulary_size:
             wrong = lowest if lowest < 0 else highest
@@ -301,7 +301,7 @@ def create_hf_inference(
     """The embedded engine. It uses the trainer's model, or loads `model` if there is no trainer or a sharded one.
 
     `seed` is not used, because every request has its own seed. Raises ModelError if the model cannot be loaded, and
-    ConfigError if a setting is out of bounds, or if `dtype` or `device` is given beside a trainer.
+    ConfigError if a setting is out of bounds, or if `dtype` or `device` is given although there is a trainer.
 
     Args:
         rows_max: rows that decode at the same time; the other rows of a batch wait
@@ -309,8 +309,8 @@ def create_hf_inference(
         prefill_tokens_max: context tokens of one forward pass
         context_tokens: limit for prompt and reply together, in tokens; 0: the model's own limit
         wait_seconds: how long a request waits for the other episodes before it fails
-        dtype: of the weights, without a trainer; auto is float32
-        device: of the weights, without a trainer; auto is a GPU if there is one
+        dtype: dtype of the weights, without a trainer; auto is float32
+        device: device of the weights, without a trainer; auto is a GPU if there is one
     """
     check_bounds(
         ("--inference.rows-max", rows_max, rows_max >= 1, "1 or more"),

@@ -1,8 +1,8 @@
-"""Decides when a batch of requests starts. This is the trio side of the embedded engine; it does not import torch.
+"""Starts batches of requests. This is the trio side of the embedded engine; it does not import torch.
 
-A batch starts when every open session either waits in `generate` or has closed. It contains all waiting requests. Its
-time and its order depend on the episodes alone, never on the order in which trio runs tasks. A request without an open
-session does not wait for the others: it starts at the next scheduling point.
+A batch starts when every open session either waits in `generate` or has closed. It contains all waiting requests. When
+a batch starts and how it is sorted depends on the episodes alone, never on the order in which trio runs tasks. A
+request without an open session does not wait for the others: it starts at the next scheduling point.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from rollouts.inference.base import GenerateRequest, Generation
 class InferenceStatistics:
     """Counts since the engine was created, and the number of sessions that are open now.
 
-    `prefilled`, `reused` and `sampled` count tokens: computed as context, taken from sessions' caches, and sampled.
+    `prefilled` counts the context tokens that were computed, `reused` those from sessions' caches, `sampled` the
+    sampled tokens.
     """
 
     batches: int = 0
@@ -35,8 +36,8 @@ class InferenceStatistics:
 class PendingRequest:
     """One request, and the task that waits for it.
 
-    `row` is what the torch thread decodes; it is set when the batch starts. `wait_scope` bounds the wait until then.
-    `done` is set together with the answer: a generation, or the error to raise.
+    `row` is what the torch thread decodes; it is set when the batch starts. `wait_scope` limits the wait until the
+    batch starts. `done` is set together with the answer: a generation, or the error to raise.
     """
 
     request: GenerateRequest
@@ -52,7 +53,7 @@ class PendingRequest:
             self.done.set()
 
     def abandon(self) -> None:
-        """Make the row leave its batch at the next step."""
+        """Remove the row from its batch at the next step."""
         if self.row is not None:
             self.row.abandoned = True
 
@@ -81,7 +82,9 @@ class BatchScheduler:
             pending.resolve(InferenceError(f"session {session} was closed while it waited for a reply"))
 
     def add(self, pending: PendingRequest) -> bool:
-        """Queue a request. Returns whether it belongs to an open session, and so waits for the other sessions."""
+        """Queue a request. Returns whether the request belongs to an open session, and so waits for the other
+        sessions.
+        """
         session = pending.request.session
         if session is not None and session in self.sessions:
             self._waiting.setdefault(session, []).append(pending)
@@ -90,7 +93,7 @@ class BatchScheduler:
         return False
 
     def remove(self, pending: PendingRequest) -> None:
-        """Remove a request that was answered or cancelled. Its session no longer waits."""
+        """Remove a request that was answered or cancelled. Its session has no waiting request any more."""
         pending.abandon()
         self._running.discard(pending)
         if pending in self._sessionless:
@@ -123,7 +126,7 @@ class BatchScheduler:
         return self._take(requests)
 
     def missing(self) -> list[str]:
-        """The open sessions that do not wait, which delay the batch."""
+        """The open sessions without a waiting request. The batch waits for them."""
         return sorted(self.sessions - self._waiting.keys())
 
     def _take(self, requests: list[PendingRequest]) -> list[PendingRequest]:

@@ -24,16 +24,17 @@ HANDSHAKE_SECONDS = 60.0  # a server's first generation may take long
 class ServerSetup:
     """What a run requires of a server, and its deadlines.
 
-    Sent ids are below `vocabulary_size`. `model` is the server's name for the model ("": its first model). With a
-    `lora_rank` above 0 the server gets adapters. `temperature` is the run's sampling temperature; if it is not 1, a
-    server that reports logprobs at temperature 1 is refused. `tokenizer` is a text and its ids; a server that gives
-    other ids is refused. Without `takes_weights` the server need not load weights. `tolerance` above 0 is the largest
-    difference to the trainer's logprobs, in nats per token. With `groups`, full weights come over torch.distributed
-    instead of in a folder. At most `connections_max` requests are in flight; the others wait.
+    All ids that are sent are below `vocabulary_size`. `model` is the server's name for the model ("": its first model).
+    With a `lora_rank` above 0, weight updates are adapters. `temperature` is the run's sampling temperature; if it is
+    not 1, a server that reports logprobs at temperature 1 is refused. `tokenizer` is a text and its ids; a server that
+    returns other ids for the text is refused. If `takes_weights` is False, the server need not be able to load weights.
+    `tolerance` above 0 is the largest difference to the trainer's logprobs, in nats per token. With `groups`, full
+    weights come over torch.distributed instead of in a folder. At most `connections_max` requests are in flight; the
+    others wait.
 
     A reply may take `request_seconds`, and loading weights `load_seconds`. A health check may take `health_seconds`; it
-    runs every `watch_seconds`. A server that is down is restarted after `back_seconds`, and the delay doubles each
-    time. After `restarts_max` failed starts it is lost.
+    runs every `watch_seconds`. A server that is down is restarted after `back_seconds`, and the delay doubles after
+    each failed start. After `restarts_max` failed starts, the server is lost: it is not restarted again.
     """
 
     vocabulary_size: int
@@ -58,7 +59,7 @@ class ServerSetup:
     seed: int = 0
 
     def capabilities_with(self, dialect: Dialect) -> Capabilities:
-        """The capabilities of a server with this dialect."""
+        """The capabilities of an engine with this setup, whose servers speak `dialect`."""
         return Capabilities(
             owns_weights=True,
             weights_kind="adapter" if self.lora_rank else "full",
@@ -73,7 +74,9 @@ class ServerSetup:
 
 
 async def handshake(dialect: Dialect, client: PlainClient, setup: ServerSetup, label: str) -> ServerInfo:
-    """Identify the server. Raises ConfigError if it does not fit this setup. `label` names it in messages."""
+    """Identify the server. Raises ConfigError if the server does not fit this setup. `label` names the server in
+    messages.
+    """
     try:
         with trio.fail_after(HANDSHAKE_SECONDS):
             info = await dialect.handshake(client)
@@ -102,7 +105,7 @@ def _fault_of_info(info: ServerInfo, dialect: Dialect, setup: ServerSetup) -> st
             f"serves {', '.join(info.models) or 'no model'}, not {setup.model!r}; give --inference.served-model "
             f"{info.models[0] if info.models else 'NAME'}"
         )
-    if not setup.takes_weights:  # an evaluation does not read logprobs
+    if not setup.takes_weights:  # an evaluation does not use logprobs
         return ""
     if info.logprobs == "raw" and setup.temperature != 1.0:
         return (
@@ -131,7 +134,7 @@ def _fault_of_ids(theirs: list[int] | None, text: str, ids: list[int]) -> str:
 
 
 def check_tokens(tokens: Sequence[int], max_tokens: int, vocabulary_size: int, context_max: int, label: str) -> None:
-    """Refuse ids that crash some servers, and requests longer than the context. Raises InferenceError."""
+    """Raise InferenceError for ids that crash some servers, and for requests longer than the context."""
     assert tokens and max_tokens >= 1, (len(tokens), max_tokens)
     lowest, highest = min(tokens), max(tokens)
     fault = ""
@@ -148,8 +151,8 @@ def check_tokens(tokens: Sequence[int], max_tokens: int, vocabulary_size: int, c
 def spans_of(sampled: Sampled, version: int, loads: int, versions: Sequence[int], label: str) -> list[VersionSpan]:
     """The versions of the weights that sampled a reply.
 
-    The request was sent to `version`, when `loads` of the `versions` had been loaded. Raises HTTPFailure if weights
-    that were never loaded answered.
+    When the request was sent, the server had weights `version`, after the first `loads` of `versions`. Raises
+    HTTPFailure if the reply names weights that were never loaded.
     """
     if not sampled.tokens:
         return []
@@ -165,13 +168,15 @@ def spans_of(sampled: Sampled, version: int, loads: int, versions: Sequence[int]
 
 
 def other_weights(label: str, served: str, version: int | str) -> HTTPFailure:
-    """The failure of a server that answers with weights that it did not get from us."""
+    """The failure for a reply that names weights which this run did not send to the server."""
     words = f"{label} answered with the weights {served!r}, but it got version {version}: was it restarted?"
     return HTTPFailure("server", words)
 
 
 async def check_update(update: WeightUpdate, kind: str, label: str) -> None:
-    """Refuse weights that no server should load; a truncated file crashes some. Raises InferenceError."""
+    """Raise InferenceError for weights that no server should load, such as a truncated file, which crashes some
+    servers.
+    """
     if update.kind != kind or update.path is None:
         brought = f"{update.kind} weights {'without' if update.path is None else 'in'} a folder"
         words = f"{label} takes {kind} weights in a folder, but the update {update.version} brings {brought}"
@@ -208,7 +213,7 @@ def fault_of_probe(probe: Probe, theirs: list[float], version: int) -> str:
 
 
 def has_answered(error: BaseException | None) -> bool:
-    """Whether a failure comes with an answer of the server; a server that is gone does not answer."""
+    """Whether the server may still run after this failure: it answered, or the failure is not of a request."""
     while error is not None and not isinstance(error, HTTPFailure):
         error = error.__cause__
     return error is None or error.status is not None

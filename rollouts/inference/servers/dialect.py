@@ -33,8 +33,8 @@ class Sampled(NamedTuple):
     """One reply: ids [K], their logprobs [K], and why it ended.
 
     A span (name, start, end) says that the weights `name` sampled tokens [start, end). The name is
-    `str(update.version)`; any other name means the weights at the time of the request. Without spans, those weights
-    sampled all tokens.
+    `str(update.version)`; any other name means the weights that the server had when the request was sent. Without
+    spans, these weights sampled all tokens.
     """
 
     tokens: list[int]
@@ -60,16 +60,16 @@ class Dialect(Protocol):
 
     software: str  # "vLLM", for messages
     keeps_requests: bool  # requests in flight stay valid while weights are loaded (`Sampled.spans`)
-    scores_adapters_alone: bool  # scoring with an adapter beside other requests crashes it
+    scores_adapters_alone: bool  # scoring with an adapter beside other requests crashes the server
     # The flags that enable a feature, for messages; {rank} is the adapters' rank.
     adapter_flags: str
     weights_flags: str
     logprobs_flags: str  # logprobs at the sampling temperature
 
     async def handshake(self, client: PlainClient) -> ServerInfo:
-        """Identify the server; it must generate a token. Raises ConfigError if it is another kind of server, too old,
-        or lacks a flag, which the message names. Raises HTTPFailure with status 401 or 403 if the API key is missing or
-        refused.
+        """Identify the server, and let it generate a token. Raises ConfigError if it is another kind of server, is too
+        old, or was started without a required flag, which the message names. Raises HTTPFailure with status 401 or 403
+        if the API key is missing or refused.
         """
 
     async def generate(self, client: HTTPClient, request: GenerateRequest, target: RequestTarget) -> Sampled:
@@ -82,9 +82,9 @@ class Dialect(Protocol):
         """End these requests; each returns its tokens so far. Unknown and finished requests are ignored."""
 
     async def load_full(self, client: PlainClient, update: WeightUpdate) -> None:
-        """Serve the weights in `update.path` from now on, without caches of the old ones. Without `keeps_requests`, no
-        request is in flight. With it, requests in flight continue with the new weights, which compute their context
-        anew.
+        """Serve the weights in `update.path` from now on, without caches of the old ones. If `keeps_requests` is False,
+        no request is in flight. If it is True, requests in flight continue with the new weights, which compute their
+        context anew.
 
         Raises InferenceError; `is_transient` is False if the server must be restarted.
         """
@@ -92,12 +92,12 @@ class Dialect(Protocol):
     async def load_adapter(self, client: PlainClient, update: WeightUpdate, *, old: str) -> str:
         """Load the adapter in `update.path`, and unload the adapter `old` ("": none), which no request in flight uses.
 
-        Returns the name for requests. With `keeps_requests` it is a new name each time, because requests in flight use
-        the previous adapter. Raises like `load_full`.
+        Returns the adapter's name for requests. If `keeps_requests` is True, the name is new each time, because
+        requests in flight use the previous adapter. Raises like `load_full`.
         """
 
     async def unload_adapter(self, client: PlainClient, name: str) -> None:
-        """Unload this adapter. Does nothing if there is none of this name. Raises InferenceError."""
+        """Unload this adapter. Does nothing if no adapter has this name. Raises InferenceError."""
 
     async def tokenize(self, client: PlainClient, text: str) -> list[int] | None:
         """The server's ids of a text; None if it has no tokenizer."""
@@ -144,19 +144,19 @@ class GroupCalls(NamedTuple):
 
 @runtime_checkable
 class TakesGroup(Protocol):
-    """An engine, or a server of a pool, that receives weights over a process group. It has `weights_as = "group"`. The
-    manifest of an update lists the tensors in the order of their broadcast.
+    """An engine, or a server of a pool, that receives weights over a process group. Its capabilities have `weights_as =
+    "group"`. The manifest of an update lists the tensors in the order of their broadcast.
     """
 
     url: str
 
     async def group_ranks(self) -> int:
-        """Its number of ranks."""
+        """The engine's number of ranks."""
 
     async def join_group(self, place: GroupPlace, rank: int, receiving: Callable[[], None]) -> None:
         """Join as `rank` and the ranks after it; returns when all ranks have joined. The next `update_weights` receives
-        the weights, and calls `receiving` just before. Raises InferenceError.
+        the weights, and calls `receiving` just before the transfer. Raises InferenceError.
         """
 
     async def leave_group(self) -> None:
-        """Leave the group, if it is in one. Raises InferenceError."""
+        """Leave the group. Does nothing outside of a group. Raises InferenceError."""

@@ -4,7 +4,7 @@
         reply = await client.post("/inference/v1/generate", body, GenerateReply)
 
 At most `connections_max` requests are in flight, each on its own connection; the others wait in order. Connections are
-reused, the most recently used one first, so that unneeded ones expire. msgspec encodes bodies and decodes replies; a
+reused, the most recently used one first, so that idle ones time out. msgspec encodes bodies and decodes replies; a
 reply is checked against its type while it is decoded. The requests themselves are in `vllm`, `sglang` and `openai`.
 """
 
@@ -109,8 +109,8 @@ def _cut(text: str) -> str:
 
 
 class Retries(NamedTuple):
-    """How retryable failures are retried. The delay doubles from `first_seconds` up to `longest_seconds`, and is
-    shortened at random by up to a half. `attempt_seconds` limits one attempt.
+    """How retryable failures are retried. The delay before each attempt doubles from `first_seconds` up to
+    `longest_seconds`, and is shortened at random by up to a half. `attempt_seconds` limits one attempt.
     """
 
     attempts_max: int = 4
@@ -120,7 +120,7 @@ class Retries(NamedTuple):
 
 
 class ClientStatistics(NamedTuple):
-    """The first three numbers are current; the others count since the client was created."""
+    """Counters of a client. The first three are current numbers; all others count since the client was created."""
 
     in_flight: int
     waiting: int
@@ -188,7 +188,7 @@ class HTTPClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Close every connection, also those in use: their requests fail, and so do later ones."""
+        """Close every connection, also those in use. Requests in flight and later requests fail."""
         self._is_closed = True
         for connection in self._connections:
             connection.close()
@@ -196,7 +196,7 @@ class HTTPClient:
         self._idle.clear()
 
     def statistics(self) -> ClientStatistics:
-        """A snapshot."""
+        """The client's current counters."""
         limiter = self._limiter.statistics()
         counts = self._opened, self._requests, self._retried, dict(self._failures)
         return ClientStatistics(limiter.borrowed_tokens, limiter.tasks_waiting, len(self._connections), *counts)
@@ -215,7 +215,7 @@ class HTTPClient:
         `body` is a struct, a dict, or JSON as bytes; None sends a GET. A `reply_type` of bytes returns the raw reply.
         `timeout_seconds` (None: the client's) covers all attempts and the delays between them, but not the wait for a
         free connection. Use `attempts_max` 1 for a request that must not be repeated. Cancellation closes the
-        connection, so that the server stops.
+        connection, so that the server stops working on the request.
 
         Raises HTTPFailure.
         """
@@ -230,7 +230,7 @@ class HTTPClient:
                 while True:
                     attempt += 1
                     try:
-                        if self._is_closed:  # closed while this task waited, perhaps behind a shield
+                        if self._is_closed:  # the client was closed while this task waited, perhaps in a shielded scope
                             raise HTTPFailure("reset", "the connection is closed")
                         with trio.fail_after(retries.attempt_seconds):
                             return _decode(await self._exchange(method, target, data), reply_type)
@@ -303,7 +303,7 @@ class HTTPClient:
         connection = _Connection(stream)
         self._connections.add(connection)
         self._opened += 1
-        if self._is_closed:  # closed during the handshake
+        if self._is_closed:  # the client was closed during the handshake
             connection.close()
         return connection
 
@@ -327,7 +327,7 @@ class PlainClient(HTTPClient):
         return await super().__aenter__()
 
     async def aclose(self) -> None:
-        """Close every connection, also those in use: their requests fail, and so do later ones."""
+        """Close every connection, also those in use. Requests in flight and later requests fail."""
         await super().aclose()
         for scope in self._scopes:  # httpx closes established connections only
             scope.cancel()
@@ -344,7 +344,7 @@ class PlainClient(HTTPClient):
         if self._httpx is None:
             try:
                 self._httpx = httpx.AsyncClient(
-                    verify=self._tls or not self._is_direct,  # verification matters with TLS, or after a redirect to it
+                    verify=self._tls or not self._is_direct,  # certificates matter with TLS, or after a redirect to it
                     timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
                     limits=httpx.Limits(max_connections=None),
                     trust_env=not self._is_direct,
@@ -398,14 +398,14 @@ class _Connection:
         self.is_open = True
 
     def is_fresh(self) -> bool:
-        """Whether it can be reused: not if it was idle and the server closed it or sent something."""
+        """Whether the connection can be reused: not if the server closed it or sent something while it was idle."""
         has_idled = trio.current_time() - self._used_at > IDLE_SECONDS
         return self.is_open and not (has_idled and self._socket.is_readable())
 
     async def send(
         self, method: str, target: str, headers: list[tuple[bytes, bytes]], body: bytes, bytes_max: int
     ) -> Reply:
-        """Send one request and receive its reply. The connection is then closed unless both sides keep it open.
+        """Send one request and receive its reply. Then closes the connection, unless both sides keep it open.
 
         Raises h11.RemoteProtocolError (the reply is not HTTP), HTTPFailure, trio.BrokenResourceError.
         """
@@ -452,7 +452,7 @@ class _Connection:
                 return Reply(response.status_code, dict(response.headers), b"".join(parts))
 
     def close(self) -> None:
-        """Close the socket without a TLS goodbye and without waiting. It is safe to close twice."""
+        """Close the socket without waiting and without TLS's closing message. It is safe to close twice."""
         self.is_open = False
         self._socket.close()
 
@@ -469,7 +469,7 @@ async def _secured(stream: trio.SocketStream, tls: ssl.SSLContext, host: str) ->
 
 
 async def acquire(limiter: trio.CapacityLimiter) -> None:
-    """Like `limiter.acquire()`, but without a checkpoint if a token is free; the caller's next I/O has one."""
+    """Like `limiter.acquire()`, but if a token is free, without a checkpoint, which the next I/O has."""
     try:
         limiter.acquire_nowait()
     except trio.WouldBlock:
@@ -567,7 +567,7 @@ def _decode(reply: Reply, reply_type: type[T]) -> T:
 
 
 def _retry_after(value: bytes) -> float | None:
-    """The seconds in a header that contains seconds or a date; None for anything else."""
+    """The seconds to wait, from a Retry-After header (seconds or a date); None for anything else."""
     text = value.decode("latin-1").strip()
     try:
         seconds = float(text)

@@ -114,7 +114,7 @@ class OpenAIInference:
     """
 
     capabilities = Capabilities(trainable=False, checks=True, chats=True)
-    context_tokens_max = UNBOUNDED  # the server checks it
+    context_tokens_max = UNBOUNDED  # the server checks the length
     vocabulary_size = version = 0
 
     def __init__(
@@ -161,7 +161,9 @@ class OpenAIInference:
         return self._read(completion)
 
     async def check(self, tools: Sequence[dict[str, Any]] = (), temperature: float = 1.0) -> None:
-        """Request a few tokens, as the run does. Raises ConfigError if that fails, with advice on what to type."""
+        """Request a few tokens, as the run does. Raises ConfigError, with advice on what to type, if the request
+        fails.
+        """
         request = ChatRequest([Message("user", "Say hello.")], list(tools), CHECK_TOKENS, 0, temperature)
         async with PlainClient(self.url, is_direct=False, api_key=self._api_key, connections_max=1) as client:
             try:
@@ -170,7 +172,7 @@ class OpenAIInference:
                 except HTTPFailure as failure:
                     if failure.status != 400 or "max_completion_tokens" not in str(failure):
                         raise
-                    self._limit_name = "max_completion_tokens"  # what OpenAI's newer models call it
+                    self._limit_name = "max_completion_tokens"  # the key of OpenAI's newer models
                     completion = await self._post(client, request, CHECK_SECONDS)
                 self._read(completion)
             except HTTPFailure as failure:
@@ -199,7 +201,7 @@ class OpenAIInference:
         choices = completion.choices or []
         if len(choices) != 1:
             said = f": {message_of({'error': completion.error})}" if completion.error else ""
-            raise InferenceError(f"{self.url} returned {len(choices)} choices instead of one{said}")
+            raise InferenceError(f"{self.url} returned a reply with {len(choices)} choices, expected 1{said}")
         choice = choices[0]
         if choice.finish_reason == "error":
             raise InferenceError(f"{self.url} ended its reply with an error")
@@ -250,15 +252,15 @@ class OpenAIInference:
         """Does nothing: sessions have no state here."""
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Raises InferenceError, because there are no token ids."""
+        """Always raises InferenceError, because there are no token ids."""
         self._refuse()
 
     async def score(self, tokens: list[int], temperature: float = 1.0) -> list[float]:
-        """Raises InferenceError, like `generate`."""
+        """Always raises InferenceError, because there are no token ids."""
         self._refuse()
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        """Raises InferenceError, because the server's weights are fixed."""
+        """Always raises InferenceError, because the server's weights are fixed."""
         self._refuse()
 
     def _refuse(self) -> NoReturn:

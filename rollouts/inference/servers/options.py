@@ -1,7 +1,7 @@
 """The settings of engines behind an address, and the pool of servers that they describe.
 
-With URLs, the pool uses running servers. Without URLs, it starts servers, each with a log in the run's folder; they end
-with the run. A model that a server cannot load directly (`tiny`, an adapter) is written to a folder first.
+With URLs, the pool uses running servers. Without URLs, it starts servers, each with a log in the run's folder; these
+servers end with the run. A model that a server cannot load directly (`tiny`, an adapter) is written to a folder first.
 
     def create_vllm_inference(model, training, seed, ..., *, options: ServerOptions = ServerOptions()) -> ServerPool:
         return create_server_pool(VLLM(), serve_command, PACKAGE, ServedRun(model, training, seed, ...), options)
@@ -40,7 +40,7 @@ from rollouts.training.weights.probe import TOLERANCE_HALF
 PROBE_TEXT = 'Tokens in, tokens out:\n\n  12 * 34 = 408; "naïve" café 東京 🙂 <tool>{"a": [1, 2]}</tool>'
 SPARE_CONNECTIONS = 8  # for health checks while every episode waits for a reply
 FIND_SECONDS = 60.0
-RESTART_SECONDS = 120.0  # a pool without servers waits this long after `start_seconds` before it gives up
+RESTART_SECONDS = 120.0  # if no server is available, requests fail after `start_seconds` and this time
 
 SERVED_MODEL = "policy"  # the default name of the model at a server that we start
 
@@ -136,8 +136,8 @@ class EnginePackage(NamedTuple):
 
 
 class ServedRun(NamedTuple):
-    """What a run passes to the factory of a served engine. `training` is None for an evaluation; then servers need not
-    load weights.
+    """The arguments that a run passes to the factory of a served engine. `training` is None for an evaluation, whose
+    servers need not load weights.
     """
 
     model: str
@@ -158,9 +158,10 @@ def create_server_pool(
     *,
     groups: GroupCalls | None = None,
 ) -> ServerPool:
-    """A pool of the servers at `url`, or of servers that start when you enter the pool. Writes and starts nothing yet.
+    """A pool of the servers at `url`, or of servers that start when you enter the pool. Does not write files or start
+    servers.
 
-    Raises ConfigError (the engine is not installed, or too old) and ModelError.
+    Raises ConfigError if the engine is not installed or is too old, and ModelError if the model cannot be used.
     """
     from rollouts.training.models import adapters_beneath
 
@@ -169,7 +170,7 @@ def create_server_pool(
     temporary = Path(tempfile.gettempdir()) / f"rollouts-{secrets.token_hex(6)}"
     place = Path(run.folder).absolute() if run.folder else temporary
     weights = place / "weights"
-    if options.weights_folder:  # other runs may use the same folder and the same versions
+    if options.weights_folder:  # other runs may use the same folder and the same version numbers
         weights = Path(options.weights_folder).expanduser().absolute() / f"{place.name}-{secrets.token_hex(4)}"
     is_half = not urls and options.dtype in ("bfloat16", "float16")
     setup = ServerSetup(
@@ -293,7 +294,7 @@ def gpus_of_each(gpus: str, servers: int) -> list[str]:
 
 
 def offline(model: str) -> dict[str, str]:
-    """The environment variables that keep a started server offline if its model is a folder."""
+    """Environment variables for a started server: it makes no requests to the hub if its model is a folder."""
     return {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"} if Path(model).is_dir() else {}
 
 
@@ -404,7 +405,7 @@ def _write_merged(model: str, whole: str, folder: Path, dtype: str) -> None:
 
 def context_of(model: str) -> int:
     """The longest context of a model in a folder or on the hub, in tokens; 0 if its configuration does not say."""
-    try:  # first without transformers, which may not support the model
+    try:  # first read config.json: transformers may not support the model
         config = json.loads((Path(model) / "config.json").read_bytes())
         context = config.get("text_config", config).get("max_position_embeddings")
     except (OSError, ValueError):
@@ -414,13 +415,13 @@ def context_of(model: str) -> int:
 
         try:
             context = getattr(load_config(model).get_text_config(decoder=True), "max_position_embeddings", None)
-        except (ImportError, ModelError):  # without transformers; the server reports any other problem
+        except (ImportError, ModelError):  # no transformers; the server reports any other problem
             context = None
     return int(context or 0)
 
 
 def _vocabulary_size(model: str, training: Any) -> int:
-    """The number of rows of its embedding. Ids beyond them crash some servers."""
+    """The number of rows of the model's embedding. Larger ids crash some servers."""
     from rollouts.training.models import adapters_beneath, load_config
 
     network = getattr(training, "model", None)

@@ -29,16 +29,16 @@ from rollouts.errors import ConfigError, InferenceError, words_of_exit
 from rollouts.inference.servers.http import PlainClient, Retries
 from rollouts.supervisor import supervised
 
-GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
-END_SECONDS = 5.0  # for killed processes to disappear
-POLL_SECONDS = 0.25  # between checks whether a starting server is ready
-SMOKE_SECONDS = 120.0  # for the first generation, during which some engines compile
-PORTS_MAX = 4  # ports to try
-TAIL_BYTES = 1 << 23  # a crashing engine may print all its requests
+GRACE_SECONDS = 10.0  # from SIGTERM to SIGKILL, if the server has not ended
+END_SECONDS = 5.0  # how long to wait until killed processes have ended
+POLL_SECONDS = 0.25  # the time between checks whether a starting server is ready
+SMOKE_SECONDS = 120.0  # the deadline of the first generation, during which some engines compile
+PORTS_MAX = 4  # how many ports to try
+TAIL_BYTES = 1 << 23  # how much of a log is read; a crashing engine may print all its requests
 LINES_MAX = 6
 
 Smoke = Callable[[str], Awaitable[None]]
-"""Takes the URL and generates something. Raises InferenceError (try again) or ConfigError (give up)."""
+"""Takes the URL and generates something. Raises InferenceError if a retry may help, and ConfigError if not."""
 
 
 class ServerCommand(NamedTuple):
@@ -52,8 +52,8 @@ class ServerCommand(NamedTuple):
 
 
 class ServerProcess:
-    """The process of one server. `command` returns its command for a free port; if another process takes that port
-    first, it is called again.
+    """The process of one server. `command` returns the command for a free port. If another process takes that port
+    first, `command` is called again with another port.
 
     `gpus` (such as "0,1") becomes CUDA_VISIBLE_DEVICES; empty: unchanged. Output is appended to
     `<folder>/servers/<name>.log`. You can start the server again after it has ended. If `start` is cancelled, no
@@ -85,20 +85,20 @@ class ServerProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether no process runs, before the start or after the end."""
+        """Whether the server's process has not started yet, or has ended."""
         return self._process is None or self._process.poll() is not None
 
     async def wait(self) -> str:
-        """Wait until it has ended. Returns a description of how it ended."""
+        """Wait until the server has ended. Returns a description of how it ended."""
         assert self._process is not None, "start it first"
         return _words_of(await self._process.wait())
 
     async def start(self, smoke: Smoke) -> None:
-        """Start it, and wait until it answers and `smoke(url)` succeeds.
+        """Start the server, and wait until it answers and `smoke(url)` succeeds.
 
-        Raises ConfigError if it ends early or is not ready within `start_seconds`; the message has the last meaningful
-        lines of its log, and the log's path. A UserError of `smoke` is raised unchanged. After an exception, no process
-        runs.
+        Raises ConfigError if the server ends early or is not ready within `start_seconds`; the message has the last
+        meaningful lines of its log, and the log's path. A UserError of `smoke` is raised unchanged. After an exception,
+        no process runs.
         """
         await self.end()
         began = trio.current_time()
@@ -117,15 +117,15 @@ class ServerProcess:
                 raise self._ended(trio.current_time() - began)
 
     async def end(self) -> None:
-        """End it and all its child processes: SIGTERM first, then SIGKILL. This also completes under cancellation, and
-        takes little more than `grace_seconds` at most. Does nothing if no process runs.
+        """End the server and all its child processes: SIGTERM first, then SIGKILL. This also completes under
+        cancellation, and takes little more than `grace_seconds` at most. Does nothing if no process runs.
         """
         if self._process is None:
             return
         process = self._process
         self._close_lifeline()
         with trio.CancelScope(shield=True):
-            with trio.move_on_after(2 * self._grace_seconds + END_SECONDS):  # the supervisor ends it
+            with trio.move_on_after(2 * self._grace_seconds + END_SECONDS):  # the supervisor ends the server
                 await process.wait()
             if process.returncode is None or process.returncode < 0:  # the supervisor was killed or stopped
                 with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is empty
@@ -134,7 +134,7 @@ class ServerProcess:
                     await process.wait()
 
     def last_lines(self) -> str:
-        """The last meaningful lines of its log since the last start, indented; "" if there are none."""
+        """The last meaningful lines of the server's log since the last start, indented; "" if there are none."""
         try:
             with self.log.open("rb") as file:
                 size = file.seek(0, os.SEEK_END)
@@ -147,7 +147,7 @@ class ServerProcess:
     # --- starting -----------------------------------------------------------------------------------------------------
 
     async def _start_on(self, command: ServerCommand, smoke: Smoke, deadline: float) -> bool:
-        """Whether it became ready; False if it ended. Raises ConfigError if it takes too long."""
+        """Whether the server became ready; False if it ended. Raises ConfigError if it takes too long."""
         await self._open(command)
         reasons = ["it did not answer"]
 
@@ -167,7 +167,9 @@ class ServerProcess:
         )
 
     async def _until_ready(self, path: str, smoke: Smoke, reasons: list[str]) -> None:
-        """Poll until it answers and generates. The reasons why it does not are appended to `reasons`."""
+        """Poll until the server answers and generates. After each failed attempt, the reason is appended to
+        `reasons`.
+        """
         async with PlainClient(self.url, timeout_seconds=30.0, retries=Retries(attempts_max=1)) as client:
             while True:
                 try:
@@ -235,7 +237,7 @@ class ServerProcess:
 
 @contextlib.asynccontextmanager
 async def background(task: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
-    """Run a task during the block. An exception of the block is not wrapped in a group."""
+    """Run a task during the block. An exception of the block is not wrapped in an exception group."""
     error: BaseException | None = None
     async with trio.open_nursery() as nursery:
         nursery.start_soon(task)
@@ -261,7 +263,7 @@ def _words_of(status: int) -> str:
 
 
 def has_gpu() -> bool:
-    """Whether this machine has a GPU. It does not use torch, which may not be installed."""
+    """Whether this machine has a GPU. This works without torch, which may not be installed."""
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return False
     return any(Path(place).exists() for place in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))

@@ -3,22 +3,22 @@
     async with Server(VLLM(), "http://127.0.0.1:8000", ServerSetup(vocabulary_size=469)) as server:
         reply = await server.generate(request)
 
-It checks ids before sending them, because an invalid id crashes some servers. Requests wait while weights change. An
-abort returns unfinished replies. Each token of a reply has the version of the weights that sampled it. The server is
-always in one state:
+The class checks ids before it sends them, because an invalid id crashes some servers. Requests wait while weights
+change. An abort returns unfinished replies. Each token of a reply has the version of the weights that sampled it. The
+server is always in one state:
 
     starting   it has not served yet
     ready      requests are sent
-    paused     new requests wait until those in flight end, before it loads weights or while it scores alone
+    paused     new requests wait until those in flight end, before weights are loaded or while a request scores alone
     loading    requests wait while it loads new weights
     faulty     an update failed, so its weights are unknown: requests fail until an update succeeds
     down       it died, or serves wrong weights; a pool restarts it
     lost       too many restarts failed
 
-A pool supervises its servers (`supervise`). It monitors each server and restarts those that it started itself. A
-restarted server receives the last weights, and they are probed, before it serves again. Elsewhere: the HTTP calls of
-each kind of server (`vllm`, `sglang`), the choice of a server (`server_pool`), its process (`process`), and the proof
-of a weight sync (`training.weights.sync`).
+A pool supervises its servers (`supervise`). It monitors each server and restarts the servers that it started itself. A
+restarted server receives the last weights, which are probed before it serves again. Elsewhere: the HTTP calls of each
+kind of server (`vllm`, `sglang`), the choice of a server (`server_pool`), its process (`process`), and the proof of a
+weight sync (`training.weights.sync`).
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ from rollouts.inference.servers.process import ServerProcess, end_of
 
 CONTROL_CONNECTIONS = 8  # for control requests: more connections cost httpx milliseconds per request
 ABORT_AGAIN_SECONDS = 0.2  # repeat an abort, since the server may not have read the request yet
-ABORT_SECONDS = 10.0  # then the request is cancelled
+ABORT_SECONDS = 10.0  # after this time without a reply, an aborted request is cancelled
 BACK_SECONDS_MAX = 30.0
-DYING_SECONDS = 2.0  # a server that stops answering may be about to end
-UNLOAD_SECONDS = 5.0  # the longest wait when leaving a server
-NOWHERE = "http://127.0.0.1:1"  # until a started server has a port
+DYING_SECONDS = 2.0  # a server that does not answer gets this long to end, because its exit explains more
+UNLOAD_SECONDS = 5.0  # how long unloading adapters may take when the server is left
+NOWHERE = "http://127.0.0.1:1"  # the URL of a server that has no port yet
 # A health check generates a token, because a server with a dead engine may report that it is healthy.
 HEALTH_REQUEST = GenerateRequest([0], 1, (), 0, temperature=0.0)
 
 
 class ServerStatistics(NamedTuple):
-    """A server's state, and counts since its first start. `reason` says why it was last not ready."""
+    """A server's state, and counts since its first start. `reason` says why the server was last not ready."""
 
     name: str
     state: str
@@ -75,7 +75,7 @@ class Server:
     """Implements InferenceBackend, CanAbort and CanCheck for the server at `url`, or for one that `process` starts.
 
     `changed` is called with a sentence when the server starts or stops serving. `sessions` are the episodes that a pool
-    assigned to it.
+    assigned to this server.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class Server:
         self.state = "starting"
         self.reason = "it was not started"
         self.changed: Callable[[str], None] = lambda words: None
-        self.latest: WeightUpdate | None = None  # the weights that it must serve
-        self.incarnation = 0  # how many times it has started to serve
+        self.latest: WeightUpdate | None = None  # the weights that the server must serve
+        self.incarnation = 0  # how many times the server has started to serve
         self.answered = 0
         self.sessions: set[str] = set()
         self._name = name
@@ -114,11 +114,11 @@ class Server:
 
     @property
     def in_flight(self) -> int:
-        """The number of requests that it processes or that wait for it, without health checks and updates."""
+        """The number of requests that the server processes or that wait for it, without health checks and updates."""
         return sum(not each.is_internal for each in self._requests.values())
 
     def statistics(self) -> ServerStatistics:
-        """A snapshot."""
+        """The server's current statistics."""
         counts = len(self.sessions), self.in_flight, self.answered, self._deaths, self._restarts
         return ServerStatistics(self._name or self.url, self.state, self.version, *counts, self.reason)
 
@@ -134,7 +134,7 @@ class Server:
     # --- connecting ---------------------------------------------------------------------------------------------------
 
     async def check(self) -> None:
-        """Identify the server. Raises ConfigError if it cannot be used with its settings."""
+        """Identify the server. Raises ConfigError if the server cannot be used with the run's settings."""
         async with PlainClient(self.url, api_key=self.setup.api_key) as client:
             await handshake(self.dialect, client, self.setup, repr(self))
 
@@ -174,7 +174,7 @@ class Server:
         self.context_tokens_max = min(limits) if all(limits) else max(limits)
 
     async def _disconnect(self) -> None:
-        """Unload our adapters, because a server has room for a few only. Then close the clients."""
+        """Unload this run's adapters, because a server has room for a few only. Then close the clients."""
         names = [name for name in (self._adapter_before, self._adapter) if name]
         self._adapter_before = self._adapter = ""
         with trio.CancelScope(shield=True, deadline=trio.current_time() + UNLOAD_SECONDS):
@@ -193,7 +193,7 @@ class Server:
         return f"{'-'.join(map(str, order))}-{next(self._numbers)}"
 
     def close_session(self, session: str) -> None:
-        """The episode is over."""
+        """Forget the episode."""
         self.sessions.discard(session)
 
     async def generate(self, request: GenerateRequest) -> Generation:
@@ -231,7 +231,7 @@ class Server:
         raise AssertionError("nothing aborts a score but a failure, which is raised")
 
     async def health(self) -> Health:
-        """Whether it can generate. Waits while weights are loaded."""
+        """Whether the server can generate. Waits while weights are loaded."""
         try:
             with self._registered(f"health-{next(self._numbers)}", is_internal=True) as active:
                 async with self._sending(active):
@@ -278,7 +278,7 @@ class Server:
                 raise InferenceError(self.reason, is_transient=False)
 
     def _step(self, state: str, incarnation: int) -> None:
-        """Enter the next state. Raises HTTPFailure if this incarnation is over, which a task may notice late."""
+        """Enter the next state. Raises HTTPFailure if the server has gone down or restarted since `incarnation`."""
         self._check_serving(incarnation)
         self._set_state(state)
 
@@ -306,7 +306,7 @@ class Server:
 
     @asynccontextmanager
     async def _sending_alone(self, active: _ActiveRequest) -> AsyncIterator[None]:
-        """Like `_sending`, with no other request in flight. It ignores the limit, which waiting requests may use up."""
+        """Like `_sending`, with no other request in flight. It ignores the limit of connections."""
         await self._wait_until_ready(active)
         self._set_state("paused")
         try:
@@ -318,7 +318,7 @@ class Server:
                 self._set_state("ready")
 
     async def _wait_until_ready(self, active: _ActiveRequest) -> None:
-        """Wait until requests may be sent. Raises InferenceError if they would fail."""
+        """Wait until requests may be sent. Raises InferenceError if the server is down or its weights are unknown."""
         while self.state in ("paused", "loading"):
             await self._state_changed.wait()
         self._check_serving(active.incarnation)
@@ -338,12 +338,12 @@ class Server:
     # --- weights ------------------------------------------------------------------------------------------------------
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        """Load new weights. New requests wait, and `version` changes only after the server has loaded.
+        """Load new weights. New requests wait, and `version` changes only after the server has loaded the weights.
 
-        Requests in flight end first, unless the dialect keeps them. Kept requests continue with their adapter, or with
-        the new full weights, which their spans record. A server that is down loads the weights when it restarts. Raises
-        InferenceError. If loading fails or is cancelled, the weights are unknown, and requests fail until an update
-        succeeds.
+        Requests in flight end first, unless the dialect keeps them. Requests that are kept continue with their adapter,
+        or with the new full weights; their spans record the versions. A server that is down loads the weights when it
+        restarts. Raises InferenceError. If loading fails or is cancelled, the weights are unknown, and requests fail
+        until an update succeeds.
         """
         self.latest = update
         async with self._changing:  # a restart may be loading earlier weights
@@ -412,7 +412,7 @@ class Server:
         self._versions += [update.version] if update.kind == "full" else []
 
     async def group_ranks(self) -> int:
-        """Its number of ranks in a group (see `TakesGroup`). Raises ConfigError, HTTPFailure."""
+        """The server's number of ranks in a group (see `TakesGroup`). Raises ConfigError, HTTPFailure."""
         assert self.setup.groups is not None, f"{self!r} takes folders"
         return await self.setup.groups.ranks(self._control)
 
@@ -423,7 +423,7 @@ class Server:
         self._group = place, receiving
 
     async def leave_group(self) -> None:
-        """Leave the group, if it is in one. Raises HTTPFailure."""
+        """Leave the group. Does nothing outside of a group. Raises HTTPFailure."""
         if self.setup.groups is not None and self._group is not None:
             place, self._group = self._group[0], None
             await self.setup.groups.leave(self._control, name=place.name)
@@ -431,21 +431,21 @@ class Server:
     # --- supervision, in a pool ---------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start for the first time. Raises UserError, also if the server runs but does not generate."""
+        """Start for the first time. Raises UserError if the server does not start, or does not generate."""
         try:
             await self._connect_and_load()
         except InferenceError as error:
             raise ConfigError(f"{self!r} cannot be used: {error}") from error
 
     async def end(self) -> None:
-        """Stop serving, and end the process if we started it."""
+        """Stop serving. Ends the process if this run started it."""
         self._set_state("lost" if self.state == "lost" else "down")
         await self._disconnect()
         if self.process is not None:
             await self.process.end()
 
     async def supervise(self, nursery: trio.Nursery) -> None:
-        """Monitor it and restart it, until the nursery is cancelled."""
+        """Monitor the server and restart it if it fails, until the nursery is cancelled."""
         nursery.start_soon(self._watch)
         if self.process is not None:
             nursery.start_soon(self._watch_process, self.process)
@@ -455,7 +455,7 @@ class Server:
             await self._restart()
 
     def mark_down(self, why: str, incarnation: int) -> None:
-        """Enter the state `down`, which cancels its requests. Does nothing if it is down, or for an old incarnation."""
+        """Enter the state `down`, and cancel the server's requests. Does nothing if it is down or has restarted."""
         if self.is_serving and incarnation == self.incarnation:
             self._deaths += 1
             self.sessions.clear()
@@ -464,7 +464,8 @@ class Server:
 
     async def recover(self, failure: InferenceError, incarnation: int) -> InferenceError | None:
         """Handle a failed update. Returns the failure if the server still runs without the new weights, else None. A
-        server that we started is restarted once, and loads them again. Any other server loads them when it is back.
+        server that this run started is restarted once, and loads the weights again. Any other loads them when it is
+        back.
         """
         if self.process is None:
             if has_answered(failure) and self.is_serving and incarnation == self.incarnation:
@@ -479,7 +480,7 @@ class Server:
         return None if self.is_serving else InferenceError(f"{failure}; {again}", is_transient=False)
 
     async def verify(self) -> bool:
-        """Check that it generates with the right weights; if not, mark it as down."""
+        """Check that the server generates with the right weights; if not, mark it as down."""
         async with self._verifying:
             if not self.is_serving:
                 return False
@@ -493,20 +494,20 @@ class Server:
             return self.is_serving
 
     async def _fault_of_health(self) -> str:
-        """Why it does not generate; "" if it does."""
+        """Why the server does not generate; "" if it does."""
         answered = self.answered
         with trio.move_on_after(self.setup.health_seconds):
             health = await self.health()
             return "" if health.ok else health.detail or "it does not generate"
         if self.answered > answered or self.state == "loading":
-            return ""  # it is slow or loads, but it runs
+            return ""  # the server is slow or loads weights, but it runs
         return f"it did not generate in {self.setup.health_seconds:g} seconds"
 
     async def _fault_of_weights(self) -> str:
-        """Why its weights are wrong; "" if they are right, or if that cannot be checked now."""
+        """Why the server's weights are wrong; "" if they are right, or if they cannot be checked now."""
         update = self._loaded
         if update is None or update.probe is None or self._changing.locked() or self.capabilities.scores_alone:
-            return ""  # to score alone, it would have to finish its requests every few seconds
+            return ""  # scoring alone would stop all other requests every few seconds
         fault = ""
         with trio.move_on_after(self.setup.health_seconds):
             try:
@@ -533,7 +534,7 @@ class Server:
             await self._state_changed.wait()
 
     async def _restart(self) -> None:
-        """Restart it until it serves or is lost."""
+        """Restart the server until it serves, or until too many restarts failed."""
         for failures in itertools.count(1):
             try:
                 await self._connect_and_load()
@@ -564,7 +565,7 @@ class Server:
             except BaseException:
                 await self._disconnect()
                 raise
-            # No checkpoint since the loop compared the weights, so no other task ran.
+            # There is no trio checkpoint since the loop compared the weights, so no other task ran.
             self.incarnation += 1
             self._set_state("ready")
         with_version = f", with version {self.version}" if self._loaded else ""

@@ -1,7 +1,7 @@
 """ServerPool: several model servers as one engine. It routes requests; each `Server` supervises itself.
 
-An episode stays on its server. Episodes of one prompt start on the same server, unless it is much busier than the
-others; then the server with the fewest episodes is chosen. If a server dies, its requests are sent again, from their
+An episode stays on its server. Episodes of one prompt start on the same server. If this server is much busier than the
+others, they start on the server with the fewest episodes. If a server dies, its requests are sent again, from their
 start, to another server. Each request gets exactly one reply, or raises InferenceError. New weights go to all servers.
 While no server is available, requests wait up to `give_up_seconds`.
 
@@ -27,8 +27,8 @@ from rollouts.inference.base import GenerateRequest, Generation, Health, Inferen
 from rollouts.inference.servers.http import HTTPFailure
 from rollouts.inference.servers.server import Server, ServerStatistics
 
-REQUEST_FAILURES_MAX = 3  # failures of one request on servers that stay up
-SERVER_FAILURES_MAX = 5  # servers that die during one request, which may be the cause
+REQUEST_FAILURES_MAX = 3  # after this many failures on servers that stay up, a request fails
+SERVER_FAILURES_MAX = 5  # after this many servers died during a request, it fails, because it may be the cause
 PROMPTS_MAX = 4096  # the number of prompts whose server is remembered
 
 
@@ -44,8 +44,8 @@ class ServerPool:
     """Implements InferenceBackend, CanAbort, CanCheck and EnginePool over servers.
 
     `prepare` is called before servers start, and `finish` after all have ended. `changed` is called with a sentence
-    when a server starts or stops serving. Entering the pool raises UserError if a server cannot be used. Leaving it
-    ends the servers that it started, also on cancellation.
+    when a server starts or stops serving. Entering the pool raises UserError if a server cannot be used. Leaving the
+    pool ends the servers that it started, also on cancellation.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class ServerPool:
 
     @property
     def members(self) -> tuple[InferenceBackend, ...]:
-        """The servers that serve now. A server stays the same object when it restarts."""
+        """The servers that can serve requests now. A server stays the same object when it restarts."""
         return tuple(server for server in self.servers if server.is_serving)
 
     def statistics(self) -> ServerPoolStatistics:
-        """A snapshot."""
+        """The current statistics of the pool and of each server."""
         return ServerPoolStatistics(tuple(each.statistics() for each in self.servers), self._rerouted, self._failed)
 
     # --- starting and ending ------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ class ServerPool:
         return session
 
     def close_session(self, session: str) -> None:
-        """The episode is over. It is safe to close a session twice."""
+        """Forget the episode. It is safe to close a session twice."""
         self._orders.pop(session, None)
         for server in self.servers:
             server.close_session(session)
@@ -156,8 +156,8 @@ class ServerPool:
     async def generate(self, request: GenerateRequest) -> Generation:
         """Sample one turn on any server.
 
-        Raises InferenceError if a server refuses the request, if it failed too often, or if no server was available for
-        `give_up_seconds` (with each server's reason).
+        Raises InferenceError if a server refuses the request, if the request failed too often, or if no server was
+        available for `give_up_seconds` (with each server's reason).
         """
         session = request.session or f"request-{next(self._numbers)}"
         routed = self._routed[session] = _RoutedRequest(session, self._orders.get(session) or tuple(request.order))
@@ -177,7 +177,7 @@ class ServerPool:
         finally:
             if self._routed.get(session) is routed:
                 del self._routed[session]
-            if session not in self._orders:  # it was closed during the request, or never opened
+            if session not in self._orders:  # the session was closed during the request, or never opened
                 self.close_session(session)
 
     async def score(self, tokens: list[int], temperature: float = 1.0) -> list[float]:
@@ -193,13 +193,15 @@ class ServerPool:
                 await self._reroute(routed, server, error)
 
     async def abort(self, session: str) -> None:
-        """End the session's request early (see `CanAbort`). If the server cannot be reached, its tokens are lost."""
+        """End the session's request early (see `CanAbort`). If the server cannot be reached, the tokens of the reply
+        are lost.
+        """
         routed = self._routed.get(session)
         if routed is not None:
             routed.is_aborted = True
             if routed.server is not None:
                 await routed.server.abort(session)
-            routed.scope.cancel()  # it may wait for a server; harmless if it is over
+            routed.scope.cancel()  # the request may wait for a server; no effect if it is over
 
     async def _choose_server(self, routed: _RoutedRequest) -> Server:
         """Choose a server; waits until one is available. Raises InferenceError, with each server's reason."""
@@ -228,7 +230,8 @@ class ServerPool:
         return found
 
     def _least_busy(self, usable: Sequence[Server], order: tuple[int, ...]) -> Server:
-        """The server that has the prompt, unless it is much busier; else the one with the fewest episodes or requests.
+        """The server that has the prompt; if it is much busier than the others, the one with the fewest episodes or
+        requests.
 
         "Much busier" means: more than half the average number of episodes above the minimum.
         """

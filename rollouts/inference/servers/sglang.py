@@ -3,19 +3,20 @@
 Ids go to `POST /generate`, which returns ids with logprobs. These facts were observed on 0.5.23, and the code relies on
 them:
 
-- Logprobs of a reply are at the sampling temperature (at 1 if that is 0), before top-p, unless the server was started
+- Logprobs of a reply are at the sampling temperature (at 1 if the temperature is 0), before top-p, unless the server
+was started
   with SGLANG_RETURN_ORIGINAL_LOGPROB. The server does not report this, so `handshake` measures it. Logprobs of a prompt
   are always at temperature 1.
 - Seeds are sent, but only a server with --enable-deterministic-inference uses them. According to its source, this needs
   an attention backend for GPUs (fa3, flashinfer, triton). It samples by seed and position, so a reply that continues
   after an abort gets the same random numbers as without the abort.
 - The model's own end-of-text ids end a reply even if they are not among `stop_ids`. Only switching off all stop ids
-  prevents this. So we request a continuation in that case.
+  prevents this. So in this case `generate` requests a continuation.
 - A prompt must be at least seven tokens shorter than --context-length.
 - In a prompt's logprobs, the last id of the vocabulary is reported as 0.
-- An abort by name ends all requests whose names start with it. So our names end with a dot.
-- Replies in flight survive a reload (a pause with `retract`). Each reply reports which weights sampled which tokens.
-- If a folder lacks a tensor, the server loads the rest, keeps the old tensor, and reports no error. A damaged file
+- An abort by name ends all requests whose names start with this name. So the names of requests end with a dot. -
+Replies in flight survive a reload (a pause with `retract`). Each reply reports which weights sampled which tokens. - If
+a folder lacks a tensor, the server loads the rest, keeps the old tensor, and reports no error. A damaged file
   crashes the server.
 - An adapter that was unloaded or evicted is loaded again from its folder when a request names it. So a name must always
   mean one folder, which must exist while the name is in use.
@@ -138,20 +139,20 @@ class SGLang:
         return [0.0, *wire.read_logprobs(named[1:], tokens[1:], client.url)]
 
     async def abort(self, client: PlainClient, names: Sequence[str]) -> None:
-        """End these requests; each returns its tokens so far. The server ignores unknown names, and handles requests
-        that arrived during a pause after it.
+        """End these requests; each returns its tokens so far. The server ignores unknown names. It handles requests
+        that arrived during a pause after the pause.
         """
         for name in names:
             await client.post("/abort_request", {"rid": wire.rid_of(name)}, bytes)
 
     async def load_full(self, client: PlainClient, update: WeightUpdate) -> None:
-        """Serve the weights in the folder `update.path`, with all caches flushed. Replies in flight continue with them,
-        with new keys and values. Raises InferenceError.
+        """Serve the weights in the folder `update.path`, with all caches flushed. Replies in flight continue with the
+        new weights, which compute their keys and values anew. Raises InferenceError.
         """
         assert update.path is not None, f"version {update.version} has no folder"
         body = {
             "model_path": update.path,
-            "load_format": "auto",  # otherwise it uses the format of its start, which may be `dummy`
+            "load_format": "auto",  # without this, the server uses its `--load-format`, which may be `dummy`
             "weight_version": str(update.version),
             "flush_cache": True,
         }
@@ -183,12 +184,12 @@ class SGLang:
         return name
 
     async def unload_adapter(self, client: PlainClient, name: str) -> None:
-        """Unload it, when no request uses it. Raises HTTPFailure."""
+        """Unload the adapter. No request may use it. Raises HTTPFailure."""
         body = {"lora_name": name}
         try:
             await client.post("/unload_lora_adapter", body, bytes, attempts_max=1)
         except HTTPFailure as failure:
-            if failure.status != 400:  # 400: it was evicted before
+            if failure.status != 400:  # 400: the adapter was evicted before
                 raise
 
     async def tokenize(self, client: PlainClient, text: str) -> list[int] | None:
@@ -197,7 +198,9 @@ class SGLang:
 
 
 async def _check_control(client: PlainClient) -> None:
-    """Check that the server is not paused, and that we may control it. Raises ConfigError, HTTPFailure."""
+    """Check that the server is not paused, and that the API key allows control requests. Raises ConfigError,
+    HTTPFailure.
+    """
     try:
         await client.get("/ready", bytes, attempts_max=1)
     except HTTPFailure as failure:
@@ -214,13 +217,15 @@ async def _check_control(client: PlainClient) -> None:
         if failure.status not in (401, 403):
             raise
         raise ConfigError(
-            f"{client.url} has an admin key (--admin-api-key), and without it refuses aborts and weights: start it "
-            "with --api-key alone, or with --admin-api-key alone, and use that key"
+            f"{client.url} has an admin key (--admin-api-key), and refuses aborts and new weights without it: start "
+            "the server with --api-key alone, or with --admin-api-key alone, and use that key"
         ) from None
 
 
 async def _convention(client: PlainClient) -> Literal["processed", "raw"]:
-    """Whether logprobs depend on the temperature: a higher one brings the most likely tokens closer together."""
+    """Whether logprobs depend on the temperature: a higher temperature brings the logprobs of the most likely tokens
+    closer together.
+    """
     spreads = []
     for temperature in (1.0, PROBE_TEMPERATURE):
         rid = wire.rid_of(f"handshake-{secrets.token_hex(4)}")
@@ -230,7 +235,7 @@ async def _convention(client: PlainClient) -> Literal["processed", "raw"]:
         meta = (await client.post("/generate", body, wire.Reply)).meta_info
         values = [entry[0] for entry in (meta.output_top_logprobs or [None])[0] or [] if entry[0] is not None]
         spreads.append(max(values) - min(values) if values else 0.0)
-    # The threshold lies halfway between the two conventions. If all tokens are equally likely, they do not differ.
+    # The threshold is halfway between the two conventions, which do not differ if all tokens are equally likely.
     return "raw" if spreads[1] > spreads[0] * (1 + 1 / PROBE_TEMPERATURE) / 2 else "processed"
 
 
@@ -263,7 +268,7 @@ SGLANG_OPTIONS = ServerOptions(api_key_env="SGLANG_API_KEY")
 
 
 def _check(values: Mapping[str, Any]) -> None:
-    """Raises ConfigError for settings that do not fit together."""
+    """Raise ConfigError for settings that do not fit together."""
     rank = values.get("lora_rank", 0)
     if values.get("transport") == "distributed" and rank:
         full = f"is for full weights, but --lora-rank {rank} trains an adapter"

@@ -42,7 +42,7 @@ ADAPTER_PREFIX = "rollouts-v"
 CONTINUE_SECONDS = 60.0
 JOIN_SECONDS = 120.0
 NEITHER = "its weights are now a mixture of old and new ones: restart it"
-BUCKET_BYTES = 2**30  # a server needs this much extra memory, until it has loaded the bucket
+BUCKET_BYTES = 2**30  # a server needs this much extra memory while it loads a bucket
 BYTES_OF = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2}
 
 # A request with status 400 and one of these messages succeeds at another server, or after the weights are loaded again.
@@ -86,7 +86,7 @@ class GenerateBody(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Finish(msgspec.Struct, frozen=True):
-    """Why a reply ended. It has a status if the server aborted by itself."""
+    """Why a reply ended. It has a `status_code` if the server aborted by itself."""
 
     type: str
     message: str = ""
@@ -133,7 +133,7 @@ class ServedInfo(msgspec.Struct, frozen=True):
 
 
 def rid_of(name: str) -> str:
-    """The request id for a name. An abort ends all ids with its prefix, so none of ours is a prefix of another."""
+    """The request id for a name. An abort ends all ids with its prefix, so no id of this run is a prefix of another."""
     return f"{name}."
 
 
@@ -164,7 +164,7 @@ async def generate(client: HTTPClient, body: GenerateBody) -> Reply:
 
 
 def _check_weights(url: str, body: GenerateBody, meta: Meta) -> None:
-    """Raises HTTPFailure if older weights answered than the request expects."""
+    """Raise HTTPFailure if the reply comes from older weights than the request expects."""
     expected = (body.extra_key or "").rpartition("-")[2]  # `Server` appends the version to the salt
     # Version 0 are the weights of the server's start. An adapter has its version in its name.
     if body.lora_path is not None or not expected.isdecimal() or expected == "0":
@@ -222,7 +222,7 @@ async def group_ranks(client: PlainClient) -> int:
     """The number of ranks of this server: one per worker. Raises ConfigError, HTTPFailure."""
     info = await server_info(client)
     if info.dp_size != 1 or info.pp_size != 1:
-        only = "SGLang receives weights only with 1 and 1: start one server for each replica"
+        only = "--inference.transport distributed needs 1 for both; start one server for each replica"
         raise ConfigError(f"{client.url} runs with --dp-size {info.dp_size} --pp-size {info.pp_size}; {only}")
     return info.tp_size
 
@@ -262,9 +262,9 @@ async def receive(
     """Receive tensors from rank 0 of the group `name`, in this order, and serve them as `version` without caches of the
     old ones. Replies in flight then continue with the new weights.
 
-    `receiving` is called when the server is about to receive. Start the broadcast then, so that the trainer does not
-    wait for a server that refuses. Tensors are loaded in buckets of `bucket_bytes`. Raises InferenceError; then the
-    server's weights are a mixture of old and new ones.
+    `receiving` is called when the server is about to receive. Start the broadcast only then, so that the trainer does
+    not wait for a server that refuses the request. Tensors are loaded in buckets of `bucket_bytes`. Raises
+    InferenceError; after this error the server's weights are a mixture of old and new ones.
     """
     assert infos, f"no tensors of version {version}"
     buckets = list(_buckets(infos, bucket_bytes))
@@ -299,7 +299,7 @@ async def leave_group(client: PlainClient, *, name: str) -> None:
 
 
 async def _begin(client: PlainClient) -> None:
-    """Begin an update. If an earlier one is still open, end that first. Raises HTTPFailure."""
+    """Begin an update. If an earlier update is still open, end it first. Raises HTTPFailure."""
     try:
         await _post(client, "/begin_weight_update", {})
     except HTTPFailure as failure:

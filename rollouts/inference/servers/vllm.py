@@ -8,17 +8,17 @@ again.) These facts were observed on version 0.32, and the code relies on them:
 
 - Logprobs are at temperature 1, unless the server was started with `--logprobs-mode processed_logprobs`. `handshake`
   measures this. Logprobs of a prompt are always at temperature 1.
-- An end-of-sequence id always ends a reply. So requests set `ignore_eos`, and `stop_ids` alone decide.
-- The server puts a prefix before a request's id. An abort needs the id with the prefix.
-- An adapter that is loaded again under its name (`load_inplace`) changes requests in flight as soon as another request
+- An end-of-sequence id always ends a reply. So requests set `ignore_eos`, and only `stop_ids` end a reply. - The server
+puts a prefix before a request's id. An abort needs the id with the prefix. - An adapter that is loaded again under its
+name (`load_inplace`) changes requests in flight as soon as another request
   of that name joins them, on top of the old adapter's cache. So each version gets its own name, and each request keeps
   the name of its adapter.
 - Full weights are loaded during a pause. Afterwards the server computes the contexts of running requests anew, so that
-  they continue as if the new weights had been there from the start. Loading does not empty the prefix cache; a separate
+they continue as if the new weights had computed everything. Loading does not empty the prefix cache; a separate
   request does.
 - On a CPU, an output layer that is tied to the embedding keeps its first weights. `vllm_worker` repairs that.
 - On a CPU, scoring a prompt with an adapter beside other requests crashes the server, because the adapter's part of the
-  logits has the wrong number of rows. So such requests run alone.
+  logits has the wrong number of rows. So scoring requests with an adapter run alone.
 - On a CPU, a chunked prefill of a request with a seed crashes the server. So it is started without chunked prefill.
 - After a failed load the server has no weights, and the next request would crash it. So it stays paused until a load
   succeeds.
@@ -64,7 +64,7 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values of --max-lora-
 # A server on a CPU needs this extension to load weights.
 EXTENSION_FOLDER, EXTENSION = Path(__file__).with_name("vllm_worker"), "rollouts_vllm_worker.RolloutsWorker"
 CPU_BATCHED_TOKENS = 8192
-LEFT_SECONDS = 60.0  # a load may finish within this time after cancellation; a paused server would be unusable
+LEFT_SECONDS = 60.0  # after a cancellation, a load gets this long to finish, because a paused server would be unusable
 # Far from 1, so that one token usually shows the convention; the other tokens are for the remaining cases.
 MEASURED_TEMPERATURE, MEASURED_TOKENS = 2.0, 4  # the server refuses temperatures above 2
 NOISE_NATS = 0.05
@@ -177,7 +177,7 @@ class _Config(msgspec.Struct):
 
     @property
     def is_extended(self) -> bool:
-        """Whether it has our worker extension."""
+        """Whether the server has the worker extension of rollouts."""
         return self.parallel_config.worker_extension_cls == EXTENSION
 
 
@@ -211,7 +211,7 @@ class VLLM:
         config = await self._config(client)
         if config is not None and (await client.get("/is_paused", _Paused)).is_paused:
             why = "perhaps because a run was killed while it sent weights"
-            raise ConfigError(f"vLLM at {client.url} is paused, {why}: restart it")
+            raise ConfigError(f"vLLM at {client.url} is paused, {why}: restart the server")
         if config is not None and config.model_config.logprobs_mode.endswith("logits"):
             raise ConfigError(_words_of_logits(client))
         logprobs = await self._convention(client)
@@ -243,7 +243,7 @@ class VLLM:
         return version
 
     async def _config(self, client: PlainClient) -> _Config | None:
-        """The settings of its start; None if its development endpoints are off."""
+        """The settings of the server's start; None if its development endpoints are off."""
         try:
             return (await client.get("/server_info?config_format=json", _ServerInfo)).vllm_config
         except HTTPFailure as failure:
@@ -252,7 +252,9 @@ class VLLM:
             raise
 
     async def _convention(self, client: PlainClient) -> Literal["processed", "raw"]:
-        """Measure the temperature of its logprobs: compare sampled logprobs with scores, which are at temperature 1."""
+        """Measure the temperature of the server's logprobs: compare sampled logprobs with scores, which are at
+        temperature 1.
+        """
         for first in range(MEASURED_TOKENS):
             request = GenerateRequest([first], 1, (), first, temperature=MEASURED_TEMPERATURE)
             target = RequestTarget(f"rollouts-handshake-{secrets.token_hex(4)}")
@@ -273,7 +275,7 @@ class VLLM:
         return "raw"
 
     async def _loads_adapters(self, client: PlainClient, config: _Config | None) -> bool:
-        """Whether it loads adapters. Its error for a missing folder shows whether the endpoint works."""
+        """Whether the server loads adapters: its error for a missing folder shows whether the endpoint works."""
         if config is not None and config.lora_config is None:
             return False
         body = {"lora_name": "rollouts-handshake", "lora_path": "/nonexistent/rollouts-handshake"}
@@ -291,7 +293,7 @@ class VLLM:
             request.max_tokens, request.temperature, True, False, request.stop_ids, _seed(request), logprobs=0
         )
         body = GenerateBody(target.name, request.tokens, sampling, target.model, target.salt)
-        return read_reply(await client.post(GENERATE, body, GenerateReply))
+        return read_reply(await client.post(GENERATE, body, GenerateReply), client.url)
 
     async def score(self, client: HTTPClient, tokens: list[int], target: RequestTarget) -> list[float]:
         """The logprob of each token [L] at temperature 1; the first is 0.0. Raises InferenceError."""
@@ -317,8 +319,8 @@ class VLLM:
     async def load_full(self, client: PlainClient, update: WeightUpdate) -> None:
         """Pause the server, load, set the version, empty every cache, and resume.
 
-        After a failed load it has no weights, so it stays paused. After a cancellation, the remaining steps may take
-        `LEFT_SECONDS`. Raises InferenceError.
+        After a failed load the server has no weights, so it stays paused. If this call is cancelled, the remaining
+        steps get `LEFT_SECONDS` to finish. Raises InferenceError.
         """
         # Two attempts, because the server closes connections after an internal error.
         post = partial(client.post, attempts_max=2)
@@ -343,14 +345,14 @@ class VLLM:
                         await post("/collective_rpc", call, bytes, attempts_max=1)
                     except HTTPFailure as failure:
                         raise InferenceError(
-                            f"{failure}; it stays paused until a load succeeds. Can it read {folder}, and has it the "
-                            "same model?"
+                            f"{failure}; the server stays paused until a load succeeds. Check that it can read "
+                            f"{folder} and serves the same model"
                         ) from failure
                     has_weights = True
                     await post("/update_weight_version", {"new_version": str(update.version)}, bytes)
                     if not (await post("/reset_prefix_cache?reset_running_requests=true", {}, _Done)).success:
                         raise InferenceError(
-                            f"{client.url} did not empty its prefix cache, which is of the old weights"
+                            f"{client.url} did not clear its prefix cache, which still holds results of the old weights"
                         )
                 except InferenceError:
                     if has_weights:
@@ -369,11 +371,11 @@ class VLLM:
         return name
 
     async def unload_adapter(self, client: PlainClient, name: str) -> None:
-        """Unload it. Raises HTTPFailure."""
+        """Unload this adapter. Raises HTTPFailure."""
         try:
             await client.post("/v1/unload_lora_adapter", {"lora_name": name}, bytes)
         except HTTPFailure as failure:
-            if failure.status != 404:  # a restarted server does not have it
+            if failure.status != 404:  # a restarted server does not have the adapter
                 raise
 
     async def tokenize(self, client: PlainClient, text: str) -> list[int] | None:
@@ -399,19 +401,19 @@ def _seed(request: GenerateRequest) -> int:
     return (request.seed + request.offset * 0x9E3779B97F4A7C15) % 2**63
 
 
-def read_reply(reply: GenerateReply) -> Sampled:
-    """The single choice: ids [K], their logprobs [K], and why it ended. Raises InferenceError."""
+def read_reply(reply: GenerateReply, url: str) -> Sampled:
+    """The single choice of a reply from `url`: ids [K], their logprobs [K], and why it ended. Raises InferenceError."""
     if len(reply.choices) != 1:
-        raise InferenceError(f"the server returned {len(reply.choices)} choices instead of one")
+        raise InferenceError(f"{url} returned a reply with {len(reply.choices)} choices, expected 1")
     choice: Choice = reply.choices[0]
     content = choice.logprobs.content if choice.logprobs is not None else []
     if [entry.token_id for entry in content] != choice.token_ids:
         given = f"{len(choice.token_ids)} token ids, and {len(content)} logprobs that do not match them"
-        raise InferenceError(f"the server returned {given}")
+        raise InferenceError(f"{url} returned {given}")
     finish = FINISHES.get(choice.finish_reason)
     if finish is None:
         expected = ", ".join(FINISHES)
-        raise InferenceError(f"the server ended a reply with {choice.finish_reason!r}, expected {expected}")
+        raise InferenceError(f"{url} ended a reply with {choice.finish_reason!r}, expected {expected}")
     spans = tuple((span.version, span.start, span.end) for span in choice.weight_versions or ())
     return Sampled(choice.token_ids, [entry.logprob for entry in content], finish, spans)
 

@@ -1,1 +1,1 @@
-"""What a session runs: `train` (reinforcement or demonstrations) or `evaluate`."""
+"""The jobs of a session: `train` (reinforcement learning or demonstrations) and `evaluate`."""

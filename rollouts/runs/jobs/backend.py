@@ -11,9 +11,9 @@ from rollouts.training.types import RankServer, TrainingBackend
 
 
 def make_training(plan: Plan) -> TrainingBackend | RankServer:
-    """The training backend with its model loaded; on a rank above 0 of a distributed one, what serves rank 0.
+    """The training backend with its model loaded; on a rank above 0 of a distributed backend, the RankServer.
 
-    Raises UserError, also where a launcher started several processes of a backend that is in one.
+    Raises UserError, also if a launcher started several processes and the backend supports only one.
     """
     settings, chosen = plan.settings, plan.one("training")
     available = plan.training_arguments() | {"config": plan.config_of_ranks}

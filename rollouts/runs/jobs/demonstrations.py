@@ -1,4 +1,4 @@
-"""What mode sft trains on: rows of tokens from the environments' demonstrations."""
+"""The training data of mode sft: rows of tokens from the environments' demonstrations."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from rollouts.types import Sample, Task
 def demonstration_samples(
     environments: Sequence[Environment], held_out: Sequence[Task], settings: Settings, chat: ChatFormat
 ) -> list[Sample]:
-    """Rows of the environments' expert conversations, in the order in which the run trains on them, as many as it can
-    use; the assistant's tokens are live. None is of a task that is held out.
+    """Rows of the environments' expert conversations, in the order in which the run trains on them, as many as the run
+    can use. The assistant's tokens are live. Demonstrations of held-out tasks are left out.
     """
     count = max(1, settings.steps * settings.prompts_per_step)
     endless = demonstrations(environments, held_out, settings.prompts_per_step)

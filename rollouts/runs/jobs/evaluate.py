@@ -1,8 +1,7 @@
-"""An evaluation from its plan to its end: the engine is made and asked, every held-out task is played, numbers are
-written. Nothing is trained, and no trainer is made.
+"""An evaluation: make and check the engine, play every held-out task, write the results. No training backend is made.
 
-The folder holds every episode that was over: also after Ctrl-C, and where too many have failed. Left out: what the
-numbers are (`rollouts.evaluate`), and what a session does for every run (`session`).
+The folder has every finished episode, also after Ctrl-C, and if too many episodes failed. Not here: how results are
+computed (`rollouts.evaluate`), and the parts of a session that all runs share (`session`).
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ TRAJECTORIES = "eval"  # trajectories/eval.jsonl
 
 
 def evaluate(plan: Plan, observer: Observer, started: float, home: Path) -> dict[str, Any]:
-    """Play the evaluation to its end; returns what summary.json holds. `started` is `time.perf_counter()` at the start.
-    Relative paths begin at `home`.
+    """Play the evaluation to its end. Returns the content of summary.json. `started` is `time.perf_counter()` at the
+    start. Relative paths begin at `home`.
 
     Raises:
-        UserError: before anything is written, or where an environment shows its mistake only when it is played.
-        RunError: not one episode could be judged, or too many failed; the folder keeps what was done.
-        KeyboardInterrupt: likewise.
+        UserError: before anything is written; also later, if only playing an environment shows its mistake. RunError:
+            no episode could be judged, or too many failed; the folder keeps the finished episodes.
+        KeyboardInterrupt: after Ctrl-C; the folder keeps the finished episodes.
     """
     settings = plan.settings
     make_folder = choose_folder(settings.out, default_out(plan.env_name, "eval"), home)
@@ -61,7 +60,7 @@ def evaluate(plan: Plan, observer: Observer, started: float, home: Path) -> dict
         files = code_files(plan.references, plan.resolved.source.path)
         folder.write_json(MANIFEST, make_manifest(settings.seed, plan.references, files))
         keep_code(folder, files)
-        # One more than a run's own evaluations have: a checkpoint that is evaluated again gives the same numbers.
+        # The seed of a run's own evaluations, so that a checkpoint that is evaluated again has the same results.
         player = Player(settings, plan.environments, plan.rewards, chat)
         session.backends = [(plan.one("inference"), inference)]
         job = EvaluationJob(plan, session, tasks, player.at(settings.temperature, settings.seed + 1), inference)
@@ -89,7 +88,7 @@ class EvaluationJob:
         few = f"there are {len(tasks)} different held-out tasks, --eval-tasks asked for {settings.eval_tasks}"
         self.notes = [*plan.notes, *([few] if len(tasks) != settings.eval_tasks else [])]
         self._scorer = group_scorer(plan.rewards, settings.on_invalid_reward, timeout_seconds=settings.reward_seconds)
-        self._episodes: dict[tuple[int, int], Episode] = {}  # those that are over, by (task, sample)
+        self._episodes: dict[tuple[int, int], Episode] = {}  # the finished episodes, by (task, sample)
         self._rewards: list[float] = []
         self.summary: dict[str, Any] = {
             "status": "done",
@@ -101,8 +100,8 @@ class EvaluationJob:
         }
 
     async def run(self, interrupt_handler: Any) -> None:
-        """Play every episode. `interrupt_handler` is the handler of SIGINT outside of trio. Raises RunError where
-        nothing could be judged.
+        """Play every episode. `interrupt_handler` is the handler of SIGINT outside of trio. Raises RunError if no
+        episode could be judged.
         """
         settings = self._plan.settings
         with second_interrupt_at_once(interrupt_handler):
@@ -120,13 +119,13 @@ class EvaluationJob:
                 for group in _by_task(list(self._episodes.values())):
                     for episode in await self._scorer(group):
                         self._episodes[episode.order] = episode
-                self._scorer = None  # all are asked
+                self._scorer = None  # all group rewards have run
             check_judged(list(self._episodes.values()), "the evaluation")
 
     def finish(self, failure: BaseException | None) -> None:
-        """The numbers, the trajectories and the metrics."""
+        """Compute the results, and write trajectories and metrics."""
         episodes = [self._episodes[order] for order in sorted(self._episodes)]
-        if self._scorer is not None:  # what only a part of its rewards have judged is not judged
+        if self._scorer is not None:  # episodes without their group rewards are not judged
             unasked = Score(None, {}, f"{status_of(failure)} before the rewards of whole groups were asked")
             episodes = [e if e.status.is_infrastructure else e._replace(score=unasked) for e in episodes]
         self.summary |= numbers_of(_by_task(episodes))
@@ -137,7 +136,7 @@ class EvaluationJob:
         session.loggers.log(_metrics(self.summary), 0)
 
     def message(self, failure: BaseException) -> str:
-        """How many episodes are done, and how to begin again."""
+        """How many episodes are done, and what to type to run the evaluation again."""
         path = self._session.folder.shown
         where = f"{len(self._episodes)} of {self.total} episodes are done, {path} keeps them"
         again = f"to begin again: rollouts eval {shlex.quote(str(path / CONFIG))}"
@@ -154,7 +153,7 @@ class EvaluationJob:
 
 
 def _server_of(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The servers that were evaluated, and their own name of the model, where an engine had none started."""
+    """The URL of the evaluated servers and their name of the model, if they were running already."""
     given = {"url": settings.get("url"), "served_model": settings.get("served_model")}
     if not given["url"]:
         return {}
@@ -170,7 +169,7 @@ def _by_task(episodes: Sequence[Episode]) -> list[list[Episode]]:
 
 
 def _metrics(summary: dict[str, Any]) -> dict[str, float]:
-    """The numbers of the summary for loggers, under `eval/`."""
+    """The results in the summary as metrics `eval/...` for loggers."""
     flat: dict[str, Any] = {name: value for name, value in summary.items() if not isinstance(value, dict)}
     flat |= {f"pass@{k}": value for k, value in summary["pass@k"].items()}
     flat |= {f"reward_part/{name}": value for name, value in summary["parts"].items()}

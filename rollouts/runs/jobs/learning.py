@@ -1,7 +1,8 @@
 """Whether the steps of a run can teach the model anything, and the reason if they cannot.
 
 `why_nothing` and `broken_tools` look at one step and keep nothing. `LearningCheck` counts the steps in a row in which
-the same thing is wrong: it warns once after `STEPS_MAX` of them, and says at the end what was wrong until then.
+the same thing is wrong: it warns once after `STEPS_MAX` of them. At the end of the run, it says what was wrong in the
+last steps.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ STEPS_MAX = 8
 """After so many steps in a row in which nothing is learned, the user gets a note."""
 
 NOTHING = "nothing"
-"""The topic of `LearningCheck` for the step as a whole. The others are the names of tools."""
+"""The topic of `LearningCheck` for the step as a whole. All other topics are names of tools."""
 
 
 @dataclass
@@ -35,8 +36,8 @@ class LearningCheck:
     _has_warned: set[str] = field(default_factory=set)
 
     def see(self, found: Mapping[str, str]) -> None:
-        """Add one step: for each topic what was wrong with it, empty if nothing was. A topic that is absent keeps its
-        count: a tool that was not called, for example.
+        """Add one step: for each topic what was wrong with it, "" if nothing was. A topic that is not in `found`, such
+        as a tool that was not called, keeps its count.
         """
         self._steps += 1
         for topic, words in found.items():
@@ -47,7 +48,9 @@ class LearningCheck:
                 self.warn(self._sentence(topic))
 
     def at_the_end(self) -> list[str]:
-        """One sentence for each topic that was wrong in the last steps, `STEPS_MAX` of them or all that there were."""
+        """One sentence for each topic that was wrong in the last steps, for at least `STEPS_MAX` steps or since the
+        first step.
+        """
         least = max(1, min(STEPS_MAX, self._steps))
         return [self._sentence(topic) for topic, streak in self._streaks.items() if streak >= least]
 
@@ -125,7 +128,7 @@ def why_nothing(
 
 
 def why_flat(groups: Iterable[Group]) -> str:
-    """Which reward is flat, and its value: all rollouts of each group have the same. Empty if the rewards of a group
+    """Which reward is flat, and its value: all rollouts of each group have this value. Empty if the rewards of a group
     differ, or if there are none.
     """
     judged = [[each for each in group.episodes if each.score.value is not None] for group in groups]
@@ -150,7 +153,7 @@ def why_flat(groups: Iterable[Group]) -> str:
 
 
 def _flat_parts(episodes: Sequence[Episode]) -> list[tuple[str, str]]:
-    """Each part of the reward with its value in words."""
+    """Each part of the reward as (name, text): the text is its value, its range, or "not judged"."""
     parts = []
     for name in dict.fromkeys(name for episode in episodes for name in episode.score.parts):
         values = [value for episode in episodes if (value := episode.score.parts.get(name)) is not None]
@@ -178,7 +181,7 @@ def broken_tools(groups: Iterable[Group]) -> dict[str, str]:
     trajectories = [each for group in groups for episode in group.episodes for each in episode.trajectories]
     errors: dict[str, str] = {}
     for trajectory in trajectories:
-        errors = trajectory.tool_errors | errors  # the first one of each
+        errors = trajectory.tool_errors | errors  # the first error of each tool
     answers = [message for each in trajectories for message in each.messages if message.role == "tool"]
     fine = {message.name for message in answers if message.name and not message.text.startswith("Error: ")}
     failed = {name: f"the tool `{name}` failed in every call: {words}" for name, words in errors.items()}

@@ -1,9 +1,9 @@
 """When a run saves, whether the disk has room for it, and which earlier checkpoints are removed.
 
-A run saves every `checkpoint_every` steps; without that, by the clock, after `checkpoint_seconds`. It also saves at its
-end, and after Ctrl-C. What is saved by the clock or after Ctrl-C is there to resume from: the next checkpoint replaces
-it. By the clock, nothing is saved where that would take the room that the last checkpoint needs. Left out: what is in a
-checkpoint (`train`).
+A run saves every `checkpoint_every` steps; without that setting, by the clock: after every `checkpoint_seconds`. It
+also saves at its end, and after Ctrl-C. A checkpoint by the clock or after Ctrl-C is only for resuming: the next
+checkpoint replaces it. A checkpoint by the clock is skipped if it would leave too little disk space for the checkpoint
+at the end. Not here: the content of a checkpoint (`train`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Occasion = Literal["", "steps", "clock"]
 
 @dataclass
 class Saving:
-    """The checkpoints of one run, from now on. `bytes_each` is what one takes, None as long as that is not known;
-    `by_clock` is the last one, where the next one replaces it. `warn` gets what the user should know.
+    """Saves the checkpoints of one run. `bytes_each` is the size of a checkpoint, None while it is unknown. `by_clock`
+    is the last checkpoint if the next one replaces it. `warn` gets notes for the user.
     """
 
     folder: RunFolder
@@ -38,7 +38,7 @@ class Saving:
     _has_warned: bool = False
 
     def occasion(self, done: int) -> Occasion:
-        """Whether to save after `done` steps, and by which rule. The run's end saves anyway."""
+        """Whether to save after `done` steps, and by which rule. The end of the run always saves."""
         settings = self.settings
         if done >= settings.steps:
             return ""
@@ -49,7 +49,7 @@ class Saving:
         return "clock" if self._has_room_by_clock() else ""
 
     def begin(self, first: int) -> None:
-        """Warn where the disk has no room for what a run that begins after `first` steps will keep."""
+        """Warn if the disk has no room for the checkpoints that a run which begins after `first` steps will keep."""
         settings, each = self.settings, self.bytes_each
         if each is None:
             return
@@ -66,7 +66,7 @@ class Saving:
             )
 
     def watch(self) -> None:
-        """To be called after each step: warn once when the next checkpoint would not fit any more."""
+        """Call this after each step. It warns once if the next checkpoint would not fit any more."""
         lacks = self.bytes_each is not None and self._free() < self.bytes_each
         if lacks and not self._has_warned:
             self.warn(
@@ -76,7 +76,7 @@ class Saving:
         self._has_warned = lacks
 
     def saved(self, path: Path, occasion: Occasion) -> None:
-        """A checkpoint is written: say so in the run's manifest, then remove those that are not kept. Raises
+        """Record a written checkpoint in the run's manifest, then remove checkpoints that are not kept. Raises
         OutputError, CheckpointError.
         """
         folder, keep = self.folder, self.settings.keep_checkpoints
@@ -91,12 +91,14 @@ class Saving:
         self._saved_at = time.monotonic()
 
     def failed_by_clock(self, error: Exception) -> None:
-        """One by the clock did not fit: warn, and wait as long again."""
+        """Handle a checkpoint by the clock that did not fit: warn, and wait for the next `checkpoint_seconds`."""
         self._saved_at = time.monotonic()
         self.warn(f"warning: {error}; the run goes on, and tries again")
 
     def _has_room_by_clock(self) -> bool:
-        """Whether the disk has room for one now, and still for the last one. It waits as long again where not."""
+        """Whether the disk has room for a checkpoint now and for the last one. If not, the next attempt is after
+        `checkpoint_seconds`.
+        """
         if self.bytes_each is None:
             return True
         free, keep = self._free(), self.settings.keep_checkpoints
@@ -124,8 +126,8 @@ def _words(count: float) -> str:
 
 
 def profiled_steps(first: int, steps: int, count: int) -> range:
-    """The steps (0-based) to profile of those that this process takes: the first one warms up, unless it is the only
-    one.
+    """The steps (0-based) to profile. The first step of the process is not profiled, because it warms up, unless it is
+    the only one.
 
     >>> profiled_steps(0, 10, 2), profiled_steps(4, 5, 2), profiled_steps(5, 5, 2)
     (range(1, 3), range(4, 5), range(5, 5))

@@ -1,4 +1,4 @@
-"""When a run ends before its last step: a rule of `--stop-when` holds, or `--max-hours` are over."""
+"""Ends a run before its last step if a rule of `--stop-when` is true, or after `--max-hours`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Stopping:
         return Stop("stop_when", stopped["rule"], stopped["why"])
 
     def _note_unseen(self, metrics: Mapping[str, float]) -> None:
-        """Note each rule whose metric the first step does not have; for `eval/` that is the first one that evaluates.
+        """Note each rule whose metric the first step does not have; for `eval/`, the first step with an evaluation.
         Some metrics appear later, so this is no error.
         """
         evaluates = any(name.startswith("eval/") for name in metrics)
@@ -70,7 +70,7 @@ class Stopping:
 
 
 def summary_of(stop: Stop | None) -> dict[str, Any]:
-    """What summary.json has of it."""
+    """The entries of summary.json about the early end."""
     return {} if stop is None else {"stopped": stop._asdict()}
 
 

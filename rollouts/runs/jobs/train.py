@@ -1,8 +1,8 @@
-"""Training, from a plan to its end: evaluate, train, evaluate, save; between the steps what the settings ask for.
+"""Training: evaluate, train, evaluate, save; between steps also evaluations and checkpoints, as set.
 
-The checkpoint of a step is written after its trajectories and metrics, and refers to nothing that is not on the disk.
-A kill between the two is met by taking them back on resume. Left out: what a session does for every run (`session`),
-and which checkpoint a run resumes from (`resume`).
+The checkpoint of a step is written after its trajectories and metrics, and only refers to files that are on the disk.
+If the process is killed in between, a resume removes the trajectories and metrics after its checkpoint. Not here: the
+parts of a session that all runs share (`session`), and the checkpoint from which a run resumes (`resume`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import msgspec
 import trio
 
 from rollouts.chat.format import ChatFormat
-from rollouts.chat.preflight import TemplateReport
 from rollouts.config.settings import Settings
 from rollouts.errors import CheckpointError, RolloutsError, cause_of
 from rollouts.evaluate import Evaluation, check_passes, evaluate, evaluation_metrics
@@ -42,6 +41,7 @@ from rollouts.runs.session import (
     Interrupts,
     Player,
     Session,
+    chat_notes,
     load_chat,
     make_inference,
     model_words,
@@ -79,17 +79,17 @@ def train(
     on_begin: Callable[[], None] = lambda: None,
     hours_from: float | None = None,
 ) -> dict[str, Any]:
-    """Run the plan to its end; returns the content of summary.json. On a rank above 0 this serves rank 0, and gives {}.
+    """Run the plan to its end; returns the content of summary.json. On a rank above 0 it serves rank 0, and returns {}.
 
     `started` is `time.perf_counter()` at the start; `--max-hours` count from `hours_from`, if that was earlier. A run
-    that `resumes` continues from `checkpoint`, or from the last one in the folder (with `--resume auto`: the last whole
-    one). The tasks in `also_held_out` are not demonstrated either, but this run does not evaluate them. `on_begin` is
-    called when nothing can be refused any more, before anything in the folder changes.
+    that `resumes` continues from `checkpoint`, or from the last one in the folder (with `--resume auto`: the last
+    undamaged one). Tasks in `also_held_out` are neither demonstrated nor evaluated. `on_begin` is called after all
+    checks, before the folder changes.
 
     Raises:
-        UserError: before anything is written, or where an environment shows its mistake only when it is played.
+        UserError: before anything is written; also later, if only playing an environment shows its mistake.
         RunError: the run failed; the folder says how far it came.
-        KeyboardInterrupt: likewise.
+        KeyboardInterrupt: after Ctrl-C; the folder says how far the run came.
     """
     settings, environments = plan.settings, plan.environments
     run_title, of_tasks = title(plan), _held_out_notes(settings, environments, held_out, also_held_out)
@@ -117,10 +117,10 @@ def train(
             first = resumed.state.step
             if resumed.state.data:
                 buffer.load_state_dict(resumed.state.data)
-        else:  # a run from here on, that can be resumed: a logger may wait for a server, and be killed there
+        else:  # from here on the run can be resumed, also if the process is killed while a logger waits for a server
             folder.write_config(plan.config)
             folder.write_json(MANIFEST, manifest)
-        # A logger that refuses does so before anything in a run changes; the run's own takes back lines of it.
+        # First the other loggers, which may fail: the run's own loggers remove lines of the folder's files.
         session.loggers.open([each for each in loggers if each not in own], folder.path, plan.plain, first)
         on_begin()
         if resumed is not None:
@@ -132,29 +132,24 @@ def train(
             folder.forget_steps(first)
         stopping, of_resume = Stopping(settings, hours_from or started, observer.note), resumed.notes if resumed else ()
         job = Training(plan, session, chat, backend, inference, held_out, buffer, samples, resumed, stopping)
-        notes = [*plan.notes, *_notes_on(chat.report), *backend.notes, *of_tasks, *of_resume]
+        notes = [*plan.notes, *chat_notes(chat), *backend.notes, *of_tasks, *of_resume]
         session.begin(job, run_title, settings.steps, notes, plan.plain)
         job.play()
     return job.summary
 
 
-def _notes_on(report: TemplateReport) -> list[str]:
-    """What is unusual about the chat template."""
-    return [] if report.append_only and not report.refusals else report.words()
-
-
 def _logged(folder: Path, loggers: Sequence[Chosen]) -> Logged:
-    """The steps in the files of the run's own loggers."""
+    """The logged steps in the files of the run's own loggers."""
     files = [folder / each.settings.get("file", "metrics.jsonl") for each in loggers]
     return {file.name: {step: "time/save" in line for step, line, _ in read_lines(file)} for file in files}
 
 
 @dataclasses.dataclass(eq=False)
 class Training:
-    """One run from its beginning, or from where it resumes, to its end; `summary` is filled as it goes. It trains on
-    the tasks of the `buffer` (mode rl) or on `samples` (mode sft).
+    """One run from its first step, or from its checkpoint, to its end. It trains on the tasks of the `buffer` (mode rl)
+    or on `samples` (mode sft), and fills `summary` on the way.
 
-    Its state is what the next checkpoint needs: what was evaluated, the last step's metrics, and how long the last
+    Its state is the content of the next checkpoint: the evaluations, the last step's metrics, and how long the last
     save took.
     """
 
@@ -177,7 +172,7 @@ class Training:
         self._evaluations: dict[str, dict[str, Any] | None] = {"before": None, "after": None}
         self._player = Player(settings, self.plan.environments, self.plan.rewards, self.chat)
         self._metrics: dict[str, float] = {}
-        self._loop: dict[str, Any] = {}  # the states of buffer, manager and loop, where there are any
+        self._loop: dict[str, Any] = {}  # the states of buffer, manager and loop, if there are any
         self._save_seconds: float | None = None
         self._interrupts = Interrupts()
         self._logged = self._saved = self._start.step  # steps
@@ -235,10 +230,10 @@ class Training:
                 await self._reinforcement(manager)
 
     def save_interrupted(self) -> None:
-        """After Ctrl-C: save the last step that is logged, unless that was done. Blocks; another Ctrl-C ends it.
+        """After Ctrl-C: save the last logged step if it is not saved yet. Blocks; a second Ctrl-C ends it.
 
-        Nothing is saved where a later step has changed the weights already. A checkpoint that cannot be written is
-        reported, and the interrupt goes on.
+        Nothing is saved if a later step has already changed the weights. If a checkpoint cannot be written, this is
+        reported, and the run ends as after any Ctrl-C.
         """
         done, path = self._logged, self._folder.checkpoint_path(self._logged)
         if done == self._saved or self.backend.version != self._logged_version:
@@ -255,7 +250,7 @@ class Training:
             self.summary["checkpoint"] = self._folder.relative(path)
 
     def finish(self, failure: BaseException | None) -> None:
-        """Say in the summary what kept the run from learning until it ended."""
+        """Write into the summary why the last steps of the run taught the model nothing, if so."""
         if warnings := self._learning.at_the_end():
             self.summary["warnings"] = warnings
         self.summary |= summary_of(self._stop)
@@ -270,7 +265,7 @@ class Training:
         return f"{failure}\nthe run failed after {where}; {kept}; correct the cause, then {again}"
 
     async def _finish(self) -> None:
-        """The last evaluation and checkpoint, unless the run resumes after them."""
+        """Do the last evaluation and checkpoint, unless an earlier process did."""
         steps = self.summary["steps"]
         path = self._folder.checkpoint_path(steps)
         if self._resumes and self._start.step == steps and "after" in self._start.evaluation:
@@ -285,7 +280,7 @@ class Training:
             self.session.loggers.log(evaluation_metrics(after), steps - 1)
 
     def _manager(self) -> AsyncRolloutManager:
-        """What samples the groups, as it was at the checkpoint."""
+        """The manager that samples the groups, in its state of the checkpoint."""
         plan, settings = self.plan, self._settings
         manager = AsyncRolloutManager(
             self.buffer,
@@ -312,7 +307,7 @@ class Training:
         return manager
 
     def _reinforcement(self, manager: AsyncRolloutManager) -> Awaitable[Any]:
-        """The loop of mode rl, to be awaited."""
+        """The loop of mode rl, as an awaitable."""
         plan, settings = self.plan, self._settings
         kept = self._start.loop
         loop = LoopState(
@@ -335,7 +330,7 @@ class Training:
             await self._after(report.step, report.metrics)
 
         self._loop = state(loop)
-        # What is carried over or sampled ahead is of earlier weights: then the trainer's own tokens are weighed too.
+        # Groups that are carried over or prefetched have earlier weights, so the trainer's own tokens are weighed too.
         is_synchronous = settings.over_sampling == settings.sync_every == 1 and settings.staleness == 0
         is_current = self.inference.capabilities.in_process and is_synchronous
         config = RLTrainingConfig(
@@ -364,17 +359,17 @@ class Training:
         )
 
     def _begin_training(self, samples: list[Sample], step: int) -> None:
-        """What is done with a step's samples before they are trained on. From here on, until the step is logged and
-        saved, Ctrl-C is held: what is left of a step is short, and then its checkpoint is whole.
+        """Called with a step's samples before they are trained. From here on, Ctrl-C waits until the step is logged and
+        saved, so that its checkpoint is complete; the rest of a step is short.
         """
         self.session.call_hooks("rollouts_samples", samples=samples, step=step)
         self._interrupts.is_held = True
 
     def _supervised(self) -> Awaitable[Any]:
-        """The loop of mode sft, to be awaited."""
+        """The loop of mode sft, as an awaitable."""
 
         async def on_step(step: int, metrics: dict[str, float]) -> dict[str, float]:
-            # Weights are sent where they are used: in evaluations.
+            # An engine with its own weights only needs them in evaluations, which send them.
             synced = {} if self.inference.capabilities.owns_weights else await self._syncing.sync(self.backend)
             self._learning.see({learning.NOTHING: learning.why_nothing_demonstrated(metrics)})
             return synced | await self._between(step, metrics | synced, [])
@@ -394,7 +389,7 @@ class Training:
         )
 
     async def _between(self, step: int, metrics: dict[str, float], groups: Sequence[Group]) -> dict[str, float]:
-        """What is done after a step (0-based) and logged with it: an evaluation; and the observer is informed."""
+        """Called after a step (0-based), before it is logged: informs the observer, and evaluates if it is time."""
         settings, done = self._settings, step + 1
         self.summary["steps"] = done
         if step in self._profiled[-1:]:
@@ -402,7 +397,7 @@ class Training:
         extra: dict[str, float] = {}
         if self._save_seconds is not None:
             extra["time/save"], self._save_seconds = self._save_seconds, None
-        # The run's end evaluates anyway.
+        # The end of the run always evaluates.
         if settings.eval_every and done % settings.eval_every == 0 and done < settings.steps:
             extra |= await self._serve_newest()
             extra |= await self._evaluate_between(done)
@@ -411,7 +406,7 @@ class Training:
         return extra
 
     async def _evaluate_between(self, done: int) -> dict[str, float]:
-        """The evaluation after a step that is not logged yet. Ctrl-C ends it, but not the step."""
+        """Evaluate after a step that is not logged yet. Ctrl-C ends the evaluation; the step is still logged."""
         self._interrupts.is_held, has_asked = False, self._interrupts.is_asked
         try:
             return {} if has_asked else await self._evaluate(f"step {done}", done)
@@ -425,14 +420,14 @@ class Training:
             self._interrupts.is_held = True
 
     async def _after(self, step: int, metrics: dict[str, float]) -> None:
-        """What is done once a step (0-based) is logged: a checkpoint. Raises KeyboardInterrupt where one was held."""
+        """Called after a step (0-based) is logged: saves if it is time. Raises a KeyboardInterrupt that was held."""
         done = step + 1
         self._logged, self._logged_version = done, self.backend.version
         self._metrics = dict(metrics)
         if done < self._settings.steps:
             self._stop = self.stopping.reason(done, metrics)
         self._saving.watch()
-        occasion = "" if self._stop is not None else self._saving.occasion(done)  # the run's end saves anyway
+        occasion = "" if self._stop is not None else self._saving.occasion(done)  # the end of the run always saves
         if occasion:
             began = time.perf_counter()
             path = self._folder.checkpoint_path(done)
@@ -444,7 +439,7 @@ class Training:
         await self._profile_before(done)
 
     async def _serve_newest(self) -> dict[str, float]:
-        """Send the newest weights, also where `sync_every` has not, since an evaluation is of them; gives `sync/`
+        """Send the newest weights to the engine before an evaluation, even if `sync_every` did not. Returns `sync/`
         metrics.
         """
         is_served = self._syncing.version == self.backend.version
@@ -452,12 +447,12 @@ class Training:
 
     async def _evaluate(self, when: str, done: int) -> dict[str, float]:
         """Evaluate the held-out tasks after `done` steps, once per temperature, and keep the episodes in
-        `trajectories/eval_*.jsonl`. Returns the `eval/` metrics; none if there are no such tasks.
+        `trajectories/eval_*.jsonl`. Returns the `eval/` metrics; empty if there are no held-out tasks.
         """
         if not self.held_out or not self.plan.rewards:
             return {}
         if when == "after" and done and self._evaluated is not None and self._evaluated[0] == done:
-            evaluation = self._evaluated[1]  # of these weights: the run stopped where it had just evaluated
+            evaluation = self._evaluated[1]  # these weights were evaluated just before the run stopped
         else:
             evaluation = await self._play_held_out(when, done)
         if when in self._evaluations:
@@ -466,13 +461,18 @@ class Training:
         return evaluation_metrics(evaluation)
 
     async def _play_held_out(self, when: str, done: int) -> dict[str, Any]:
-        """The numbers of an evaluation after `done` steps."""
+        """The results of an evaluation after `done` steps."""
         reports, total = [], len(self.held_out) * len(EVALUATION_TEMPERATURES)
         ended: dict[tuple[float, tuple[int, ...]], Episode] = {}  # by (minus the temperature, order)
 
         def on_end(job: Job, episode: Episode, *, temperature: float) -> None:
             ended[-temperature, job.order] = episode
             self.session.observer.evaluating(when, len(ended), total)
+
+        def keep() -> None:
+            played = sorted(ended.items(), key=lambda each: each[0])
+            records = ({"temperature": -t} | line for (t, _), each in played for line in episode_records(each))
+            self._folder.write_trajectories(f"{EVALUATED}{done:06d}", records)
 
         try:
             for temperature in EVALUATION_TEMPERATURES:
@@ -487,20 +487,21 @@ class Training:
                 )
                 reports.append(report)
                 ended |= {(-temperature, each.order): each for each in episodes}
-        finally:  # also those of an evaluation that fails: they show why
-            played = sorted(ended.items(), key=lambda each: each[0])
-            records = ({"temperature": -t} | line for (t, _), each in played for line in episode_records(each))
-            self._folder.write_trajectories(f"{EVALUATED}{done:06d}", records)
-        for words in check_passes(reports, [each for _, each in played], when):
+        except Exception:
+            keep()  # the episodes show why the evaluation failed
+            raise
+        keep()
+        for words in check_passes(reports, list(ended.values()), when):
             self.session.observer.note(words)
         self._evaluated = done, Evaluation(*reports).as_dict()
         return self._evaluated[1]
 
     async def _save(self, path: Path, done: int, evaluations: Mapping[str, Any], occasion: Occasion) -> bool:
-        """Write a checkpoint that transformers loads, tokenizer and template included, with all that a resume needs;
-        then remove older ones, as the settings say. One by the clock that does not fit on the disk is left out: False.
+        """Write a checkpoint that transformers loads, tokenizer and template included, with everything that a resume
+        needs; then remove older checkpoints, as the settings say. Returns False if a checkpoint by the clock was not
+        written because the disk has no room.
 
-        The files that it refers to are brought to the disk first: a crash of the machine loses none of them.
+        The files to which it refers are flushed to the disk first, so that a crash of the machine loses none of them.
         """
         state = self._state(done, evaluations, occasion)
         await trio.to_thread.run_sync(self._folder.sync)
@@ -509,7 +510,7 @@ class Training:
                 await self.backend.save(str(path), state)
         except trio.TooSlowError as error:
             raise CheckpointError(
-                f"the checkpoint {path} was not written in {SAVE_SECONDS:g} s; see whether the disk answers"
+                f"the checkpoint {path} was not written in {SAVE_SECONDS:g} s; check the disk"
             ) from error
         except CheckpointError as error:
             if occasion != "clock" or not error.is_full:
@@ -537,7 +538,7 @@ class Training:
         return state_dict
 
     def _metric(self) -> dict[str, Any] | None:
-        """The metric that ranks the run's checkpoints; None where this step does not have it."""
+        """The metric that ranks the run's checkpoints; None if this step does not have it."""
         is_supervised = self._settings.mode == "sft"
         evaluates = self._settings.eval_every and self.held_out
         name = "policy/loss" if is_supervised else "eval/reward_mean" if evaluates else "reward/mean"
@@ -547,13 +548,13 @@ class Training:
         return {"name": name, "value": value, "higher_is_better": not is_supervised}
 
     async def _profile_before(self, step: int) -> None:
-        """Start the profiler where the first profiled step comes next."""
+        """Start the profiler if the next step is the first one to profile."""
         if step in self._profiled[:1]:
             await self.backend.start_profile()
 
 
 def title(plan: Plan) -> str:
-    """The run in one line: what is trained on what, and how."""
+    """Describe the run in one line, for the observer."""
     settings = plan.settings
     rollouts = f" × {settings.samples_per_prompt} rollouts" if settings.mode == "rl" else ""
     lora = f", LoRA rank {settings.lora_rank}" if settings.lora_rank else ""
@@ -570,7 +571,7 @@ def _held_out_notes(
     held_out: Sequence[Task],
     also_held_out: Sequence[Task],
 ) -> list[str]:
-    """What is unusual about the held-out tasks of these environments, in words."""
+    """Notes about anything unusual in the held-out tasks of these environments."""
     notes = held_out_notes(environments, settings.eval_tasks) if len(held_out) < settings.eval_tasks else []
     if len(held_out) < settings.eval_tasks and not notes:
         gave = "environment gave" if len(environments) == 1 else "environments gave"

@@ -2,8 +2,8 @@
 
 A reward that could not be judged (None or NaN) does not count in mean and deviation, and gets the advantage 0. All
 advantages are 0 if the group has fewer than two judged rollouts, or a spread of at most `SPREAD_MIN`. `baseline` and
-`ones` do not compare rollouts, so they apply to every group. Not here: advantages of the whole batch, such as GAE and
-REINFORCE++ (token_advantages.py), and calls of advantage functions (calls.py).
+`ones` do not compare rollouts, so this rule does not hold for them. Not here: advantages of the whole batch, such as
+GAE and REINFORCE++ (token_advantages.py), and calls of advantage functions (calls.py).
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def group_mean(rewards: Tensor | Sequence[float | None]) -> Tensor:
 
 
 def rloo(rewards: Tensor | Sequence[float | None]) -> Tensor:
-    """The reward minus the mean reward of the others: J / (J - 1) (R - mean) [G] (RLOO, Ahmadian et al. 2024).
+    """The reward minus the mean reward of the group's other rollouts: J / (J - 1) (R - mean) [G] (RLOO, Ahmadian et al.
+    2024).
 
     J is the number of judged rollouts.
 
@@ -57,7 +58,7 @@ def rloo(rewards: Tensor | Sequence[float | None]) -> Tensor:
 
 
 def baseline(rewards: Tensor | Sequence[float | None], *, value: float = 0.0) -> Tensor:
-    """The reward minus a fixed number: R - b [G] (Williams 1992). A group of one has an advantage too.
+    """The reward minus a fixed number: R - b [G] (Williams 1992). The only rollout of a group has an advantage too.
 
     Args:
         value: b; a rollout with a reward above b becomes more likely
@@ -74,7 +75,7 @@ def ones(rewards: Tensor | Sequence[float | None]) -> Tensor:
 
 
 def _judged(rewards: Tensor | Sequence[float | None]) -> tuple[Tensor, Tensor]:
-    """The rewards as a float tensor [G], 0 where not judged, and a bool mask [G] of the judged ones."""
+    """The rewards as a float tensor [G], 0 for those that were not judged, and a bool mask [G] of the judged ones."""
     import torch
 
     if not isinstance(rewards, torch.Tensor):

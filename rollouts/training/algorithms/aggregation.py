@@ -1,12 +1,12 @@
 """Aggregation: how the values of tokens become one number. The objective is sum(u * loss) / D.
 
-An aggregation is a function of what it names (`masks`, `rollout_index`, `group_index`, `pair_index`, `max_tokens`). It
-returns the weight u of every token of every row, which includes the mask, and this batch's part of D. D is added up
-over microbatches, calls and ranks, and divides once, in `optim_step`. So the result does not depend on how a batch was
-split. Pure functions on lists; no torch.
+The parameters of an aggregation name its inputs (`masks`, `rollout_index`, `group_index`, `pair_index`, `max_tokens`).
+It returns the weight u of every token of every row, with the mask as a factor, and this batch's part of D. The parts
+are added up over microbatches, calls and ranks. `optim_step` divides once by their sum D, so the result does not depend
+on how a batch was split. Pure functions on lists; no torch.
 
-A float mask weighs u and D alike. Rollouts, groups and pairs without live tokens do not count in D. Rollouts are
-counted, not rows, so a rollout in several segments has the weight of one.
+A float mask weighs u and D alike. Rollouts, groups and pairs without live tokens do not count in D. A rollout with
+several rows counts once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rollouts.training.types import Unit
 
 
 class Masks(NamedTuple):
-    """What an aggregation may name, for R rows.
+    """The possible inputs of an aggregation, for R rows.
 
     Attributes:
         masks: R lists [L] of floats
@@ -40,7 +40,8 @@ class Masks(NamedTuple):
 class TokenWeights(NamedTuple):
     """u of each row [L], and the batch's part of D.
 
-    `unit` says what a loss returns one value for. The weight of a rollout or pair is the largest u of its tokens.
+    `unit`: whether a loss returns one value per token, per rollout or per pair. The weight of a rollout or pair is the
+    largest u of its tokens.
     """
 
     weights: list[list[float]]
@@ -131,7 +132,8 @@ def aggregation_function(aggregation: str | Callable[..., Any]) -> Callable[...,
 def aggregate(aggregation: str | Callable[..., Any], batch: Masks) -> TokenWeights:
     """The weights that an aggregation returns for this batch.
 
-    Raises ConfigError for an unknown name, and TrainingError if an author's function fails; the message names it.
+    Raises ConfigError for an unknown name, and TrainingError if an author's function fails; the message names the
+    function.
     """
     function = aggregation_function(aggregation)
     pairs = batch.pair_index or [-1] * len(batch.masks)

@@ -1,8 +1,8 @@
 """An algorithm: small pure functions, composed in a NamedTuple. Nothing is inherited.
 
-Here are the types (`Term`, `KL`, `Algorithm`), and functions that compose them, bind their settings, find what they
-need from a run (by the names of parameters), and choose the algorithm of a step. objective.py computes an algorithm,
-checks.py refuses bad ones, losses.py has the terms. No torch.
+Here are the types (`Term`, `KL`, `Algorithm`), and functions that compose algorithms, bind their settings, find what
+they need from a run (by the names of parameters), and choose the algorithm of a step. objective.py computes an
+algorithm, checks.py refuses bad algorithms, losses.py has the terms. No torch.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ class Term(NamedTuple):
 class KL(NamedTuple):
     """A KL estimator against the reference policy, and its weight.
 
-    A function that names `logprobs` is a term of the loss. Any other function is subtracted from the rewards of tokens.
+    An estimator with the parameter `logprobs` is a term of the loss. Any other estimator is subtracted from the rewards
+    of tokens.
 
     Attributes:
         coefficient: the weight
-        threshold: larger values are cut to this, in nats per token
+        threshold: larger values of the KL are cut to this, in nats per token
         target: adapt the coefficient to reach this KL, in nats per token
         horizon: an adapted coefficient changes by up to 0.2 / horizon in a step
     """
@@ -64,7 +65,7 @@ class Algorithm(NamedTuple):
         aggregation: the name of a built-in one, or a function
         terms: their values are added up
         kl: the KL to the reference policy
-        correction: weighs tokens that another engine sampled; None: the run decides
+        correction: weighs tokens that another engine sampled; None: the run chooses
         mix: makes one reward of several, before the advantage
         shaping: change rewards, before the advantage
         select: which rollouts are trained
@@ -101,9 +102,11 @@ class Stage(NamedTuple):
 
 
 def as_algorithm(component: Any) -> Algorithm:
-    """Return an Algorithm unchanged. A loss function gets the usual advantage, aggregation and entropy term (0).
+    """Return an Algorithm unchanged; make one of a loss function, with the usual advantage and aggregation, and an
+    entropy term with coefficient 0.
 
-    A loss that names `pair_index` gets the usual pairs (best and worst of a group). Raises SignatureError.
+    A loss with the parameter `pair_index` gets the usual pairs (best and worst of a group). Raises SignatureError for
+    anything but an Algorithm or a valid loss function.
     """
     if isinstance(component, Algorithm):
         return component
@@ -142,7 +145,7 @@ def algorithm_settings(algorithm: Algorithm) -> tuple[Setting, ...]:
 
 
 def bind_algorithm(algorithm: Algorithm, settings: Mapping[str, Any]) -> Algorithm:
-    """Bind settings to the terms that have them. The values already have the right types.
+    """Bind settings to the terms that have them. The values must already have the right types.
 
     Raises ConfigError for a setting that no term has.
     """
@@ -168,7 +171,7 @@ def setting_of(algorithm: Algorithm, name: str) -> Any | None:
 
 
 def bind_own(function: Function, kind: str, settings: Mapping[str, Any]) -> Function:
-    """Bind those of the settings that the function has."""
+    """Bind the settings that the function has, and ignore all others."""
     own = {setting.name for setting in signature_of(function, kind).settings}
     return bind(function, {name: value for name, value in settings.items() if name in own})
 
@@ -245,7 +248,9 @@ def stage_name(step: int) -> str:
 
 
 def stage_at(stages: Sequence[Stage], step: int) -> Stage:
-    """The stage of `step`: the last one that has begun. `stages` are sorted, and the first begins at 0."""
+    """The stage of `step`: the last one whose first step is not later. `stages` are sorted by first step; the first
+    stage begins at 0.
+    """
     steps = [stage.step for stage in stages]
     assert steps and steps[0] == 0 and steps == sorted(set(steps)), f"stages begin at {steps}; expected 0, then later"
     assert step >= 0, f"there is no step {step}"

@@ -46,12 +46,16 @@ def wrong_result(word: str, function: Function, given: str, expected: str, but: 
 
 
 def per_rollout(word: str, function: Function, available: Mapping[str, Any], count: int) -> list[float]:
-    """The `count` finite numbers that the function returned, one per rollout. Raises TrainingError, which names it."""
+    """The `count` finite numbers that the function returned, one per rollout. Raises TrainingError, which names the
+    function.
+    """
     return check_per_rollout(word, function, call_author(word, function, available), count)
 
 
 def check_per_rollout(word: str, function: Function, returned: Any, count: int) -> list[float]:
-    """The `count` finite numbers that a function returned. Raises TrainingError, which names it, for anything else."""
+    """The `count` finite numbers that a function returned. Raises TrainingError, which names the function, for anything
+    else.
+    """
     values = _as_tensor(returned)
     if values is None or tuple(values.shape) != (count,) or not bool(values.isfinite().all()):
         raise _wrong(word, function, count, _shown(returned), f"{count} finite numbers, one per rollout")
@@ -112,8 +116,8 @@ def shaped_rewards(
     max_tokens: int | None,
     step: int = 0,
 ) -> list[float | None]:
-    """The rewards [G] after a shaping; None where not judged. Truncated rollouts are shaped too, because they are in
-    the baseline. Raises TrainingError.
+    """The rewards [G] after a shaping; None for rollouts that were not judged. Truncated rollouts are shaped too,
+    because they are in the baseline. Raises TrainingError.
     """
     judged = _judged_indices(rewards)
     available = _of_group(rewards, judged, lengths) | {"max_tokens": max_tokens, "step": step}
@@ -196,7 +200,9 @@ def _tensor(values: list[Any], dtype: str = "float64") -> Tensor:
 def _at_places(
     word: str, function: Function, available: Mapping[str, Any], places: Sequence[int], count: int
 ) -> list[float | None]:
-    """The numbers that the function returns, at these `places`; None elsewhere. Not called if there are none."""
+    """The numbers that the function returns, at these `places`; None elsewhere. The function is not called if `places`
+    is empty.
+    """
     spread: list[float | None] = [None] * count
     values = per_rollout(word, function, available, len(places)) if places else []
     for place, value in zip(places, values, strict=True):

@@ -103,18 +103,18 @@ def check_composition(algorithm: Algorithm, samples_per_prompt: int | None = Non
 
 
 def compares_groups(algorithm: Algorithm) -> bool:
-    """Whether the advantage compares the rollouts of a group, so that a group of one has none: it gives a single
-    rollout 0, whatever its reward is.
+    """Whether the advantage compares the rollouts of a group, so that the advantage of a group's only rollout is 0,
+    whatever its reward is.
     """
     if algorithm.pairs is not None or is_batch_advantage(algorithm.advantage) or "advantages" not in needs(algorithm):
         return False
-    if not isinstance(unwrapped(algorithm.advantage), FunctionType):  # an object may keep what it has seen
+    if not isinstance(unwrapped(algorithm.advantage), FunctionType):  # a call may change an object's state
         return False
     try:
         return all(
             calls.group_advantages(algorithm.advantage, [reward], lengths=[1]) == [0.0] for reward in (0.0, 0.3, 1.0)
         )
-    except RolloutsError:  # the first batch reports what is wrong with it
+    except RolloutsError:  # the first batch reports the error
         return False
 
 
@@ -187,7 +187,7 @@ _NO_ANSWER = object()
 
 
 def _as_config_error(check: Callable[..., object], *arguments: Any) -> None:
-    """Run a check of a training step. What it refuses is the user's mistake here."""
+    """Run a check that training steps use too. Raises ConfigError instead of TrainingError."""
     try:
         check(*arguments)
     except TrainingError as error:

@@ -83,7 +83,7 @@ def k3_loss(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     Its value estimates KL(pi || ref), but its expected gradient is that of KL(ref || pi).
     """
     apart = log_ratio(ref_logprobs, logprobs)
-    return apart.expm1() - apart  # expm1 is exact where the policies are close
+    return apart.expm1() - apart  # expm1 is exact if the policies are close
 
 
 def forward_kl_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:

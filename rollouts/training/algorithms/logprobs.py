@@ -18,7 +18,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 # The logits of one chunk: 2**26 fp32 numbers are 256 MiB, or 441 rows of 151,936. Each chunk reads the head's weight;
-# chunks of a quarter of this size took a quarter more time. With fewer numbers nothing is computed twice.
+# chunks of a quarter of this size took a quarter more time. Logits of at most this size are one chunk, so nothing is
+# computed twice.
 CHUNK_ELEMENTS_MAX = 1 << 26
 
 # Replaces a logprob of -inf (a masked vocabulary entry), because p = 0 times -inf would be NaN. The value is so low
@@ -34,7 +35,7 @@ Head = Callable[[Tensor], Tensor]
 def token_logprobs(logits: Tensor, targets: Tensor, temperature: Divisor = 1.0) -> tuple[Tensor, Tensor]:
     """Logprobs [t] of `targets` [t] and the entropy [t] of the prediction, from `logits` [t, V].
 
-    `temperature` is one number, or one a token [t]. Both results carry gradients.
+    `temperature` is one number, or one per token [t]. Both results carry gradients.
     """
     found = _TokenLogprobs.apply(logits, targets[:, None], _by_row(temperature))  # type: ignore[no-untyped-call]
     return found[0].squeeze(-1), found[1].squeeze(-1)
@@ -51,7 +52,7 @@ def logprobs_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Logprobs [T] of `targets` [T] and entropy [T], from the hidden states [T, H] that predict them.
 
-    `temperature` is one number, or one a token [T].
+    `temperature` is one number, or one per token [T].
     """
     size = _rows_a_chunk(targets.shape[0], vocabulary_size, chunk_elements_max)
     chosen, entropy = _score(head, hidden, targets[:, None], _by_row(temperature), size)
@@ -157,7 +158,9 @@ def _wide(logits: Tensor) -> Tensor:
 
 
 def _over(values: Tensor, divisor: Divisor) -> Tensor:
-    """Divide logits, or a gradient [t, ...], which is cheaper than dividing the gradient of the logits [t, V]."""
+    """Divide logits, or the gradient of a result [t, ...]. Dividing the latter is cheaper than dividing the gradient of
+    the logits [t, V].
+    """
     return values if not isinstance(divisor, Tensor) and divisor == 1.0 else values / divisor
 
 

@@ -1,4 +1,4 @@
-"""Losses: pure functions of what they name. They return one value per token (`dpo`: one per pair).
+"""Losses: pure functions whose parameters name their inputs. They return one value per token (`dpo`: one per pair).
 
 Legend: T tokens of a batch, P pairs of rollouts, K alternatives of one token; pi the policy (`logprobs` [T], with
 gradient), A `advantages`, r = pi / pi_old the ratio to `old_logprobs`. All inputs but pi are detached. Losses return
@@ -72,7 +72,7 @@ def ppo_clip(
     Args:
         clip_low: how far the ratio may fall below 1
         clip_high: how far the ratio may rise above 1
-        dual_clip: the largest ratio that counts where A < 0, a number above 1; none: no limit
+        dual_clip: the largest ratio that counts if A < 0, a number above 1; none: no limit
     """
     is_valid = dual_clip is None or dual_clip > 1
     check_setting("dual_clip", dual_clip, is_valid, "a number above 1, or none", "--loss.dual-clip 3")
@@ -131,7 +131,7 @@ def cross_entropy(logprobs: Tensor) -> Tensor:
 
 
 def entropy_bonus(entropy: Tensor) -> Tensor:
-    """-H [T]. As a term with a small coefficient, it keeps the policy from collapsing."""
+    """-H [T]. As a term with a small coefficient, it keeps the policy from becoming deterministic."""
     return -entropy
 
 

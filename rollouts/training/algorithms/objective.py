@@ -56,9 +56,9 @@ def evaluate(
 ) -> Evaluation:
     """Call every term with its inputs, and add up coefficient * values.
 
-    Values at masked positions are set to 0, so NaN there has no effect on them. Its gradient may still be NaN if a term
-    multiplies by it, so a backend passes live tokens only. NaN at live tokens does not raise, because that would wait
-    for the device; the result's `nan` reports it.
+    Values at masked positions are set to 0, also if they are NaN. The gradient may still be NaN if a term multiplies by
+    NaN, so a backend passes live tokens only. NaN at live tokens does not raise, because that would wait for the
+    device; the result's `nan` reports it.
 
     Raises TrainingError, which names the loss or the KL estimator, if its values are not a tensor of the expected
     shape.
@@ -95,7 +95,9 @@ def evaluate(
 
 
 def importance_weights(algorithm: Algorithm, available: Mapping[str, Any], mask: Tensor) -> Tensor | None:
-    """The correction's weights [T], detached; None if there is no correction. Raises TrainingError, which names it."""
+    """The correction's weights [T], detached; None if there is no correction. Raises TrainingError if the correction
+    fails.
+    """
     import torch
 
     function = algorithm.correction

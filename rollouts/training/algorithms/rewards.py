@@ -1,8 +1,8 @@
 """Rewards of a group before the advantage. Mixers make one number of several; shapings change it. Pure functions.
 
 Legend: J judged rollouts of a group (truncated ones too, because they are in the baseline), P rewards. `parts` [J, P]
-are the values of each reward, float64; `weights` [P] are the rewards' weights. A mixer returns [J]; without one, the
-engine adds up weight * reward (like `weighted_sum`). A shaping takes rewards [J] and returns rewards [J].
+are the values of each reward, float64; `weights` [P] are the rewards' weights. A mixer returns [J]; without a mixer,
+the engine adds up weight * reward (like `weighted_sum`). A shaping takes rewards [J] and returns rewards [J].
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def product(parts: Tensor, weights: Tensor) -> Tensor:
 
 
 def lexicographic(parts: Tensor, weights: Tensor, *, tolerance: float = 0.0) -> Tensor:
-    """The rank within the group [J], 0 (worst) to 1 (best). The first reward decides; later ones decide between ties.
+    """The rank within the group [J], 0 (worst) to 1 (best). Rollouts are sorted by the first reward; those with equal
+    first rewards by the second, and so on.
 
     Rewards are in the order in which they were given. With a weight below 0, less is better; a weight of 0 leaves a
     reward out. Tied rollouts share a rank. Neighboring ranks have equal distances. The rank is 0 if all are tied.
@@ -58,7 +59,8 @@ def lexicographic(parts: Tensor, weights: Tensor, *, tolerance: float = 0.0) -> 
     [0.5, 1.0, 0.0]
 
     Args:
-        tolerance: a value is tied with the best of its ties if it is at most this far below
+        tolerance: two values count as equal if they differ by at most this; values are compared with the best of each
+            tie
     """
     finite = 0 <= tolerance < float("inf")
     check_setting("tolerance", tolerance, finite, "a number of 0 or more", "--mix.tolerance 0.1")

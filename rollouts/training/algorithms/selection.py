@@ -28,7 +28,7 @@ def reward_at_least(rewards: Tensor, *, threshold: float = 1.0) -> Tensor:
 
 
 def top(rewards: Tensor, *, count: int = 1) -> Tensor:
-    """The `count` best rollouts: bool [J]. The first of equal ones.
+    """The `count` best rollouts: bool [J]. Of rollouts with equal rewards, it takes the first.
 
     Args:
         count: how many rollouts of a group are kept
@@ -45,7 +45,7 @@ def max_variance(rewards: Tensor, *, count: int = 4) -> Tensor:
     """The `count` rollouts whose rewards have the largest variance (PODS, Xu et al. 2025): bool [J].
 
     The best choice is always some of the lowest and some of the highest, so only count + 1 choices are compared. Of
-    equally good choices, the one closest to half and half.
+    equally good choices, it takes the one closest to half and half.
 
     Args:
         count: how many rollouts of a group are kept
@@ -68,7 +68,7 @@ def max_variance(rewards: Tensor, *, count: int = 4) -> Tensor:
 
 
 def best_worst(rewards: Tensor) -> list[tuple[int, int]]:
-    """The best rollout against the worst. The first of equal ones; no pair if all are equal.
+    """The best rollout against the worst. Of rollouts with equal rewards, it takes the first; no pair if all are equal.
 
     >>> import torch
     >>> best_worst(torch.tensor([0.0, 1.0, 0.5]))
@@ -99,5 +99,5 @@ def all_pairs(rewards: Tensor, *, margin: float = 0.0, limit: int = 8) -> list[t
 
 
 def _ends(low: int, count: int, size: int) -> list[int]:
-    """The positions of the first `low` of `size`, and of enough of the last to make `count`."""
+    """`count` of the positions 0 to `size` - 1: the first `low`, and the rest from the end."""
     return [*range(low), *range(size - (count - low), size)]

@@ -3,7 +3,7 @@
     futures       TrainFuture, and the one thread that does all torch work in order
     torch         the backend: futures around an executor, which carries out commands; Executor is one process
     fsdp          the sharded backend: starts the ranks
-    ranks         their executor, `heartbeats` to find the one at fault, and `rendezvous`, where they meet
+    ranks         their executor, `heartbeats` to find a failed rank, `rendezvous` by which they meet
     trainer       one rank's model, optimizer and work
     forward       rows through the policy, the critic and the teacher
     auxiliary     the models beside the policy: critic, teacher, reference
@@ -14,7 +14,7 @@
     optimizer     settings, optimizers and learning rates
     lora          adapters through peft
     profiling     traces, and peak memory
-    pytorch_factory    torch objects of one's own behind futures
+    pytorch_factory    a backend for your own torch objects
 
 Nothing is imported until it is used. Checkpoints are in `rollouts.training.weights`.
 """

@@ -39,7 +39,7 @@ class _Scorer:
 
     @functools.cached_property
     def paths(self) -> ModelPaths:
-        """How to run this model; found on first use."""
+        """How to run this model. It is inspected on first use."""
         return inspect_model(self.causal, **self._how)
 
     def features(self, inputs: RowPositions, like: Selection) -> Tensor:
@@ -83,7 +83,7 @@ class Teacher(_Scorer):
 class Critic(nn.Module):
     """Values of states: a linear layer on the policy's trunk, or on the trunk of another model.
 
-    The layer is fp32, and begins with zeros, so the first advantages are those without a critic.
+    The layer is fp32, and begins with zeros, so the critic does not change the first advantages.
     """
 
     def __init__(self, causal: Any, *, scorer: _Scorer | None = None) -> None:
@@ -105,8 +105,8 @@ class Critic(nn.Module):
 
     @classmethod
     def load(cls, name: str, policy: Any, *, dtype: str, device: str, **how: Any) -> Critic:
-        """Make a critic. `head`: on the trunk of the causal LM `policy`; else of the model with this name, which is
-        trained completely. `how` are the arguments of `inspect_model`.
+        """Make a critic. With the `name` "head", its trunk is that of the causal LM `policy`; else the trunk is the
+        model of this name, whose weights are all trained. `how` are the arguments of `inspect_model`.
 
         Raises ModelError, ConfigError. Call `check` once the model can run.
         """
@@ -135,7 +135,7 @@ class Networks(nn.Module):
     """Everything that is trained, as one module: the policy `causal`, with its adapters, and the `critic`, if any.
 
     Parameter names begin with `causal` or `critic`. Run the networks inside `Networks.__call__` only: there the
-    outermost weights of a sharded model are whole. The chunked head needs this, because it uses its weights directly.
+    outermost weights of a sharded model are whole. The chunked head uses these weights directly.
     """
 
     def __init__(self, causal: nn.Module, critic: Critic | None = None) -> None:
@@ -149,11 +149,11 @@ class Networks(nn.Module):
 
 
 class ReferencePolicy:
-    """A copy of `parameters`. The `rule` changes it once now, and after every optimizer step.
+    """A copy of `parameters`. The `rule` changes the copy when it is made, and after every optimizer step.
 
-    Only trained tensors are copied: all weights, or with LoRA the adapters. To score, the two sets exchange their
-    storage, which costs nothing. This is safe, because all torch work of a backend runs in one thread. With a sharded
-    model, each rank exchanges the values of its shards.
+    Only trained tensors are copied: all weights, or with LoRA the adapters. While the reference scores, the copy and
+    the trained tensors exchange their storage, which costs nothing. This is safe, because all torch work of a backend
+    runs in one thread. With a sharded model, each rank exchanges the values of its shards.
 
     Raises ConfigError if the rule needs adapters and there are none, and TrainingError if the rule raises.
     """
@@ -194,8 +194,8 @@ class ReferencePolicy:
 
     @property
     def follows(self) -> bool:
-        """Whether the rule may change the copy. If not, the copy is that of the run's first model, and no checkpoint
-        stores it.
+        """Whether the rule may change the copy. If not, the copy equals the run's first model, and no checkpoint stores
+        it.
         """
         return bool(requests(self._rule, "references"))
 

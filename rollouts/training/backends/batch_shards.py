@@ -1,8 +1,9 @@
 """Splits a batch into shards, one for each rank, and joins the ranks' outputs. Pure functions.
 
-Ranks get about the same number of tokens, and exactly the same number of microbatches: they meet in every layer of
-every microbatch, so a rank with fewer runs empty ones. With several ranks, a microbatch is one pass through the model.
-Buckets and shared prompts would give ranks different numbers of passes, so a single process only uses them.
+Ranks get about the same number of tokens, and exactly the same number of microbatches: the ranks wait for each other in
+every layer of every microbatch. A rank with fewer microbatches runs empty ones. With several ranks, a microbatch is one
+pass through the model. Buckets and shared prompts would give ranks different numbers of passes, so only a single
+process uses them.
 """
 
 from __future__ import annotations

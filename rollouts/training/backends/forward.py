@@ -1,10 +1,10 @@
 """Runs rows through the policy, the critic and the teacher; makes tensors of the rows' fields; finds flat rows.
 
-If all rollouts of a group have the same reward, their advantages are 0, and most policy losses have no gradient there.
-Such *flat* rows need no backward pass. This is measured, not assumed: the terms are computed as usual, on logprobs that
-are leaves of a graph of their own (`cut_off`). So the metrics stay the same, and rows with a gradient, from a term that
-does not depend on advantages, are trained in full. Not here: losses and gradients (`trainer`), running a single model
-(`transformer`).
+If all rollouts of a group have the same reward, their advantages are 0, and most policy losses have no gradient at
+them. These *flat* rows then need no backward pass. Whether a gradient exists is measured: the terms are computed as
+usual, on logprobs that are leaves of a separate graph (`cut_off`). So the metrics stay the same, and rows with a
+gradient, from a term that does not depend on advantages, are trained in full. Not here: losses and gradients
+(`trainer`), running a single model (`transformer`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ _OPTIONAL = ("old_logprobs", "ref_logprobs", "teacher_logprobs", "old_values", "
 
 
 class Scored(NamedTuple):
-    """The outputs for T selected tokens. `tokens` is (tokens that were run, the same with padding)."""
+    """The outputs for T selected tokens. `tokens` is a pair of counts: the tokens of the rows that were run, without
+    and with padding.
+    """
 
     logprobs: Tensor
     entropy: Tensor

@@ -73,9 +73,9 @@ def create_fsdp_backend(
     """Train a model that is sharded over several ranks (FSDP2). Raises UserError, RankError.
 
     Args:
-        processes: ranks on this machine; 0: one per GPU. Under torchrun the launcher decides
+        processes: ranks on this machine; 0: one per GPU. Under torchrun, the launcher sets the number
         replicas: number of groups of ranks with the same shards (HSDP); must divide the number of ranks
-        dtype: of computations, float32 or bfloat16; trained weights and sums of gradients are float32
+        dtype: dtype of computations, float32 or bfloat16; trained weights and sums of gradients are float32
         device: auto, cpu or cuda
         gradient_checkpointing: compute activations again in the backward pass; saves memory
         layout: rows of a microbatch padded to the longest, or packed into one sequence; auto: packed if the attention
@@ -141,7 +141,9 @@ def _load(model: str, lora_rank: int, settings: TorchSettings, seed: int, *, is_
 
 
 def _world_size(processes: int, kind: str) -> int:
-    """The number of ranks. Raises ConfigError if there cannot be as many."""
+    """The number of ranks. Raises ConfigError if `processes` is not the launcher's number, or is above the number of
+    GPUs.
+    """
     place = place_of_this_process()
     if place is not None:
         if processes and place.launched and processes != place.world_size:

@@ -2,7 +2,7 @@
 
 Every call of a training backend returns a `TrainFuture` at once (as in Tinker): submit, continue, await later.
 `TorchThread` is a first-in-first-out worker. Optimizer steps, forward passes and HF generation share it, so they never
-overlap. If a wait is cancelled, the job continues, and its result is discarded.
+overlap. If the task that awaits a future is cancelled, the job continues, and its result is discarded.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class TrainFuture(Generic[T]):
         return self._future.done()
 
     def wait(self, timeout_seconds: float | None = None) -> T:
-        """Block the calling thread until done. Never call it in a trio task. Raises TimeoutError."""
+        """Block the calling thread until done. Never call it in a trio task. Raises TimeoutError after
+        `timeout_seconds`.
+        """
         return self._future.result(timeout_seconds)
 
     async def result(self) -> T:
@@ -91,7 +93,7 @@ class TorchThread:
         self._thread.start()
 
     def submit(self, function: Callable[..., T], *args: Any, **settings: Any) -> TrainFuture[T]:
-        """Queue `function(*args, **settings)`; returns at once. Raises queue.Full when `pending_max` jobs wait."""
+        """Queue `function(*args, **settings)`; returns at once. Raises queue.Full if `pending_max` jobs are waiting."""
         future: TrainFuture[T] = TrainFuture()
         with self._lock:
             if self._abandoned is None:
@@ -101,7 +103,9 @@ class TorchThread:
         return future
 
     def abandon(self, error: BaseException) -> None:
-        """Fail the running job, all waiting ones and all later ones. For any thread: this one may be stuck."""
+        """Fail the running job, all waiting ones and all later ones. Call it from any thread; the torch thread may be
+        stuck.
+        """
         with self._lock:
             self._abandoned = error
         current = self._current

@@ -24,7 +24,7 @@ from rollouts.errors import RankError, first_line, words_of_exit
 from rollouts.training.backends.rendezvous import Channel
 
 BEAT_SECONDS = 1.0
-SYMPTOM_SECONDS = 3.0  # a failed collective is a symptom; wait this long for its cause, then compare the ranks' places
+SYMPTOM_SECONDS = 3.0  # a failed collective is a symptom; wait this long for its cause, then compare lines of code
 SILENCE_SECONDS = 30.0  # a rank without a heartbeat for this long is gone; heartbeats need no collective and no model
 
 
@@ -65,8 +65,8 @@ class RankStatus(msgspec.Struct):
 class Failure(msgspec.Struct):
     """Why a rank above 0 ends.
 
-    `symptom`: another rank failed, and this one could not meet it. `known`: an error of rollouts, which rank 0 probably
-    raises too.
+    `symptom`: another rank failed, and this one could not meet it. `known`: the error is a RolloutsError, which rank 0
+    probably raises too.
     """
 
     words: str
@@ -76,9 +76,9 @@ class Failure(msgspec.Struct):
 
 @dataclass(eq=False)
 class Heartbeat:
-    """This rank's heartbeat, in a thread of its own. The working thread changes `status`.
+    """This rank's heartbeat, in a thread of its own. The thread that does torch work changes `status`.
 
-    On ranks above 0, `on_silence` is called if rank 0 has no heartbeat, did not start within `start_seconds`, or the
+    On ranks above 0, `on_silence` is called if rank 0 sends no heartbeat, did not start within `start_seconds`, or the
     store is gone.
     """
 
@@ -105,8 +105,8 @@ class Heartbeat:
         self.status.progress += 1
 
     def end(self) -> None:
-        """Stop the heartbeat. Waits for its thread, because a thread inside a call of torch would abort the process at
-        the end of Python.
+        """Stop the heartbeat. Waits for its thread, because a thread that is inside a call of torch when Python ends
+        would abort the process.
         """
         self._ended.set()
         self._thread.join(5 * BEAT_SECONDS)
@@ -145,13 +145,13 @@ class _Heard(msgspec.Struct):
 
 @dataclass(eq=False)
 class FailureDetector:
-    """The failure detector of rank 0. It starts when it is made.
+    """The failure detector of rank 0, in a thread that starts at once.
 
     When it finds a fault, it sets `fault`, a RankError, and calls `on_fault` with it.
 
     `own` is the status of rank 0, with its last command. A rank may take `start_seconds` until its first heartbeat.
-    With `stall_seconds`, a rank may compute that long without progress; for devices whose collectives raise no error in
-    time.
+    With `stall_seconds`, it is a fault if no rank makes progress for that long; for devices whose collectives raise no
+    error in time.
     """
 
     channel: Channel
@@ -174,13 +174,13 @@ class FailureDetector:
         self._thread.start()
 
     def end(self) -> None:
-        """Stop. Ranks that end from now on are no fault."""
+        """Stop. A rank that ends later is no fault."""
         self._ended.set()
         self._thread.join(5 * BEAT_SECONDS)
 
     def why(self, error: BaseException) -> RankError:
-        """Why a collective failed on rank 0: because of a fault of another rank that shows in time, or of the rank that
-        is not where the others wait.
+        """Why a collective failed on rank 0. Waits some seconds for the detector to find a fault. If it finds none,
+        blames the rank without a heartbeat, or the rank that is not inside the collective.
         """
         self._first_waited = True
         self._declared.wait(3 * SYMPTOM_SECONDS)
@@ -202,7 +202,7 @@ class FailureDetector:
                 return
 
     def _look(self) -> str:
-        """Describe the fault; empty if there is none. Causes are found before symptoms, whatever arrives first."""
+        """Describe the fault; empty if there is none. Reports causes before symptoms, even if a symptom came first."""
         now = time.monotonic()
         self._listen(now)
         for rank, heard in self._heard.items():
@@ -254,7 +254,9 @@ class FailureDetector:
         return self._from_places(f"no rank made progress for {self.stall_seconds:g} s")
 
     def _from_places(self, reason: str) -> str:
-        """The rank that the others wait for: one without a heartbeat, else those that are not inside a collective."""
+        """Name the rank that the others wait for: a rank without a heartbeat, else the ranks that are not in a
+        collective.
+        """
         now, last = time.monotonic(), self.own.words()
         alive = {rank: heard for rank, heard in self._heard.items() if heard.failure is None}
         quiet = next((rank for rank, heard in alive.items() if now - heard.at > 3 * BEAT_SECONDS), None)

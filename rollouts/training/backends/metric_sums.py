@@ -22,7 +22,7 @@ _RUNS_OWN = {
     *("data", "env", "eval", "group", "metric", "optim", "perf", "reward", "reward_part", "rollout", "sampler"),
     *("staleness", "sync", "time"),
 }
-"""Prefixes of a run's other metrics. A loss cannot use them."""
+"""Prefixes of a run's other metrics. A loss cannot use them for its own metrics."""
 
 _SAMPLED, _ANCHORED = "sampler/sampled", "sampler/anchored"
 
@@ -33,12 +33,13 @@ class Microbatch(NamedTuple):
     """The measurements of one microbatch.
 
     Attributes:
-        tensors: [T] by their names in the loss's vocabulary. `importance` are the weights of a correction. `sampled`
-            says where the sampler's logprobs are known; `anchored`, where the anchor is not the current policy
+        tensors: [T] by their names in the loss's vocabulary. `importance` are the weights of a correction. `sampled`:
+            the tokens whose logprobs of the sampler are known; `anchored`: the tokens whose anchor is not the current
+            policy
         objective: sum(u * loss)
         evaluation: the values and metrics of the terms
         clip: the clip range of a token's ratio, or None
-        tokens: (tokens that were run, the same with padding)
+        tokens: (tokens of the rows that were run, the same with padding)
     """
 
     tensors: Mapping[str, Tensor]
@@ -121,7 +122,7 @@ class MetricSums:
 def metrics_of(readings: Sequence[Reading], denominator: float) -> dict[str, float]:
     """The metrics of a batch from the sums of its ranks: means over live tokens, and the terms' own metrics.
 
-    `policy/loss` is divided by the batch's D. Raises TrainingError if a loss returned NaN; the message names it.
+    `policy/loss` is divided by the batch's D. Raises TrainingError if a loss returned NaN; the message names the loss.
     """
     total = functools.reduce(_joined_readings, readings)
     if not total.count:
@@ -182,7 +183,7 @@ def _k3(apart: Tensor) -> Tensor:
     """Estimate KL(p || q) at tokens that p sampled, from `apart` = log(q / p): q/p - 1 - log(q/p). This is k3 of
     Schulman 2020, which is never negative and has little noise.
     """
-    return apart.expm1() - apart  # expm1 is exact where the policies are close
+    return apart.expm1() - apart  # expm1 is exact if the policies are close
 
 
 def _mismatch_metrics(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ class TorchSettings:
     """How a backend computes and optimizes.
 
     Args:
-        dtype: of the weights: float32 or float64; bfloat16 and float16 only with LoRA, whose adapters are float32
+        dtype: dtype of the weights: float32 or float64; bfloat16 and float16 only with LoRA, whose adapters are float32
         device: auto, cpu, cuda, cuda:1
         betas: of AdamW; the first is the momentum of SGD
         eps: of AdamW
@@ -63,7 +63,7 @@ class TorchSettings:
     fp32_head: bool = False
 
     def of_run(self, *, lr: float, steps: int, tokens_per_microbatch: int, share_prefix: bool) -> TrainerSettings:
-        """Add what the run decides. The warm-up is never longer than the run."""
+        """Add the settings of the run. The warm-up is never longer than the run."""
         own = vars(self) | {"warmup_steps": min(self.warmup_steps, max(1, steps))}
         return TrainerSettings(
             **own, lr=lr, steps=steps, tokens_per_microbatch=tokens_per_microbatch, share_prefix=share_prefix
@@ -72,7 +72,7 @@ class TorchSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSettings(TorchSettings):
-    """The backend's settings, and those that the run decides.
+    """The backend's settings, and those of the run.
 
     Attributes:
         lr: learning rate
@@ -104,8 +104,8 @@ def check_settings(settings: TrainerSettings) -> None:
     )
     if settings.lr_schedule != "constant" and settings.steps == 0:
         raise ConfigError(
-            f"--training.lr-schedule {settings.lr_schedule}: it falls until the last optimizer step, and their number "
-            "is not known; give --steps, or type --training.lr-schedule constant"
+            f"--training.lr-schedule {settings.lr_schedule}: it falls until the last optimizer step, and the number of "
+            "steps is not known; give --steps, or type --training.lr-schedule constant"
         )
     if settings.lr_schedule == "constant" and settings.lr_final:
         raise ConfigError(
@@ -193,11 +193,12 @@ def make_optimizer(sets: list[tuple[list[nn.Parameter], float]], settings: Train
 
 
 def _kernel(parameters: list[nn.Parameter], optimizer: OptimizerName) -> dict[str, bool]:
-    """The kernel option of a parameter group. AdamW is fused (one kernel for all parameters) where torch 2.13 supports
-    it; DTensor passes it on to the shards. Otherwise torch chooses.
+    """The kernel option of a parameter group. AdamW is fused (one kernel for all parameters) if torch 2.13 supports
+    this for the parameters; DTensor runs the kernel on the shards. In other cases torch chooses.
 
-    SGD has a fused kernel too, but DTensor does not support it. It is not used, so that sharded and other steps are the
-    same. A list with both DTensors and plain tensors only works with the loop over single tensors.
+    SGD has a fused kernel too, but DTensor does not support it. The fused kernel of SGD is not used, so that steps are
+    the same with and without shards. A list with both DTensors and plain tensors only works with the loop over single
+    tensors.
     """
     if optimizer == "adafactor":
         return {}
@@ -208,7 +209,8 @@ def _kernel(parameters: list[nn.Parameter], optimizer: OptimizerName) -> dict[st
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Tensor]:
-    """The state tensors of an optimizer of `make_optimizer`, by name; not copies. DTensors where the parameter is one.
+    """The state tensors of an optimizer of `make_optimizer`, by name; not copies. The state of a DTensor parameter is a
+    DTensor.
 
     The names are "<name of the parameter>.<key>", for example "causal.lm_head.weight.exp_avg". Keys: `step` (no
     dimensions, whole on every rank) with `exp_avg` and `exp_avg_sq` (adamw), or with `row_var` and `col_var` or
@@ -231,7 +233,7 @@ def _fresh_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], parame
     """
     if isinstance(optimizer, torch.optim.SGD):
         return {"momentum_buffer": _zeros_like(parameter)} if group["momentum"] else {}
-    # A fused kernel counts on the device. The others count on the CPU, which needs no wait.
+    # A fused kernel counts steps on the device. Other kernels count on the CPU, which needs no wait.
     step = torch.zeros((), dtype=torch.float32, device=parameter.device if group.get("fused") else "cpu")
     if isinstance(optimizer, torch.optim.AdamW):
         return {"step": step, "exp_avg": _zeros_like(parameter), "exp_avg_sq": _zeros_like(parameter)}

@@ -1,8 +1,8 @@
 """Profiles some steps: where a backend's time and memory go, as files in the run's folder.
 
 Call `start` and `finish` in the thread that does the torch work. Other threads are not recorded, except those of the
-backward pass. Only one profile runs in a process at a time, because torch supports one, and a second would silently end
-it. Not here: which steps (`rollouts.training.loops`), and how to read a profile (docs/memory-and-speed.md).
+backward pass. Only one profile runs in a process at a time, because a second profile would silently end the first. Not
+here: which steps (`rollouts.training.loops`), and how to read a profile (docs/memory-and-speed.md).
 
     profile = Profile()
     profile.start(torch.device("cpu"))
@@ -48,8 +48,8 @@ class Profile:
     def start(self, device: torch.device | str) -> None:
         """Record what this thread runs, on the CPU and on `device`.
 
-        Raises TrainingError if a profile is already running. A profile whose thread has ended, as after a failed run,
-        is discarded.
+        Raises TrainingError if a profile is already running. A running profile is discarded if its thread has ended, as
+        after a failed run.
         """
         from torch.profiler import ProfilerActivity, profile
 
@@ -75,14 +75,15 @@ class Profile:
         """Stop, and write files into `folder`: a trace (Chrome, Perfetto), a table of the operators that took the most
         time, and a memory record. File names end with the rank. Returns the files.
 
-        Raises TrainingError if nothing was started, and OutputError if a file cannot be written. It stops in any case.
+        Raises TrainingError if nothing was started, and OutputError if a file cannot be written. After an error, the
+        profile has stopped too.
         """
         if self._profiler is None:
             raise TrainingError("there is no profile to finish: none was started")
         assert self._thread is threading.current_thread(), f"started in {self._thread}"
         try:
             if self._has_gpu:
-                torch.cuda.synchronize(self._device)  # so that launched kernels are part of the profile
+                torch.cuda.synchronize(self._device)  # so that the profile has all launched kernels
             self._profiler.stop()
             folder.mkdir(parents=True, exist_ok=True)
             return self._write_files(folder, rank)

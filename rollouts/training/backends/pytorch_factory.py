@@ -6,8 +6,7 @@
     metrics = await backend.forward_backward(collate_batch(samples, 4, step)).result()
 
 `create_pytorch_backend` makes the backend of `rollouts run` in one line, for `run_sft_training` and `run_rl_training`.
-That one also has microbatches, shared prompts, losses by name, LoRA and several ranks; `PyTorchTrainingBackend` has
-none of these.
+`PyTorchTrainingBackend` is simpler: it has no microbatches, shared prompts, losses by name, LoRA or several ranks.
 """
 
 from __future__ import annotations
@@ -139,12 +138,13 @@ class PyTorchTrainingBackend:
 
     `loss_fn` gets the inputs that its parameters name: `logits` [B, L, V] and the batch's tensors (`labels`,
     `loss_mask`, `advantages` or any other). It returns a scalar, the mean over the batch; or two scalars, a sum and its
-    denominator. A mean has the weight of the `loss_mask` that it names (from position 1 on, because nothing predicts
-    the first token), or of the batch's rows if it names none. So several batches before one `optim_step` have the same
-    gradient as one batch of all their rows.
+    denominator. If the function has a parameter `loss_mask`, a mean counts by the sum of the mask (from position 1 on,
+    because nothing predicts the first token); else it counts by the batch's number of rows. So several batches before
+    one `optim_step` have the same gradient as one batch of all their rows.
 
-    `optim_step` divides once, clips if there is a `max_grad_norm`, and also steps the `scheduler`. If the denominators
-    add up to 0, it changes no weight. `weight_version` is the number of optimizer steps.
+    `optim_step` divides the gradients once by the sum of the denominators, clips them if there is a `max_grad_norm`,
+    and also steps the `scheduler`. If the denominators add up to 0, it changes no weight. `weight_version` is the
+    number of optimizer steps.
     """
 
     def __init__(
@@ -240,7 +240,9 @@ class PyTorchTrainingBackend:
         self.thread.close()
 
     def _weight_of(self, tensors: Mapping[str, Any]) -> float:
-        """The weight of a batch's mean: the live weight that its loss function sees, else its rows."""
+        """The weight of a batch's mean: the sum of the mask if the loss function has the parameter `loss_mask`, else
+        the number of rows.
+        """
         mask = tensors.get("loss_mask")
         if isinstance(mask, Tensor) and "loss_mask" in inspect.signature(self._loss_fn).parameters:
             return float(mask[:, 1:].sum())
@@ -282,7 +284,7 @@ class PyTorchTrainingBackend:
     def _load(self, path: Path) -> dict[str, float]:
         check_folder(str(path), kind="full", fingerprint=model_fingerprint(self.model.state_dict()))
         if not (path / _STATE).is_file():
-            raise ConfigError(f"the checkpoint {path} was written by another backend; load it with that one")
+            raise ConfigError(f"the checkpoint {path} was written by another backend; load it with that backend")
         run = read_state(path)
         if hasattr(self.model, "from_pretrained"):
             with no_progress_bars():

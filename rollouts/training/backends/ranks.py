@@ -71,7 +71,9 @@ class RankGroup:
 
     @contextlib.contextmanager
     def starting(self, backend: str, agreement: str) -> Iterator[None]:
-        """Join the other ranks, make this rank's trainer inside the block, and wait for theirs. An error ends all."""
+        """Join the other ranks; make this rank's trainer inside the block; then wait for the other ranks' trainers. An
+        error on one rank ends all ranks.
+        """
         rank = self.place.rank
         if rank > 0:
             ignore_interrupts()
@@ -88,16 +90,16 @@ class RankGroup:
             raise
 
     def join(self, backend: str, agreement: str) -> None:
-        """Wait for all ranks, then make the process group. `agreement` is a text of what this rank composed.
+        """Wait for all ranks, then make the process group. `agreement` describes the run that this rank composed.
 
-        Raises RankError if a rank does not come, and ConfigError if a rank composed something else than rank 0.
+        Raises RankError if a rank does not join in time, and ConfigError if a rank composed something else than rank 0.
         """
         rank = self.place.rank
         self.meet("composed", agreement)
         first = (self.channel.read("composed/0") or b"").decode()
         if first != agreement:
             raise ConfigError(
-                f"rank {rank} composed another run than rank 0; start all ranks with the same command\n"
+                f"rank {rank} has other settings than rank 0; start all ranks with the same command\n"
                 f"  rank 0: {first}\n  rank {rank}: {agreement}"
             )
         # On GPUs the failure detector must be first, because torch ends the process without a message there.
@@ -114,9 +116,9 @@ class RankGroup:
             self.files_group = distributed.new_group(backend="gloo", timeout=datetime.timedelta(seconds=FILES_SECONDS))
 
     def meet(self, name: str, word: str = "") -> None:
-        """Wait on the store until all ranks are here. Not in a collective, because they may take long.
+        """Wait on the store until all ranks are here. A collective would time out, because ranks may take long.
 
-        Raises RankError if a rank does not come.
+        Raises RankError if a rank does not arrive in time.
         """
         self.channel.post(f"{name}/{self.place.rank}", word.encode() or b"1")
         deadline = time.monotonic() + self.start_seconds
@@ -125,13 +127,13 @@ class RankGroup:
                 self.check()
                 if time.monotonic() > deadline:
                     raise RankError(
-                        f"rank {rank} was not {name} within {self.start_seconds:g} s; look at what it wrote, or give "
-                        "it more time with --training.start-seconds"
+                        f"rank {rank} was not {name} within {self.start_seconds:g} s; read the output of "
+                        "that rank, or raise --training.start-seconds"
                     )
                 time.sleep(0.05)
             if self.channel.read(f"{name}/{rank}") is None:
                 raise ConfigError(
-                    f"what rank {rank} says is not signed with the secret of this run; give all ranks the same {SECRET}"
+                    f"messages of rank {rank} are not signed with this run's secret; give all ranks the same {SECRET}"
                 )
 
     def check(self) -> None:
@@ -158,7 +160,7 @@ class RankGroup:
             with contextlib.suppress(Exception):  # the store may be gone with its launcher
                 self.channel.post("over", b"1")
         self.heartbeat.end()
-        # A rank of a launcher that still runs must not keep this one waiting.
+        # This rank must not wait for a launcher's rank that is still running.
         thread = threading.Thread(target=_leave_group, name="rollouts-leave", daemon=True)
         thread.start()
         thread.join(_LEAVE_SECONDS)
@@ -249,7 +251,7 @@ class DistributedExecutor(Executor):
         return results
 
     def close(self) -> None:
-        """End the other ranks. Kills those that do not answer."""
+        """End the other ranks. Kills ranks that do not answer."""
         if not self._is_broken:
             with contextlib.suppress(RankError):
                 self.each("close")
@@ -321,13 +323,13 @@ def report_failure(channel: Channel, rank: int, error: BaseException, activity: 
     failure = Failure(
         f"{activity}: {error if known else words_of(error, innermost_place)}", symptom=symptom, known=known
     )
-    with contextlib.suppress(Exception):  # rank 0 may be gone, which is then the cause
+    with contextlib.suppress(Exception):  # if rank 0 is gone, that is the cause
         if channel.read(f"failed/{rank}") is None:
             channel.post(f"failed/{rank}", msgspec.msgpack.encode(failure))
 
 
 def ignore_interrupts() -> None:
-    """Ignore signals. Ctrl-C, a closed terminal and often SIGTERM reach all processes, but rank 0 decides."""
+    """Ignore signals. Ctrl-C, a closed terminal and often SIGTERM reach all processes, but only rank 0 ends the run."""
     with contextlib.suppress(ValueError):  # only the main thread can set handlers
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)

@@ -22,7 +22,7 @@ class Sharding(NamedTuple):
 
     Attributes:
         mesh: the ranks
-        compute_dtype: of the layers' computations; None: the dtype of the weights
+        compute_dtype: the dtype of the layers' computations; None: that of the weights
         fp32_head: whether the head computes in float32
         files_group: a process group for collectives that wait for a disk
         meet: waits on the store until all ranks are here
@@ -92,7 +92,8 @@ def whole_tensors(named: Iterable[tuple[str, Tensor]], *, keep: bool) -> dict[st
 
 
 def load_whole(own: dict[str, Tensor], given: dict[str, Tensor], *, alone: bool) -> None:
-    """Write rank 0's whole tensors `given` into each rank's shards `own`. All ranks call this; the others give nothing.
+    """Write rank 0's whole tensors `given` into each rank's shards `own`. All ranks call this; `given` is empty on
+    ranks above 0.
 
     `alone`: there is only one process.
     """

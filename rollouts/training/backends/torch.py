@@ -78,7 +78,9 @@ def create_torch_backend(
 
 
 def put_in(causal: Any, settings: TorchSettings, lora_rank: int, seed: int) -> Any:
-    """Convert the causal LM's head to float32 and inject adapters, as the settings say. Returns the adapters."""
+    """Convert the causal LM's head to float32 and inject adapters, as the settings say. Returns the PeftModel, or
+    None.
+    """
     if settings.fp32_head:
         use_float32_head(causal)
     if not lora_rank:

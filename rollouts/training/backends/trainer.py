@@ -46,7 +46,7 @@ _EMPTY_INPUTS = ([Row([0, 0], [0.0] * 2, [0.0] * 2, [0.0] * 2, [0.0] * 2, 0, 0)]
 
 
 class _Work(NamedTuple):
-    """What the microbatches of a batch shard have in common."""
+    """Data that all microbatches of a batch shard use."""
 
     batch: TrainBatch
     algorithm: Algorithm
@@ -98,7 +98,7 @@ class Trainer:
         self._progressed: Callable[[], object] = (lambda: None) if shards is None else shards.progressed
         self._microbatch_saving_min = MICROBATCH_SAVING_MIN if kind == "cpu" else _GPU_BUCKET_SAVING_MIN
         saving = BUCKET_SAVING_MIN if kind == "cpu" else _GPU_BUCKET_SAVING_MIN
-        saving = saving if shards is None else sys.maxsize  # ranks meet in each pass, so a microbatch is one pass
+        saving = saving if shards is None else sys.maxsize  # ranks meet in each pass, so it is one per microbatch
         apart = settings.gradient_checkpointing or settings.layout == "packed" or shards is not None
         share_prompts = settings.share_prefix and not apart
         self.causal = causal.eval()
@@ -178,7 +178,9 @@ class Trainer:
         )
 
     def _tries_flat(self, name: str) -> bool:
-        """Whether flat rows may skip the backward pass. Never with several ranks, which meet in every backward pass."""
+        """Whether flat rows may skip the backward pass. Never with several ranks, which wait for each other in every
+        backward pass.
+        """
         return self._shards is None and name not in self._never_flat and forward.may_be_flat(self.algorithms[name])
 
     def check_forward(self, needs: Sequence[str]) -> None:
@@ -414,8 +416,8 @@ class Trainer:
     def _run_networks(self, function: Callable[..., Any], *args: Any, inference: bool = False) -> Any:
         """Call a function that runs the networks, without gradient.
 
-        `inference`: no later operation needs a gradient through the results. It has no effect on a sharded model, which
-        keeps buffers.
+        `inference`: no later operation needs a gradient through the results, so torch's faster inference mode may be
+        used. A sharded model ignores it, because it keeps buffers.
         """
         with torch.inference_mode() if inference and self._shards is None else torch.no_grad():
             found = self.networks(function, *args)
@@ -431,7 +433,7 @@ class Trainer:
         measured, zero = self.networks(self._measure, part, work)
         learned = bool(measured.objective.requires_grad)  # a loss may be constant in some microbatches
         if self._shards is not None:
-            (measured.objective + zero).backward()  # ranks meet in the backward pass of every module
+            (measured.objective + zero).backward()  # ranks wait for each other in the backward pass of every module
         elif learned:
             measured.objective.backward()
         with torch.no_grad():
@@ -454,7 +456,9 @@ class Trainer:
         return True
 
     def _zero_objective(self, requested: frozenset[str]) -> Tensor:
-        """A 0 that depends on all trained weights. A rank with an empty microbatch uses it to meet the others."""
+        """A 0 that depends on all trained weights. A rank with an empty microbatch needs it for its backward pass, in
+        which ranks wait for each other.
+        """
         return _zero_of(self._models.score(_EMPTY_INPUTS, 1.0, requested - {"logits"}))
 
     def _measure(self, rows: list[Row], work: _Work) -> tuple[Microbatch, Tensor]:

@@ -3,8 +3,8 @@
 Four optimizations make this faster than a padded batch through `model(...)`. The head runs at chosen positions only. A
 prompt that several rows share runs once, and the rows continue its keys and values, with gradients. Rows are padded to
 rows of similar length. Or several rows are packed into one sequence without padding; positions restart, and no row sees
-another (`run_packed`). Each is compared once with the model's own logits (`inspect_model`), and not used if they
-differ. Right padding needs no mask, because causal attention never sees later tokens.
+another (`run_packed`). Each optimization is compared once with the model's own logits (`inspect_model`), and not used
+if they differ. Right padding needs no mask, because causal attention never sees later tokens.
 
 `use_float32_head` makes the head of a half-precision model compute in float32. Logits in bfloat16 have 8 bits. Two
 engines that round differently then disagree by percents about a token's probability, and the ratio of a policy to
@@ -26,7 +26,8 @@ from rollouts.training.algorithms.logprobs import logprobs_and_entropy
 from rollouts.training.batching import Layout, plan_layout
 from rollouts.training.types import Row
 
-# These find packed rows by their positions, and skip masked tokens. Others get a mask, and compute everything.
+# These implementations find packed rows by their positions, and skip masked tokens. Others get a mask, and compute
+# masked tokens too.
 _SKIPPING = ("flash_attention_2", "flex_attention")
 _MASKING = ("sdpa", "eager")
 
@@ -132,7 +133,7 @@ def run(
     paths: ModelPaths, rows: Sequence[Row], wanted: Sequence[Sequence[int]]
 ) -> tuple[Tensor, Selection, tuple[int, int]]:
     """Run rows, packed or in buckets. Returns the features [T, F] that predict the tokens at the `wanted` positions
-    (each >= 1) of every row, the selection, and (tokens that were run, the same with padding).
+    (each >= 1) of every row, the selection, and (tokens of the rows that were run, the same with padding).
     """
     lengths = [len(row.tokens) for row in rows]
     if paths.packed:
@@ -292,8 +293,8 @@ def _body(module: Any, features: str) -> Callable[..., tuple[Tensor, Any]]:
 
 
 def _why_not(causal: Any, way: _Way) -> str:
-    """Why the model's configuration rules out packed rows, or shared prompts with padded rows (`shared`). Empty if it
-    does not.
+    """Why the model's configuration rules out packed rows (`packed`), or shared prompts with padded rows (`shared`).
+    Empty if it does not.
 
     All layers use a given mask unchanged, also layers with a window. Other layers, such as recurrent ones, may carry
     state from one row to the next, and positions may depend on other rows.
@@ -320,7 +321,7 @@ def _disagreement(paths: ModelPaths, rows: list[Row], expected: Tensor, way: _Wa
     """Describe the difference between this way of running and the model's own logits. Empty if there is none."""
     try:
         found = _probe_logits(paths, rows, way)
-    except Exception as error:  # a model's own code may raise anything; the note then says why it is not used
+    except Exception as error:  # a model's own code may raise anything; a note then says why this way is not used
         return f"it raises {type(error).__name__}: {error}"
     exact = expected.dtype in (torch.float32, torch.float64) and _hidden_dtype(paths.causal) == expected.dtype
     largest = float(expected.abs().max())
@@ -373,6 +374,6 @@ def _device_of(causal: Any) -> torch.device:
 
 
 def _base_layer(module: Any) -> nn.Module:
-    """The model's own layer inside a LoRA layer. It stays when adapters are merged or removed."""
+    """The model's own layer inside a LoRA layer. This layer stays when adapters are merged or removed."""
     layer: nn.Module = module.get_base_layer() if hasattr(module, "get_base_layer") else module
     return layer

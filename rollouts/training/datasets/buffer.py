@@ -21,11 +21,12 @@ from rollouts.types import Message, Task
 
 SKIPPED_MAX = 10_000  # after this many excluded tasks in a row, a source counts as empty
 SHUFFLE_WINDOW = 1000  # how many values of an iterator are in memory while it is shuffled
-_END = object()  # not None, because a source that yields None is an error and not at its end
+_END = object()  # not None: a source that yields None has an error, and is not at its end
 
 
 def as_task(value: Any) -> Task:
-    """Make a Task of a Task, a prompt, or a mapping with `prompt` (other keys: answer, id, info; the rest is info).
+    """Make a Task of a Task, a prompt, or a mapping with the key `prompt`. Its keys `answer`, `id` and `info` are
+    optional; all other keys are added to `info`.
 
     Messages may be written as mappings (`{"role": "user", "content": "..."}`). Raises EnvironmentDefinitionError.
 
@@ -108,7 +109,7 @@ def shuffled(values: Iterable[Any], rng: random.Random, window: int = SHUFFLE_WI
     there is no limit on how late it may come.
 
     >>> list(shuffled("abcdef", random.Random(0), window=3))
-    ['b', 'd', 'a', 'e', 'f', 'c']
+    ['b', 'd', 'a', 'f', 'c', 'e']
     """
     source = iter(values)
     held = list(itertools.islice(source, window))
@@ -166,8 +167,8 @@ class DataBuffer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a position. The source must be the same as when it was saved.
 
-        Raises ConfigError for another seed, because tasks in another order would come twice or never, and for a state
-        of several sources.
+        Raises ConfigError for another seed, because with another order some tasks would come twice and some never, and
+        for a state of several sources.
         """
         self._check_seed(state)
         if "epoch_id" not in state:
@@ -207,5 +208,5 @@ class DataBuffer:
             skipped += 1
         given = f"only held-out tasks ({skipped} in a row)" if skipped else "nothing"
         what = f"the environment has no training task: tasks('train', rng) gave {given}; give it more tasks"
-        other = "let tasks('eval', rng) give other ones than tasks('train', rng)"
+        other = "let tasks('eval', rng) give other tasks than tasks('train', rng)"
         raise EnvironmentDefinitionError(f"{what}, lower --eval-tasks, or {other}")

@@ -30,7 +30,7 @@ _CIRCLE = 2**64
 
 
 class Source(NamedTuple):
-    """One source of a mixture. `prompts` are those of a DataBuffer; tasks with keys in `exclude` are never returned."""
+    """One source of a mixture. `prompts` is as for DataBuffer; tasks with keys in `exclude` are never returned."""
 
     name: str
     prompts: Sequence[Any] | Callable[[int], Iterable[Any]]
@@ -47,7 +47,8 @@ class MixedBuffer(DataBuffer):
         sources: with different names. Weights must be >= 0 and not all 0, at every step.
         seed: determines the order of sources, and of the tasks of a sequence.
         shuffle: False visits sequences in their own order.
-        tasks_per_step: tasks of a step, for calls of `get_prompts` without a step.
+        tasks_per_step: if `get_prompts` gets no step, the step is the number of tasks so far divided by this, rounded
+            down.
 
     >>> buffer = MixedBuffer([Source("easy", ["a", "b"], 3), Source("hard", ["z"], 1)], shuffle=False)
     >>> [task.prompt for task in buffer.get_prompts(8)].count("z"), buffer.epochs
@@ -84,7 +85,7 @@ class MixedBuffer(DataBuffer):
         return dict(self._drawn)
 
     def get_prompts(self, count: int, *, step: int | None = None) -> list[Task]:
-        """The next `count` tasks, by the weights at training step `step` (None: computed from the number of tasks).
+        """The next `count` tasks, by the weights at training step `step`.
 
         Raises:
             ConfigError: a weight is negative or not finite, or all of them are 0.
@@ -129,7 +130,8 @@ class MixedBuffer(DataBuffer):
 
 
 def shares_at(weights: Mapping[str, Weight], step: int) -> list[float]:
-    """The share of each source at a step, which add up to 1. Raises ConfigError, which names the source.
+    """The shares of the sources at a step; they add up to 1. Raises ConfigError, which names the source, for a bad
+    weight.
 
     >>> shares_at({"easy": 3, "hard": lambda step: step / 100}, 100)
     [0.75, 0.25]
@@ -180,8 +182,8 @@ def pick(shares: Sequence[float], seed: int, number: int) -> int:
 
 
 def share_out(count: int, shares: Sequence[float]) -> list[int]:
-    """Split `count` by shares into whole numbers, as close to the shares as possible. A share above 0 gets at least 1,
-    if there are enough.
+    """Split `count` by shares into whole numbers, as close to the shares as possible. Each share above 0 gets at least
+    1, if `count` is large enough.
 
     >>> share_out(10, [0.5, 0.33, 0.17]), share_out(3, [0.98, 0.01, 0.01]), share_out(4, [1.0, 0.0])
     ([5, 3, 2], [1, 1, 1], [4, 0])

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def take_batch(samples: Sequence[Sample], batch_size: int, step: int) -> list[Sample]:
-    """The samples of a step, each as a rollout of its own. After the last sample it starts over.
+    """The samples of a step, each as a rollout of its own. After the last sample, the first one follows.
 
     >>> [sample.prompt for sample in take_batch([Sample("a"), Sample("b"), Sample("c")], 2, 1)]
     ['c', 'a']

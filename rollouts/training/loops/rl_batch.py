@@ -5,7 +5,7 @@
     estimate_advantages  rewards per token, and advantages of the whole batch
 
 The lag of a token is the age of the weights that sampled it, in steps. Lag 0: the weights at the beginning of this
-step. Lag 2: those of two steps before (`lag_of`). Not here: the loop (rl_loop), the mathematics (algorithms).
+step. Lag 2: the weights of two steps before (`lag_of`). Not here: the loop (rl_loop), the mathematics (algorithms).
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class RLTrainingConfig:
     Args:
         num_steps: steps of the whole run
         sync_every: the engines get new weights after this many steps
-        temperature: of sampling
+        temperature: the sampling temperature
         response_tokens_max: L_max of the aggregation dr_grpo and of overlong shaping
         minibatches: optimizer steps for each batch
-        staleness: how many steps sampling may be ahead of training. Tokens that are older are not trained
+        staleness: how many steps sampling may be ahead of training. Tokens from older weights are not trained
     """
 
     num_steps: int
@@ -66,8 +66,8 @@ class RLTrainingConfig:
 
     @property
     def lag_max(self) -> int | None:
-        """The largest lag of a token that is trained. None: no limit, because nothing is prefetched and carried-over
-        rollouts are always trained.
+        """The largest lag of a token that is trained. None (`staleness` 0): no limit, because nothing is prefetched and
+        carried-over rollouts are always trained.
         """
         return self.staleness + self.sync_every - 1 if self.staleness else None
 
@@ -121,7 +121,7 @@ def prepare_rl_batch(
         if algorithm.select is not None:
             trained += calls.selected(algorithm.select, own, eligible, lengths=lengths, step=step)
         if algorithm.pairs is not None:
-            # A pair compares whole replies, so a reply with masked stale tokens is in no pair.
+            # A pair compares whole replies, so a reply with masked stale tokens belongs to no pair.
             whole = [fit and index not in fresh.cut for index, fit in enumerate(eligible, first)]
             found = calls.paired(algorithm.pairs, own, whole, lengths=lengths, step=step)
             pairs += [(first + chosen, first + rejected) for chosen, rejected in found]
@@ -241,14 +241,16 @@ async def complete_batch(
 
 
 def _by_token(algorithm: Algorithm) -> tuple[KL | None, bool]:
-    """What makes advantages differ between tokens of one rollout: a KL in the reward, and an advantage of the batch."""
+    """The two parts that make advantages differ between tokens of one rollout: a KL in the reward (or None), and
+    whether the advantage is computed for the whole batch.
+    """
     kl = algorithm.kl
     penalty = kl if kl is not None and is_reward_placed(kl.function) else None
     return penalty, algorithm.pairs is None and is_batch_advantage(algorithm.advantage)
 
 
 def _stamp(batch: TrainBatch, output: ForwardOutput) -> None:
-    """Store a forward pass in the rows. Where the anchor is the sampler, known logprobs of the sampler stay."""
+    """Store a forward pass in the rows. If the anchor is the sampler, known logprobs of the sampler stay."""
     anchors = output.logprobs
     if anchors is not None and batch.anchor == "sampler":
         anchors = [row.rollout_logprobs or anchor for row, anchor in zip(batch.rows, anchors, strict=True)]

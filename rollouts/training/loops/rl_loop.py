@@ -86,17 +86,17 @@ async def run_rl_training(
 ) -> list[dict[str, float]]:
     """Train until `config.num_steps` steps are done. Returns the metrics of each step of this call.
 
-    With a staleness, sampling continues while a step trains. A cancelled call leaves the last whole step's weights.
-    Raises ConfigError if the manager's staleness is not that of `config`; RewardError or TrainingError for a bad result
-    of a reward, loss or advantage; InferenceError if an engine does not serve the weights that it received.
+    With a `staleness` above 0, sampling continues while a step trains. A cancelled call leaves the weights of the last
+    complete step. Raises ConfigError if the manager has another staleness; RewardError or TrainingError for a bad
+    result of a reward, loss or advantage; InferenceError if an engine does not serve the weights that it received.
 
     Args:
         rollout_manager: must have the staleness of `config`
         algorithm: the algorithm that `backend` knows as "main"
-        schedule: which algorithm applies from which step on, including the first
+        schedule: which algorithm applies from which step on, including step 0
         on_samples: called with the samples of each step, and the step
         syncing: sends weights to `inference_engines`, and remembers what they have; None for a new one
-        should_stop: called after each step is logged; the loop ends where it is true
+        should_stop: called after each step is logged; the loop ends if it returns True
         start: an earlier `StepReport.state`. Backend, buffer and manager must have their states of that time
     """
     _check_staleness(rollout_manager.config.staleness, config.staleness)
@@ -158,7 +158,9 @@ def _by_stage(stages: Sequence[Stage], coefficients: Mapping[KL | None, float]) 
 
 
 def _steered(kl: KL | None, coefficient: float | None, metrics: Mapping[str, float]) -> dict[KL | None, float]:
-    """The next coefficient of an adaptive KL term, if a KL was measured. Later stages with this term continue there."""
+    """The next coefficient of an adaptive KL term, if a KL was measured. Later stages with this term continue from
+    there.
+    """
     if kl is None or kl.target is None or "policy/kl_ref" not in metrics:
         return {}
     current = kl.coefficient if coefficient is None else coefficient
@@ -182,8 +184,8 @@ def _training_metrics(
 def _joined_metrics(reports: Sequence[dict[str, float]]) -> dict[str, float]:
     """Join the metrics of a batch's optimizer steps.
 
-    Takes the mean over steps that were not skipped, or the largest value of a maximum. The difference between sampler
-    and trainer is that of the first step, because the policy has moved in later ones.
+    Takes the mean over steps that were not skipped; of metrics that are maxima, the largest value. The difference
+    between sampler and trainer is that of the first step, because the policy has moved in later ones.
     """
     if len(reports) == 1:
         return reports[0]

@@ -50,14 +50,14 @@ async def run_sft_training(
 
     Starts over at the end of the list. Returns the metrics of each step of this call.
 
-    Raises TrainingError.
+    Raises TrainingError if there are no samples, or if a loss fails.
 
     Args:
         backend: its algorithm "main" must need no rewards (`sft`). A PyTorchTrainingBackend uses its own loss function
-        schedule: which algorithm applies from which step on, including the first
+        schedule: which algorithm applies from which step on, including step 0
         on_step: called with the step and its metrics after the step's training; the loop logs what it returns
         on_logged: called with the step and all of its metrics after they are logged
-        should_stop: called after each step is logged; the loop ends where it is true
+        should_stop: called after each step is logged; the loop ends if it returns True
         first_step: the number of steps that are already done
     """
     assert samples, "there are no samples to train on"

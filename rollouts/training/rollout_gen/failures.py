@@ -1,4 +1,4 @@
-"""Failed episodes: which ones are retried, and how many a run may have.
+"""Failed episodes: which ones are retried, and how many are allowed in a run.
 
     failures = Failures(FailurePolicy(retries=1, max_failures=0.5))
     kept = failures.settle(outcome, job.order)  # None: play the same job again; RunError: too many failures
@@ -21,8 +21,8 @@ import msgspec
 from rollouts.errors import RunError
 from rollouts.types import Episode, Sample, Status
 
-WINDOW = 200  # a limit that is a fraction counts this many recent episodes
-REASONS_MAX = 1000  # different reasons that are counted; a message may contain addresses and numbers
+WINDOW = 200  # if the limit is a fraction, it is a fraction of this many recent episodes
+REASONS_MAX = 1000  # how many different reasons are counted; a message may contain addresses and numbers
 REASON_CHARACTERS = 300
 REASONS_SHOWN = 3
 
@@ -43,12 +43,12 @@ class FailurePolicy(NamedTuple):
 
 
 def is_failure(status: Status) -> bool:
-    """Whether it is an infrastructure failure. An aborted episode is not."""
+    """Whether this status is an infrastructure failure other than an aborted episode."""
     return status.is_infrastructure and status is not Status.ABORTED
 
 
 class FailureBudget:
-    """Counts failed episodes and their reasons, and ends the run if there are too many. One for each process."""
+    """Counts failed episodes and their reasons, and ends the run if there are too many. A process needs only one."""
 
     def __init__(self, max_failures: int | float | None = None) -> None:
         self.settled = 0
@@ -84,7 +84,7 @@ class FailureBudget:
 
 
 class Failures:
-    """Decides for each episode of one pool: retry it, or keep and count it.
+    """For each failed episode of one pool: retry it, or keep and count it.
 
     `retried` is the number of retries so far. Several objects may share a `budget` (`beside`).
     """
@@ -96,11 +96,11 @@ class Failures:
         self.retried = 0
 
     def beside(self) -> Failures:
-        """For other episodes (of an evaluation), which may have the same orders. Shares the budget."""
+        """A new object for other episodes (of an evaluation), which may have the same orders. It shares the budget."""
         return Failures(self.policy, self.budget)
 
     def settle(self, outcome: Episode | Sequence[Sample], order: tuple[int, ...]) -> Any:
-        """Decide about the result of a job. Returns what to keep, or None to play the job again.
+        """Choose whether to keep the result of a job. Returns the result to keep, or None to play the job again.
 
         `outcome` is an episode, or the samples of a `generate_fn`, which are retried only if all of them failed. A
         retry has the same order and seed. The kept result has the number of retries in its metrics or metadata, as

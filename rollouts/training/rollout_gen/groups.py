@@ -1,7 +1,7 @@
 """Groups: all rollouts of one prompt, from episodes to samples.
 
-First the rewards that see the whole group (`group_scorer`), then the filters (`filter_group`), then numbered samples
-for the batch (`group_samples`). Not here: rewards of single rollouts, which run while the environment is open
+First come the rewards that see the whole group (`group_scorer`), then the filters (`filter_group`), then numbered
+samples for the batch (`group_samples`). Not here: rewards of single rollouts, which run while the environment is open
 (`rollouts.agent.episode`), and metrics (`metrics`).
 """
 
@@ -129,7 +129,8 @@ class _Lazy(dict[str, Any]):
 def filter_group(
     group: Group, filters: Sequence[Filter], *, step: int, see: Callable[[Group, int], list[float | None]] | None = None
 ) -> Group:
-    """Return the group, with `dropped` set by the first filter that drops it, or if no reward could judge it.
+    """Return the group, with `dropped` set by the first filter that drops it, or if no reward could judge any of its
+    rollouts.
 
     `see` computes the rewards [G] that the advantage will get, from group and step. None: the group's own rewards.
     """
@@ -167,7 +168,9 @@ def filter_group(
 
 
 def drop_reason(name: str, returned: Any) -> str | None:
-    """Why the filter drops the group, from its return value; None to keep it. Raises RunError if it is no bool."""
+    """Why the filter drops the group, from its return value; None to keep it. Raises RunError for a value that is
+    neither bool nor text.
+    """
     if isinstance(returned, str):
         return printable(returned) or name
     try:

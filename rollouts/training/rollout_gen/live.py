@@ -1,8 +1,8 @@
-"""A group that has begun and is not part of a step yet, and its state in a checkpoint.
+"""An unfinished group (it has begun, but no step has returned it), and its state in a checkpoint.
 
-The state is the group's number and step, the data buffer's state before its task, its finished episodes, and the
-suspended ones whose environment has `state()` and `restore()`. Other episodes restart from their first turn, with the
-same number and seed. Not here: when they are played (`manager`).
+The state is the group's number and step, the data buffer's state before the group's task, its finished episodes, and
+the suspended episodes whose environment has `state()` and `restore()`. Other episodes restart from their first turn,
+with the same number and seed. Not here: when they are played (`manager`).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class LiveGroup:
 
     Attributes:
         size: how many jobs it has
-        step: in which the task was drawn
+        step: the step in which the task was drawn
         position: the buffer's state before the task was drawn
         outcomes: the results of finished jobs, by rollout
-        judged: the group with rewards and filters applied; None before
+        judged: the group with rewards and filters applied; None until then
     """
 
     number: int
@@ -45,12 +45,12 @@ class LiveGroup:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all of its jobs are finished."""
+        """Whether all jobs of the group are finished."""
         return len(self.outcomes) == self.size
 
     @property
     def is_kept(self) -> bool:
-        """Whether it is judged, and no filter dropped it."""
+        """Whether the group is judged, and no filter dropped it."""
         return self.judged is not None and self.judged.dropped is None
 
     @property

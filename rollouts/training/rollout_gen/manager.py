@@ -8,9 +8,9 @@ memory, with environment, conversation and deadlines, and continue in the next s
 each group is exactly one of kept, dropped, carried or in flight (`statistics`).
 
 With an `over_sampling_factor` of 1, a step waits for all of its groups, nothing is carried over, and a seed determines
-the result. Above 1, the clock decides which groups are complete first. With a `staleness` above 0, that many steps are
-prefetched while earlier ones are trained. Change weights inside `pause` then. Not here: playing episodes (`pool`,
-`rollouts.agent.episode`).
+the result. Above 1, the set of groups in a step depends on which groups are complete first. With a `staleness` above 0,
+that many steps are prefetched while earlier ones are trained; change weights only inside `pause`. Not here: playing
+episodes (`pool`, `rollouts.agent.episode`).
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ NO_ENGINE = cast(
 class Prefetch(Generic[Step]):
     """Plays steps in advance. `run` plays them in a task of its own, one after another; `take` returns the next one.
 
-    While step s is trained, steps up to s + `count` may be played, and none begins earlier. So a step begins at most
-    `count` steps before it is trained.
+    While step s is trained, steps up to s + `count` may be played, and no later ones. So a step begins at most `count`
+    steps before it is trained.
     """
 
     def __init__(self, play: Callable[[], Awaitable[Step]], count: int) -> None:
@@ -67,7 +67,7 @@ class Prefetch(Generic[Step]):
         self._play = play
         self._count = count
         self._asked = self._begun = 0
-        self._end: float = math.inf  # how many steps will be taken in all
+        self._end: float = math.inf  # the total number of steps that `take` will return
         self._moved = trio.Event()
 
     async def run(self) -> None:
@@ -112,16 +112,16 @@ class AsyncRolloutManager:
     """Generates groups concurrently, and returns them step by step.
 
     Give either `play`, or a configuration with a `generate_fn`. Inside `async with`, unfinished episodes continue in
-    the next step. Outside, each `generate_batch` cancels them at its end, and so does leaving the block. The next call
-    plays these groups again, with the same numbers and seeds: from the suspended turn if the environment can be
-    restored, else from the first turn.
+    the next step. Outside of a block, each `generate_batch` cancels them at its end; leaving the block cancels them
+    too. The next call plays the unfinished groups again, with the same numbers and seeds: from the suspended turn if
+    the environment can be restored, else from the first turn.
 
-    `policy_version` is the version that the engines serve, or None; `run_rl_training` sets it. Samples of a
-    `generate_fn` with logprobs and without versions get the `policy_version` of the time of the call.
+    `policy_version` is the version that the engines serve, or None; `run_rl_training` sets it. If samples of a
+    `generate_fn` have logprobs but no versions, their version is `policy_version` at the time of the call.
 
     Args:
         data_buffer: the tasks
-        config: how many groups, how many rollouts, and how many at once
+        config: the number of groups, of rollouts, and of concurrent episodes
         play: plays one episode on `inference`
         inference: the engine
         filters: group filters, applied in order
@@ -176,7 +176,7 @@ class AsyncRolloutManager:
             self._live[number].suspended[index] = suspended
         _, self._kept, self._dropped, *_ = self.statistics
         self._steps -= len(self._ready)
-        for group in self._prefetched:  # later steps will judge them again
+        for group in self._prefetched:  # later steps will judge these groups again
             group.judged = None
             self._live[group.number] = group
         self._prefetch = None
@@ -187,11 +187,11 @@ class AsyncRolloutManager:
     ) -> Coroutine[Any, Any, RolloutStep]:
         """Await the result: the groups of the next step.
 
-        Returns `batch_size` groups that no filter dropped, and the dropped ones. There are fewer if no group is in
-        flight and no more may begin. A cancelled call loses nothing: the next call returns its groups.
+        Returns `batch_size` groups that no filter dropped, and the dropped ones. It returns fewer kept groups if no
+        group is in flight and no more may begin. If the call is cancelled, the next call returns its groups.
 
         Args:
-            reward_fn: replaces the configuration's; with a `staleness`, for steps that have not begun
+            reward_fn: replaces the configuration's; with a `staleness` above 0, only for steps that have not begun
             wanted: how many steps will still be taken, including this one; limits prefetching
 
         Raises:
@@ -211,7 +211,7 @@ class AsyncRolloutManager:
     async def pause(self) -> AsyncIterator[None]:
         """Nothing is sampled inside this block. Unfinished replies keep their tokens and continue later.
 
-        Change weights and call `state_dict` here. Without a `staleness` nothing runs between steps, so this does
+        Change weights and call `state_dict` here. With a `staleness` of 0 nothing runs between steps, so this does
         nothing.
         """
         pool = self._pool
@@ -259,7 +259,7 @@ class AsyncRolloutManager:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint. Call it before the first step. Restore the buffer yourself."""
+        """Continue from a checkpoint. Call it before the first step. It does not restore the data buffer."""
         assert not self._live, f"{len(self._live)} groups are being played"
         self._begun, self._dropped = state["begun"], state["dropped"]
         self._to_restore = list(state.get("live", []))

@@ -15,7 +15,7 @@ JUDGING = ("reward_failures", "metric_failures")  # counts of the episode, not o
 
 def reward_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     """`reward/mean` and `reward/std` of the judged episodes, `reward_part/<name>` for each part of the reward, and
-    `metric/<name>` for each @metric. Authors' names have prefixes of their own, so they replace no other metric.
+    `metric/<name>` for each @metric. Authors' names have prefixes of their own, so they cannot replace another metric.
     """
     rewards = [episode.score.value for episode in episodes if episode.score.value is not None]
     metrics: dict[str, float] = {}
@@ -66,7 +66,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     counted = {name for trajectory in trajectories for name, count in trajectory.metrics.items() if count}
     counted |= {name for episode in episodes for name in JUDGING if name in episode.metrics}
     for name in sorted(counted - {"turns"}):
-        # An environment's own rollout may report any metric, but must not replace those of this function.
+        # An environment's own rollout may report any metric, but must not replace a metric of this function.
         mean = sum(episode.metrics.get(name, 0.0) for episode in episodes) / len(episodes)
         metrics.setdefault(f"rollout/{name}", mean)
     dropped = Counter(group.dropped for group in groups if group.dropped)

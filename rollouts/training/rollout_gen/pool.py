@@ -2,9 +2,10 @@
 
     episodes = await run_episodes(jobs, play, inference, concurrency=64)
 
-The episodes that are playing determine the batches of an engine in this process. So they may depend on counts only, and
-not on the order in which trio runs tasks, or on the time that a reward takes. Therefore sessions are opened before
-their tasks run. When an episode closes its session, the session of its successor is opened first.
+The set of playing episodes determines the batches of an engine in this process. For equal results in each run, this set
+may depend on counts only, not on the order in which trio runs tasks or on the time that a reward takes. Therefore
+sessions are opened before their tasks run. When an episode closes its session, the session of its successor is opened
+first.
 
 While the pool is closed, no new reply begins. Episodes that need one wait at the turn gate, in memory, and do not count
 as playing. Not here: what is played, and when the pool is closed (`manager`).
@@ -25,7 +26,7 @@ from rollouts.inference.suspend import SuspendableEngine, SuspendedEpisode
 from rollouts.training.rollout_gen.failures import FailurePolicy, Failures
 from rollouts.types import Episode, Task
 
-ABORT_SECONDS = 30.0  # how long an engine may take to return the replies that it aborts
+ABORT_SECONDS = 30.0  # after this time, requests of aborted replies are cancelled, and their tokens are lost
 
 
 class Job(NamedTuple):
@@ -34,7 +35,7 @@ class Job(NamedTuple):
     Attributes:
         task: its task
         order: its place in the run, as (group, rollout)
-        suspended: its state from a checkpoint; None: begin with the first turn
+        suspended: the episode's state from a checkpoint; None: begin with the first turn
     """
 
     task: Task
@@ -51,7 +52,7 @@ OnEnd = Callable[[Job, Any], None]
 
 
 class _Turn(NamedTuple):
-    """A job, or a suspended episode, that may play now, and its open session."""
+    """A job or a suspended episode that may play now, with its open session."""
 
     entry: Job | SuspendableEngine
     session: str
@@ -59,11 +60,12 @@ class _Turn(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class EpisodePool:
-    """Plays jobs. Enter it first, then call `open`; it is closed before.
+    """Plays jobs. Enter the pool, then call `open`; until then no job plays.
 
-    While it `is_closed`, no episode begins and no new reply starts, but unfinished replies continue. Leaving it cancels
-    the tasks of its `nursery` and all unfinished episodes; each closes its environment, under its own deadline. A
-    RolloutsError from `play` cancels everything, and leaving the pool raises it (the first one, if there are several).
+    While it `is_closed`, no episode begins and no new reply starts, but unfinished replies continue. Leaving the pool
+    cancels the tasks of its `nursery` and all unfinished episodes; each episode closes its environment, under its own
+    deadline. A RolloutsError from `play` cancels everything, and leaving the pool raises it (the first one, if there
+    are several).
 
     Args:
         play: plays one job
@@ -81,8 +83,8 @@ class EpisodePool:
     is_closed: bool = field(default=True, init=False)
     _queue: list[Job | SuspendableEngine] = field(default_factory=list, init=False)
     _engines: dict[tuple[int, ...], SuspendableEngine] = field(default_factory=dict, init=False)
-    _turns: dict[SuspendableEngine, trio.Event] = field(default_factory=dict, init=False)  # those that wait at the gate
-    # By the episode whose reward is running: the one that plays next.
+    _turns: dict[SuspendableEngine, trio.Event] = field(default_factory=dict, init=False)  # waiting at the gate
+    # Key: an episode whose reward is running. Value: the episode that plays next.
     _successors: dict[SuspendableEngine, _Turn] = field(default_factory=dict, init=False)
     _playing: int = field(default=0, init=False)
     _idle: trio.Event = field(default_factory=trio.Event, init=False)
@@ -126,11 +128,11 @@ class EpisodePool:
     async def pause(self) -> None:
         """Close the pool, and make the engine return unfinished replies.
 
-        If the engine cannot abort, wait until the replies are finished; the deadlines of the episodes limit this. If an
-        engine does not return a reply in time, the tokens of this reply are lost.
+        If the engine cannot abort, wait until the replies are finished; the deadlines of the episodes limit this wait.
+        If an engine aborts, but does not return a reply within `ABORT_SECONDS`, the tokens of this reply are lost.
         """
         self.is_closed = True
-        for turn in self._successors.values():  # they have not begun: their predecessor's reward is still running
+        for turn in self._successors.values():  # these turns have not begun: the predecessor's reward is still running
             self.inference.close_session(turn.session)
             self._queue.append(turn.entry)
         self._successors.clear()
@@ -155,7 +157,7 @@ class EpisodePool:
     async def _abort(self, engine: SuspendableEngine) -> None:
         try:
             await cast(CanAbort, self.inference).abort(engine.session)
-        except InferenceError:  # the tokens of this reply are lost; the episode continues before it
+        except InferenceError:  # the tokens of this reply are lost; the episode samples it again
             engine.cancel_request()
 
     async def finished(self) -> None:
@@ -209,7 +211,7 @@ class EpisodePool:
             self._playing += 1
             entry.session, entry.has_turn = session, True
             self._turns[entry].set()
-        else:  # it was cancelled while its predecessor's reward ran
+        else:  # the turn was cancelled while its predecessor's reward ran
             self.inference.close_session(session)
             self._fill()
 
@@ -253,8 +255,8 @@ async def run_episodes(
 ) -> list[Episode]:
     """Play every job. The results have the order of `jobs`.
 
-    If cancelled, all episodes end (each closes its environment, under its own deadline) and nothing is returned. A
-    RolloutsError from `play` also ends them, and is raised (the first one, if there are several).
+    If cancelled, all episodes end (each episode closes its environment, under its own deadline) and nothing is
+    returned. A RolloutsError from `play` also ends them, and is raised (the first one, if there are several).
 
     Args:
         concurrency: how many episodes play at once

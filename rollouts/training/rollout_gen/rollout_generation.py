@@ -57,7 +57,7 @@ def _batches(data_buffer: DataBuffer, config: RolloutConfig, generate: Callable[
 def apply_sample_transforms(samples: Sequence[Sample], config: RolloutConfig) -> list[Sample]:
     """Set the samples' rewards with `reward_fn`, and remove the groups that `filter_fn` drops.
 
-    Samples with the same `group_index` are a group. A sample without one is a group of its own.
+    Samples with the same `group_index` are a group. A sample without a `group_index` is a group of its own.
     """
     rewarded = list(samples)
     if config.reward_fn is not None:

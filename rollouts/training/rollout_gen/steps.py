@@ -17,7 +17,7 @@ from rollouts.types import Sample
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """How many prompts and rollouts a step has, and what it does with slow and dropped groups.
+    """How many prompts and rollouts a step has, and whether it waits for slow groups and replaces dropped ones.
 
     Args:
         batch_size: groups of a step
@@ -26,7 +26,7 @@ class RolloutConfig:
             are complete; the others continue in the next step
         generate_fn: generate_fn(prompts) makes the samples of one group. See `user_functions`
         reward_fn: reward_fn(sample) returns the reward
-        filter_fn: filter_fn(samples) decides about a group
+        filter_fn: filter_fn(samples) says whether to keep a group
         concurrency: how many episodes play at once
         refill: replace groups that a filter drops, in at most `refills_max` rounds (dynamic sampling of DAPO)
         generate_seconds: deadline of a call of `generate_fn`
@@ -55,7 +55,7 @@ class RolloutConfig:
 
     @property
     def in_rounds(self) -> bool:
-        """Whether a step waits for all of its groups. Then a seed determines the result."""
+        """Whether a step waits for all of its groups. If so, a seed determines the result."""
         return self.over_sampling_factor == 1
 
     def in_flight(self, groups: int) -> int:
@@ -93,10 +93,10 @@ class RolloutBatch:
 
 
 class RolloutStep(RolloutBatch):
-    """The groups of one step, by number and with dropped ones, and the seconds that it took to play them.
+    """The groups of one step, sorted by number, dropped ones included, and the seconds that it took to play them.
 
     The fields of RolloutBatch are the rows of the kept groups. They are computed on first use. `metrics` describe
-    over-sampling and refilling; empty if neither is on.
+    over-sampling and refilling, and are empty without both.
     """
 
     def __init__(

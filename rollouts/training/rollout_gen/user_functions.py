@@ -1,4 +1,4 @@
-"""Calls the functions of a RolloutConfig, checks what they return, and makes groups of it.
+"""Calls the functions of a RolloutConfig, checks their results, and makes groups of them.
 
 `generate_fn(prompts)` returns one Sample for each prompt. `reward_fn(sample)` returns the reward, or None if it cannot
 judge. `filter_fn(samples)` gets the samples of one prompt, and returns True to keep them, or False or a reason to drop
@@ -27,8 +27,8 @@ from rollouts.types import Episode, Message, Sample, Score, Segment, Status, Tas
 async def generate(config: RolloutConfig, task: Task, version: int | None) -> list[Sample]:
     """Make one group with `generate_fn`. Samples with logprobs and without versions get `version` (None: unknown).
 
-    If the function raises or takes too long, the samples have failed. Raises RunError if it returns anything but
-    samples.
+    If the function raises or takes too long, the returned samples have a failed status. Raises RunError if it returns
+    anything but samples.
     """
     assert config.generate_fn is not None, "checked when the manager was made"
     count, seconds = config.n_samples_per_prompt, config.generate_seconds

@@ -1,10 +1,10 @@
 """Sends full weights over torch.distributed. This is rank 0 of a process group, which exists for one update.
 
 The group is independent of torch's default group, in which ranks may shard the model. Its members meet at a store of
-this process, on the address by which the servers reach it; on loopback only if all servers are on this machine. Tensors
-are broadcast in the order of the manifest, with gloo between CPUs and NCCL between GPUs. The thread of a broadcast is
-abandoned if a server never answers. Each update has a new group, because servers may come and go. Not here: requests to
-servers (`inference.servers.sglang_wire`), and whether the weights have arrived (`sync`).
+this process, at the address by which the servers reach this machine: loopback if all servers are on it. Tensors are
+broadcast in the order of the manifest, with gloo between CPUs and NCCL between GPUs. If a server does not answer in
+time, the broadcast's thread is abandoned, and the update fails. Each update has a new group, because servers may come
+and go. Not here: requests to servers (`inference.servers.sglang_wire`), and whether the weights have arrived (`sync`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ async def send_over_group(
     join_seconds: float = JOIN_SECONDS,
     send_seconds: float | None = None,
 ) -> None:
-    """Send the tensors of `update.manifest` to all these engines at once. On a cuda `device`, with NCCL.
+    """Send the tensors of `update.manifest` to all these engines at once: with NCCL if `device` is a GPU, else with
+    gloo.
 
     `send_seconds` None: the longest `load_seconds` of the engines. Raises InferenceError; the engines' weights are then
     undefined.
@@ -83,7 +84,8 @@ async def send_over_group(
     finally:
         with trio.move_on_after(LEAVE_SECONDS, shield=True):
             for member in takers:
-                # It may be dead, which other checks report. An abandoned group has a unique name and does no harm.
+                # If the server is dead, other checks report it. An abandoned group has a unique name, so it does no
+                # harm.
                 with contextlib.suppress(InferenceError):
                     await member.leave_group()
 

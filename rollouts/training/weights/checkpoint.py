@@ -8,8 +8,8 @@
     manifest.json                                written last: format, kind, model, size and crc32 of every file
 
 This module has the tensors of trainer/ and the random states. Reading a checkpoint never runs code from it. The index
-of trainer/ is a torch pickle, of which only the classes of an index are loaded. Tensors are read by `torch.load` with
-`weights_only`, which restricts classes too.
+of trainer/ is a pickle by torch. It may only contain the few classes that torch uses for an index; any other class is
+refused. Tensors are read by `torch.load` with `weights_only`, which restricts classes too.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def write_tensors(folder: Path, tensors: dict[str, Any], *, group: Any = None, a
 
     Args:
         group: the process group of the ranks; None: the default one
-        alone: this process writes by itself, even if it is a rank of something
+        alone: only this process writes, even if it is a rank of a process group
     """
     if not flat(tensors):
         return
@@ -126,7 +126,7 @@ def _saved_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
         found = _Reader(folder).read_metadata().state_dict_metadata
         return {name: tuple(each.size) for name, each in found.items() if hasattr(each, "size")}
     except ConfigError:
-        raise  # refused, not damaged: an earlier checkpoint would be refused too
+        raise  # not damaged but refused, as an earlier checkpoint would be
     except Exception as error:  # a damaged pickle can raise anything
         raise damaged(path, f"the index of {TRAINER}/ of the checkpoint {path} cannot be read: {error}") from error
 
@@ -172,7 +172,9 @@ class _Reader(FileSystemReader):
     """torch's reader of trainer/. Its index cannot run code, or refer to files outside the folder."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        """Read the index. Raises ConfigError for other classes, and any exception for a damaged pickle."""
+        """Read the index. Raises ConfigError for a class that an index does not use, and any exception for a damaged
+        pickle.
+        """
         path = Path(self.path) / _INDEX
         with path.open("rb") as file:
             metadata = _IndexUnpickler(file, path).load()
@@ -193,14 +195,14 @@ def _member(owner: Any, name: str) -> Any:
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Loads the classes of an index and the types of tensors only. `path` is for the error."""
+    """Loads only the classes that torch uses for an index, and dtypes of tensors. `path` is for the error."""
 
     def __init__(self, file: Any, path: Path) -> None:
         super().__init__(file)
         self._path = path
 
     def find_class(self, module: str, name: str) -> Any:
-        """Raise ConfigError for a class that is not part of an index."""
+        """Raise ConfigError for any other class."""
         if name in _INDEX_CLASSES.get(module, ()):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
@@ -210,7 +212,7 @@ class _IndexUnpickler(pickle.Unpickler):
         if (module, name) == ("torch.serialization", "_get_layout"):
             return {"torch.strided": torch.strided}.__getitem__
         if module.partition(".")[0] == "pathlib" and name in _PATHS:
-            return PurePosixPath  # where the checkpoint was written; unused, and perhaps of another system
+            return PurePosixPath  # the path of the written folder; unused, and perhaps of another system
         asks = f"{self._path} asks for `{module}.{name}`, which is no part of a checkpoint's index"
         raise ConfigError(f"{asks}; loading it could run code, so it is refused. {_UNTRUSTED}")
 
@@ -219,8 +221,8 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def model_fingerprint(named: Mapping[str, Tensor]) -> str:
-    """A hash of the names and shapes of weights. It differs between architectures, not between states or numbers of
-    ranks.
+    """A hash of the names and shapes of weights. Models of one architecture have the same hash, whatever their weights
+    and number of ranks are.
     """
     lines = [f"{name} {tuple(value.shape)}" for name, value in sorted(named.items())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
@@ -235,7 +237,7 @@ def random_state() -> dict[str, Any]:
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {"python": [version, list(numbers), gauss], "torch": _as_text(torch.get_rng_state())}
     found: Any = np.random.get_state(legacy=False)
-    if found["bit_generator"] == "MT19937":  # the only one that can be seeded
+    if found["bit_generator"] == "MT19937":  # numpy's only generator that `seed` accepts
         key = base64.b64encode(found["state"]["key"].astype("<u4").tobytes()).decode()
         state["numpy"] = [key, int(found["state"]["pos"]), int(found["has_gauss"]), float(found["gauss"])]
     cuda: Any = torch.cuda

@@ -41,7 +41,7 @@ class ModelFiles(NamedTuple):
     Attributes:
         causal: the model; only its class, config and tied names are used, so its parameters may be sharded or on the
             meta device
-        adapter_config: of peft; None: all weights are trained
+        adapter_config: peft's configuration; None: all weights are trained
         source: the folder or name with the tokenizer, or None
     """
 
@@ -91,7 +91,7 @@ def copy_tokenizer(source: str | None, folder: Path) -> bool:
     try:
         tokenizer = load_tokenizer(source)
     except ModelError:
-        return False  # a model without a tokenizer; a run that needs one has already refused it
+        return False  # a model without a tokenizer; a run that needs a tokenizer has failed earlier
     with _os_errors(Exception):  # tokenizers has no class for errors of a full disk
         tokenizer.save_pretrained(str(folder))
     return True
@@ -210,10 +210,10 @@ def write_folder(
     *,
     like: str | Path | None = None,
 ) -> Path:
-    """Write `parent`/v000012, which replaces an older folder, with one rename. Returns its path. Files that are missing
-    beside the weights, such as the tokenizer, come from `like`, an earlier folder of the same run.
+    """Write `parent`/v000012, which replaces an older folder, with one rename. Returns its path. Files other than
+    weights that are missing, such as the tokenizer, come from `like`, an earlier folder of the same run.
 
-    Raises InferenceError if it cannot be written; nothing is left of it then.
+    Raises InferenceError if the folder cannot be written; then an incomplete folder is removed.
     """
     folder = version_folder(parent, version)
     try:
@@ -268,7 +268,9 @@ def read_manifest(path: str | Path) -> tuple[TensorInfo, ...]:
 
 
 def read_tensors(path: str | Path) -> dict[str, Any]:
-    """The tensors of such a folder by name, memory-mapped: bytes are read when they are used. Raises ConfigError."""
+    """The tensors of a folder with a model or an adapter, by name, memory-mapped: bytes are read when they are used.
+    Raises ConfigError.
+    """
     from safetensors.torch import load_file
 
     return dict(_read(path, lambda file: load_file(file).items()))

@@ -1,8 +1,8 @@
 """Tests that an engine serves the trainer's weights: both must compute the same numbers for the same tokens.
 
 Two computations with the same weights agree up to rounding, in any engine. If they differ, the numbers often show why:
-they are those of an earlier version, or of the new weights with one old tensor. Not here: how weights are sent, and
-when engines are tested (`sync`).
+the engine's numbers are those of an earlier version, or of the new weights with one old tensor. Not here: how weights
+are sent, and when engines are tested (`sync`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TOLERANCE = 1e-3  # nats per token, in float32 and float64, for engines that com
 TOLERANCE_SERVER = 1e-4  # for servers in float32; measured: 7e-6
 TOLERANCE_HALF = 5e-2  # for weights of 16 bits or fewer
 NOISE_SHARE = 0.1  # fraction of the tolerance by which two computations with the same weights differ
-MOVED_NOISES = 20.0  # a trainer whose numbers moved by this many times the noise has moved
+MOVED_NOISES = 20.0  # if the trainer's numbers moved by this many times the noise, its weights have changed
 FIND_SECONDS = 60.0
 COPY_TOKENS = 32  # the length of the sequence for engines in this process
 
@@ -40,8 +40,8 @@ COPY_TOKENS = 32  # the length of the sequence for engines in this process
 
 
 class Sequences(NamedTuple):
-    """Fixed token ids from the whole vocabulary: to score, to continue, and as a prompt for engines that need a new
-    one. At most `sampled` ids are sampled.
+    """Fixed token ids from the whole vocabulary: a sequence to score, a prompt to continue, and a prompt for engines
+    that need a new one. At most `sampled` ids are sampled.
     """
 
     scored: list[int]
@@ -61,7 +61,7 @@ class Apart(NamedTuple):
 
     @property
     def agrees(self) -> bool:
-        """Whether the difference is allowed. NaN never is."""
+        """Whether the difference is allowed. NaN is never allowed."""
         return self.apart <= self.allowed
 
     def words(self, what: str) -> str:
@@ -135,9 +135,9 @@ def has_not_moved(
 ) -> bool:
     """Whether the trainer's numbers moved by more than noise, and the engine's did not move with them.
 
-    Each pair is (before, after); they agreed before. All tokens count together, so this also detects steps smaller than
-    the tolerance. In 16 bits, where noise is as large as such steps, it only detects an engine whose numbers are
-    exactly the same as before.
+    Each pair is (before, after) the update; before it, trainer and engine agreed. All tokens count together, so this
+    also detects steps smaller than the tolerance. In 16 bits, where noise is as large as such steps, it only detects an
+    engine whose numbers are exactly the same as before.
     """
     trainer = [after - before for before, after in zip(*ours, strict=True)]
     squared = sum(step * step for step in trainer)
@@ -154,7 +154,7 @@ def has_not_moved(
 
 
 class Memory(NamedTuple):
-    """What the next sync compares with.
+    """The results of earlier syncs, with which the next sync compares.
 
     `numbers` are the trainer's logprobs of `tokens`, by version. `weights` are the last weights of each kind, unless
     they are in one of the `folders`.
@@ -202,13 +202,13 @@ class Proof:
             await member.generate(GenerateRequest(self.sequences.prompt, 1, (), 0))
 
         for each in await gather(look, [member for engine in servers for member in members_of(engine)]):
-            # The update will show whether a server works; it may have just been restarted.
+            # The update will show whether the server works; it may have just been restarted.
             if isinstance(each, Exception) and not isinstance(each, InferenceError):
                 raise each
 
     async def prove(self, engine: InferenceBackend) -> list[float]:
         """The difference between each server of an engine and the trainer. Raises InferenceError if a server does not
-        serve the weights. If a server of a pool dies while others live, the pool handles it.
+        serve the weights. If a server of a pool dies while others live, the pool leaves it out.
         """
         members = members_of(engine)
         found = []
@@ -262,7 +262,7 @@ class Proof:
         request = GenerateRequest(prompt, self.sequences.sampled, (), self.version, temperature=temperature)
         reply = await member.generate(request)
         if not reply.tokens:
-            raise _not_served(member, self.version, f"a test prompt of {len(prompt)} tokens was answered with none")
+            raise _not_served(member, self.version, "its reply to a test prompt is empty; read its log, and restart it")
         return reply, await self._apart(prompt, reply, temperature)
 
     async def _apart(self, prompt: list[int], reply: Generation, temperature: float) -> Apart:
@@ -270,7 +270,7 @@ class Proof:
         return furthest_apart(ours[len(prompt) :], reply.logprobs, self.tolerance, first=0)
 
     async def _diagnose(self, member: InferenceBackend, scored: list[float]) -> str:
-        """Guess the cause of wrong scores."""
+        """Guess the cause of wrong scores, as text."""
         if any(map(math.isnan, scored)):
             return "some of its numbers are NaN: it has weights that nothing was written into"
         kind, last = member.capabilities.weights_kind, self.memory.version
@@ -298,9 +298,9 @@ class Proof:
         )
 
     async def _find_tensors(self, kind: Kind, theirs: Sequence[float]) -> list[str]:
-        """The tensors that an engine seems to have kept from the version before: if one of them (with those tied to it)
-        is put back, the trainer computes the engine's numbers. Empty if there is none, or if the search takes more than
-        a minute. The search changes the trainer's weights, and restores them.
+        """The tensors that an engine seems to have kept from the version before: with the old value of one of them (and
+        of tensors tied to it), the trainer computes the engine's numbers. Empty if there is none, or if the search
+        takes more than a minute. The search changes the trainer's weights, and restores them.
         """
         new = self.weights[kind]
         found: list[tuple[float, str]] = []
@@ -321,7 +321,7 @@ class Proof:
         except TrainingError:
             return []  # the trainer has an adapter, and these are merged weights: nothing was loaded
         finally:
-            with trio.CancelScope(shield=True), contextlib.suppress(TrainingError):  # as above: they were never taken
+            with trio.CancelScope(shield=True), contextlib.suppress(TrainingError):  # as above: nothing was loaded
                 await self.backend.load_weights(dict(new))
         return [name for _, name in sorted(found)]
 

@@ -6,8 +6,7 @@
                                                                 # the end of the block renames it
 
 A folder with a manifest is a complete checkpoint. The manifest has the format, kind, model, size and crc32 of every
-file. Every error says what to type instead. Not here: the files (`checkpoint`, `files`). This module works without
-torch.
+file. Every error says what to type next. Not here: the files (`checkpoint`, `files`). This module works without torch.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ def manifest_crc(manifest: dict[str, Any]) -> str:
 def cannot_write(path: str | Path, error: BaseException, *, where: str = "") -> CheckpointError:
     """The error for a checkpoint that cannot be written. `path` may be the folder of `new_checkpoint`."""
     reason = getattr(error, "strerror", None) or first_line(error)
-    # Errors of Rust libraries have no number, and describe the cause in words.
+    # Errors of Rust libraries have no error number; only their text names the cause.
     is_full = getattr(error, "errno", None) in _FULL_DISK or any(os.strerror(n) in str(error) for n in _FULL_DISK)
     hint = "free some space, or keep fewer (--keep-checkpoints)" if is_full else "see who may write there"
     what = f"the checkpoint {_visible(Path(path))} cannot be written{where}: {reason}"
@@ -133,7 +132,7 @@ def check_folder(path: str | Path, *, kind: str | None = None, fingerprint: str 
     """Check a checkpoint, and every byte of it.
 
     Raises ConfigError if it does not exist, or is not a checkpoint of this format; DamagedCheckpointError if it is
-    unfinished or damaged; ModelError if it has another kind or model than given.
+    unfinished or damaged; ModelError if its kind or model differs from `kind` or `fingerprint`.
     """
     manifest = _read_manifest(Path(path))
     if kind is not None and manifest.kind != kind:
@@ -160,7 +159,7 @@ def read_state(path: str | Path) -> dict[str, Any]:
 
 
 def damaged(path: str | Path, what: str) -> DamagedCheckpointError:
-    """The error for an unusable checkpoint: `what` is wrong, and which one to use instead."""
+    """The error for an unusable checkpoint. It says what is wrong (`what`), and which checkpoint to use instead."""
     own = step_of(Path(path)) or 0
     before = [each for each in complete_checkpoints(Path(path).parent) if (step_of(each) or 0) < own]
     such = f", such as {before[-1]}" if before else ""
@@ -252,7 +251,7 @@ def all_checkpoints(folder: Path) -> list[Path]:
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Those of `all_checkpoints` with a manifest."""
+    """The folders of `all_checkpoints` that have a manifest."""
     return [each for each in all_checkpoints(folder) if (each / MANIFEST).is_file()]
 
 
@@ -262,8 +261,8 @@ def last_checkpoint(folder: Path) -> Path | None:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Like `latest_checkpoint`, but raises DamagedCheckpointError if a newer one has no manifest. Such a checkpoint was
-    complete once, because it only got its name then.
+    """Like `latest_checkpoint`, but raises DamagedCheckpointError if a newer one has no manifest. A checkpoint without
+    a manifest was complete once, because a folder only gets this name when it is complete.
     """
     found = all_checkpoints(folder)
     if found and not (found[-1] / MANIFEST).is_file():
@@ -290,7 +289,9 @@ def prune_checkpoints(folder: Path, keep: int) -> list[Path]:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint. After a kill it is complete, or has a hidden name. Raises CheckpointError."""
+    """Remove a checkpoint. If the process is killed meanwhile, the folder is complete, or has a hidden name. Raises
+    CheckpointError.
+    """
     try:
         remove_folder(path)
     except OSError as error:
@@ -300,7 +301,7 @@ def remove_checkpoint(path: Path) -> None:
 
 def remove_leftovers(folder: Path) -> None:
     """Remove the remains of killed processes from a run's `checkpoints/`. If a process was killed while it replaced a
-    checkpoint, only the old one may be left, under a hidden name; then it gets its name back.
+    checkpoint, only the old checkpoint may be left, under a hidden name; then it gets its name back.
 
     Files of running processes stay. Call this before this process writes anything: files with its process id are then
     those of an earlier process with the same id, which is common in containers. Raises CheckpointError.

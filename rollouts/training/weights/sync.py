@@ -1,7 +1,7 @@
 """Sends new weights to the engines, and tests that they arrived.
 
     metrics = await sync_weights(backend, engines)               once
-    syncing = WeightSyncManager(engines, temperature=0.7)        repeatedly: it also detects engines that did not move
+    syncing = WeightSyncManager(engines, temperature=0.7)        repeatedly: also detects engines that keep old weights
     metrics = await syncing.sync(backend)
 
 An engine that uses the trainer's own parameters only gets the version. An engine with its own weights (`owns_weights`)
@@ -10,7 +10,7 @@ send, commit, probe. In the probe, engine and trainer must compute the same numb
 sampled, before anything else is sampled. See docs/weight-sync.md.
 
 For your own loop with your own checkpoints there is a shorter way, without the probe. It first reads the whole folder,
-because an incomplete one kills some servers:
+because some servers die of an incomplete folder:
 
     engines = [SGLangEngine(base_url="http://localhost:30000")]
     results = await sync_weights_to_engines(engines, "checkpoints/step_000010")
@@ -47,9 +47,9 @@ class WeightSyncManager:
 
     Args:
         engines: all engines of the run
-        temperature: of the run; sampled tokens are probed at it and at 1
+        temperature: the run's sampling temperature; sampled tokens are probed at this temperature and at 1
         tolerance: the allowed difference between an engine's and the trainer's log-probability of a token, in nats.
-            None: the engine's own `tolerance` if it is above 0, else one by the type of the weights
+            None: the engine's own `tolerance` if it is above 0, else a number that depends on the dtype of the weights
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class WeightSyncManager:
         self, backend: TrainingBackend, owners: Sequence[InferenceBackend], servers: Sequence[InferenceBackend]
     ) -> tuple[probe.Proof, float]:
         """The weights, the trainer's numbers for the fixed sequence, and the tolerance for engines that get tensors."""
-        # Submit all of it before awaiting anything, so that no other work comes between the weights and their numbers.
+        # Submit all work before awaiting anything, so that no other work comes between the weights and their numbers.
         kinds = dict.fromkeys(engine.capabilities.weights_kind for engine in owners)
         wanted = {kind: backend.get_weights(kind) for kind in kinds}
         sequences, numbers = probe.Sequences([], [], [], 0), list[float]()
@@ -178,7 +178,7 @@ async def _prepare(proof: probe.Proof, route: _Route, owners: Sequence[Inference
         name = f"the training backend {type(proof.backend).__name__}"
         raise InferenceError(
             f"{name} does not say how its weights are written for a server: it has no model_files "
-            "(docs/weight-sync.md); take --training torch or fsdp, or --inference hf",
+            "(docs/weight-sync.md); type --training torch or fsdp, or --inference hf",
             is_transient=False,
         )
 
@@ -199,8 +199,8 @@ async def _prepare(proof: probe.Proof, route: _Route, owners: Sequence[Inference
 
 
 def _raise_first(task: str, labels: Sequence[str], results: Sequence[object], *, is_final: bool = False) -> None:
-    """Raise InferenceError for the first engine that failed at a task, with the number of failures. Other errors are
-    raised unchanged. `is_final`: the task cannot be retried.
+    """Raise InferenceError for the first engine that failed at a task; the message has the number of failures. Errors
+    other than InferenceError are raised unchanged. `is_final`: the task cannot be retried.
     """
     failed = [(label, each) for label, each in zip(labels, results, strict=True) if isinstance(each, Exception)]
     for label, error in sorted(failed, key=lambda pair: isinstance(pair[1], InferenceError)):
@@ -241,7 +241,9 @@ class InferenceEngine(Protocol):
 
 
 class _Server:
-    """A server at an address. It reads the folder itself, so on another machine it needs the same disk."""
+    """A server at an address. The server reads the folder itself, so if it runs on another machine, it needs a shared
+    disk.
+    """
 
     dialect: Callable[[], Dialect]
 
@@ -279,8 +281,8 @@ class VLLMEngine(_Server):
 async def sync_weights_to_engines(engines: Sequence[InferenceEngine], checkpoint_path: str) -> list[dict[str, Any]]:
     """Make all engines load the checkpoint at once. Returns their answers in order.
 
-    Waits for all of them. Raises ConfigError if the folder is not a complete checkpoint, and InferenceError for the
-    first engine that failed, which it names.
+    Waits for all of them. Raises ConfigError if the folder is not a complete checkpoint, and InferenceError, which
+    names the first engine that failed.
     """
     await trio.to_thread.run_sync(_check_model, checkpoint_path)
     found = await probe.gather(lambda engine: engine.update_weights_from_checkpoint(checkpoint_path), engines)

@@ -93,9 +93,9 @@ def test_ranks_with_another_secret_are_told(monkeypatch):
         monkeypatch.setenv(SECRET, "the secret of rank 1")
         other = gathered()
         other.channel.post("composed/1", b"1")
-        with pytest.raises(ConfigError, match=f"what rank 1 says is not signed .* same {SECRET}"):
+        with pytest.raises(ConfigError, match=f"messages of rank 1 are not signed .* same {SECRET}"):
             gathering.meet("composed")
-        with pytest.raises(ConfigError, match="what rank 0 says is not signed"):
+        with pytest.raises(ConfigError, match="messages of rank 0 are not signed"):
             other.meet("composed")
         other.heartbeat.end()
     finally:

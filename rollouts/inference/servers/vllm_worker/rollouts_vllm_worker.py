@@ -19,14 +19,14 @@ class RolloutsWorker:
     model_runner: Any  # an attribute of the worker
 
     def rollouts_reload(self, folder: str) -> None:
-        """Load the weights in `folder`. Raises FileNotFoundError if there are none, before anything changes."""
+        """Load the weights in `folder`. Raises FileNotFoundError, and changes nothing, if the folder has no weights."""
         if not any(Path(folder).glob("*.safetensors")):
             raise FileNotFoundError(f"the server finds no .safetensors file in {folder}")
         self.model_runner.reload_weights(weights_path=folder)
         self.rollouts_repack()
 
     def rollouts_repack(self) -> None:
-        """Repack the weights that vLLM does not repack itself. Does nothing on a GPU."""
+        """Repack the weights that vLLM itself does not repack. Does nothing on a GPU."""
         from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
         from vllm.platforms import current_platform
 
@@ -34,6 +34,7 @@ class RolloutsWorker:
             return
         for layer in self.model_runner.get_model().modules():
             weight = getattr(layer, "weight", None)
-            # A weight that is kept beside its packed copy may be shared; vLLM has repacked all others.
+            # A weight that is kept beside its packed copy may be tied to another one; vLLM has repacked all other
+            # weights.
             if hasattr(layer, "cpu_linear") and weight is not None and weight.numel():
                 dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
