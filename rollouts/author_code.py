@@ -11,6 +11,7 @@ trio's cancellation.
 from __future__ import annotations
 
 import ast
+import contextlib
 import dis
 import functools
 import inspect
@@ -45,8 +46,9 @@ class Place(NamedTuple):
     text: str
 
     def __str__(self) -> str:
-        path = Path(self.file)
-        shown_path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+        shown_path = Path(self.file)
+        with contextlib.suppress(OSError, ValueError):  # the current folder was removed, or the file is outside of it
+            shown_path = shown_path.relative_to(Path.cwd())
         text = f": {self.text}" if len(self.text) <= LINE_CHARACTERS_MAX else f": {self.text[:LINE_CHARACTERS_MAX]}..."
         return printable(f"{shown_path}, line {self.line}{text if self.text else ''}")
 

@@ -48,6 +48,15 @@ def test_the_place_is_the_innermost_line_of_the_authors_own(tmp_path, monkeypatc
     assert "test_error_log.py" in str(place_of(exec_error)) and "exec(" in place_of(exec_error).text
 
 
+def test_the_line_is_named_in_a_folder_that_was_removed(tmp_path, monkeypatch):
+    author = module(tmp_path, "zz_moved", "def judge():\n    raise ValueError('moved')\n")
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    words = words_of(raised(author.judge))
+    assert words == f"ValueError: moved ({tmp_path}/zz_moved.py, line 2: raise ValueError('moved'))"
+
+
 def test_a_syntax_error_and_a_group_have_their_lines(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     broken = raised(module, tmp_path, "zz_broken", "x = 1\nif x\n")

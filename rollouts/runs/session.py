@@ -293,6 +293,21 @@ def make_inference(
     return engine
 
 
+def episode_limits(settings: Settings, temperature: float) -> EpisodeLimits:
+    """The limits of an episode, and of a conversation, at this temperature."""
+    return EpisodeLimits(
+        settings.max_tokens,
+        settings.max_turns,
+        temperature,
+        episode_seconds=settings.episode_seconds,
+        cleanup_seconds=settings.cleanup_seconds,
+        reward_seconds=settings.reward_seconds,
+        setup_seconds=settings.setup_seconds,
+        turn_seconds=settings.turn_seconds or math.inf,
+        tool_seconds=settings.tool_seconds or math.inf,
+    )
+
+
 class Player(NamedTuple):
     """How the episodes of a run are played. `chat` is None for an engine that takes messages."""
 
@@ -307,17 +322,7 @@ class Player(NamedTuple):
         """
         settings = self.settings
         make_env = {env.alias: env.make for env in self.environments}
-        limits = EpisodeLimits(
-            settings.max_tokens,
-            settings.max_turns,
-            temperature,
-            episode_seconds=settings.episode_seconds,
-            cleanup_seconds=settings.cleanup_seconds,
-            reward_seconds=settings.reward_seconds,
-            setup_seconds=settings.setup_seconds,
-            turn_seconds=settings.turn_seconds or math.inf,
-            tool_seconds=settings.tool_seconds or math.inf,
-        )
+        limits = episode_limits(settings, temperature)
 
         def play(job: EpisodeJob, session: str, inference: SuspendableEngine) -> Coroutine[Any, Any, Episode]:
             return run_episode(

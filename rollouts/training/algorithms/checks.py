@@ -206,7 +206,9 @@ def _probe(function: Callable[..., Any], available: dict[str, Any]) -> Any:
     except UserError:
         if not _refuses(plain, available):
             raise
-    except NameError as error:  # other numbers would not help
+    except NameError as error:
+        if isinstance(error, UnboundLocalError):  # it may depend on the numbers
+            return _NO_ANSWER
         raise ConfigError(f"the function {function_label(function)} raised {words_of(error)}") from error
     except Exception:  # an author's function may raise anything
         return _NO_ANSWER
@@ -246,7 +248,7 @@ def _three_tokens(max_tokens: int | None) -> dict[str, Any]:
         "advantages": torch.tensor([1.0, 1.0, -1.0], dtype=torch.float64),
         "rewards": torch.tensor([1.0, 0.0], dtype=torch.float64),
         "mask": torch.ones(3, dtype=torch.float64),
-        "lengths": torch.tensor([1, 1]),
+        "lengths": torch.tensor([2, 1]),
         "truncated": torch.tensor([False, False]),
         "turn_rewards": [[1.0], [0.0]],
         "parts": torch.tensor([[1.0, 0.5], [0.0, 0.5]], dtype=torch.float64),

@@ -255,3 +255,20 @@ def test_an_aggregation_of_ones_own():
     assert found.weights == [[0.0, 2.0]] and found.denominator == 3.0 and found.unit == "token"
     with pytest.raises(TrainingError, match="aggregation <lambda> returned list; expected TokenWeights"):
         aggregate(lambda masks: list(masks), Masks([[0.0, 1.0]], [0], [0]))
+
+
+def test_an_error_that_may_depend_on_the_numbers_is_left_to_the_first_batch():
+    """A variable that no invented number sets, and lengths whose deviation is 0 only if they are equal."""
+
+    def late(logprobs, advantages):
+        for value in logprobs.tolist():
+            if value < -100:
+                last = value
+        return logprobs * last
+
+    def by_length(rewards, lengths):
+        return (rewards - rewards.mean()) / lengths.double().std()
+
+    checks.probe_settings(Algorithm(by_length, "token_mean", (Term(late),)))
+    with pytest.raises(ConfigError, match="raised NameError: name 'last' is not defined"):
+        checks.probe_settings(Algorithm(by_length, "token_mean", (Term(lambda logprobs: last),)))  # noqa: F821
