@@ -345,6 +345,13 @@ ENVIRONMENTS = [
     row("a gym environment", DICE, "no method `tasks`", files={"e.py": "class Dice:\n    def reset(self): ...\n"}),
 ]
 
+NO_RETURN = (
+    "it returned None (r.py, line 1",
+    "did you forget `return`?",
+    "--on-invalid-reward zero",
+    "2 sampled, 2 greedy",
+)
+
 REWARDS = [
     reward("trl's reward", "def r(prompts, **kw): ...\n", "'prompts'", "task:"),
     reward(
@@ -355,7 +362,7 @@ REWARDS = [
     reward("text", "def r(task):\n    return 'yes'\n", "'yes' (str)", "finite float", code=1),
     reward("a tuple", "def r(task):\n    return 1, 2\n", "(tuple)", "finite float", code=1),
     reward("nan", "def r(task):\n    return float('nan')\n", "returned nan", "finite float", code=1),
-    reward("none", "def r(task):\n    print(task)\n", "it returned None", code=1),
+    reward("none", "def r(task):\n    print(task)\n", *NO_RETURN, code=1),
     reward("a name error", "def r(task):\n    return nope\n", "NameError", "r.py, line 2", code=1),
 ]
 
@@ -558,6 +565,7 @@ def test_a_mistake(mistake, tmp_path, monkeypatch, capsys, request):
         assert error.startswith("error: ") and error.count("error: ") == 1, error
     if code == 1:
         assert json.loads((tmp_path / "out" / "summary.json").read_text())["status"] == "failed"
+        assert (tmp_path / "out" / "trajectories" / "eval_000000.jsonl").is_file(), "what was played can be read"
     elif code or "--dry-run" in mistake.command or mistake.after_run:
         assert contents(tmp_path) == before
 
