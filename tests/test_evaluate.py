@@ -6,7 +6,7 @@ import pytest
 import trio
 
 from rollouts.errors import RewardError
-from rollouts.evaluate import Evaluation, evaluate, evaluation_metrics, numbers_of
+from rollouts.evaluate import Evaluation, check_passes, evaluate, evaluation_metrics, numbers_of
 from rollouts.inference.base import Capabilities
 from rollouts.types import Episode, Score, Status, Task, Trajectory
 
@@ -84,6 +84,19 @@ def test_failures_are_not_judged():
     episodes = [episode(TASKS[0], 1.0), episode(TASKS[1], None, status=Status.TIMEOUT)]
     assert seen(numbers_of([[each] for each in episodes])) == numbers(1.0, {}, 1, 2)
     assert seen(numbers_of([episodes[1:]])) == numbers(None, {}, 0, 1)
+
+
+def test_a_pass_without_a_judged_rollout_gets_a_note_unless_neither_has_one():
+    """In the middle of a run one greedy pass must not end the run. The error counts both passes."""
+    judged, unjudged = episode(TASKS[0], 1.0), episode(TASKS[0], None)
+    unjudged = unjudged._replace(score=Score(None, {}, "happy could not judge: it returned None (h.py, line 3)"))
+    some, none = numbers_of([[judged]]), numbers_of([[unjudged]])
+    assert list(check_passes([some, some], [judged, judged], "step 3")) == []
+    (note,) = check_passes([some, none], [judged, unjudged], "step 3")
+    assert note.startswith("held-out, step 3: not one of the 1 greedy rollouts could be judged")
+    with pytest.raises(RewardError, match=r"2 rollouts of the evaluation at step 3 \(1 sampled, 1 greedy\)") as no:
+        list(check_passes([none, none], [unjudged, unjudged], "step 3"))
+    assert "h.py, line 3" in str(no.value) and "did you forget `return`?" in str(no.value)
 
 
 def test_evaluation_in_the_summary_and_in_the_metrics():

@@ -196,6 +196,7 @@ VALUES = [
     row("no value", "run --env calculator --reward", "--reward needs a value", "type: --reward NAME"),
     row("a switch without a value", f"{CALC} --trust-remote-code", "needs a value", "true|false"),
     row("a flag as value", "run --env --steps 3", "--env needs a value, and --steps follows it"),
+    row("a reward's setting", f"{CALC} --reward constant --reward.value 1", "type: --reward.constant.value 1"),
     row("a setting's value", f"{CALC} --env.digits three", '--env.digits: expected a whole number; got "three"'),
     row("a setting out of range", f"{CALC} --env.digits 0", "--env.digits 0: expected at least 1"),
     row("a setting that is nearly one", f"{CALC} --loss.clip_hi 1", "did you mean: --loss.clip-high"),
@@ -276,6 +277,20 @@ FILES = [
     ),
     row("settings below a table", "run a.toml", "--steps", files={"a.toml": "[env]\nname='calculator'\nsteps = 3\n"}),
     row("an environment without a name", "run a.toml", "--env NAME", files={"a.toml": "[env]\ndigits = 3\n"}),
+    row(
+        "a weight as value",
+        "run a.toml",
+        "a.toml, line 2",
+        "[reward.env]\nweight = 1",
+        files={"a.toml": "[reward]\nenv=1\n"},
+    ),
+    row(
+        "a name above its table",
+        "run a.toml",
+        "line 2",
+        '[env]\nname = "x"',
+        files={"a.toml": 'env = "x"\n[env]\na=1\n'},
+    ),
     row("a number as component", "run a.toml", "reward: expected the name", files={"a.toml": "reward = 0.5\n"}),
     row("python that raises", "run a.py", "a.py", "line 1", "ZeroDivisionError", files={"a.py": "steps = 1 / 0\n"}),
     row("python that is no settings", "run e.py", "no setting 'a'", files={"e.py": "a = 1\n"}),
@@ -345,6 +360,13 @@ ENVIRONMENTS = [
     row("a gym environment", DICE, "no method `tasks`", files={"e.py": "class Dice:\n    def reset(self): ...\n"}),
 ]
 
+NO_RETURN = (
+    "it returned None (r.py, line 1",
+    "did you forget `return`?",
+    "--on-invalid-reward zero",
+    "2 sampled, 2 greedy",
+)
+
 REWARDS = [
     reward("trl's reward", "def r(prompts, **kw): ...\n", "'prompts'", "task:"),
     reward(
@@ -355,7 +377,7 @@ REWARDS = [
     reward("text", "def r(task):\n    return 'yes'\n", "'yes' (str)", "finite float", code=1),
     reward("a tuple", "def r(task):\n    return 1, 2\n", "(tuple)", "finite float", code=1),
     reward("nan", "def r(task):\n    return float('nan')\n", "returned nan", "finite float", code=1),
-    reward("none", "def r(task):\n    print(task)\n", "it returned None", code=1),
+    reward("none", "def r(task):\n    print(task)\n", *NO_RETURN, code=1),
     reward("a name error", "def r(task):\n    return nope\n", "NameError", "r.py, line 2", code=1),
 ]
 
@@ -558,6 +580,7 @@ def test_a_mistake(mistake, tmp_path, monkeypatch, capsys, request):
         assert error.startswith("error: ") and error.count("error: ") == 1, error
     if code == 1:
         assert json.loads((tmp_path / "out" / "summary.json").read_text())["status"] == "failed"
+        assert (tmp_path / "out" / "trajectories" / "eval_000000.jsonl").is_file(), "what was played can be read"
     elif code or "--dry-run" in mistake.command or mistake.after_run:
         assert contents(tmp_path) == before
 

@@ -208,6 +208,10 @@ def _quote_hint(text: str, line: str) -> str:
     """A hint for the most common mistakes: text without quotes, YAML, Python's True, a Windows path."""
     lines = text.split("\n")
     given = lines[int(line) - 1] if int(line) <= len(lines) else ""
+    table = re.fullmatch(r"\s*\[([\w-]+)\]\s*(?:#.*)?", given)
+    above = re.search(rf'^{table[1]}\s*=\s*("[^"\n]*")', text, re.MULTILINE) if table else None
+    if table and above:
+        return f"\nremove `{above[0]}`, and write the name in the table:\n[{table[1]}]\nname = {above[1]}"
     if re.search(r'=\s*"[^"]*\\', given):
         return "\na backslash needs single quotes: model = 'C:\\models\\mine'"
     if match := re.fullmatch(r"\s*([\w.-]+):\s+(\S.*?)\s*", given):

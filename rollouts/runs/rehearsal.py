@@ -19,6 +19,7 @@ from rollouts.author_code import shown
 from rollouts.chat.format import ChatFormat
 from rollouts.chat.masks import tokenize_supervised
 from rollouts.env.authoring import tools_of
+from rollouts.env.mixing import FORGOTTEN, RETURNED_NONE
 from rollouts.env.schema import tool_schema
 from rollouts.errors import ConfigError, EnvironmentDefinitionError, ModelError, RunError, said_of
 from rollouts.inference.base import Capabilities, GenerateRequest, Generation, Health, VersionSpan, WeightUpdate
@@ -224,7 +225,7 @@ def _check_played(env: Environment, episode: Episode) -> None:
             f"{name}: a test episode with scripted replies failed as {episode.status.value}: {episode.trajectory.error}"
         )
     for why in episode.score.why.split("; "):
-        if " could not judge: " in why and not why.endswith("it returned None"):
+        if " could not judge: " in why and f": {RETURNED_NONE}" not in why:
             raise ConfigError(f"{name}: in a test episode with scripted replies, the reward {why}")
 
 
@@ -250,6 +251,8 @@ def _episode_lines(plan: Plan, env: Environment, group: Group, chat: ChatFormat 
     parts = ", ".join(f"{name} {_number(value)}" for name, value in episode.score.parts.items())
     why = f"; {episode.score.why}" if episode.score.why else ""
     yield f"  reward: {_number(episode.score.value)} ({parts}){why}"
+    if RETURNED_NONE in why:
+        yield f"  {FORGOTTEN}"
     metrics = {name[7:]: value for name, value in episode.metrics.items() if name.startswith("metric/")}
     if metrics or "metric_failures" in episode.metrics:
         failed = int(episode.metrics.get("metric_failures", 0))

@@ -267,6 +267,12 @@ def load_chat(settings: Settings, environments: Sequence[Environment], tokenizer
     return chat
 
 
+def chat_notes(chat: ChatFormat) -> list[str]:
+    """What is unusual about the chat template."""
+    report = chat.report
+    return [] if report.append_only and not report.refusals else report.words()
+
+
 def make_inference(
     chosen: Chosen, available: Mapping[str, Any], environments: Sequence[Environment], *, must_train: bool
 ) -> InferenceBackend:

@@ -194,7 +194,9 @@ def test_without_a_tokenizer_the_episode_is_one_of_messages(here):
 
 
 def test_a_reward_may_say_that_it_cannot_judge(here):
-    assert "reward: none (good 1, shy none); shy could not judge: it returned None" in tried("Unjudged")
+    unjudged = tried("Unjudged")
+    assert "reward: none (good 1, shy none); shy could not judge: it returned None (" in unjudged
+    assert "def shy(self" in unjudged and "did you forget `return`?" in unjudged
 
 
 def test_a_tool_may_refuse_invented_arguments(here):
