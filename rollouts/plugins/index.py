@@ -206,7 +206,8 @@ def unknown_component(
         *notes,
         "" if is_whole else _NOT_INSTALLED,
         "to see everything: rollouts plugins list",
-        f"{_GUESS}: pip install {package}" if guess else "",
+        f"{_IN_CLONE}: pip install ./plugins/{name}" if (kind, name) in _WITH_PLUGIN else "",
+        f"{_GUESS}: pip install {package}" if guess and (kind, name) not in _WITH_PLUGIN else "",
     )
     return UnknownComponentError(in_lines(*lines))
 
@@ -223,6 +224,8 @@ _REWARD_HINT = "the environment's own rewards are named `env`: --reward env:1"
 _NOT_INSTALLED = (
     "rollouts itself is not installed, so its own components are missing; in its folder, type: pip install -e ."
 )
+_WITH_PLUGIN = {("loggers", "tensorboard"), ("loggers", "trackio"), ("loggers", "wandb")}
+_IN_CLONE = "a package in the repository of rollouts provides it; in a clone, type"
 _GUESS = "perhaps a package provides it (a guess; check who publishes it before you install it)"
 
 
