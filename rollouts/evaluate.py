@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rollouts.inference.base import InferenceBackend
@@ -35,6 +35,8 @@ class Evaluation(NamedTuple):
             "greedy_mean": self.greedy["reward_mean"],
             "parts": self.sampled["parts"],
             "greedy_parts": self.greedy["parts"],
+            "weights": self.sampled["weights"],
+            "metrics": self.sampled["metrics"],
             "tasks": self.sampled["tasks"],
             "judged": self.sampled["judged"],
         }
@@ -54,6 +56,7 @@ def evaluation_metrics(evaluation: Mapping[str, Any]) -> dict[str, float]:
     {'eval/reward_part/correct': 0.5, 'eval/reward_mean': 0.5}
     """
     metrics = {f"eval/reward_part/{name}": value for name, value in evaluation["parts"].items()}
+    metrics |= {f"eval/metric/{name}": value for name, value in evaluation.get("metrics", {}).items()}
     means = {name: evaluation[name] for name in ("reward_mean", "greedy_mean")}
     metrics |= {f"eval/{name}": mean for name, mean in means.items() if mean is not None}
     for alias, own in evaluation.get("environments", {}).items():
@@ -73,15 +76,29 @@ async def evaluate(
 ) -> tuple[dict[str, Any], list[Episode]]:
     """Run one episode of each task. Returns the numbers (see `numbers_of`) and the episodes, in the order of the tasks.
 
-    Failed episodes are not judged. `failures` and `on_end` are passed to `run_episodes`. Raises RunError if all
-    episodes failed, and what `play` raises.
+    Failed episodes are not judged. `failures` and `on_end` are passed to `run_episodes`. Raises what `play` raises.
     """
     jobs = [Job(task, (index, 0)) for index, task in enumerate(tasks)]
     episodes = await run_episodes(jobs, play, inference, concurrency=concurrency, failures=failures, on_end=on_end)
     if score_group is not None:
         episodes = [(await score_group([episode]))[0] for episode in episodes]
-    check_judged(episodes, "the evaluation")
     return numbers_of([[episode] for episode in episodes]), episodes
+
+
+def check_passes(reports: Sequence[Mapping[str, Any]], episodes: Sequence[Episode], when: str) -> Iterator[str]:
+    """A note for each pass without any judged rollout: its reward is missing. `reports` are the numbers of the sampled
+    and the greedy pass, `episodes` those of both, and `when` is "before", "after" or "step N".
+
+    Raises RewardError or RunError if neither pass has a judged rollout.
+    """
+    passes = dict(zip(("sampled", "greedy"), reports, strict=True))
+    counts = ", ".join(f"{numbers['episodes']} {name}" for name, numbers in passes.items())
+    moment = {"before": "before training", "after": "after training"}.get(when, f"at {when}")
+    check_judged(episodes, f"the evaluation {moment} ({counts})")
+    for name, numbers in passes.items():
+        if not numbers["judged"]:
+            without = f"not one of the {numbers['episodes']} {name} rollouts could be judged"
+            yield f"held-out, {when}: {without}, so this evaluation has no {name} reward"
 
 
 def numbers_of(groups: Sequence[Sequence[Episode]]) -> dict[str, Any]:
@@ -125,6 +142,7 @@ def _numbers(groups: Sequence[Sequence[Episode]]) -> dict[str, Any]:
         "reward_stderr": statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None,
         "pass@k": _passes(judged),
         "parts": {name[12:]: value for name, value in metrics.items() if name.startswith("reward_part/")},
+        "weights": {name: weight for e in episodes for name, weight in e.score.weights.items()},
         "metrics": {name[7:]: value for name, value in metrics.items() if name.startswith("metric/")},
         "tasks": len(groups),
         "episodes": len(episodes),

@@ -44,7 +44,7 @@ class Nothing:
 
 class NothingToTrain(Nothing):
     def tasks(self, split, rng):
-        return ["a", "b"]
+        return ["a", "b"] if split == "eval" else ["a"]
 
 
 class Slow(Nothing):

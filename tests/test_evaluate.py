@@ -6,7 +6,7 @@ import pytest
 import trio
 
 from rollouts.errors import RewardError
-from rollouts.evaluate import Evaluation, evaluate, evaluation_metrics, numbers_of
+from rollouts.evaluate import Evaluation, check_passes, evaluate, evaluation_metrics, numbers_of
 from rollouts.inference.base import Capabilities
 from rollouts.types import Episode, Score, Status, Task, Trajectory
 
@@ -86,14 +86,35 @@ def test_failures_are_not_judged():
     assert seen(numbers_of([episodes[1:]])) == numbers(None, {}, 0, 1)
 
 
+def test_a_pass_without_a_judged_rollout_gets_a_note_unless_neither_has_one():
+    """In the middle of a run one greedy pass must not end the run. The error counts both passes."""
+    judged, unjudged = episode(TASKS[0], 1.0), episode(TASKS[0], None)
+    unjudged = unjudged._replace(score=Score(None, {}, "happy could not judge: it returned None (h.py, line 3)"))
+    some, none = numbers_of([[judged]]), numbers_of([[unjudged]])
+    assert list(check_passes([some, some], [judged, judged], "step 3")) == []
+    (note,) = check_passes([some, none], [judged, unjudged], "step 3")
+    assert note.startswith("held-out, step 3: not one of the 1 greedy rollouts could be judged")
+    with pytest.raises(RewardError, match=r"2 rollouts of the evaluation at step 3 \(1 sampled, 1 greedy\)") as no:
+        list(check_passes([none, none], [unjudged, unjudged], "step 3"))
+    assert "h.py, line 3" in str(no.value) and "did you forget `return`?" in str(no.value)
+
+
 def test_evaluation_in_the_summary_and_in_the_metrics():
-    evaluation = Evaluation(numbers(0.5, {"odd": 0.25}, 4, 5), numbers(None, {}, 0, 5))
+    evaluation = Evaluation(
+        numbers(0.5, {"odd": 0.25}, 4, 5) | {"weights": {"odd": 2.0}, "metrics": {"calls": 3.0}},
+        numbers(None, {}, 0, 5),
+    )
     assert evaluation.as_dict() == {
         "reward_mean": 0.5,
         "greedy_mean": None,
         "parts": {"odd": 0.25},
         "greedy_parts": {},
+        "weights": {"odd": 2.0},
+        "metrics": {"calls": 3.0},
         "tasks": 5,
         "judged": 4,
     }
-    assert evaluation_metrics(evaluation.as_dict()) == {"eval/reward_part/odd": 0.25, "eval/reward_mean": 0.5}
+    expected = {"eval/reward_part/odd": 0.25, "eval/reward_mean": 0.5}
+    assert evaluation_metrics(evaluation.as_dict()) == expected | {"eval/metric/calls": 3.0}
+    older = {name: value for name, value in evaluation.as_dict().items() if name not in ("weights", "metrics")}
+    assert evaluation_metrics(older) == expected, "the summary of an older run"

@@ -24,7 +24,7 @@ from rollouts.author_code import authors_code, message_of, place_of_function, sh
 from rollouts.env import calls
 from rollouts.env.authoring import JudgeMethod, environment_name, metrics_of, rewards_of, tools_of
 from rollouts.env.checks import requests_of
-from rollouts.env.mixing import InvalidPolicy, RewardTerm, Verdict, mix, read_verdict
+from rollouts.env.mixing import InvalidPolicy, RewardTerm, Verdict, mix, read_verdict, with_reason
 from rollouts.env.processes import ProcessError
 from rollouts.env.schema import tool_schema
 from rollouts.error_log import report
@@ -342,7 +342,7 @@ async def _run_reward(term: RewardTerm, available: Mapping[str, Any], seconds: f
         raise RewardError(with_place(error, term.function)) from error
     except Exception as error:  # an author's code may raise anything
         return Verdict(term.alias, term.weight, None, {}, report(error, f"the reward {term.alias}"))
-    return verdict
+    return with_reason(verdict, term.function)
 
 
 async def _measure(metric: JudgeMethod, available: Mapping[str, Any], seconds: float) -> float | None:

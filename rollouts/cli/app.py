@@ -261,7 +261,11 @@ def _no_such_option(error: click.NoSuchOption, context: click.Context | None) ->
     core = {info.name for info in setting_infos()}
     elsewhere = {
         "eval": (core - set(EVAL), "an evaluation trains nothing, and this is a setting of training; leave it out"),
-        "resume": (core, "a resumed run keeps its settings; only --steps and the settings of components can change"),
+        "resume": (
+            core,
+            "a resumed run keeps its settings; only --stop-when, --max-hours, --steps and the settings of components "
+            "can change",
+        ),
         "sft": ({"mode"}, "it has only one mode; type rollouts run --mode MODE"),
     }
     names, reason = elsewhere.get(name or "", (set(), ""))

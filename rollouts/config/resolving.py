@@ -58,11 +58,11 @@ class Resolved(NamedTuple):
         return self._replace(settings=settings, components=components)
 
 
-def merge_over_file(file: Tree, *given: Tree) -> Tree:
+def merge_over_file(file: Tree, *given: Tree, source: Source = NOWHERE) -> Tree:
     """The `given` settings, merged over those of a file. An evaluation does not take SAMPLING from the file of a
     training run: its numbers are then those of the run's own evaluations.
     """
-    merged, mode = merge(file, *given), file.get("mode")
+    merged, mode = merge(file, *given, source=source), file.get("mode")
     is_of_training = mode != "eval" and (mode is not None or not file.keys() <= set(EVAL))
     if plain(merged.get("mode")) == "eval" and is_of_training:
         return merge({key: value for key, value in file.items() if key not in SAMPLING}, *given)

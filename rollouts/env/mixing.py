@@ -16,9 +16,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from rollouts.author_code import authors_code, message_of, printable, shown
+from rollouts.author_code import authors_code, message_of, place_of_function, printable, shown
 from rollouts.errors import RewardError
 from rollouts.types import Score
+
+RETURNED_NONE = "it returned None"
+FORGOTTEN = "a reward that returns None could not judge; did you forget `return`?"
 
 InvalidPolicy = Literal["drop", "zero", "raise"]
 
@@ -70,6 +73,14 @@ def read_verdict(name: str, weight: float, returned: Any, alias: str = "") -> Ve
     return Verdict(name, weight, _number(name, returned), {}, "", alias or name)
 
 
+def with_reason(verdict: Verdict, function: Any) -> Verdict:
+    """The verdict of this function. If it returned None and gave no reason, the reason names its line."""
+    if verdict.value is not None or verdict.why:
+        return verdict
+    place = place_of_function(function)
+    return verdict._replace(why=f"{RETURNED_NONE} ({place})" if place else RETURNED_NONE)
+
+
 def mix(verdicts: Sequence[Verdict], on_invalid: InvalidPolicy = "drop", base: Score | None = None) -> Score:
     """The weighted sum of the verdicts, with all parts. Both are added to `base`, an earlier score.
 
@@ -90,7 +101,7 @@ def mix(verdicts: Sequence[Verdict], on_invalid: InvalidPolicy = "drop", base: S
         weights[name] = verdict.weight
         value = verdict.value
         if value is None:
-            why = verdict.why or "it returned None"
+            why = verdict.why or RETURNED_NONE
             if on_invalid == "raise":
                 raise RewardError(
                     f"reward {verdict.name!r} could not judge a rollout: {why}; "

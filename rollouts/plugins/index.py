@@ -181,17 +181,24 @@ def unknown_component(
         near = suggestion(rest, theirs, f"{owner}/{{}}".format)
     else:
         near = suggestion(name, [ref.qualified if slash else ref.name for ref in of_kind])
+    is_distribution = not slash and is_installed(name)
     is_whole = any(normalize(ref.distribution) == "rollouts-rl" for ref in known)
     # Only a guess: an attacker may have published a package under a misspelled name.
     package = normalize(owner if slash else f"rollouts-{name}")
     could_be = re.fullmatch(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?", package) and not near
+    other_names = [
+        f"{ref.value if ref.value == name else ref.distribution} provides: {ref.name}"
+        for ref in of_kind
+        if ref.value == name or (is_distribution and normalize(ref.distribution) == normalize(name))
+    ]
     is_number = name.replace(".", "").isdigit()
     is_named = not is_number and Path(name).suffix not in (".py", ".toml", ".json", ".jsonl") and not _file_hint(name)
-    guess = could_be and is_named and not theirs and not is_installed(package)
+    guess = could_be and is_named and not theirs and not other_names and not is_installed(package)
     lines = (
         f"no {KIND_WORDS[kind]} is named {name!r}",
         without,
         _file_hint(name),
+        *other_names,
         near,
         _REWARD_HINT if kind == "rewards" else "",
         f"installed ({kind}): {', '.join(_names(of_kind)) or 'none'}",

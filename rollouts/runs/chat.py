@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from rollouts.agent.conversation import Conversation
 from rollouts.agent.episode import EpisodeRun
-from rollouts.agent.model import EpisodeLimits
 from rollouts.env.authoring import tools_of
 from rollouts.errors import ConfigError
 from rollouts.inference.base import InferenceBackend
 from rollouts.inference.suspend import SuspendableEngine
 from rollouts.runs.plan import Plan
 from rollouts.runs.run_model import temporary_engine
-from rollouts.runs.session import load_chat
+from rollouts.runs.session import episode_limits, load_chat
 from rollouts.runs.trio_thread import TrioThread
 from rollouts.types import Message, Score, Task
 
@@ -114,16 +112,7 @@ async def _conversation(
     show: Callable[[Message], None],
 ) -> AsyncIterator[Conversation]:
     settings = plan.settings
-    limits = EpisodeLimits(
-        settings.max_tokens,
-        settings.max_turns,
-        settings.temperature,
-        cleanup_seconds=settings.cleanup_seconds,
-        reward_seconds=settings.reward_seconds,
-        setup_seconds=settings.setup_seconds,
-        turn_seconds=settings.turn_seconds or math.inf,
-        tool_seconds=settings.tool_seconds or math.inf,
-    )
+    limits = episode_limits(settings, settings.temperature)
     async with backend:
         engine = SuspendableEngine(backend, None, (0, 0), backend.open_session((0, 0)))
         engine.clock.begin()

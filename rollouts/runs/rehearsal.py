@@ -1,6 +1,6 @@
 """The trial of `--dry-run`, without the run's model: one scripted episode, and one small training step.
 
-A script replaces the model in the episode: it calls the environment's first tool with arguments made from the tool's
+A script replaces the model in the episode: it calls each of the environment's tools with arguments made from its
 schema, then replies with text. Episode, tools, rewards, metrics and filters run as in a real run. So does the training
 step, which trains the toy model of the package on invented tokens. Not here: everything that needs the run's model.
 """
@@ -19,6 +19,7 @@ from rollouts.author_code import shown
 from rollouts.chat.format import ChatFormat
 from rollouts.chat.masks import tokenize_supervised
 from rollouts.env.authoring import tools_of
+from rollouts.env.mixing import FORGOTTEN, RETURNED_NONE
 from rollouts.env.schema import tool_schema
 from rollouts.errors import ConfigError, EnvironmentDefinitionError, ModelError, RunError, said_of
 from rollouts.inference.base import Capabilities, GenerateRequest, Generation, Health, VersionSpan, WeightUpdate
@@ -35,6 +36,7 @@ from rollouts.types import Episode, Message, Score, Segment, Status, Task, ToolC
 
 CONTEXT_TOKENS = 1_000_000
 PROMPT_CHARACTERS = 160  # how much of the end of the rendered prompt is shown
+MESSAGES_MAX = 12  # shown messages, besides a call of each tool and its answer
 REPLY = "This is a scripted reply."
 TOY = "tiny"
 _LOGPROB = -6.0  # the logprob of each scripted or invented token, similar to the toy model's
@@ -101,14 +103,14 @@ def _a_task(env: Environment, held_out: Sequence[Task]) -> Task | None:
 
 
 def script_of(schemas: Sequence[dict[str, Any]]) -> list[Message]:
-    """The messages of the scripted model: a call of the first tool, if there is one, then a text."""
-    if not schemas:
-        return [Message("assistant", REPLY)]
-    function = schemas[0]["function"]
-    known = function["parameters"]["properties"]
-    arguments = {name: example_of(known[name]) for name in function["parameters"]["required"]}
-    call = Message("assistant", "", [ToolCall(function["name"], arguments, "call_1")])
-    return [call, Message("assistant", REPLY)]
+    """The messages of the scripted model: a call of each tool, then a text."""
+    calls = []
+    for number, schema in enumerate(schemas, start=1):
+        function = schema["function"]
+        known = function["parameters"]["properties"]
+        arguments = {name: example_of(known[name]) for name in function["parameters"]["required"]}
+        calls.append(Message("assistant", "", [ToolCall(function["name"], arguments, f"call_{number}")]))
+    return [*calls, Message("assistant", REPLY)]
 
 
 def example_of(schema: Mapping[str, Any]) -> Any:
@@ -146,6 +148,7 @@ class ScriptedEngine:
     def __init__(self, schemas: Sequence[dict[str, Any]], chat: ChatFormat | None) -> None:
         self._script = script_of(schemas)
         self._ids = [] if chat is None else [_ids_of(message, schemas, chat) for message in self._script]
+        self.more_tokens = sum(map(len, self._ids[1:-1]))  # of the calls after the first one
 
     async def __aenter__(self) -> ScriptedEngine:
         return self
@@ -198,7 +201,13 @@ async def _play(plan: Plan, env: Environment, task: Task, chat: ChatFormat | Non
     settings = plan.settings
     schemas = [tool_schema(tool.function, tool.name) for tool in tools_of(env.make_checked())]
     engine = ScriptedEngine(schemas, chat)
-    play = Player(settings, plan.environments, plan.rewards, chat).at(settings.temperature, settings.seed)
+    # The run's limits are for one call and a text here. Each further call gets a turn and tokens of its own.
+    limits = dataclasses.replace(
+        settings,
+        max_turns=settings.max_turns + max(0, len(schemas) - 1),
+        max_tokens=settings.max_tokens + engine.more_tokens,
+    )
+    play = Player(limits, plan.environments, plan.rewards, chat).at(settings.temperature, settings.seed)
     jobs = [Job(task, (0, rollout)) for rollout in range(min(2, settings.samples_per_prompt))]
     episodes: Sequence[Episode] = await run_episodes(jobs, play, engine, concurrency=settings.concurrency)
     score = group_scorer(plan.rewards, settings.on_invalid_reward, timeout_seconds=settings.reward_seconds)
@@ -216,7 +225,7 @@ def _check_played(env: Environment, episode: Episode) -> None:
             f"{name}: a test episode with scripted replies failed as {episode.status.value}: {episode.trajectory.error}"
         )
     for why in episode.score.why.split("; "):
-        if " could not judge: " in why and not why.endswith("it returned None"):
+        if " could not judge: " in why and f": {RETURNED_NONE}" not in why:
             raise ConfigError(f"{name}: in a test episode with scripted replies, the reward {why}")
 
 
@@ -230,20 +239,20 @@ def _episode_lines(plan: Plan, env: Environment, group: Group, chat: ChatFormat 
         prompt = chat.render(trajectory.task.messages, trajectory.tools, True)
         count = len(chat.encode_prompt(trajectory.task.messages, trajectory.tools))
         yield f"  prompt: {count} tokens, the end is {shown(prompt[-PROMPT_CHARACTERS:])}"
-    for message in trajectory.messages:
-        for call in message.tool_calls:
-            arguments = ", ".join(f"{key}={value!r}" for key, value in call.arguments.items())
-            yield f"  call: {call.name}({arguments})" + (
-                f", which was not read back: {shown(call.error)}" if call.error else ""
-            )
-        if message.role == "tool":
-            yield f"  answer: {shown(message.text)}"
+    first = len(trajectory.tools) * 2 + MESSAGES_MAX  # a call of each tool and its answer, and others
+    for message in trajectory.messages[:first]:
+        yield from _message_lines(message)
+    if len(trajectory.messages) > first:
+        yield f"  and {len(trajectory.messages) - first} more messages"
     failures = [name.partition("/")[2] for name in episode.metrics if name.startswith("tool_failure/")]
     if failures:
-        yield f"  the tool failed ({', '.join(failures)}); its arguments are invented, so look whether that is right"
+        yield f"  a tool failed ({', '.join(failures)}); its arguments are invented, so check whether it may fail"
+    yield from (f"    {name}: {error}" for name, error in trajectory.tool_errors.items())
     parts = ", ".join(f"{name} {_number(value)}" for name, value in episode.score.parts.items())
     why = f"; {episode.score.why}" if episode.score.why else ""
     yield f"  reward: {_number(episode.score.value)} ({parts}){why}"
+    if RETURNED_NONE in why:
+        yield f"  {FORGOTTEN}"
     metrics = {name[7:]: value for name, value in episode.metrics.items() if name.startswith("metric/")}
     if metrics or "metric_failures" in episode.metrics:
         failed = int(episode.metrics.get("metric_failures", 0))
@@ -251,6 +260,16 @@ def _episode_lines(plan: Plan, env: Environment, group: Group, chat: ChatFormat 
         yield f"  metrics: {', '.join([*words, *([f'{failed} failed'] if failed else [])])}"
     if plan.filters:
         yield f"  filters: {_filter_words(plan, group)}"
+
+
+def _message_lines(message: Message) -> Iterator[str]:
+    """A message and its calls, each cut to one line."""
+    if message.text or not message.tool_calls:
+        yield f"  {'answer' if message.role == 'tool' else message.role}: {shown(message.text)}"
+    for call in message.tool_calls:
+        arguments = ", ".join(f"{key}={value!r}" for key, value in call.arguments.items())
+        why = f", which was not read back: {shown(call.error)}" if call.error else ""
+        yield f"  call: {call.name}({arguments}){why}"
 
 
 def _filter_words(plan: Plan, group: Group) -> str:

@@ -269,6 +269,8 @@ def final_numbers(folder: Path, summary: Mapping[str, Any]) -> dict[str, float]:
     found: dict[str, Any] = {"steps": summary.get("steps"), "wall_seconds": summary.get("wall_seconds")}
     for when, evaluation in (summary.get("evaluation") or {}).items():
         for name, value in (evaluation or {}).items():
+            if name == "weights":  # a setting, no result
+                continue
             inner = value if isinstance(value, dict) else {"": value}
             found |= {f"{when}/{name}{part and '/'}{part}": number for part, number in inner.items()}
     part = folder / "rl" if (folder / "rl").is_dir() else folder  # mode sft+rl

@@ -267,6 +267,12 @@ def load_chat(settings: Settings, environments: Sequence[Environment], tokenizer
     return chat
 
 
+def chat_notes(chat: ChatFormat) -> list[str]:
+    """What is unusual about the chat template."""
+    report = chat.report
+    return [] if report.append_only and not report.refusals else report.words()
+
+
 def make_inference(
     chosen: Chosen, available: Mapping[str, Any], environments: Sequence[Environment], *, must_train: bool
 ) -> InferenceBackend:
@@ -287,6 +293,21 @@ def make_inference(
     return engine
 
 
+def episode_limits(settings: Settings, temperature: float) -> EpisodeLimits:
+    """The limits of an episode, and of a conversation, at this temperature."""
+    return EpisodeLimits(
+        settings.max_tokens,
+        settings.max_turns,
+        temperature,
+        episode_seconds=settings.episode_seconds,
+        cleanup_seconds=settings.cleanup_seconds,
+        reward_seconds=settings.reward_seconds,
+        setup_seconds=settings.setup_seconds,
+        turn_seconds=settings.turn_seconds or math.inf,
+        tool_seconds=settings.tool_seconds or math.inf,
+    )
+
+
 class Player(NamedTuple):
     """How the episodes of a run are played. `chat` is None for an engine that takes messages."""
 
@@ -301,17 +322,7 @@ class Player(NamedTuple):
         """
         settings = self.settings
         make_env = {env.alias: env.make for env in self.environments}
-        limits = EpisodeLimits(
-            settings.max_tokens,
-            settings.max_turns,
-            temperature,
-            episode_seconds=settings.episode_seconds,
-            cleanup_seconds=settings.cleanup_seconds,
-            reward_seconds=settings.reward_seconds,
-            setup_seconds=settings.setup_seconds,
-            turn_seconds=settings.turn_seconds or math.inf,
-            tool_seconds=settings.tool_seconds or math.inf,
-        )
+        limits = episode_limits(settings, temperature)
 
         def play(job: EpisodeJob, session: str, inference: SuspendableEngine) -> Coroutine[Any, Any, Episode]:
             return run_episode(

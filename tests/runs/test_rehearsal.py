@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -60,7 +61,17 @@ class RaisingTool(Base):
     @tool
     def look(self, color: str) -> str:
         """Look at it."""
-        return shade
+        return {}[color]
+
+
+class Chatty(Base):
+    @tool
+    def name(self) -> str:
+        """Say your name."""
+        raise ValueError("no name")
+
+    def reply(self, trajectory):
+        return f"Is that all, after {trajectory.turns} turns?"
 
 
 class RaisingSetup(Base):
@@ -165,7 +176,10 @@ def test_an_episode_is_played_by_a_script(here):
     text = tried("Talking")
     assert "a scripted episode: 8 messages, completed" in text
     assert r"<|im_start|>assistant\n'" in text
-    assert "call: look(color='1')\n  answer: '1 3'\n  reward: 1 (good 1)\n  metrics: turns 4" in text
+    said = "\n  assistant: 'This is a scripted reply.'"
+    assert f"call: look(color='1')\n  answer: '1 3'{said}\n  user: 'And then?'{said}" in text
+    assert f"\n  user: 'And then?'{said}\n  reward: 1 (good 1)\n  metrics: turns 4" in text
+    assert re.search(r"\n  user: 'Say \d+\.'\n  call", text)
     assert "every function was called; ppo_clip gives one value per token, as token_mean takes" in text
 
 
@@ -176,16 +190,28 @@ def test_a_loop_of_the_environments_own_is_played_too(here):
 def test_without_a_tokenizer_the_episode_is_one_of_messages(here):
     text = tried(model="org/absent")
     assert "prompt: not shown, because the tokenizer of org/absent is not on this machine" in text
-    assert "answer: '1 3'\n  reward: 1 (good 1)" in text
+    assert "answer: '1 3'\n  assistant: 'This is a scripted reply.'\n  reward: 1 (good 1)" in text
 
 
 def test_a_reward_may_say_that_it_cannot_judge(here):
-    assert "reward: none (good 1, shy none); shy could not judge: it returned None" in tried("Unjudged")
+    unjudged = tried("Unjudged")
+    assert "reward: none (good 1, shy none); shy could not judge: it returned None (" in unjudged
+    assert "def shy(self" in unjudged and "did you forget `return`?" in unjudged
 
 
 def test_a_tool_may_refuse_invented_arguments(here):
     text = tried("RaisingTool")
-    assert "NameError: name 'shade' is not defined" in text and "the tool failed (exception)" in text
+    assert "answer: \"Error: KeyError: '1'\"" in text and "a tool failed (exception)" in text
+    assert re.search(r"\n    look: KeyError: '1' \(parts\.py, line \d+: return \{\}\[color\]\)", text)
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_turns": 3, "max_tokens": 64}])
+def test_every_tool_is_called_and_a_long_conversation_is_cut(here, limits):
+    text = tried("Chatty", **{"max_turns": 30, "max_tokens": 2000} | limits)
+    assert "call: look(color='1')\n  answer: '1 3'\n  call: name()\n  answer: 'Error: ValueError: no name'" in text
+    assert "\n    name: ValueError: no name (parts.py, line " in text
+    assert "user: 'Is that all, after 3 turns?'" in text
+    assert ("more messages\n" in text) is (not limits) and text.count("\n  user: ") <= 8
 
 
 @pytest.mark.parametrize(

@@ -123,3 +123,14 @@ def _words(count: float) -> str:
     ('3.0 GiB', '1.0 MiB')
     """
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 / 10 else f"{count / 2**20:.1f} MiB"
+
+
+def profiled_steps(first: int, steps: int, count: int) -> range:
+    """The steps (0-based) to profile. The first step of the process is not profiled, because it warms up, unless it is
+    the only one.
+
+    >>> profiled_steps(0, 10, 2), profiled_steps(4, 5, 2), profiled_steps(5, 5, 2)
+    (range(1, 3), range(4, 5), range(5, 5))
+    """
+    begin = first + 1 if steps - first > 1 else first
+    return range(begin, min(begin + count, steps))

@@ -8,7 +8,7 @@ parts of a session that all runs share (`session`), and the checkpoint from whic
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import functools
 import math
 import signal
 import time
@@ -20,10 +20,9 @@ import msgspec
 import trio
 
 from rollouts.chat.format import ChatFormat
-from rollouts.chat.preflight import TemplateReport
 from rollouts.config.settings import Settings
 from rollouts.errors import CheckpointError, RolloutsError, cause_of
-from rollouts.evaluate import Evaluation, evaluate, evaluation_metrics
+from rollouts.evaluate import Evaluation, check_passes, evaluate, evaluation_metrics
 from rollouts.inference.base import InferenceBackend
 from rollouts.loggers.jsonl import JSONLLogger, read_lines
 from rollouts.runs.components import Chosen
@@ -32,7 +31,7 @@ from rollouts.runs.folder import EVALUATED, STEP, MakeFolder, episode_records
 from rollouts.runs.jobs import learning
 from rollouts.runs.jobs.backend import make_training
 from rollouts.runs.jobs.demonstrations import demonstration_samples
-from rollouts.runs.jobs.saving import Occasion, Saving
+from rollouts.runs.jobs.saving import Occasion, Saving, profiled_steps
 from rollouts.runs.jobs.stopping import Stopping, summary_of
 from rollouts.runs.manifest import MANIFEST, changed_code, code_files, keep_code, make_manifest
 from rollouts.runs.observer import Observer
@@ -42,6 +41,7 @@ from rollouts.runs.session import (
     Interrupts,
     Player,
     Session,
+    chat_notes,
     load_chat,
     make_inference,
     model_words,
@@ -56,10 +56,11 @@ from rollouts.training.rollout_gen.failures import FailurePolicy, Failures
 from rollouts.training.rollout_gen.groups import Group, group_scorer
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager
 from rollouts.training.rollout_gen.metrics import environment_metrics
+from rollouts.training.rollout_gen.pool import Job
 from rollouts.training.rollout_gen.steps import RolloutConfig
 from rollouts.training.types import RankServer, TrainingBackend
 from rollouts.training.weights.sync import WeightSyncManager
-from rollouts.types import Sample, Task
+from rollouts.types import Episode, Sample, Task
 
 SAVE_SECONDS = 1800.0
 EVALUATION_TEMPERATURES = (1.0, 0.0)  # sampled, greedy
@@ -131,15 +132,10 @@ def train(
             folder.forget_steps(first)
         stopping, of_resume = Stopping(settings, hours_from or started, observer.note), resumed.notes if resumed else ()
         job = Training(plan, session, chat, backend, inference, held_out, buffer, samples, resumed, stopping)
-        notes = [*plan.notes, *_notes_on(chat.report), *backend.notes, *of_tasks, *of_resume]
+        notes = [*plan.notes, *chat_notes(chat), *backend.notes, *of_tasks, *of_resume]
         session.begin(job, run_title, settings.steps, notes, plan.plain)
         job.play()
     return job.summary
-
-
-def _notes_on(report: TemplateReport) -> list[str]:
-    """What is unusual about the chat template."""
-    return [] if report.append_only and not report.refusals else report.words()
 
 
 def _logged(folder: Path, loggers: Sequence[Chosen]) -> Logged:
@@ -466,21 +462,37 @@ class Training:
 
     async def _play_held_out(self, when: str, done: int) -> dict[str, Any]:
         """The results of an evaluation after `done` steps."""
-        reports, records, count = [], [], itertools.count(1)
-        total = len(self.held_out) * len(EVALUATION_TEMPERATURES)
-        for temperature in EVALUATION_TEMPERATURES:
-            report, episodes = await evaluate(
-                self.held_out,
-                play=self._player.at(temperature, self._settings.seed + 1),
-                inference=self.inference,
-                score_group=self._score_group,
-                concurrency=self._settings.concurrency,
-                failures=self._failures.beside(),
-                on_end=lambda _job, _episode: self.session.observer.evaluating(when, next(count), total),
-            )
-            reports.append(report)
-            records += [{"temperature": temperature} | line for each in episodes for line in episode_records(each)]
-        self._folder.write_trajectories(f"{EVALUATED}{done:06d}", records)
+        reports, total = [], len(self.held_out) * len(EVALUATION_TEMPERATURES)
+        ended: dict[tuple[float, tuple[int, ...]], Episode] = {}  # by (minus the temperature, order)
+
+        def on_end(job: Job, episode: Episode, *, temperature: float) -> None:
+            ended[-temperature, job.order] = episode
+            self.session.observer.evaluating(when, len(ended), total)
+
+        def keep() -> None:
+            played = sorted(ended.items(), key=lambda each: each[0])
+            records = ({"temperature": -t} | line for (t, _), each in played for line in episode_records(each))
+            self._folder.write_trajectories(f"{EVALUATED}{done:06d}", records)
+
+        try:
+            for temperature in EVALUATION_TEMPERATURES:
+                report, episodes = await evaluate(
+                    self.held_out,
+                    play=self._player.at(temperature, self._settings.seed + 1),
+                    inference=self.inference,
+                    score_group=self._score_group,
+                    concurrency=self._settings.concurrency,
+                    failures=self._failures.beside(),
+                    on_end=functools.partial(on_end, temperature=temperature),
+                )
+                reports.append(report)
+                ended |= {(-temperature, each.order): each for each in episodes}
+        except Exception:
+            keep()  # the episodes show why the evaluation failed
+            raise
+        keep()
+        for words in check_passes(reports, list(ended.values()), when):
+            self.session.observer.note(words)
         self._evaluated = done, Evaluation(*reports).as_dict()
         return self._evaluated[1]
 
@@ -572,17 +584,6 @@ def _held_out_notes(
             "recognized: demonstrations('train', rng) must not return any of them"
         )
     return notes
-
-
-def profiled_steps(first: int, steps: int, count: int) -> range:
-    """The steps (0-based) to profile. The first step of the process is not profiled, because it warms up, unless it is
-    the only one.
-
-    >>> profiled_steps(0, 10, 2), profiled_steps(4, 5, 2), profiled_steps(5, 5, 2)
-    (range(1, 3), range(4, 5), range(5, 5))
-    """
-    begin = first + 1 if steps - first > 1 else first
-    return range(begin, min(begin + count, steps))
 
 
 def step_records(report: StepReport) -> list[dict[str, Any]]:

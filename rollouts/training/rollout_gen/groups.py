@@ -17,7 +17,16 @@ import trio
 
 from rollouts.author_code import authors_code, printable, shown, with_place
 from rollouts.env import calls
-from rollouts.env.mixing import InvalidPolicy, RewardTerm, Verdict, mix, read_verdict
+from rollouts.env.mixing import (
+    FORGOTTEN,
+    RETURNED_NONE,
+    InvalidPolicy,
+    RewardTerm,
+    Verdict,
+    mix,
+    read_verdict,
+    with_reason,
+)
 from rollouts.error_log import report
 from rollouts.errors import RewardError, RolloutsError, RunError, words_of
 from rollouts.plugins.signature import bind, call_with
@@ -83,7 +92,9 @@ def _numbered(sample: Sample, episode: Episode, group_index: int, rollout_index:
 
 
 def check_judged(episodes: Sequence[Episode], what: str) -> None:
-    """Raise RunError, with the most common reasons, if no episode could be judged."""
+    """Raise RunError, with the most common reasons, if no episode could be judged. It is a RewardError if a reward
+    returned None.
+    """
     if not episodes or any(episode.score.value is not None for episode in episodes):
         return
     reasons = Counter(
@@ -91,7 +102,10 @@ def check_judged(episodes: Sequence[Episode], what: str) -> None:
         for episode in episodes
     )
     tally = "\n".join(f"  {count} x {reason}" for reason, count in reasons.most_common(3))
-    raise RunError(f"not one of the {len(episodes)} rollouts of {what} could be judged:\n{tally}")
+    none = f"not one of the {len(episodes)} rollouts of {what} could be judged:\n{tally}"
+    if any(RETURNED_NONE in reason for reason in reasons):
+        raise RewardError(f"{none}\n{FORGOTTEN}\nto count such rollouts as 0: --on-invalid-reward zero")
+    raise RunError(none)
 
 
 # --- filters ----------------------------------------------------------------------------------------------------------
@@ -200,7 +214,8 @@ async def _ask_group(term: RewardTerm, episodes: Sequence[Episode], seconds: flo
 
     def read(returned: Any) -> list[Verdict]:
         values = _one_each(term.alias, returned, len(episodes))
-        return [read_verdict(term.alias, term.weight, value) for value in values]
+        verdicts = [read_verdict(term.alias, term.weight, value) for value in values]
+        return [with_reason(verdict, term.function) for verdict in verdicts]
 
     try:
         verdicts: list[Verdict] = await calls.call(function, *arguments, timeout_seconds=seconds, convert=read)
