@@ -124,8 +124,8 @@ def adapters_beneath(name: str) -> tuple[str, tuple[str, ...]]:
     while is_adapter(resolved):
         if resolved in folders:
             raise ModelError(
-                f"{ADAPTER_CONFIG} in {resolved} names its own folder as the base model; write the model that the adapter "
-                "was trained on as base_model_name_or_path"
+                f"{ADAPTER_CONFIG} in {resolved} names its own folder as the base model; write the model that the "
+                "adapter was trained on as base_model_name_or_path"
             )
         folders.append(resolved)
         try:
