@@ -59,7 +59,11 @@ class PluginError(UserError):
 
 
 class UnknownComponentError(PluginError):
-    """No installed distribution offers that name."""
+    """No installed distribution offers that name. `missing` is the name if it is one of a file that does not exist."""
+
+    def __init__(self, message: str = "", *, missing: str = "") -> None:
+        super().__init__(message)
+        self.missing = missing
 
 
 class AmbiguousComponentError(PluginError):
