@@ -62,6 +62,9 @@ REWARD = """
 RECORD = (
     "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass Dice:\n    a: int = 1\n"
 )
+UNHINTED = (
+    "from dataclasses import dataclass\n@dataclass\nclass Dice:\n    a = 1\n    def tasks(self, split, rng): ...\n"
+)
 ABSTRACT = "import abc\n\n\nclass Dice(abc.ABC):\n    @abc.abstractmethod\n    def roll(self): ...\n"
 SHORT = "def a(rewards):\n    return rewards[1:]\n"
 IMAGE = '[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]'
@@ -335,6 +338,9 @@ ENVIRONMENTS = [
     dice("a constructor's argument", ("int = 6", "int"), "needs `sides`", "--env.sides"),
     dice("a default of another type", ("int = 6", 'int = "6"'), 'Dice.sides: the default "6" is not a', "e.py, line 5"),
     dice("a constructor that raises", ("= sides\n", "= sides / 0\n"), "ZeroDivisionError", "e.py, line 6"),
+    row(
+        "a field without a hint", f"{DICE} --env.a 2", "a has no type hint", "`a: TYPE = ...`", files={"e.py": UNHINTED}
+    ),
     dice("an abstract class", ("class Dice:", ABSTRACT), "abstract", "roll"),
     dice("a syntax error", ("rng):", "rng)"), "e.py, line 8", "SyntaxError"),
     dice("tabs", ("        for", "\tfor"), "e.py, line 9", "TabError"),

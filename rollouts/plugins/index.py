@@ -292,7 +292,8 @@ def _find_in_file(kind: str, name: str) -> ComponentRef:
                 f"{word} {name!r}: there is no file {path_text!r} (the full path: {path.resolve()})",
                 suggestion(path.name, beside, lambda file: f"{path.parent / file}:{attribute}")
                 or (f"files there: {', '.join(sorted(beside))}" if beside else ""),
-            )
+            ),
+            missing=name,
         )
     return ComponentRef(kind, attribute, f"{path.resolve()}:{attribute}")
 
