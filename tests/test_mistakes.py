@@ -59,6 +59,12 @@ REWARD = """
     def correct(self, task, trajectory):
         return 1.0
 """
+RECORD = (
+    "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass Dice:\n    a: int = 1\n"
+)
+UNHINTED = (
+    "from dataclasses import dataclass\n@dataclass\nclass Dice:\n    a = 1\n    def tasks(self, split, rng): ...\n"
+)
 ABSTRACT = "import abc\n\n\nclass Dice(abc.ABC):\n    @abc.abstractmethod\n    def roll(self): ...\n"
 SHORT = "def a(rewards):\n    return rewards[1:]\n"
 IMAGE = '[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]'
@@ -136,6 +142,8 @@ COMMANDS = [
     row("a file of no kind", "plugins show ./e.py:Dice", "--kind KIND", files=ENV and env()),
     row("no environment", "run", "no environment was named", "--env calculator"),
     row("an environment without its flag", "run calculator", "there is no such settings file", "`--env calculator`"),
+    row("an environment of a file here", "run e", "type `--env e`", files=env(), never=("did you mean",)),
+    row("an environment as file", "run e.py:Dice", "type `--env ./e.py:Dice`", files=env(), never=("did you mean",)),
     row("settings as hydra takes them", "run env=calculator", "a setting is a flag: --env calculator"),
     row("a second one", "run a.toml steps=3", "a setting is a flag: --steps 3"),
     row("a model instead of a file", "eval runs/first --env calculator", "`--model runs/first`"),
@@ -158,6 +166,8 @@ COMMANDS = [
 ]
 
 NAMES = [
+    row("a distribution", "run --env rollouts-calculator", "provides: calculator", never=("pip install",)),
+    row("the value of an entry point", "run --env rollouts_calculator:Calculator", "provides: calculator"),
     row("a typo of an environment", "run --env calculater", "did you mean: calculator?"),
     row("a loss in capitals", f"{CALC} --loss GRPO", "did you mean: grpo", never=("pip install",)),
     row("a typo of a flag", f"{CALC} --stepz 3", "no option --stepz", "did you mean: --steps?"),
@@ -295,6 +305,7 @@ FILES = [
     row("python that raises", "run a.py", "a.py", "line 1", "ZeroDivisionError", files={"a.py": "steps = 1 / 0\n"}),
     row("python that is no settings", "run e.py", "no setting 'a'", files={"e.py": "a = 1\n"}),
     row("an environment as settings", "run e.py", "no settings", "--env ./e.py:Dice", files=env()),
+    row("a dataclass as settings", "run e.py", "no settings", "--env ./e.py:Dice", files={"e.py": RECORD}),
 ]
 
 DATA = [
@@ -327,6 +338,9 @@ ENVIRONMENTS = [
     dice("a constructor's argument", ("int = 6", "int"), "needs `sides`", "--env.sides"),
     dice("a default of another type", ("int = 6", 'int = "6"'), 'Dice.sides: the default "6" is not a', "e.py, line 5"),
     dice("a constructor that raises", ("= sides\n", "= sides / 0\n"), "ZeroDivisionError", "e.py, line 6"),
+    row(
+        "a field without a hint", f"{DICE} --env.a 2", "a has no type hint", "`a: TYPE = ...`", files={"e.py": UNHINTED}
+    ),
     dice("an abstract class", ("class Dice:", ABSTRACT), "abstract", "roll"),
     dice("a syntax error", ("rng):", "rng)"), "e.py, line 8", "SyntaxError"),
     dice("tabs", ("        for", "\tfor"), "e.py, line 9", "TabError"),

@@ -10,6 +10,8 @@ import contextlib
 import json
 import re
 import shlex
+import sys
+import types
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -170,8 +172,10 @@ def _no_such_file(path: Path) -> ConfigError:
     if path.exists():
         return ConfigError(f"{path}: a settings file ends in {', '.join(SUFFIXES)}\n{_WRITE_ONE}")
     beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = suggestion(path.name, (n for n in beside if n.endswith(SUFFIXES)), lambda name: str(path.parent / name))
-    other = "" if near or path.suffix in SUFFIXES else f"to choose an environment, type `--env {path}`"
+    suffixes = SUFFIXES if path.suffix in SUFFIXES else (".toml", ".json")  # else a .py file is an environment's
+    near = suggestion(path.name, (n for n in beside if n.endswith(suffixes)), lambda name: str(path.parent / name))
+    given = f"./{path}" if ".py:" in path.name and "/" not in str(path) else str(path)
+    other = "" if near or path.suffix in SUFFIXES else f"to choose an environment, type `--env {given}`"
     name, is_setting, value = str(path).partition("=")
     if is_setting:
         other = f"a setting is a flag: --{name.replace('_', '-')} {value}"
@@ -255,7 +259,10 @@ def _read_json(source: Source) -> Any:
 def _read_py(source: Source) -> Any:
     try:
         module = ast.parse(source.text, source.path)
-        namespace: dict[str, Any] = {"__name__": "rollouts_settings", "__file__": source.path}
+        running = types.ModuleType("rollouts_settings")
+        namespace = vars(running)
+        namespace["__file__"] = source.path
+        sys.modules[running.__name__] = running  # @dataclass looks for the module of its class
         exec(compile(module, source.path, "exec"), namespace)
     except SyntaxError as error:
         raise ConfigError(f"{source.path}, line {error.lineno}: not Python: {error.msg}") from error
@@ -263,6 +270,8 @@ def _read_py(source: Source) -> Any:
         raise
     except BaseException as error:  # the file's code may raise anything, also SystemExit
         raise ConfigError(f"{source.path}: the settings file raised {words_of(error)}") from error
+    finally:
+        sys.modules.pop("rollouts_settings", None)
     if "config" in namespace:
         return namespace["config"]
     names = [name for name, _ in _assignments(module.body) if not name.startswith("_")]
