@@ -185,15 +185,23 @@ def _no_such_file(path: Path) -> ConfigError:
 
 
 def _of_folder(path: Path) -> Iterator[str]:
-    """Advice if the given settings file is the folder of a run, a checkpoint or a model."""
+    """Advice if the given settings file is the folder of a run, a checkpoint or a model, or a folder with runs."""
     quoted = shlex.quote(str(path))
-    if (path / "config.toml").is_file():
+    is_run = (path / "config.toml").is_file()
+    if is_run:
         yield f"to continue the run in it: rollouts resume {quoted}"
         yield f"to repeat that run: rollouts run {quoted}/config.toml"
-    if (path / "config.toml").is_file() or any(
-        (path / name).is_file() for name in ("config.json", "adapter_config.json")
-    ):
+    is_model = any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
+    if is_run or is_model:
         yield f"to begin a new run with its model: --model {quoted}"
+        yield f"to evaluate its model: rollouts eval {'' if is_run else '--env NAME --model '}{quoted}"
+    elif runs := runs_inside(path):
+        yield f"did you mean: {', '.join(runs[:3])}?"
+
+
+def runs_inside(path: Path) -> list[str]:
+    """The folders of runs directly in this folder, such as those of `--seeds`, in the order of their names."""
+    return sorted(str(config.parent) for config in path.glob("*/config.toml"))
 
 
 def _read_toml(source: Source) -> Tree:

@@ -326,7 +326,7 @@ def _models_of_runs(settings: Settings) -> tuple[Settings, tuple[str, ...]]:
         for name, path in found.items()
     )
     for name in ("critic", "teacher"):
-        if given[name] not in ("", "head"):
+        if given[name] not in ("", "head") and name not in found:
             with said_of(f"--{name}"):
                 resolve_model_name(given[name])
     changes: dict[str, Any] = {name: str(path) for name, path in found.items()}

@@ -76,7 +76,7 @@ def resolve_model_name(name: str) -> str:
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file() and not is_adapter(path):
-            found = [*path.glob("*/config.json"), *path.glob(f"*/{ADAPTER_CONFIG}")]
+            found = [*path.glob("*/config.json"), *path.glob(f"*/{ADAPTER_CONFIG}"), *path.glob("*/config.toml")]
             hint = "; give a folder that a run or save_pretrained wrote, a hub name, or `--model tiny`"
             if found:
                 hint = f"; did you mean {path / max(entry.parent.name for entry in found)}?"
