@@ -242,6 +242,7 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
     unused = _unused(resolved, filters)
     resolved = resolved._replace(settings=settings, components=components)
     notes = composed.notes if is_evaluation else (*notes, *composed.notes, *unused)
+    notes += () if is_evaluation else _trained_before(manager, environments, resolved)
     if run is not None:
         notes += _held_out_notes(manager, run, environments, resolved)
         notes += _unused_of_run(run, resolved, given)
@@ -539,6 +540,19 @@ def _held_out_notes(
     unseen = sum(task_identity(task) in held_out for task in asked)
     words = f": it held out {unseen} of these {len(asked)} tasks, and may have trained on the others"
     return ("; ".join(differing) + (words if unseen < len(asked) else ""),)
+
+
+def _trained_before(manager: PluginManager, environments: Sequence[Environment], resolved: Resolved) -> tuple[str, ...]:
+    """Notes about held-out tasks of a training run that begins with the model of another run. That run may have trained
+    on them.
+    """
+    model = resolved.settings.model
+    try:
+        run = _run_of(model)
+    except UserError as error:
+        return (f"--model {model}: the settings of its run cannot be read: {error}",)
+    notes = () if run is None else _held_out_notes(manager, run, environments, resolved)
+    return tuple(f"--model {model} comes from a run; {note}" for note in notes)
 
 
 def _unused_of_run(run: Resolved, resolved: Resolved, model: str) -> tuple[str, ...]:

@@ -371,6 +371,9 @@ def test_a_run_is_asked_what_it_held_out(here, capsys):
     own, note = described(capsys, "--env", "calculator", "--model", "r")
     assert own == "eval_tasks = 20 seed = 5" and "its settings are not those of the run: it held out" in note
     assert described(capsys, "--env", "./add.py:Add", "--model", "r")[1] == "", "the run never saw these tasks"
+    for seed in ("5", "0"):  # a training run that begins with this model
+        assert main(["run", *digits, "--model", "r", "--eval-tasks", "20", "--seed", seed, "--dry-run"]) == 0
+        assert ("seed is 0 and was 5 in the run: it held out" in capsys.readouterr().out) == (seed == "0")
     assert described(capsys, *digits, "--model", "tiny") == ("eval_tasks = 512 seed = 0", "")
     text = (here / "r" / "config.toml").read_text()
     (here / "r" / "config.toml").write_text(text.replace("eval_tasks = 20", "eval_tasks = 0"))
