@@ -48,6 +48,8 @@ def test_a_rule_ends_the_run_where_it_holds_and_resume_leaves_it(capsys):
     out, again = run(["r"], capsys, "resume")
     assert again == summary and "r is finished: --stop-when" in out and "rollouts resume r --stop-when none" in out
 
+    assert "rollouts resume r --steps 5 --stop-when none" in run(["r", "--steps", "5"], capsys, "resume")[0]
+
     out, longer = run(["r", "--stop-when", "none", "--steps", "3"], capsys, "resume")
     assert (longer["steps"], longer["resumed_from"], "stopped" in longer) == (3, 2, False)
     assert steps_logged() == [0, 1, 2]
