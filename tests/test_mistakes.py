@@ -451,7 +451,13 @@ FOLDERS = [
     row("resume of a file of a run", "resume done/config.toml", "type: rollouts resume done\n", after_run=True),
     row("resume of a checkpoint", "resume done/checkpoints/step_000001", "--checkpoint step_000001", after_run=True),
     row("an unknown checkpoint", "resume done --checkpoint step_9", "step_9", "step_000001", after_run=True),
-    row("resume with another lr", "resume done --lr 1", "--steps and the settings of components", after_run=True),
+    row(
+        "resume with another lr",
+        "resume done --lr 1",
+        "settings of components can change",
+        "write lr = VALUE",
+        after_run=True,
+    ),
     row("resume with many steps", "resume done --steps many", 'a whole number; got "many"', after_run=True),
     row(
         "resume with an unknown setting",
