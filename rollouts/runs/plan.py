@@ -233,10 +233,10 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
     # Several environments share the held-out tasks by their mean weights over the steps of the run.
     shared = settings if run is None else dataclasses.replace(settings, steps=run.settings.steps, mode="rl")
     environments = plan_environments(manager, components["env"], chosen["env"], shared, source)
-    is_chat = is_evaluation_only(inference.component)
     keeps_all = bool(settings.out) and is_older(Path(settings.out))  # what it evaluates is never trained
     environments = tuple(
-        env._replace(text_only=not is_chat, trains=env.trains and not keeps_all) for env in environments
+        env._replace(text_only=not is_evaluation_only(inference.component), trains=env.trains and not keeps_all)
+        for env in environments
     )
     filters = _filters(chosen["filter"]) if settings.mode == "rl" else ()
     unused = _unused(resolved, filters)
