@@ -29,7 +29,7 @@ def run(file: str | None = None, **settings: Any) -> dict[str, Any]:
     check_tree(settings)
     tree, source = load_file(file) if file is not None else ({}, NOWHERE)
     try:
-        return run_resolved(resolve(merge_over_file(tree, settings), source))
+        return run_resolved(resolve(merge_over_file(tree, settings, source=source), source))
     finally:
         gc.unfreeze()  # a run excludes loaded objects from garbage collection
 

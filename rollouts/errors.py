@@ -28,7 +28,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 
-from rollouts.author_code import Place, message_of, place_of
+from rollouts.author_code import Place, message_of, place_of, printable
 
 NAME_CHARACTERS_MAX = 200
 LEAVES_MAX = 5  # how many errors of an exception group a message lists
@@ -59,7 +59,11 @@ class PluginError(UserError):
 
 
 class UnknownComponentError(PluginError):
-    """No installed distribution offers that name."""
+    """No installed distribution offers that name. `missing` is the name if it is one of a file that does not exist."""
+
+    def __init__(self, message: str = "", *, missing: str = "") -> None:
+        super().__init__(message)
+        self.missing = missing
 
 
 class AmbiguousComponentError(PluginError):
@@ -148,7 +152,7 @@ def words_of(error: BaseException, place_in: Callable[[BaseException], Place | N
         place = place_in(leaf) or place_in(error)
         words = _named(leaf)
         if isinstance(leaf, SyntaxError) and place:
-            words = f"{type(leaf).__name__}: {leaf.msg}"
+            words = f"{type(leaf).__name__}: {printable(str(leaf.msg))}"
         elif isinstance(leaf, RolloutsError):  # the type is no help to an author
             words = message_of(leaf)
         return f"{words} ({place})" if place else words

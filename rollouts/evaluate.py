@@ -35,6 +35,8 @@ class Evaluation(NamedTuple):
             "greedy_mean": self.greedy["reward_mean"],
             "parts": self.sampled["parts"],
             "greedy_parts": self.greedy["parts"],
+            "weights": self.sampled["weights"],
+            "metrics": self.sampled["metrics"],
             "tasks": self.sampled["tasks"],
             "judged": self.sampled["judged"],
         }
@@ -54,6 +56,7 @@ def evaluation_metrics(evaluation: Mapping[str, Any]) -> dict[str, float]:
     {'eval/reward_part/correct': 0.5, 'eval/reward_mean': 0.5}
     """
     metrics = {f"eval/reward_part/{name}": value for name, value in evaluation["parts"].items()}
+    metrics |= {f"eval/metric/{name}": value for name, value in evaluation.get("metrics", {}).items()}
     means = {name: evaluation[name] for name in ("reward_mean", "greedy_mean")}
     metrics |= {f"eval/{name}": mean for name, mean in means.items() if mean is not None}
     for alias, own in evaluation.get("environments", {}).items():
@@ -139,6 +142,7 @@ def _numbers(groups: Sequence[Sequence[Episode]]) -> dict[str, Any]:
         "reward_stderr": statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None,
         "pass@k": _passes(judged),
         "parts": {name[12:]: value for name, value in metrics.items() if name.startswith("reward_part/")},
+        "weights": {name: weight for e in episodes for name, weight in e.score.weights.items()},
         "metrics": {name[7:]: value for name, value in metrics.items() if name.startswith("metric/")},
         "tasks": len(groups),
         "episodes": len(episodes),

@@ -307,9 +307,9 @@ def _environment(case: Case) -> type:
     class Fuzzed:
         def __init__(self) -> None:
             made["objects"] += 1
-            # The core makes the first three objects, for the tasks of both splits and to inspect the class. Of the
-            # others, fault every second one.
-            self.acts = made["objects"] > 4 and made["objects"] % 2 == 0
+            # The core makes the first six objects, to inspect the class and for the tasks of both splits. Of the
+            # others, which play episodes, fault every second one.
+            self.acts = made["objects"] > 6 and made["objects"] % 2 == 0
             if self.acts:
                 self.at("init")
 

@@ -40,3 +40,8 @@ def test_the_fuzz_reaches_every_method_of_an_episode(fuzz, tmp_path, monkeypatch
         monkeypatch.setattr(fuzz.Case, "act", lambda self, acted=acted: acted.append(self.where))
         fuzz.play(case, tmp_path / where)
         assert acted == [where] * len(acted) and acted, where
+
+
+def test_a_demonstration_that_no_file_can_hold_is_a_mistake_of_the_environment(fuzz, tmp_path):
+    case = fuzz.Case("demonstrations", raises=False, index=11)
+    assert fuzz.play(case, tmp_path / "out") == "EnvironmentDefinitionError"

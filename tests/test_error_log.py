@@ -197,3 +197,11 @@ def test_runs_at_the_same_time_have_their_own_logs(tmp_path):
         assert f"'plain {own}'" in text and f"'task {own}'" in text and f" {other}'" not in text
     assert sum("elsewhere" in text for text in texts) == 1
     assert not is_logging()
+
+
+def test_the_message_of_a_syntax_error_can_be_printed():
+    """An author may raise a SyntaxError whose message has half of a surrogate pair."""
+    try:
+        raise SyntaxError("no \ud800 good")
+    except SyntaxError as error:
+        assert "no \\ud800 good" in words_of(error).encode().decode()

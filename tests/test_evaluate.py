@@ -100,13 +100,21 @@ def test_a_pass_without_a_judged_rollout_gets_a_note_unless_neither_has_one():
 
 
 def test_evaluation_in_the_summary_and_in_the_metrics():
-    evaluation = Evaluation(numbers(0.5, {"odd": 0.25}, 4, 5), numbers(None, {}, 0, 5))
+    evaluation = Evaluation(
+        numbers(0.5, {"odd": 0.25}, 4, 5) | {"weights": {"odd": 2.0}, "metrics": {"calls": 3.0}},
+        numbers(None, {}, 0, 5),
+    )
     assert evaluation.as_dict() == {
         "reward_mean": 0.5,
         "greedy_mean": None,
         "parts": {"odd": 0.25},
         "greedy_parts": {},
+        "weights": {"odd": 2.0},
+        "metrics": {"calls": 3.0},
         "tasks": 5,
         "judged": 4,
     }
-    assert evaluation_metrics(evaluation.as_dict()) == {"eval/reward_part/odd": 0.25, "eval/reward_mean": 0.5}
+    expected = {"eval/reward_part/odd": 0.25, "eval/reward_mean": 0.5}
+    assert evaluation_metrics(evaluation.as_dict()) == expected | {"eval/metric/calls": 3.0}
+    older = {name: value for name, value in evaluation.as_dict().items() if name not in ("weights", "metrics")}
+    assert evaluation_metrics(older) == expected, "the summary of an older run"

@@ -79,3 +79,10 @@ def test_each_environment():
     found = numbers_of(both)
     assert {alias: own["reward_mean"] for alias, own in found["environments"].items()} == {"a": 1.0, "b": 0.5}
     assert math.isclose(found["reward_mean"], 2 / 3)
+
+
+def test_the_weights_of_the_parts_are_those_of_the_reward():
+    weighted = episode(0, 0, 1.0)
+    weighted = weighted._replace(score=Score(0.5, {"own": 1.0, "logged": 2.0}, "", {"own": 0.5}))
+    assert numbers_of([[weighted]])["weights"] == {"own": 0.5}
+    assert numbers_of([])["weights"] == {}

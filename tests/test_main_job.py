@@ -274,7 +274,7 @@ def test_checkpoints_and_evaluations_on_the_way(here):
     rollouts.run(env="calculator", **SHORT | {"steps": 4}, eval_every=2, checkpoint_every=2, out="out")
     assert sorted(path.name for path in (here / "out" / "checkpoints").iterdir()) == ["step_000002", "step_000004"]
     found = [sorted(name for name in line if name.startswith("eval/")) for line in lines_of("out")]
-    evaluated = ["eval/greedy_mean", "eval/reward_mean", "eval/reward_part/correct"]
+    evaluated = ["eval/greedy_mean", "eval/metric/used_tool", "eval/reward_mean", "eval/reward_part/correct"]
     assert found == [evaluated, evaluated, [], evaluated], "before, on the way, and after"
 
 

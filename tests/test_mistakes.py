@@ -59,6 +59,12 @@ REWARD = """
     def correct(self, task, trajectory):
         return 1.0
 """
+RECORD = (
+    "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass Dice:\n    a: int = 1\n"
+)
+UNHINTED = (
+    "from dataclasses import dataclass\n@dataclass\nclass Dice:\n    a = 1\n    def tasks(self, split, rng): ...\n"
+)
 ABSTRACT = "import abc\n\n\nclass Dice(abc.ABC):\n    @abc.abstractmethod\n    def roll(self): ...\n"
 SHORT = "def a(rewards):\n    return rewards[1:]\n"
 IMAGE = '[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]'
@@ -136,6 +142,8 @@ COMMANDS = [
     row("a file of no kind", "plugins show ./e.py:Dice", "--kind KIND", files=ENV and env()),
     row("no environment", "run", "no environment was named", "--env calculator"),
     row("an environment without its flag", "run calculator", "there is no such settings file", "`--env calculator`"),
+    row("an environment of a file here", "run e", "type `--env e`", files=env(), never=("did you mean",)),
+    row("an environment as file", "run e.py:Dice", "type `--env ./e.py:Dice`", files=env(), never=("did you mean",)),
     row("settings as hydra takes them", "run env=calculator", "a setting is a flag: --env calculator"),
     row("a second one", "run a.toml steps=3", "a setting is a flag: --steps 3"),
     row("a model instead of a file", "eval runs/first --env calculator", "`--model runs/first`"),
@@ -158,6 +166,8 @@ COMMANDS = [
 ]
 
 NAMES = [
+    row("a distribution", "run --env rollouts-calculator", "provides: calculator", never=("pip install",)),
+    row("the value of an entry point", "run --env rollouts_calculator:Calculator", "provides: calculator"),
     row("a typo of an environment", "run --env calculater", "did you mean: calculator?"),
     row("a loss in capitals", f"{CALC} --loss GRPO", "did you mean: grpo", never=("pip install",)),
     row("a typo of a flag", f"{CALC} --stepz 3", "no option --stepz", "did you mean: --steps?"),
@@ -196,6 +206,7 @@ VALUES = [
     row("no value", "run --env calculator --reward", "--reward needs a value", "type: --reward NAME"),
     row("a switch without a value", f"{CALC} --trust-remote-code", "needs a value", "true|false"),
     row("a flag as value", "run --env --steps 3", "--env needs a value, and --steps follows it"),
+    row("a reward's setting", f"{CALC} --reward constant --reward.value 1", "type: --reward.constant.value 1"),
     row("a setting's value", f"{CALC} --env.digits three", '--env.digits: expected a whole number; got "three"'),
     row("a setting out of range", f"{CALC} --env.digits 0", "--env.digits 0: expected at least 1"),
     row("a setting that is nearly one", f"{CALC} --loss.clip_hi 1", "did you mean: --loss.clip-high"),
@@ -276,10 +287,25 @@ FILES = [
     ),
     row("settings below a table", "run a.toml", "--steps", files={"a.toml": "[env]\nname='calculator'\nsteps = 3\n"}),
     row("an environment without a name", "run a.toml", "--env NAME", files={"a.toml": "[env]\ndigits = 3\n"}),
+    row(
+        "a weight as value",
+        "run a.toml",
+        "a.toml, line 2",
+        "[reward.env]\nweight = 1",
+        files={"a.toml": "[reward]\nenv=1\n"},
+    ),
+    row(
+        "a name above its table",
+        "run a.toml",
+        "line 2",
+        '[env]\nname = "x"',
+        files={"a.toml": 'env = "x"\n[env]\na=1\n'},
+    ),
     row("a number as component", "run a.toml", "reward: expected the name", files={"a.toml": "reward = 0.5\n"}),
     row("python that raises", "run a.py", "a.py", "line 1", "ZeroDivisionError", files={"a.py": "steps = 1 / 0\n"}),
     row("python that is no settings", "run e.py", "no setting 'a'", files={"e.py": "a = 1\n"}),
     row("an environment as settings", "run e.py", "no settings", "--env ./e.py:Dice", files=env()),
+    row("a dataclass as settings", "run e.py", "no settings", "--env ./e.py:Dice", files={"e.py": RECORD}),
 ]
 
 DATA = [
@@ -312,6 +338,9 @@ ENVIRONMENTS = [
     dice("a constructor's argument", ("int = 6", "int"), "needs `sides`", "--env.sides"),
     dice("a default of another type", ("int = 6", 'int = "6"'), 'Dice.sides: the default "6" is not a', "e.py, line 5"),
     dice("a constructor that raises", ("= sides\n", "= sides / 0\n"), "ZeroDivisionError", "e.py, line 6"),
+    row(
+        "a field without a hint", f"{DICE} --env.a 2", "a has no type hint", "`a: TYPE = ...`", files={"e.py": UNHINTED}
+    ),
     dice("an abstract class", ("class Dice:", ABSTRACT), "abstract", "roll"),
     dice("a syntax error", ("rng):", "rng)"), "e.py, line 8", "SyntaxError"),
     dice("tabs", ("        for", "\tfor"), "e.py, line 9", "TabError"),
@@ -422,7 +451,13 @@ FOLDERS = [
     row("resume of a file of a run", "resume done/config.toml", "type: rollouts resume done\n", after_run=True),
     row("resume of a checkpoint", "resume done/checkpoints/step_000001", "--checkpoint step_000001", after_run=True),
     row("an unknown checkpoint", "resume done --checkpoint step_9", "step_9", "step_000001", after_run=True),
-    row("resume with another lr", "resume done --lr 1", "--steps and the settings of components", after_run=True),
+    row(
+        "resume with another lr",
+        "resume done --lr 1",
+        "settings of components can change",
+        "write lr = VALUE",
+        after_run=True,
+    ),
     row("resume with many steps", "resume done --steps many", 'a whole number; got "many"', after_run=True),
     row(
         "resume with an unknown setting",

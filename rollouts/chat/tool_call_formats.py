@@ -83,7 +83,7 @@ def read_call(raw: Any) -> ToolCall:
     """A call from a chat API, with its arguments as a JSON string. A malformed call has `error`.
 
     >>> read_call({"id": "c1", "function": {"name": "add", "arguments": '{"a": 1}'}})
-    ToolCall(name='add', arguments={'a': 1}, id='c1')
+    ToolCall(name='add', arguments={'a': 1}, id='c1', error=None)
     >>> read_call({"id": "c1", "function": {"name": "add", "arguments": "a=1"}}).id
     'c1'
     """

@@ -268,8 +268,8 @@ def _no_such_option(error: click.NoSuchOption, context: click.Context | None) ->
         "eval": (core - set(EVAL), "an evaluation trains nothing, and this is a setting of training; leave it out"),
         "resume": (
             core,
-            "a resumed run keeps its settings; only --stop-when, --max-hours, --steps and the settings of components "
-            "can change",
+            "only --stop-when, --max-hours, --steps and the settings of components can change here"
+            + ("" if given in ("out", "resume") else f"; or write {given} = VALUE into the config.toml of the run"),
         ),
         "sft": ({"mode"}, "it has only one mode; type rollouts run --mode MODE"),
     }

@@ -93,7 +93,7 @@ def read_settings(
 
     flags = given_flags(options)
     tree, source = load_file(file) if file else ({}, NOWHERE)
-    given = merge_over_file(tree, flags, ctx.obj or {}, forced or {})
+    given = merge_over_file(tree, flags, ctx.obj or {}, forced or {}, source=source)
     return resolve(given, source), given
 
 

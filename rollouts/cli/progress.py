@@ -10,6 +10,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +98,7 @@ class Progress:
 
     def episode(self, done: int, reward_mean: float | None) -> None:
         """Show the progress of an evaluation."""
-        words = f"reward {_number(reward_mean)}"
+        words = f"reward {_number(reward_mean)}{'' if done == self._total else ' so far, the quickest episodes first'}"
         if self._console.is_terminal:
             self._advance(done, words)
         elif done == self._total or done % max(1, self._total // EVALUATION_LINES) == 0:
@@ -181,8 +182,13 @@ class Progress:
 
 def _comparison_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
     rows = [("reward, sampled", "reward_mean"), ("reward, greedy", "greedy_mean")]
-    lines = [(label, before[name], after[name]) for label, name in rows]
-    lines += [(f"  {part}", before["parts"].get(part), after["parts"][part]) for part in after["parts"]]
+    lines = []
+    for (label, name), parts in zip(rows, ("parts", "greedy_parts"), strict=True):
+        lines.append((label, before[name], after[name]))
+        own, earlier = after.get(parts, {}), before.get(parts, {})
+        lines += [(_part_label(part, after), earlier.get(part), own[part]) for part in own]
+    metrics = after.get("metrics", {})  # an older run has none
+    lines += [(f"{name}, sampled", before.get("metrics", {}).get(name), metrics[name]) for name in metrics]
     for alias, own in after.get("environments", {}).items():
         earlier = before.get("environments", {}).get(alias, {})
         lines += [(f"{alias}: {label}", earlier.get(name), own[name]) for label, name in rows]
@@ -190,15 +196,25 @@ def _comparison_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
     return _table(f"held-out tasks ({_tasks(after)})", ["before", "after"], shown)
 
 
+def _part_label(part: str, numbers: dict[str, Any]) -> str:
+    """A part of the reward, with its weight if it is not 1."""
+    weight = numbers.get("weights", {}).get(part, 1)
+    return f"  {part}" if weight == 1 else f"  {part} × {weight:g}"
+
+
 def _evaluation_table(summary: dict[str, Any]) -> Table:
     """The numbers of all tasks together. If there are several environments, also the numbers of each."""
     several = summary.get("environments", {})
     columns = [summary, *several.values()]
     rows = [("reward", [_with_error(each) for each in columns])]
-    for kind, shown in (("pass@k", "pass@{}"), ("parts", "  {}"), ("metrics", "{}")):
+    for kind, label in (
+        ("pass@k", "pass@{}".format),
+        ("parts", partial(_part_label, numbers=summary)),
+        ("metrics", str),
+    ):
         names = dict.fromkeys(name for each in columns for name in each[kind])
         single = kind == "parts" and len(names) == 1  # a single part is the reward itself
-        rows += [(shown.format(n), [_number(each[kind].get(n)) for each in columns]) for n in names if not single]
+        rows += [(label(n), [_number(each[kind].get(n)) for each in columns]) for n in names if not single]
     counts = (("truncated", "truncated"), ("tool calls", "tool_calls"), ("tool failures", "tool_failures"))
     rows += [(label, [str(each[name]) for each in columns]) for label, name in counts if summary[name]]
     rows += [(f"failed: {s}", [str(each["failed"].get(s, 0)) for each in columns]) for s in summary["failed"]]

@@ -40,9 +40,11 @@ def _run(file: str | None, dry_run: bool, seeds: str | None = None, **options: A
         run_with_seeds(context.command.name or "", file, options, seeds, dry_run=dry_run)
         return 0
     mode = {"run": {}, "sft": {"mode": "sft"}, "eval": {"mode": "eval"}}[context.command.name or ""]
-    if file is not None and context.command.name == "eval" and (Path(file) / "config.toml").is_file():
-        options["model"] = options["model"] or file  # the folder of a run: its settings and its model
-        file = str(Path(file) / "config.toml")
+    if file is not None and context.command.name == "eval" and Path(file).is_dir():
+        from rollouts.config.resolving import run_settings_file
+
+        if config := run_settings_file(file):  # a run, or a checkpoint of one: the run's settings and this model
+            options["model"], file = options["model"] or file, str(config)
     resolved, _ = read_settings(context, file, options, forced=mode)
     if dry_run:
         from rollouts.runs.dry_run import dry_run as description
@@ -134,10 +136,10 @@ evaluate = SettingsCommand(
     own=[_DRY_RUN],
     help="Evaluate a model on held-out tasks of an environment. Nothing is trained.\n\n"
     "FILE contains settings (.toml, .json or .py). It may be a training run's file (training settings are ignored), "
-    "or a run's folder: then its newest checkpoint is evaluated. "
+    "a run's folder (then its newest checkpoint is evaluated), or one checkpoint of a run. "
     "The model can be local (--inference hf), behind your own server, or behind an API.\n\n"
     "\b\nExamples:\n  rollouts eval runs/first\n"
-    "  rollouts eval runs/first --model runs/first/checkpoints/step_000050 --temperature 0\n"
+    "  rollouts eval runs/first/checkpoints/step_000050 --temperature 0\n"
     "  rollouts eval --env calculator --model gpt-4.1-mini --inference openai --samples-per-prompt 4",
 )
 

@@ -10,6 +10,8 @@ import contextlib
 import json
 import re
 import shlex
+import sys
+import types
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -170,8 +172,10 @@ def _no_such_file(path: Path) -> ConfigError:
     if path.exists():
         return ConfigError(f"{path}: a settings file ends in {', '.join(SUFFIXES)}\n{_WRITE_ONE}")
     beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = suggestion(path.name, (n for n in beside if n.endswith(SUFFIXES)), lambda name: str(path.parent / name))
-    other = "" if near or path.suffix in SUFFIXES else f"to choose an environment, type `--env {path}`"
+    suffixes = SUFFIXES if path.suffix in SUFFIXES else (".toml", ".json")  # else a .py file is an environment's
+    near = suggestion(path.name, (n for n in beside if n.endswith(suffixes)), lambda name: str(path.parent / name))
+    given = f"./{path}" if ".py:" in path.name and "/" not in str(path) else str(path)
+    other = "" if near or path.suffix in SUFFIXES else f"to choose an environment, type `--env {given}`"
     name, is_setting, value = str(path).partition("=")
     if is_setting:
         other = f"a setting is a flag: --{name.replace('_', '-')} {value}"
@@ -181,15 +185,23 @@ def _no_such_file(path: Path) -> ConfigError:
 
 
 def _of_folder(path: Path) -> Iterator[str]:
-    """Advice if the given settings file is the folder of a run, a checkpoint or a model."""
+    """Advice if the given settings file is the folder of a run, a checkpoint or a model, or a folder with runs."""
     quoted = shlex.quote(str(path))
-    if (path / "config.toml").is_file():
+    is_run = (path / "config.toml").is_file()
+    if is_run:
         yield f"to continue the run in it: rollouts resume {quoted}"
         yield f"to repeat that run: rollouts run {quoted}/config.toml"
-    if (path / "config.toml").is_file() or any(
-        (path / name).is_file() for name in ("config.json", "adapter_config.json")
-    ):
+    is_model = any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
+    if is_run or is_model:
         yield f"to begin a new run with its model: --model {quoted}"
+        yield f"to evaluate its model: rollouts eval {'' if is_run else '--env NAME --model '}{quoted}"
+    elif runs := runs_inside(path):
+        yield f"did you mean: {', '.join(runs[:3])}?"
+
+
+def runs_inside(path: Path) -> list[str]:
+    """The folders of runs directly in this folder, such as those of `--seeds`, in the order of their names."""
+    return sorted(str(config.parent) for config in path.glob("*/config.toml"))
 
 
 def _read_toml(source: Source) -> Tree:
@@ -208,6 +220,10 @@ def _quote_hint(text: str, line: str) -> str:
     """A hint for the most common mistakes: text without quotes, YAML, Python's True, a Windows path."""
     lines = text.split("\n")
     given = lines[int(line) - 1] if int(line) <= len(lines) else ""
+    table = re.fullmatch(r"\s*\[([\w-]+)\]\s*(?:#.*)?", given)
+    above = re.search(rf'^{table[1]}\s*=\s*("[^"\n]*")', text, re.MULTILINE) if table else None
+    if table and above:
+        return f"\nremove `{above[0]}`, and write the name in the table:\n[{table[1]}]\nname = {above[1]}"
     if re.search(r'=\s*"[^"]*\\', given):
         return "\na backslash needs single quotes: model = 'C:\\models\\mine'"
     if match := re.fullmatch(r"\s*([\w.-]+):\s+(\S.*?)\s*", given):
@@ -243,7 +259,10 @@ def _read_json(source: Source) -> Any:
 def _read_py(source: Source) -> Any:
     try:
         module = ast.parse(source.text, source.path)
-        namespace: dict[str, Any] = {"__name__": "rollouts_settings", "__file__": source.path}
+        running = types.ModuleType("rollouts_settings")
+        namespace = vars(running)
+        namespace["__file__"] = source.path
+        sys.modules[running.__name__] = running  # @dataclass looks for the module of its class
         exec(compile(module, source.path, "exec"), namespace)
     except SyntaxError as error:
         raise ConfigError(f"{source.path}, line {error.lineno}: not Python: {error.msg}") from error
@@ -251,6 +270,8 @@ def _read_py(source: Source) -> Any:
         raise
     except BaseException as error:  # the file's code may raise anything, also SystemExit
         raise ConfigError(f"{source.path}: the settings file raised {words_of(error)}") from error
+    finally:
+        sys.modules.pop("rollouts_settings", None)
     if "config" in namespace:
         return namespace["config"]
     names = [name for name, _ in _assignments(module.body) if not name.startswith("_")]

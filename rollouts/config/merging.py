@@ -23,10 +23,10 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from rollouts.config.convert import convert_value, plain
+from rollouts.config.convert import convert_value, plain, toml_value
 from rollouts.config.files import NOWHERE, Source, refusal, where
 from rollouts.config.flags import Flag, Tree, flag_name
-from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE, OWN_KEYS, WEIGHTED, without_secrets
+from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE, OWN, OWN_KEYS, WEIGHTED, without_secrets
 from rollouts.errors import ConfigError, suggestion
 
 Path = tuple[str, ...]
@@ -82,16 +82,18 @@ def parse_component(key: str, text: str, path: str = "") -> Component:
     return Component(name, {}, weight, alias.replace("-", "_"))
 
 
-def merge(*trees: Tree) -> Tree:
-    """Merge trees of settings, later ones over earlier ones, into a new tree. Raises ConfigError."""
+def merge(*trees: Tree, source: Source = NOWHERE) -> Tree:
+    """Merge trees of settings, later ones over earlier ones, into a new tree. `source` is the file of those that are no
+    flags, for error messages. Raises ConfigError.
+    """
     merged: Tree = {}
     for tree in trees:
         for key, value in tree.items():
             before = merged.get(key, {})  # a missing table merges like an empty one
             if key in COMPONENT_KINDS:
-                merged[key] = _merge_components(key, before, value)
+                merged[key] = _merge_components(key, before, value, source)
             elif key == "sft" and isinstance(before, dict) and isinstance(value, dict):
-                merged[key] = merge(before, value)
+                merged[key] = merge(before, value, source=source)
             else:
                 merged[key] = _merge_value(before, value)
     return merged
@@ -103,26 +105,27 @@ def _merge_value(before: Any, value: Any) -> Any:
     return value
 
 
-def _merge_components(key: str, before: Any, value: Any) -> Tree:
+def _merge_components(key: str, before: Any, value: Any, source: Source) -> Tree:
     """The merged table of one component, or merged tables by alias."""
     base, adjusts = _tables(key, before), isinstance(value, dict) and _is_adjustment(value)
     is_one = "" in base
     names_none = key == "env" and isinstance(value, dict) and "name" not in value and not holds_several(value)
     if not is_one and (adjusts or names_none):
         for alias, inner in value.items():
-            if key == "env" and not isinstance(inner, dict):
-                raise _of_which(alias, inner, base)
-            base[alias] = _merge_table(base.get(alias, {}), _table(inner, (key, alias)))
+            owners = base if key == "env" else [name for name in base if name not in ("env", OWN)]
+            if not isinstance(inner, dict) and owners and (key == "env" or isinstance(inner, Flag)):
+                raise _of_which(key, alias, inner, owners)
+            base[alias] = _merge_table(base.get(alias, {}), _table(inner, (key, alias), source))
         return base
     # `--env.options.name x` sets `options` of the chosen environment. It does not choose an environment with the alias
     # `options`.
-    tables = {"": _table(value, (key,))} if adjusts and is_one and base[""].get("name") else _tables(key, value)
+    tables = {"": _table(value, (key,))} if adjusts and is_one and base[""].get("name") else _tables(key, value, source)
     if is_one and "" in tables:
         return _merge_table(base[""], tables[""])
     if is_one and base[""] and not base[""].get("name"):
         unnamed = [name for name in base[""] if name != "name"]
         if unnamed:
-            raise _of_which(unnamed[0], base[""][unnamed[0]], tables)
+            raise _of_which(key, unnamed[0], base[""][unnamed[0]], tables)
     return tables.get("", tables)
 
 
@@ -157,14 +160,15 @@ def by_alias(key: str, table: Mapping[str, Any]) -> bool:
     return key in MULTIPLE or (key == "env" and holds_several(table))
 
 
-def _of_which(name: str, value: Any, aliases: Iterable[str]) -> ConfigError:
-    """The error for a setting that does not name one of several environments."""
-    flags = " or ".join(flag_name(("env", alias, name)) for alias in aliases)
+def _of_which(key: str, name: str, value: Any, aliases: Iterable[str]) -> ConfigError:
+    """The error for a setting that does not name one of several components, by its alias."""
+    flags = " or ".join(flag_name((key, alias, name)) for alias in aliases)
     several = "there are several environments, and this flag does not name one of them"
-    return refusal(("env", name), value, NOWHERE, several, f"type: {flags}")
+    problem = several if key == "env" else f"a setting of a {key} has the alias of its {key} before its own name"
+    return refusal((key, name), value, NOWHERE, problem, f"type: {flags}{f' {value.text}' if key != 'env' else ''}")
 
 
-def _tables(key: str, value: Any) -> dict[str, Tree]:
+def _tables(key: str, value: Any, source: Source = NOWHERE) -> dict[str, Tree]:
     """The components that a value chooses for a key, as tables by alias. The alias of a single component is empty."""
     if not isinstance(value, dict):
         if key == "env" or key in MULTIPLE:
@@ -175,8 +179,8 @@ def _tables(key: str, value: Any) -> dict[str, Tree]:
     tables: dict[str, Tree] = {}
     for alias, inner in value.items():
         if key == "env" and not isinstance(inner, dict):
-            raise _of_which(alias, inner, [each for each in value if isinstance(value[each], dict)])
-        table = _table(inner, (key, alias))
+            raise _of_which(key, alias, inner, [each for each in value if isinstance(value[each], dict)])
+        table = _table(inner, (key, alias), source)
         # A table in a file chooses a component. Without a name, its alias is the name.
         is_named = key == "env" or "name" in table or _is_adjustment(table)
         tables[alias.replace("-", "_")] = table if is_named else {"name": alias.replace("-", "_"), **table}
@@ -227,11 +231,15 @@ def _entry(key: str, entry: Any) -> tuple[str, Tree, bool]:
     return component.alias, {"name": component.name, **weight}, is_given
 
 
-def _table(value: Any, path: Path) -> Tree:
+def _table(value: Any, path: Path, source: Source = NOWHERE) -> Tree:
     """A copy of a component's table, its name checked. A name that is a Flag stays one, for `_is_adjustment`."""
-    if not isinstance(value, dict):
+    if isinstance(value, Flag):
         setting = flag_name((*path, "SETTING"))
         raise refusal(path, value, NOWHERE, f"expected a table of settings, such as `{setting} VALUE`")
+    if not isinstance(value, dict):
+        key = "name" if isinstance(value, str) else "weight" if _is_number(value) and path[0] in WEIGHTED else "SETTING"
+        write = f"write it as a table:\n[{'.'.join(path)}]\n{key} = {toml_value(without_secrets(value, path[-1]))}"
+        raise refusal(path, value, source, "expected a table of settings", write)
     if "name" in value:
         _name(value["name"], (*path, "name"))
     return dict(value)
@@ -342,8 +350,12 @@ _NO_WEIGHT = (
 )
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+    return _is_number(value) and 0 <= value < math.inf
 
 
 def component_table(key: str, component: Component) -> Tree:

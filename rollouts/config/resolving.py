@@ -33,7 +33,7 @@ from rollouts.config.settings import (
     Settings,
     setting_infos,
 )
-from rollouts.config.stopping import read_rule
+from rollouts.config.stopping import misspelled, read_rule
 from rollouts.errors import ConfigError, in_lines, near_misses
 
 HOLDING_OUT = ("seed", "eval_tasks")
@@ -58,11 +58,11 @@ class Resolved(NamedTuple):
         return self._replace(settings=settings, components=components)
 
 
-def merge_over_file(file: Tree, *given: Tree) -> Tree:
+def merge_over_file(file: Tree, *given: Tree, source: Source = NOWHERE) -> Tree:
     """The `given` settings, merged over those of a file. An evaluation does not take SAMPLING from the file of a
     training run: its numbers are then those of the run's own evaluations.
     """
-    merged, mode = merge(file, *given), file.get("mode")
+    merged, mode = merge(file, *given, source=source), file.get("mode")
     is_of_training = mode != "eval" and (mode is not None or not file.keys() <= set(EVAL))
     if plain(merged.get("mode")) == "eval" and is_of_training:
         return merge({key: value for key, value in file.items() if key not in SAMPLING}, *given)
@@ -176,14 +176,17 @@ def _list_of_rules(value: Any) -> Any:
 
 
 def _check_stop_rules(values: Tree, tree: Tree, source: Source) -> None:
-    """Raise ConfigError for a text that is not a rule, and for a rule on evaluations if the run evaluates only at its
-    end.
+    """Raise ConfigError for a text that is not a rule, for a misspelled metric, and for a rule on evaluations if the
+    run evaluates only at its end.
     """
     for text in values.get("stop_when", ()):
         try:
             rule = read_rule(text)
         except ConfigError as error:
             raise refusal(("stop_when",), tree["stop_when"], source, str(error)) from error
+        if meant := misspelled(rule.metric):
+            wrong = f"'{rule}': no metric is named {rule.metric}"
+            raise refusal(("stop_when",), tree["stop_when"], source, wrong, f"did you mean: {meant}?")
         if rule.metric.startswith("eval/") and not (values.get("eval_every") and values.get("eval_tasks", 1)):
             lacks = "--eval-every 10" if not values.get("eval_every") else "--eval-tasks with more than 0"
             wrong = f"'{rule}' can never hold: this run evaluates only before its first step and after its last one"

@@ -22,6 +22,19 @@ OPERATORS = {
     ">": operator.gt,
     "<": operator.lt,
 }
+LOGGED = (
+    "eval/reward_mean",
+    "eval/greedy_mean",
+    "reward/mean",
+    "reward/std",
+    "policy/loss",
+    "policy/entropy",
+    "policy/kl_old",
+    "optim/lr",
+    "optim/grad_norm",
+)
+"""Metrics that every run of mode rl with evaluations logs."""
+
 EXAMPLE = "'eval/reward_mean >= 0.95'"
 
 _RULE = re.compile(r"\s*(?P<metric>[^\s<>=!]+)\s*(?P<sign>[<>=!]+)\s*(?P<number>[^\s<>=!]+)\s*")
@@ -63,6 +76,23 @@ def read_rule(text: str) -> StopRule:
     else:
         return StopRule(found["metric"], found["sign"], number)
     raise ConfigError(f"{problem}\nfor example: --stop-when {EXAMPLE}")
+
+
+def misspelled(metric: str) -> str:
+    """The metric in LOGGED that this name means: they differ only in `/_.-`, or by one or two letters; empty if none.
+
+    >>> misspelled("reward_mean"), misspelled("eval/reward_meen"), misspelled("policy/my_loss")
+    ('reward/mean', 'eval/reward_mean', '')
+    """
+    import difflib
+
+    def letters(name: str) -> str:
+        return re.sub(r"[/_.-]", "", name.lower())
+
+    same = [name for name in LOGGED if letters(name) == letters(metric)]
+    if not same and metric.count("/") == 1 and metric.startswith(("eval/", "reward/")):
+        same = difflib.get_close_matches(metric, LOGGED, n=1, cutoff=0.9)
+    return same[0] if same and metric not in LOGGED else ""
 
 
 def _number(text: str) -> float | None:

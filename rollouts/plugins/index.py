@@ -181,17 +181,24 @@ def unknown_component(
         near = suggestion(rest, theirs, f"{owner}/{{}}".format)
     else:
         near = suggestion(name, [ref.qualified if slash else ref.name for ref in of_kind])
+    is_distribution = not slash and is_installed(name)
     is_whole = any(normalize(ref.distribution) == "rollouts-rl" for ref in known)
     # Only a guess: an attacker may have published a package under a misspelled name.
     package = normalize(owner if slash else f"rollouts-{name}")
     could_be = re.fullmatch(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?", package) and not near
+    other_names = [
+        f"{ref.value if ref.value == name else ref.distribution} provides: {ref.name}"
+        for ref in of_kind
+        if ref.value == name or (is_distribution and normalize(ref.distribution) == normalize(name))
+    ]
     is_number = name.replace(".", "").isdigit()
     is_named = not is_number and Path(name).suffix not in (".py", ".toml", ".json", ".jsonl") and not _file_hint(name)
-    guess = could_be and is_named and not theirs and not is_installed(package)
+    guess = could_be and is_named and not theirs and not other_names and not is_installed(package)
     lines = (
         f"no {KIND_WORDS[kind]} is named {name!r}",
         without,
         _file_hint(name),
+        *other_names,
         near,
         _REWARD_HINT if kind == "rewards" else "",
         f"installed ({kind}): {', '.join(_names(of_kind)) or 'none'}",
@@ -199,7 +206,8 @@ def unknown_component(
         *notes,
         "" if is_whole else _NOT_INSTALLED,
         "to see everything: rollouts plugins list",
-        f"{_GUESS}: pip install {package}" if guess else "",
+        f"{_IN_CLONE}: pip install ./plugins/{name}" if (kind, name) in _WITH_PLUGIN else "",
+        f"{_GUESS}: pip install {package}" if guess and (kind, name) not in _WITH_PLUGIN else "",
     )
     return UnknownComponentError(in_lines(*lines))
 
@@ -216,6 +224,8 @@ _REWARD_HINT = "the environment's own rewards are named `env`: --reward env:1"
 _NOT_INSTALLED = (
     "rollouts itself is not installed, so its own components are missing; in its folder, type: pip install -e ."
 )
+_WITH_PLUGIN = {("loggers", "tensorboard"), ("loggers", "trackio"), ("loggers", "wandb")}
+_IN_CLONE = "a package in the repository of rollouts provides it; in a clone, type"
 _GUESS = "perhaps a package provides it (a guess; check who publishes it before you install it)"
 
 
@@ -282,7 +292,8 @@ def _find_in_file(kind: str, name: str) -> ComponentRef:
                 f"{word} {name!r}: there is no file {path_text!r} (the full path: {path.resolve()})",
                 suggestion(path.name, beside, lambda file: f"{path.parent / file}:{attribute}")
                 or (f"files there: {', '.join(sorted(beside))}" if beside else ""),
-            )
+            ),
+            missing=name,
         )
     return ComponentRef(kind, attribute, f"{path.resolve()}:{attribute}")
 

@@ -61,7 +61,7 @@ def run(
     summary = finished(folder, settings.steps, settings.stop_when) if folder is not None and not checkpoint else None
     if folder is not None and summary is not None:
         if os.environ.get("RANK", "0") == "0":  # under a launcher, only rank 0 prints it
-            observer.finished(finished_words(folder, summary))
+            observer.finished(finished_words(folder, summary, settings.steps))
         return summary
     pass_on(settings.pass_env)
     with remote_code(settings.trust_remote_code):
@@ -85,6 +85,9 @@ def run(
 
 def resume_run(folder: str, given: Tree, observer: Observer | None = None, *, checkpoint: str = "") -> dict[str, Any]:
     """Resume the run in `folder`, with the `given` settings in place of its own. Returns and raises like `run`."""
-    from rollouts.runs.resume import read_run
+    from rollouts.runs.resume import check_steps, read_run
 
-    return run(read_run(Path(folder), given), observer, folder=Path(folder), checkpoint=checkpoint)
+    resolved = read_run(Path(folder), given)
+    if "steps" in given and not checkpoint:
+        check_steps(Path(folder), resolved.settings.steps)
+    return run(resolved, observer, folder=Path(folder), checkpoint=checkpoint)

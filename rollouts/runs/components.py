@@ -7,6 +7,7 @@ A component that was not named may be the algorithm's own (`OWN_KEYS`, and the w
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -114,12 +115,25 @@ def _choose(
         label = f"{KIND_WORDS[kind]} {name}"
         ref = _find(manager, key, component)
         found, signature = signed(manager.load(ref), kind, label)
+    _refuse_without_hint(found, signature, component.settings, label, source, path)
     settings = _converted(signature, component.settings, label, source, path)
     if key == "env" and component.alias:  # one of several environments has these settings in its own table
         settings = {name: value for name, value in settings.items() if name not in ("alias", "weight")}
     if callable(found) and key != "env":
         keywords_of(found, settings)  # raises if a dataclass refuses its settings
     return Chosen(name, found, settings, ref, component.alias)
+
+
+def _refuse_without_hint(
+    found: Any, signature: Signature, given: Mapping[str, Any], label: str, source: Source, path: Path
+) -> None:
+    """Refuse a setting that a dataclass writes without a type hint: `mood = "kind"` is no field."""
+    known = {setting.name for setting in signature.settings}
+    for name in given if dataclasses.is_dataclass(found) else ():
+        if name not in known and not callable(vars(found).get(name, callable)):
+            place = where((*path, name), given[name], source)
+            why = f"in the dataclass, {name} has no type hint, so it is no setting\nwrite `{name}: TYPE = ...`"
+            raise ConfigError(f"{place}: {label} has no setting {name!r}: {why}")
 
 
 def _find(manager: PluginManager, key: str, component: Component) -> ComponentRef:

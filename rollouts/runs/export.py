@@ -12,6 +12,7 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
+from rollouts.config.files import runs_inside
 from rollouts.disk import new_folder
 from rollouts.errors import ConfigError, ModelError, OutputError, first_line
 from rollouts.runs.folder import CONFIG, SUMMARY, holds_run, read_json
@@ -106,10 +107,10 @@ def find_checkpoint(source: str) -> Path:
         )
     if holds_run(path):
         raise ConfigError(f"the run in {source} has no checkpoint yet; to continue it, type: rollouts resume {source}")
-    raise ConfigError(
-        f"the folder {source} holds no run, no checkpoint, no model and no adapter; give a folder that a run wrote, "
-        "such as runs/first or runs/first/checkpoints/step_000120"
-    )
+    runs = runs_inside(path)
+    give = "give a folder that a run wrote, such as runs/first or runs/first/checkpoints/step_000120"
+    advice = f"\ndid you mean: {', '.join(runs[:3])}?" if runs else f"; {give}"
+    raise ConfigError(f"the folder {source} holds no run, no checkpoint, no model and no adapter{advice}")
 
 
 def _write_model(folder: Path, inside: Path, dtype: str) -> Exported:

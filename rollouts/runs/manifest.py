@@ -105,14 +105,27 @@ def changed_code(run: Path, files: Iterable[CodeFile], shown: Path | None = None
 
 @contextlib.contextmanager
 def naming_copies(run: Path | None) -> Iterator[None]:
-    """If a component is not found any more, add the run's copies of its files to the error's message."""
+    """If a component is not found any more, add the folder where the run began to the error's message, and the run's
+    copies of its files.
+    """
     try:
         yield
     except UnknownComponentError as error:
         copies = sorted((run / CODE).glob("*.py")) if run is not None else []
-        if not copies:
+        if run is None or not copies or isinstance(error.__cause__, UnknownComponentError):
             raise
-        raise UnknownComponentError(f"{error}\nthe run's copies of its files: {', '.join(map(str, copies))}") from error
+        lines = [str(error), f"the run's copies of its files: {', '.join(map(str, copies))}"]
+        file, _, attribute = error.missing.rpartition(":")
+        used = [
+            each for each in read_json(run / MANIFEST).get("files", []) if Path(each["path"]).name == Path(file).name
+        ]
+        for each in used if file else ():
+            begun = each["path"].removesuffix(f"/{Path(file)}")
+            if Path(each["path"]).is_file() and begun != each["path"]:
+                lines.append(f"the run was begun in {begun}; there, {file} is found: type the command in that folder")
+            if each["copy"]:
+                lines.append(f"or type the copy in place of {error.missing}: {run / each['copy']}:{attribute}")
+        raise UnknownComponentError("\n".join(lines)) from error
 
 
 def make_manifest(seed: int, components: Sequence[ComponentRef], files: Sequence[CodeFile] = ()) -> dict[str, Any]:

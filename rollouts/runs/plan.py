@@ -38,7 +38,7 @@ from rollouts.plugins.signature import check_signature
 from rollouts.runs.algorithms import Composed, compose
 from rollouts.runs.components import Chosen, bind_each, choose, completed
 from rollouts.runs.environments import Environment, held_out_tasks, plan_environments, task_identity
-from rollouts.runs.manifest import changed_code, code_files, is_older
+from rollouts.runs.manifest import changed_code, code_files, is_older, naming_copies
 from rollouts.training.algorithms.algorithm import Algorithm, Stage, function_label, needs
 from rollouts.training.models import bundled, resolve_model_name
 from rollouts.training.rollout_gen.groups import Filter
@@ -217,7 +217,8 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
     manager = PluginManager()
     resolved = _with_data(resolved, manager)
     own = {key: each for key, each in resolved.components.items() if key in EVAL or not is_evaluation}
-    chosen = choose(manager, own, source)
+    with naming_copies(Path(source.path).parent if source.path else None):
+        chosen = choose(manager, own, source)
     (inference,) = chosen["inference"]
     if is_evaluation:
         settings, notes = _evaluated(settings, inference)
@@ -325,7 +326,7 @@ def _models_of_runs(settings: Settings) -> tuple[Settings, tuple[str, ...]]:
         for name, path in found.items()
     )
     for name in ("critic", "teacher"):
-        if given[name] not in ("", "head"):
+        if given[name] not in ("", "head") and name not in found:
             with said_of(f"--{name}"):
                 resolve_model_name(given[name])
     changes: dict[str, Any] = {name: str(path) for name, path in found.items()}

@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +110,9 @@ def model_card(checkpoint: Path, title: str) -> str:
     except UserError as error:  # for example, the run is of another version of rollouts
         facts, base = {"settings": f"they cannot be read ({str(error).splitlines()[0]})"}, ""
     else:
-        base = _base_model(run)
-        facts = _facts(run, checkpoint, summary, base)
+        chain = [_shown(model) for model in _chain(run)]
+        base = chain[-1]
+        facts = _facts(run, checkpoint, summary, chain)
     head = ["library_name: transformers", "pipeline_tag: text-generation", "tags:", "- rollouts"]
     head += [f"base_model: {base}"] if _HUB_NAME.fullmatch(base) and not Path(base).exists() else []
     lines = ["---", *head, "---", "", f"# {title}", "", "A language model that was trained with rollouts.", ""]
@@ -122,31 +123,38 @@ def model_card(checkpoint: Path, title: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _facts(run: Resolved, checkpoint: Path, summary: Mapping[str, Any], base: str) -> dict[str, Any]:
+def _facts(run: Resolved, checkpoint: Path, summary: Mapping[str, Any], chain: Sequence[str]) -> dict[str, Any]:
     settings = run.settings
     number = re.search(r"step_(\d+)$", checkpoint.name)
     chosen = {key: " + ".join(each.name for each in run.components[key]) for key in ("env", "loss")}
     return {
-        "base model": base,
+        "base model": chain[-1],
+        "begins from": ", which begins from ".join(chain) if len(chain) > 1 else None,
         "environment": chosen["env"],
         "trained by": _TRAINED.get(settings.mode, settings.mode),
         "loss": chosen["loss"],
+        "LoRA rank": settings.lora_rank or None,
         "steps": int(number[1]) if number else summary.get("steps"),
         "seed": settings.seed,
     }
 
 
-def _base_model(run: Resolved) -> str:
-    """The model that training began with. If another run wrote that model, the model with which that run began, and so
-    on.
+def _chain(run: Resolved) -> list[str]:
+    """The model that the run began from. If another run wrote that model, also the model that that run began from, and
+    so on: the last one is the base model.
     """
-    model = run.settings.model
-    for _ in range(_MODELS_MAX):
-        file = run_settings_file(model)
-        if file is None:
-            break
-        model = str(load_file(file)[0].get("model") or model)
-    return f"{model} (comes with rollouts)" if model in BUNDLED else model
+    models = [run.settings.model]
+    while len(models) < _MODELS_MAX and (file := run_settings_file(models[-1])) is not None:
+        models.append(str(load_file(file)[0].get("model") or models[-1]))
+    return models
+
+
+def _shown(model: str) -> str:
+    """A model in words, without the folders above the run that wrote it."""
+    if model in BUNDLED:
+        return f"{model} (comes with rollouts)"
+    file = run_settings_file(model)
+    return str(Path(model).relative_to(file.parent.parent)) if file and Path(model).is_absolute() else model
 
 
 def _reward_lines(checkpoint: Path, summary: Mapping[str, Any]) -> Iterator[str]:
@@ -160,7 +168,12 @@ def _reward_lines(checkpoint: Path, summary: Mapping[str, Any]) -> Iterator[str]
     shown = [(label, _number(before.get(key)), _number(after.get(key))) for label, key in rows]
     parts = before.get("parts") or {}
     shown += [(part, _number(parts.get(part)), _number(value)) for part, value in (after.get("parts") or {}).items()]
-    yield from ("## Rewards", "", f"On {after.get('tasks')} held-out tasks:", "")
+    yield from (
+        "## Rewards",
+        "",
+        f"On {after.get('tasks')} held-out tasks. Before: the model that the run begins from.",
+        "",
+    )
     yield from ("| | before | after |", "|---|---:|---:|", *(f"| {' | '.join(row)} |" for row in shown), "")
 
 

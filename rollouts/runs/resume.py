@@ -138,11 +138,25 @@ def stopped_by(summary: Mapping[str, Any]) -> str | None:
     return stopped.get("rule") if stopped.get("by") == "stop_when" else None
 
 
-def finished_words(folder: Path, summary: Mapping[str, Any]) -> str:
-    """A message that the run with this summary has done all of its steps, and how to make it longer."""
+def check_steps(folder: Path, steps: int) -> None:
+    """Raise ConfigError if the run in this folder is finished with more steps than these."""
+    summary = finished(folder, steps)
+    if summary is not None and summary["steps"] > steps:
+        longer = resume_command(folder, more=f"--steps {2 * summary['steps']}")
+        raise ConfigError(
+            f"{folder} has {summary['steps']} finished steps, and --steps is {steps}\n"
+            f"go back with --checkpoint NAME, or make it longer: {longer}"
+        )
+
+
+def finished_words(folder: Path, summary: Mapping[str, Any], steps_now: int) -> str:
+    """A message that the run with this summary has done all of its steps, and how to make it longer. `steps_now` is the
+    present number of steps.
+    """
     steps: int = summary["steps"]
     if stopped_by(summary) is not None:
-        on = resume_command(folder, more="--stop-when none")
+        is_changed = load_config(folder)[0].get("steps", Settings.steps) != steps_now
+        on = resume_command(folder, more=f"{f'--steps {steps_now} ' if is_changed else ''}--stop-when none")
         return f"{folder} is finished: {summary['stopped']['why']}\nto continue without this rule, type: {on}"
     longer = resume_command(folder, more=f"--steps {max(1, 2 * steps)}")
     return f"{folder} is finished: all of its {steps} steps are done\nto make it longer, type: {longer}"

@@ -74,8 +74,8 @@ class Interval(NamedTuple):
 def interval_of(values: Sequence[float]) -> Interval:
     """The mean and its interval: mean ± t(n - 1) s / sqrt(n), with the sample's deviation s (ddof 1).
 
-    >>> interval_of([1.0, 2.0, 3.0])
-    Interval(n=3, mean=2.0, low=-0.484..., high=4.484...)
+    >>> [round(value, 3) for value in interval_of([1.0, 2.0, 3.0])]
+    [3, 2.0, -0.484, 4.484]
     """
     mean, n = statistics.fmean(values), len(values)
     if n < 2:
@@ -158,7 +158,9 @@ def read_parent(parent: Path) -> tuple[list[str], list[int]]:
     written = read_json(parent / SEEDS)
     command, seeds = written.get("command"), written.get("seeds")
     if not isinstance(command, list) or not isinstance(seeds, list):
-        raise ConfigError(f"{parent / SEEDS} cannot be read; type the command that began these runs again")
+        raise ConfigError(
+            f"{parent / SEEDS} cannot be read; to continue these runs, type the whole command that started them"
+        )
     return command, seeds
 
 
@@ -267,6 +269,8 @@ def final_numbers(folder: Path, summary: Mapping[str, Any]) -> dict[str, float]:
     found: dict[str, Any] = {"steps": summary.get("steps"), "wall_seconds": summary.get("wall_seconds")}
     for when, evaluation in (summary.get("evaluation") or {}).items():
         for name, value in (evaluation or {}).items():
+            if name == "weights":  # a setting, no result
+                continue
             inner = value if isinstance(value, dict) else {"": value}
             found |= {f"{when}/{name}{part and '/'}{part}": number for part, number in inner.items()}
     part = folder / "rl" if (folder / "rl").is_dir() else folder  # mode sft+rl

@@ -76,7 +76,7 @@ def resolve_model_name(name: str) -> str:
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file() and not is_adapter(path):
-            found = [*path.glob("*/config.json"), *path.glob(f"*/{ADAPTER_CONFIG}")]
+            found = [*path.glob("*/config.json"), *path.glob(f"*/{ADAPTER_CONFIG}"), *path.glob("*/config.toml")]
             hint = "; give a folder that a run or save_pretrained wrote, a hub name, or `--model tiny`"
             if found:
                 hint = f"; did you mean {path / max(entry.parent.name for entry in found)}?"
@@ -123,7 +123,10 @@ def adapters_beneath(name: str) -> tuple[str, tuple[str, ...]]:
     resolved = resolve_model_name(name)
     while is_adapter(resolved):
         if resolved in folders:
-            raise ModelError(f"the adapter in {resolved} was trained on itself, if its {ADAPTER_CONFIG} is right")
+            raise ModelError(
+                f"{ADAPTER_CONFIG} in {resolved} names its own folder as the base model; write the model that the "
+                "adapter was trained on as base_model_name_or_path"
+            )
         folders.append(resolved)
         try:
             resolved = resolve_model_name(_base_of(Path(resolved)))

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from rollouts.cli.progress import CHARACTERS_MAX, Progress, conversation_lines
+from rollouts.cli.progress import CHARACTERS_MAX, Progress, _comparison_table, conversation_lines
 from rollouts.plugins.manager import PluginFault
 from rollouts.runs.jobs.train import title
 from rollouts.training.rollout_gen.groups import Group
@@ -99,6 +99,35 @@ def test_the_closing_table():
     assert [cell.strip() for cell in rows["reward, sampled"]] == ["0.250", "0.750"]
     assert [cell.strip() for cell in rows["reward, greedy"]] == ["–", "–"]
     assert [cell.strip() for cell in rows["right"]] == ["0.250", "0.750"]
+
+
+def test_the_closing_table_has_weights_greedy_parts_and_metrics():
+    own = {
+        "parts": {"right": 0.5, "quick": 1.5},
+        "greedy_parts": {"quick": 1.25},
+        "weights": {"quick": -0.1, "right": 1.0},
+    }
+    stream = io.StringIO()
+    after = EVALUATION | own | {"metrics": {"calls": 2.0}}
+    Console(file=stream, width=80).print(_comparison_table(EVALUATION, after))
+    rows = [[cell.strip() for cell in line.split("│")[1:4]] for line in stream.getvalue().splitlines() if "│" in line]
+    assert rows == [
+        ["reward, sampled", "0.250", "0.250"],
+        ["right", "0.250", "0.500"],
+        ["quick × -0.1", "–", "1.500"],
+        ["reward, greedy", "–", "–"],
+        ["quick × -0.1", "–", "1.250"],
+        ["calls, sampled", "–", "2.000"],
+    ]
+
+
+def test_the_mean_of_the_first_episodes_is_called_so():
+    stream = io.StringIO()
+    progress = Progress(Console(file=stream))
+    progress.begin("title", 2, Path("runs/x"), [])
+    progress.episode(1, 0.9)
+    progress.episode(2, 0.5)
+    assert stream.getvalue().endswith("1/2  reward 0.900 so far, the quickest episodes first\n2/2  reward 0.500\n")
 
 
 @pytest.mark.parametrize("status", ["failed", "interrupted"])

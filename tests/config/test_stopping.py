@@ -73,5 +73,20 @@ def test_a_rule_on_evaluations_needs_evaluations():
         resolve(rule | {"eval_every": 5, "eval_tasks": 0})
 
 
+@pytest.mark.parametrize("name", ["reward_mean", "reward.mean", "reward/maen", "Reward/mean"])
+def test_a_misspelled_metric_is_refused(name):
+    with pytest.raises(ConfigError, match=r"no metric is named .*\ndid you mean: reward/mean\?"):
+        resolve({"stop_when": f"{name} >= 0.5"})
+    with pytest.raises(ConfigError, match=r"did you mean: eval/reward_mean\?"):  # before the lack of --eval-every
+        resolve({"stop_when": "eval/reward_meen >= 0.5"})
+
+
+@pytest.mark.parametrize(
+    "name", ["reward/mean", "reward/pass@k", "metric/reward_mean", "policy/mean", "reward_part/mean"]
+)
+def test_another_metric_is_no_misspelled_one(name):
+    assert resolve({"stop_when": f"{name} >= 0.5"}).settings.stop_when == (f"{name} >= 0.5",)
+
+
 def test_a_rule_in_words():
     assert str(StopRule("eval/reward_mean", ">=", 0.95)) == "eval/reward_mean >= 0.95"

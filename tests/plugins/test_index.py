@@ -98,6 +98,12 @@ def test_unknown_name_of_a_known_distribution(make_distribution):
         find_component("rewards", "zz9")
 
 
+def test_a_logger_of_the_repository_is_installed_from_a_clone():
+    error = str(unknown_component("loggers", "wandb", []))
+    assert "in a clone, type: pip install ./plugins/wandb" in error and "a guess" not in error
+    assert "./plugins" not in str(unknown_component("rewards", "wandb", []))
+
+
 def test_an_installed_distribution_is_not_guessed_at(make_distribution):
     make_distribution("rollouts-zz9", {"rollouts.environments": {"calc": "m:C"}})
     make_distribution("other-zz", {})

@@ -68,7 +68,21 @@ def test_a_run_keeps_its_files_and_says_when_they_have_changed(here, capsys):
 
     Path("hello.py").unlink()
     assert main(["resume", "run", "--steps", "1"]) == 2
-    assert "the run's copies of its files: run/code/hello_" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert err.count("the run's copies of its files: run/code/hello_") == 1 and "the run was begun in" not in err
+
+
+def test_a_run_that_is_evaluated_from_another_folder_names_where_it_was_begun(here, capsys, monkeypatch):
+    rollouts.run(env="hello.py:Hello", steps=0, out="run", eval_tasks=2, max_tokens=4, max_turns=1)
+    (file,) = json.loads(Path("run/manifest.json").read_text())["files"]
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    assert main(["eval", "../run"]) == 2
+    err = capsys.readouterr().err
+    assert f"the run was begun in {here}; there, hello.py is found: type the command in that folder\n" in err
+    copy = f"../run/{file['copy']}:Hello"
+    assert f"or type the copy in place of hello.py:Hello: {copy}\n" in err
+    assert main(["eval", "../run", "--env", copy, "--out", "evaluated"]) == 0
 
 
 def test_what_is_not_in_a_file_is_not_kept():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -88,10 +89,29 @@ def test_a_folder_that_is_given_as_a_file_of_settings(here, capsys):
         ("first", "to continue the run in it: rollouts resume first\nto repeat that run: rollouts run first/config"),
         ("first", "to begin a new run with its model: --model first\n"),
         ("first/checkpoints/step_000012", "to begin a new run with its model: --model first/checkpoints/step_000012\n"),
-        (".", "error: . is a folder; a settings file ends in .toml, .json, .py\n"),
+        ("first", "to evaluate its model: rollouts eval first\n"),
+        ("first/checkpoints/step_000012", "rollouts eval --env NAME --model first/checkpoints/step_000012\n"),
+        (".", "error: . is a folder; a settings file ends in .toml, .json, .py\ndid you mean: first?\n"),
     ):
         assert main(["run", folder]) == 2
         assert words in capsys.readouterr().err
+
+
+def test_a_folder_with_runs_names_them(here, capsys):
+    for command in (
+        ["eval", "."],
+        ["export", ".", "out"],
+        ["eval", "--env", "calculator", "--model", "."],
+        ["run", "--env", "calculator", "--model", "."],
+    ):
+        assert main(command) == 2
+        assert capsys.readouterr().err.endswith(" first?\n"), command
+
+
+def test_a_checkpoint_is_evaluated_with_the_settings_of_its_run(here, capsys):
+    shutil.copytree(TINY_PATH, "first/checkpoints/step_000001", dirs_exist_ok=True)
+    assert main(["eval", "first/checkpoints/step_000001", "--dry-run"]) == 0
+    assert "first/checkpoints/step_000001" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("reward, noted", [(["./r.py:brevity:-0.1"], True), (["env:1", "./r.py:brevity:-0.1"], False)])

@@ -142,6 +142,7 @@ def test_a_card_says_how_the_model_was_trained(tmp_path):
     config = 'model = "Qwen/Qwen3-0.6B"\nseed = 3\nenv = "calculator"\nloss = "dapo"\n'
     checkpoint = run_folder(tmp_path / "run", config, evaluation={"before": EVALUATION, "after": after})
     card = model_card(checkpoint, "first")
+    assert "begins from |" not in card and "LoRA" not in card
     assert card.startswith("---\nlibrary_name: transformers\n")
     assert "base_model: Qwen/Qwen3-0.6B\n" in card
     for line in (
@@ -152,7 +153,7 @@ def test_a_card_says_how_the_model_was_trained(tmp_path):
         "| loss | dapo |",
         "| steps | 10 |",
         "| seed | 3 |",
-        "On 8 held-out tasks:",
+        "On 8 held-out tasks. Before: the model that the run begins from.",
         "| reward, sampled | 0.250 | 0.750 |",
         "| reward, greedy | – | 1.000 |",
         "| correct | 0.250 | 0.750 |",
@@ -172,9 +173,11 @@ def test_the_rewards_of_the_end_are_not_those_of_an_earlier_checkpoint(tmp_path)
 
 def test_the_base_model_of_a_run_after_a_run_is_the_first_one(tmp_path):
     first = run_folder(tmp_path / "sft", 'model = "tiny"\nenv = "calculator"\nmode = "sft"\n')
-    second = run_folder(tmp_path / "rl", f'model = "{first}"\nenv = "calculator"\n')
+    second = run_folder(tmp_path / "rl", f'model = "{first}"\nenv = "calculator"\nlora_rank = 8\n')
     card = model_card(second, "both")
     assert "| base model | tiny (comes with rollouts) |" in card
+    assert "| begins from | sft/checkpoints/step_000010, which begins from tiny (comes with rollouts) |" in card
+    assert "| LoRA rank | 8 |" in card
     assert "base_model:" not in card  # no name on the hub
 
 

@@ -326,3 +326,14 @@ def test_a_script_fits_its_tools():
 )
 def test_an_example_fits_its_schema(schema, value):
     assert example_of(schema) == value
+
+
+def test_the_simulated_user_of_the_documentation_is_played(here):
+    page = (Path(__file__).parents[2] / "docs/environments.md").read_text()
+    (code,) = (block for block in page.split("```") if "class Cafe" in block)
+    Path("cafe.py").write_text(code.removeprefix("python\n"))
+    made = plan(env="./cafe.py:Cafe", eval_tasks=2)
+    text = "\n".join(rehearse(made, made.eval_tasks()))
+    assert "a scripted episode: 6 messages, completed" in text
+    assert "answer: 'Error: ValueError: there is no 1; we have tea, cake'" in text
+    assert "user: 'How much is that? Answer with a number only.'\n  assistant: '" in text

@@ -231,9 +231,8 @@ def test_a_finished_run_says_so_and_can_be_made_longer(capsys):
     assert capsys.readouterr().out.startswith("out is finished")
     assert rollouts.resume("out") == summary_of("out")
     assert files_of("out", "**/*") == stamps, "nothing was written"
-    run("out", "--steps", "2", resume=True)
-    assert "all of its 4 steps are done\nto make it longer, type: rollouts resume out --steps 8\n" in (
-        capsys.readouterr().out
+    assert "out has 4 finished steps, and --steps is 2\ngo back with --checkpoint NAME, or" in refuse(
+        capsys, "out", "--steps", "2"
     )
     run("out", "--steps", "6", resume=True)
     assert "note: steps: 4 -> 6\n" in capsys.readouterr().out

@@ -34,19 +34,24 @@ RULE = "eval/reward_mean >= 0"
 
 def test_a_rule_ends_the_run_where_it_holds_and_resume_leaves_it(capsys):
     out, summary = run(
-        ["--steps", "9", "--eval-every", "2", "--stop-when", RULE, "--stop-when", "reward/maen > 9"], capsys
+        ["--steps", "9", "--eval-every", "2", "--stop-when", RULE, "--stop-when", "metric/used_tol > 9"], capsys
     )
     assert (summary["status"], summary["steps"], summary["checkpoint"]) == ("done", 2, "checkpoints/step_000002")
     assert summary["stopped"]["by"] == "stop_when" and summary["stopped"]["rule"] == RULE
     assert summary["evaluation"]["before"] and summary["evaluation"]["after"]
     assert f"stopped before step 3 of 9: --stop-when '{RULE}': eval/reward_mean was " in out
-    assert out.count("--stop-when 'reward/maen > 9': no metric reward/maen has been logged so far; did you mean") == 1
+    assert (
+        out.count("--stop-when 'metric/used_tol > 9': no metric metric/used_tol has been logged so far; did you mean")
+        == 1
+    )
     assert "'eval/reward_mean" not in out.partition("held-out, after")[0], "it was logged where it was first evaluated"
     assert steps_logged() == [0, 1]
     assert [path.name for path in Path("r/checkpoints").iterdir()] == ["step_000002"]
 
     out, again = run(["r"], capsys, "resume")
     assert again == summary and "r is finished: --stop-when" in out and "rollouts resume r --stop-when none" in out
+
+    assert "rollouts resume r --steps 5 --stop-when none" in run(["r", "--steps", "5"], capsys, "resume")[0]
 
     out, longer = run(["r", "--stop-when", "none", "--steps", "3"], capsys, "resume")
     assert (longer["steps"], longer["resumed_from"], "stopped" in longer) == (3, 2, False)

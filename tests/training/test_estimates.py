@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import gc
 import math
 
@@ -12,7 +11,6 @@ from torch.optim import optimizer as optim_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from rollouts.errors import ConfigError
-from rollouts.training import estimates
 from rollouts.training.algorithms.logprobs import CHUNK_ELEMENTS_MAX
 from rollouts.training.algorithms.recipes import GRPO
 from rollouts.training.backends.lora import add_lora
@@ -29,10 +27,6 @@ def model_of(tiny, name):
 
 def peft_model(causal, rank, targets="all-linear"):
     return add_lora(causal, rank=rank, alpha=None, targets=targets, seed=0)
-
-
-def test_the_example_of_the_module():
-    assert doctest.testmod(estimates).failed == 0
 
 
 # Counts

@@ -143,7 +143,7 @@ def test_adapters_of_adapters(base, tmp_path):
     assert (logits(model) - live).abs().max() < 1e-4
     assert (logits(model) - logits(models.load_hf_model(str(sibling), device="cpu"))).abs().max() > 1e-2
     edit(first, base_model_name_or_path=str(second))
-    with pytest.raises(ModelError, match="trained on itself"):
+    with pytest.raises(ModelError, match="names its own folder as the base model"):
         models.load_hf_model(str(second))
 
 

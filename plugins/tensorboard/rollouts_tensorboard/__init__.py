@@ -32,7 +32,7 @@ class TensorBoardLogger:
         subfolder: str = "tensorboard",
         flush_seconds: int = 10,
     ) -> None:
-        library = import_library("tensorboardX", logger="tensorboard", install="rollouts-tensorboard")
+        library = import_library("tensorboardX", logger="tensorboard", install="tensorboardX")
         self._writer = library.SummaryWriter(
             str(Path(folder) / subfolder),
             flush_secs=flush_seconds,

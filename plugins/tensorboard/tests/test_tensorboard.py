@@ -60,7 +60,7 @@ def test_a_resumed_run_hides_the_steps_that_it_takes_again(tmp_path):
 
 def test_a_missing_library_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(UserError, match=r"`pip install rollouts-tensorboard`"):
+    with pytest.raises(UserError, match=r"`pip install tensorboardX`"):
         TensorBoardLogger(tmp_path, {}, 0)
 
 

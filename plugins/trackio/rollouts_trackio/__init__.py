@@ -37,7 +37,7 @@ class TrackioLogger:
         space_id: str = "",
         system_metrics: bool = False,
     ) -> None:
-        trackio = import_library("trackio", logger="trackio", install="rollouts-trackio")
+        trackio = import_library("trackio", logger="trackio", install="trackio")
         self._run = trackio.init(
             project=project,
             name=run_name or Path(folder).resolve().name,

@@ -82,7 +82,7 @@ def test_a_flag_sets_the_name_of_the_run(tmp_path, monkeypatch):
 
 def test_a_missing_library_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "trackio", None)
-    with pytest.raises(UserError, match=r"`pip install rollouts-trackio`"):
+    with pytest.raises(UserError, match=r"`pip install trackio`"):
         TrackioLogger(tmp_path, {}, 0)
 
 

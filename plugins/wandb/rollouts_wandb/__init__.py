@@ -43,7 +43,7 @@ class WandbLogger:
     ) -> None:
         project = project or os.environ.get("WANDB_PROJECT") or "rollouts"
         mode_there = mode or os.environ.get("WANDB_MODE") or "online"  # WANDB_MODE has more values than `mode`
-        wandb = import_library("wandb", logger="wandb", install="rollouts-wandb")
+        wandb = import_library("wandb", logger="wandb", install="wandb")
         folder = Path(folder).resolve()
         try:
             self._run = wandb.init(

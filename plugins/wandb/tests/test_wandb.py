@@ -127,7 +127,7 @@ def test_a_new_folder_at_the_same_place_is_a_new_run(fake, tmp_path):
 
 def test_a_missing_library_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match=r"`pip install rollouts-wandb`"):
+    with pytest.raises(UserError, match=r"`pip install wandb`"):
         WandbLogger(tmp_path, {}, 0)
 
 

@@ -95,7 +95,7 @@ def as_conversation(value: Any, label: str) -> list[Message]:
     expected = "a list of Message with at least one of the role 'assistant'"
     try:
         messages = _as_messages(value)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeError) as error:  # half of a surrogate pair is no text
         raise EnvironmentDefinitionError(f"{label} gave {shown(value)} ({error}); expected {expected}") from error
     if all(message.role != "assistant" for message in messages):
         raise EnvironmentDefinitionError(f"{label} gave {shown(value)}, which teaches no reply; expected {expected}")
