@@ -239,9 +239,8 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
         for env in environments
     )
     filters = _filters(chosen["filter"]) if settings.mode == "rl" else ()
-    unused = _unused(resolved, filters)
+    notes = composed.notes if is_evaluation else (*notes, *composed.notes, *_unused(resolved, filters))
     resolved = resolved._replace(settings=settings, components=components)
-    notes = composed.notes if is_evaluation else (*notes, *composed.notes, *unused)
     notes += () if is_evaluation else _trained_before(manager, environments, resolved)
     if run is not None:
         notes += _held_out_notes(manager, run, environments, resolved)
