@@ -13,6 +13,7 @@ import gc
 import importlib
 import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -173,6 +174,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 import traceback
 
                 traceback.print_exception(error)
+            if argv is None and isinstance(known, KeyboardInterrupt):
+                signal.signal(
+                    signal.SIGINT, signal.SIG_IGN
+                )  # another Ctrl-C as Python exits would change the exit code
             code = _report_bug(error) if known is None else _report(known)
             return 128 + signals[0] if signals and code == INTERRUPTED else code
         finally:

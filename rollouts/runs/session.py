@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple, Protocol, Self, cast
@@ -46,6 +46,9 @@ from rollouts.training.models import BUNDLED, load_tokenizer
 from rollouts.training.rollout_gen.pool import Job as EpisodeJob
 from rollouts.training.rollout_gen.pool import Play
 from rollouts.types import Episode
+
+STUCK_SECONDS = 2.0
+"""A run that has not ended this long after the first Ctrl-C ends at the next one, even within trio."""
 
 
 class Job(Protocol):
@@ -109,6 +112,10 @@ class Session:
         self.call_hooks("rollouts_run_start", settings=settings, folder=str(self.folder.path))
         freeze_loaded()
 
+    def ignore_interrupts(self) -> None:
+        """Ignore Ctrl-C until everything is closed."""
+        self._interrupts.enter_context(without_interrupts())
+
     def call_hooks(self, event: str, **values: Any) -> None:
         """Call the hooks of an event. Hooks that fail are reported, and do not stop the run."""
         if self._manager is not None:
@@ -132,7 +139,7 @@ class Session:
         """End the job. Returns the error to raise: the first one that occurred, or None."""
         failure = failure and self._named_failure(failure)
         if isinstance(failure, KeyboardInterrupt):
-            self._interrupts.enter_context(without_interrupts())
+            self.ignore_interrupts()
         summary = job.summary
         summary |= {"wall_seconds": time.perf_counter() - self._started, "cpu_seconds": time.process_time()}
         try:
@@ -354,18 +361,25 @@ def freeze_loaded() -> None:
 @dataclass
 class Interrupts:
     """Ctrl-C within `trio.run`. While `is_held`, the first Ctrl-C only sets `is_asked`; the current work checks it and
-    ends the run soon.
+    ends the run soon. `times` are the times of every Ctrl-C, in seconds of `time.monotonic`.
     """
 
     is_held: bool = False
     is_asked: bool = False
+    times: list[float] = field(default_factory=list)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a third Ctrl-C came, and the first one is older than STUCK_SECONDS."""
+        return len(self.times) > 2 and self.times[-1] - self.times[0] > STUCK_SECONDS
 
 
 @contextlib.contextmanager
 def second_interrupt_at_once(before: Any) -> Iterator[Interrupts]:
     """Within `trio.run`: the first Ctrl-C is raised at a checkpoint, so that it does not interrupt the exit of a
-    context manager, or it is held. A second one is raised at once, because a function that blocks has no checkpoints.
-    `before` is the outer handler.
+    context manager, or it is held. A later one is raised at once, because a function that blocks has no checkpoints.
+    It is raised at a checkpoint if it interrupts trio itself, because an exception there would leave trio's tasks
+    without an end. If the run is stuck, it is raised even there. `before` is the outer handler.
     """
     found, owner, interrupts = signal.getsignal(signal.SIGINT), os.getpid(), Interrupts()
     if found is before:  # trio has installed no handler, for example outside of the main thread
@@ -374,20 +388,23 @@ def second_interrupt_at_once(before: Any) -> Iterator[Interrupts]:
     trios = found if callable(found) else signal.default_int_handler
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        interrupts.times.append(time.monotonic())
+        is_first = len(interrupts.times) == 1
         if os.getpid() != owner:  # a forked child does not run trio
             signal.default_int_handler(number, frame)
-        elif interrupts.is_held:
+        elif is_first and interrupts.is_held:
             interrupts.is_asked = True
-        else:
+        elif is_first or (trio.lowlevel.currently_ki_protected() and not interrupts.is_stuck):
             trios(number, frame)
+        else:
+            signal.default_int_handler(number, frame)
 
     signal.signal(signal.SIGINT, interrupt)
     try:
         yield interrupts
     finally:
         if signal.getsignal(signal.SIGINT) is interrupt:
-            signal.signal(signal.SIGINT, trios)
+            signal.signal(signal.SIGINT, trios)  # until `trio.run` has ended
 
 
 @contextlib.contextmanager

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -80,7 +83,7 @@ def test_a_step_that_trains_is_finished_and_saved(here, mode):
     observer = Interrupting(1)
     with pytest.raises(KeyboardInterrupt, match=r"interrupted after 2 of 4 steps; go on with: rollouts resume cut"):
         run(resolve(settings | {"out": "cut"}), observer)
-    assert observer.notes == ["interrupted: saving step 2; another Ctrl-C ends at once"]
+    assert observer.notes == ["interrupted: saving step 2"]
     summary = json.loads(Path("cut/summary.json").read_text())
     assert (summary["status"], summary["steps"], summary["checkpoint"]) == ("interrupted", 2, "checkpoints/step_000002")
     assert json.loads(Path("cut/manifest.json").read_text())["checkpoint"] == "checkpoints/step_000002"
@@ -143,3 +146,25 @@ def test_a_second_interrupt_is_never_held():
                 signal.raise_signal(signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("gap", [0.02])
+def test_two_quick_interrupts_end_a_run_cleanly(here, gap):
+    flags = ["--env", "calculator", "--steps", "100000", "--prompts-per-step", "2", "--samples-per-prompt", "2"]
+    flags += ["--eval-tasks", "2", "--max-tokens", "16", "--out", "cut"]
+    code, metrics = "import sys; from rollouts.cli import main; sys.exit(main())", Path("cut/metrics.jsonl")
+    with subprocess.Popen([sys.executable, "-c", code, "run", *flags], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            while process.poll() is None and not (metrics.exists() and metrics.read_text()):
+                time.sleep(0.01)
+            process.send_signal(signal.SIGINT)
+            time.sleep(gap)
+            process.send_signal(signal.SIGINT)
+            _, error = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130, error
+    assert "Traceback" not in error and "Trio" not in error
+    last = error.strip().splitlines()[-1]
+    assert last.startswith("interrupted after ") and last.endswith("rollouts resume cut")
+    assert ("no checkpoint was written" in last) == (not list(Path("cut/checkpoints").iterdir()))

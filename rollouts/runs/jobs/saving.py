@@ -90,6 +90,15 @@ class Saving:
         self.bytes_each = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         self._saved_at = time.monotonic()
 
+    def unsaved(self, saved: int, steps: int) -> str:
+        """The beginning of a message: of `steps` steps, only the first `saved` are in a checkpoint. "" if all are."""
+        if saved >= steps:
+            return ""
+        path = self.folder.checkpoint_path(saved)
+        last = f" ({self.folder.relative(path)})" if path.exists() else ""
+        lost = f"the steps since the last checkpoint{last} are not saved; "
+        return lost if saved else "no checkpoint was written, so these steps are not saved; "
+
     def failed_by_clock(self, error: Exception) -> None:
         """Handle a checkpoint by the clock that did not fit: warn, and wait for the next `checkpoint_seconds`."""
         self._saved_at = time.monotonic()

@@ -203,6 +203,7 @@ class Training:
             trio.run(self.run, signal.getsignal(signal.SIGINT), restrict_keyboard_interrupt_to_checkpoints=True)
         except BaseException as error:
             if isinstance(cause_of(error), KeyboardInterrupt):
+                self.session.ignore_interrupts()
                 self.save_interrupted()
             raise
 
@@ -230,19 +231,19 @@ class Training:
                 await self._reinforcement(manager)
 
     def save_interrupted(self) -> None:
-        """After Ctrl-C: save the last logged step if it is not saved yet. Blocks; a second Ctrl-C ends it.
+        """After Ctrl-C: save the last logged step if it is not saved yet. Blocks, and ignores another Ctrl-C.
 
-        Nothing is saved if a later step has already changed the weights. If a checkpoint cannot be written, this is
-        reported, and the run ends as after any Ctrl-C.
+        Nothing is saved if a later step may have changed the weights (after a second Ctrl-C). Errors are reported.
         """
         done, path = self._logged, self._folder.checkpoint_path(self._logged)
-        if done == self._saved or self.backend.version != self._logged_version:
+        if done == self._saved or self.backend.version != self._logged_version or len(self._interrupts.times) > 1:
             return
-        self.session.observer.note(f"interrupted: saving step {done}; another Ctrl-C ends at once")
+        self.session.observer.note(f"interrupted: saving step {done}")
         state = self._state(done, {"before": self._evaluations["before"]}, "clock")
         try:
             self._folder.sync()
             self.backend.save(str(path), state).wait(SAVE_SECONDS)
+            self._saved = done
             self._saving.saved(path, "clock")
         except (RolloutsError, TimeoutError) as error:
             self.session.observer.note(f"warning: the checkpoint was not written: {error}")
@@ -260,7 +261,7 @@ class Training:
         where = f"{self.summary['steps']} of {self._settings.steps} steps"
         again = f"go on with: {resume_command(self._folder.shown)}"
         if isinstance(failure, KeyboardInterrupt):
-            return f"interrupted after {where}; {again}"
+            return f"interrupted after {where}; {self._saving.unsaved(self._saved, self.summary['steps'])}{again}"
         kept = f"{self._folder.shown} keeps what was done"
         return f"{failure}\nthe run failed after {where}; {kept}; correct the cause, then {again}"
 
