@@ -144,7 +144,10 @@ def test_commands_parse(command, tmp_path, monkeypatch, capsys):
     argv = shlex.split(command.partition(" #")[0].partition(" > ")[0])[1:]
     if argv[0] in ("run", "sft", "eval"):
         files = [argument for argument in argv[1:] if argument.endswith(".toml")]
-        files += [f"{argv[1]}/config.toml"] if argv[0] == "eval" and re.fullmatch(r"runs/\w+", argv[1]) else []
+        evaluated = re.match(r"runs/\w+", argv[1]) if argv[0] == "eval" else None  # a run's folder, or a part of it
+        if evaluated:
+            Path(argv[1]).mkdir(parents=True, exist_ok=True)
+            files.append(f"{evaluated[0]}/config.toml")
         for file in dict.fromkeys(files):
             Path(file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / "configs" / "calculator_tiny.toml", file)

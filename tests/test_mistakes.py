@@ -531,7 +531,7 @@ NOTES = [
 FLAT = [
     row("a constant reward", f"{CALC} --reward ./r.py:good", "flat", "good", code=0, files=GOOD),
     row("one sample in a group", f"{CALC} --samples-per-prompt 1", "--samples-per-prompt", code=0),
-    row("a tool that raises", "run --env ./e.py:Dice --dry-run", "NameError", "the tool failed", code=0, files=NOPE),
+    row("a tool that raises", "run --env ./e.py:Dice --dry-run", "NameError", "a tool failed", code=0, files=NOPE),
 ]
 
 TABLE = [

@@ -296,8 +296,8 @@ def test_users_mistakes() -> None:
     tokenizer = make_tokenizer("qwen3")
     with pytest.raises(ConfigError, match=r"no argument 'enable_thinkin'; did you mean enable_thinking\?"):
         load_chat_format(tokenizer, {"enable_thinkin": False})
-    with pytest.raises(ConfigError, match=r"no argument 'colour'\. It reads"):
-        load_chat_format(tokenizer, {"colour": "red"})
+    with pytest.raises(ConfigError, match=r"no argument 'color'\. It reads"):
+        load_chat_format(tokenizer, {"color": "red"})
     tokenizer.chat_template = None
     with pytest.raises(ModelError, match="has no chat template"):
         load_chat_format(tokenizer)
