@@ -65,7 +65,8 @@ def test_it_resumes_with_the_numbers_of_then(runs, folder):
         before, after = (loop_of(runs / name, step) for step in (2, 3))
         assert before["begun_with"] and after["start_versions"][:-1] == before["begun_with"]
     if folder != "adapter":
-        assert summary["evaluation"] == EXPECTED[name]["evaluation"]
+        for when, expected in EXPECTED[name]["evaluation"].items():  # which had no metrics and no weights of rewards
+            assert expected.items() <= summary["evaluation"][when].items()
 
 
 @pytest.mark.parametrize("folder", ["full", "adapter"])

@@ -186,12 +186,12 @@ def test_own_loops_speak_to_it_too():
     ("body", "words"),
     [
         ("<html>", "not JSON"),
-        ("{}", "returned 0"),
+        ("{}", "a reply with 0 choices, expected 1"),
         ('{"error": {"message": "no credits"}}', "no credits"),
         ('{"choices": [{}]}', "does not have the expected fields"),
         ('{"choices": [{"message": {"content": 7}}]}', "does not have the expected fields"),
         (completion({"content": ""}, "error"), "ended its reply with an error"),
-        ('{"choices": null}', "returned 0"),
+        ('{"choices": null}', "a reply with 0 choices, expected 1"),
         ("[]", "does not have the expected fields"),
     ],
 )

@@ -193,7 +193,7 @@ def test_bad_input_is_told_and_leaves_nothing(tmp_path, monkeypatch, capsys):
         (["file", "out"], "file is a file; give the folder"),
         (["empty", "out"], "holds no run, no checkpoint, no model and no adapter"),
         (["begun", "out"], "has no checkpoint yet; to continue it, type: rollouts resume begun"),
-        (["checkpoint", "empty"], "empty exists already and is kept"),
+        (["checkpoint", "empty"], "empty exists already and is not overwritten"),
         (["checkpoint", "out", "--adapter"], "holds a whole model and no adapter"),
         (["checkpoint", "out", "--adapter", "--dtype", "float16"], "leave one of them out"),
         (["checkpoint", "out", "--dtype", "int8"], "bfloat16"),

@@ -273,7 +273,7 @@ def test_a_folder_that_exists_is_kept(here, capsys):
     (here / "out").mkdir()
     (here / "out" / "thesis.txt").touch()
     command(code=2)
-    assert "exists already and is kept" in capsys.readouterr().err
+    assert "exists already and is not overwritten" in capsys.readouterr().err
     assert [path.name for path in (here / "out").iterdir()] == ["thesis.txt"]
 
 
@@ -380,10 +380,8 @@ def test_a_second_phase_that_is_killed_as_it_goes_back(here, monkeypatch, capsys
     monkeypatch.chdir(here)
     assert main(["resume", "out"]) == 0 and summary_of("out")["status"] == "done" and lines_of("out/rl") == before
     capsys.readouterr()
-    assert main(["resume", "out", "--steps", "1"]) == 0
-    assert "all of its 2 steps are done\nto make it longer, type: rollouts resume out --steps 4" in (
-        capsys.readouterr().out
-    )
+    assert main(["resume", "out", "--steps", "1"]) == 2
+    assert "2 finished steps, and --steps is 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("phase", ["sft", "rl", "between"])

@@ -590,7 +590,7 @@ def test_what_cannot_be_gone_on_with(capsys):
     assert "checkpoints: step_000001, step_000002" in refuse(capsys, "out", "--checkpoint", "step_7")
     Path("out/summary.json").rename("summary.json")
     error = refuse(capsys, "out", "--steps", "1")
-    assert "2 steps are done" in error and "rollouts resume out --steps 2" in error
+    assert "has 2 finished steps" in error and "rollouts resume out --steps 2" in error
     assert "--steps: " in refuse(capsys, "out", "--steps", "many")
     for old, new, words in (
         ("seed = 0", "seed = 1", "the seed was 0 and is 1 now"),
