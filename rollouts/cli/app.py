@@ -175,9 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
                 traceback.print_exception(error)
             if argv is None and isinstance(known, KeyboardInterrupt):
-                signal.signal(
-                    signal.SIGINT, signal.SIG_IGN
-                )  # another Ctrl-C as Python exits would change the exit code
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # another Ctrl-C would change the exit code
             code = _report_bug(error) if known is None else _report(known)
             return 128 + signals[0] if signals and code == INTERRUPTED else code
         finally:
@@ -193,9 +191,15 @@ def _known_error(error: BaseException) -> BaseException | None:
     leaves = list(leaves_of(error))
     # Ctrl-C together with other errors counts as Ctrl-C. An unknown error is a bug, and is raised.
     interrupts = [leaf for leaf in leaves if isinstance(leaf, KeyboardInterrupt)]
-    if interrupts or all(isinstance(leaf, _KNOWN) or _is_full_output(leaf) for leaf in leaves):
-        return (interrupts or leaves)[0]
-    return None
+    if interrupts:
+        return _with_message(interrupts[0])
+    return leaves[0] if all(isinstance(leaf, _KNOWN) or _is_full_output(leaf) for leaf in leaves) else None
+
+
+def _with_message(interrupt: BaseException) -> BaseException:
+    """The interrupt that says how far the run came: an earlier one, if another Ctrl-C came as it was raised."""
+    earlier = interrupt.__context__
+    return _with_message(earlier) if not interrupt.args and isinstance(earlier, KeyboardInterrupt) else interrupt
 
 
 def _is_full_output(error: BaseException) -> bool:

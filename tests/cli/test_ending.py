@@ -203,3 +203,16 @@ def test_a_run_gives_back_what_it_excluded_from_collection(tmp_path, monkeypatch
     assert frozen and gc.get_freeze_count() == 0
     assert main(["run", *SMALL]) == 0
     assert len(frozen) == 2 and gc.get_freeze_count() == 0
+
+
+def test_an_interrupt_in_the_exit_of_another_one_does_not_hide_its_message():
+    """A second Ctrl-C may come as the first is raised, with the message that says how far the run came."""
+    from rollouts.cli.app import _known_error
+
+    try:
+        try:
+            raise KeyboardInterrupt("interrupted after 2 of 4 steps")
+        finally:
+            raise KeyboardInterrupt
+    except KeyboardInterrupt as error:
+        assert str(_known_error(error)) == "interrupted after 2 of 4 steps"

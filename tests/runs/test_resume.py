@@ -205,7 +205,7 @@ def test_control_c_twice(place, name, monkeypatch, capsys):
 
     monkeypatch.setattr(place, name, interrupted)
     run("out", *SUPERVISED, "--logger.Stop.error", "KeyboardInterrupt", code=130, stop=1)
-    assert capsys.readouterr().err.endswith("go on with: rollouts resume out\n")
+    assert capsys.readouterr().err.endswith("interrupted after 2 of 4 steps; go on with: rollouts resume out\n")
     assert summary_of("out")["status"] == "interrupted" and signal.getsignal(signal.SIGINT) is handler
 
 
