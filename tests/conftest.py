@@ -23,6 +23,18 @@ settings.load_profile("busy")
 sys.path.append(str(Path(__file__).parent))  # for `import forks`
 
 
+@pytest.fixture(autouse=True)
+def forget_modules_of_tests(tmp_path_factory):
+    """A file that a test wrote and imported by its name, as `broken.py`, is not the next test's module of that name."""
+    modules, path = set(sys.modules), list(sys.path)
+    yield
+    written = str(tmp_path_factory.getbasetemp())
+    for name in set(sys.modules) - modules:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(written):
+            del sys.modules[name]
+    sys.path[:] = [folder for folder in sys.path if folder in path or not folder.startswith(written)]
+
+
 @pytest.fixture(scope="module")
 def quick_collections():
     """Runs in this process do not walk through what is imported, which takes each of them a quarter of a second."""

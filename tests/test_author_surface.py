@@ -138,6 +138,7 @@ def test_what_is_no_exception_is_an_error_of_the_method_that_raised_it(capsys, p
 
 RAISES = """\
 import asyncio
+import itertools
 
 from authored import Quiet
 from rollouts import reward
@@ -145,11 +146,10 @@ from rollouts.env import metric
 
 
 class Raises(Quiet):
-    count = 0
+    numbers = itertools.count(1)  # its `next` cannot be interrupted: episodes are set up in several threads
 
     def setup(self, task):
-        Raises.count += 1
-        if Raises.count != 2:  # one attempt alone succeeds, in whatever order two rollouts try, and try again
+        if next(Raises.numbers) != 2:  # one attempt alone succeeds, in whatever order two rollouts try, and try again
             raise GeneratorExit
 
     @metric

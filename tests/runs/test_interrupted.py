@@ -29,20 +29,21 @@ SMALL = {
     "checkpoint_seconds": 0,
 }
 ENV = '''\
+import itertools
 import os
 import signal
 from pathlib import Path
 
 from rollouts_calculator import Calculator as Base
 
+numbers = itertools.count(1)
+
 
 class Calculator(Base):
-    played = 0
-
     def setup(self, task):
-        """The flag says in which episode Ctrl-C comes."""
-        Calculator.played += 1
-        if Path("flag").exists() and Calculator.played == int(Path("flag").read_text()):
+        """The flag says in which episode Ctrl-C comes. Episodes are set up in several threads at once."""
+        number = next(numbers)
+        if Path("flag").exists() and number == int(Path("flag").read_text()):
             os.kill(os.getpid(), signal.SIGINT)
 '''
 

@@ -13,6 +13,7 @@ from rollouts.training.rollout_gen.groups import Group
 from rollouts.types import Episode, Message, Score, Status, Task, Trajectory
 
 PARTS = '''\
+import itertools
 import random
 from dataclasses import dataclass
 
@@ -64,12 +65,12 @@ class Broken(Products):
 class Moves(Products):
     """Its reward is flat for three steps of 4 rollouts."""
 
-    played = 0
+    numbers = itertools.count(1)
 
     @reward
     def right(self):
-        Moves.played += 1
-        return float(Moves.played > 12 and Moves.played % 2)
+        number = next(Moves.numbers)
+        return float(number > 12 and number % 2)
 
 
 def dull(rewards):
