@@ -58,6 +58,7 @@ FLOORS = {
     "rollouts.training.weight_sync": 4,  # a lazy face too
     "rollouts.runs": 4,
     "rollouts.api": 4,
+    "rollouts.primitives": 4,
     "rollouts.cli": 4,
     "rollouts.__main__": 4,
     "rollouts": 4,  # the lazy face of everything
