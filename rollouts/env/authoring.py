@@ -18,19 +18,15 @@ at a time for each environment object, but not always in the same thread.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, TypeVar, overload
-
-import msgspec
 
 from rollouts.author_code import shown
 from rollouts.env.isolated import check_isolated, check_reference
 from rollouts.errors import EnvironmentDefinitionError
-from rollouts.plugins.signature import keywords_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -179,28 +175,6 @@ def tools_of(env: Any) -> list[ToolMethod]:
             function = check_reference(inspect.getattr_static(env, attribute))
         tools[chosen] = ToolMethod(chosen, function, timeout_seconds, isolate)
     return list(tools.values())
-
-
-def added_tool(name: str, function: Callable[..., Any], settings: Mapping[str, Any]) -> ToolMethod:
-    """A function as a tool of this name, for any environment. Its keyword-only parameters are `settings`, which the
-    model does not see. The function may be marked by `@tool`, for its deadline and its isolation.
-
-    >>> def search(query: str, *, top_k: int = 3) -> str: ...
-    >>> str(inspect.signature(added_tool("find", search, {"top_k": 5}).function))
-    '(query: str) -> str'
-    """
-    is_plain = inspect.isroutine(function) or isinstance(function, functools.partial)
-    plain: Callable[..., Any] = function if is_plain else operator.attrgetter("__call__")(function)
-    _, timeout_seconds, isolate = mark_of(function, TOOL_MARK) or (None, TIMEOUT_SECONDS, None)
-    keywords = keywords_of(function, settings)
-    if isolate is not None:
-        keywords = msgspec.to_builtins(keywords)  # they are sent to the tool's process as JSON
-        check_reference(plain)
-    bound = functools.update_wrapper(functools.partial(plain, **keywords), plain)
-    signature = inspect.signature(plain)
-    offered = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.KEYWORD_ONLY]
-    vars(bound)["__signature__"] = signature.replace(parameters=offered)
-    return ToolMethod(name, bound, timeout_seconds, isolate)
 
 
 def rewards_of(env: Any) -> list[JudgeMethod]:

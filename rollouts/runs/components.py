@@ -18,7 +18,8 @@ from rollouts.config.flags import flag_name
 from rollouts.config.merging import Component
 from rollouts.config.resolving import Resolved
 from rollouts.config.settings import AUTO, COMPONENT_KINDS, MULTIPLE, OWN, OWN_KEYS, Setting
-from rollouts.env.authoring import ToolMethod, added_tool, tools_of
+from rollouts.env.added_tools import added_tool
+from rollouts.env.authoring import ToolMethod, tools_of
 from rollouts.env.checks import check_tool
 from rollouts.errors import (
     BrokenPluginError,

@@ -151,7 +151,7 @@ def test_bad_tools_are_refused():
     )
     refused(SignatureError, "*queries", tool=["./parts.py:variadic"])
     refused(SignatureError, "Counter is a class, but a tool must be a function", tool=["./parts.py:Counter"])
-    refused(UnknownComponentError, "no tool is named 'brwose'", tool=["brwose"])
+    refused(UnknownComponentError, "no tool is named 'seerch'", tool=["seerch"])
     refused(ConfigError, "no setting 'topk'", "top_k", tool={"search": {"name": "./parts.py:search", "topk": 5}})
 
 
