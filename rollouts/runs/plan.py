@@ -256,13 +256,7 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
     rewards = _reward_terms(components["reward"], chosen["reward"])
     notes += _dropped_rewards(environments, rewards)
     judges = needs_environment and (settings.mode == "rl" or settings.eval_tasks > 0)
-    for env in environments:
-        made = env.make_checked()
-        if settings.mode == "sft":
-            env.require_demonstrations(made)
-        check_environment(made, rewards if judges else None)
-        check_tool_names(chosen["tool"], made, env.name)
-        warn_about(made)
+    _check_environments(environments, chosen["tool"], rewards if judges else None, settings.mode)
     components["env"] = [
         each._replace(weight={"name": env.curriculum.name, **env.curriculum.settings}) if env.curriculum else each
         for each, env in zip(components["env"], environments, strict=True)
@@ -284,6 +278,21 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
         run_check(training.component, plan.training_arguments(), training.settings)
     run_check(inference.component, plan.inference_arguments(None, ""), inference.settings)
     return plan
+
+
+def _check_environments(
+    environments: Sequence[Environment], tools: Sequence[Chosen], rewards: Sequence[RewardTerm] | None, mode: str
+) -> None:
+    """Raise EnvironmentDefinitionError for the first mistake of an environment, and ConfigError if an added tool has the
+    name of one of its own. `rewards` None: nothing is judged.
+    """
+    for env in environments:
+        made = env.make_checked()
+        if mode == "sft":
+            env.require_demonstrations(made)
+        check_environment(made, rewards)
+        check_tool_names(tools, made, env.name)
+        warn_about(made)
 
 
 def _reward_terms(components: Sequence[Component], chosen: Sequence[Chosen]) -> tuple[RewardTerm, ...]:
