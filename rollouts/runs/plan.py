@@ -283,8 +283,8 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
 def _check_environments(
     environments: Sequence[Environment], tools: Sequence[Chosen], rewards: Sequence[RewardTerm] | None, mode: str
 ) -> None:
-    """Raise EnvironmentDefinitionError for the first mistake of an environment, and ConfigError if an added tool has the
-    name of one of its own. `rewards` None: nothing is judged.
+    """Raise EnvironmentDefinitionError for the first mistake of an environment, and ConfigError if an added tool has
+    the name of one of its own. `rewards` None: nothing is judged.
     """
     for env in environments:
         made = env.make_checked()
