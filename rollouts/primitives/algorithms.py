@@ -4,9 +4,9 @@
     loss = compute_loss_by_algorithm(batch, config)                       # all of it, or step by step:
     loss = compute_grpo_loss(batch, compute_grpo_advantages(batch), kl_coef=0.2)
 
-Here "dapo" is DPO (Rafailov et al. 2023): pairs of a better and a worse rollout, and `beta`. It is not the DAPO of Yu et
-al. 2025, which is GRPO with a higher upper clip: `create_algorithm_config("grpo", {"clip_high": 0.28})`. Every other
-algorithm of `rollouts.training.algorithms.recipes` works too, by its name in lower case.
+Here "dapo" is DPO (Rafailov et al. 2023): pairs of a better and a worse rollout, and `beta`. It is not the DAPO of Yu
+et al. 2025, which is GRPO with a higher upper clip: `create_algorithm_config("grpo", {"clip_high": 0.28})`. The other
+algorithms of `rollouts.training.algorithms.recipes` work too, by their names in lower case.
 
 The numbers are those of the engine, because its functions compute them. A function that you pass receives the inputs
 that its parameters name (docs/losses.md, docs/advantages.md): a loss returns one value per sampled id [T], without a
@@ -90,7 +90,9 @@ def create_algorithm_config(
     ('grpo', 0.2)
     >>> create_algorithm_config("grpo", {"klcoef": 0.2})
     Traceback (most recent call last):
-    rollouts.errors.ConfigError: the algorithm grpo has no setting 'klcoef'; did you mean 'kl_coef'? (...)
+        ...
+    rollouts.errors.ConfigError: the algorithm grpo has no setting 'klcoef'; did you mean 'kl_coef'? (settings: \
+clip_high, clip_low, dual_clip, entropy_coef, eps, kl_coef)
 
     Args:
         advantage_fn: replaces the advantage, such as `lambda rewards: rewards - rewards.mean()` of a group [G]
@@ -107,19 +109,7 @@ def create_algorithm_config(
     algorithm = algorithm._replace(
         advantage=advantage_fn or algorithm.advantage, pairs=pair_selector or algorithm.pairs
     )
-    of_loss = {setting.name for setting in algorithm_settings(algorithm)}
-    parts = {"advantage": "advantages", "pairs": "pairings", "select": "selectors", "aggregation": "aggregations"}
-    functions = {field: getattr(algorithm, field) for field in parts}
-    functions["aggregation"] = aggregation_function(algorithm.aggregation)
-    known = {"kl_coef", *of_loss}
-    for field, kind in parts.items():
-        if functions[field] is not None:
-            own = {setting.name for setting in signature_of(functions[field], kind).settings}
-            known |= own
-            if own & set(given):
-                algorithm = algorithm._replace(**{field: bind_own(functions[field], kind, given)})
-    refuse_unknown(f"the algorithm {label}", given, sorted(known))
-    algorithm = bind_algorithm(algorithm, {key: value for key, value in given.items() if key in of_loss})
+    algorithm = _with_settings(algorithm, label, given)
     if not 0 <= kl_coefficient < float("inf"):
         raise ConfigError(f"kl_coef is {kl_coefficient}; expected a number of 0 or more, such as 0.05")
     kl = KL(rk3_loss if kl_fn is None else _estimator(kl_fn), kl_coefficient) if kl_coefficient else None
@@ -143,6 +133,26 @@ def _recipe(name: str | Algorithm) -> tuple[Algorithm, str]:
         what = f"the algorithm {label} has {' and '.join(missing)}, which a batch of primitives does not apply"
         raise ConfigError(f"{what}; apply them to your rollouts, and give Algorithm._replace({missing[0]}=...)")
     return algorithm, label
+
+
+_KINDS = {"advantage": "advantages", "pairs": "pairings", "select": "selectors", "aggregation": "aggregations"}
+
+
+def _with_settings(algorithm: Algorithm, label: str, given: Mapping[str, Any]) -> Algorithm:
+    """Bind settings to the functions that have them. Raises ConfigError for a setting that none has."""
+    of_loss = {setting.name for setting in algorithm_settings(algorithm)}
+    known = {"kl_coef", *of_loss}
+    bound: dict[str, Any] = {}
+    for field, kind in _KINDS.items():
+        function = getattr(algorithm, field)
+        function = aggregation_function(function) if field == "aggregation" else function
+        if function is not None:
+            own = {setting.name for setting in signature_of(function, kind).settings}
+            bound |= {field: bind_own(function, kind, given)} if own & set(given) else {}
+            known |= own
+    refuse_unknown(f"the algorithm {label}", given, sorted(known))
+    algorithm = algorithm._replace(**bound)
+    return bind_algorithm(algorithm, {key: value for key, value in given.items() if key in of_loss})
 
 
 def _estimator(kl_fn: Callable[..., Any]) -> Callable[[Tensor, Tensor], Tensor]:
@@ -281,8 +291,8 @@ def compute_ppo_advantages(
 ) -> PPOAdvantages:
     """Generalized advantage estimation over the sampled ids, with the reward at the last one.
 
-    `settings` are `gamma` (1), `lam` (0.95) and `whiten` (True). Without `value_fn` all values are 0. Raises ConfigError
-    for unknown settings, and TrainingError if the values are not [T].
+    `settings` are `gamma` (1), `lam` (0.95) and `whiten` (True). Without `value_fn` all values are 0. Raises
+    ConfigError for unknown settings, and TrainingError if the values are not [T].
 
     >>> from rollouts.primitives import Generation, Rollout, create_batch
     >>> reply = Generation("4", tokens=[7, 2], logprobs=[-0.5, -0.25], prompt_tokens=[1, 3])
@@ -307,7 +317,7 @@ def compute_ppo_loss(
 ) -> Tensor:
     """The clipped surrogate of PPO, and the error of the value function if there is a `value_fn`: with gradient.
 
-    `settings` are `clip_low`, `clip_high`, `value_coef` (0.5), `value_clip` (0.2), `entropy_coef` (0) and `kl_coef` (0).
+    `settings` are `clip_low`, `clip_high`, `value_coef` (0.5), `value_clip` (0.2), `entropy_coef` (0), `kl_coef` (0).
     Raises ConfigError for unknown settings, and TrainingError for wrong shapes.
 
     >>> from rollouts.primitives import Generation, Rollout, create_batch
@@ -401,7 +411,7 @@ def loss_sum(
     rows = torch.stack((batch.rollout_index, pair_index))
     numbers, counts = torch.unique_consecutive(rows, dim=1, return_counts=True)
     places = torch.cat((torch.zeros_like(counts[:1]), counts.cumsum(0)[:-1]))
-    masks = [each.tolist() for each in batch.mask.split(counts.tolist())]
+    masks = [each.tolist() for each in torch.split(batch.mask, counts.tolist())]
     groups = batch.group_index[places].tolist()
     given = aggregate(config.algorithm.aggregation, Masks(masks, numbers[0].tolist(), groups, numbers[1].tolist()))
     weights = torch.tensor([weight for row in given.weights for weight in row], device=batch.mask.device)
@@ -412,9 +422,7 @@ def loss_sum(
     return (found.values * unit_weights(available | {"weights": weights}, given.unit)).sum(), given.denominator
 
 
-def _mean_loss(
-    batch: Batch, config: AlgorithmConfig, targets: PPOAdvantages | Tensor | Sequence[Any]
-) -> Tensor:
+def _mean_loss(batch: Batch, config: AlgorithmConfig, targets: PPOAdvantages | Tensor | Sequence[Any]) -> Tensor:
     total, denominator = loss_sum(batch, config, targets)
     return total / (denominator or 1.0)
 
@@ -441,7 +449,7 @@ def _values(batch: Batch, value_fn: Callable[[Batch], Tensor]) -> Tensor:
     return values.float()
 
 
-def _paired(batch: Batch, pairs: Sequence[Any]) -> tuple[Batch, Tensor, Tensor]:
+def _paired(batch: Batch, pairs: Any) -> tuple[Batch, Tensor, Tensor]:
     """The ids of the pairs' rollouts, +1 or -1 for each [T], and the pair of each [T]. A rollout in two pairs is there
     twice.
     """

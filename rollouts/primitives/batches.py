@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollouts.errors import TrainingError
-from rollouts.primitives.rewards import aggregate_vector_rewards
 from rollouts.primitives.types import Batch, Generation, Rollout
 from rollouts.training.batching import BUCKET_SAVING_MIN, make_batch
 from rollouts.types import Sample, Status
@@ -42,7 +41,7 @@ def reward_of(rollout: Rollout) -> float | None:
     rewards = rollout.rewards
     if rewards is None or isinstance(rewards, int | float):
         return None if rewards is None else float(rewards)
-    return aggregate_vector_rewards(list(rewards))
+    return float(sum(rewards))
 
 
 def group_numbers(rollouts: Sequence[Rollout]) -> list[int]:
@@ -130,7 +129,7 @@ def create_batch(
         "group_index": [sample.group_index for sample, _ in places],
         "tokens": [sample.tokens[at] for sample, at in places],
     }
-    tensors = {name: torch.tensor(values, device=device) for name, values in numbers.items()}
+    tensors: dict[str, Any] = {name: torch.tensor(values, device=device) for name, values in numbers.items()}
     tensors["ref_logprobs"] = None if None in references else torch.tensor(known, device=device)
     batch = Batch(list(rollouts), None, rewards=torch.tensor(rewards, dtype=torch.float64, device=device), **tensors)
     if None not in references and len(known) != len(places):
@@ -152,7 +151,7 @@ def sampled_logprobs(model: Any, rollouts: Sequence[Rollout], *, temperature: fl
     with torch.no_grad():
         logprobs, _ = _score(model, samples, temperature)
     counts = [sum(len(turn.tokens) for turn in turns_of(rollout)) for rollout in rollouts]
-    return [each.tolist() for each in logprobs.split(counts)]
+    return [each.tolist() for each in torch.split(logprobs, counts)]
 
 
 def part_batch(batch: Batch, chosen: Tensor) -> Batch:
