@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollouts.errors import TrainingError
+from rollouts.primitives.rewards import aggregate_vector_rewards
 from rollouts.primitives.types import Batch, Generation, Rollout
 from rollouts.training.batching import BUCKET_SAVING_MIN, make_batch
 from rollouts.types import Sample, Status
@@ -41,7 +42,7 @@ def reward_of(rollout: Rollout) -> float | None:
     rewards = rollout.rewards
     if rewards is None or isinstance(rewards, int | float):
         return None if rewards is None else float(rewards)
-    return float(sum(rewards))
+    return aggregate_vector_rewards(list(rewards))
 
 
 def group_numbers(rollouts: Sequence[Rollout]) -> list[int]:

@@ -102,20 +102,21 @@ def test_pairs_and_their_loss():
 def test_gae_and_the_value_function():
     batch, gamma, lam = batch_of(), 0.9, 0.8
     value = torch.tensor([0.1, 0.4, -0.2, 0.3, 0.2, 0.7, 5.0, 5.0], requires_grad=True)
+    known = value.tolist()
     found = compute_ppo_advantages(batch, value_fn=lambda batch: value, gamma=gamma, lam=lam, whiten=False)
     expected = [0.0] * 8
     for start, length, reward in ((0, 2, 1.0), (2, 1, 0.0), (3, 3, 0.25)):
         after, later = 0.0, 0.0
         for at in reversed(range(start, start + length)):
-            delta = (reward if at == start + length - 1 else 0.0) + gamma * after - float(value[at])
+            delta = (reward if at == start + length - 1 else 0.0) + gamma * after - known[at]
             later = expected[at] = delta + gamma * lam * later
-            after = float(value[at])
+            after = known[at]
     assert found.advantages.tolist() == pytest.approx(expected, abs=1e-6)
-    returns = [each + float(value[at]) if at < 6 else 0.0 for at, each in enumerate(expected)]
+    returns = [each + known[at] if at < 6 else 0.0 for at, each in enumerate(expected)]
     assert found.returns.tolist() == pytest.approx(returns, abs=1e-6) and not found.returns.requires_grad
     alone = compute_ppo_loss(batch, found)
     both = compute_ppo_loss(batch, found, value_fn=lambda batch: value, value_coef=2.0)
-    error = sum((float(value[at]) - returns[at]) ** 2 / 2 for at in range(6)) / 6
+    error = sum((known[at] - returns[at]) ** 2 / 2 for at in range(6)) / 6
     assert both.item() - alone.item() == pytest.approx(2 * error, rel=1e-4)
     both.backward()
     assert value.grad[:6].abs().sum() > 0
