@@ -26,7 +26,7 @@ from rollouts.env.authoring import JudgeMethod, environment_name, metrics_of, re
 from rollouts.env.checks import requests_of
 from rollouts.env.mixing import InvalidPolicy, RewardTerm, Verdict, mix, read_verdict, with_reason
 from rollouts.env.processes import ProcessError
-from rollouts.env.schema import tool_schema
+from rollouts.env.schema import tool_schemas
 from rollouts.error_log import report
 from rollouts.errors import (
     EnvironmentDefinitionError,
@@ -174,7 +174,7 @@ class EpisodeRun:
     def new_model(self) -> ChatModel:
         """A new model with the environment's tools."""
         tools = {tool.name: tool for tool in tools_of(self.env)}
-        schemas = [tool_schema(tool.function, tool.name) for tool in tools.values()]
+        schemas = tool_schemas(self.env)
         return ChatModel(self.engine, self.task, self.chat, self.limits, self.seed, tools, schemas)
 
     async def respond(self, model: ChatModel, reply: Message) -> list[Message] | None:

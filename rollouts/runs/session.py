@@ -29,7 +29,7 @@ from rollouts.chat.format import ChatFormat, load_chat_format
 from rollouts.config.settings import Settings
 from rollouts.env.authoring import tools_of
 from rollouts.env.mixing import RewardTerm
-from rollouts.env.schema import tool_schema
+from rollouts.env.schema import tool_schemas
 from rollouts.error_log import ERRORS, ErrorLog, fault_of, report
 from rollouts.errors import ConfigError, ModelError, RolloutsError, RunError, cause_of, in_lines, leaves_of, words_of
 from rollouts.inference.base import CanCheck, InferenceBackend, check_engine
@@ -293,7 +293,7 @@ def make_inference(
             "type --inference hf to train"
         )
     if engine.capabilities.checks and engine.capabilities.chats:
-        tools = [tool_schema(tool.function, tool.name) for env in environments for tool in tools_of(env.make())]
+        tools = [schema for env in environments for schema in tool_schemas(env.make())]
         trio.run(cast(CanChat, engine).check, tools, available["temperature"])
     elif engine.capabilities.checks:
         trio.run(cast(CanCheck, engine).check)
