@@ -32,22 +32,30 @@ _SHOWN_MIN = 0.01  # a fraction of the total; smaller parts are counted, but hav
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
-def dry_run(resolved: Resolved) -> str:
-    """Describe the run of this configuration, as text. Raises the first UserError that the run would raise."""
+def dry_run(resolved: Resolved, *more: str) -> str:
+    """Describe the run of this configuration, as text; the last line is the verdict, and `more` lines come before it.
+    Raises the first UserError that the run would raise.
+    """
+    mode = resolved.settings.mode
+    not_done = "the model was not asked" if mode == "eval" else "no model was loaded"
     with remote_code(resolved.settings.trust_remote_code):
-        if resolved.settings.mode != "sft+rl":
-            return describe(make_plan(resolved))
-        from rollouts.runs.sft_then_rl import RL, SFT, SUPERVISED, compose_phases
+        found = describe(make_plan(resolved)) if mode != "sft+rl" else _describe_phases(resolved)
+    return "\n".join([found, *more, "", f"ok: everything was checked; {not_done}, and nothing was written"])
 
-        if resolved.settings.out:
-            check_out(resolved.settings.out)
-        plans = compose_phases(resolved)
-        with said_of(SUPERVISED):
-            first = describe(plans.sft)
-        return (
-            f"# The supervised phase, in OUT/{SFT}\n{first}\n\n# Reinforcement, in OUT/{RL}; its model is the last "
-            f"checkpoint of the supervised phase\n{describe(plans.rl)}"
-        )
+
+def _describe_phases(resolved: Resolved) -> str:
+    """Describe both phases of mode sft+rl."""
+    from rollouts.runs.sft_then_rl import RL, SFT, SUPERVISED, compose_phases
+
+    if resolved.settings.out:
+        check_out(resolved.settings.out)
+    plans = compose_phases(resolved)
+    with said_of(SUPERVISED):
+        first = describe(plans.sft)
+    return (
+        f"# The supervised phase, in OUT/{SFT}\n{first}\n\n# Reinforcement, in OUT/{RL}; its model is the last "
+        f"checkpoint of the supervised phase\n{describe(plans.rl)}"
+    )
 
 
 def describe(plan: Plan) -> str:
@@ -89,7 +97,6 @@ def describe(plan: Plan) -> str:
         "",
         "# Tried out",
         *found,
-        f"the model was not {'loaded' if trains else 'asked'}, and nothing was written",
     ]
     return "\n".join(lines)
 

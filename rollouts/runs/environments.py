@@ -34,10 +34,16 @@ from rollouts.plugins.manager import PluginManager
 from rollouts.plugins.signature import bind
 from rollouts.runs.components import Chosen, curriculum
 from rollouts.training.datasets import mixing
-from rollouts.training.datasets.buffer import SKIPPED_MAX, DataBuffer, as_conversation, as_task, draw_tasks, shuffled
+from rollouts.training.datasets.buffer import (
+    HELD_OUT_PART,
+    SKIPPED_MAX,
+    DataBuffer,
+    as_conversation,
+    as_task,
+    draw_tasks,
+    shuffled,
+)
 from rollouts.types import Message, Task
-
-HELD_OUT_PART = 5  # if tasks are finite and ignore the split, at most a fifth of them is held out
 
 
 class Environment(NamedTuple):

@@ -228,7 +228,7 @@ def test_it_is_two_runs_one_after_the_other(here):
 def test_the_command_announces_both_phases(capsys):
     command("--sft.steps", "1", "--sft.env", "./parts.py:Teacher", "--sft.env.word", "nine")
     out = capsys.readouterr().out
-    assert "./parts.py:Teacher · sft · tiny · 1 steps of 2 prompts" in out
+    assert "./parts.py:Teacher · sft · tiny · 1 step of 2 prompts" in out
     assert "writing to out/sft" in out and "writing to out/rl" in out and "calculator · grpo" in out
     assert 'word = "nine"' in Path("out/config.toml").read_text()
 

@@ -491,7 +491,7 @@ def test_a_dry_run_of_it_writes_nothing(capsys):
     for code in (1, 0):
         kept = files_of("out", "**/*")
         assert main(["run", *SMALL, "--out", "out", "--resume", "auto", "--dry-run"]) == 0
-        assert "the model was not loaded, and nothing was written" in capsys.readouterr().out
+        assert "ok: everything was checked; no model was loaded, and nothing was written" in capsys.readouterr().out
         assert files_of("out", "**/*") == kept
         if code:
             run("out", code=1, stop=0)
@@ -902,3 +902,12 @@ def test_groups_that_are_carried_over_are_in_the_checkpoint(here, capsys):
     assert {line["staleness/max"] for line in lines_of("plain")} == {0.0}
     run("never", "--over-sampling", "0.5", code=2)
     assert "--over-sampling: must be at least 1; got 0.5" in capsys.readouterr().err
+
+
+def test_a_run_of_one_step_is_named_in_the_singular(here):
+    summary = {"status": "done", "steps": 1}
+    Path("out").mkdir()
+    Path("out", "summary.json").write_text(json.dumps(summary))
+    with pytest.raises(ConfigError, match=r"^out has 1 finished step, and --steps is 0"):
+        resuming.check_steps(Path("out"), 0)
+    assert resuming.finished_words(Path("out"), summary, 1).startswith("out is finished: its only step is done\n")

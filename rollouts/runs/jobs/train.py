@@ -21,7 +21,7 @@ import trio
 
 from rollouts.chat.format import ChatFormat
 from rollouts.config.settings import Settings
-from rollouts.errors import CheckpointError, RolloutsError, cause_of
+from rollouts.errors import CheckpointError, RolloutsError, cause_of, counted
 from rollouts.evaluate import Evaluation, check_passes, evaluate, evaluation_metrics
 from rollouts.inference.base import InferenceBackend
 from rollouts.loggers.jsonl import JSONLLogger, read_lines
@@ -251,14 +251,16 @@ class Training:
             self.summary["checkpoint"] = self._folder.relative(path)
 
     def finish(self, failure: BaseException | None) -> None:
-        """Write into the summary why the last steps of the run taught the model nothing, if so."""
-        if warnings := self._learning.at_the_end():
+        """Write into the summary why the last steps of the run taught the model nothing, and which rules to stop had no
+        effect, if so.
+        """
+        if warnings := [*self._learning.at_the_end(), *self.stopping.at_the_end()]:
             self.summary["warnings"] = warnings
         self.summary |= summary_of(self._stop)
 
     def message(self, failure: BaseException) -> str:
         """How far the run came, and how to resume it."""
-        where = f"{self.summary['steps']} of {self._settings.steps} steps"
+        where = f"{self.summary['steps']} of {counted(self._settings.steps, 'step')}"
         again = f"go on with: {resume_command(self._folder.shown)}"
         if isinstance(failure, KeyboardInterrupt):
             return f"interrupted after {where}; {self._saving.unsaved(self._saved, self.summary['steps'])}{again}"
@@ -557,11 +559,11 @@ class Training:
 def title(plan: Plan) -> str:
     """Describe the run in one line, for the observer."""
     settings = plan.settings
-    rollouts = f" × {settings.samples_per_prompt} rollouts" if settings.mode == "rl" else ""
+    rollouts = f" × {counted(settings.samples_per_prompt, 'rollout')}" if settings.mode == "rl" else ""
     lora = f", LoRA rank {settings.lora_rank}" if settings.lora_rank else ""
     return (
-        f"{plan.env_name} · {plan.one('loss').name} · {settings.model}{lora} · {settings.steps} steps of "
-        f"{settings.prompts_per_step} prompts{rollouts} · lr {plan.lr:g} · seed {settings.seed}"
+        f"{plan.env_name} · {plan.one('loss').name} · {settings.model}{lora} · {counted(settings.steps, 'step')} of "
+        f"{counted(settings.prompts_per_step, 'prompt')}{rollouts} · lr {plan.lr:g} · seed {settings.seed}"
         f"{model_words(settings.model)}"
     )
 
@@ -577,7 +579,7 @@ def _held_out_notes(
     if len(held_out) < settings.eval_tasks and not notes:
         gave = "environment gave" if len(environments) == 1 else "environments gave"
         asked = f"--eval-tasks asked for {settings.eval_tasks}"
-        notes.append(f"the {gave} {len(held_out)} different held-out tasks, {asked}")
+        notes.append(f"the {gave} {counted(len(held_out), 'different held-out task')}, {asked}")
     shared = HeldOutPrompts([*held_out, *also_held_out]).shared if settings.mode == "sft" else 0
     if shared:
         notes.append(
