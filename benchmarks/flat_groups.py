@@ -29,8 +29,8 @@ from rollouts.training.algorithms.algorithm import Algorithm, Term
 from rollouts.training.algorithms.recipes import GRPO
 from rollouts.training.backends.optimizer import TorchSettings
 from rollouts.training.backends.torch import TorchBackend, create_torch_backend
+from rollouts.training.batches import TrainBatch
 from rollouts.training.batching import make_batch
-from rollouts.training.types import TrainBatch
 from rollouts.types import Sample
 
 GROUPS, MEMBERS = 8, 8

@@ -26,12 +26,12 @@ from carry_over import MEMBERS, PROMPTS, SleepingEngine, play
 from rollouts.inference.base import WeightUpdate
 from rollouts.training.algorithms.recipes import GRPO
 from rollouts.training.backends.futures import TorchThread
+from rollouts.training.batches import StepResult, TrainBatch
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.loops.rl_batch import RLTrainingConfig
 from rollouts.training.loops.rl_loop import run_rl_training
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager
 from rollouts.training.rollout_gen.steps import RolloutConfig
-from rollouts.training.types import StepResult, TrainBatch
 
 
 class VersionedEngine(SleepingEngine):

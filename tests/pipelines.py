@@ -17,7 +17,7 @@ from rollouts.env import reward
 from rollouts.env.mixing import env_term
 from rollouts.inference.base import Capabilities, GenerateRequest, Generation, VersionSpan
 from rollouts.training.algorithms.recipes import GRPO
-from rollouts.training.types import StepResult
+from rollouts.training.batches import StepResult
 from rollouts.types import Sample
 
 __all__ = ["GRPO", "LONG", "LateBackend", "Plain", "TokenEngine", "live_versions", "player", "token", "under_trio"]

@@ -33,7 +33,7 @@ FLOORS = {
     # 1: pure functions
     "rollouts.env": 1,
     "rollouts.chat": 1,
-    "rollouts.training.types": 1,
+    "rollouts.training.batches": 1,
     "rollouts.training.samples": 1,
     "rollouts.training.filters": 1,
     "rollouts.training.batching": 1,
@@ -55,9 +55,11 @@ FLOORS = {
     "rollouts.evaluate": 3,
     # 4: the top, where names become functions
     "rollouts.training": 4,  # the lazy face of its rooms
-    "rollouts.training.weight_sync": 4,  # a lazy face too
+    "rollouts.training.types": 4,  # a lazy face too
+    "rollouts.training.weight_sync": 4,  # and this one
     "rollouts.runs": 4,
     "rollouts.api": 4,
+    "rollouts.primitives": 4,
     "rollouts.cli": 4,
     "rollouts.__main__": 4,
     "rollouts": 4,  # the lazy face of everything

@@ -31,7 +31,7 @@ from rollouts.training.algorithms.algorithm import (
 )
 from rollouts.training.algorithms.checks import CRITIC_NAMES, ONE_SAMPLE, TEACHER_NAMES, compares_groups
 from rollouts.training.algorithms.kl import adapter_off, frozen, make_kl, warning_of
-from rollouts.training.types import AuxiliaryModels
+from rollouts.training.batches import AuxiliaryModels
 
 # Inputs that demonstrations do not have: nothing was sampled, and no model is run before the loss.
 _NOT_IN_SFT = CRITIC_NAMES.union(

@@ -22,10 +22,10 @@ from rollouts.runs.plan import Plan, make_plan
 from rollouts.runs.rehearsal import rehearse
 from rollouts.runs.resume import run_to_resume
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, function_label, is_reward_placed
+from rollouts.training.batches import AuxiliaryModels
 from rollouts.training.datasets.mixing import shares_at
 from rollouts.training.estimates import ModelSize, estimate_memory, how_estimated, model_size
 from rollouts.training.models import adapters_beneath, load_config, remote_code, resolve_device
-from rollouts.training.types import AuxiliaryModels
 from rollouts.types import Task
 
 _SHOWN_MIN = 0.01  # a fraction of the total; smaller parts are counted, but have no line

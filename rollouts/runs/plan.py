@@ -40,9 +40,9 @@ from rollouts.runs.components import Chosen, bind_each, choose, completed
 from rollouts.runs.environments import Environment, held_out_tasks, plan_environments, task_identity
 from rollouts.runs.manifest import changed_code, code_files, is_older, naming_copies
 from rollouts.training.algorithms.algorithm import Algorithm, Stage, function_label, needs
+from rollouts.training.batches import AuxiliaryModels, TrainingBackend
 from rollouts.training.models import bundled, resolve_model_name
 from rollouts.training.rollout_gen.groups import Filter
-from rollouts.training.types import AuxiliaryModels, TrainingBackend
 from rollouts.types import Task
 
 # The default learning rate of a model that is neither bundled nor trained from a bundled one. A larger rate may break

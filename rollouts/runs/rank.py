@@ -15,8 +15,8 @@ import traceback
 from rollouts.config.resolving import resolve
 from rollouts.runs.jobs.backend import make_training
 from rollouts.runs.plan import make_plan
+from rollouts.training.batches import RankServer
 from rollouts.training.models import remote_code
-from rollouts.training.types import RankServer
 
 
 def main() -> int:

@@ -26,8 +26,8 @@ from rollouts.disk import sync_folder
 from rollouts.errors import CheckpointError, ConfigError, DamagedCheckpointError, ModelError, UserError, counted
 from rollouts.runs.folder import CONFIG, STEP, SUMMARY, RunFolder, holds_run, load_config, numbered, read_json
 from rollouts.runs.manifest import MANIFEST, resumed_manifest, update_manifest
+from rollouts.training.batches import TrainingBackend
 from rollouts.training.models import resolve_model_name
-from rollouts.training.types import TrainingBackend
 from rollouts.training.weights.store import all_checkpoints, complete_checkpoints, remove_leftovers, step_of
 
 ASIDE = ".aside"

@@ -1,6 +1,6 @@
 """Training: from rollouts to new weights.
 
-types samples batching filters   plain data: samples, rows, batches; filters of groups
+batches samples batching filters plain data: rows and batches, samples; filters of groups
 algorithms/                      losses, advantages, aggregation, KL: pure functions on tensors
 models backends/                 loading models; a model with its optimizer; futures, LoRA
 datasets/ rollout_gen/ loops/    the next task; concurrent rollouts; the training loops
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from rollouts.training.backends.pytorch_factory import (
         create_warmup_cosine_scheduler as create_warmup_cosine_scheduler,
     )
+    from rollouts.training.batches import TrainBatch as TrainBatch
+    from rollouts.training.batches import TrainingBackend as TrainingBackend
     from rollouts.training.datasets.buffer import DataBuffer as DataBuffer
     from rollouts.training.datasets.mixing import MixedBuffer as MixedBuffer
     from rollouts.training.datasets.mixing import Source as Source
@@ -52,8 +54,6 @@ if TYPE_CHECKING:
     from rollouts.training.rollout_gen.steps import compute_response_lengths as compute_response_lengths
     from rollouts.training.rollout_gen.steps import convert_to_batch as convert_to_batch
     from rollouts.training.rollout_gen.steps import extract_sample_fields as extract_sample_fields
-    from rollouts.training.types import TrainBatch as TrainBatch
-    from rollouts.training.types import TrainingBackend as TrainingBackend
     from rollouts.training.weights.sync import InferenceEngine as InferenceEngine
     from rollouts.training.weights.sync import SGLangEngine as SGLangEngine
     from rollouts.training.weights.sync import VLLMEngine as VLLMEngine

@@ -17,8 +17,8 @@ import msgspec
 
 from rollouts.errors import TrainingError
 from rollouts.training.algorithms.aggregation import Masks, aggregate
+from rollouts.training.batches import Row, TrainBatch, Unit
 from rollouts.training.samples import first_live
-from rollouts.training.types import Row, TrainBatch, Unit
 from rollouts.types import Sample
 
 Keep = Literal["", "rollout", "pair", "group"]

@@ -33,7 +33,7 @@ from rollouts.inference.servers.sglang import SGLang, group_ranks, join_group, l
 from rollouts.training.algorithms.recipes import GRPO
 from rollouts.training.backends.optimizer import TorchSettings
 from rollouts.training.backends.torch import create_torch_backend
-from rollouts.training.types import Row, TrainBatch
+from rollouts.training.batches import Row, TrainBatch
 from rollouts.training.weights.files import manifest_of, read_tensors
 from rollouts.training.weights.sync import WeightSyncManager
 

@@ -31,8 +31,8 @@ from rollouts.inference.servers.vllm import VLLM, serve_command
 from rollouts.training.algorithms.recipes import GRPO
 from rollouts.training.backends.optimizer import TorchSettings
 from rollouts.training.backends.torch import create_torch_backend
+from rollouts.training.batches import Row, TrainBatch
 from rollouts.training.models import load_tokenizer
-from rollouts.training.types import Row, TrainBatch
 from rollouts.training.weights.sync import WeightSyncManager
 
 pytestmark = pytest.mark.engines

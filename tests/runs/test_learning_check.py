@@ -92,7 +92,7 @@ class Frozen:
 
     def optim_step(self):
         from rollouts.training.backends.futures import ImmediateTrainFuture
-        from rollouts.training.types import StepResult
+        from rollouts.training.batches import StepResult
 
         result = self.backend.optim_step().wait()
         return ImmediateTrainFuture(StepResult(result.metrics | {"optim/lr": 0.0}, result.version))

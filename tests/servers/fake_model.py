@@ -361,7 +361,7 @@ class FakeTrainer:
     def forward(self, batch: Any, needs: Sequence[str] = ("logprobs",), *, only_live: bool = False) -> Any:
         """Logprobs of the rows' own tokens, at the batch's temperature."""
         from rollouts.training.backends.futures import ImmediateTrainFuture
-        from rollouts.training.types import ForwardOutput
+        from rollouts.training.batches import ForwardOutput
 
         assert tuple(needs) == ("logprobs",), needs
         model = self.model

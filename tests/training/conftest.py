@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from rollouts.training.types import TrainBatch
+from rollouts.training.batches import TrainBatch
 from rollouts.types import Sample
 
 

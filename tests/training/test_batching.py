@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from rollouts.errors import TrainingError
+from rollouts.training.batches import Row, TrainBatch
 from rollouts.training.batching import make_batch, part_batch, plan_layout, split_microbatches
-from rollouts.training.types import Row, TrainBatch
 from rollouts.types import Sample
 
 

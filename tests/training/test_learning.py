@@ -30,10 +30,10 @@ from rollouts.training.algorithms.selection import reward_at_least
 from rollouts.training.backends.optimizer import TrainerSettings
 from rollouts.training.backends.torch import Executor, TorchBackend
 from rollouts.training.backends.trainer import Trainer
+from rollouts.training.batches import AuxiliaryModels
 from rollouts.training.batching import part_batch
 from rollouts.training.loops.rl_batch import RLTrainingConfig, complete_batch, prepare_rl_batch
 from rollouts.training.rollout_gen.groups import Group
-from rollouts.training.types import AuxiliaryModels
 from rollouts.types import Episode, Message, Score, Segment, Status, Task, Trajectory
 
 PROMPT, ARMS, ROLLOUTS = [1, 2, 3], 8, 16

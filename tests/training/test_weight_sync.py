@@ -17,7 +17,7 @@ from rollouts.inference.base import Capabilities, WeightUpdate
 from rollouts.inference.servers.http import HTTPFailure
 from rollouts.training.backends.futures import ImmediateTrainFuture
 from rollouts.training.backends.pytorch_factory import create_pytorch_backend
-from rollouts.training.types import ForwardOutput
+from rollouts.training.batches import ForwardOutput
 from rollouts.training.weights import files as weight_files
 from rollouts.training.weights import probe
 from rollouts.training.weights.probe import Proof, has_not_moved, parity_tolerance, probe_parity

@@ -7,7 +7,7 @@ import os
 from rollouts.errors import ConfigError
 from rollouts.runs.components import make_component
 from rollouts.runs.plan import Plan
-from rollouts.training.types import RankServer, TrainingBackend
+from rollouts.training.batches import RankServer, TrainingBackend
 
 
 def make_training(plan: Plan) -> TrainingBackend | RankServer:

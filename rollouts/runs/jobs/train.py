@@ -48,6 +48,7 @@ from rollouts.runs.session import (
     second_interrupt_at_once,
 )
 from rollouts.training.algorithms.algorithm import stage_at
+from rollouts.training.batches import RankServer, TrainingBackend
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.loops.rl_batch import RLTrainingConfig, advantage_rewards
 from rollouts.training.loops.rl_loop import LoopState, StepReport, run_rl_training
@@ -58,7 +59,6 @@ from rollouts.training.rollout_gen.manager import AsyncRolloutManager
 from rollouts.training.rollout_gen.metrics import environment_metrics
 from rollouts.training.rollout_gen.pool import Job
 from rollouts.training.rollout_gen.steps import RolloutConfig
-from rollouts.training.types import RankServer, TrainingBackend
 from rollouts.training.weights.sync import WeightSyncManager
 from rollouts.types import Episode, Sample, Task
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from rollouts.errors import ConfigError, near_misses
 from rollouts.training.algorithms.calls import call_author, wrong_result
-from rollouts.training.types import Unit
+from rollouts.training.batches import Unit
 
 
 class Masks(NamedTuple):

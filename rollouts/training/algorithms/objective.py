@@ -13,7 +13,7 @@ from rollouts.author_code import authors_code, printable, shown
 from rollouts.errors import TrainingError, words_of
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, function_label, is_reward_placed, requests
 from rollouts.training.algorithms.calls import call_author, wrong_result
-from rollouts.training.types import Unit
+from rollouts.training.batches import Unit
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -21,8 +21,8 @@ from rollouts.training.algorithms.algorithm import function_label, requests
 from rollouts.training.algorithms.calls import call_author
 from rollouts.training.algorithms.logprobs import topk_logprobs
 from rollouts.training.backends.transformer import ModelPaths, Selection, inspect_model, run
+from rollouts.training.batches import Row
 from rollouts.training.models import load_hf_model
-from rollouts.training.types import Row
 
 T = TypeVar("T")
 

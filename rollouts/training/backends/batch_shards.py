@@ -12,8 +12,8 @@ from collections.abc import Callable, Hashable, Sequence
 
 import msgspec
 
+from rollouts.training.batches import ForwardOutput, Row, TrainBatch
 from rollouts.training.batching import Keep
-from rollouts.training.types import ForwardOutput, Row, TrainBatch
 
 
 class BatchShard(msgspec.Struct):

@@ -21,7 +21,7 @@ from rollouts.training.algorithms.algorithm import Algorithm, active_terms, is_r
 from rollouts.training.algorithms.logprobs import logprobs_with_alternatives, token_logprobs
 from rollouts.training.backends.auxiliary import Critic, RowPositions, Teacher
 from rollouts.training.backends.transformer import ModelPaths, Selection, run
-from rollouts.training.types import Row
+from rollouts.training.batches import Row
 
 _T = TypeVar("_T")
 _OPTIONAL = ("old_logprobs", "ref_logprobs", "teacher_logprobs", "old_values", "returns")

@@ -24,9 +24,9 @@ from rollouts.training.backends.rendezvous import place_of_this_process, secret_
 from rollouts.training.backends.sharding import Sharding
 from rollouts.training.backends.torch import TorchBackend, check_torch, put_in
 from rollouts.training.backends.trainer import Trainer
+from rollouts.training.batches import AuxiliaryModels
 from rollouts.training.estimates import estimated_as
 from rollouts.training.models import build_hf_model, load_hf_model, resolve_device, resolve_model_name
-from rollouts.training.types import AuxiliaryModels
 
 
 def check_fsdp(values: Mapping[str, Any]) -> None:

@@ -27,9 +27,9 @@ from rollouts.training.algorithms import recipes
 from rollouts.training.algorithms.algorithm import Algorithm, as_algorithm
 from rollouts.training.backends.futures import TorchThread, on_thread
 from rollouts.training.backends.optimizer import TrainerSettings, check_settings, lr_factor, make_optimizer
+from rollouts.training.batches import AuxiliaryModels, TrainBatch
 from rollouts.training.datasets.sft import prepare_sft_batch
 from rollouts.training.models import no_progress_bars
-from rollouts.training.types import AuxiliaryModels, TrainBatch
 from rollouts.training.weights.checkpoint import model_fingerprint
 from rollouts.training.weights.store import check_folder, finish_checkpoint, new_checkpoint, read_state
 from rollouts.types import Sample

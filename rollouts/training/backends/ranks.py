@@ -33,7 +33,7 @@ from rollouts.training.backends.metric_sums import Reading
 from rollouts.training.backends.rendezvous import SECRET, Channel, Place
 from rollouts.training.backends.torch import Command, CommandName, Executor
 from rollouts.training.backends.trainer import Trainer
-from rollouts.training.types import StepResult
+from rollouts.training.batches import StepResult
 
 _WAIT_SECONDS = 30.0  # a worker waits this long for a command, then waits again
 _CLOSE_SECONDS = 15.0

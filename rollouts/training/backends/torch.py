@@ -25,10 +25,10 @@ from rollouts.training.backends.metric_sums import metrics_of
 from rollouts.training.backends.optimizer import TorchSettings, check_settings, check_trained_weights
 from rollouts.training.backends.trainer import Trainer, training_speed
 from rollouts.training.backends.transformer import use_float32_head
+from rollouts.training.batches import AuxiliaryModels, ForwardOutput, StepResult, TrainBatch
 from rollouts.training.batching import Keep
 from rollouts.training.estimates import estimated_as
 from rollouts.training.models import load_hf_model, resolve_model_name
-from rollouts.training.types import AuxiliaryModels, ForwardOutput, StepResult, TrainBatch
 from rollouts.training.weights import store
 
 

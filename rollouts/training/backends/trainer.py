@@ -31,10 +31,10 @@ from rollouts.training.backends.optimizer import TrainerSettings
 from rollouts.training.backends.profiling import Profile, peak_gib
 from rollouts.training.backends.sharding import Sharding
 from rollouts.training.backends.transformer import ModelPaths, inspect_model, prefers_packing
+from rollouts.training.batches import AuxiliaryModels, Row, StepResult, TrainBatch
 from rollouts.training.batching import BUCKET_SAVING_MIN, MICROBATCH_SAVING_MIN, Keep, split_microbatches
 from rollouts.training.estimates import MOMENTS, ModelSize, model_size_of, peak_flops, train_flops
 from rollouts.training.models import prepare_gradient_checkpointing
-from rollouts.training.types import AuxiliaryModels, Row, StepResult, TrainBatch
 from rollouts.training.weights import checkpoint, files, store
 
 # On a GPU, a pass through a small model mostly costs kernel launches, as much as some thousand tokens.

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from rollouts.errors import ConfigError
 from rollouts.training.algorithms.logprobs import logprobs_and_entropy
+from rollouts.training.batches import Row
 from rollouts.training.batching import Layout, plan_layout
-from rollouts.training.types import Row
 
 # These implementations find packed rows by their positions, and skip masked tokens. Others get a mask, and compute
 # masked tokens too.

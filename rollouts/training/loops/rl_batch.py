@@ -26,9 +26,9 @@ from rollouts.training.algorithms.algorithm import (
     requests,
 )
 from rollouts.training.algorithms.token_advantages import rewards_to_go
+from rollouts.training.batches import ForwardOutput, TrainBatch, TrainingBackend
 from rollouts.training.batching import make_batch
 from rollouts.training.rollout_gen.groups import Group, group_samples
-from rollouts.training.types import ForwardOutput, TrainBatch, TrainingBackend
 from rollouts.types import Sample, Status
 
 if TYPE_CHECKING:

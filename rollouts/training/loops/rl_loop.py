@@ -17,6 +17,7 @@ from rollouts.inference.base import InferenceBackend
 from rollouts.loggers.base import MetricsLogger
 from rollouts.training.algorithms.algorithm import KL, Algorithm, Stage, stage_at
 from rollouts.training.algorithms.kl import steer_coefficient
+from rollouts.training.batches import TrainBatch, TrainingBackend
 from rollouts.training.batching import part_batch
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.loops.rl_batch import RLTrainingConfig, complete_batch, prepare_rl_batch, rollout_advantages
@@ -24,7 +25,6 @@ from rollouts.training.rollout_gen.groups import Group
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager
 from rollouts.training.rollout_gen.metrics import rollout_metrics
 from rollouts.training.rollout_gen.steps import RolloutStep
-from rollouts.training.types import TrainBatch, TrainingBackend
 from rollouts.training.weights.sync import WeightSyncManager
 from rollouts.types import Sample
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from rollouts.loggers.base import MetricsLogger
 from rollouts.training.algorithms.algorithm import Stage, stage_at
+from rollouts.training.batches import TrainingBackend
 from rollouts.training.batching import make_batch
 from rollouts.training.datasets.sft import take_batch
-from rollouts.training.types import TrainingBackend
 from rollouts.types import Sample
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import trio
 from rollouts.errors import ConfigError, InferenceError, TrainingError
 from rollouts.inference.base import GenerateRequest, Generation, InferenceBackend, members_of
 from rollouts.inference.servers.http import HTTPFailure
-from rollouts.training.types import Row, TrainBatch, TrainingBackend
+from rollouts.training.batches import Row, TrainBatch, TrainingBackend
 from rollouts.training.weights.files import Kind, manifest_of, read_manifest, read_tensors, tied_weights
 
 E = TypeVar("E")

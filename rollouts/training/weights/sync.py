@@ -34,7 +34,7 @@ from rollouts.inference.servers.dialect import Dialect
 from rollouts.inference.servers.http import PlainClient
 from rollouts.inference.servers.sglang import SGLang
 from rollouts.inference.servers.vllm import VLLM
-from rollouts.training.types import TrainingBackend
+from rollouts.training.batches import TrainingBackend
 from rollouts.training.weights import broadcast, files, probe
 
 REMEMBERED = 8  # the numbers of this many versions are kept

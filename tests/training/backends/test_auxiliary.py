@@ -19,9 +19,9 @@ from rollouts.training.backends.lora import add_lora
 from rollouts.training.backends.optimizer import TrainerSettings
 from rollouts.training.backends.torch import Executor, TorchBackend
 from rollouts.training.backends.trainer import Trainer
+from rollouts.training.batches import AuxiliaryModels
 from rollouts.training.batching import make_batch
 from rollouts.training.loops.rl_batch import estimate_advantages
-from rollouts.training.types import AuxiliaryModels
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from rollouts.inference.base import WeightUpdate
 from rollouts.inference.embedded.hf import create_hf_inference
 from rollouts.runs.export import export
-from rollouts.training.types import Row, TrainBatch
+from rollouts.training.batches import Row, TrainBatch
 from rollouts.training.weights.sync import sync_weights
 
 pytestmark = pytest.mark.slow

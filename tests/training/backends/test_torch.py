@@ -19,8 +19,8 @@ from rollouts.training.algorithms.recipes import CISPO, GRPO, IS, REINFORCE, SFT
 from rollouts.training.backends.optimizer import TorchSettings, TrainerSettings
 from rollouts.training.backends.torch import Executor, TorchBackend, create_torch_backend
 from rollouts.training.backends.trainer import Trainer
+from rollouts.training.batches import TrainingBackend
 from rollouts.training.batching import make_batch
-from rollouts.training.types import TrainingBackend
 from rollouts.types import Sample
 
 AGGREGATIONS = ("token_mean", "rollout_mean", "rollout_sum", "dr_grpo", "group_mean", "sum")

@@ -18,6 +18,7 @@ from rollouts.training.algorithms.recipes import DAPO, DPO, GRPO, OPD, PPO, REIN
 from rollouts.training.algorithms.rewards import minimum
 from rollouts.training.algorithms.selection import reward_at_least
 from rollouts.training.backends.futures import ImmediateTrainFuture
+from rollouts.training.batches import ForwardOutput
 from rollouts.training.loops.rl_batch import (
     RLTrainingConfig,
     complete_batch,
@@ -29,7 +30,6 @@ from rollouts.training.rollout_gen.groups import Group
 from rollouts.training.rollout_gen.metrics import rollout_metrics
 from rollouts.training.rollout_gen.user_functions import sample_episode
 from rollouts.training.samples import episode_samples
-from rollouts.training.types import ForwardOutput
 from rollouts.types import Episode, Message, Score, Segment, Status, Task, Trajectory
 
 TASK = Task("question")

@@ -12,8 +12,8 @@ from rollouts.training.algorithms.recipes import SFT
 from rollouts.training.backends.futures import ImmediateTrainFuture
 from rollouts.training.backends.optimizer import TorchSettings
 from rollouts.training.backends.torch import create_torch_backend
+from rollouts.training.batches import StepResult
 from rollouts.training.loops.sft_loop import SFTTrainingConfig, run_sft_training
-from rollouts.training.types import StepResult
 from rollouts.types import Sample
 
 

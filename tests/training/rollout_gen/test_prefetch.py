@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollouts.errors import RewardError
+from rollouts.training.batches import StepResult
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.loops.rl_batch import RLTrainingConfig
 from rollouts.training.loops.rl_loop import run_rl_training
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager, Prefetch
 from rollouts.training.rollout_gen.steps import RolloutConfig
-from rollouts.training.types import StepResult
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from pipelines import GRPO, LateBackend, Plain, TokenEngine, live_versions, player, under_trio
