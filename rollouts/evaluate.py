@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from rollouts.inference.base import InferenceBackend
 from rollouts.training.rollout_gen.failures import Failures
-from rollouts.training.rollout_gen.groups import GroupScorer, check_judged, none_judged
+from rollouts.training.rollout_gen.groups import GroupScorer, check_judged
 from rollouts.training.rollout_gen.metrics import reward_metrics
 from rollouts.training.rollout_gen.pool import Job, OnEnd, Play, run_episodes
 from rollouts.types import Episode, Status, Task
@@ -97,7 +97,9 @@ def check_passes(reports: Sequence[Mapping[str, Any]], episodes: Sequence[Episod
     check_judged(episodes, f"the evaluation {moment} ({counts})")
     for name, numbers in passes.items():
         if not numbers["judged"]:
-            without = none_judged(numbers["episodes"], f"{name} rollout")
+            without = f"not one of the {numbers['episodes']} {name} rollouts could be judged"
+            if numbers["episodes"] == 1:
+                without = f"the only {name} rollout could not be judged"
             yield f"held-out, {when}: {without}, so this evaluation has no {name} reward"
 
 

@@ -20,7 +20,7 @@ from rollouts.chat.format import ChatFormat
 from rollouts.chat.masks import tokenize_supervised
 from rollouts.env.mixing import FORGOTTEN, RETURNED_NONE
 from rollouts.env.schema import tool_schemas
-from rollouts.errors import ConfigError, EnvironmentDefinitionError, ModelError, RunError, counted, said_of
+from rollouts.errors import ConfigError, EnvironmentDefinitionError, ModelError, RunError, said_of
 from rollouts.inference.base import Capabilities, GenerateRequest, Generation, Health, VersionSpan, WeightUpdate
 from rollouts.inference.chatting import ChatReply, ChatRequest
 from rollouts.runs.environments import Environment
@@ -241,8 +241,8 @@ def _episode_lines(plan: Plan, env: Environment, group: Group, chat: ChatFormat 
     first = len(trajectory.tools) * 2 + MESSAGES_MAX  # a call of each tool and its answer, and others
     for message in trajectory.messages[:first]:
         yield from _message_lines(message)
-    if len(trajectory.messages) > first:
-        yield f"  and {counted(len(trajectory.messages) - first, 'more message')}"
+    if (more := len(trajectory.messages) - first) > 0:
+        yield "  and one more message" if more == 1 else f"  and {more} more messages"
     failures = [name.partition("/")[2] for name in episode.metrics if name.startswith("tool_failure/")]
     if failures:
         yield f"  a tool failed ({', '.join(failures)}); its arguments are invented, so check whether it may fail"

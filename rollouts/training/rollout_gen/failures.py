@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rollouts.errors import RunError, counted
+from rollouts.errors import RunError
 from rollouts.types import Episode, Sample, Status
 
 WINDOW = 200  # if the limit is a fraction, it is a fraction of this many recent episodes
@@ -70,14 +70,14 @@ class FailureBudget:
         self._reasons[reason if reason in self._reasons or len(self._reasons) < REASONS_MAX else "other reasons"] += 1
         total, of_last, limit = self.by_status.total(), sum(self._last), self._max
         if isinstance(limit, int) and total >= limit:
-            share, allowed = f"{total} of {counted(self.settled, 'rollout')}", f"{limit}"
+            share, allowed = f"{total} of {self.settled}", f"{limit}"
         elif isinstance(limit, float) and of_last > limit * WINDOW:
-            share, allowed = f"{of_last} of the last {len(self._last)} rollouts", f"{limit:g} of the last {WINDOW}"
+            share, allowed = f"{of_last} of the last {len(self._last)}", f"{limit:g} of the last {WINDOW}"
         else:
             return
         statuses = ", ".join(f"{status} {count}" for status, count in self.by_status.most_common())
         commonest = self._reasons.most_common(REASONS_SHOWN)
-        lines = [f"{share} failed, and --max-failures is {allowed}", f"by status: {statuses}"]
+        lines = [f"{share} rollouts failed, and --max-failures is {allowed}", f"by status: {statuses}"]
         lines += [f"  {count} x {reason}" for reason, count in commonest]
         rest = total - sum(count for _, count in commonest)
         raise RunError("\n".join([*lines, f"  {rest} x other reasons"] if rest else lines))

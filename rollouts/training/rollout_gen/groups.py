@@ -91,16 +91,6 @@ def _numbered(sample: Sample, episode: Episode, group_index: int, rollout_index:
     )
 
 
-def none_judged(count: int, thing: str, of: str = "") -> str:
-    """Say that none of these `count` things could be judged.
-
-    >>> none_judged(4, "rollout"), none_judged(1, "rollout", " of step 3")
-    ('not one of the 4 rollouts could be judged', 'the only rollout of step 3 could not be judged')
-    """
-    only = f"the only {thing}{of} could not"
-    return f"{only if count == 1 else f'not one of the {count} {thing}s{of} could'} be judged"
-
-
 def check_judged(episodes: Sequence[Episode], what: str) -> None:
     """Raise RunError, with the most common reasons, if no episode could be judged. It is a RewardError if a reward
     returned None.
@@ -112,7 +102,9 @@ def check_judged(episodes: Sequence[Episode], what: str) -> None:
         for episode in episodes
     )
     tally = "\n".join(f"  {count} x {reason}" for reason, count in reasons.most_common(3))
-    none = f"{none_judged(len(episodes), 'rollout', f' of {what}')}:\n{tally}"
+    none = f"not one of the {len(episodes)} rollouts of {what} could be judged:\n{tally}"
+    if len(episodes) == 1:
+        none = f"the only rollout of {what} could not be judged:\n{tally}"
     if any(RETURNED_NONE in reason for reason in reasons):
         raise RewardError(f"{none}\n{FORGOTTEN}\nto count such rollouts as 0: --on-invalid-reward zero")
     raise RunError(none)
