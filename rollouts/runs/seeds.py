@@ -176,7 +176,7 @@ def run_seeds(runs: SeedRuns, say: Callable[[str], None]) -> dict[str, Any]:
     made = [each for each in (runs.parent, *runs.parent.parents) if not each.exists()]
     runs.parent.mkdir(parents=True, exist_ok=True)
     _write(runs)
-    failed, again = [], f"rollouts resume {shlex.quote(str(runs.parent))}"
+    failed, again = list[str](), f"rollouts resume {shlex.quote(str(runs.parent))}"
     for place, seed in enumerate(runs.seeds, start=1):
         is_finished = runs.is_finished(seed)
         end = " is finished" if is_finished else ""
