@@ -16,7 +16,7 @@ from rollouts.env.authoring import tools_of
 from rollouts.errors import ModelError, RolloutsError, first_line, said_of
 from rollouts.plugins.signature import read_signature
 from rollouts.runs.components import Chosen
-from rollouts.runs.environments import demonstrations, held_out_notes, task_buffer
+from rollouts.runs.environments import demonstrations, few_held_out_notes, task_buffer
 from rollouts.runs.folder import check_out
 from rollouts.runs.plan import Plan, make_plan
 from rollouts.runs.rehearsal import rehearse
@@ -93,7 +93,7 @@ def describe(plan: Plan) -> str:
         *(f"tools{env.alias and f' of {env.alias}'}: {', '.join(names) or 'none'}" for env, names in tools),
         f"held-out tasks: {len(held_out)}{_counted_words(plan, held_out)}{'' if trains else f', each played {times}'}",
         *(_training_lines(plan) if trains else (f"the engine takes {takes}",)),
-        *(f"note: {note}" for note in (*plan.notes, *held_out_notes(plan.environments, plan.settings.eval_tasks))),
+        *(f"note: {note}" for note in (*plan.notes, *few_held_out_notes(plan.environments, held_out, plan.settings))),
         "",
         "# Tried out",
         *found,

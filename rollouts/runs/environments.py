@@ -285,6 +285,18 @@ def held_out_notes(environments: Sequence[Environment], count: int) -> list[str]
     ]
 
 
+def few_held_out_notes(environments: Sequence[Environment], held_out: Sequence[Task], settings: Settings) -> list[str]:
+    """Notes if there are fewer held-out tasks than `--eval-tasks`. Of the default number, only the notes of
+    `held_out_notes`: few people rely on it.
+    """
+    count = settings.eval_tasks
+    notes = held_out_notes(environments, count) if len(held_out) < count else []
+    if len(held_out) >= count or notes or count == Settings.eval_tasks:
+        return notes
+    there = "is one different held-out task" if len(held_out) == 1 else f"are {len(held_out)} different held-out tasks"
+    return [f"there {there}, --eval-tasks asked for {count}"]
+
+
 def task_identity(task: Task) -> str:
     """The task's key. A key that is made of the prompt does not depend on the run's system prompt."""
     return task.key.removeprefix("id:") if task.key.startswith("id:prompt:") else task.key

@@ -19,6 +19,7 @@ import trio
 from rollouts.errors import counted
 from rollouts.evaluate import numbers_of
 from rollouts.inference.base import InferenceBackend
+from rollouts.runs.environments import few_held_out_notes
 from rollouts.runs.folder import CONFIG, choose_folder, default_out, episode_records
 from rollouts.runs.manifest import MANIFEST, code_files, keep_code, make_manifest
 from rollouts.runs.observer import Observer
@@ -86,9 +87,7 @@ class EvaluationJob:
             f"{plan.env_name} · {settings.model} · {plan.one('inference').name} · {size} · temperature "
             f"{settings.temperature:g} · seed {settings.seed}{model_words(settings.model)}"
         )
-        there = f"there {'is' if len(tasks) == 1 else 'are'} {counted(len(tasks), 'different held-out task')}"
-        few = f"{there}, --eval-tasks asked for {settings.eval_tasks}"
-        self.notes = [*plan.notes, *([few] if len(tasks) != settings.eval_tasks else [])]
+        self.notes = [*plan.notes, *few_held_out_notes(plan.environments, tasks, settings)]
         self._scorer = group_scorer(plan.rewards, settings.on_invalid_reward, timeout_seconds=settings.reward_seconds)
         self._episodes: dict[tuple[int, int], Episode] = {}  # the finished episodes, by (task, sample)
         self._rewards: list[float] = []

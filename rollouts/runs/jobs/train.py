@@ -20,13 +20,12 @@ import msgspec
 import trio
 
 from rollouts.chat.format import ChatFormat
-from rollouts.config.settings import Settings
 from rollouts.errors import CheckpointError, RolloutsError, cause_of, counted
 from rollouts.evaluate import Evaluation, check_passes, evaluate, evaluation_metrics
 from rollouts.inference.base import InferenceBackend
 from rollouts.loggers.jsonl import JSONLLogger, read_lines
 from rollouts.runs.components import Chosen
-from rollouts.runs.environments import Environment, HeldOutPrompts, held_out_notes, task_buffer
+from rollouts.runs.environments import HeldOutPrompts, few_held_out_notes, task_buffer
 from rollouts.runs.folder import EVALUATED, STEP, MakeFolder, episode_records
 from rollouts.runs.jobs import learning
 from rollouts.runs.jobs.backend import make_training
@@ -92,11 +91,12 @@ def train(
         KeyboardInterrupt: after Ctrl-C; the folder says how far the run came.
     """
     settings, environments = plan.settings, plan.environments
-    run_title, of_tasks = title(plan), _held_out_notes(settings, environments, held_out, also_held_out)
+    run_title, of_tasks = title(plan), few_held_out_notes(environments, held_out, settings)
     buffer = task_buffer(environments, held_out, settings.prompts_per_step) if settings.mode == "rl" else DataBuffer([])
     chat = load_chat(settings, environments)
     everything = [*held_out, *also_held_out]
     samples = demonstration_samples(environments, everything, settings, chat) if settings.mode == "sft" else []
+    of_tasks += _shared_prompts_note(everything) if settings.mode == "sft" else []
     with Session(observer, started, plan.manager) as session:
         backend = make_training(plan)
         if isinstance(backend, RankServer):
@@ -568,25 +568,11 @@ def title(plan: Plan) -> str:
     )
 
 
-def _held_out_notes(
-    settings: Settings,
-    environments: Sequence[Environment],
-    held_out: Sequence[Task],
-    also_held_out: Sequence[Task],
-) -> list[str]:
-    """Notes about anything unusual in the held-out tasks of these environments."""
-    notes = held_out_notes(environments, settings.eval_tasks) if len(held_out) < settings.eval_tasks else []
-    if len(held_out) < settings.eval_tasks and not notes:
-        gave = "environment gave" if len(environments) == 1 else "environments gave"
-        asked = f"--eval-tasks asked for {settings.eval_tasks}"
-        notes.append(f"the {gave} {counted(len(held_out), 'different held-out task')}, {asked}")
-    shared = HeldOutPrompts([*held_out, *also_held_out]).shared if settings.mode == "sft" else 0
-    if shared:
-        notes.append(
-            f"{shared} held-out tasks have the same prompt as another task, so their demonstrations cannot be "
-            "recognized: demonstrations('train', rng) must not return any of them"
-        )
-    return notes
+def _shared_prompts_note(held_out: Sequence[Task]) -> list[str]:
+    """A note if demonstrations of these held-out tasks cannot be recognized by their prompts."""
+    shared = HeldOutPrompts(held_out).shared
+    words = "held-out tasks have the same prompt as another task, so their demonstrations cannot be recognized"
+    return [f"{shared} {words}: demonstrations('train', rng) must not return any of them"] if shared else []
 
 
 def step_records(report: StepReport) -> list[dict[str, Any]]:
