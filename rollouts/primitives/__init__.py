@@ -27,6 +27,25 @@ if TYPE_CHECKING:
     from rollouts.primitives.generation import generate_with_logprobs as generate_with_logprobs
     from rollouts.primitives.generation import load_model as load_model
     from rollouts.primitives.generation import load_tokenizer as load_tokenizer
+    from rollouts.primitives.kl import compute_batch_kl as compute_batch_kl
+    from rollouts.primitives.kl import compute_forward_kl as compute_forward_kl
+    from rollouts.primitives.kl import compute_per_token_kl as compute_per_token_kl
+    from rollouts.primitives.kl import compute_reverse_kl as compute_reverse_kl
+    from rollouts.primitives.kl import create_adaptive_kl as create_adaptive_kl
+    from rollouts.primitives.kl import create_ema_updater as create_ema_updater
+    from rollouts.primitives.kl import create_periodic_updater as create_periodic_updater
+    from rollouts.primitives.kl import create_reference_model as create_reference_model
+    from rollouts.primitives.kl import create_truncated_kl as create_truncated_kl
+    from rollouts.primitives.kl import get_reference_logprobs as get_reference_logprobs
+    from rollouts.primitives.kl import update_reference_model as update_reference_model
+    from rollouts.primitives.rewards import aggregate_vector_rewards as aggregate_vector_rewards
+    from rollouts.primitives.rewards import apply_reward_shaping as apply_reward_shaping
+    from rollouts.primitives.rewards import compute_batch_rewards as compute_batch_rewards
+    from rollouts.primitives.rewards import compute_reward_model_score as compute_reward_model_score
+    from rollouts.primitives.rewards import compute_scalar_reward as compute_scalar_reward
+    from rollouts.primitives.rewards import compute_vector_reward as compute_vector_reward
+    from rollouts.primitives.rewards import load_reward_model as load_reward_model
+    from rollouts.primitives.rewards import normalize_rewards as normalize_rewards
     from rollouts.primitives.servers import sglang_generator as sglang_generator
     from rollouts.primitives.servers import vllm_generator as vllm_generator
     from rollouts.primitives.tools import execute_functions as execute_functions

@@ -96,7 +96,7 @@ class Rollout(NamedTuple):
 
     prompt: str | Sequence[Message]
     generation: Generation
-    rewards: float | Sequence[float] | None = None
+    rewards: float | Sequence[float | None] | None = None
     kl_divergence: float | None = None
     ref_logprobs: Sequence[float] | None = None
     conversation: Conversation | None = None
