@@ -293,8 +293,9 @@ def few_held_out_notes(environments: Sequence[Environment], held_out: Sequence[T
     notes = held_out_notes(environments, count) if len(held_out) < count else []
     if len(held_out) >= count or notes or count == Settings.eval_tasks:
         return notes
-    there = "is one different held-out task" if len(held_out) == 1 else f"are {len(held_out)} different held-out tasks"
-    return [f"there {there}, --eval-tasks asked for {count}"]
+    one = len(held_out) == 1
+    there = "there is one different held-out task," if one else f"there are {len(held_out)} different held-out tasks,"
+    return [f"{there} --eval-tasks asked for {count}"]
 
 
 def task_identity(task: Task) -> str:
