@@ -91,12 +91,11 @@ def train(
         KeyboardInterrupt: after Ctrl-C; the folder says how far the run came.
     """
     settings, environments = plan.settings, plan.environments
-    run_title, of_tasks = title(plan), few_held_out_notes(environments, held_out, settings)
+    run_title, of_tasks = title(plan), _held_out_notes(settings, environments, held_out, also_held_out)
     buffer = task_buffer(environments, held_out, settings.prompts_per_step) if settings.mode == "rl" else DataBuffer([])
     chat = load_chat(settings, environments)
     everything = [*held_out, *also_held_out]
     samples = demonstration_samples(environments, everything, settings, chat) if settings.mode == "sft" else []
-    of_tasks += _shared_prompts_note(everything) if settings.mode == "sft" else []
     with Session(observer, started, plan.manager) as session:
         backend = make_training(plan)
         if isinstance(backend, RankServer):
@@ -568,11 +567,14 @@ def title(plan: Plan) -> str:
     )
 
 
-def _shared_prompts_note(held_out: Sequence[Task]) -> list[str]:
-    """A note if demonstrations of these held-out tasks cannot be recognized by their prompts."""
-    shared = HeldOutPrompts(held_out).shared
+def _held_out_notes(
+    settings: Settings, environments: Sequence[Environment], held_out: Sequence[Task], also_held_out: Sequence[Task]
+) -> list[str]:
+    """Notes about anything unusual in the held-out tasks of these environments."""
+    notes = few_held_out_notes(environments, held_out, settings)
+    shared = HeldOutPrompts([*held_out, *also_held_out]).shared if settings.mode == "sft" else 0
     words = "held-out tasks have the same prompt as another task, so their demonstrations cannot be recognized"
-    return [f"{shared} {words}: demonstrations('train', rng) must not return any of them"] if shared else []
+    return notes + ([f"{shared} {words}: demonstrations('train', rng) must not return any"] if shared else [])
 
 
 def step_records(report: StepReport) -> list[dict[str, Any]]:
