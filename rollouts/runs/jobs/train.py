@@ -20,12 +20,13 @@ import msgspec
 import trio
 
 from rollouts.chat.format import ChatFormat
+from rollouts.config.settings import Settings
 from rollouts.errors import CheckpointError, RolloutsError, cause_of, counted
 from rollouts.evaluate import Evaluation, check_passes, evaluate, evaluation_metrics
 from rollouts.inference.base import InferenceBackend
 from rollouts.loggers.jsonl import JSONLLogger, read_lines
 from rollouts.runs.components import Chosen
-from rollouts.runs.environments import HeldOutPrompts, few_held_out_notes, task_buffer
+from rollouts.runs.environments import Environment, HeldOutPrompts, few_held_out_notes, task_buffer
 from rollouts.runs.folder import EVALUATED, STEP, MakeFolder, episode_records
 from rollouts.runs.jobs import learning
 from rollouts.runs.jobs.backend import make_training
