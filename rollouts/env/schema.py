@@ -20,7 +20,6 @@ import msgspec
 from rollouts.author_code import authors_code, message_of, printable, shown
 from rollouts.config.hints import argument_docs
 from rollouts.encoding import plain as plain_json
-from rollouts.env.authoring import tools_of
 from rollouts.errors import EnvironmentDefinitionError, near_misses
 
 SECTION = re.compile(
@@ -62,11 +61,6 @@ def tool_schema(fn: Callable[..., Any], name: str | None = None) -> dict[str, An
             },
         },
     }
-
-
-def tool_schemas(env: Any) -> list[dict[str, Any]]:
-    """The schemas of an environment's tools (object or class), in the order of `tools_of`."""
-    return [tool_schema(tool.function, tool.name) for tool in tools_of(env)]
 
 
 def validate_arguments(

@@ -28,15 +28,15 @@ from rollouts.env.authoring import TOOL_MARK, mark_of
 from rollouts.env.schema import tool_schema
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.primitives.types import Conversation, Generation, GenerationConfig, ModelConfig, Turn
-from rollouts.types import Message, ToolCall
+from rollouts.types import Message, Task, ToolCall
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rollouts.inference.base import InferenceBackend
 
-Prompt = str | Sequence[int] | Conversation | Sequence[Message]
-"""Text as the model is to see it, token ids, or a conversation, which the model's chat template renders."""
+Prompt = str | Sequence[int] | Conversation | Sequence[Message] | Task
+"""Text as the model is to see it, token ids, or a conversation or task, which the model's chat template renders."""
 
 Generator = Callable[[Any, Any, Any, GenerationConfig], Generation | str]
 DEFAULT = GenerationConfig()
@@ -372,15 +372,15 @@ def turn_ends(tokenizer: Any) -> tuple[int, ...]:
 
 
 def as_conversation(prompt: Prompt) -> Conversation:
-    """A Conversation of a text (one message of the user), messages (also as dicts), or a Conversation.
+    """A Conversation of a text (one message of the user), a Task, messages (also as dicts), or a Conversation.
 
     Raises ConfigError for anything else.
 
     >>> as_conversation([{"role": "user", "content": "Hello"}]).messages[0].text
     'Hello'
     """
-    if isinstance(prompt, str):
-        prompt = Conversation([Message("user", prompt)])
+    if isinstance(prompt, str | Task):
+        prompt = Conversation(Task(prompt).messages if isinstance(prompt, str) else prompt.messages)
     messages, tools = (prompt.messages, prompt.tools) if isinstance(prompt, Conversation) else (prompt, ())
     try:
         given = [each if isinstance(each, Message) else msgspec.convert(each, Message) for each in messages]
@@ -416,7 +416,7 @@ def encode_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
     if isinstance(prompt, str):
         opens = tokenizer.bos_token and prompt.startswith(tokenizer.bos_token)  # a rendered template has it already
         ids = tokenizer.encode(prompt, add_special_tokens=not opens)
-    elif not isinstance(prompt, Conversation) and all(isinstance(each, int) for each in prompt):
+    elif not isinstance(prompt, Conversation | Task) and all(isinstance(each, int) for each in prompt):
         ids = list(prompt)
     else:
         conversation = as_conversation(prompt)
