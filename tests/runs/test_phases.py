@@ -381,7 +381,7 @@ def test_a_second_phase_that_is_killed_as_it_goes_back(here, monkeypatch, capsys
     assert main(["resume", "out"]) == 0 and summary_of("out")["status"] == "done" and lines_of("out/rl") == before
     capsys.readouterr()
     assert main(["resume", "out", "--steps", "1"]) == 2
-    assert "was written after 2 steps, and --steps is 1" in capsys.readouterr().err
+    assert "has finished 2 steps, and --steps is 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("phase", ["sft", "rl", "between"])
