@@ -491,17 +491,40 @@ def generate_conversation_turn(
         tool_parser: `tool_parser(text)` returns the tool calls (see tools.py)
         previous: the last turn's reply. Its ids are continued exactly as they were sampled, if the template allows it
     """
-    conversation = as_conversation(conversation)
-    messages, schemas = list(conversation.messages), schemas_of(conversation.tools)
-    prompt: Prompt = conversation
-    if template_fn is not None:
-        prompt = apply_chat_template(tokenizer, conversation, template_fn=template_fn)
-    elif previous is not None:
-        prompt = _continued(tokenizer, messages, schemas, previous) or conversation
+    prompt = turn_prompt(tokenizer, conversation, template_fn=template_fn, previous=previous)
     reply = generate(model, tokenizer, prompt, config, generator=generator)
+    return read_turn(tokenizer, conversation, reply, template_fn=template_fn, tool_parser=tool_parser)
+
+
+def turn_prompt(
+    tokenizer: Any,
+    conversation: Conversation,
+    *,
+    template_fn: Callable[[Sequence[Message], Sequence[dict[str, Any]]], str] | None = None,
+    previous: Generation | None = None,
+) -> Prompt:
+    """The prompt of the next turn of a conversation (see `generate_conversation_turn`)."""
+    conversation = as_conversation(conversation)
+    if template_fn is not None:
+        return apply_chat_template(tokenizer, conversation, template_fn=template_fn)
+    messages, schemas = list(conversation.messages), schemas_of(conversation.tools)
+    continued = None if previous is None else _continued(tokenizer, messages, schemas, previous)
+    return continued or encode_prompt(tokenizer, conversation)
+
+
+def read_turn(
+    tokenizer: Any,
+    conversation: Conversation,
+    reply: Generation,
+    *,
+    template_fn: Callable[[Sequence[Message], Sequence[dict[str, Any]]], str] | None = None,
+    tool_parser: Callable[[str], Sequence[ToolCall]] | None = None,
+) -> Turn:
+    """The conversation with this reply to it (see `generate_conversation_turn`)."""
+    conversation = as_conversation(conversation)
     message, calls = Message("assistant", reply.text), []
     if template_fn is None:
-        message = chat_format(tokenizer).parse(reply.tokens, schemas)
+        message = chat_format(tokenizer).parse(reply.tokens, schemas_of(conversation.tools))
         calls = message.tool_calls
     if tool_parser is not None:
         read = list(tool_parser(reply.text))
@@ -509,7 +532,7 @@ def generate_conversation_turn(
             (each.name, each.arguments, each.error) for each in calls
         ]:
             message, calls = Message("assistant", reply.text), read
-    return Turn(conversation._replace(messages=[*messages, message]), reply, calls)
+    return Turn(conversation._replace(messages=[*conversation.messages, message]), reply, calls)
 
 
 def _continued(
