@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _DRY_RUN = click.Option(
     ["--dry-run"],
     is_flag=True,
-    help="Check everything and print the settings and components, or the first error. Load no weights.",
+    help="Check everything and print the settings and components, then `ok`; or the first error. Load no weights.",
 )
 
 
