@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _DRY_RUN = click.Option(
     ["--dry-run"],
     is_flag=True,
-    help="Check everything and print the settings and components, or the first error. Load no weights.",
+    help="Check everything and print the settings and components, then `ok`; or the first error. Load no weights.",
 )
 
 
@@ -87,7 +87,8 @@ run = SettingsCommand(
     callback=_run,
     own=[_SEEDS, _DRY_RUN],
     help="Train a model by reinforcement in an environment.\n\n"
-    "FILE contains settings (.toml, .json or .py). Every setting is also a flag.\n\n"
+    "FILE contains settings (.toml, .json or .py). Every setting is also a flag. `rollouts FILE` is the same as "
+    "`rollouts run FILE`.\n\n"
     "\b\nExamples:\n  rollouts run --env calculator --loss grpo\n"
     "  rollouts run configs/calculator_tiny.toml --steps 20 --env.digits 1",
 )

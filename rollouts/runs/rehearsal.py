@@ -18,9 +18,7 @@ import trio
 from rollouts.author_code import shown
 from rollouts.chat.format import ChatFormat
 from rollouts.chat.masks import tokenize_supervised
-from rollouts.env.authoring import tools_of
 from rollouts.env.mixing import FORGOTTEN, RETURNED_NONE
-from rollouts.env.schema import tool_schema
 from rollouts.errors import ConfigError, EnvironmentDefinitionError, ModelError, RunError, said_of
 from rollouts.inference.base import Capabilities, GenerateRequest, Generation, Health, VersionSpan, WeightUpdate
 from rollouts.inference.chatting import ChatReply, ChatRequest
@@ -199,7 +197,7 @@ def _ids_of(message: Message, schemas: Sequence[dict[str, Any]], chat: ChatForma
 async def _play(plan: Plan, env: Environment, task: Task, chat: ChatFormat | None) -> Group:
     """Two scripted rollouts of the task as a group, so that group rewards can compare them."""
     settings = plan.settings
-    schemas = [tool_schema(tool.function, tool.name) for tool in tools_of(env.make_checked())]
+    schemas = env.schemas()
     engine = ScriptedEngine(schemas, chat)
     # The run's limits are for one call and a text here. Each further call gets a turn and tokens of its own.
     limits = dataclasses.replace(
@@ -242,8 +240,8 @@ def _episode_lines(plan: Plan, env: Environment, group: Group, chat: ChatFormat 
     first = len(trajectory.tools) * 2 + MESSAGES_MAX  # a call of each tool and its answer, and others
     for message in trajectory.messages[:first]:
         yield from _message_lines(message)
-    if len(trajectory.messages) > first:
-        yield f"  and {len(trajectory.messages) - first} more messages"
+    if (more := len(trajectory.messages) - first) > 0:
+        yield "  and one more message" if more == 1 else f"  and {more} more messages"
     failures = [name.partition("/")[2] for name in episode.metrics if name.startswith("tool_failure/")]
     if failures:
         yield f"  a tool failed ({', '.join(failures)}); its arguments are invented, so check whether it may fail"

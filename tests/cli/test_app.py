@@ -47,7 +47,7 @@ def test_version(capsys):
             "error: `rollouts` has no command 'rum'\ndid you mean: rollouts run, rollouts resume?\n"
             "commands: run, sft, eval, resume, export, chat, serve, config, plugins",
         ),
-        (["configs/a.toml"], "type: rollouts run configs/a.toml"),
+        (["configs/a.toml"], "error: configs/a.toml: there is no such settings file"),
         (
             ["run", "--prompt-per-step", "3"],
             "error: `rollouts run` has no option --prompt-per-step\ndid you mean: --prompts-per-step",
@@ -59,6 +59,8 @@ def test_version(capsys):
         (["run", "--env.digits"], "error: --env.digits needs a value"),
         (["run", "a.toml", "b.toml"], "unexpected extra argument"),
         (["run", "calculator"], "type `--env calculator`"),
+        (["run", "calulator"], "did you mean: --env calculator?"),
+        (["run", "till"], "no environment named till is installed; to see which are, type: rollouts plugins list"),
         (["run", "--steps", "many"], 'error: --steps: expected a whole number; got "many"\nfor example: --steps 3'),
         (["run", "--mode", "lr"], 'error: --mode: expected one of: rl, sft, sft+rl, eval; got "lr"'),
         (["run", "--lr", "-1"], "error: --lr: must be more than 0; got -1"),
