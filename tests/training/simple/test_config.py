@@ -87,7 +87,7 @@ def test_a_settings_file_may_hold_a_config(tmp_path):
             {"training": {"num_stpes": 3}},
             "training: TrainingConfig has no field 'num_stpes'\ndid you mean: num_steps\\?\nits fields: num_s",
         ),
-        ({"modle": {}}, "config.json: Config has no field 'modle'\ndid you mean: model\\?"),
+        ({"models": {}}, "config.json: Config has no field 'models'\ndid you mean: model\\?"),
         ({"output": {"mode": "rlhf"}}, "OutputConfig.mode is 'rlhf'; expected one of sft, rl, sft\\+rl"),
         ({"training": {"batch_size": 0}}, "TrainingConfig.batch_size is 0; expected 1 or more"),
         ({"training": {"num_steps": "many"}}, "training: a value of TrainingConfig has a wrong type"),
