@@ -21,6 +21,7 @@ from typing import Any
 from rollouts.config.flags import Flag, Tree, flag_name
 from rollouts.config.settings import is_secret
 from rollouts.errors import ConfigError, in_lines, suggestion, words_of
+from rollouts.training.simple.config import is_config, read_config
 
 Keys = tuple[str, ...]
 
@@ -96,7 +97,7 @@ def load_file(path: str | Path) -> tuple[Tree, Source]:
     """Read a settings file. Returns its tree of settings, and its Source for later errors.
 
     A `.py` file assigns a dict to `config`, or assigns the settings to names; names that begin with an underscore are
-    not settings. Raises ConfigError with file and line.
+    not settings. The file may also hold a `rollouts.training.Config`. Raises ConfigError with file and line.
     """
     path = Path(path)
     reader = {".toml": _read_toml, ".json": _read_json, ".py": _read_py}.get(path.suffix)
@@ -118,6 +119,10 @@ def load_file(path: str | Path) -> tuple[Tree, Source]:
         huge = _HUGE.search(source.text)
         line = source.text.count("\n", 0, huge.start()) + 1 if huge else "?"
         raise ConfigError(f"{path}, line {line}: expected a whole number of 300 digits at most: {error}") from error
+    if is_config(tree):
+        tree = read_config(tree, str(path))
+    if hasattr(tree, "to_settings"):
+        tree = tree.to_settings()
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         raise ConfigError(f"{path}: expected a table of settings, got {type(tree).__name__}")
     check_tree(tree, source)

@@ -65,6 +65,14 @@ def split_tasks(tasks: list[Task], fraction: float) -> tuple[list[Task], list[Ta
 
 def read_tasks(path: Path) -> list[Task]:
     """The tasks of a .jsonl or .json file, in its order. Raises ConfigError with the file and the line or row."""
+    tasks = [_task_of(where, row) for where, row in read_rows(path)]
+    if not tasks:
+        raise ConfigError(f'{path} holds no rows; a row is {{"prompt": "...", "answer": ...}}')
+    return tasks
+
+
+def read_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """The rows of a .jsonl or .json file, each with its place in words. Raises ConfigError."""
     if path.suffix not in (".jsonl", ".json"):
         given = f"not {path.suffix!r}" if path.suffix else "and a dataset of a hub is saved as such a file first"
         raise ConfigError(f"{path}: rows are in .jsonl (one object a line) or .json (a list), {given}")
@@ -74,11 +82,7 @@ def read_tasks(path: Path) -> list[Task]:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}; type --data PATH-OF-ROWS") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error}") from error
-    rows = _rows_of_lines(path, text) if path.suffix == ".jsonl" else _rows_of_list(path, text)
-    tasks = [_task_of(where, row) for where, row in rows]
-    if not tasks:
-        raise ConfigError(f'{path} holds no rows; a row is {{"prompt": "...", "answer": ...}}')
-    return tasks
+    yield from _rows_of_lines(path, text) if path.suffix == ".jsonl" else _rows_of_list(path, text)
 
 
 def _rows_of_lines(path: Path, text: str) -> Iterator[tuple[str, Any]]:
