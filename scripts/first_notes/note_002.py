@@ -131,7 +131,7 @@ def config() -> object:
     from rollouts.training import Config, DataConfig, DeploymentConfig, ModelConfig, TrainingConfig
 
     return Config(
-        mode="sft",
+        output={"mode": "sft"},
         model=ModelConfig(model_id="tiny", dtype="float32", device="cpu"),
         data=DataConfig(dataset_id=rows.conversations_file(), split="train", num_samples=2),
         training=TrainingConfig(num_steps=1, batch_size=2, lr=1e-3),
@@ -155,7 +155,7 @@ def _() -> None:
     with rows.refused("num_steps"):
         TrainingConfig(num_steps=-1)
     with rows.refused("mode"):
-        Config(mode="slf")
+        Config(output={"mode": "slf"})
 
 
 def loads(name: str, mode: str) -> None:
@@ -195,9 +195,15 @@ def _() -> None:
     assert "steps = 3" in rows.command("run", str(path), "--dry-run").replace("  ", " ")
 
 
+@ROWS("GPUConfig.get_cuda_visible_devices")
+def _() -> None:
+    from rollouts.training import GPUConfig
+
+    assert GPUConfig(gpu_ranks=[0, 2], gpu_type="H100").get_cuda_visible_devices() == "0,2"
+
+
 ROWS.later(
     "starting a training on another machine",
-    "GPUConfig.get_cuda_visible_devices",
     "deploy_training(config, remote)",
     "  GPU availability check",
     "  environment bootstrap (venv, dependencies)",

@@ -142,7 +142,9 @@ def _() -> None:
 def _() -> None:
     from rollouts.training import load_sft_samples
 
-    found = load_sft_samples(rows.conversations_file())
+    file = rows.write_rows({"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}, {"input_ids": [5], "loss_mask": [1]})
+    assert [sample.tokens for sample in load_sft_samples(file)] == [[5, 6, 7], [5]]
+    found = load_sft_samples(rows.conversations_file(), rows.tokenizer())
     assert len(found) == 2 and 0 < sum(found[0].loss_mask) < len(found[0].tokens)
 
 
@@ -240,4 +242,6 @@ def _() -> None:
 def _() -> None:
     from rollouts.training import load_sft_samples
 
-    assert load_sft_samples(rows.conversations_file())
+    answered = rows.write_rows({"prompt": "2 + 2?", "response": "4"})
+    for file in (rows.conversations_file(), answered):
+        assert all(sum(sample.loss_mask) > 0 for sample in load_sft_samples(file, rows.tokenizer()))

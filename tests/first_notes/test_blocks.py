@@ -9,7 +9,6 @@ from note_blocks import block, execute, names_of_blocks
 
 LATER = {
     "002/deploy": "`deploy_training`: starting a training on another machine is not built yet",
-    "002/pattern_2": "`GPUConfig`: part of the same",
 }
 
 

@@ -41,7 +41,7 @@ def small_config(tmp_path) -> Config:
     rows = [{"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}] * 2
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return Config(
-        mode="sft",
+        output={"mode": "sft"},
         model=ModelConfig(model_id="tiny", device="cpu"),
         data=DataConfig(dataset_id=str(tmp_path / "rows.jsonl")),
         training=TrainingConfig(num_steps=1, batch_size=2, lr=1e-3),
@@ -66,12 +66,24 @@ def test_pattern_1_saves_what_ours_saves(tmp_path):
     assert isinstance(saved["model"], dict) and isinstance(own["model"], dict)
 
 
+def test_pattern_2_names_the_gpus():
+    from typing import List  # noqa: UP035 - as the note has it
+
+    from rollouts.training import GPUConfig
+
+    theirs = execute(block("002/pattern_2"), dataclass=dataclass, List=List)["GPUConfig"]
+    for kind in (theirs, GPUConfig):
+        config = kind(gpu_ranks=[0, 1, 3], gpu_type="H100")
+        assert config.get_cuda_visible_devices() == "0,1,3"
+        assert (config.python_version, config.cuda_version) == ("3.11", "12.4")
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (lambda: TrainingConfig(num_steps=-1, batch_size=1), "num_steps"),
         (lambda: TrainingConfig(num_steps=1, batch_size=0), "batch_size"),
-        (lambda: Config(mode="slf"), "mode"),
+        (lambda: Config(output={"mode": "slf"}), "mode"),
     ],
 )
 def test_a_wrong_value_is_refused_when_the_config_is_made(make, words):
@@ -114,7 +126,7 @@ def test_python_m_rollouts_file_trains(tmp_path, monkeypatch, capsys):
     small_config(tmp_path).save("config.json")
     Path("sft.py").write_text(
         "from rollouts.training import Config, DataConfig, ModelConfig, TrainingConfig\n"
-        "config = Config(mode='sft', model=ModelConfig(model_id='tiny', device='cpu'),\n"
+        "config = Config(output={'mode': 'sft'}, model=ModelConfig(model_id='tiny', device='cpu'),\n"
         "    data=DataConfig(dataset_id='rows.jsonl'), training=TrainingConfig(num_steps=1, batch_size=2, lr=1e-3))\n"
     )
     for file in ("config.json", "sft.py"):
