@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,11 +34,12 @@ from rollouts.loggers.base import plain_settings
 from rollouts.plugins.checks import run_check
 from rollouts.plugins.index import ComponentRef
 from rollouts.plugins.manager import PluginManager
-from rollouts.plugins.signature import check_signature
 from rollouts.runs.algorithms import Composed, compose
 from rollouts.runs.components import Chosen, bind_each, choose, completed
 from rollouts.runs.environments import Environment, held_out_tasks, plan_environments, task_identity
+from rollouts.runs.held_objects import give_rows, refuse_lost, refuse_ranks, unread_notes, with_data, with_rows
 from rollouts.runs.manifest import changed_code, code_files, is_older, naming_copies
+from rollouts.runs.session import model_words
 from rollouts.training.algorithms.algorithm import Algorithm, Stage, function_label, needs
 from rollouts.training.batches import AuxiliaryModels, TrainingBackend
 from rollouts.training.models import bundled, resolve_model_name
@@ -162,6 +163,11 @@ class Plan(NamedTuple):
         """The environment's name, or the aliases of several, for a title."""
         return " + ".join(env.alias or env.name for env in self.environments)
 
+    @property
+    def on_step(self) -> tuple[Callable[..., Any], ...]:
+        """The functions to call after each step."""
+        return self.resolved.source.objects.on_step
+
     def one(self, key: str) -> Chosen:
         """The component of a kind that has exactly one component."""
         (chosen,) = self.chosen[key]
@@ -207,16 +213,32 @@ class Plan(NamedTuple):
         return tasks
 
 
+def title(plan: Plan) -> str:
+    """The training run in one line, for the observer."""
+    settings = plan.settings
+    rollouts = f" × {settings.samples_per_prompt} rollouts" if settings.mode == "rl" else ""
+    lora = f", LoRA rank {settings.lora_rank}" if settings.lora_rank else ""
+    return (
+        f"{plan.env_name} · {plan.one('loss').name} · {settings.model}{lora} · {settings.steps} steps of "
+        f"{settings.prompts_per_step} prompts{rollouts} · lr {plan.lr:g} · seed {settings.seed}"
+        f"{model_words(settings.model)}"
+    )
+
+
 def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
     """Find, import and check every component. Only a conversation with a model needs no environment. Raises a UserError
     that says what to type.
     """
+    resolved = with_rows(resolved)
     settings, source = resolved.settings, resolved.source
     _check_settings(settings, needs_environment and not resolved.components["env"])
     is_evaluation, given = settings.mode == "eval", settings.model
-    manager = PluginManager()
-    resolved = _with_data(resolved, manager)
-    own = {key: each for key, each in resolved.components.items() if key in EVAL or not is_evaluation}
+    keys = [key for key in resolved.components if key in EVAL or not is_evaluation]
+    refuse_lost(resolved, keys)
+    manager = PluginManager(source.objects.components)
+    give_rows(manager, resolved)
+    resolved = with_data(resolved, manager)
+    own = {key: resolved.components[key] for key in keys}
     with naming_copies(Path(source.path).parent if source.path else None):
         chosen = choose(manager, own, source)
     (inference,) = chosen["inference"]
@@ -225,6 +247,7 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
         composed = Composed((), (), (), None, notes)
     else:
         _check_trainable(inference)
+        refuse_ranks(resolved, *chosen["training"])
         settings, notes = _models_of_runs(settings)
         composed = compose(manager, resolved._replace(settings=settings), chosen, _critic_lr(settings))
         settings = dataclasses.replace(settings, schedule=composed.schedule)
@@ -246,9 +269,9 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
         notes += _held_out_notes(manager, run, environments, resolved)
         notes += _unused_of_run(run, resolved, given)
         used = [each.ref for each in (*chosen["env"], *chosen["reward"]) if each.ref is not None]
-        notes += tuple(changed_code(Path(run.source.path).parent, code_files(used)))
+        notes += tuple(changed_code(Path(run.source.path).parent, code_files(used, source)))
     rewards = _reward_terms(components["reward"], chosen["reward"])
-    notes += _dropped_rewards(environments, rewards)
+    notes += (*_dropped_rewards(environments, rewards), *unread_notes(resolved))
     judges = needs_environment and (settings.mode == "rl" or settings.eval_tasks > 0)
     for env in environments:
         made = env.make_checked()
@@ -410,27 +433,6 @@ def _check_settings(settings: Settings, lacks_environment: bool) -> None:
             )
 
 
-def _with_data(resolved: Resolved, manager: PluginManager) -> Resolved:
-    """The configuration with `--data FILE` as the setting `data` of each environment that has this setting. Raises
-    ConfigError.
-    """
-    data = resolved.settings.data
-    if not data:
-        return resolved
-    given = []
-    for env in resolved.components["env"]:
-        label = f"environment {env.name}"
-        known = check_signature(manager.load(manager.find("environments", env.name)), "environments", label).settings
-        takes = any(setting.name == "data" for setting in known)
-        given.append(env._replace(settings={"data": data} | env.settings) if takes else env)
-    if given == resolved.components["env"]:
-        names = " and ".join(env.name for env in given)
-        raise ConfigError(
-            f"--data {data}: the environment {names} has no setting `data`; `--env prompts` reads files of rows"
-        )
-    return resolved._replace(components=resolved.components | {"env": given})
-
-
 def _evaluated(settings: Settings, inference: Chosen) -> tuple[Settings, tuple[str, ...]]:
     """The settings of an evaluation, with the checkpoint's path as the model, and notes about what will be evaluated.
     Raises ConfigError.
@@ -519,7 +521,8 @@ def _held_out_notes(
     ]
     components = resolved.components["env"]
     try:
-        run = _with_data(run, manager)
+        give_rows(manager, resolved, with_rows(run))
+        run = with_data(run, manager)
         theirs_given = run.components["env"]
         if components_without_secrets(components) == components_without_secrets(theirs_given):
             theirs_given = list(components)  # the same components, with the secrets that the run's file does not have
