@@ -22,7 +22,7 @@ import trio
 from rollouts.agent.model import ChatModel, EpisodeLimits, EpisodeOver, plain_state
 from rollouts.author_code import authors_code, message_of, place_of_function, shown, with_place
 from rollouts.env import calls
-from rollouts.env.authoring import JudgeMethod, environment_name, metrics_of, rewards_of, tools_of
+from rollouts.env.authoring import JudgeMethod, ToolMethod, environment_name, metrics_of, rewards_of, tools_of
 from rollouts.env.checks import requests_of
 from rollouts.env.mixing import InvalidPolicy, RewardTerm, Verdict, mix, read_verdict, with_reason
 from rollouts.env.processes import ProcessError
@@ -58,8 +58,9 @@ async def run_episode(
     order: tuple[int, int],
     seed: int,
     on_invalid_reward: InvalidPolicy = "drop",
+    tools: Sequence[ToolMethod] = (),
 ) -> Episode:
-    """Run one episode in a new environment, and judge it.
+    """Run one episode in a new environment, and judge it. `tools` are added to those of the environment.
 
     `chat` is None for an engine that takes messages (`CanChat`). The caller has opened `session`; this function closes
     it after the model's last reply. The environment's `close` always runs, also on cancellation, for at most
@@ -77,7 +78,7 @@ async def run_episode(
         inference if isinstance(inference, SuspendableEngine) else SuspendableEngine(inference, None, order, session)
     )
     engine.clock.begin()
-    episode_run = EpisodeRun(engine, task, make_env, chat, limits, seed)
+    episode_run = EpisodeRun(engine, task, make_env, chat, limits, seed, tools)
     engine.snapshot = episode_run.snapshot
     score, counts = Score(None), dict[str, float]()
     try:
@@ -115,6 +116,7 @@ class EpisodeRun:
     chat: ChatFormat | None
     limits: EpisodeLimits
     seed: int
+    tools: Sequence[ToolMethod] = ()
     stage: str = BUILDING
     may_retry: bool = False
     env: Any = None
@@ -128,6 +130,11 @@ class EpisodeRun:
         """Whether another process can continue the episode. An environment with its own `rollout` cannot be resumed."""
         env = self.env
         return hasattr(env, "state") and hasattr(env, "restore") and not hasattr(env, "rollout")
+
+    @property
+    def all_tools(self) -> list[ToolMethod]:
+        """The tools of the environment, and those that the run adds."""
+        return [*tools_of(self.env), *self.tools]
 
     async def run(self) -> tuple[Status, str | None]:
         """Run under the episode's deadline. A failure becomes a status with a reason."""
@@ -172,8 +179,8 @@ class EpisodeRun:
         return self.model
 
     def new_model(self) -> ChatModel:
-        """A new model with the environment's tools."""
-        tools = {tool.name: tool for tool in tools_of(self.env)}
+        """A new model with all tools."""
+        tools = {tool.name: tool for tool in self.all_tools}
         schemas = [tool_schema(tool.function, tool.name) for tool in tools.values()]
         return ChatModel(self.engine, self.task, self.chat, self.limits, self.seed, tools, schemas)
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from rollouts.author_code import shown
+from rollouts.author_code import shown, unwrapped
 from rollouts.env import calls
 from rollouts.env.authoring import ToolMethod
 from rollouts.env.processes import ProcessError, call_isolated
@@ -45,8 +45,9 @@ async def run_tool(
     try:
         if tool.isolate is not None:
             return await call_isolated(
-                tool.function,
-                tool_call.arguments,  # as JSON; the tool's process converts them again
+                unwrapped(tool.function),
+                # As JSON; the tool's process converts them again. A tool that the run adds has its settings too.
+                {**tool_call.arguments, **getattr(tool.function, "keywords", {})},
                 label=tool.name,
                 timeout_seconds=seconds,
                 characters_max=characters_max,

@@ -79,8 +79,6 @@ class NamedGroup(click.Group):
             hint = "did you mean: " + ", ".join(f"{path} {each}" for each in near) + "?\n" if near else ""
             if words := command_hint(name):
                 hint = words + "\n"
-            if name.endswith((".toml", ".json", ".py")):
-                hint = f"to run a settings file, type: rollouts run {name}\n"
             raise UserError(f"`{path}` has no command {name!r}\n{hint}commands: {', '.join(known)}")
         return super().resolve_command(ctx, args)
 
@@ -115,8 +113,10 @@ class RolloutsGroup(NamedGroup):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Raise an error for dotted flags of a command without settings; else resolve."""
+        """Resolve a settings file as `run FILE`. Raise an error for dotted flags of a command without settings."""
         name = args[0]
+        if name.endswith((".toml", ".json", ".py")) and self.get_command(ctx, name) is None:
+            args, name = ["run", *args], "run"
         if ctx.obj and name in COMMANDS and name not in TAKES_SETTINGS:
             raise UserError(f"`rollouts {name}` takes no settings, and dotted flags are settings: {', '.join(ctx.obj)}")
         return super().resolve_command(ctx, args)

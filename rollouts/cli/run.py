@@ -74,7 +74,8 @@ run = SettingsCommand(
     callback=_run,
     own=[_SEEDS, _DRY_RUN],
     help="Train a model by reinforcement in an environment.\n\n"
-    "FILE contains settings (.toml, .json or .py). Every setting is also a flag.\n\n"
+    "FILE contains settings (.toml, .json or .py). Every setting is also a flag. `rollouts FILE` is the same as "
+    "`rollouts run FILE`.\n\n"
     "\b\nExamples:\n  rollouts run --env calculator --loss grpo\n"
     "  rollouts run configs/calculator_tiny.toml --steps 20 --env.digits 1",
 )

@@ -32,6 +32,7 @@ _HEADER = """\
 
 _MULTIPLE_NOTE = {
     "env": "Environments, mixed by weight. Each has a table [[env]] with its name, alias, weight and settings.",
+    "tool": "Added tools. Each has a table [tool.ALIAS] with its name and settings.",
     "reward": "Rewards, mixed by weight. Each has a table [reward.ALIAS] with its name, weight and settings.",
     "shaping": "Shapings of rewards, in their order. Each has a table [shaping.ALIAS] with its name and settings.",
     "filter": "Filters of groups. Each has a table [filter.ALIAS] with its name and settings.",

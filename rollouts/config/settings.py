@@ -21,6 +21,7 @@ from rollouts.config.hints import argument_docs
 
 COMPONENT_KINDS = {
     "env": "environments",
+    "tool": "tools",
     "reward": "rewards",
     "mix": "mixers",
     "shaping": "shapings",
@@ -39,7 +40,7 @@ COMPONENT_KINDS = {
 }
 """The settings that name components, with the kind of component."""
 
-MULTIPLE = ("reward", "shaping", "filter", "logger")
+MULTIPLE = ("tool", "reward", "shaping", "filter", "logger")
 """The settings that may name several components, each with an alias."""
 
 SINGLE = tuple(key for key in COMPONENT_KINDS if key not in MULTIPLE)
@@ -73,7 +74,7 @@ SFT = tuple(
 
 EVAL = tuple(
     """
-    mode env reward data system template model trust_remote_code inference samples_per_prompt max_tokens max_turns
+    mode env tool reward data system template model trust_remote_code inference samples_per_prompt max_tokens max_turns
     temperature on_invalid_reward concurrency episode_seconds setup_seconds tasks_seconds turn_seconds tool_seconds
     reward_seconds cleanup_seconds retries max_failures pass_env seed eval_tasks logger out
     """.split()
@@ -175,6 +176,8 @@ class Settings:
         sft: Mode sft+rl: settings of the supervised phase that differ from the run's: --sft.steps 50.
         env: The environment: a name, dist/name or ./file.py:Name. To mix several, repeat the flag, as
             [alias=]name[:weight]. Default: none.
+        tool: A tool for the model besides those of the environment, as [alias=]name. The model sees the alias. Repeat
+            the flag for more. Default: none.
         reward: A reward, as [alias=]name[:weight]. `env` means the rewards in the environment's class. To mix several,
             repeat the flag. Flags replace the file's list.
         data: A file of rows (.jsonl or .json) for the environment `prompts`. Default: none.
@@ -264,6 +267,7 @@ class Settings:
     mode: Literal["rl", "sft", "sft+rl", "eval"] = "rl"
     sft: dict[str, Any] = field(default_factory=dict)
     env: str | tuple[str, ...] = ""
+    tool: tuple[str, ...] = ()
     reward: tuple[str, ...] = ("env:1",)
     data: str = ""
     system: str = ""

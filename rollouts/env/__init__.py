@@ -1,6 +1,7 @@
 """What an environment author writes with: `@tool`, `@reward`, `@metric`.
 
 authoring      the marks `@tool`, `@reward`, `@metric`, and how they are collected from a class
+added_tools    a function as a tool that a run adds to those of its environments
 schema         a tool's JSON schema, and the conversion of the model's arguments
 checks         finds an environment that cannot work, before a model loads
 advice         warns about an environment that works, but probably not as intended

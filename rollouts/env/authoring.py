@@ -32,6 +32,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 Isolation = Literal["process"]
 
+TIMEOUT_SECONDS = 30.0  # the deadline of a tool that sets none
+
 TOOL_MARK = "__rollouts_tool__"
 REWARD_MARK = "__rollouts_reward__"
 METRIC_MARK = "__rollouts_metric__"
@@ -39,8 +41,8 @@ WORDS = {TOOL_MARK: "tool", REWARD_MARK: "reward", METRIC_MARK: "metric"}
 
 
 class ToolMethod(NamedTuple):
-    """A tool of an environment. `function` is bound if the environment is an object and the tool does not run in
-    another process (`isolate`).
+    """A tool of an environment, or one that a run adds to it. `function` is bound if the environment is an object and
+    the tool does not run in another process (`isolate`).
     """
 
     name: str
@@ -68,7 +70,11 @@ def tool(
 
 
 def tool(
-    fn: F | None = None, *, timeout_seconds: float = 30.0, name: str | None = None, isolate: Isolation | None = None
+    fn: F | None = None,
+    *,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    name: str | None = None,
+    isolate: Isolation | None = None,
 ) -> F | Callable[[F], F]:
     """Offer a method to the model as a tool. The schema comes from its type hints and docstring. `name` is the name
     that the model sees (None: the method's).

@@ -14,7 +14,7 @@ from typing import Any
 
 from rollouts.author_code import shown, with_place
 from rollouts.config.settings import REQUIRED
-from rollouts.env.authoring import WORDS, environment_name, marked_in, metrics_of, rewards_of, tools_of
+from rollouts.env.authoring import WORDS, ToolMethod, environment_name, marked_in, metrics_of, rewards_of, tools_of
 from rollouts.env.calls import UNDER_TRIO, async_library_of
 from rollouts.env.mixing import RewardTerm
 from rollouts.env.schema import tool_schema
@@ -69,8 +69,7 @@ def check_environment(env: Any, rewards: Sequence[RewardTerm] | None = None) -> 
         )
     _check_selves(env, label)
     for tool in tools_of(env):
-        with _at(tool.function):
-            tool_schema(tool.function, tool.name)
+        check_tool(tool)
     own = rewards_of(env)
     for kind, methods in (("rewards", own), ("metrics", metrics_of(env))):
         for method in methods:
@@ -85,6 +84,12 @@ def check_environment(env: Any, rewards: Sequence[RewardTerm] | None = None) -> 
         "type --reward pkg/name or --reward ./file.py:function (rollouts plugins list shows what is installed), "
         "or give the class a method with @reward if it is yours"
     )
+
+
+def check_tool(tool: ToolMethod) -> None:
+    """Raise EnvironmentDefinitionError, with the line of the function, if the tool has no schema."""
+    with _at(tool.function):
+        tool_schema(tool.function, tool.name)
 
 
 def check_text(messages: Sequence[Message], whose: str) -> None:

@@ -27,10 +27,10 @@ from rollouts.errors import ConfigError, RolloutsError, SignatureError, in_lines
 from rollouts.plugins.index import a_kind
 from rollouts.plugins.vocabulary import VOCABULARY, mixing_fault, quoted
 
-SIGNED_KINDS = frozenset(VOCABULARY) | {"environments"}
+SIGNED_KINDS = frozenset(VOCABULARY) | {"environments", "tools"}
 """The kinds for which `check_signature` has rules. For other kinds it refuses only an unreadable signature."""
 
-_CLASS_KINDS = frozenset({"environments", "inference", "training", "loggers", "datasets", "tools", "commands"})
+_CLASS_KINDS = frozenset({"environments", "inference", "training", "loggers", "datasets", "commands"})
 _CALLED_DIRECTLY = frozenset(VOCABULARY) - _CLASS_KINDS - {"rewards", "metrics"}  # the trainer never awaits
 _NOTHING: Mapping[str, Any] = {}
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -1,7 +1,7 @@
 """Primitives: reinforcement learning of language models as plain functions on plain models.
 
 types                    the NamedTuples that the functions take and return
-generation               load a model, sample replies, run tools
+generation tools servers load a model and sample replies; read and run tool calls; replies from vLLM and SGLang
 rewards  kl              rewards of a rollout; the KL to a reference model
 rollouts  algorithms     rollouts with rewards and KL; advantages and losses
 training                 steps, iterations, whole trainings
@@ -18,6 +18,42 @@ from typing import TYPE_CHECKING
 from rollouts.lazy import lazy_face
 
 if TYPE_CHECKING:
+    from rollouts.primitives.generation import apply_chat_template as apply_chat_template
+    from rollouts.primitives.generation import batch_generate as batch_generate
+    from rollouts.primitives.generation import compute_logprobs as compute_logprobs
+    from rollouts.primitives.generation import encode_prompt as encode_prompt
+    from rollouts.primitives.generation import generate as generate
+    from rollouts.primitives.generation import generate_conversation_turn as generate_conversation_turn
+    from rollouts.primitives.generation import generate_with_logprobs as generate_with_logprobs
+    from rollouts.primitives.generation import load_model as load_model
+    from rollouts.primitives.generation import load_tokenizer as load_tokenizer
+    from rollouts.primitives.kl import compute_batch_kl as compute_batch_kl
+    from rollouts.primitives.kl import compute_forward_kl as compute_forward_kl
+    from rollouts.primitives.kl import compute_per_token_kl as compute_per_token_kl
+    from rollouts.primitives.kl import compute_reverse_kl as compute_reverse_kl
+    from rollouts.primitives.kl import create_adaptive_kl as create_adaptive_kl
+    from rollouts.primitives.kl import create_ema_updater as create_ema_updater
+    from rollouts.primitives.kl import create_periodic_updater as create_periodic_updater
+    from rollouts.primitives.kl import create_reference_model as create_reference_model
+    from rollouts.primitives.kl import create_truncated_kl as create_truncated_kl
+    from rollouts.primitives.kl import get_reference_logprobs as get_reference_logprobs
+    from rollouts.primitives.kl import update_reference_model as update_reference_model
+    from rollouts.primitives.rewards import aggregate_vector_rewards as aggregate_vector_rewards
+    from rollouts.primitives.rewards import apply_reward_shaping as apply_reward_shaping
+    from rollouts.primitives.rewards import compute_batch_rewards as compute_batch_rewards
+    from rollouts.primitives.rewards import compute_reward_model_score as compute_reward_model_score
+    from rollouts.primitives.rewards import compute_scalar_reward as compute_scalar_reward
+    from rollouts.primitives.rewards import compute_vector_reward as compute_vector_reward
+    from rollouts.primitives.rewards import load_reward_model as load_reward_model
+    from rollouts.primitives.rewards import normalize_rewards as normalize_rewards
+    from rollouts.primitives.servers import sglang_generator as sglang_generator
+    from rollouts.primitives.servers import vllm_generator as vllm_generator
+    from rollouts.primitives.tools import execute_functions as execute_functions
+    from rollouts.primitives.tools import execute_tools as execute_tools
+    from rollouts.primitives.tools import extract_tool_calls as extract_tool_calls
+    from rollouts.primitives.tools import parse_functions as parse_functions
+    from rollouts.primitives.tools import parse_tools as parse_tools
+    from rollouts.primitives.tools import parse_xml_tools as parse_xml_tools
     from rollouts.primitives.types import Batch as Batch
     from rollouts.primitives.types import Conversation as Conversation
     from rollouts.primitives.types import Generation as Generation
@@ -26,6 +62,25 @@ if TYPE_CHECKING:
     from rollouts.primitives.types import Rollout as Rollout
     from rollouts.primitives.types import TrainingState as TrainingState
     from rollouts.primitives.types import TrainingStats as TrainingStats
+    from rollouts.primitives.types import Turn as Turn
+    from rollouts.primitives.utilities import as_component as as_component
+    from rollouts.primitives.utilities import create_clipped_reward as create_clipped_reward
+    from rollouts.primitives.utilities import create_exact_match_reward as create_exact_match_reward
+    from rollouts.primitives.utilities import create_fixed_logits_model as create_fixed_logits_model
+    from rollouts.primitives.utilities import create_prompt_loader as create_prompt_loader
+    from rollouts.primitives.utilities import create_regex_reward as create_regex_reward
+    from rollouts.primitives.utilities import create_scripted_generator as create_scripted_generator
+    from rollouts.primitives.utilities import create_weighted_reward as create_weighted_reward
+    from rollouts.primitives.utilities import format_prompts as format_prompts
+    from rollouts.primitives.utilities import format_rollout as format_rollout
+    from rollouts.primitives.utilities import length_reward as length_reward
+    from rollouts.primitives.utilities import load_prompts as load_prompts
+    from rollouts.primitives.utilities import load_rollouts as load_rollouts
+    from rollouts.primitives.utilities import rollout_of as rollout_of
+    from rollouts.primitives.utilities import sample_prompts as sample_prompts
+    from rollouts.primitives.utilities import save_rollouts as save_rollouts
+    from rollouts.primitives.utilities import split_prompts as split_prompts
+    from rollouts.primitives.utilities import weighted_sum as weighted_sum
     from rollouts.types import Message as Message
     from rollouts.types import ToolCall as ToolCall
 

@@ -71,6 +71,14 @@ class Generation(NamedTuple):
     prompt_tokens: Sequence[int] = ()
 
 
+class Turn(NamedTuple):
+    """One reply of the model in a conversation: the conversation that ends with it, the reply, and its tool calls."""
+
+    conversation: Conversation
+    generation: Generation
+    tool_calls: Sequence[ToolCall] = ()
+
+
 class Rollout(NamedTuple):
     """A prompt, the model's reply, and what is known about it.
 
@@ -88,7 +96,7 @@ class Rollout(NamedTuple):
 
     prompt: str | Sequence[Message]
     generation: Generation
-    rewards: float | Sequence[float] | None = None
+    rewards: float | Sequence[float | None] | None = None
     kl_divergence: float | None = None
     ref_logprobs: Sequence[float] | None = None
     conversation: Conversation | None = None

@@ -2,6 +2,7 @@
 
 plan.py          every component found, imported, checked and given its settings; no model is loaded
 components.py    one component: found, and given its settings
+earlier_run.py   the run that wrote the model: which tasks it held out, which of its settings are not used
 environments.py  the chosen environments: tasks, demonstrations, shares
 algorithms.py    the algorithm of each stage, composed of components, with every check
 dry_run.py       describes a plan and estimates its memory: the output of `--dry-run`

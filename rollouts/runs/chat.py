@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from rollouts.agent.conversation import Conversation
 from rollouts.agent.episode import EpisodeRun
-from rollouts.env.authoring import tools_of
 from rollouts.errors import ConfigError
 from rollouts.inference.base import InferenceBackend
 from rollouts.inference.suspend import SuspendableEngine
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 SETTINGS = tuple(
     """
-    mode env reward data system template inference max_tokens max_turns temperature turn_seconds tool_seconds
+    mode env tool reward data system template inference max_tokens max_turns temperature turn_seconds tool_seconds
     reward_seconds setup_seconds tasks_seconds cleanup_seconds trust_remote_code pass_env seed eval_tasks
     """.split()
 )
@@ -47,7 +46,7 @@ class Chat:
     @property
     def tools(self) -> list[str]:
         """The names of the tools that the model has."""
-        return [tool.name for tool in tools_of(self.conversation.run.env)]
+        return [tool.name for tool in self.conversation.run.all_tools]
 
     @property
     def title(self) -> str:
@@ -116,7 +115,7 @@ async def _conversation(
     async with backend:
         engine = SuspendableEngine(backend, None, (0, 0), backend.open_session((0, 0)))
         engine.clock.begin()
-        run = EpisodeRun(engine, task or Task(""), make_env, chat, limits, settings.seed)
+        run = EpisodeRun(engine, task or Task(""), make_env, chat, limits, settings.seed, plan.tools)
         system = [Message("system", settings.system)] if settings.system and task is None else []
         conversation = Conversation(run, show, system)
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rollouts.author_code import place_of, place_of_parameter, unwrapped, with_place
@@ -17,7 +17,11 @@ from rollouts.config.convert import complete_settings, convert_settings, default
 from rollouts.config.files import Source, where
 from rollouts.config.flags import flag_name
 from rollouts.config.merging import Component
+from rollouts.config.resolving import Resolved
 from rollouts.config.settings import AUTO, COMPONENT_KINDS, MULTIPLE, OWN, OWN_KEYS, Setting
+from rollouts.env.added_tools import added_tool
+from rollouts.env.authoring import ToolMethod, tools_of
+from rollouts.env.checks import check_tool
 from rollouts.errors import (
     BrokenPluginError,
     ConfigError,
@@ -79,6 +83,29 @@ def choose(
             for each in components[key]
         ]
     return {key: chosen[key] for key in components}
+
+
+def added_tools(chosen: Sequence[Chosen]) -> tuple[ToolMethod, ...]:
+    """The tools that a run adds to those of its environments. Raises EnvironmentDefinitionError for one without a
+    schema.
+    """
+    tools = tuple(added_tool(each.alias, each.component, each.settings) for each in chosen)
+    for tool in tools:
+        check_tool(tool)
+    return tools
+
+
+def check_tool_names(chosen: Sequence[Chosen], env: Any, name: str) -> None:
+    """Raise ConfigError if the environment object, whose component is `name`, has a tool with the name of an added
+    one.
+    """
+    own = {tool.name for tool in tools_of(env)}
+    for each in chosen:
+        if each.alias in own:
+            raise ConfigError(
+                f"--tool {each.name}: the environment {name} has a tool named {each.alias!r} too\n"
+                f"give the added one another name: --tool other_{each.alias}={each.name}"
+            )
 
 
 def make_component(word: str, chosen: Chosen, available: Mapping[str, Any]) -> Any:
@@ -266,3 +293,24 @@ def _own_functions(algorithm: Algorithm, key: str) -> tuple[Any, ...]:
         return algorithm.shaping if key == "shaping" else algorithm.filters
     part = getattr(algorithm, key)
     return () if part is None else (part.function if isinstance(part, KL) else part,)
+
+
+def with_data(resolved: Resolved, manager: PluginManager) -> Resolved:
+    """The configuration with `--data FILE` as the setting `data` of each environment that has this setting. Raises
+    ConfigError.
+    """
+    data = resolved.settings.data
+    if not data:
+        return resolved
+    given = []
+    for env in resolved.components["env"]:
+        label = f"environment {env.name}"
+        known = check_signature(manager.load(manager.find("environments", env.name)), "environments", label).settings
+        takes = any(setting.name == "data" for setting in known)
+        given.append(env._replace(settings={"data": data} | env.settings) if takes else env)
+    if given == resolved.components["env"]:
+        names = " and ".join(env.name for env in given)
+        raise ConfigError(
+            f"--data {data}: the environment {names} has no setting `data`; `--env prompts` reads files of rows"
+        )
+    return resolved._replace(components=resolved.components | {"env": given})

@@ -11,7 +11,6 @@ from rollouts.author_code import unwrapped
 from rollouts.config.render import to_toml
 from rollouts.config.resolving import Resolved
 from rollouts.config.settings import OWN, without_secrets
-from rollouts.env.authoring import tools_of
 from rollouts.errors import ModelError, RolloutsError, first_line, said_of
 from rollouts.plugins.signature import read_signature
 from rollouts.runs.components import Chosen
@@ -68,7 +67,7 @@ def describe(plan: Plan) -> str:
     samples = plan.settings.samples_per_prompt
     found = rehearse(plan, held_out)
     times = "once" if samples == 1 else f"{samples} times"
-    tools = [(env, [tool.name for tool in tools_of(env.make())]) for env in plan.environments]
+    tools = [(env, [tool.name for tool in env.all_tools()]) for env in plan.environments]
     takes = "messages: no tokenizer, no chat template" if plan.is_chat else "token ids"
     lines = [
         to_toml(plan.resolved.without_secrets()).rstrip(),

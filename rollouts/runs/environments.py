@@ -27,7 +27,9 @@ from rollouts.config.files import Source
 from rollouts.config.merging import Component
 from rollouts.config.settings import Settings
 from rollouts.env.author_thread import AuthorThread
+from rollouts.env.authoring import ToolMethod, tools_of
 from rollouts.env.checks import check_text
+from rollouts.env.schema import tool_schema
 from rollouts.errors import EnvironmentDefinitionError, RolloutsError, said_of, words_of
 from rollouts.plugins.loading import install_hint
 from rollouts.plugins.manager import PluginManager
@@ -44,7 +46,7 @@ class Environment(NamedTuple):
     """One environment of a run. `share` is its mean share over the run's steps; `curriculum` is the component of its
     weight, if the weight is a curriculum. `text_only`: the model reads no images, so a task with an image is an error.
     `trains`: the tasks are or were also used for training, so not all of them are held out; runs of earlier versions
-    held them out.
+    held them out. `tools` are those that the run adds to the environment's own.
     """
 
     chosen: Chosen
@@ -56,6 +58,7 @@ class Environment(NamedTuple):
     tasks_seconds: float = math.inf
     text_only: bool = True
     trains: bool = True
+    tools: tuple[ToolMethod, ...] = ()
 
     @property
     def alias(self) -> str:
@@ -75,6 +78,14 @@ class Environment(NamedTuple):
         """Like `make`, but an exception of the constructor becomes an EnvironmentDefinitionError."""
         with self._authors_code(f"building the environment {self.name}"):
             return self.make()
+
+    def all_tools(self) -> list[ToolMethod]:
+        """The tools of the environment, and those that the run adds."""
+        return [*tools_of(self.make_checked()), *self.tools]
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """The schemas of all tools."""
+        return [tool_schema(tool.function, tool.name) for tool in self.all_tools()]
 
     def held_out(self, count: int) -> list[Task]:
         """The first `count` different tasks of the split "eval"; fewer if there are not enough. If tasks are finite and

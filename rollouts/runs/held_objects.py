@@ -108,33 +108,20 @@ def with_rows(resolved: Resolved) -> Resolved:
     return resolved._replace(source=source.with_objects(source.objects._replace(rows=rows)))
 
 
+def manager_for(resolved: Resolved, keys: Iterable[str]) -> PluginManager:
+    """A manager that knows the objects of the run. Raises ConfigError if a component of these keys is lost."""
+    refuse_lost(resolved, keys)
+    manager = PluginManager(resolved.source.objects.components)
+    give_rows(manager, resolved)
+    return manager
+
+
 def give_rows(manager: PluginManager, *runs: Resolved) -> None:
     """Let the environment `prompts` read the rows of these runs, which `with_rows` has found."""
     rows = {data: content for resolved in runs for data, content in resolved.source.objects.rows.items()}
     if rows:
         ref = manager.find("environments", "prompts")
         manager.replace(ref, given_prompts(rows))
-
-
-def with_data(resolved: Resolved, manager: PluginManager) -> Resolved:
-    """The configuration with `--data FILE` as the setting `data` of each environment that has this setting. Raises
-    ConfigError.
-    """
-    data = resolved.settings.data
-    if not data:
-        return resolved
-    given = []
-    for env in resolved.components["env"]:
-        label = f"environment {env.name}"
-        known = check_signature(manager.load(manager.find("environments", env.name)), "environments", label).settings
-        takes = any(setting.name == "data" for setting in known)
-        given.append(env._replace(settings={"data": data} | env.settings) if takes else env)
-    if given == resolved.components["env"]:
-        names = " and ".join(env.name for env in given)
-        raise ConfigError(
-            f"--data {data}: the environment {names} has no setting `data`; `--env prompts` reads files of rows"
-        )
-    return resolved._replace(components=resolved.components | {"env": given})
 
 
 # --- ranks ----------------------------------------------------------------------------------------------------------

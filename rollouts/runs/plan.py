@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,27 +16,27 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rollouts.config.convert import plain, toml_value
-from rollouts.config.files import load_file
-from rollouts.config.merging import Component, component_names, component_tables
+from rollouts.config.convert import plain
+from rollouts.config.merging import Component, component_tables
 from rollouts.config.render import to_toml
-from rollouts.config.resolving import HOLDING_OUT, Resolved, resolve, run_settings_file
-from rollouts.config.secrets import components_without_secrets, leaves_out, tree_without_secrets
+from rollouts.config.resolving import Resolved
+from rollouts.config.secrets import tree_without_secrets
 from rollouts.config.settings import EVAL, OWN, Settings, without_secrets
 from rollouts.env.advice import warn_about
-from rollouts.env.authoring import rewards_of
+from rollouts.env.authoring import ToolMethod, rewards_of
 from rollouts.env.checks import check_environment, reward_term
 from rollouts.env.mixing import RewardTerm, env_term
-from rollouts.errors import ConfigError, EnvironmentDefinitionError, UserError, said_of
+from rollouts.errors import ConfigError, EnvironmentDefinitionError, said_of
 from rollouts.inference.chatting import is_evaluation_only
 from rollouts.loggers.base import plain_settings
 from rollouts.plugins.checks import run_check
 from rollouts.plugins.index import ComponentRef
 from rollouts.plugins.manager import PluginManager
 from rollouts.runs.algorithms import Composed, compose
-from rollouts.runs.components import Chosen, bind_each, choose, completed
-from rollouts.runs.environments import Environment, held_out_tasks, plan_environments, task_identity
-from rollouts.runs.held_objects import give_rows, refuse_lost, refuse_ranks, unread_notes, with_data, with_rows
+from rollouts.runs.components import Chosen, added_tools, bind_each, check_tool_names, choose, completed, with_data
+from rollouts.runs.earlier_run import overlap_notes, run_of, trained_before, unused_of_run
+from rollouts.runs.environments import Environment, held_out_tasks, plan_environments
+from rollouts.runs.held_objects import manager_for, refuse_ranks, unread_notes, with_rows
 from rollouts.runs.manifest import changed_code, code_files, is_older, naming_copies
 from rollouts.runs.session import model_words
 from rollouts.training.algorithms.algorithm import Algorithm, Stage, function_label, needs
@@ -110,6 +109,11 @@ class Plan(NamedTuple):
         engine.
         """
         return is_evaluation_only(self.one("inference").component)
+
+    @property
+    def tools(self) -> tuple[ToolMethod, ...]:
+        """The tools that the run adds to those of its environments."""
+        return added_tools(self.chosen["tool"])
 
     @property
     def references(self) -> list[ComponentRef]:
@@ -234,9 +238,7 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
     _check_settings(settings, needs_environment and not resolved.components["env"])
     is_evaluation, given = settings.mode == "eval", settings.model
     keys = [key for key in resolved.components if key in EVAL or not is_evaluation]
-    refuse_lost(resolved, keys)
-    manager = PluginManager(source.objects.components)
-    give_rows(manager, resolved)
+    manager = manager_for(resolved, keys)
     resolved = with_data(resolved, manager)
     own = {key: resolved.components[key] for key in keys}
     with naming_copies(Path(source.path).parent if source.path else None):
@@ -246,39 +248,36 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
         settings, notes = _evaluated(settings, inference)
         composed = Composed((), (), (), None, notes)
     else:
-        _check_trainable(inference)
-        refuse_ranks(resolved, *chosen["training"])
+        _check_trainable(inference, *chosen["training"], resolved)
         settings, notes = _models_of_runs(settings)
         composed = compose(manager, resolved._replace(settings=settings), chosen, _critic_lr(settings))
         settings = dataclasses.replace(settings, schedule=composed.schedule)
     components = {**resolved.components, **completed(own, chosen)}
-    run = _run_of(resolved.settings.model) if is_evaluation else None
+    run = run_of(resolved.settings.model) if is_evaluation else None
     # Several environments share the held-out tasks by their mean weights over the steps of the run.
     shared = settings if run is None else dataclasses.replace(settings, steps=run.settings.steps, mode="rl")
     environments = plan_environments(manager, components["env"], chosen["env"], shared, source)
     keeps_all = bool(settings.out) and is_older(Path(settings.out))  # what it evaluates is never trained
+    tools = added_tools(chosen["tool"])
     environments = tuple(
-        env._replace(text_only=not is_evaluation_only(inference.component), trains=env.trains and not keeps_all)
+        env._replace(
+            text_only=not is_evaluation_only(inference.component), trains=env.trains and not keeps_all, tools=tools
+        )
         for env in environments
     )
     filters = _filters(chosen["filter"]) if settings.mode == "rl" else ()
     notes = composed.notes if is_evaluation else (*notes, *composed.notes, *_unused(resolved, filters))
     resolved = resolved._replace(settings=settings, components=components)
-    notes += () if is_evaluation else _trained_before(manager, environments, resolved)
+    notes += () if is_evaluation else trained_before(manager, environments, resolved)
     if run is not None:
-        notes += _held_out_notes(manager, run, environments, resolved)
-        notes += _unused_of_run(run, resolved, given)
+        notes += overlap_notes(manager, run, environments, resolved)
+        notes += unused_of_run(run, resolved, given)
         used = [each.ref for each in (*chosen["env"], *chosen["reward"]) if each.ref is not None]
         notes += tuple(changed_code(Path(run.source.path).parent, code_files(used, source)))
     rewards = _reward_terms(components["reward"], chosen["reward"])
     notes += (*_dropped_rewards(environments, rewards), *unread_notes(resolved))
     judges = needs_environment and (settings.mode == "rl" or settings.eval_tasks > 0)
-    for env in environments:
-        made = env.make_checked()
-        if settings.mode == "sft":
-            env.require_demonstrations(made)
-        check_environment(made, rewards if judges else None)
-        warn_about(made)
+    _check_environments(environments, chosen["tool"], rewards if judges else None, settings.mode)
     components["env"] = [
         each._replace(weight={"name": env.curriculum.name, **env.curriculum.settings}) if env.curriculum else each
         for each, env in zip(components["env"], environments, strict=True)
@@ -300,6 +299,21 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
         run_check(training.component, plan.training_arguments(), training.settings)
     run_check(inference.component, plan.inference_arguments(None, ""), inference.settings)
     return plan
+
+
+def _check_environments(
+    environments: Sequence[Environment], tools: Sequence[Chosen], rewards: Sequence[RewardTerm] | None, mode: str
+) -> None:
+    """Raise EnvironmentDefinitionError for the first mistake of an environment, and ConfigError if an added tool has
+    the name of one of its own. `rewards` None: nothing is judged.
+    """
+    for env in environments:
+        made = env.make_checked()
+        if mode == "sft":
+            env.require_demonstrations(made)
+        check_environment(made, rewards)
+        check_tool_names(tools, made, env.name)
+        warn_about(made)
 
 
 def _reward_terms(components: Sequence[Component], chosen: Sequence[Chosen]) -> tuple[RewardTerm, ...]:
@@ -356,8 +370,9 @@ def _models_of_runs(settings: Settings) -> tuple[Settings, tuple[str, ...]]:
     return dataclasses.replace(settings, **changes), notes
 
 
-def _check_trainable(inference: Chosen) -> None:
-    """Raise ConfigError if the engine is marked as only for evaluation."""
+def _check_trainable(inference: Chosen, training: Chosen, resolved: Resolved) -> None:
+    """Raise ConfigError if the engine is marked as only for evaluation, or if ranks would not find a component."""
+    refuse_ranks(resolved, training)
     if is_evaluation_only(inference.component):
         raise ConfigError(
             f"--inference {inference.name}: it takes messages and returns no token ids with logprobs, so a run "
@@ -491,99 +506,3 @@ def is_written_by_run(folder: Path) -> bool:
     from rollouts.training.weights.store import STATE
 
     return (folder / STATE).exists() or is_adapter(folder)
-
-
-def _run_of(model: str) -> Resolved | None:
-    """The settings of the run that wrote this model, without its secrets; None for any other model. Raises
-    ConfigError.
-    """
-    file = run_settings_file(model)
-    if file is None:
-        return None
-    tree, source = load_file(file)
-    return resolve(tree, source, allow_left_out=True)
-
-
-def _held_out_notes(
-    manager: PluginManager,
-    run: Resolved,
-    environments: Sequence[Environment],
-    resolved: Resolved,
-) -> tuple[str, ...]:
-    """Notes about tasks of the evaluation that the run may have trained on. Empty if the run held them all out, or did
-    not use these environments.
-    """
-    trained_in = {component.name for component in run.components["env"]}
-    own = [env for env in environments if env.name in trained_in]
-    here, there = ({name: getattr(each, name) for name in HOLDING_OUT} for each in (resolved.settings, run.settings))
-    differing = [
-        f"{name} is {here[name]} and was {there[name]} in the run" for name in HOLDING_OUT if here[name] != there[name]
-    ]
-    components = resolved.components["env"]
-    try:
-        give_rows(manager, resolved, with_rows(run))
-        run = with_data(run, manager)
-        theirs_given = run.components["env"]
-        if components_without_secrets(components) == components_without_secrets(theirs_given):
-            theirs_given = list(components)  # the same components, with the secrets that the run's file does not have
-        else:
-            differing.append("the environment or its settings are not those of the run")
-        if not own or not differing:
-            return ()
-        if leaves_out([each.settings for each in theirs_given]):
-            raise ConfigError(f"{run.source.path} leaves out a secret of the environment")
-        chosen = choose(manager, {"env": theirs_given}, run.source)["env"]
-        theirs = plan_environments(manager, theirs_given, chosen, run.settings, run.source)
-        held_out = {task_identity(task) for task in held_out_tasks(theirs, run.settings.eval_tasks)}
-        aliases = {env.alias for env in own}
-        asked = [task for task in held_out_tasks(environments, resolved.settings.eval_tasks) if task.env in aliases]
-    except UserError as error:
-        return (f"which of these tasks the run held out is not known: {error}",)
-    unseen = sum(task_identity(task) in held_out for task in asked)
-    words = f": it held out {unseen} of these {len(asked)} tasks, and may have trained on the others"
-    return ("; ".join(differing) + (words if unseen < len(asked) else ""),)
-
-
-def _trained_before(manager: PluginManager, environments: Sequence[Environment], resolved: Resolved) -> tuple[str, ...]:
-    """Notes about held-out tasks of a training run that begins with the model of another run. That run may have trained
-    on them.
-    """
-    model = resolved.settings.model
-    try:
-        run = _run_of(model)
-    except UserError as error:
-        return (f"--model {model}: the settings of its run cannot be read: {error}",)
-    notes = () if run is None else _held_out_notes(manager, run, environments, resolved)
-    return tuple(f"--model {model} comes from a run; {note}" for note in notes)
-
-
-def _unused_of_run(run: Resolved, resolved: Resolved, model: str) -> tuple[str, ...]:
-    """What decided the run's own numbers, and is not used in this evaluation of `model`, in words; nothing where the
-    run never saw these environments.
-    """
-    here, there = (dict.fromkeys(each.name for each in of.components["env"]) for of in (resolved, run))
-    if here.keys().isdisjoint(there):
-        return ()
-    ours, theirs = (component_names(of.components)["reward"] or ("env:1",) for of in (resolved, run))
-    unused = [f"--reward {name}" for name in theirs] if ours != theirs else []
-    for key in ("env", "reward"):
-        known = {
-            (each.alias, each.name): each.settings for each in components_without_secrets(resolved.components[key])
-        }
-        for component in components_without_secrets(run.components[key]):
-            settings = known.get((component.alias, component.name), component.settings)
-            place = ".".join(filter(None, (key, component.alias)))
-            unused += [
-                f"{place}.{name} = {toml_value(value)}"
-                for name, value in component.settings.items()
-                if settings.get(name) != value
-            ]
-    for name in ("system", "template", "max_tokens", "max_turns"):
-        value = getattr(run.settings, name)
-        unused += [f"{name} = {toml_value(value)}"] if getattr(resolved.settings, name) != value else []
-    if not unused:
-        return ()
-    folder = Path(run.source.path).parent
-    again = f"rollouts eval {shlex.quote(os.path.relpath(folder))}"
-    again += "" if Path(model).absolute() == folder else f" --model {shlex.quote(model)}"
-    return (f"the run used {', '.join(unused)}, which this evaluation does not use; to use them, type: {again}",)

@@ -18,9 +18,7 @@ import trio
 from rollouts.author_code import shown
 from rollouts.chat.format import ChatFormat
 from rollouts.chat.masks import tokenize_supervised
-from rollouts.env.authoring import tools_of
 from rollouts.env.mixing import FORGOTTEN, RETURNED_NONE
-from rollouts.env.schema import tool_schema
 from rollouts.errors import ConfigError, EnvironmentDefinitionError, ModelError, RunError, said_of
 from rollouts.inference.base import Capabilities, GenerateRequest, Generation, Health, VersionSpan, WeightUpdate
 from rollouts.inference.chatting import ChatReply, ChatRequest
@@ -199,7 +197,7 @@ def _ids_of(message: Message, schemas: Sequence[dict[str, Any]], chat: ChatForma
 async def _play(plan: Plan, env: Environment, task: Task, chat: ChatFormat | None) -> Group:
     """Two scripted rollouts of the task as a group, so that group rewards can compare them."""
     settings = plan.settings
-    schemas = [tool_schema(tool.function, tool.name) for tool in tools_of(env.make_checked())]
+    schemas = env.schemas()
     engine = ScriptedEngine(schemas, chat)
     # The run's limits are for one call and a text here. Each further call gets a turn and tokens of its own.
     limits = dataclasses.replace(

@@ -27,9 +27,7 @@ from rollouts.agent.model import EpisodeLimits
 from rollouts.author_code import authors_code, passed_through
 from rollouts.chat.format import ChatFormat, load_chat_format
 from rollouts.config.settings import Settings
-from rollouts.env.authoring import tools_of
 from rollouts.env.mixing import RewardTerm
-from rollouts.env.schema import tool_schema
 from rollouts.error_log import ERRORS, ErrorLog, fault_of, report
 from rollouts.errors import ConfigError, ModelError, RolloutsError, RunError, cause_of, in_lines, leaves_of, words_of
 from rollouts.inference.base import CanCheck, InferenceBackend, check_engine
@@ -262,7 +260,7 @@ def load_chat(settings: Settings, environments: Sequence[Environment], tokenizer
     environment needs.
     """
     chat = load_chat_format(tokenizer or load_tokenizer(settings.model), settings.template)
-    with_tools = [env.name for env in environments if tools_of(env.make())]
+    with_tools = [env.name for env in environments if env.all_tools()]
     if with_tools and not chat.report.tools:
         raise ModelError(
             f"the environment {with_tools[0]} has tools, but the chat template of {settings.model} cannot show them "
@@ -293,7 +291,7 @@ def make_inference(
             "type --inference hf to train"
         )
     if engine.capabilities.checks and engine.capabilities.chats:
-        tools = [tool_schema(tool.function, tool.name) for env in environments for tool in tools_of(env.make())]
+        tools = [schema for env in environments for schema in env.schemas()]
         trio.run(cast(CanChat, engine).check, tools, available["temperature"])
     elif engine.capabilities.checks:
         trio.run(cast(CanCheck, engine).check)
@@ -328,13 +326,13 @@ class Player(NamedTuple):
         order.
         """
         settings = self.settings
-        make_env = {env.alias: env.make for env in self.environments}
+        environments = {env.alias: env for env in self.environments}
         limits = episode_limits(settings, temperature)
 
         def play(job: EpisodeJob, session: str, inference: SuspendableEngine) -> Coroutine[Any, Any, Episode]:
             return run_episode(
                 job.task,
-                make_env=make_env[job.task.env],
+                make_env=environments[job.task.env].make,
                 chat=self.chat,
                 inference=inference,
                 limits=limits,
@@ -343,6 +341,7 @@ class Player(NamedTuple):
                 order=job.order,
                 seed=seed,
                 on_invalid_reward=settings.on_invalid_reward,
+                tools=environments[job.task.env].tools,
             )
 
         return play

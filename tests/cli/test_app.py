@@ -47,7 +47,7 @@ def test_version(capsys):
             "error: `rollouts` has no command 'rum'\ndid you mean: rollouts run, rollouts resume?\n"
             "commands: run, sft, eval, resume, export, chat, serve, config, plugins",
         ),
-        (["configs/a.toml"], "type: rollouts run configs/a.toml"),
+        (["configs/a.toml"], "error: configs/a.toml: there is no such settings file"),
         (
             ["run", "--prompt-per-step", "3"],
             "error: `rollouts run` has no option --prompt-per-step\ndid you mean: --prompts-per-step",

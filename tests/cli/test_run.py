@@ -29,6 +29,16 @@ def test_every_setting_is_a_flag_with_its_documentation(capsys):
     assert "--loss.clip-high 0.28" in out
 
 
+@pytest.mark.parametrize("suffix", ["toml", "json", "py"])
+def test_a_file_without_a_command_is_run(tmp_path, composed, suffix):
+    """Also with dotted flags in front of it."""
+    file = tmp_path / f"a.{suffix}"
+    file.write_text('{"env": "calculator", "steps": 3}' if suffix == "json" else 'env = "calculator"\nsteps = 3\n')
+    for command in ([], ["run"]):
+        assert main(["--env.digits", "1", *command, str(file), "--steps", "4"]) == 0
+    assert composed[0] == composed[1] and composed[0][0].settings.steps == 4
+
+
 def test_precedence(tmp_path, composed):
     file = tmp_path / "a.toml"
     file.write_text('steps = 3\nseed = 4\n[env]\nname = "e"\ndigits = 3\nother = 4\n')

@@ -9,8 +9,6 @@ from typing import Any
 from rollouts.chat.format import ChatFormat
 from rollouts.chat.masks import SupervisedRow, tokenize_supervised
 from rollouts.config.settings import Settings
-from rollouts.env.authoring import tools_of
-from rollouts.env.schema import tool_schema
 from rollouts.runs.environments import Environment, demonstrations
 from rollouts.types import Sample, Task
 
@@ -28,7 +26,7 @@ def demonstration_samples(
     samples: list[Sample] = []
     for place, (env, number, messages) in enumerate(itertools.islice(endless, count)):
         if env.alias not in tools:
-            tools[env.alias] = [tool_schema(tool.function, tool.name) for tool in tools_of(env.make_checked())]
+            tools[env.alias] = env.schemas()
         if (key := (env.alias, number)) not in known:
             known[key] = tokenize_supervised(messages, tools[env.alias], chat)
         samples += [Sample(messages, tokens=r.tokens, loss_mask=r.loss_mask, rollout_index=place) for r in known[key]]

@@ -1,0 +1,126 @@
+"""Read the tool calls in a reply, and run them.
+
+A *tool parser* takes the text of a reply and returns tool calls. A call that cannot be read has an `error`, which is a
+text for the model. `parse_tools` reads every format that the engine knows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rollouts.agent.tools import run_tool
+from rollouts.author_code import shown
+from rollouts.chat.tool_call_formats import TOOL_CALL_FORMATS, detect_tool_call_format, parse_reply
+from rollouts.env.authoring import TOOL_MARK, ToolMethod, mark_of
+from rollouts.errors import ConfigError
+from rollouts.primitives.generation import run_sync, tool_name
+from rollouts.primitives.types import Generation
+from rollouts.types import Message, ToolCall
+
+Tools = Sequence[Callable[..., Any] | dict[str, Any]]
+
+
+def parse_tools(text: str) -> list[ToolCall]:
+    """The tool calls in a text, in any format: `<tool_call>` tags, `[TOOL_CALLS]`, or a bare JSON object.
+
+    >>> parse_tools('Let me see. <tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>')[0].arguments
+    {'a': 2}
+    >>> parse_tools("5")
+    []
+    """
+    return _parse(text, detect_tool_call_format(text, ""))
+
+
+def parse_xml_tools(text: str) -> list[ToolCall]:
+    """The tool calls between `<tool_call>` tags, as JSON or as `<function=name>`; other text is no call.
+
+    >>> parse_xml_tools("<tool_call><function=add><parameter=a>2</parameter></function></tool_call>")[0].name
+    'add'
+    """
+    return _parse(text, "xml" if "<function=" in text else "hermes")
+
+
+def parse_functions(text: str) -> list[ToolCall]:
+    """The tool calls in a reply that is JSON: `{"name": ..., "arguments": {...}}`, also with `parameters`.
+
+    >>> [call.name for call in parse_functions('{"name": "add", "parameters": {"a": 2}}')]
+    ['add']
+    """
+    return _parse(text, "json")
+
+
+def _parse(text: str, name: str) -> list[ToolCall]:
+    any_tool: list[dict[str, Any]] = [{}]  # formats without tags read calls only if tools were offered
+    return parse_reply(text, TOOL_CALL_FORMATS[name], any_tool).message.tool_calls
+
+
+def extract_tool_calls(
+    generation: Generation | str, *, tool_parser: Callable[[str], Sequence[ToolCall]] | None = None
+) -> list[ToolCall]:
+    """The tool calls of a reply. `tool_parser(text)` replaces `parse_tools`.
+
+    Raises ConfigError if the parser returns anything but tool calls.
+
+    >>> extract_tool_calls("add(2, 3)", tool_parser=lambda text: [ToolCall(text.partition("(")[0])])[0].name
+    'add'
+    """
+    text = generation if isinstance(generation, str) else generation.text
+    calls = (tool_parser or parse_tools)(text)
+    if not isinstance(calls, Sequence) or not all(isinstance(each, ToolCall) for each in calls):
+        raise ConfigError(f"the tool_parser returned {shown(calls)}; expected a list of ToolCall")
+    return list(calls)
+
+
+def execute_functions(tool_calls: Sequence[ToolCall], tools: Tools) -> list[str]:
+    """Run each call with the function that has its name, in order. Returns a text for each call.
+
+    Arguments are checked against the function's type hints. A failure becomes a text for the model. Functions may be
+    async; `@tool(timeout_seconds=5)` gives one a deadline (30 s without it).
+
+    >>> def add(a: int, b: int) -> int:
+    ...     "Add two numbers."
+    ...     return a + b
+    >>> execute_functions([ToolCall("add", {"a": 2, "b": 3}), ToolCall("sub")], [add])
+    ['5', "Error: there is no tool 'sub'. The tools are: add"]
+    """
+    return [run_sync(functools.partial(run_tool, _methods(tools), call)).text for call in tool_calls]
+
+
+def execute_tools(
+    tool_calls: Sequence[ToolCall],
+    tools: Tools = (),
+    *,
+    tool_executor: Callable[[Sequence[ToolCall], Tools], Sequence[Message | str]] | None = None,
+) -> list[Message]:
+    """Run the calls, and return one message with the role `tool` for each.
+
+    Raises ConfigError if the executor does not return one result per call.
+
+    >>> execute_tools([ToolCall("add")], tool_executor=lambda calls, tools: ["5"])[0].content
+    '5'
+
+    Args:
+        tools: the functions that the calls may name
+        tool_executor: `tool_executor(tool_calls, tools)` replaces `execute_functions`; it returns texts or messages
+    """
+    results = (tool_executor or execute_functions)(tool_calls, tools)
+    if isinstance(results, str) or not isinstance(results, Sequence) or len(results) != len(tool_calls):
+        expected = f"a list of {len(tool_calls)} texts or messages, one per call"
+        raise ConfigError(f"the tool_executor returned {shown(results)}; expected {expected}")
+    return [
+        each if isinstance(each, Message) else Message("tool", str(each), tool_call_id=call.id or None, name=call.name)
+        for each, call in zip(results, tool_calls, strict=True)
+    ]
+
+
+def _methods(tools: Tools) -> dict[str, ToolMethod]:
+    methods = {}
+    for function in tools:
+        if isinstance(function, dict):
+            continue  # a schema has no function, so its call becomes "there is no tool"
+        _, timeout_seconds, isolate = mark_of(function, TOOL_MARK) or ("", 30.0, None)
+        name = tool_name(function)
+        methods[name] = ToolMethod(name, function, timeout_seconds, isolate)
+    return methods
