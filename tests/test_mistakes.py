@@ -177,7 +177,7 @@ NAMES = [
     row("a file that is not there", "run --env ./nope.py:Env", "there is no file './nope.py'"),
     row("a class that is not there", "run --env ./e.py:Dise", "did you mean: Dice?", files=env()),
     row("a module that is not there", "run --env nope.envs:Dice", "there is no module 'nope'", "PYTHONPATH=FOLDER"),
-    row("what a module lacks", "run --env rollouts_calculator:Calculater", "did you mean: Calculator?"),
+    row("what a module lacks", "run --env rollouts_calculator:Calculater", "did you mean: Calculator"),
     row("a module with a dot", "run --env e.Dice", "type: ./e.py:Dice", files=env(), never=("pip install",)),
     row("no name in the file", "run --env ./e.py", "path.py:Name", "it defines: Dice", files=env()),
     row("a call instead of a name", "run --env './e.py:Dice(sides=3)'", "path.py:Name", files=env()),

@@ -308,7 +308,7 @@ def with_data(resolved: Resolved, manager: PluginManager) -> Resolved:
         known = check_signature(manager.load(manager.find("environments", env.name)), "environments", label).settings
         takes = any(setting.name == "data" for setting in known)
         given.append(env._replace(settings={"data": data} | env.settings) if takes else env)
-    if given == resolved.components["env"]:
+    if not any("data" in env.settings for env in given):
         names = " and ".join(env.name for env in given)
         raise ConfigError(
             f"--data {data}: the environment {names} has no setting `data`; `--env prompts` reads files of rows"

@@ -248,7 +248,7 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
         settings, notes = _evaluated(settings, inference)
         composed = Composed((), (), (), None, notes)
     else:
-        _check_trainable(inference, *chosen["training"], resolved)
+        _check_trainable(inference, chosen["training"][0], resolved)
         settings, notes = _models_of_runs(settings)
         composed = compose(manager, resolved._replace(settings=settings), chosen, _critic_lr(settings))
         settings = dataclasses.replace(settings, schedule=composed.schedule)
