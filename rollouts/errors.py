@@ -260,6 +260,15 @@ def suggestion(given: str, known: Iterable[str], spelled: Callable[[str], str] =
     return f"did you mean: {', '.join(map(spelled, near))}?" if near else ""
 
 
+def counted(count: int, thing: str) -> str:
+    """A number of things, in the singular or the plural.
+
+    >>> counted(1, "step"), counted(0, "held-out task")
+    ('1 step', '0 held-out tasks')
+    """
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+
+
 def in_lines(*lines: str) -> str:
     """The lines that are not empty, as one message."""
     return "\n".join(filter(None, lines))

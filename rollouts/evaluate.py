@@ -98,6 +98,8 @@ def check_passes(reports: Sequence[Mapping[str, Any]], episodes: Sequence[Episod
     for name, numbers in passes.items():
         if not numbers["judged"]:
             without = f"not one of the {numbers['episodes']} {name} rollouts could be judged"
+            if numbers["episodes"] == 1:
+                without = f"the only {name} rollout could not be judged"
             yield f"held-out, {when}: {without}, so this evaluation has no {name} reward"
 
 

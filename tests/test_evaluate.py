@@ -93,7 +93,7 @@ def test_a_pass_without_a_judged_rollout_gets_a_note_unless_neither_has_one():
     some, none = numbers_of([[judged]]), numbers_of([[unjudged]])
     assert list(check_passes([some, some], [judged, judged], "step 3")) == []
     (note,) = check_passes([some, none], [judged, unjudged], "step 3")
-    assert note.startswith("held-out, step 3: not one of the 1 greedy rollouts could be judged")
+    assert note.startswith("held-out, step 3: the only greedy rollout could not be judged")
     with pytest.raises(RewardError, match=r"2 rollouts of the evaluation at step 3 \(1 sampled, 1 greedy\)") as no:
         list(check_passes([none, none], [unjudged, unjudged], "step 3"))
     assert "h.py, line 3" in str(no.value) and "did you forget `return`?" in str(no.value)

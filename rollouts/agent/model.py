@@ -263,7 +263,7 @@ class ChatModel:
         if conversation.sampled is None:
             raise EpisodeOver(trajectory.status, trajectory.error or "this conversation is over")
         if self.turns_left == 0:  # a normal end: the samples are trained
-            reason = f"all {limits.max_turns} turns are used"
+            reason = "its only turn is used" if limits.max_turns == 1 else f"all {limits.max_turns} turns are used"
             if not any("turn_limit" in each.metrics for each in self.trajectories):
                 self._count("turn_limit")
             if conversation not in self._state.conversations:  # otherwise rewards would judge an empty conversation

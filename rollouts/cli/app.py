@@ -11,6 +11,7 @@ import contextlib
 import errno
 import gc
 import importlib
+import itertools
 import os
 import re
 import signal
@@ -46,6 +47,9 @@ INTERRUPTED = 130
 SIGNALS = "rollouts.signals"
 """A key in a context's `meta`. The value is a list with the signal that ended the command, or an empty list."""
 
+ARGUMENTS = "rollouts.arguments"
+"""A key in a context's `meta`. The value is the list of arguments of a command that click refused."""
+
 TAKES_SETTINGS = ("run", "sft", "eval", "config", "resume", "chat", "serve")
 """The commands that take dotted flags. A command of a plugin receives them in `ctx.obj`."""
 
@@ -55,10 +59,12 @@ class NamedCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """As click's."""
+        given = list(args)  # click empties the list
         try:
             return super().parse_args(ctx, args)
         except click.UsageError as error:
             error.ctx = error.ctx or ctx
+            ctx.meta[ARGUMENTS] = given
             raise
 
 
@@ -259,6 +265,19 @@ def _usage_message(error: click.ClickException) -> str:
     return f"{message}\ntype: {command} --help"
 
 
+def _typed_value(error: click.NoSuchOption, context: click.Context | None) -> str:
+    """The value that was typed after an unknown option, as TOML; `VALUE` if there is none."""
+    from rollouts.config.convert import toml_value
+    from rollouts.config.flags import read_flag
+
+    words = (context.meta.get(ARGUMENTS) if context else None) or []
+    for word, following in itertools.zip_longest(words, words[1:], fillvalue="--"):
+        flag, equals, value = word.partition("=")
+        if flag.replace("_", "-") == error.option_name and (equals or not following.startswith("--")):
+            return toml_value(read_flag(value if equals else following))
+    return "VALUE"
+
+
 def _no_such_option(error: click.NoSuchOption, context: click.Context | None) -> str:
     """Describe an unknown option: a setting of another command, another library's name, or similar to an option."""
     from rollouts.config.foreign import foreign_hint
@@ -274,7 +293,11 @@ def _no_such_option(error: click.NoSuchOption, context: click.Context | None) ->
         "resume": (
             core,
             "only --stop-when, --max-hours, --steps and the settings of components can change here"
-            + ("" if given in ("out", "resume") else f"; or write {given} = VALUE into the config.toml of the run"),
+            + (
+                ""
+                if given in ("out", "resume")
+                else f"; or write {given} = {_typed_value(error, context)} into the config.toml of the run"
+            ),
         ),
         "sft": ({"mode"}, "it has only one mode; type rollouts run --mode MODE"),
     }

@@ -16,7 +16,7 @@ import click
 from rollouts.author_code import unwrapped
 from rollouts.cli.app import NamedGroup
 from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE
-from rollouts.errors import UnknownComponentError, UserError, near_misses
+from rollouts.errors import UnknownComponentError, UserError, counted, near_misses
 
 if TYPE_CHECKING:
     from rollouts.plugins.index import ComponentRef
@@ -108,8 +108,8 @@ def doctor() -> int:
         click.echo(fault)
     refs = manager.list()
     distributions = {ref.distribution for ref in refs}
-    verdict = f"{len(faults)} fault{'s' if len(faults) > 1 else ''}" if faults else "all well"
-    click.echo(f"{len(refs)} components of {len(distributions)} distributions: {verdict}")
+    verdict = counted(len(faults), "fault") if faults else "all well"
+    click.echo(f"{counted(len(refs), 'component')} of {counted(len(distributions), 'distribution')}: {verdict}")
     return 1 if faults else 0
 
 

@@ -14,7 +14,7 @@ from rollouts.config.settings import EVAL, EVAL_DEFAULTS, Setting, setting_infos
 _DRY_RUN = click.Option(
     ["--dry-run"],
     is_flag=True,
-    help="Check everything and print the settings and components, or the first error. Load no weights.",
+    help="Check everything and print the settings and components, then `ok`; or the first error. Load no weights.",
 )
 
 

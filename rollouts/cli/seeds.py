@@ -53,8 +53,8 @@ def run_with_seeds(command: str, file: str | None, options: dict[str, Any], text
     if dry_run:
         from rollouts.runs.dry_run import dry_run as description
 
-        print(description(resolved._replace(settings=replace(resolved.settings, seed=seeds[0], out=""))))
-        print(f"\nthe same for {len(seeds)} seeds: " + ", ".join(str(runs.folder(seed)) for seed in seeds))
+        same = f"the same for {len(seeds)} seeds: {', '.join(str(runs.folder(seed)) for seed in seeds)}"
+        print(description(resolved._replace(settings=replace(resolved.settings, seed=seeds[0], out="")), same))
     else:
         _run(runs)
 

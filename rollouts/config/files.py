@@ -190,13 +190,27 @@ def _no_such_file(path: Path) -> ConfigError:
     suffixes = SUFFIXES if path.suffix in SUFFIXES else (".toml", ".json")  # else a .py file is an environment's
     near = suggestion(path.name, (n for n in beside if n.endswith(suffixes)), lambda name: str(path.parent / name))
     given = f"./{path}" if ".py:" in path.name and "/" not in str(path) else str(path)
-    other = "" if near or path.suffix in SUFFIXES else f"to choose an environment, type `--env {given}`"
+    other = "" if near or path.suffix in SUFFIXES else _environment_hint(given)
     name, is_setting, value = str(path).partition("=")
     if is_setting:
         other = f"a setting is a flag: --{name.replace('_', '-')} {value}"
     elif other and "/" in str(path):
         other += f"; to choose a model, `--model {path}`"
     return ConfigError(in_lines(f"{path}: there is no such settings file", near, other or ("" if near else _WRITE_ONE)))
+
+
+def _environment_hint(given: str) -> str:
+    """What to type if an environment was meant: its name, if it is installed or a path; else similar names."""
+    from rollouts.plugins.index import installed_components
+
+    names = [ref.name for ref in installed_components("environments")]
+    if "/" in given or given in names:
+        return f"to choose an environment, type `--env {given}`"
+    if Path(f"{given}.py").is_file():
+        return f"to choose an environment of the file {given}.py, type `--env ./{given}.py:NAME`"
+    near = suggestion(given, names, "--env {}".format)
+    none = f"no environment named {given} is installed"
+    return near or f"{none}; to see which are, type: rollouts plugins list --kind environments\n{_WRITE_ONE}"
 
 
 def _of_folder(path: Path) -> Iterator[str]:

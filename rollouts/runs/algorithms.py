@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from rollouts.config.resolving import Resolved
 from rollouts.config.schedule import scheduled_parts, scheduled_table
 from rollouts.config.settings import AUTO, OWN, Settings
-from rollouts.errors import ConfigError, SignatureError, said_of
+from rollouts.errors import ConfigError, SignatureError, counted, said_of
 from rollouts.plugins.manager import PluginManager
 from rollouts.plugins.signature import bind, check_signature
 from rollouts.runs.components import Chosen, bind_each, choose, completed
@@ -281,7 +281,7 @@ def _notes_of(algorithm: Algorithm, parts: Mapping[str, list[Chosen]], settings:
     if algorithm.kl is not None and warning_of(algorithm.kl.function):
         notes.append(warning_of(algorithm.kl.function))
     if settings.steps and step >= settings.steps:
-        notes.append(f"[[schedule]]: step {step} is never reached; the run has {settings.steps} steps")
+        notes.append(f"[[schedule]]: step {step} is never reached; the run has {counted(settings.steps, 'step')}")
     (loss,) = parts["loss"]
     if step and loss.component.filters:
         names = " ".join(f"--filter {function_label(each)}" for each in loss.component.filters)

@@ -131,7 +131,7 @@ def _task(plan: Plan, number: int) -> Task:
         raise ConfigError(f"--task {number}: there is no environment to take a task from; type --env NAME")
     tasks = plan.eval_tasks()
     if not 0 <= number < len(tasks):
-        raise ConfigError(
-            f"--task {number}: there are {len(tasks)} held-out tasks; give a number from 0 to {len(tasks) - 1}"
-        )
+        few = ("there is no held-out task", "there is one held-out task; type --task 0")
+        many = f"there are {len(tasks)} held-out tasks; give a number from 0 to {len(tasks) - 1}"
+        raise ConfigError(f"--task {number}: {many if len(tasks) > 1 else few[len(tasks)]}")
     return tasks[number]

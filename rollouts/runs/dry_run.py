@@ -14,7 +14,7 @@ from rollouts.config.settings import OWN, without_secrets
 from rollouts.errors import ModelError, RolloutsError, first_line, said_of
 from rollouts.plugins.signature import read_signature
 from rollouts.runs.components import Chosen
-from rollouts.runs.environments import demonstrations, held_out_notes, task_buffer
+from rollouts.runs.environments import demonstrations, few_held_out_notes, task_buffer
 from rollouts.runs.folder import check_out
 from rollouts.runs.held_objects import ranks_of
 from rollouts.runs.plan import Plan, make_plan
@@ -31,22 +31,30 @@ _SHOWN_MIN = 0.01  # a fraction of the total; smaller parts are counted, but hav
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
-def dry_run(resolved: Resolved) -> str:
-    """Describe the run of this configuration, as text. Raises the first UserError that the run would raise."""
+def dry_run(resolved: Resolved, *more: str) -> str:
+    """Describe the run of this configuration, as text; the last line is the verdict, and `more` lines come before it.
+    Raises the first UserError that the run would raise.
+    """
+    mode = resolved.settings.mode
+    not_done = "the model was not asked" if mode == "eval" else "no model was loaded"
     with remote_code(resolved.settings.trust_remote_code):
-        if resolved.settings.mode != "sft+rl":
-            return describe(make_plan(resolved))
-        from rollouts.runs.sft_then_rl import RL, SFT, SUPERVISED, compose_phases
+        found = describe(make_plan(resolved)) if mode != "sft+rl" else _describe_phases(resolved)
+    return "\n".join([found, *more, "", f"ok: everything was checked; {not_done}, and nothing was written"])
 
-        if resolved.settings.out:
-            check_out(resolved.settings.out)
-        plans = compose_phases(resolved)
-        with said_of(SUPERVISED):
-            first = describe(plans.sft)
-        return (
-            f"# The supervised phase, in OUT/{SFT}\n{first}\n\n# Reinforcement, in OUT/{RL}; its model is the last "
-            f"checkpoint of the supervised phase\n{describe(plans.rl)}"
-        )
+
+def _describe_phases(resolved: Resolved) -> str:
+    """Describe both phases of mode sft+rl."""
+    from rollouts.runs.sft_then_rl import RL, SFT, SUPERVISED, compose_phases
+
+    if resolved.settings.out:
+        check_out(resolved.settings.out)
+    plans = compose_phases(resolved)
+    with said_of(SUPERVISED):
+        first = describe(plans.sft)
+    return (
+        f"# The supervised phase, in OUT/{SFT}\n{first}\n\n# Reinforcement, in OUT/{RL}; its model is the last "
+        f"checkpoint of the supervised phase\n{describe(plans.rl)}"
+    )
 
 
 def describe(plan: Plan) -> str:
@@ -84,11 +92,10 @@ def describe(plan: Plan) -> str:
         *(f"tools{env.alias and f' of {env.alias}'}: {', '.join(names) or 'none'}" for env, names in tools),
         f"held-out tasks: {len(held_out)}{_counted_words(plan, held_out)}{'' if trains else f', each played {times}'}",
         *(_training_lines(plan) if trains else (f"the engine takes {takes}",)),
-        *(f"note: {note}" for note in (*plan.notes, *held_out_notes(plan.environments, plan.settings.eval_tasks))),
+        *(f"note: {note}" for note in (*plan.notes, *few_held_out_notes(plan.environments, held_out, plan.settings))),
         "",
         "# Tried out",
         *found,
-        f"the model was not {'loaded' if trains else 'asked'}, and nothing was written",
     ]
     return "\n".join(lines)
 

@@ -36,10 +36,16 @@ from rollouts.plugins.manager import PluginManager
 from rollouts.plugins.signature import bind
 from rollouts.runs.components import Chosen, curriculum
 from rollouts.training.datasets import mixing
-from rollouts.training.datasets.buffer import SKIPPED_MAX, DataBuffer, as_conversation, as_task, draw_tasks, shuffled
+from rollouts.training.datasets.buffer import (
+    HELD_OUT_PART,
+    SKIPPED_MAX,
+    DataBuffer,
+    as_conversation,
+    as_task,
+    draw_tasks,
+    shuffled,
+)
 from rollouts.types import Message, Task
-
-HELD_OUT_PART = 5  # if tasks are finite and ignore the split, at most a fifth of them is held out
 
 
 class Environment(NamedTuple):
@@ -288,6 +294,19 @@ def held_out_notes(environments: Sequence[Environment], count: int) -> list[str]
         for name, number in found
         if number
     ]
+
+
+def few_held_out_notes(environments: Sequence[Environment], held_out: Sequence[Task], settings: Settings) -> list[str]:
+    """Notes if there are fewer held-out tasks than `--eval-tasks`. Of the default number, only the notes of
+    `held_out_notes`: few people rely on it.
+    """
+    count = settings.eval_tasks
+    notes = held_out_notes(environments, count) if len(held_out) < count else []
+    if len(held_out) >= count or notes or count == Settings.eval_tasks:
+        return notes
+    one = len(held_out) == 1
+    there = "there is one different held-out task," if one else f"there are {len(held_out)} different held-out tasks,"
+    return [f"{there} --eval-tasks asked for {count}"]
 
 
 def task_identity(task: Task) -> str:

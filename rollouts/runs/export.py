@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from rollouts.config.files import runs_inside
 from rollouts.disk import new_folder
-from rollouts.errors import ConfigError, ModelError, OutputError, first_line
+from rollouts.errors import ConfigError, ModelError, OutputError, counted, first_line
 from rollouts.runs.folder import CONFIG, SUMMARY, holds_run, read_json
 from rollouts.runs.publish import CARD, model_card
 from rollouts.training import models
@@ -40,7 +40,7 @@ class Exported(NamedTuple):
     def words(self) -> str:
         """Describe the export in one line."""
         what = "the adapter alone" if self.kind == "adapter" else f"a whole model in {self.dtype}"
-        merged = f", {self.merged} adapter{'s' if self.merged > 1 else ''} merged in" if self.merged else ""
+        merged = f", {counted(self.merged, 'adapter')} merged in" if self.merged else ""
         without = "" if self.has_tokenizer else "; there was no tokenizer beside it, so there is none"
         return f"{self.source} -> {self.out}: {what}{merged}, {self.total_bytes / 1e6:.1f} MB{without}"
 

@@ -26,7 +26,7 @@ from rollouts.env.advice import warn_about
 from rollouts.env.authoring import ToolMethod, rewards_of
 from rollouts.env.checks import check_environment, reward_term
 from rollouts.env.mixing import RewardTerm, env_term
-from rollouts.errors import ConfigError, EnvironmentDefinitionError, said_of
+from rollouts.errors import ConfigError, EnvironmentDefinitionError, counted, said_of
 from rollouts.inference.chatting import is_evaluation_only
 from rollouts.loggers.base import plain_settings
 from rollouts.plugins.checks import run_check
@@ -220,11 +220,11 @@ class Plan(NamedTuple):
 def title(plan: Plan) -> str:
     """The training run in one line, for the observer."""
     settings = plan.settings
-    rollouts = f" × {settings.samples_per_prompt} rollouts" if settings.mode == "rl" else ""
+    rollouts = f" × {counted(settings.samples_per_prompt, 'rollout')}" if settings.mode == "rl" else ""
     lora = f", LoRA rank {settings.lora_rank}" if settings.lora_rank else ""
     return (
-        f"{plan.env_name} · {plan.one('loss').name} · {settings.model}{lora} · {settings.steps} steps of "
-        f"{settings.prompts_per_step} prompts{rollouts} · lr {plan.lr:g} · seed {settings.seed}"
+        f"{plan.env_name} · {plan.one('loss').name} · {settings.model}{lora} · {counted(settings.steps, 'step')} of "
+        f"{counted(settings.prompts_per_step, 'prompt')}{rollouts} · lr {plan.lr:g} · seed {settings.seed}"
         f"{model_words(settings.model)}"
     )
 

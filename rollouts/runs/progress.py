@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from rollouts.errors import counted
 from rollouts.runs.streams import silent_when_closed
 from rollouts.types import Trajectory
 
@@ -75,7 +76,7 @@ class Progress:
     def evaluation(self, when: str, evaluation: dict[str, Any]) -> None:
         """Print one line. The table follows at the end."""
         sampled, greedy = (_number(evaluation[name]) for name in ("reward_mean", "greedy_mean"))
-        self._say(f"held-out, {when}: sampled {sampled}, greedy {greedy} ({_tasks(evaluation, ' tasks')})")
+        self._say(f"held-out, {when}: sampled {sampled}, greedy {greedy} ({_tasks(evaluation, 'task')})")
         if when == "before":
             self._started = time.perf_counter()
 
@@ -184,10 +185,9 @@ class Progress:
         if before and after:
             self._console.print(_comparison_table(before, after))
         first = summary.get("resumed_from", 0)
-        more, count = "more " if first else "", summary["steps"] - first
+        steps = counted(summary["steps"] - first, "more step" if first else "step")
         self._say(
-            f"{count} {more}{'step' if count == 1 else 'steps'} in {summary['wall_seconds']:.0f} s "
-            f"({summary['cpu_seconds']:.0f} s of CPU) · {self._folder}"
+            f"{steps} in {summary['wall_seconds']:.0f} s ({summary['cpu_seconds']:.0f} s of CPU) · {self._folder}"
         )
 
 
@@ -230,7 +230,7 @@ def _evaluation_table(summary: dict[str, Any]) -> Table:
     rows += [(label, [str(each[name]) for each in columns]) for label, name in counts if summary[name]]
     rows += [(f"failed: {s}", [str(each["failed"].get(s, 0)) for each in columns]) for s in summary["failed"]]
     rows.append(("turns", [_number(each["turns_mean"]) for each in columns]))
-    title = f"{summary['tasks']} held-out tasks, {summary['episodes']} episodes"
+    title = f"{counted(summary['tasks'], 'held-out task')}, {counted(summary['episodes'], 'episode')}"
     unjudged = summary["episodes"] - summary["judged"]
     title += f", {unjudged} of them not judged" if unjudged else ""
     return _table(title, ["all", *several] if several else [], rows)
@@ -266,7 +266,8 @@ def conversation_lines(trajectory: Trajectory) -> list[str]:
 def _tasks(evaluation: dict[str, Any], word: str = "") -> str:
     """The number of tasks. If some tasks have no reward, also the number of tasks with one."""
     tasks, judged = evaluation["tasks"], evaluation["judged"]
-    return f"{tasks}{word}" if judged == tasks else f"{tasks}{word}, only {judged} could be judged"
+    shown = counted(tasks, word) if word else str(tasks)
+    return shown if judged == tasks else f"{shown}, only {judged} could be judged"
 
 
 def _number(value: float | None) -> str:

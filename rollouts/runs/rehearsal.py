@@ -240,8 +240,8 @@ def _episode_lines(plan: Plan, env: Environment, group: Group, chat: ChatFormat 
     first = len(trajectory.tools) * 2 + MESSAGES_MAX  # a call of each tool and its answer, and others
     for message in trajectory.messages[:first]:
         yield from _message_lines(message)
-    if len(trajectory.messages) > first:
-        yield f"  and {len(trajectory.messages) - first} more messages"
+    if (more := len(trajectory.messages) - first) > 0:
+        yield "  and one more message" if more == 1 else f"  and {more} more messages"
     failures = [name.partition("/")[2] for name in episode.metrics if name.startswith("tool_failure/")]
     if failures:
         yield f"  a tool failed ({', '.join(failures)}); its arguments are invented, so check whether it may fail"

@@ -24,7 +24,7 @@ from rollouts.config.secrets import flat_without_secrets
 from rollouts.config.settings import Settings
 from rollouts.config.stopping import read_rule
 from rollouts.disk import sync_folder
-from rollouts.errors import CheckpointError, ConfigError, DamagedCheckpointError, ModelError, UserError
+from rollouts.errors import CheckpointError, ConfigError, DamagedCheckpointError, ModelError, UserError, counted
 from rollouts.runs.folder import CONFIG, STEP, SUMMARY, RunFolder, holds_run, load_config, numbered, read_json
 from rollouts.runs.manifest import MANIFEST, resumed_manifest, update_manifest
 from rollouts.training.batches import TrainingBackend
@@ -147,7 +147,7 @@ def check_steps(folder: Path, steps: int) -> None:
     if summary is not None and summary["steps"] > steps:
         longer = resume_command(folder, more=f"--steps {2 * summary['steps']}")
         raise ConfigError(
-            f"{folder} has {summary['steps']} finished steps, and --steps is {steps}\n"
+            f"{folder} has finished {counted(summary['steps'], 'step')}, and --steps is {steps}\n"
             f"go back with --checkpoint NAME, or make it longer: {longer}"
         )
 
@@ -162,7 +162,8 @@ def finished_words(folder: Path, summary: Mapping[str, Any], steps_now: int) -> 
         on = resume_command(folder, more=f"{f'--steps {steps_now} ' if is_changed else ''}--stop-when none")
         return f"{folder} is finished: {summary['stopped']['why']}\nto continue without this rule, type: {on}"
     longer = resume_command(folder, more=f"--steps {max(1, 2 * steps)}")
-    return f"{folder} is finished: all of its {steps} steps are done\nto make it longer, type: {longer}"
+    done = f"{folder} is finished: all of its {steps} steps are done" if steps > 1 else f"{folder} is finished"
+    return f"{done}\nto make it longer, type: {longer}"
 
 
 def run_to_resume(resolved: Resolved) -> Path | None:
@@ -303,8 +304,8 @@ def _missing_steps(logged: Logged, folder: RunFolder, steps: int, *, with_trajec
         found["trajectories/"] = {int(name[1]) for name in names if name is not None}
     lost = {name: sorted(set(range(steps)) - each) for name, each in found.items()}
     return [
-        f"warning: {name} lacks {len(each)} of the {steps} steps before (the first is step {each[0]}): something has "
-        "removed or damaged them; the run goes on without"
+        f"warning: {name} lacks {len(each)} of the {steps} steps before (the first is step {each[0]}): "
+        "something has removed or damaged them; the run goes on without"
         for name, each in lost.items()
         if each
     ]
@@ -346,8 +347,8 @@ def _checked(found: Mapping[str, Any], path: Path, settings: Settings, folder: P
     if state.step > settings.steps:
         more = f"--steps {max(state.step, settings.steps)}"
         raise ConfigError(
-            f"the checkpoint {path} has {state.step} finished steps, and --steps is {settings.steps}; go back "
-            f"with --checkpoint NAME, or make it longer: {resume_command(folder, more=more)}"
+            f"the checkpoint {path} was written after {counted(state.step, 'step')}, and --steps is {settings.steps}; "
+            f"go back with --checkpoint NAME, or make it longer: {resume_command(folder, more=more)}"
         )
     _check_same(state.settings, settings, path, folder)
     return state

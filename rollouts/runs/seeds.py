@@ -176,7 +176,7 @@ def run_seeds(runs: SeedRuns, say: Callable[[str], None]) -> dict[str, Any]:
     made = [each for each in (runs.parent, *runs.parent.parents) if not each.exists()]
     runs.parent.mkdir(parents=True, exist_ok=True)
     _write(runs)
-    failed, again = [], f"rollouts resume {shlex.quote(str(runs.parent))}"
+    failed, again = list[str](), f"rollouts resume {shlex.quote(str(runs.parent))}"
     for place, seed in enumerate(runs.seeds, start=1):
         is_finished = runs.is_finished(seed)
         end = " is finished" if is_finished else ""
@@ -187,7 +187,7 @@ def run_seeds(runs: SeedRuns, say: Callable[[str], None]) -> dict[str, Any]:
             raise KeyboardInterrupt(f"interrupted in seed {seed}; continue all seeds with: {again}")
         if code == MISTAKE:
             _discard(runs, made)
-            raise ConfigError(f"the run with seed {seed} was refused, see the error above; no other seed was started")
+            raise ConfigError(_refused(runs, seed, failed))
         if code:
             failed.append(str(seed))
         written = _write(runs)
@@ -225,6 +225,17 @@ def _end_with_parent() -> None:
     """In the child: end when the parent is killed, so that the same command can be typed again at once."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _refused(runs: SeedRuns, seed: int, failed: Sequence[str]) -> str:
+    """The message after this seed was refused: how every other seed ended, and what to type."""
+    place = runs.seeds.index(seed)
+    before = [str(each) for each in runs.seeds[:place] if str(each) not in failed]
+    ends = {"finished": before, "failed": failed, "not started": [str(each) for each in runs.seeds[place + 1 :]]}
+    others = "; ".join(f"{word}: {', '.join(seeds)}" for word, seeds in ends.items() if seeds)
+    is_kept = (runs.parent / SEEDS).exists()
+    again = f"rollouts resume {shlex.quote(str(runs.parent))}" if is_kept else "the same command again"
+    return f"seed {seed} was refused, and its error is above ({others})\ncorrect the cause, then type: {again}"
 
 
 def _discard(runs: SeedRuns, made: Sequence[Path]) -> None:

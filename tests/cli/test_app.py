@@ -59,6 +59,8 @@ def test_version(capsys):
         (["run", "--env.digits"], "error: --env.digits needs a value"),
         (["run", "a.toml", "b.toml"], "unexpected extra argument"),
         (["run", "calculator"], "type `--env calculator`"),
+        (["run", "calulator"], "did you mean: --env calculator?"),
+        (["run", "till"], "no environment named till is installed; to see which are, type: rollouts plugins list"),
         (["run", "--steps", "many"], 'error: --steps: expected a whole number; got "many"\nfor example: --steps 3'),
         (["run", "--mode", "lr"], 'error: --mode: expected one of: rl, sft, sft+rl, eval; got "lr"'),
         (["run", "--lr", "-1"], "error: --lr: must be more than 0; got -1"),

@@ -17,7 +17,7 @@ from rollouts.config.flags import take_dotted_flags
 from rollouts.config.merging import merge
 from rollouts.config.resolving import resolve
 from rollouts.errors import BrokenPluginError, ConfigError, EnvironmentDefinitionError, SignatureError, UserError
-from rollouts.runs.environments import demonstrations, held_out_notes, task_buffer
+from rollouts.runs.environments import demonstrations, few_held_out_notes, held_out_notes, task_buffer
 from rollouts.runs.jobs.demonstrations import demonstration_samples
 from rollouts.runs.plan import make_plan
 from rollouts.runs.session import load_chat
@@ -436,6 +436,14 @@ def test_of_tasks_that_ignore_the_split_a_fifth_is_held_out(here, env, n, eval_t
         assert f"has {n} tasks, the same" in notes[0] and f"at most a fifth of them is held out: {held};" in notes[0]
     alone = make_plan(resolve(settings | {"mode": "eval"}))
     assert len(alone.eval_tasks()) == min(n, eval_tasks), "no run has trained on the others"
+
+
+@pytest.mark.parametrize(("asked", "notes"), [(512, []), (500, ["there are 3 different held-out tasks, --eval-"])])
+def test_a_note_about_few_held_out_tasks_only_if_a_number_was_asked_for(here, asked, notes):
+    Path("finite.py").write_text(FINITE)
+    made = make_plan(resolve({"env": {"name": "./finite.py:Listed", "apart": True}, "eval_tasks": asked}))
+    found = few_held_out_notes(made.environments, made.eval_tasks()[:3], made.settings)
+    assert [note[: len(words)] for note, words in zip(found, notes, strict=True)] == notes
 
 
 def test_a_run_of_an_earlier_version_keeps_its_held_out_tasks(here):

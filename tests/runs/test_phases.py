@@ -228,7 +228,7 @@ def test_it_is_two_runs_one_after_the_other(here):
 def test_the_command_announces_both_phases(capsys):
     command("--sft.steps", "1", "--sft.env", "./parts.py:Teacher", "--sft.env.word", "nine")
     out = capsys.readouterr().out
-    assert "./parts.py:Teacher · sft · tiny · 1 steps of 2 prompts" in out
+    assert "./parts.py:Teacher · sft · tiny · 1 step of 2 prompts" in out
     assert "writing to out/sft" in out and "writing to out/rl" in out and "calculator · grpo" in out
     assert 'word = "nine"' in Path("out/config.toml").read_text()
 
@@ -381,7 +381,7 @@ def test_a_second_phase_that_is_killed_as_it_goes_back(here, monkeypatch, capsys
     assert main(["resume", "out"]) == 0 and summary_of("out")["status"] == "done" and lines_of("out/rl") == before
     capsys.readouterr()
     assert main(["resume", "out", "--steps", "1"]) == 2
-    assert "2 finished steps, and --steps is 1" in capsys.readouterr().err
+    assert "has finished 2 steps, and --steps is 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("phase", ["sft", "rl", "between"])

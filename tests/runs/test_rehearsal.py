@@ -296,7 +296,9 @@ def test_demonstrations_are_tried(here):
 
 def test_the_command_says_what_it_found(here, capsys):
     assert main(["run", "--env", "./parts.py:Base", "--dry-run"]) == 0
-    assert capsys.readouterr().out.endswith("takes\nthe model was not loaded, and nothing was written\n")
+    assert capsys.readouterr().out.endswith(
+        "takes\n\nok: everything was checked; no model was loaded, and nothing was written\n"
+    )
     assert main(["run", "--env", "./parts.py:RaisingSetup", "--dry-run"]) == 2
     assert "no such board" in capsys.readouterr().err
     assert {path.name for path in Path().iterdir()} <= {"parts.py", "__pycache__"}

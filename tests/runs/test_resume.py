@@ -231,7 +231,7 @@ def test_a_finished_run_says_so_and_can_be_made_longer(capsys):
     assert capsys.readouterr().out.startswith("out is finished")
     assert rollouts.resume("out") == summary_of("out")
     assert files_of("out", "**/*") == stamps, "nothing was written"
-    assert "out has 4 finished steps, and --steps is 2\ngo back with --checkpoint NAME, or" in refuse(
+    assert "out has finished 4 steps, and --steps is 2\ngo back with --checkpoint NAME, or" in refuse(
         capsys, "out", "--steps", "2"
     )
     run("out", "--steps", "6", resume=True)
@@ -491,7 +491,7 @@ def test_a_dry_run_of_it_writes_nothing(capsys):
     for code in (1, 0):
         kept = files_of("out", "**/*")
         assert main(["run", *SMALL, "--out", "out", "--resume", "auto", "--dry-run"]) == 0
-        assert "the model was not loaded, and nothing was written" in capsys.readouterr().out
+        assert "ok: everything was checked; no model was loaded, and nothing was written" in capsys.readouterr().out
         assert files_of("out", "**/*") == kept
         if code:
             run("out", code=1, stop=0)
@@ -590,7 +590,7 @@ def test_what_cannot_be_gone_on_with(capsys):
     assert "checkpoints: step_000001, step_000002" in refuse(capsys, "out", "--checkpoint", "step_7")
     Path("out/summary.json").rename("summary.json")
     error = refuse(capsys, "out", "--steps", "1")
-    assert "has 2 finished steps" in error and "rollouts resume out --steps 2" in error
+    assert "was written after 2 steps" in error and "rollouts resume out --steps 2" in error
     assert "--steps: " in refuse(capsys, "out", "--steps", "many")
     for old, new, words in (
         ("seed = 0", "seed = 1", "the seed was 0 and is 1 now"),
@@ -902,3 +902,12 @@ def test_groups_that_are_carried_over_are_in_the_checkpoint(here, capsys):
     assert {line["staleness/max"] for line in lines_of("plain")} == {0.0}
     run("never", "--over-sampling", "0.5", code=2)
     assert "--over-sampling: must be at least 1; got 0.5" in capsys.readouterr().err
+
+
+def test_a_run_of_one_step_is_named_in_the_singular(here):
+    summary = {"status": "done", "steps": 1}
+    Path("out").mkdir()
+    Path("out", "summary.json").write_text(json.dumps(summary))
+    with pytest.raises(ConfigError, match=r"^out has finished 1 step, and --steps is 0"):
+        resuming.check_steps(Path("out"), 0)
+    assert resuming.finished_words(Path("out"), summary, 1).startswith("out is finished\nto make it longer")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -141,6 +142,29 @@ def test_one_that_fails_keeps_no_other_from_running(inside, capsys):
     assert [line[-3] for line in inside] == ["--seed=0", "--seed=1", "--seed=2", "--seed=1"]
 
 
+def test_a_refused_seed_names_the_others_and_what_to_type(monkeypatch, capsys):
+    ended = {0: 0, 3: 1, 5: 2}
+
+    def run_one(runs, seed):
+        if ended[seed] != 2:  # a run that is refused leaves no folder
+            runs.folder(seed).mkdir()
+        return ended[seed]
+
+    monkeypatch.setattr(module, "_run_one", run_one)
+    line = [*SHORT.split(), "--out", "m", "--seeds"]
+    assert main([*line, "0,3,5,7"]) == 2
+    assert capsys.readouterr().err == (
+        "error: seed 5 was refused, and its error is above (finished: 0; failed: 3; not started: 7)\n"
+        "correct the cause, then type: rollouts resume m\n"
+    )
+    shutil.rmtree("m")
+    assert main([*line, "5,7"]) == 2
+    assert capsys.readouterr().err == (
+        "error: seed 5 was refused, and its error is above (not started: 7)\n"
+        "correct the cause, then type: the same command again\n"
+    )
+
+
 def test_sft_from_a_file_with_dotted_flags(inside, capsys):
     Path("a.toml").write_text('env = "calculator"\nseed = 7\nsteps = 5\neval_tasks = 0\nprompts_per_step = 2\n')
     line = ["sft", "a.toml", "--env.digits", "1", "--steps", "1", "--seeds", "3,5", "--out", "m"]
@@ -183,7 +207,9 @@ def test_mistakes(arguments, words, inside, capsys):
 
 def test_a_dry_run(inside, capsys):
     assert main([*SHORT.split(), "--seeds", "4,6", "--out", "m", "--dry-run"]) == 0
-    assert "the same for 2 seeds: m/seed_4, m/seed_6" in capsys.readouterr().out and not Path("m").exists()
+    assert not Path("m").exists()
+    *_, same, _, verdict = capsys.readouterr().out.splitlines()
+    assert same == "the same for 2 seeds: m/seed_4, m/seed_6" and verdict.startswith("ok: ")
 
 
 def test_resume_one_of_them_for_a_checkpoint(inside, capsys):

@@ -9,6 +9,8 @@ import pytest
 
 import rollouts
 from rollouts.cli import main
+from rollouts.config.settings import Settings
+from rollouts.runs.jobs.stopping import Stopping
 
 SHORT = "--env calculator --prompts-per-step 2 --samples-per-prompt 4 --max-tokens 48 --eval-tasks 4 --out r"
 
@@ -44,6 +46,9 @@ def test_a_rule_ends_the_run_where_it_holds_and_resume_leaves_it(capsys):
         out.count("--stop-when 'metric/used_tol > 9': no metric metric/used_tol has been logged so far; did you mean")
         == 1
     )
+    (again,) = (words for words in summary["warnings"] if "used_tol" in words)
+    assert again.startswith("--stop-when 'metric/used_tol > 9' had no effect: no step logged a metric metric/used_tol;")
+    assert f"warning: {again}\n" in out
     assert "'eval/reward_mean" not in out.partition("held-out, after")[0], "it was logged where it was first evaluated"
     assert steps_logged() == [0, 1]
     assert [path.name for path in Path("r/checkpoints").iterdir()] == ["step_000002"]
@@ -103,6 +108,17 @@ def test_a_stopped_and_resumed_run_is_the_unbroken_one(capsys):
 def test_a_rule_that_holds_in_the_last_step_stops_nothing(capsys):
     _, summary = run(["--steps", "1", "--stop-when", "reward/mean >= 0"], capsys)
     assert summary["steps"] == 1 and "stopped" not in summary
+
+
+def test_a_metric_that_appears_later_is_no_warning_at_the_end():
+    noted = []
+    stopping = Stopping(Settings(stop_when=("metric/a > 1", "metric/b > 1")), 0.0, noted.append)
+    stopping.reason(1, {"loss": 1.0})
+    stopping.reason(2, {"loss": 1.0, "metric/a": 0.0})
+    assert len(noted) == 2
+    assert stopping.at_the_end() == [
+        "--stop-when 'metric/b > 1' had no effect: no step logged a metric metric/b; there are loss"
+    ]
 
 
 def test_both_phases(capsys):

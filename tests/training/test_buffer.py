@@ -85,16 +85,15 @@ def test_a_task_is_excluded_by_its_id():
 @pytest.mark.parametrize(
     ("source", "exclude", "words"),
     [
-        ([], frozenset(), "gave nothing"),
+        ([], frozenset(), "gave nothing; yield tasks for the split 'train'"),
         (lambda epoch: iter(()), frozenset(), "gave nothing"),
-        (["a", "b"], frozenset({"prompt:a", "prompt:b"}), "only held-out tasks"),
-        (lambda epoch: itertools.repeat("a"), frozenset({"prompt:a"}), "only held-out tasks"),
+        (["a", "b"], frozenset({"prompt:a", "prompt:b"}), "6 in a row, with 2 different tasks\n.*: --eval-tasks 1; or"),
+        (lambda epoch: itertools.repeat("a"), frozenset({"prompt:a"}), "10000 in a row, with 1 .*\n.*--eval-tasks 0;"),
     ],
 )
 def test_a_source_without_training_tasks(source, exclude, words):
-    with pytest.raises(EnvironmentDefinitionError, match=words) as caught:
+    with pytest.raises(EnvironmentDefinitionError, match=words):
         DataBuffer(source, exclude=exclude).get_prompts(1)
-    assert "lower --eval-tasks" in str(caught.value)
 
 
 @pytest.mark.parametrize(

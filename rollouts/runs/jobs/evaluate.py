@@ -16,8 +16,10 @@ from typing import Any
 
 import trio
 
+from rollouts.errors import counted
 from rollouts.evaluate import numbers_of
 from rollouts.inference.base import InferenceBackend
+from rollouts.runs.environments import few_held_out_notes
 from rollouts.runs.folder import CONFIG, choose_folder, default_out, episode_records
 from rollouts.runs.manifest import MANIFEST, code_files, keep_code, make_manifest
 from rollouts.runs.observer import Observer
@@ -80,13 +82,12 @@ class EvaluationJob:
         self._plan, self._session, self._play, self._inference = plan, session, play, inference
         self._jobs = [Job(task, (index, sample)) for index, task in enumerate(tasks) for sample in range(samples)]
         self.total = len(self._jobs)
-        size = f"{len(tasks)} tasks" + (f" × {samples}" if samples > 1 else "")
+        size = counted(len(tasks), "task") + (f" × {samples}" if samples > 1 else "")
         self.title = (
             f"{plan.env_name} · {settings.model} · {plan.one('inference').name} · {size} · temperature "
             f"{settings.temperature:g} · seed {settings.seed}{model_words(settings.model)}"
         )
-        few = f"there are {len(tasks)} different held-out tasks, --eval-tasks asked for {settings.eval_tasks}"
-        self.notes = [*plan.notes, *([few] if len(tasks) != settings.eval_tasks else [])]
+        self.notes = [*plan.notes, *few_held_out_notes(plan.environments, tasks, settings)]
         self._scorer = group_scorer(plan.rewards, settings.on_invalid_reward, timeout_seconds=settings.reward_seconds)
         self._episodes: dict[tuple[int, int], Episode] = {}  # the finished episodes, by (task, sample)
         self._rewards: list[float] = []
@@ -138,7 +139,7 @@ class EvaluationJob:
     def message(self, failure: BaseException) -> str:
         """How many episodes are done, and what to type to run the evaluation again."""
         path = self._session.folder.shown
-        where = f"{len(self._episodes)} of {self.total} episodes are done, {path} keeps them"
+        where = f"{len(self._episodes)} of {counted(self.total, 'episode')} are done, {path} keeps them"
         again = f"to begin again: rollouts eval {shlex.quote(str(path / CONFIG))}"
         if isinstance(failure, KeyboardInterrupt):
             return f"interrupted: {where}; {again}"

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from rollouts.config.settings import Settings
 from rollouts.config.stopping import StopRule, read_rule
-from rollouts.errors import suggestion
+from rollouts.errors import counted, suggestion
 
 
 class Stop(NamedTuple):
@@ -30,6 +30,7 @@ class Stopping:
     started: float
     warn: Callable[[str], None]
     _unseen: list[StopRule] = field(init=False)
+    _absent: dict[StopRule, str] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self._rules = [read_rule(text) for text in self.settings.stop_when]
@@ -38,13 +39,16 @@ class Stopping:
     def reason(self, done: int, metrics: Mapping[str, float]) -> Stop | None:
         """Why the run ends now, after `done` steps, the last one with these metrics. None if it continues."""
         self._note_unseen(metrics)
+        self._absent = {rule: hint for rule, hint in self._absent.items() if rule.metric not in metrics}
         hours = self.settings.max_hours
         for rule in self._rules:
             if rule.holds(metrics):
-                was = f"{rule.metric} was {metrics[rule.metric]:g} after {_steps(done)}"
+                was = f"{rule.metric} was {metrics[rule.metric]:g} after {counted(done, 'step')}"
                 return Stop("stop_when", str(rule), f"--stop-when '{rule}': {was}")
         if hours is not None and time.perf_counter() - self.started >= hours * 3600:
-            return Stop("max_hours", f"{hours:g}", f"--max-hours {hours:g}: they were over after {_steps(done)}")
+            return Stop(
+                "max_hours", f"{hours:g}", f"--max-hours {hours:g}: they were over after {counted(done, 'step')}"
+            )
         return None
 
     def met_before(self, stopped: Mapping[str, str] | None) -> Stop | None:
@@ -62,17 +66,18 @@ class Stopping:
         for rule in judged:
             self._unseen.remove(rule)
             if rule.metric not in metrics:
-                near = suggestion(rule.metric, metrics)
-                self.warn(
-                    f"--stop-when '{rule}': no metric {rule.metric} has been logged so far"
-                    + (f"; {near}" if near else f"; there are {', '.join(sorted(metrics))}")
-                )
+                hint = suggestion(rule.metric, metrics) or f"there are {', '.join(sorted(metrics))}"
+                self._absent[rule] = hint
+                self.warn(f"--stop-when '{rule}': no metric {rule.metric} has been logged so far; {hint}")
+
+    def at_the_end(self) -> list[str]:
+        """One sentence for each rule that was noted and whose metric no later step had either."""
+        return [
+            f"--stop-when '{rule}' had no effect: no step logged a metric {rule.metric}; {hint}"
+            for rule, hint in self._absent.items()
+        ]
 
 
 def summary_of(stop: Stop | None) -> dict[str, Any]:
     """The entries of summary.json about the early end."""
     return {} if stop is None else {"stopped": stop._asdict()}
-
-
-def _steps(count: int) -> str:
-    return "1 step" if count == 1 else f"{count} steps"

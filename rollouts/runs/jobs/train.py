@@ -21,12 +21,12 @@ import trio
 
 from rollouts.chat.format import ChatFormat
 from rollouts.config.settings import Settings
-from rollouts.errors import CheckpointError, RolloutsError, cause_of
+from rollouts.errors import CheckpointError, RolloutsError, cause_of, counted
 from rollouts.evaluate import Evaluation, check_passes, evaluate, evaluation_metrics
 from rollouts.inference.base import InferenceBackend
 from rollouts.loggers.jsonl import JSONLLogger, read_lines
 from rollouts.runs.components import Chosen
-from rollouts.runs.environments import Environment, HeldOutPrompts, held_out_notes, task_buffer
+from rollouts.runs.environments import Environment, HeldOutPrompts, few_held_out_notes, task_buffer
 from rollouts.runs.folder import EVALUATED, STEP, MakeFolder, episode_records
 from rollouts.runs.held_objects import again_command
 from rollouts.runs.jobs import learning
@@ -51,9 +51,9 @@ from rollouts.runs.session import (
 from rollouts.training.algorithms.algorithm import stage_at
 from rollouts.training.batches import RankServer, TrainingBackend
 from rollouts.training.datasets.buffer import DataBuffer
+from rollouts.training.loops.rl import LoopState, StepReport, run_rl_training
 from rollouts.training.loops.rl_batch import RLTrainingConfig, advantage_rewards
-from rollouts.training.loops.rl_loop import LoopState, StepReport, run_rl_training
-from rollouts.training.loops.sft_loop import SFTTrainingConfig, run_sft_training
+from rollouts.training.loops.sft import SFTTrainingConfig, run_sft_training
 from rollouts.training.rollout_gen.failures import FailurePolicy, Failures
 from rollouts.training.rollout_gen.groups import Group, group_scorer
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager
@@ -252,14 +252,16 @@ class Training:
             self.summary["checkpoint"] = self._folder.relative(path)
 
     def finish(self, failure: BaseException | None) -> None:
-        """Write into the summary why the last steps of the run taught the model nothing, if so."""
-        if warnings := self._learning.at_the_end():
+        """Write into the summary why the last steps of the run taught the model nothing, and which rules to stop had no
+        effect, if so.
+        """
+        if warnings := [*self._learning.at_the_end(), *self.stopping.at_the_end()]:
             self.summary["warnings"] = warnings
         self.summary |= summary_of(self._stop)
 
     def message(self, failure: BaseException) -> str:
         """How far the run came, and how to resume it."""
-        where = f"{self.summary['steps']} of {self._settings.steps} steps"
+        where = f"{self.summary['steps']} of {counted(self._settings.steps, 'step')}"
         again = f"go on with: {again_command(self.plan.resolved, self._folder.shown)}"
         if isinstance(failure, KeyboardInterrupt):
             return f"interrupted after {where}; {self._saving.unsaved(self._saved, self.summary['steps'])}{again}"
@@ -559,24 +561,13 @@ class Training:
 
 
 def _held_out_notes(
-    settings: Settings,
-    environments: Sequence[Environment],
-    held_out: Sequence[Task],
-    also_held_out: Sequence[Task],
+    settings: Settings, environments: Sequence[Environment], held_out: Sequence[Task], also_held_out: Sequence[Task]
 ) -> list[str]:
     """Notes about anything unusual in the held-out tasks of these environments."""
-    notes = held_out_notes(environments, settings.eval_tasks) if len(held_out) < settings.eval_tasks else []
-    if len(held_out) < settings.eval_tasks and not notes:
-        gave = "environment gave" if len(environments) == 1 else "environments gave"
-        asked = f"--eval-tasks asked for {settings.eval_tasks}"
-        notes.append(f"the {gave} {len(held_out)} different held-out tasks, {asked}")
+    notes = few_held_out_notes(environments, held_out, settings)
     shared = HeldOutPrompts([*held_out, *also_held_out]).shared if settings.mode == "sft" else 0
-    if shared:
-        notes.append(
-            f"{shared} held-out tasks have the same prompt as another task, so their demonstrations cannot be "
-            "recognized: demonstrations('train', rng) must not return any of them"
-        )
-    return notes
+    words = "held-out tasks have the same prompt as another task, so their demonstrations cannot be recognized"
+    return notes + ([f"{shared} {words}: demonstrations('train', rng) must not return any"] if shared else [])
 
 
 def step_records(report: StepReport) -> list[dict[str, Any]]:

@@ -155,7 +155,7 @@ def _world_size(processes: int, kind: str) -> int:
     gpus = torch.cuda.device_count() if kind == "cuda" else 0
     if kind == "cuda" and processes > gpus:
         raise ConfigError(
-            f"--training.processes {processes}: there are {gpus} GPUs here; give at most that, or --training.device cpu"
+            f"--training.processes {processes}: GPUs here: {gpus}; give at most that, or --training.device cpu"
         )
     return processes or max(1, gpus)
 

@@ -16,9 +16,10 @@ from typing import Any
 import msgspec
 
 from rollouts.author_code import authors_code, message_of, printable, shown
-from rollouts.errors import ConfigError, EnvironmentDefinitionError, named
+from rollouts.errors import ConfigError, EnvironmentDefinitionError, counted, named
 from rollouts.types import Message, Task
 
+HELD_OUT_PART = 5  # if tasks are finite and ignore the split, at most a fifth of them is held out
 SKIPPED_MAX = 10_000  # after this many excluded tasks in a row, a source counts as empty
 SHUFFLE_WINDOW = 1000  # how many values of an iterator are in memory while it is shuffled
 _END = object()  # not None: a source that yields None has an error, and is not at its end
@@ -193,6 +194,7 @@ class DataBuffer:
 
     def _next_task(self) -> Task:
         skipped = ends = 0
+        seen: set[str] = set()
         while skipped < SKIPPED_MAX and ends < 3:
             if self._iterator is None:
                 self._iterator = self._open()
@@ -206,7 +208,13 @@ class DataBuffer:
             if task.key not in self.exclude:
                 return task
             skipped += 1
-        given = f"only held-out tasks ({skipped} in a row)" if skipped else "nothing"
-        what = f"the environment has no training task: tasks('train', rng) gave {given}; give it more tasks"
-        other = "let tasks('eval', rng) give other tasks than tasks('train', rng)"
-        raise EnvironmentDefinitionError(f"{what}, lower --eval-tasks, or {other}")
+            seen.add(task.key)
+        given = "gave nothing; yield tasks for the split 'train' too"
+        if skipped:
+            fewer = 0 if len(seen) == 1 else max(1, len(seen) // HELD_OUT_PART)
+            given = (
+                f"gave only held-out tasks: {skipped} in a row, with {counted(len(seen), 'different task')}\n"
+                f"yield more different tasks, or hold out fewer: --eval-tasks {fewer}; or let tasks(split, rng) look "
+                "at `split`, and yield other tasks for 'train' than for 'eval'"
+            )
+        raise EnvironmentDefinitionError(f"the environment has no training task: tasks('train', rng) {given}")

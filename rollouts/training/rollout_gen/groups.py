@@ -103,6 +103,8 @@ def check_judged(episodes: Sequence[Episode], what: str) -> None:
     )
     tally = "\n".join(f"  {count} x {reason}" for reason, count in reasons.most_common(3))
     none = f"not one of the {len(episodes)} rollouts of {what} could be judged:\n{tally}"
+    if len(episodes) == 1:
+        none = f"the only rollout of {what} could not be judged:\n{tally}"
     if any(RETURNED_NONE in reason for reason in reasons):
         raise RewardError(f"{none}\n{FORGOTTEN}\nto count such rollouts as 0: --on-invalid-reward zero")
     raise RunError(none)
