@@ -290,10 +290,7 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
     notes += (*_dropped_rewards(environments, rewards), *unread_notes(resolved))
     judges = needs_environment and (settings.mode == "rl" or settings.eval_tasks > 0)
     _check_environments(environments, chosen["tool"], rewards if judges else None, settings.mode)
-    components["env"] = [
-        each._replace(weight={"name": env.curriculum.name, **env.curriculum.settings}) if env.curriculum else each
-        for each, env in zip(components["env"], environments, strict=True)
-    ]
+    components["env"] = _with_curricula(components["env"], environments)
     plan = Plan(
         resolved,
         chosen,
@@ -312,6 +309,14 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
         run_check(training.component, plan.training_arguments(), training.settings)
     run_check(inference.component, plan.inference_arguments(None, ""), inference.settings)
     return plan
+
+
+def _with_curricula(components: Sequence[Component], environments: Sequence[Environment]) -> list[Component]:
+    """The chosen environments with every setting of their curricula."""
+    return [
+        each._replace(weight={"name": env.curriculum.name, **env.curriculum.settings}) if env.curriculum else each
+        for each, env in zip(components, environments, strict=True)
+    ]
 
 
 def _check_environments(
