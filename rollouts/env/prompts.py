@@ -55,7 +55,7 @@ class Prompts:
 def given_prompts(rows: Mapping[str, bytes]) -> type[Prompts]:
     """The environment `prompts` of a program that gives its rows itself: `rows` are JSON lines, by the value of `data`.
 
-    >>> env = given_prompts({"mine": b'{"prompt": "What is 2+2?", "answer": 4}'})("mine")
+    >>> env = given_prompts({"mine.jsonl": b'{"prompt": "What is 2+2?", "answer": 4}'})("mine.jsonl")
     >>> env.tasks("train", random.Random(0))[0].answer
     4
     """
