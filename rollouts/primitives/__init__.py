@@ -57,6 +57,11 @@ if TYPE_CHECKING:
     from rollouts.primitives.rewards import compute_vector_reward as compute_vector_reward
     from rollouts.primitives.rewards import load_reward_model as load_reward_model
     from rollouts.primitives.rewards import normalize_rewards as normalize_rewards
+    from rollouts.primitives.rollouts import create_batch_rollouts as create_batch_rollouts
+    from rollouts.primitives.rollouts import create_multiturn_rollout as create_multiturn_rollout
+    from rollouts.primitives.rollouts import create_rollout as create_rollout
+    from rollouts.primitives.rollouts import execute_and_track_tools as execute_and_track_tools
+    from rollouts.primitives.rollouts import track_tool_calls as track_tool_calls
     from rollouts.primitives.servers import sglang_generator as sglang_generator
     from rollouts.primitives.servers import vllm_generator as vllm_generator
     from rollouts.primitives.tools import execute_functions as execute_functions
