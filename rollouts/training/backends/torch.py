@@ -167,6 +167,11 @@ class TorchBackend:
         return self._trainer.version
 
     @property
+    def algorithms(self) -> Mapping[str, Algorithm]:
+        """The algorithms that a batch may name."""
+        return self._trainer.algorithms
+
+    @property
     def shares_prefix(self) -> bool:
         """Whether shared prompts run once."""
         return self._trainer.shares_prefix
