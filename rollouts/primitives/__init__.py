@@ -70,6 +70,14 @@ if TYPE_CHECKING:
     from rollouts.primitives.tools import parse_functions as parse_functions
     from rollouts.primitives.tools import parse_tools as parse_tools
     from rollouts.primitives.tools import parse_xml_tools as parse_xml_tools
+    from rollouts.primitives.training import load_checkpoint as load_checkpoint
+    from rollouts.primitives.training import log_to_console as log_to_console
+    from rollouts.primitives.training import log_to_wandb as log_to_wandb
+    from rollouts.primitives.training import quick_start_training as quick_start_training
+    from rollouts.primitives.training import save_checkpoint as save_checkpoint
+    from rollouts.primitives.training import train as train
+    from rollouts.primitives.training import training_iteration as training_iteration
+    from rollouts.primitives.training import training_step as training_step
     from rollouts.primitives.types import Batch as Batch
     from rollouts.primitives.types import Conversation as Conversation
     from rollouts.primitives.types import Generation as Generation

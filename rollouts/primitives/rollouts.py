@@ -204,7 +204,8 @@ def create_batch_rollouts(
 
     >>> from rollouts.primitives import create_scripted_generator, load_tokenizer
     >>> rollouts = create_batch_rollouts(
-    ...     None, load_tokenizer("tiny"), ["2 + 3 =", "2 + 4 ="], samples_per_prompt=2, metadata=[{"sum": 5}, {"sum": 6}],
+    ...     None, load_tokenizer("tiny"), ["2 + 3 =", "2 + 4 ="], samples_per_prompt=2,
+    ...     metadata=[{"sum": 5}, {"sum": 6}],
     ...     generator=create_scripted_generator(["5", "6", "5", "6"]),
     ...     reward_fn=lambda rollout: rollout.generation.text == str(rollout.metadata["sum"]),
     ... )
@@ -220,6 +221,8 @@ def create_batch_rollouts(
     if samples_per_prompt < 1 or (metadata and len(metadata) != len(prompts)):
         given = f"{len(prompts)} prompts, {len(metadata)} metadata and samples_per_prompt={samples_per_prompt}"
         raise ConfigError(f"{given}; give one mapping of metadata for each prompt, and 1 or more samples")
+    if gen_config.max_turns < 1:
+        raise ConfigError(f"max_turns is {gen_config.max_turns}; expected 1 or more replies")
     plays = [_opened(prompt, tools) for prompt in prompts for _ in range(samples_per_prompt)]
     answers = _Answers(tool_parser, tool_executor, stop_condition, reply_fn, template_fn)
     _play_all(plays, model, tokenizer, gen_config, generator, answers)
