@@ -28,6 +28,7 @@ from rollouts.training.algorithms.algorithm import Algorithm, as_algorithm
 from rollouts.training.algorithms.logprobs import label_logprobs
 from rollouts.training.backends.futures import TorchThread, on_thread
 from rollouts.training.backends.optimizer import TrainerSettings, check_settings, lr_factor, make_optimizer
+from rollouts.training.backends.optimizer_state import MakeOptimizer
 from rollouts.training.backends.pytorch_checkpoint import load_objects, replace_weights, save_objects
 from rollouts.training.batches import AuxiliaryModels, ForwardOutput, Row, TrainBatch
 from rollouts.training.datasets.sft import prepare_sft_batch
@@ -96,9 +97,11 @@ def create_pytorch_backend(
     lora_rank: int = 0,
     tokens_per_microbatch: int = 16384,
     auxiliary_models: AuxiliaryModels | None = None,
+    make_optimizer: MakeOptimizer | None = None,
     **settings: Any,
 ) -> TorchBackend:
     """Make the backend of `rollouts run` in one line. `create_torch_backend` takes the other `settings`.
+    `make_optimizer` is a function of parameter groups and a learning rate that returns a torch optimizer.
 
     `algorithm` is the name of a built-in one (`sft`, `grpo`, ...), an Algorithm, or a loss function. Its name in
     batches is "main". Raises ModelError, ConfigError, SignatureError.
@@ -115,6 +118,7 @@ def create_pytorch_backend(
         tokens_per_microbatch,
         {"main": chosen},
         auxiliary_models,
+        make_optimizer,
         **keywords_of(create_torch_backend, settings),
     )
 
