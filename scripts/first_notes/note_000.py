@@ -326,7 +326,7 @@ def _() -> None:
 def _() -> None:
     from rollouts.training.types import ImmediateTrainFuture
 
-    assert ImmediateTrainFuture(5).done and awaited(ImmediateTrainFuture(5).result) == 5
+    assert ImmediateTrainFuture(5).done() and awaited(ImmediateTrainFuture(5).result) == 5
 
 
 @ROWS("pipelining: submit, go on, await")
@@ -338,7 +338,7 @@ def _() -> None:
     backend, gate, batch = new_backend(), threading.Event(), collate_batch(samples(1.0), 1, 0)
     backend.thread.submit(gate.wait)
     futures = [backend.forward_backward(batch), backend.optim_step()]
-    were_done = [future.done for future in futures]
+    were_done = [future.done() for future in futures]
     gate.set()
     assert were_done == [False, False]
     assert futures[0].wait(60)["loss"] > 0 and futures[1].wait(60)["lr"] == 1e-3
@@ -356,9 +356,8 @@ def _() -> None:
 
 @ROWS("PyTorchTrainingBackend", "  weight version tracking")
 def _() -> None:
-    from rollouts.training.backends.pytorch import PyTorchTrainingBackend
-
     from rollouts.training import collate_batch
+    from rollouts.training.backends.pytorch import PyTorchTrainingBackend
 
     backend = new_backend()
     assert isinstance(backend, PyTorchTrainingBackend)
@@ -647,7 +646,6 @@ def _() -> None:
 @ROWS("agent_integration.py")
 def _() -> None:
     from rollouts.training.agent_integration import episode_samples
-
     from rollouts.types import Episode, Score, Segment, Status, Task, Trajectory
 
     segment = Segment([5, 6], [0.0, 1.0], [0.0, -0.5], [-1, 0])

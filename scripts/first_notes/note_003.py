@@ -151,6 +151,7 @@ def _() -> None:
 @ROWS("sample_prep.tokenize_conversation → tokens, user_spans", "sample_prep.compute_loss_mask(tokens, user_spans)")
 def _() -> None:
     import torch
+
     from rollouts.training.sample_prep import compute_loss_mask, tokenize_conversation
 
     turns = [{"role": "user", "content": "What is 2+2?"}, {"role": "assistant", "content": "2+2 equals 4."}]

@@ -138,7 +138,7 @@ def test_sft_and_then_rl_from_its_checkpoint(tmp_path, tokenizer):
     code = block("000/train", STEPS_OF_RUN_SFT | STEPS_OF_RUN_RL | IN_MAIN)
     names = {name: getattr(rollouts.training, name) for name in rollouts.training.__all__}
     given = {"config": config, "output_dir": tmp_path, "mode": "sft+rl", "tokenizer": tokenizer, "history": history}
-    program = execute(code, **names, **given, trio=trio, Config=SimpleNamespace, Path=type(tmp_path))
+    program = execute(code, **names, **given, trio=trio, Path=type(tmp_path))
     assert inspect.iscoroutinefunction(program["run_sft"])
     program["main"]()
     steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

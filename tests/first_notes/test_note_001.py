@@ -64,7 +64,7 @@ def names_of(config, tmp_path) -> dict:
     from rollouts import CalculatorEnvironment, Endpoint
 
     names = {name: getattr(rollouts.training, name) for name in rollouts.training.__all__}
-    given = {"Endpoint": Endpoint, "CalculatorEnvironment": CalculatorEnvironment, "Config": SimpleNamespace}
+    given = {"Endpoint": Endpoint, "CalculatorEnvironment": CalculatorEnvironment}
     return names | given | {"config": config, "output_dir": tmp_path, "Path": type(tmp_path)}
 
 
@@ -189,6 +189,7 @@ def test_the_loop_with_samples_alone(tmp_path):
     given = {"backend": backend, "rl_samples": samples, "rl_config": RLTrainingConfig(num_steps=2), "logger": logger}
     metrics = execute(block("001/run_rl_training"), **given)["metrics"]
     backend.close()
+    logger.close()
     assert [line["mean_reward"] for line in metrics] == [0.5, 0.5]
     assert metrics[0]["grad_norm"] > 0
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2

@@ -14,6 +14,8 @@ from note_blocks import block, execute
 
 import rollouts.training
 from rollouts.cli import main
+from rollouts.config.files import load_file
+from rollouts.config.resolving import resolve
 from rollouts.errors import ConfigError
 from rollouts.training import Config, DataConfig, DeploymentConfig, ModelConfig, TrainingConfig
 
@@ -67,11 +69,10 @@ def test_pattern_1_saves_what_ours_saves(tmp_path):
 
 
 def test_pattern_2_names_the_gpus():
-    from typing import List  # noqa: UP035 - as the note has it
 
     from rollouts.training import GPUConfig
 
-    theirs = execute(block("002/pattern_2"), dataclass=dataclass, List=List)["GPUConfig"]
+    theirs = execute(block("002/pattern_2"), dataclass=dataclass, List=list)["GPUConfig"]
     for kind in (theirs, GPUConfig):
         config = kind(gpu_ranks=[0, 1, 3], gpu_type="H100")
         assert config.get_cuda_visible_devices() == "0,1,3"
@@ -136,10 +137,11 @@ def test_python_m_rollouts_file_trains(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("name", ["sft_qwen", "rl_math", "sft_openwebtext"])
-def test_the_note_s_config_files_load(name, tmp_path):
-    """They name real models and data, so nothing is loaded here."""
-    config = Config.load(CONFIGS / f"{name}.py")
+def test_the_note_s_config_files(name):
+    """They name real models and data, so nothing is loaded here. Each becomes a Config, and settings again."""
+    tree, _ = load_file(CONFIGS / f"{name}.py")
+    assert tree["model"] != "tiny" and resolve(tree).settings.steps == tree["steps"] > 0
+    config = Config.from_settings(tree)
     assert config.mode == ("rl" if name == "rl_math" else "sft")
-    assert config.model.model_id != "tiny" and config.training.num_steps > 0
-    config.save(tmp_path / "config.json")
-    assert Config.load(tmp_path / "config.json") == config
+    settings = config.to_settings()
+    assert {key: settings[key] for key in tree} == tree

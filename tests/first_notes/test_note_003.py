@@ -169,7 +169,7 @@ def test_the_sft_program(tmp_path, tokenizer, capsys):
     names = {"compute_loss": create_cross_entropy_loss(), "load_hf_model": load_hf_model, "given_tokenizer": tokenizer}
     trio.run(execute(block("003/run_sft", changes), **names, __file__=__file__)["main"])
     out = capsys.readouterr().out
-    assert len(re.findall(r"^Step \d: loss=\d\.\d{4}, grad_norm=\d+\.\d{4}, lr=1\.0000e-04$", out, re.MULTILINE)) == 3
+    assert len(re.findall(r"^Step \d: loss=\d+\.\d{4}, grad_norm=\d+\.\d{4}, lr=1\.0000e-04$", out, re.MULTILINE)) == 3
     first, last = (float(each) for each in re.findall(r"loss=(\S+),", out)[::2])
     assert last < first
     assert "  Total steps: 3\n" in out and re.search(r"Saved checkpoint to (\S+)", out)
@@ -178,7 +178,11 @@ def test_the_sft_program(tmp_path, tokenizer, capsys):
 
 # --- phase 3: RL ---
 
-FORGOTTEN = "import torch\nfrom rollouts.training.types import RolloutBatch, Sample\n"
+FORGOTTEN = """
+import torch
+from typing import Dict, List
+from rollouts.training.types import RLTrainingConfig, RolloutBatch, Sample
+"""
 """What the note's loop uses and does not import."""
 
 
@@ -263,7 +267,7 @@ def test_submit_go_on_and_await_later(model, tmp_path):
         backend.thread.submit(gate.wait)
         batches = [rollouts.training.collate_batch(sft_samples(), 2, step) for step in range(3)]
         futures = [(backend.forward_backward(batch), backend.optim_step()) for batch in batches]
-        assert not any(future.done for pair in futures for future in pair)
+        assert not any(future.done() for pair in futures for future in pair)
         gate.set()
         return [await forward.result() | await step.result() for forward, step in futures]
 

@@ -196,7 +196,10 @@ class Config:
                 found = json.loads(path.read_text(encoding="utf-8"))
         except Exception as error:  # the code of a file may raise anything
             raise ConfigError(f"{path} cannot be read: {words_of(error)}") from error
-        return _read(cls, found, str(path))
+        try:
+            return _read(cls, found, "the file")
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
 
     def to_settings(self) -> dict[str, Any]:
         """The settings of `rollouts.run` and of a settings file. `settings` override the other fields."""
