@@ -157,11 +157,12 @@ def _() -> None:
     import inspect
 
     from rollouts.training import FSDPTrainingBackend, create_fsdp_backend
-    from rollouts.training.backends import create_fsdp_backend as same
+    from rollouts.training.backends import FSDPTrainingBackend as same
 
-    assert same is create_fsdp_backend and callable(FSDPTrainingBackend.forward_backward)
-    required = [p.name for p in inspect.signature(create_fsdp_backend).parameters.values() if p.default is p.empty]
-    assert len([name for name in required if name != "settings"]) <= 3, required
+    assert same is FSDPTrainingBackend and callable(FSDPTrainingBackend.forward_backward)
+    assert list(inspect.signature(create_fsdp_backend).parameters)[:3] == ["model", "lr", "num_steps"]
+    with rows.refused("processes"):
+        create_fsdp_backend("tiny", lr=1e-3, num_steps=1, processes=-1)
 
 
 @ROWS("torchrun --nproc_per_node=N")

@@ -85,7 +85,7 @@ def _() -> None:
 
     assert [name for name in PUBLIC if name not in rollouts.training.__all__] == []
     assert all(getattr(rollouts.training, name) is not None for name in PUBLIC)
-    assert {"Endpoint", "CalculatorEnvironment"} <= set(rollouts.__all__)
+    assert callable(rollouts.Endpoint) and callable(rollouts.CalculatorEnvironment)
 
 
 @ROWS("metrics system")
@@ -159,10 +159,15 @@ def _() -> None:
 
 
 def loads(name: str, mode: str) -> None:
+    """The file's settings are valid, and become a Config and settings again."""
+    from rollouts.config.files import load_file
+    from rollouts.config.resolving import resolve
     from rollouts.training import Config
 
-    found = Config.load(ROOT / "configs" / f"{name}.py")
-    assert found.mode == mode and found.model.model_id and found.training.num_steps > 0
+    tree, _ = load_file(ROOT / "configs" / f"{name}.py")
+    assert resolve(tree).settings.model == tree["model"] != "tiny"
+    config = Config.from_settings(tree)
+    assert config.mode == mode and config.to_settings()["steps"] == tree["steps"] > 0
 
 
 @ROWS("configs/sft_qwen.py")

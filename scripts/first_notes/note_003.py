@@ -49,7 +49,7 @@ def _() -> None:
 
 @ROWS("examples/test_rollout_generation.py, sft_pipeline_example.py", "examples/run_sft.py, examples/run_rl.py")
 def _() -> None:
-    for name in ("rollout_generation.py", "sft_pipeline.py", "run_sft.py", "run_rl.py"):
+    for name in ("rollout_generation.py", "sft_pipeline_example.py", "run_sft.py", "run_rl.py"):
         compile((EXAMPLES / name).read_text(), name, "exec")
 
 

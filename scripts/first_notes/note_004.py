@@ -339,9 +339,8 @@ def _() -> None:
     from rollouts.primitives import track_tool_calls
 
     assert [call.name for call in track_tool_calls(made(CALL)).tool_calls] == ["add"]
-    seen: list[Any] = []
-    track_tool_calls(made(CALL), tool_tracker=lambda *given: seen.append(given))
-    assert len(seen) == 1
+    tracked = track_tool_calls(made(CALL), tool_tracker=lambda *given: {"tools_used": 1})
+    assert tracked.metadata["tools_used"] == 1
 
 
 @ROWS("fn execute_and_track_tools")
@@ -543,6 +542,8 @@ def _() -> None:
         checkpoint_fn=note("checkpoint"),
         eval_fn=note("eval", {"score": 1.0}),
         logger=note("logger"),
+        checkpoint_every=1,
+        eval_every=1,
     )
     assert final.iteration == 2 and final.ref_model is reference
     assert called == dict.fromkeys(("prompts", "reference", "checkpoint", "eval", "logger"), 2), called
@@ -564,23 +565,14 @@ def _() -> None:
 @ROWS("fn log_to_wandb")
 def _() -> None:
     import sys
-    import types
+    from unittest.mock import MagicMock, patch
 
     from rollouts.primitives import TrainingStats, log_to_wandb
 
-    logged: list[Any] = []
-    fake = types.ModuleType("wandb")
-    fake.run = types.SimpleNamespace(log=lambda *given, **named: logged.append((given, named)))  # type: ignore[attr-defined]
-    fake.log = fake.run.log  # type: ignore[attr-defined]
-    before = sys.modules.get("wandb")
-    sys.modules["wandb"] = fake
-    try:
-        log_to_wandb(TrainingStats(3, 0.5, 0.25))
-    finally:
-        sys.modules.pop("wandb")
-        if before is not None:
-            sys.modules["wandb"] = before
-    assert "0.25" in repr(logged)
+    fake = MagicMock(Error=Exception)  # W&B itself is tested in plugins/wandb
+    with patch.dict(sys.modules, {"wandb": fake}):
+        log_to_wandb(TrainingStats(3, 0.5, 0.25), folder=rows.new_folder())
+    assert "'train/mean_reward': 0.25" in repr(fake.mock_calls)
 
 
 @ROWS("fn save_checkpoint", "fn load_checkpoint")
