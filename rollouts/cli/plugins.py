@@ -132,8 +132,8 @@ def _find(manager: PluginManager, kind: str | None, name: str) -> ComponentRef:
     if names_file(name):
         ref = manager.find(KINDS[0], name)
         if not (kinds := kinds_of(manager.load(ref))):
-            known = f"type: --kind KIND ({', '.join(KINDS)}), and read why it is not one"
-            raise UserError(f"{name} fits no kind of component\n{known}")
+            again = f"type: --kind KIND ({', '.join(KINDS)}), and read why it is not one"
+            raise UserError(f"{name} fits no kind of component\n{again}")
         found = [msgspec.structs.replace(ref, kind=kind) for kind in kinds]
         if len(found) > 1:
             typed = "\n".join(f"  rollouts plugins show {name} --kind {kind}" for kind in kinds)
@@ -252,9 +252,9 @@ def _signature_lines(kind: str, name: str, signature: Signature) -> list[str]:
     if rows and "ALIAS" in prefix:
         alias, setting = re.split("[:/]", name)[-1], signature.settings[0]
         value = "VALUE" if setting.default in (REQUIRED, None) else toml_value(setting.default)
-        own, chosen = (f"{flag_name((str(key), each, setting.name))} {value}" for each in (alias, "mine"))
+        own, mine = (f"{flag_name((str(key), each, setting.name))} {value}" for each in (alias, "mine"))
         lines.append(f"  ALIAS is its name, {alias}: --{key} {name} {own}")
-        lines.append(f"  or a name that you choose: --{key} mine={name} {chosen}")
+        lines.append(f"  or a name that you choose: --{key} mine={name} {mine}")
     return lines
 
 

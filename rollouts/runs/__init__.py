@@ -16,6 +16,7 @@ manifest.py      versions, files and hardware of a run
 observer.py      the protocol of observers, which show a run's progress
 rank.py          a rank above 0 of a distributed backend
 export.py        a checkpoint becomes a model
+usage.py         the environment, tools and snippet of an exported model
 publish.py       an exported model becomes a repository on the hub
 run_model.py     the model of a run with its settings, to talk to
 chat.py          a conversation with the model of a run
