@@ -28,8 +28,8 @@ from rollouts.training.algorithms.recipes import GRPO
 from rollouts.training.backends.futures import TorchThread
 from rollouts.training.batches import StepResult, TrainBatch
 from rollouts.training.datasets.buffer import DataBuffer
+from rollouts.training.loops.rl import run_rl_training
 from rollouts.training.loops.rl_batch import RLTrainingConfig
-from rollouts.training.loops.rl_loop import run_rl_training
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager
 from rollouts.training.rollout_gen.steps import RolloutConfig
 

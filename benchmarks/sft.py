@@ -57,7 +57,7 @@ from trl import SFTConfig, SFTTrainer
 from rollouts.training.algorithms.recipes import SFT
 from rollouts.training.backends.optimizer import TorchSettings
 from rollouts.training.backends.torch import create_torch_backend
-from rollouts.training.loops.sft_loop import SFTTrainingConfig, run_sft_training
+from rollouts.training.loops.sft import SFTTrainingConfig, run_sft_training
 from rollouts.types import Sample
 
 LEARNING_RATE = 1e-6

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rollouts.env.authoring import reward as reward
     from rollouts.env.authoring import tool as tool
     from rollouts.plugins.hookspecs import hookimpl as hookimpl
+    from rollouts.training.simple.endpoint import Endpoint as Endpoint
     from rollouts.types import Message as Message
     from rollouts.types import Sample as Sample
     from rollouts.types import Score as Score

@@ -35,6 +35,7 @@ FLOORS = {
     "rollouts.chat": 1,
     "rollouts.training.batches": 1,
     "rollouts.training.samples": 1,
+    "rollouts.training.simple.samples": 1,
     "rollouts.training.filters": 1,
     "rollouts.training.batching": 1,
     "rollouts.training.algorithms": 1,
@@ -52,11 +53,17 @@ FLOORS = {
     "rollouts.serve": 3,
     "rollouts.training.rollout_gen": 3,
     "rollouts.training.loops": 3,
+    "rollouts.training.simple": 3,
     "rollouts.evaluate": 3,
     # 4: the top, where names become functions
     "rollouts.training": 4,  # the lazy face of its rooms
-    "rollouts.training.types": 4,  # a lazy face too
-    "rollouts.training.weight_sync": 4,  # and this one
+    **{  # names under the module names of the first notes
+        f"rollouts.training.{name}": 4
+        for name in (
+            "async_rollout_manager data_buffer metrics rl_losses rl_loop rollout_generation rollout_manager sft_loop "
+            "types weight_sync"
+        ).split()
+    },
     "rollouts.runs": 4,
     "rollouts.api": 4,
     "rollouts.primitives": 4,

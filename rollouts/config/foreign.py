@@ -49,7 +49,7 @@ _NAMES = {
     "--training.dtype float16": "fp16",
     "--training.device": "device",
     "--training.gradient-checkpointing": "gradient_checkpointing",
-    "--training.optimizer": "optim optimizer",
+    "--optimizer": "optim",
     "--training.weight-decay": "weight_decay",
     "--training.max-grad-norm": "max_grad_norm grad_clip clip_grad",
     "--training.warmup-steps": "warmup_steps warmup_ratio lr_warmup_steps",

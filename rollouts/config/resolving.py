@@ -98,6 +98,8 @@ def resolve(tree: Tree, source: Source = NOWHERE, *, allow_left_out: bool = Fals
         defaults["loss"] = "sft"
     if tree.get("data") is not None and plain(tree["data"]):
         defaults["env"] = "prompts"  # the default environment for the rows of a file
+    if isinstance(tree.get("optimizer"), dict):
+        defaults["optimizer"] = "adamw"  # `--optimizer.betas` alone is a setting of the usual one
     chosen = merge(defaults, {key: value for key, value in tree.items() if key in COMPONENT_KINDS})
     values = {
         name: _core_value(tree[name], info, source)

@@ -36,6 +36,7 @@ COMPONENT_KINDS = {
     "filter": "filters",
     "inference": "inference",
     "training": "training",
+    "optimizer": "optimizers",
     "logger": "loggers",
 }
 """The settings that name components, with the kind of component."""
@@ -66,8 +67,8 @@ SCHEDULED = ("loss", "advantage", "aggregation", "kl", "correction", "mix", "sha
 
 SFT = tuple(
     """
-    steps lr prompts_per_step loss aggregation env data system lora_rank inference training tokens_per_microbatch
-    eval_every eval_tasks checkpoint_every checkpoint_seconds keep_checkpoints profile logger
+    steps lr prompts_per_step loss aggregation env data system lora_rank inference training optimizer
+    tokens_per_microbatch eval_every eval_tasks checkpoint_every checkpoint_seconds keep_checkpoints profile logger
     """.split()
 )
 """The keys of `[sft]`: the settings that may differ in the supervised phase of mode sft+rl."""
@@ -204,6 +205,8 @@ class Settings:
         lora_rank: The rank of LoRA adapters. 0 trains every weight.
         inference: The inference backend.
         training: The training backend.
+        optimizer: The optimizer. Default: the training backend's own; of torch and fsdp it is adamw, or the one that
+            --training.optimizer names.
         critic: A critic: `head` adds a layer to the policy; a path or a name loads a separate model. Default: none.
         teacher: A teacher to distill from: a path or a name on the hub. Default: none.
         teacher_top_k: How many of the teacher's likeliest tokens a loss receives.
@@ -290,6 +293,7 @@ class Settings:
     lora_rank: int = _bounded(0, minimum=0)
     inference: str = "hf"
     training: str = "torch"
+    optimizer: str = ""
     critic: str = ""
     teacher: str = ""
     teacher_top_k: int = _bounded(32, minimum=1)

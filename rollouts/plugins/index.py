@@ -38,6 +38,7 @@ KIND_WORDS = {
     "pairings": "pair selector",
     "inference": "inference backend",
     "training": "training backend",
+    "optimizers": "optimizer",
     "loggers": "logger",
     "datasets": "dataset",
     "curricula": "curriculum",

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.optim import Optimizer as TorchOptimizer
 
     from rollouts.types import Score, Task
 
@@ -138,6 +139,12 @@ class Selector(Protocol):
     """Returns [J] bool: which rollouts of a group to train on. May name `rewards` `lengths` `step`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | Sequence[bool]: ...
+
+
+class Optimizer(Protocol):
+    """Returns an optimizer of torch over all parameters of `params`. May name `params` `lr`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> TorchOptimizer: ...
 
 
 class Pairing(Protocol):

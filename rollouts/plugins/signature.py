@@ -30,7 +30,7 @@ from rollouts.plugins.vocabulary import VOCABULARY, mixing_fault, quoted
 SIGNED_KINDS = frozenset(VOCABULARY) | {"environments", "tools"}
 """The kinds for which `check_signature` has rules. For other kinds it refuses only an unreadable signature."""
 
-_CLASS_KINDS = frozenset({"environments", "inference", "training", "loggers", "datasets", "commands"})
+_CLASS_KINDS = frozenset({"environments", "inference", "training", "loggers", "optimizers", "datasets", "commands"})
 _CALLED_DIRECTLY = frozenset(VOCABULARY) - _CLASS_KINDS - {"rewards", "metrics"}  # the trainer never awaits
 _NOTHING: Mapping[str, Any] = {}
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -295,7 +295,8 @@ def _parameter_fault(parameter: inspect.Parameter, kind: str) -> str:
     if vocabulary is None:
         return ""
     if parameter.kind in _POSITIONAL:
-        if parameter.default is not inspect.Parameter.empty:
+        is_absent = parameter.default is None and name in vocabulary  # an input that a caller of one's own leaves out
+        if parameter.default is not inspect.Parameter.empty and not is_absent:
             return (
                 f"{name!r} is positional and has a default, but inputs have no default and settings are keyword-only\n"
                 f"for a setting, write `*, {name}=...`; for an input, remove the default"

@@ -125,7 +125,12 @@ VOCABULARY: dict[str, dict[str, str]] = {
         "algorithms": "a dict from name to Algorithm",
         "auxiliary_models": "an AuxiliaryModels: reference policy, critic and teacher; None: the run has none",
         "companions": "the older name of auxiliary_models",
+        "make_optimizer": "a function of `params` and `lr` that returns the chosen optimizer; None: none is chosen",
         "config": "the run's resolved settings as TOML, from which another rank builds the same run",
+    },
+    "optimizers": {
+        "params": "list of parameter groups, each a dict with `params` (a list of parameters) and `lr`",
+        "lr": "the learning rate; each step multiplies that of each group by the schedule's factor",
     },
     "inference": {
         "model": "the name or path of the model",

@@ -18,6 +18,17 @@ from typing import TYPE_CHECKING
 from rollouts.lazy import lazy_face
 
 if TYPE_CHECKING:
+    from rollouts.primitives.algorithms import AlgorithmConfig as AlgorithmConfig
+    from rollouts.primitives.algorithms import PPOAdvantages as PPOAdvantages
+    from rollouts.primitives.algorithms import compute_dapo_loss as compute_dapo_loss
+    from rollouts.primitives.algorithms import compute_dapo_pairs as compute_dapo_pairs
+    from rollouts.primitives.algorithms import compute_grpo_advantages as compute_grpo_advantages
+    from rollouts.primitives.algorithms import compute_grpo_loss as compute_grpo_loss
+    from rollouts.primitives.algorithms import compute_loss_by_algorithm as compute_loss_by_algorithm
+    from rollouts.primitives.algorithms import compute_ppo_advantages as compute_ppo_advantages
+    from rollouts.primitives.algorithms import compute_ppo_loss as compute_ppo_loss
+    from rollouts.primitives.algorithms import create_algorithm_config as create_algorithm_config
+    from rollouts.primitives.batches import create_batch as create_batch
     from rollouts.primitives.generation import apply_chat_template as apply_chat_template
     from rollouts.primitives.generation import batch_generate as batch_generate
     from rollouts.primitives.generation import compute_logprobs as compute_logprobs

@@ -27,7 +27,9 @@ from rollouts.chat.format import ChatFormat, load_chat_format
 from rollouts.env.authoring import TOOL_MARK, mark_of
 from rollouts.env.schema import tool_schema
 from rollouts.errors import ConfigError, InferenceError
+from rollouts.primitives.calls import call
 from rollouts.primitives.types import Conversation, Generation, GenerationConfig, ModelConfig, Turn
+from rollouts.training.algorithms.algorithm import function_label
 from rollouts.types import Message, Task, ToolCall
 
 if TYPE_CHECKING:
@@ -101,8 +103,9 @@ def generate(
     A text is encoded as it is. Give a Conversation, or a list of messages, to use the model's chat template. If the
     prompt leaves less room than `max_tokens` in the model's context, the reply is limited to this room.
 
-    Raises ConfigError for an empty prompt and for settings that cannot be used, InferenceError if the context has no
-    room or the logits are not finite, and TypeError for a generator that returns neither text nor a Generation.
+    Raises ConfigError for an empty prompt, for settings that cannot be used, and for a generator that returns neither
+    text nor a Generation. Raises InferenceError if the context has no room, the logits are not finite, or the generator
+    raises.
 
     >>> model, tokenizer = load_model("tiny"), load_tokenizer("tiny")
     >>> reply = generate(model, tokenizer, "2 + 3 =", GenerationConfig(max_tokens=8))
@@ -114,6 +117,7 @@ def generate(
     Args:
         generator: samples instead of the embedded engine
     """
+    _check_config(config)
     if generator is not None:
         return _from_generator(generator, model, tokenizer, prompt, config)
     return batch_generate(model, tokenizer, [prompt], config)[0]
@@ -144,6 +148,7 @@ def batch_generate(
     """
     if isinstance(prompts, str | Conversation):
         raise ConfigError(f"prompts is {type(prompts).__name__}; expected a list: batch_generate(..., [prompt])")
+    _check_config(config)
     configs = [config._replace(seed=turn_seed(config.seed, row, 0, 0, 0)) for row in range(len(prompts))]
     if generator is None:
         from rollouts.inference.embedded.hf import HFInference
@@ -155,6 +160,11 @@ def batch_generate(
         return list(map(own, prompts, configs))
     with ThreadPoolExecutor(workers) as pool:
         return list(pool.map(own, prompts, configs))
+
+
+def _check_config(config: Any) -> None:
+    if not isinstance(config, GenerationConfig):
+        raise ConfigError(f"the config is {shown(config)}; expected a GenerationConfig, such as GenerationConfig(64)")
 
 
 def generate_with_logprobs(
@@ -201,7 +211,8 @@ def extract_logprobs(
     with torch.no_grad():
         if logprob_extractor is None:
             return compute_logprobs(model, [generation], temperature=temperature)[0]
-        found = torch.as_tensor(logprob_extractor(model, generation)).detach()
+        form = "logprob_extractor(model, generation)"
+        found = torch.as_tensor(call(form, logprob_extractor, model, generation)).detach()
     if found.shape != (len(generation.tokens),):
         expected = f"[{len(generation.tokens)}], one number per sampled token"
         raise ConfigError(f"the logprob_extractor returned shape {list(found.shape)}; expected {expected}")
@@ -251,12 +262,13 @@ def _from_generator(
 ) -> Generation:
     """The generator's reply; a text becomes a Generation with ids and without logprobs."""
     given = prompt if isinstance(prompt, str) else encode_prompt(tokenizer, prompt)
-    reply = generator(model, tokenizer, given, config)
+    form = "generator(model, tokenizer, prompt, config)"
+    reply = call(form, generator, model, tokenizer, given, config, error=InferenceError)
     if isinstance(reply, Generation):
         return reply
     if not isinstance(reply, str):
-        name = getattr(generator, "__name__", "the generator")
-        raise TypeError(f"{name} returned {type(reply).__name__}; expected a Generation, or its text")
+        what = f"the generator {function_label(generator)} returned {shown(reply)}"
+        raise ConfigError(f"{what}; expected a Generation, or its text")
     tokens = tokenizer.encode(reply, add_special_tokens=False)
     return Generation(reply, tokens, prompt_tokens=encode_prompt(tokenizer, given))
 
@@ -446,8 +458,9 @@ def apply_chat_template(
         template_fn: `template_fn(messages, tools)` renders instead of the tokenizer's template; `tools` are schemas
     """
     messages, tools = as_conversation(prompt)
-    render = template_fn or functools.partial(chat_format(tokenizer).render, generation_prompt=True)
-    return render(list(messages), schemas_of(tools))
+    if template_fn is not None:
+        return call("template_fn(messages, tools)", template_fn, list(messages), schemas_of(tools))
+    return chat_format(tokenizer).render(list(messages), schemas_of(tools), True)
 
 
 def generate_conversation_turn(
@@ -478,17 +491,40 @@ def generate_conversation_turn(
         tool_parser: `tool_parser(text)` returns the tool calls (see tools.py)
         previous: the last turn's reply. Its ids are continued exactly as they were sampled, if the template allows it
     """
-    conversation = as_conversation(conversation)
-    messages, schemas = list(conversation.messages), schemas_of(conversation.tools)
-    prompt: Prompt = conversation
-    if template_fn is not None:
-        prompt = apply_chat_template(tokenizer, conversation, template_fn=template_fn)
-    elif previous is not None:
-        prompt = _continued(tokenizer, messages, schemas, previous) or conversation
+    prompt = turn_prompt(tokenizer, conversation, template_fn=template_fn, previous=previous)
     reply = generate(model, tokenizer, prompt, config, generator=generator)
+    return read_turn(tokenizer, conversation, reply, template_fn=template_fn, tool_parser=tool_parser)
+
+
+def turn_prompt(
+    tokenizer: Any,
+    conversation: Conversation,
+    *,
+    template_fn: Callable[[Sequence[Message], Sequence[dict[str, Any]]], str] | None = None,
+    previous: Generation | None = None,
+) -> Prompt:
+    """The prompt of the next turn of a conversation (see `generate_conversation_turn`)."""
+    conversation = as_conversation(conversation)
+    if template_fn is not None:
+        return apply_chat_template(tokenizer, conversation, template_fn=template_fn)
+    messages, schemas = list(conversation.messages), schemas_of(conversation.tools)
+    continued = None if previous is None else _continued(tokenizer, messages, schemas, previous)
+    return continued or encode_prompt(tokenizer, conversation)
+
+
+def read_turn(
+    tokenizer: Any,
+    conversation: Conversation,
+    reply: Generation,
+    *,
+    template_fn: Callable[[Sequence[Message], Sequence[dict[str, Any]]], str] | None = None,
+    tool_parser: Callable[[str], Sequence[ToolCall]] | None = None,
+) -> Turn:
+    """The conversation with this reply to it (see `generate_conversation_turn`)."""
+    conversation = as_conversation(conversation)
     message, calls = Message("assistant", reply.text), []
     if template_fn is None:
-        message = chat_format(tokenizer).parse(reply.tokens, schemas)
+        message = chat_format(tokenizer).parse(reply.tokens, schemas_of(conversation.tools))
         calls = message.tool_calls
     if tool_parser is not None:
         read = list(tool_parser(reply.text))
@@ -496,7 +532,7 @@ def generate_conversation_turn(
             (each.name, each.arguments, each.error) for each in calls
         ]:
             message, calls = Message("assistant", reply.text), read
-    return Turn(conversation._replace(messages=[*messages, message]), reply, calls)
+    return Turn(conversation._replace(messages=[*conversation.messages, message]), reply, calls)
 
 
 def _continued(

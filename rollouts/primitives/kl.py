@@ -10,6 +10,7 @@ Legend: K sampled tokens of a reply; p the policy's probability of a token, q th
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import itertools
 import math
@@ -17,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollouts.errors import ConfigError
+from rollouts.primitives.calls import call
 from rollouts.primitives.generation import extract_logprobs
 from rollouts.primitives.types import Generation, Rollout
 from rollouts.training.algorithms import kl as engine
@@ -173,7 +175,7 @@ def _values(kl_fn: KLFn, policy: Tensor, reference: Tensor) -> Tensor:
     """The result of a KL function: [K], or a scalar."""
     import torch
 
-    returned = kl_fn(policy, reference)
+    returned = call("kl_fn(logprobs, ref_logprobs)", kl_fn, policy, reference)
     try:
         values = torch.as_tensor(returned)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -213,7 +215,7 @@ def create_reference_model(model: Any, *, ref_model_fn: Callable[[Any], Any] | N
     (False, False)
     """
     if ref_model_fn is not None:
-        return ref_model_fn(model)
+        return call("ref_model_fn(model)", ref_model_fn, model)
     return copy.deepcopy(model).requires_grad_(False).eval()
 
 
@@ -232,8 +234,10 @@ def update_reference_model(
     """
     if update_fn is None:
         return ref_model
-    takes_iteration = "iteration" in inspect.signature(update_fn).parameters
-    updated = update_fn(ref_model, model, iteration=iteration) if takes_iteration else update_fn(ref_model, model)
+    function = update_fn
+    if "iteration" in inspect.signature(update_fn).parameters:
+        function = functools.partial(update_fn, iteration=iteration)
+    updated = call("update_fn(ref_model, model)", function, ref_model, model)
     if updated is None:
         label = function_label(update_fn)
         raise ConfigError(f"the update_fn {label} returned None; return the reference model, also if it is unchanged")

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from rollouts.author_code import shown
-from rollouts.errors import ConfigError, RewardError, RolloutsError, words_of
+from rollouts.errors import ConfigError, RewardError
+from rollouts.primitives.calls import call
 from rollouts.primitives.types import Rollout
 from rollouts.training.algorithms.advantages import group_norm
 from rollouts.training.algorithms.algorithm import function_label
@@ -32,7 +33,7 @@ def compute_scalar_reward(rollout: Rollout, reward_fn: RewardFn) -> float | None
     >>> compute_scalar_reward(Rollout("2 + 3", Generation("5")), lambda rollout: len(rollout.generation.text))
     1.0
     """
-    return _number(_call(reward_fn, rollout), reward_fn)
+    return _number(_judged(reward_fn, rollout), reward_fn)
 
 
 def compute_vector_reward(rollout: Rollout, reward_fns: RewardFns) -> list[float | None]:
@@ -45,7 +46,7 @@ def compute_vector_reward(rollout: Rollout, reward_fns: RewardFns) -> list[float
     [1.0, -0.1]
     """
     if callable(reward_fns):
-        found = _call(reward_fns, rollout)
+        found = _judged(reward_fns, rollout)
         if not _is_vector(found):
             raise RewardError(f"{_of(reward_fns)} returned {shown(found)}; expected a list of numbers")
         return [_number(each, reward_fns) for each in found]
@@ -77,7 +78,9 @@ def aggregate_vector_rewards(
     if len(known) < len(rewards):
         return None
     weighted = known if weights is None else [w * r for w, r in zip(weights, known, strict=True)]
-    return math.fsum(weighted) if aggregator is None else _number(_call(aggregator, weighted, "aggregator"), aggregator)
+    if aggregator is None:
+        return math.fsum(weighted)
+    return _number(call("aggregator(rewards)", aggregator, weighted, error=RewardError), aggregator)
 
 
 def compute_batch_rewards(
@@ -108,7 +111,7 @@ def _rewarded(
     weights: Sequence[float] | None,
     aggregator: Callable[[list[float]], float] | None,
 ) -> Rollout:
-    found: Any = _call(reward_fn, rollout) if callable(reward_fn) else compute_vector_reward(rollout, reward_fn)
+    found: Any = _judged(reward_fn, rollout) if callable(reward_fn) else compute_vector_reward(rollout, reward_fn)
     if not _is_vector(found):
         return rollout._replace(rewards=_number(found, reward_fn))
     vector = [_number(each, reward_fn) for each in found]
@@ -131,9 +134,8 @@ def normalize_rewards(
     """
     known = [float(each) for each in rewards if each is not None]
     function = normalizer or group_norm
-    values = iter(
-        check_per_rollout("normalizer", function, _call(function, known, "normalizer"), len(known)) if known else ()
-    )
+    returned = call("normalizer(rewards)", function, known, error=RewardError) if known else []
+    values = iter(check_per_rollout("normalizer", function, returned, len(known)))
     return [None if each is None else next(values) for each in rewards]
 
 
@@ -151,7 +153,8 @@ def apply_reward_shaping(rollout: Rollout, *, shaping_fn: Callable[[float, Rollo
     def shape(reward: float | None) -> float | None:
         if reward is None:
             return None
-        return _number(_call(lambda each: shaping_fn(reward, each), rollout, "shaping", shaping_fn), shaping_fn)
+        shaped = call("shaping_fn(reward, rollout)", shaping_fn, reward, rollout, error=RewardError)
+        return _number(shaped, shaping_fn)
 
     rewards = rollout.rewards
     if isinstance(rewards, Sequence):
@@ -187,7 +190,8 @@ def compute_reward_model_score(
     """
     if scorer is None:
         _needs_package("compute_reward_model_score", "scorer=my_scorer, a function of the reward model and the rollout")
-    return _number(_call(lambda each: scorer(reward_model, each), rollout, "scorer", scorer), scorer)
+    score = call("scorer(reward_model, rollout)", scorer, reward_model, rollout, error=RewardError)
+    return _number(score, scorer)
 
 
 def _needs_package(call: str, argument: str) -> NoReturn:
@@ -195,17 +199,11 @@ def _needs_package(call: str, argument: str) -> NoReturn:
     raise ConfigError(f"{call}: rollouts itself has no reward models\n{package}\nfor your own: give {argument}")
 
 
-# --- calls ------------------------------------------------------------------------------------------------------------
+# --- values -----------------------------------------------------------------------------------------------------------
 
 
-def _call(function: Callable[[Any], Any], given: Any, word: str = "reward", named: Any = None) -> Any:
-    """Call a function of the user. Raises RewardError, which names it, if it raises."""
-    try:
-        return function(given)
-    except RolloutsError:
-        raise
-    except Exception as error:  # a user's function may raise anything
-        raise RewardError(f"the {word} {function_label(named or function)} raised {words_of(error)}") from error
+def _judged(reward_fn: RewardFn, rollout: Rollout) -> Any:
+    return call("reward_fn(rollout)", reward_fn, rollout, error=RewardError)
 
 
 def _is_vector(found: Any) -> bool:

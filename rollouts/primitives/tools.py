@@ -15,6 +15,7 @@ from rollouts.author_code import shown
 from rollouts.chat.tool_call_formats import TOOL_CALL_FORMATS, detect_tool_call_format, parse_reply
 from rollouts.env.authoring import TOOL_MARK, ToolMethod, mark_of
 from rollouts.errors import ConfigError
+from rollouts.primitives.calls import call
 from rollouts.primitives.generation import run_sync, tool_name
 from rollouts.primitives.types import Generation
 from rollouts.types import Message, ToolCall
@@ -67,7 +68,7 @@ def extract_tool_calls(
     'add'
     """
     text = generation if isinstance(generation, str) else generation.text
-    calls = (tool_parser or parse_tools)(text)
+    calls = call("tool_parser(text)", tool_parser or parse_tools, text)
     if not isinstance(calls, Sequence) or not all(isinstance(each, ToolCall) for each in calls):
         raise ConfigError(f"the tool_parser returned {shown(calls)}; expected a list of ToolCall")
     return list(calls)
@@ -85,7 +86,7 @@ def execute_functions(tool_calls: Sequence[ToolCall], tools: Tools) -> list[str]
     >>> execute_functions([ToolCall("add", {"a": 2, "b": 3}), ToolCall("sub")], [add])
     ['5', "Error: there is no tool 'sub'. The tools are: add"]
     """
-    return [run_sync(functools.partial(run_tool, _methods(tools), call)).text for call in tool_calls]
+    return [run_sync(functools.partial(run_tool, _methods(tools), each)).text for each in tool_calls]
 
 
 def execute_tools(
@@ -105,14 +106,17 @@ def execute_tools(
         tools: the functions that the calls may name
         tool_executor: `tool_executor(tool_calls, tools)` replaces `execute_functions`; it returns texts or messages
     """
-    results = (tool_executor or execute_functions)(tool_calls, tools)
+    results = call("tool_executor(tool_calls, tools)", tool_executor or execute_functions, tool_calls, tools)
     if isinstance(results, str) or not isinstance(results, Sequence) or len(results) != len(tool_calls):
         expected = f"a list of {len(tool_calls)} texts or messages, one per call"
         raise ConfigError(f"the tool_executor returned {shown(results)}; expected {expected}")
-    return [
-        each if isinstance(each, Message) else Message("tool", str(each), tool_call_id=call.id or None, name=call.name)
-        for each, call in zip(results, tool_calls, strict=True)
-    ]
+    return [_message(*each) for each in zip(results, tool_calls, strict=True)]
+
+
+def _message(result: Message | str, tool_call: ToolCall) -> Message:
+    if isinstance(result, Message):
+        return result
+    return Message("tool", str(result), tool_call_id=tool_call.id or None, name=tool_call.name)
 
 
 def _methods(tools: Tools) -> dict[str, ToolMethod]:

@@ -92,6 +92,7 @@ class Rollout(NamedTuple):
         tool_calls: the tool calls of all turns, in order
         metadata: anything else, such as the right answer
         turns: all replies of a conversation, in order; empty: `generation` alone
+        group_index: rollouts with the same number are compared; None: rollouts with equal prompts are
     """
 
     prompt: str | Sequence[Message]
@@ -103,30 +104,35 @@ class Rollout(NamedTuple):
     tool_calls: Sequence[ToolCall] = ()
     metadata: Mapping[str, Any] = {}
     turns: Sequence[Generation] = ()
+    group_index: int | None = None
 
 
 class Batch(NamedTuple):
-    """Rollouts as tensors, which the losses take.
+    """The sampled ids of rollouts as tensors, for advantages and losses. `create_batch` makes it.
 
     Attributes:
         rollouts: the N rollouts
-        logprobs: [T], the policy's logprobs of all sampled ids, with gradient
-        old_logprobs: [T], those of the sampler
-        mask: [T], 1.0 where an id is trained
+        logprobs: [T], the policy's logprobs of all sampled ids, with gradient; None without a model
+        old_logprobs: [T], those of the sampler; where it gave none, the policy's without gradient (NaN without a model)
+        mask: [T], 1.0 where an id is trained, 0.0 in rollouts that nothing judged or that were cut off
         rollout_index: [T], the rollout of each id, 0 to N - 1
-        group_index: [T], the prompt of each id
+        group_index: [T], the group of each id: rollouts of one prompt
         rewards: [N]; NaN where nothing judged a rollout
-        ref_logprobs: [T], those of the reference; None without a reference
+        ref_logprobs: [T], those of the reference; None if a rollout has none
+        tokens: [T], the ids
+        entropy: [T], of the policy, with gradient; None without a model
     """
 
     rollouts: Sequence[Rollout]
-    logprobs: Tensor
+    logprobs: Tensor | None
     old_logprobs: Tensor
     mask: Tensor
     rollout_index: Tensor
     group_index: Tensor
     rewards: Tensor
     ref_logprobs: Tensor | None = None
+    tokens: Tensor | None = None
+    entropy: Tensor | None = None
 
 
 class TrainingState(NamedTuple):

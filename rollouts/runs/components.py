@@ -32,7 +32,7 @@ from rollouts.errors import (
 )
 from rollouts.plugins.index import KIND_WORDS, ComponentRef
 from rollouts.plugins.manager import PluginManager
-from rollouts.plugins.signature import Signature, call_with, check_signature, keywords_of
+from rollouts.plugins.signature import Signature, bind, call_with, check_signature, keywords_of, read_signature
 from rollouts.training.algorithms.aggregation import aggregation_function
 from rollouts.training.algorithms.algorithm import KL, Algorithm, algorithm_settings, as_algorithm, bind_own
 from rollouts.training.algorithms.corrections import truncated
@@ -105,6 +105,25 @@ def check_tool_names(chosen: Sequence[Chosen], env: Any, name: str) -> None:
                 f"--tool {each.name}: the environment {name} has a tool named {each.alias!r} too\n"
                 f"give the added one another name: --tool other_{each.alias}={each.name}"
             )
+
+
+def chosen_optimizer(chosen: Mapping[str, list[Chosen]]) -> Any:
+    """The function that makes the optimizer that a run chose, with its settings; None if it chose none. Raises
+    ConfigError, also if the optimizer does not work, or if the training backend takes none.
+    """
+    from rollouts.training.backends.optimizer_state import check_optimizer
+
+    (training,) = chosen["training"]
+    for each in chosen["optimizer"]:
+        if "make_optimizer" not in read_signature(training.component, "training").requests:
+            raise ConfigError(
+                f"--optimizer {each.name}: the training backend {training.name} chooses its optimizer itself, because "
+                "it does not name `make_optimizer`\nleave --optimizer out, or type: --training torch"
+            )
+        make = bind(each.component, each.settings)
+        check_optimizer(make, f"the optimizer {each.name}")
+        return make
+    return None
 
 
 def make_component(word: str, chosen: Chosen, available: Mapping[str, Any]) -> Any:

@@ -213,7 +213,7 @@ def memory_lines(plan: Plan) -> list[str]:
         raise ModelError(f"unknown dtype {dtype!r} (choices: {', '.join(_DTYPES)})")
     sharded = how == "sharded"
     ranks = _ranks(training) if sharded else 1
-    optimizer = str(given.get("optimizer", "adamw"))
+    optimizer = next((each.name for each in plan.chosen["optimizer"]), str(given.get("optimizer", "adamw")))
     beside = plan.auxiliary_models or AuxiliaryModels()
     try:
         size, positions = _size_of(settings.model, settings.lora_rank, str(given.get("lora_targets", "all-linear")))

@@ -33,7 +33,16 @@ from rollouts.plugins.checks import run_check
 from rollouts.plugins.index import ComponentRef
 from rollouts.plugins.manager import PluginManager
 from rollouts.runs.algorithms import Composed, compose
-from rollouts.runs.components import Chosen, added_tools, bind_each, check_tool_names, choose, completed, with_data
+from rollouts.runs.components import (
+    Chosen,
+    added_tools,
+    bind_each,
+    check_tool_names,
+    choose,
+    chosen_optimizer,
+    completed,
+    with_data,
+)
 from rollouts.runs.earlier_run import overlap_notes, run_of, trained_before, unused_of_run
 from rollouts.runs.environments import Environment, held_out_tasks, plan_environments
 from rollouts.runs.manifest import changed_code, code_files, is_older, naming_copies
@@ -57,7 +66,8 @@ class Plan(NamedTuple):
 
     An evaluation has no filters, no schedule and no auxiliary models. In a training run, `schedule` has all stages, the
     first included; `chosen` are the components of the whole run, and `stages_chosen` those of each later stage;
-    `auxiliary_models` are reference, critic and teacher (None: no such models). `notes` are warnings for the user.
+    `auxiliary_models` are reference, critic and teacher (None: no such models). `make_optimizer` makes the chosen
+    optimizer (None: none is chosen). `notes` are warnings for the user.
     """
 
     resolved: Resolved
@@ -70,6 +80,7 @@ class Plan(NamedTuple):
     auxiliary_models: AuxiliaryModels | None
     notes: tuple[str, ...]
     manager: PluginManager
+    make_optimizer: Any = None
 
     @property
     def settings(self) -> Settings:
@@ -183,6 +194,7 @@ class Plan(NamedTuple):
             "algorithms": self.algorithms,
             "auxiliary_models": self.auxiliary_models,
             "companions": self.auxiliary_models,
+            "make_optimizer": self.make_optimizer,
         }
 
     def inference_arguments(self, training: TrainingBackend | None, folder: str) -> dict[str, Any]:
@@ -272,6 +284,7 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
         composed.auxiliary_models,
         notes,
         manager,
+        None if is_evaluation else chosen_optimizer(chosen),
     )
     if not is_evaluation:
         training = plan.one("training")

@@ -5,9 +5,11 @@ algorithms/                      losses, advantages, aggregation, KL: pure funct
 models backends/                 loading models; a model with its optimizer; futures, LoRA
 datasets/ rollout_gen/ loops/    the next task; concurrent rollouts; the training loops
 weights/                         checkpoints, and new weights for engines, with a test that engines serve them
+simple/                          plain calls: samples with tensors, your own model, loss and loop
 estimates                        memory and operations, from shapes
 
-Names are imported on first use.
+The other modules here have names of these rooms under the module names of the first notes. Names are imported on first
+use.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING
 from rollouts.lazy import lazy_face
 
 if TYPE_CHECKING:
+    from rollouts.loggers.base import MetricsLogger as MetricsLogger
     from rollouts.training.backends.futures import ImmediateTrainFuture as ImmediateTrainFuture
     from rollouts.training.backends.futures import TrainFuture as TrainFuture
     from rollouts.training.backends.pytorch_factory import PyTorchTrainingBackend as PyTorchTrainingBackend
@@ -39,25 +42,36 @@ if TYPE_CHECKING:
     from rollouts.training.filters import check_reasonable_length as check_reasonable_length
     from rollouts.training.filters import check_response_diversity as check_response_diversity
     from rollouts.training.filters import check_reward_nonzero_std as check_reward_nonzero_std
-    from rollouts.training.loops.rl_batch import RLTrainingConfig as RLTrainingConfig
-    from rollouts.training.loops.rl_loop import run_rl_training as run_rl_training
-    from rollouts.training.loops.sft_loop import SFTTrainingConfig as SFTTrainingConfig
-    from rollouts.training.loops.sft_loop import run_sft_training as run_sft_training
     from rollouts.training.models import load_hf_model as load_hf_model
-    from rollouts.training.rollout_gen.manager import AsyncRolloutManager as AsyncRolloutManager
     from rollouts.training.rollout_gen.rollout_generation import RolloutManager as RolloutManager
     from rollouts.training.rollout_gen.rollout_generation import apply_sample_transforms as apply_sample_transforms
     from rollouts.training.rollout_gen.rollout_generation import generate_rollout_batches as generate_rollout_batches
     from rollouts.training.rollout_gen.steps import RolloutBatch as RolloutBatch
-    from rollouts.training.rollout_gen.steps import RolloutConfig as RolloutConfig
     from rollouts.training.rollout_gen.steps import build_batch_metadata as build_batch_metadata
     from rollouts.training.rollout_gen.steps import compute_response_lengths as compute_response_lengths
     from rollouts.training.rollout_gen.steps import convert_to_batch as convert_to_batch
     from rollouts.training.rollout_gen.steps import extract_sample_fields as extract_sample_fields
+    from rollouts.training.simple.batches import compute_advantages as compute_advantages
+    from rollouts.training.simple.batches import compute_reward as compute_reward
+    from rollouts.training.simple.batches import prepare_grpo_batch as prepare_grpo_batch
+    from rollouts.training.simple.configs import RLTrainingConfig as RLTrainingConfig
+    from rollouts.training.simple.configs import SFTTrainingConfig as SFTTrainingConfig
+    from rollouts.training.simple.endpoint import Endpoint as Endpoint
+    from rollouts.training.simple.losses import compute_grpo_loss as compute_grpo_loss
+    from rollouts.training.simple.losses import grpo_loss as grpo_loss
+    from rollouts.training.simple.losses import ppo_loss as ppo_loss
+    from rollouts.training.simple.metrics import JSONLLogger as JSONLLogger
+    from rollouts.training.simple.rl import run_rl_training as run_rl_training
+    from rollouts.training.simple.rollouts import AsyncRolloutManager as AsyncRolloutManager
+    from rollouts.training.simple.rollouts import RolloutConfig as RolloutConfig
+    from rollouts.training.simple.samples import RLSample as RLSample
+    from rollouts.training.simple.samples import Sample as Sample
+    from rollouts.training.simple.sft import run_sft_training as run_sft_training
     from rollouts.training.weights.sync import InferenceEngine as InferenceEngine
     from rollouts.training.weights.sync import SGLangEngine as SGLangEngine
     from rollouts.training.weights.sync import VLLMEngine as VLLMEngine
     from rollouts.training.weights.sync import WeightSyncManager as WeightSyncManager
     from rollouts.training.weights.sync import sync_weights_to_engines as sync_weights_to_engines
+    from rollouts.types import Status as Status
 
 __getattr__, __dir__ = lazy_face(__name__)

@@ -121,6 +121,11 @@ class StepResult(NamedTuple):
     version: int
 
 
+def step_metrics(returned: StepResult | dict[str, float]) -> dict[str, float]:
+    """The metrics of an optimizer step. A PyTorchTrainingBackend returns them alone."""
+    return returned if isinstance(returned, dict) else returned.metrics
+
+
 @runtime_checkable
 class RankServer(Protocol):
     """What the factory of a distributed backend returns on ranks above 0. On rank 0 it returns a TrainingBackend."""

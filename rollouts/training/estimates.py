@@ -18,9 +18,7 @@ _MARK = "__rollouts_memory__"
 
 _DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
-# How many numbers an optimizer stores for each trained one. Adafactor stores a row and a column of each matrix, which
-# is almost nothing.
-MOMENTS = {"adamw": 2, "sgd": 1, "adafactor": 0}
+_MOMENTS = {"adamw": 2, "sgd": 1, "adafactor": 0}
 
 # Dense peaks in teraflops from the vendors' data sheets: (bfloat16, float16, float32 without TF32). None: tensor cores
 # do not support the dtype. Most data sheets print twice as much, "with sparsity". The first matching name counts.
@@ -43,6 +41,16 @@ _PEAKS: tuple[tuple[str, tuple[float | None, float | None, float]], ...] = (
 )
 _PEAK_DTYPES = ("bfloat16", "float16", "float32")
 _PART = r"\bMIG\b|-\d+[ABCQ]\b"  # a part of a GPU, or a virtual one: `A100-SXM4-40GB MIG 1g.5gb`, `A10-8Q`
+
+
+def moments_of(optimizer: str) -> int:
+    """How many numbers an optimizer stores for each trained one: two, for one that is not known. Adafactor stores a row
+    and a column of each matrix, which is almost nothing.
+
+    >>> moments_of("sgd"), moments_of("lion")
+    (1, 2)
+    """
+    return _MOMENTS.get(optimizer, 2)
 
 
 class ModelSize(NamedTuple):
@@ -202,7 +210,7 @@ def estimate_memory(
     weight = _DTYPE_BYTES[dtype]
     compute = _DTYPE_BYTES[compute_dtype or dtype]
     trained = max(4, weight)
-    moments = MOMENTS[optimizer]
+    moments = moments_of(optimizer)
     share = shards if sharded else 1
     running = _activations(size, tokens, compute, gradient_checkpointing, whole_inputs=size.lora and not sharded)
     beside = 0.0

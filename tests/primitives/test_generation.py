@@ -176,12 +176,26 @@ def test_generators_get_the_model_the_tokenizer_the_prompt_and_the_config(tokeni
         tuple(encode_prompt(tokenizer, [Message("user", "Hi")])),
     }
     assert len({config.seed for *_, config in calls[1:]}) == 2
-    with pytest.raises(TypeError, match="own_number returned int; expected a Generation, or its text"):
+    with pytest.raises(ConfigError, match="the generator own_number returned 5; expected a Generation, or its text"):
 
         def own_number(*given):
             return 5
 
         generate(None, tokenizer, "2", generator=own_number)
+
+
+def test_generators_that_fail(tokenizer):
+    def broken(model, tokenizer, prompt, config):
+        raise OSError("no route")
+
+    with pytest.raises(InferenceError, match=r"the generator broken raised OSError: no route \(.*line \d+"):
+        generate(None, tokenizer, "2", generator=broken)
+    with pytest.raises(
+        ConfigError, match=r"<lambda> cannot be called as generator\(model, tokenizer, prompt, config\)"
+    ):
+        generate(None, tokenizer, "2", generator=lambda prompt: "5")
+    with pytest.raises(ConfigError, match=r"mine cannot be called as .*: it is not callable"):
+        generate(None, tokenizer, "2", generator="mine")
 
 
 def test_logprob_extractors(model, tokenizer):
@@ -211,6 +225,12 @@ def test_logprob_extractors(model, tokenizer):
 def test_what_cannot_be_sampled(model, tokenizer, prompt, settings, words):
     with pytest.raises(ConfigError, match=words):
         generate(model, tokenizer, prompt, GenerationConfig(**settings))
+
+
+def test_a_config_of_another_type(model, tokenizer):
+    for call in (generate, batch_generate):
+        with pytest.raises(ConfigError, match="expected a GenerationConfig"):
+            call(model, tokenizer, ["2"], {"max_tokens": 3})
 
 
 def test_a_prompt_that_fills_the_context(model, tokenizer):

@@ -49,7 +49,7 @@ def test_what_is_no_reward(returned):
 
 def test_a_reward_that_cannot_judge_and_one_that_raises():
     assert compute_scalar_reward(ROLLOUT, lambda rollout: None) is None
-    with pytest.raises(RewardError, match="the reward right raised KeyError: 'answer'"):
+    with pytest.raises(RewardError, match="the reward_fn right raised KeyError: 'answer'"):
         compute_scalar_reward(ROLLOUT._replace(metadata={}), right)
 
 

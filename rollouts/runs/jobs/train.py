@@ -50,9 +50,9 @@ from rollouts.runs.session import (
 from rollouts.training.algorithms.algorithm import stage_at
 from rollouts.training.batches import RankServer, TrainingBackend
 from rollouts.training.datasets.buffer import DataBuffer
+from rollouts.training.loops.rl import LoopState, StepReport, run_rl_training
 from rollouts.training.loops.rl_batch import RLTrainingConfig, advantage_rewards
-from rollouts.training.loops.rl_loop import LoopState, StepReport, run_rl_training
-from rollouts.training.loops.sft_loop import SFTTrainingConfig, run_sft_training
+from rollouts.training.loops.sft import SFTTrainingConfig, run_sft_training
 from rollouts.training.rollout_gen.failures import FailurePolicy, Failures
 from rollouts.training.rollout_gen.groups import Group, group_scorer
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager

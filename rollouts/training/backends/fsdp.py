@@ -19,6 +19,7 @@ from rollouts.plugins.checks import check_bounds, checked_by
 from rollouts.training.algorithms.algorithm import Algorithm
 from rollouts.training.backends import sharding
 from rollouts.training.backends.optimizer import TorchSettings, check_sharded
+from rollouts.training.backends.optimizer_state import MakeOptimizer
 from rollouts.training.backends.ranks import DistributedExecutor, Worker, gather_ranks
 from rollouts.training.backends.rendezvous import place_of_this_process, secret_of
 from rollouts.training.backends.sharding import Sharding
@@ -34,7 +35,7 @@ def check_fsdp(values: Mapping[str, Any]) -> None:
     settings: TorchSettings = values["settings"]
     # Trained weights are float32; `dtype` is that of computations.
     check_torch({**values, "settings": dataclasses.replace(settings, dtype="float32"), "share_prefix": False})
-    check_sharded(settings)
+    check_sharded(settings, values["make_optimizer"])
     stall, start = values["stall_seconds"], values["start_seconds"]
     processes, dtype = values["processes"], settings.dtype
     dtypes = "float32 or bfloat16; float16 needs a scaled loss"
@@ -63,6 +64,7 @@ def create_fsdp_backend(
     algorithms: dict[str, Algorithm],
     auxiliary_models: AuxiliaryModels | None,
     config: str,
+    make_optimizer: MakeOptimizer | None = None,
     *,
     processes: int = 0,
     replicas: int = 1,
@@ -89,13 +91,10 @@ def create_fsdp_backend(
     world_size = _world_size(processes, kind)
     _check_replicas(replicas, world_size)
     chosen = settings.of_run(lr=lr, steps=steps, tokens_per_microbatch=tokens_per_microbatch, share_prefix=False)
-
-    agreement = f"{model}, seed {seed}, {lora_rank=}, {replicas=}, {chosen}, {sorted(algorithms.items())}"
-    # The text of a function has its address, which differs between processes.
-    agreement = re.sub(r" at 0x[0-9a-f]+", "", agreement)
+    agreed = f"{model}, seed {seed}, {lora_rank=}, {replicas=}, {chosen}, {sorted(algorithms.items())}"
     on_gpus = kind != "cpu"
     group = gather_ranks(world_size, config, stall_seconds=stall_seconds, start_seconds=start_seconds, on_gpus=on_gpus)
-    with group.starting("cpu:gloo,cuda:nccl" if on_gpus else "gloo", agreement):
+    with group.starting("cpu:gloo,cuda:nccl" if on_gpus else "gloo", _without_addresses(agreed)):
         place = _device(kind, group.place.local_rank)
         causal, adapter = _load(model, lora_rank, settings, seed, is_first=group.place.rank == 0)
         half = settings.dtype == "bfloat16"
@@ -116,6 +115,7 @@ def create_fsdp_backend(
             auxiliary_models=auxiliary_models,
             shards=shards,
             rank=group.place.rank,
+            make_optimizer=make_optimizer,
         )
     if group.place.rank > 0:
         return Worker(trainer, group)
@@ -123,6 +123,11 @@ def create_fsdp_backend(
     assert group.detector is not None, "this is rank 0"
     group.detector.on_fault = backend.thread.abandon
     return backend
+
+
+def _without_addresses(text: str) -> str:
+    """The text of functions without their addresses, which differ between processes."""
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
 def _load(model: str, lora_rank: int, settings: TorchSettings, seed: int, *, is_first: bool) -> tuple[Any, Any]:

@@ -1,24 +1,25 @@
-"""Settings of a backend and their checks, the learning rate of each step, the optimizer, and its state as tensors by
-name. Not here: the optimizer steps (`trainer`).
+"""Settings of a backend and their checks, the learning rate of each step, and the optimizer. Not here: the core's own
+optimizers (`optimizers`), their state in a checkpoint (`optimizer_state`), and the optimizer steps (`trainer`).
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from rollouts.author_code import unwrapped
 from rollouts.errors import ConfigError
 from rollouts.plugins.checks import check_bounds, one_of
+from rollouts.training.backends import optimizers
+from rollouts.training.backends.optimizer_state import MakeOptimizer
 
 OptimizerName = Literal["adamw", "adafactor", "sgd"]
 ScheduleName = Literal["constant", "linear", "cosine"]
-
-_FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
 @dataclass(frozen=True)
@@ -137,13 +138,27 @@ def check_trained_weights(lora_rank: int, lora_alpha: float | None, dtype: str, 
         )
 
 
-def check_sharded(settings: TorchSettings) -> None:
+def check_sharded(settings: TorchSettings, make: MakeOptimizer | None = None) -> None:
     """Refuse optimizers that cannot step sharded weights (DTensors), on any number of ranks. Raises ConfigError."""
-    if settings.optimizer == "adafactor":
+    if settings.optimizer == "adafactor" or unwrapped(make) is optimizers.adafactor:
+        flag = "--training.optimizer" if make is None else "--optimizer"
         raise ConfigError(
-            "--training.optimizer adafactor: torch's Adafactor cannot step sharded weights (it takes norms of rows in "
-            "place, which DTensor refuses); type --training.optimizer adamw or sgd, or --training torch"
+            f"{flag} adafactor: torch's Adafactor cannot step sharded weights (it takes norms of rows in "
+            f"place, which DTensor refuses); type {flag} adamw or sgd, or --training torch"
         )
+
+
+def check_chosen(settings: TorchSettings, make: MakeOptimizer | None) -> None:
+    """Refuse settings of the backend's own optimizer if another one is chosen. Raises ConfigError."""
+    for name in ("optimizer", "betas", "eps", "weight_decay") if make is not None else ():
+        given = getattr(settings, name)
+        if given != getattr(TorchSettings, name):
+            flag = name.replace("_", "-")
+            instead = "" if name == "optimizer" else f"; type --optimizer.{flag}, if the chosen one has this setting"
+            raise ConfigError(
+                f"--training.{flag} {list(given) if isinstance(given, tuple) else given}: --optimizer chooses another "
+                f"optimizer, with settings of its own{instead or '; leave one out'}"
+            )
 
 
 def lr_factor(settings: TrainerSettings, version: int) -> float:
@@ -173,77 +188,24 @@ def lr_factor(settings: TrainerSettings, version: int) -> float:
     return settings.lr_final + (1.0 - settings.lr_final) * falling
 
 
-def make_optimizer(sets: list[tuple[list[nn.Parameter], float]], settings: TrainerSettings) -> torch.optim.Optimizer:
-    """The optimizer over sets of parameters, each with a learning rate. Each set is one parameter group.
+def make_optimizer(
+    sets: list[tuple[list[nn.Parameter], float]], settings: TrainerSettings, make: MakeOptimizer | None = None
+) -> torch.optim.Optimizer:
+    """The optimizer over sets of parameters, each with a learning rate. Each set is one parameter group. `make` makes
+    it; None: the optimizer that the settings name.
 
-    Parameters may be DTensors, but not for adafactor (`check_sharded`). `_kernel` chooses a kernel for each set; the
-    result is the same up to rounding.
+    Parameters may be DTensors, but not for adafactor (`check_sharded`).
     """
-    name = settings.optimizer
-    groups: list[dict[str, Any]] = [{"params": chosen, "lr": lr} | _kernel(chosen, name) for chosen, lr in sets]
+    groups: list[dict[str, Any]] = [{"params": chosen, "lr": lr} for chosen, lr in sets]
+    return (make or _named(settings))(groups, settings.lr)
+
+
+def _named(settings: TorchSettings) -> MakeOptimizer:
+    """The core's optimizer that these settings name, with their values."""
+    name, decay = settings.optimizer, settings.weight_decay
     if name == "adafactor":
-        return torch.optim.Adafactor(groups, lr=settings.lr, weight_decay=settings.weight_decay)
+        return functools.partial(optimizers.adafactor, weight_decay=decay)
     if name == "sgd":
-        momentum, decay = settings.betas[0], settings.weight_decay
-        return torch.optim.SGD(groups, lr=settings.lr, momentum=momentum, weight_decay=decay)
+        return functools.partial(optimizers.sgd, momentum=settings.betas[0], weight_decay=decay)
     assert name == "adamw", name
-    return torch.optim.AdamW(
-        groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay
-    )
-
-
-def _kernel(parameters: list[nn.Parameter], optimizer: OptimizerName) -> dict[str, bool]:
-    """The kernel option of a parameter group. AdamW is fused (one kernel for all parameters) if torch 2.13 supports
-    this for the parameters; DTensor runs the kernel on the shards. In other cases torch chooses.
-
-    SGD has a fused kernel too, but DTensor does not support it. The fused kernel of SGD is not used, so that steps are
-    the same with and without shards. A list with both DTensors and plain tensors only works with the loop over single
-    tensors.
-    """
-    if optimizer == "adafactor":
-        return {}
-    if len({hasattr(parameter, "full_tensor") for parameter in parameters}) > 1:
-        return {"foreach": False}
-    fused = all(p.device.type in _FUSED_DEVICES and p.is_floating_point() for p in parameters)
-    return {"fused": True} if optimizer == "adamw" and fused else {}
-
-
-def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Tensor]:
-    """The state tensors of an optimizer of `make_optimizer`, by name; not copies. The state of a DTensor parameter is a
-    DTensor.
-
-    The names are "<name of the parameter>.<key>", for example "causal.lm_head.weight.exp_avg". Keys: `step` (no
-    dimensions, whole on every rank) with `exp_avg` and `exp_avg_sq` (adamw), or with `row_var` and `col_var` or
-    `variance` (adafactor); `momentum_buffer` (sgd with momentum). A parameter that was never stepped has the state
-    with which its first step begins, so the names are always the same. Write into these tensors to load a state.
-    """
-    found: dict[str, Tensor] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state[parameter]
-            if not state:
-                state.update(_fresh_state(optimizer, group, parameter))
-            found |= {f"{names[parameter]}.{key}": value for key, value in state.items()}
-    return found
-
-
-def _fresh_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> dict[str, Tensor]:
-    """The state with which the first step begins. The first step of sgd uses the gradient as its momentum; zeros have
-    the same result: momentum * 0 + gradient.
-    """
-    if isinstance(optimizer, torch.optim.SGD):
-        return {"momentum_buffer": _zeros_like(parameter)} if group["momentum"] else {}
-    # A fused kernel counts steps on the device. Other kernels count on the CPU, which needs no wait.
-    step = torch.zeros((), dtype=torch.float32, device=parameter.device if group.get("fused") else "cpu")
-    if isinstance(optimizer, torch.optim.AdamW):
-        return {"step": step, "exp_avg": _zeros_like(parameter), "exp_avg_sq": _zeros_like(parameter)}
-    assert isinstance(optimizer, torch.optim.Adafactor), type(optimizer)
-    if parameter.dim() < 2:
-        return {"step": step, "variance": _zeros_like(parameter)}
-    *before, rows, columns = parameter.shape
-    of_rows, of_columns = (*before, rows, 1), (*before, 1, columns)
-    return {"step": step, "row_var": parameter.new_zeros(of_rows), "col_var": parameter.new_zeros(of_columns)}
-
-
-def _zeros_like(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter, memory_format=torch.preserve_format, requires_grad=False)
+    return functools.partial(optimizers.adamw, betas=settings.betas, eps=settings.eps, weight_decay=decay)

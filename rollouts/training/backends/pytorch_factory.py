@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +25,15 @@ from rollouts.errors import ConfigError, TrainingError, near_misses
 from rollouts.plugins.signature import call_with, keywords_of
 from rollouts.training.algorithms import recipes
 from rollouts.training.algorithms.algorithm import Algorithm, as_algorithm
+from rollouts.training.algorithms.logprobs import label_logprobs
 from rollouts.training.backends.futures import TorchThread, on_thread
 from rollouts.training.backends.optimizer import TrainerSettings, check_settings, lr_factor, make_optimizer
-from rollouts.training.batches import AuxiliaryModels, TrainBatch
+from rollouts.training.backends.optimizer_state import MakeOptimizer
+from rollouts.training.batches import AuxiliaryModels, ForwardOutput, Row, TrainBatch
 from rollouts.training.datasets.sft import prepare_sft_batch
 from rollouts.training.models import no_progress_bars
 from rollouts.training.weights.checkpoint import model_fingerprint
+from rollouts.training.weights.files import ModelFiles
 from rollouts.training.weights.store import check_folder, finish_checkpoint, new_checkpoint, read_state
 from rollouts.types import Sample
 
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 
 _STATE = "trainer.pt"
 _WEIGHTS = "model.pt"
+_OLD = "old_log_probs"
 
 
 def create_adamw_optimizer(
@@ -97,9 +101,11 @@ def create_pytorch_backend(
     lora_rank: int = 0,
     tokens_per_microbatch: int = 16384,
     auxiliary_models: AuxiliaryModels | None = None,
+    make_optimizer: MakeOptimizer | None = None,
     **settings: Any,
 ) -> TorchBackend:
     """Make the backend of `rollouts run` in one line. `create_torch_backend` takes the other `settings`.
+    `make_optimizer` is a function of parameter groups and a learning rate that returns a torch optimizer.
 
     `algorithm` is the name of a built-in one (`sft`, `grpo`, ...), an Algorithm, or a loss function. Its name in
     batches is "main". Raises ModelError, ConfigError, SignatureError.
@@ -116,6 +122,7 @@ def create_pytorch_backend(
         tokens_per_microbatch,
         {"main": chosen},
         auxiliary_models,
+        make_optimizer,
         **keywords_of(create_torch_backend, settings),
     )
 
@@ -145,7 +152,15 @@ class PyTorchTrainingBackend:
     `optim_step` divides the gradients once by the sum of the denominators, clips them if there is a `max_grad_norm`,
     and also steps the `scheduler`. If the denominators add up to 0, it changes no weight. `weight_version` is the
     number of optimizer steps.
+
+    `run_sft_training` and `run_rl_training` of `rollouts.training` take this backend. It has what they need of a
+    TrainingBackend, and what engines need that get its weights.
     """
+
+    world_size = 1
+    notes: tuple[str, ...] = ()
+    checkpoint_bytes: int | None = None
+    can_profile = False
 
     def __init__(
         self,
@@ -164,9 +179,29 @@ class PyTorchTrainingBackend:
         # A module's __call__ takes anything, so use the parameters of its forward.
         self._loss_fn = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
         self._folder = Path(checkpoint_dir).absolute()
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._max_grad_norm = math.inf if max_grad_norm is None else max_grad_norm
         self._denominator = 0.0
+
+    @property
+    def version(self) -> int:
+        """The same as `weight_version`."""
+        return self.weight_version
+
+    @property
+    def device(self) -> str:
+        """The device of the model."""
+        return str(next(self.model.parameters()).device)
+
+    @property
+    def compute_dtype(self) -> str:
+        """The dtype of the model's weights."""
+        return str(next(self.model.parameters()).dtype).removeprefix("torch.")
+
+    @property
+    def model_files(self) -> ModelFiles | None:
+        """How servers get the weights; None for a model that is not one of transformers."""
+        return ModelFiles(self.model) if hasattr(self.model, "save_pretrained") else None
 
     @on_thread
     def forward_backward(self, batch: Mapping[str, Any] | TrainBatch) -> dict[str, float]:
@@ -174,17 +209,25 @@ class PyTorchTrainingBackend:
         `position_ids` if there are any. Returns the batch's mean `loss`, and the `grad_norm` of the mean over all
         batches since the last step. Raises TrainingError, SignatureError.
 
-        A TrainBatch, as `run_sft_training` makes it, is converted (see `prepare_sft_batch`).
+        A TrainBatch, as the loops make it, is converted: see `prepare_sft_batch`. The loss function may also name
+        `advantages` [B], the mean of each row's trained tokens, and `old_log_probs` [B, L], the sampler's. Where they
+        are unknown, they are those of this model.
         """
         if isinstance(batch, TrainBatch):
-            batch = prepare_sft_batch([Sample(tokens=row.tokens, loss_mask=row.loss_mask) for row in batch.rows])
+            batch = _tensors_of(batch.rows)
         if "input_ids" not in batch:
             raise TrainingError(f"the batch has {', '.join(sorted(batch)) or 'nothing'}; it needs input_ids [B, L]")
         device = next(self.model.parameters()).device
         tensors = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
         beside = {name: tensors[name] for name in ("attention_mask", "position_ids") if name in tensors}
         output = self.model(tensors["input_ids"], **beside)
-        returned = call_with(self._loss_fn, {**tensors, "logits": getattr(output, "logits", output)})
+        tensors["logits"] = getattr(output, "logits", output)
+        parameters = inspect.signature(self._loss_fn).parameters
+        if _OLD in parameters and _OLD in tensors:
+            own, _ = label_logprobs(tensors["logits"].detach(), tensors["labels"])
+            tensors[_OLD] = torch.where(tensors[_OLD].isnan(), own, tensors[_OLD])
+        optional = {name: each.default for name, each in parameters.items() if each.default is not each.empty}
+        returned = call_with(self._loss_fn, optional | tensors)
         total, denominator = _sum_and_denominator(returned, self._weight_of(tensors))
         value = total.item() / (denominator or 1.0)
         if not math.isfinite(value):
@@ -209,14 +252,36 @@ class PyTorchTrainingBackend:
             nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
         self.optimizer.step()
         self._forget_gradients()
-        if self._scheduler is not None:
-            self._scheduler.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
         self.weight_version += 1
         return {"lr": lr}
 
     @on_thread
-    def get_weights(self) -> dict[str, Any]:
-        """A CPU copy of the weights by name."""
+    def forward(
+        self, batch: TrainBatch, needs: tuple[str, ...] = ("logprobs",), *, only_live: bool = False
+    ) -> ForwardOutput:
+        """Compute `logprobs` and `entropy` of every row, without gradient. Raises TrainingError for other needs."""
+        if other := set(needs) - {"logprobs", "entropy"}:
+            raise TrainingError(
+                f"a PyTorchTrainingBackend has no {', '.join(sorted(other))}; use create_pytorch_backend"
+            )
+        device = next(self.model.parameters()).device
+        with torch.no_grad():
+            tensors = {name: each.to(device) for name, each in _tensors_of(batch.rows).items()}
+            output = self.model(tensors["input_ids"])
+            found = label_logprobs(getattr(output, "logits", output), tensors["labels"])
+        live = tensors["loss_mask"] > 0 if only_live else torch.ones_like(tensors["loss_mask"])
+        logprobs, entropy = (
+            [row[: len(of.tokens)].tolist() for row, of in zip(each * live, batch.rows, strict=True)] for each in found
+        )
+        return ForwardOutput(logprobs, entropy if "entropy" in needs else None)
+
+    @on_thread
+    def get_weights(self, kind: str = "full") -> dict[str, Any]:
+        """A CPU copy of the weights by name. Raises TrainingError for any kind but "full"."""
+        if kind != "full":
+            raise TrainingError(f"a PyTorchTrainingBackend has no {kind} weights; create_pytorch_backend knows LoRA")
         return {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
 
     @on_thread
@@ -269,7 +334,7 @@ class PyTorchTrainingBackend:
                     self.model.save_pretrained(str(folder))
             else:
                 torch.save(self.model.state_dict(), folder / _WEIGHTS)
-            scheduler = None if self._scheduler is None else self._scheduler.state_dict()
+            scheduler = None if self.scheduler is None else self.scheduler.state_dict()
             torch.save({"optimizer": self.optimizer.state_dict(), "scheduler": scheduler}, folder / _STATE)
             finish_checkpoint(
                 folder,
@@ -295,11 +360,25 @@ class PyTorchTrainingBackend:
         state = torch.load(path / _STATE, map_location="cpu", weights_only=True)
         self.optimizer.load_state_dict(state["optimizer"])
         self._forget_gradients()
-        if self._scheduler is not None and state["scheduler"] is not None:
-            self._scheduler.load_state_dict(state["scheduler"])
+        if self.scheduler is not None and state["scheduler"] is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
         self.weight_version = int(run["weight_version"])
         metrics: dict[str, float] = run["metrics"]
         return metrics
+
+
+def _tensors_of(rows: Sequence[Row]) -> dict[str, Tensor]:
+    """The rows as padded tensors. `old_log_probs` are NaN where they are unknown."""
+    tensors = prepare_sft_batch([Sample(tokens=row.tokens, loss_mask=row.loss_mask) for row in rows])
+    old = torch.full(tensors["loss_mask"].shape, math.nan)
+    advantages = torch.zeros(len(rows))
+    for place, row in enumerate(rows):
+        known = row.old_logprobs or row.rollout_logprobs
+        if known is not None:
+            old[place, : len(known)] = torch.tensor(known)
+        live = [each for each, weight in zip(row.advantages, row.loss_mask, strict=True) if weight > 0]
+        advantages[place] = sum(live) / max(len(live), 1)
+    return {**tensors, "advantages": advantages, _OLD: old}
 
 
 def _sum_and_denominator(returned: Any, weight: float) -> tuple[Tensor, float]:

@@ -22,7 +22,13 @@ from rollouts.training.backends import lora
 from rollouts.training.backends.batch_shards import BatchShard, gather_outputs, shard_batch
 from rollouts.training.backends.futures import TorchThread, TrainFuture, on_thread
 from rollouts.training.backends.metric_sums import metrics_of
-from rollouts.training.backends.optimizer import TorchSettings, check_settings, check_trained_weights
+from rollouts.training.backends.optimizer import (
+    TorchSettings,
+    check_chosen,
+    check_settings,
+    check_trained_weights,
+)
+from rollouts.training.backends.optimizer_state import MakeOptimizer
 from rollouts.training.backends.trainer import Trainer, training_speed
 from rollouts.training.backends.transformer import use_float32_head
 from rollouts.training.batches import AuxiliaryModels, ForwardOutput, StepResult, TrainBatch
@@ -43,6 +49,7 @@ def check_torch(values: Mapping[str, Any]) -> None:
         check_needs(algorithm, given)
     names = ("lr", "steps", "tokens_per_microbatch", "share_prefix")
     check_settings(settings.of_run(**{name: values[name] for name in names}))
+    check_chosen(settings, values["make_optimizer"])
     check_trained_weights(values["lora_rank"], settings.lora_alpha, settings.dtype, auxiliary_models.critic)
 
 
@@ -57,6 +64,7 @@ def create_torch_backend(
     tokens_per_microbatch: int,
     algorithms: dict[str, Algorithm],
     auxiliary_models: AuxiliaryModels | None,
+    make_optimizer: MakeOptimizer | None = None,
     *,
     settings: TorchSettings = TorchSettings(),
     share_prefix: bool = True,
@@ -73,7 +81,15 @@ def create_torch_backend(
     causal = load_hf_model(model, dtype=settings.dtype, device=settings.device, attention=settings.attention)
     adapter = put_in(causal, settings, lora_rank, seed)
     source = resolve_model_name(model)
-    trainer = Trainer(causal, algorithms, chosen, adapter=adapter, source=source, auxiliary_models=auxiliary_models)
+    trainer = Trainer(
+        causal,
+        algorithms,
+        chosen,
+        adapter=adapter,
+        source=source,
+        auxiliary_models=auxiliary_models,
+        make_optimizer=make_optimizer,
+    )
     return TorchBackend(Executor(trainer))
 
 
@@ -165,6 +181,11 @@ class TorchBackend:
     def version(self) -> int:
         """The number of optimizer steps that changed the weights."""
         return self._trainer.version
+
+    @property
+    def algorithms(self) -> Mapping[str, Algorithm]:
+        """The algorithms that a batch may name."""
+        return self._trainer.algorithms
 
     @property
     def shares_prefix(self) -> bool:

@@ -19,21 +19,23 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rollouts.errors import ConfigError, TrainingError
+from rollouts.author_code import place_of
+from rollouts.errors import ConfigError, TrainingError, words_of
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, needs, requests, setting_of
 from rollouts.training.algorithms.objective import evaluate, importance_weights
-from rollouts.training.backends import forward, lora, optimizer, sharding
+from rollouts.training.backends import forward, lora, optimizer, optimizer_state, sharding
 from rollouts.training.backends.auxiliary import Critic, Networks, ReferencePolicy, Teacher
 from rollouts.training.backends.batch_shards import BatchShard
 from rollouts.training.backends.forward import Models, Scored
 from rollouts.training.backends.metric_sums import MetricSums, Microbatch, Reading
 from rollouts.training.backends.optimizer import TrainerSettings
+from rollouts.training.backends.optimizer_state import MakeOptimizer
 from rollouts.training.backends.profiling import Profile, peak_gib
 from rollouts.training.backends.sharding import Sharding
 from rollouts.training.backends.transformer import ModelPaths, inspect_model, prefers_packing
 from rollouts.training.batches import AuxiliaryModels, Row, StepResult, TrainBatch
 from rollouts.training.batching import BUCKET_SAVING_MIN, MICROBATCH_SAVING_MIN, Keep, split_microbatches
-from rollouts.training.estimates import MOMENTS, ModelSize, model_size_of, peak_flops, train_flops
+from rollouts.training.estimates import ModelSize, model_size_of, moments_of, peak_flops, train_flops
 from rollouts.training.models import prepare_gradient_checkpointing
 from rollouts.training.weights import checkpoint, files, store
 
@@ -74,8 +76,9 @@ class Trainer:
         auxiliary_models: AuxiliaryModels | None = None,
         shards: Sharding | None = None,
         rank: int = 0,
+        make_optimizer: MakeOptimizer | None = None,
     ) -> None:
-        """`source` is the folder or name with the tokenizer. With `shards`, all ranks get rank 0's weights."""
+        """`source` has the tokenizer. With `shards`, all ranks get rank 0's weights."""
         optimizer.check_settings(settings)
         wanted = auxiliary_models or AuxiliaryModels()
         self.version = 0
@@ -128,7 +131,8 @@ class Trainer:
         self.notes = tuple(note for note in self._models.paths.notes if "pack" not in note)
         rule, adapters = wanted.reference, adapter is not None
         self._reference = None if rule is None else ReferencePolicy(self._parameters, rule, adapters=adapters)
-        self._optimizer = optimizer.make_optimizer(self._sets, settings)
+        self._optimizer = optimizer.make_optimizer(self._sets, settings, make_optimizer)
+        self._made = optimizer_state.group_values(self._optimizer)
         if settings.gradient_checkpointing:
             prepare_gradient_checkpointing(causal)
 
@@ -289,9 +293,14 @@ class Trainer:
                 scale = min(1.0, settings.max_grad_norm / (norm + 1e-6)) / denominator
                 for gradient in each:
                     gradient.mul_(scale)
-        for group, (_, lr) in zip(self._optimizer.param_groups, self._sets, strict=True):
-            group["lr"] = lr * factor
-        self._optimizer.step()
+        for group, made in zip(self._optimizer.param_groups, self._made, strict=True):
+            group["lr"] = made["lr"] * factor
+        try:
+            self._optimizer.step()
+        except Exception as error:
+            if place_of(error) is None:  # a bug in rollouts, or in torch
+                raise
+            raise TrainingError(f"the step of the optimizer failed: {words_of(error)}") from error
         self._optimizer.zero_grad(set_to_none=True)
         self.version += 1
         self._not_finite = 0
@@ -338,7 +347,7 @@ class Trainer:
         policy = self.causal.parameters() if self.adapter is None else lora.adapter_parameters(self.adapter).values()
         critic = [parameter for parameter in self._names if all(parameter is not own for own in self._parameters)]
         reference = self._parameters if self._reference is not None and self._reference.follows else []
-        moments = MOMENTS[self._settings.optimizer]
+        moments = moments_of(type(self._optimizer).__name__.lower())
         return sum(
             count * parameter.numel() * parameter.element_size()
             for count, parameters in ((1, policy), (1, critic), (1, reference), (moments, self._names))
@@ -347,21 +356,23 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """The counters, for a checkpoint."""
-        return {"version": self.version, "skipped": self._skipped, "not_finite": self._not_finite}
+        counters = {"version": self.version, "skipped": self._skipped, "not_finite": self._not_finite}
+        return counters | {"optimizer": optimizer_state.plain_state(self._optimizer, self._names, self._made)}
 
     def check_checkpoint(self, path: str) -> None:
         """Raise ConfigError or ModelError if the checkpoint is damaged, or not of this trainer."""
         store.check_folder(path, kind=self.kind, fingerprint=self.fingerprint)
-        saved = checkpoint.saved_keys(path)
+        optimizer_state.check_class(self._optimizer, store.read_state(path)["backend"].get("optimizer"), path)
+        saved = checkpoint.saved_tensors(path)
         has_critic = any(key.startswith("critic") for key in saved)
         if (self._models.critic is not None) != has_critic:
             has = "has no critic" if self._models.critic is not None else "has a critic"
             raise ConfigError(f"the checkpoint {path} {has}; give the --critic of the run that wrote it")
         checkpoint.check_tensors(path, self._loadable_tensors(saved))
 
-    def _loadable_tensors(self, saved: set[str]) -> dict[str, Any]:
+    def _loadable_tensors(self, saved: Mapping[str, Tensor]) -> dict[str, Any]:
         """The trainer's own tensors, as a checkpoint with these tensors is read into them."""
-        tensors = self._tensors()
+        tensors = self._tensors(saved)
         if not any(key.startswith("reference") for key in saved):
             tensors.pop("reference", None)  # the run that wrote it had no reference, or a fixed one
         return tensors
@@ -375,12 +386,14 @@ class Trainer:
     def load(self, path: str, weights: Mapping[str, Tensor] | None = None) -> None:
         """Restore what `save` wrote, with any number of ranks. `weights` come from `read_weights`."""
         self.load_weights(weights)
-        tensors = self._loadable_tensors(checkpoint.saved_keys(path))
+        tensors = self._loadable_tensors(checkpoint.saved_tensors(path))
         checkpoint.read_tensors(path, tensors, group=self._files_group, alone=self._shards is None)
         self.forget_gradients()
         state = store.read_state(path)["backend"]
         self.version = int(state["version"])
         self._skipped = int(state["skipped"])
+        if plain := state.get("optimizer"):  # an older checkpoint has no such state
+            optimizer_state.load_plain_state(self._optimizer, self._names, plain)
         self._not_finite = int(state["not_finite"])
         if self.rank < len(state["random"]):
             checkpoint.set_random_state(state["random"][self.rank])
@@ -399,9 +412,12 @@ class Trainer:
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
-    def _tensors(self) -> dict[str, Any]:
-        """This rank's tensors in a checkpoint, beside the weights. A checkpoint is also read into them."""
-        tensors: dict[str, Any] = {"optimizer": optimizer.optimizer_tensors(self._optimizer, self._names)}
+    def _tensors(self, saved: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+        """This rank's tensors in a checkpoint, beside the weights. A checkpoint with the `saved` tensors is also read
+        into them.
+        """
+        own = {name.removeprefix("optimizer."): each for name, each in (saved or {}).items()}
+        tensors: dict[str, Any] = {"optimizer": optimizer_state.optimizer_tensors(self._optimizer, self._names, own)}
         if self._models.critic is not None:
             tensors["critic"] = dict(self._models.critic.state_dict())
         if self._reference is not None and self._reference.follows:

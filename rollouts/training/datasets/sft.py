@@ -25,7 +25,7 @@ def take_batch(samples: Sequence[Sample], batch_size: int, step: int) -> list[Sa
     return [samples[(start + offset) % len(samples)] for offset in range(batch_size)]
 
 
-def collate_batch(samples: list[Sample], batch_size: int, step: int) -> dict[str, Tensor]:
+def collate_batch(samples: Sequence[Sample], batch_size: int, step: int) -> dict[str, Tensor]:
     """Make the batch of a step with `prepare_sft_batch`, from the next `batch_size` samples.
 
     Raises TrainingError if there are no samples.
@@ -36,7 +36,7 @@ def collate_batch(samples: list[Sample], batch_size: int, step: int) -> dict[str
     return prepare_sft_batch(take_batch(samples, batch_size, step))
 
 
-def prepare_sft_batch(samples: list[Sample]) -> dict[str, Tensor]:
+def prepare_sft_batch(samples: Sequence[Sample]) -> dict[str, Tensor]:
     """`input_ids` and `labels` [B, L] int64 and `loss_mask` [B, L] float32, padded with 0 on the right.
 
     Labels are the token ids, not shifted, as transformers expects them. The mask is 0 on padding, so a loss needs no
@@ -57,5 +57,5 @@ def prepare_sft_batch(samples: list[Sample]) -> dict[str, Tensor]:
     loss_mask = torch.zeros(len(samples), width)
     for row, sample in enumerate(samples):
         input_ids[row, : len(sample.tokens)] = torch.tensor(sample.tokens, dtype=torch.int64)
-        loss_mask[row, : len(sample.tokens)] = torch.tensor(sample.loss_mask, dtype=torch.float32)
+        loss_mask[row, : len(sample.tokens)] = torch.as_tensor(sample.loss_mask, dtype=torch.float32)
     return {"input_ids": input_ids, "labels": input_ids.clone(), "loss_mask": loss_mask}

@@ -5,7 +5,7 @@
     estimate_advantages  rewards per token, and advantages of the whole batch
 
 The lag of a token is the age of the weights that sampled it, in steps. Lag 0: the weights at the beginning of this
-step. Lag 2: the weights of two steps before (`lag_of`). Not here: the loop (rl_loop), the mathematics (algorithms).
+step. Lag 2: the weights of two steps before (`lag_of`). Not here: the loop (rl), the mathematics (algorithms).
 """
 
 from __future__ import annotations

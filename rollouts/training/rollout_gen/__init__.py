@@ -7,3 +7,18 @@ user_functions       your own generate_fn, reward_fn or filter_fn
 manager              AsyncRolloutManager: the groups of a step, and prefetched steps
 rollout_generation   batches from a generate_fn, without a manager
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rollouts.lazy import lazy_face
+
+if TYPE_CHECKING:
+    from rollouts.training.rollout_gen.rollout_generation import RolloutManager as RolloutManager
+    from rollouts.training.rollout_gen.rollout_generation import apply_sample_transforms as apply_sample_transforms
+    from rollouts.training.rollout_gen.rollout_generation import generate_rollout_batches as generate_rollout_batches
+    from rollouts.training.rollout_gen.steps import convert_to_batch as convert_to_batch
+    from rollouts.training.simple.rollouts import AsyncRolloutManager as AsyncRolloutManager
+
+__getattr__, __dir__ = lazy_face(__name__)

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from rollouts.errors import ConfigError
 from rollouts.training.rollout_gen.groups import Group, group_samples
+from rollouts.training.simple.samples import Sample as TensorSample
+from rollouts.training.simple.samples import with_tensors
 from rollouts.types import Sample
 
 
@@ -90,6 +92,12 @@ class RolloutBatch:
     rewards: list[float]
     response_lengths: list[int]
     metadata: dict[str, Any] = field(default_factory=dict)
+    rows: Sequence[Sample] = field(default_factory=list, repr=False, compare=False)
+
+    @property
+    def samples(self) -> list[TensorSample]:
+        """The rows as samples with tensors: `input_ids`, `labels` and `loss_mask` [L]."""
+        return with_tensors(self.rows)
 
 
 class RolloutStep(RolloutBatch):
@@ -130,7 +138,7 @@ def convert_to_batch(samples: Sequence[Sample], epoch_id: int, step_id: int) -> 
     """Make a batch with one row for each sample."""
     tokens, loss_masks, rewards = extract_sample_fields(samples)
     metadata = build_batch_metadata(samples, epoch_id, step_id)
-    return RolloutBatch(tokens, loss_masks, rewards, compute_response_lengths(loss_masks), metadata)
+    return RolloutBatch(tokens, loss_masks, rewards, compute_response_lengths(loss_masks), metadata, samples)
 
 
 def extract_sample_fields(samples: Sequence[Sample]) -> tuple[list[list[int]], list[list[float]], list[float]]:

@@ -21,6 +21,7 @@ from rollouts.errors import RolloutsError, RunError, words_of
 from rollouts.training.rollout_gen.groups import Group, drop_reason, group_samples
 from rollouts.training.rollout_gen.steps import RolloutConfig
 from rollouts.training.samples import episode_samples
+from rollouts.training.simple.samples import with_lists
 from rollouts.types import Episode, Message, Sample, Score, Segment, Status, Task, Trajectory
 
 
@@ -59,6 +60,7 @@ def check_samples(returned: Any, count: int) -> list[Sample]:
         if samples is not None:
             shown = f"{len(samples)} of {[type(sample).__name__ for sample in samples[:3]]}"
         raise RunError(f"generate_fn returned {shown} for {count} prompts; expected a list of one Sample for each")
+    samples = [with_lists(sample) for sample in samples]
     for sample in samples:
         try:
             sample.check()

@@ -71,15 +71,15 @@ def write_tensors(folder: Path, tensors: dict[str, Any], *, group: Any = None, a
 def check_tensors(path: str | Path, template: dict[str, Any]) -> None:
     """Raise ConfigError if the checkpoint lacks a tensor of `template`, or has it with another shape."""
     wanted = flat(template)
-    saved = _saved_shapes(path) if wanted else {}
+    saved = saved_tensors(path) if wanted else {}
     missing = sorted(set(wanted) - set(saved))
     settings = "give the settings of the run that wrote it: --training.optimizer, --lora-rank, --critic, --reference"
     if missing:
         number = f"{len(missing)} of {len(wanted)} are missing"
         raise ConfigError(f"the checkpoint {path} has no tensor {missing[0]} ({number}); {settings}")
     for name, tensor in wanted.items():
-        if saved[name] != tuple(tensor.shape):
-            shapes = f"the shape {saved[name]}, and here it has {tuple(tensor.shape)}"
+        if saved[name].shape != tensor.shape:
+            shapes = f"the shape {tuple(saved[name].shape)}, and here it has {tuple(tensor.shape)}"
             raise ConfigError(f"the checkpoint {path} has {name} with {shapes}; {settings}")
 
 
@@ -101,7 +101,7 @@ def read_tensors(path: str | Path, template: dict[str, Any], *, group: Any = Non
 
 def saved_keys(path: str | Path) -> set[str]:
     """The names of the tensors in a checkpoint, like "optimizer.causal.lm_head.weight.exp_avg". Raises ConfigError."""
-    return set(_saved_shapes(path))
+    return set(saved_tensors(path))
 
 
 def flat(tensors: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
@@ -117,14 +117,18 @@ def flat(tensors: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
     return found
 
 
-def _saved_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of all tensors. Raises ConfigError."""
+def saved_tensors(path: str | Path) -> dict[str, Tensor]:
+    """The tensors in a checkpoint by name, as meta tensors: only shape and dtype are read. Raises ConfigError."""
     folder = Path(path) / TRAINER
     if not folder.is_dir():
         return {}
     try:
         found = _Reader(folder).read_metadata().state_dict_metadata
-        return {name: tuple(each.size) for name, each in found.items() if hasattr(each, "size")}
+        return {
+            name: torch.empty(each.size, dtype=each.properties.dtype, device="meta")
+            for name, each in found.items()
+            if hasattr(each, "size")
+        }
     except ConfigError:
         raise  # not damaged but refused, as an earlier checkpoint would be
     except Exception as error:  # a damaged pickle can raise anything

@@ -41,6 +41,13 @@ REMEMBERED = 8  # the numbers of this many versions are kept
 KEEP_BYTES_MAX = 2 * 2**30  # keep old weights in memory up to this size
 
 
+class WeightSync(Protocol):
+    """Gives engines the weights of a backend."""
+
+    async def sync(self, backend: TrainingBackend) -> dict[str, float]:
+        """Make every engine serve the backend's weights. Returns metrics. Raises InferenceError."""
+
+
 class WeightSyncManager:
     """Syncs a run's engines, and remembers earlier syncs. `version` is the last version that all engines were seen to
     serve; -1 before the first sync.

@@ -16,8 +16,8 @@ from rollouts.training.algorithms.recipes import GRPO
 from rollouts.training.backends.futures import ImmediateTrainFuture
 from rollouts.training.batches import ForwardOutput, StepResult
 from rollouts.training.datasets.buffer import DataBuffer
+from rollouts.training.loops.rl import LoopState, run_rl_training
 from rollouts.training.loops.rl_batch import RLTrainingConfig, prepare_rl_batch
-from rollouts.training.loops.rl_loop import LoopState, run_rl_training
 from rollouts.training.rollout_gen.groups import Filter, Group
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager
 from rollouts.training.rollout_gen.steps import RolloutConfig

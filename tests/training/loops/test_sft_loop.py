@@ -13,7 +13,7 @@ from rollouts.training.backends.futures import ImmediateTrainFuture
 from rollouts.training.backends.optimizer import TorchSettings
 from rollouts.training.backends.torch import create_torch_backend
 from rollouts.training.batches import StepResult
-from rollouts.training.loops.sft_loop import SFTTrainingConfig, run_sft_training
+from rollouts.training.loops.sft import SFTTrainingConfig, run_sft_training
 from rollouts.types import Sample
 
 

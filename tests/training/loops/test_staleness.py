@@ -20,8 +20,8 @@ from rollouts.training.algorithms.recipes import DPO, GRPO, RFT
 from rollouts.training.algorithms.selection import top
 from rollouts.training.backends.torch import create_torch_backend
 from rollouts.training.datasets.buffer import DataBuffer
+from rollouts.training.loops.rl import run_rl_training
 from rollouts.training.loops.rl_batch import RLTrainingConfig, drop_stale, prepare_rl_batch
-from rollouts.training.loops.rl_loop import run_rl_training
 from rollouts.training.models import load_tokenizer
 from rollouts.training.rollout_gen.groups import Group
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager

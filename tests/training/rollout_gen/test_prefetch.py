@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from rollouts.errors import RewardError
 from rollouts.training.batches import StepResult
 from rollouts.training.datasets.buffer import DataBuffer
+from rollouts.training.loops.rl import run_rl_training
 from rollouts.training.loops.rl_batch import RLTrainingConfig
-from rollouts.training.loops.rl_loop import run_rl_training
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager, Prefetch
 from rollouts.training.rollout_gen.steps import RolloutConfig
 

@@ -1,0 +1,188 @@
+"""Rollouts as tensors: one position for each sampled id, in the order of the rollouts.
+
+Prompts and tool results are context: they are run, and have no position here. What is scored is what was sampled; no
+text is encoded again. Not here: advantages and losses (`algorithms`).
+
+Legend: N rollouts, T sampled ids of all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rollouts.errors import TrainingError
+from rollouts.primitives.rewards import aggregate_vector_rewards
+from rollouts.primitives.types import Batch, Generation, Rollout
+from rollouts.training.batching import BUCKET_SAVING_MIN, make_batch
+from rollouts.types import Sample, Status
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def turns_of(rollout: Rollout) -> Sequence[Generation]:
+    """All replies of a rollout, in order."""
+    return rollout.turns or (rollout.generation,)
+
+
+def was_cut_off(rollout: Rollout) -> bool:
+    """Whether the last reply reached `max_tokens`."""
+    return rollout.generation.finish_reason == "length"
+
+
+def reward_of(rollout: Rollout) -> float | None:
+    """The reward as one number: the sum of a vector; None if nothing judged the rollout.
+
+    >>> reward_of(Rollout("Hi", Generation("Hello"), rewards=[1.0, 0.5]))
+    1.5
+    """
+    rewards = rollout.rewards
+    if rewards is None or isinstance(rewards, int | float):
+        return None if rewards is None else float(rewards)
+    return aggregate_vector_rewards(list(rewards))
+
+
+def group_numbers(rollouts: Sequence[Rollout]) -> list[int]:
+    """The group [N] of each rollout, numbered from 0 in the order of their first rollouts.
+
+    >>> reply = Generation("Hello")
+    >>> group_numbers([Rollout("Hi", reply), Rollout("Hello", reply), Rollout("Hi", reply)])
+    [0, 1, 0]
+    """
+    numbers: dict[Any, int] = {}
+    keys = [repr(each.prompt) if each.group_index is None else each.group_index for each in rollouts]
+    return [numbers.setdefault(key, len(numbers)) for key in keys]
+
+
+def rollout_samples(rollouts: Sequence[Rollout]) -> list[Sample]:
+    """The engine's samples of rollouts, one for each segment: `tokens`, and a `loss_mask` with 1.0 at sampled ids.
+
+    A turn continues the segment of the turn before it if its prompt begins with that segment. Otherwise, a new segment
+    starts. Raises TrainingError if a rollout has no sampled ids.
+    """
+    samples: list[Sample] = []
+    for number, (rollout, group) in enumerate(zip(rollouts, group_numbers(rollouts), strict=True)):
+        status = Status.TRUNCATED if was_cut_off(rollout) else Status.COMPLETED
+        reward, first = reward_of(rollout), len(samples)
+        for place, turn in enumerate(turns_of(rollout)):
+            prompt = list(turn.prompt_tokens)
+            if not turn.tokens or not prompt:
+                raise TrainingError(
+                    f"turn {place} of rollout {number} has {len(prompt)} prompt ids and {len(turn.tokens)} sampled "
+                    "ids, so it cannot be trained; return Generation(text, tokens, logprobs, prompt_tokens=...) from "
+                    "the generator"
+                )
+            if samples[first:] and samples[-1].tokens == prompt[: len(samples[-1].tokens)]:
+                sample = samples[-1]
+                prompt = prompt[len(sample.tokens) :]
+            else:
+                sample = Sample(rollout_log_probs=[], reward=reward, group_index=group, rollout_index=number)
+                sample.status, sample.prompt_length = status, 0 if samples[first:] else len(prompt)
+                samples.append(sample)
+            known = [math.nan] * len(turn.tokens) if turn.logprobs is None else [min(p, 0.0) for p in turn.logprobs]
+            if len(known) != len(turn.tokens):
+                raise TrainingError(
+                    f"turn {place} of rollout {number} has {len(turn.tokens)} ids and {len(known)} logprobs; the "
+                    "generator must return one logprob for each id, or None"
+                )
+            sample.tokens += [*prompt, *turn.tokens]
+            sample.loss_mask += [0.0] * len(prompt) + [1.0] * len(turn.tokens)
+            assert sample.rollout_log_probs is not None
+            sample.rollout_log_probs += [0.0] * len(prompt) + known
+    return samples
+
+
+def create_batch(
+    model: Any, rollouts: Sequence[Rollout], *, temperature: float = 1.0, train_truncated: bool = False
+) -> Batch:
+    """Rollouts as tensors, with the policy's logprobs of all sampled ids, which have a gradient.
+
+    `model` None leaves out logprobs and entropy, which advantages do not need. A rollout without a reward is not
+    trained; one whose last reply was cut off is only trained if `train_truncated`. Raises TrainingError for no
+    rollouts, for a rollout without ids, and if a rollout has ids and logprobs of different lengths.
+
+    >>> reply = Generation("4", tokens=[7, 2], logprobs=[-0.5, -0.25], prompt_tokens=[1, 3])
+    >>> batch = create_batch(None, [Rollout("2 + 2", reply, rewards=1.0), Rollout("2 + 2", reply, rewards=0.0)])
+    >>> batch.old_logprobs.tolist(), batch.rollout_index.tolist(), batch.rewards.tolist()
+    ([-0.5, -0.25, -0.5, -0.25], [0, 0, 1, 1], [1.0, 0.0])
+    """
+    import torch
+
+    if not rollouts:
+        raise TrainingError("there are no rollouts to train; give one or more")
+    samples = rollout_samples(rollouts)
+    places = [(sample, at) for sample in samples for at, weight in enumerate(sample.loss_mask) if weight > 0]
+    rewards = [math.nan if (reward := reward_of(rollout)) is None else reward for rollout in rollouts]
+    trained = [
+        not math.isnan(reward) and (train_truncated or not was_cut_off(rollout))
+        for reward, rollout in zip(rewards, rollouts, strict=True)
+    ]
+    references = [each.ref_logprobs for each in rollouts]
+    known = [p for each in references for p in each or ()]
+    device = "cpu" if model is None else model.get_input_embeddings().weight.device
+    numbers: dict[str, Any] = {
+        "old_logprobs": [(sample.rollout_log_probs or [])[at] for sample, at in places],
+        "mask": [float(trained[sample.rollout_index or 0]) for sample, _ in places],
+        "rollout_index": [sample.rollout_index for sample, _ in places],
+        "group_index": [sample.group_index for sample, _ in places],
+        "tokens": [sample.tokens[at] for sample, at in places],
+    }
+    tensors: dict[str, Any] = {name: torch.tensor(values, device=device) for name, values in numbers.items()}
+    tensors["ref_logprobs"] = None if None in references else torch.tensor(known, device=device)
+    batch = Batch(list(rollouts), None, rewards=torch.tensor(rewards, dtype=torch.float64, device=device), **tensors)
+    if None not in references and len(known) != len(places):
+        raise TrainingError(
+            f"the rollouts have {len(places)} sampled ids and {len(known)} ref_logprobs; a reference gives one for each"
+        )
+    if model is None:
+        return batch
+    logprobs, entropy = _score(model, samples, temperature)
+    old = torch.where(batch.old_logprobs.isnan(), logprobs.detach(), batch.old_logprobs)
+    return batch._replace(logprobs=logprobs, entropy=entropy, old_logprobs=old)
+
+
+def sampled_logprobs(model: Any, rollouts: Sequence[Rollout], *, temperature: float = 1.0) -> list[list[float]]:
+    """The model's logprobs of the sampled ids of each rollout, all turns in order, without gradient."""
+    import torch
+
+    samples = rollout_samples(rollouts)
+    with torch.no_grad():
+        logprobs, _ = _score(model, samples, temperature)
+    counts = [sum(len(turn.tokens) for turn in turns_of(rollout)) for rollout in rollouts]
+    return [each.tolist() for each in torch.split(logprobs, counts)]
+
+
+def part_batch(batch: Batch, chosen: Tensor) -> Batch:
+    """The batch with the ids at the positions `chosen` only. Rollouts and rewards stay."""
+    fields = ("logprobs", "old_logprobs", "mask", "rollout_index", "group_index", "ref_logprobs", "tokens", "entropy")
+    values = {name: getattr(batch, name) for name in fields}
+    return batch._replace(**{name: value[chosen] for name, value in values.items() if value is not None})
+
+
+def _score(model: Any, samples: Sequence[Sample], temperature: float) -> tuple[Tensor, Tensor]:
+    """Logprobs and entropy [T] of the sampled ids, in the order of the samples, as the engine's backends compute them.
+
+    Shared prompts run once. `temperature` 0 counts as 1. The model runs in evaluation mode, without dropout.
+    """
+    import torch
+
+    from rollouts.training.backends.forward import Models
+    from rollouts.training.backends.transformer import inspect_model
+
+    plain = [dataclasses.replace(each, reward=0.0, rollout_log_probs=None) for each in samples]
+    count = 1 + max(sample.rollout_index or 0 for sample in samples)
+    rows = make_batch(plain, [0.0] * count, aggregation="token_mean", step=0).rows
+    wanted = [[at for at, weight in enumerate(row.loss_mask) if weight > 0] for row in rows]
+    was_training = model.training
+    model.eval()
+    try:
+        paths = inspect_model(model, bucket_saving_min=BUCKET_SAVING_MIN)
+        scored = Models(paths, None, None).score((rows, wanted), temperature or 1.0, frozenset())
+    finally:
+        model.train(was_training)
+    found = scored.selection.tokens()
+    order = torch.tensor(sorted(range(len(found)), key=found.__getitem__), device=scored.logprobs.device)
+    return scored.logprobs[order], scored.entropy[order]

@@ -1,0 +1,225 @@
+"""The reinforcement learning loop: generate, train, sync. Read it from top to bottom.
+
+`run_rl_training` is a function: it changes none of its arguments, and returns the metrics. rl_batch.py makes
+batches of rollouts. If the manager prefetches steps, it samples while the loop trains. It pauses only while the loop
+changes weights, logs, evaluates and saves. Not here: how prefetching works (`rollout_gen.manager`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from rollouts.errors import ConfigError
+from rollouts.inference.base import InferenceBackend
+from rollouts.loggers.base import MetricsLogger
+from rollouts.training.algorithms.algorithm import KL, Algorithm, Stage, stage_at
+from rollouts.training.algorithms.kl import steer_coefficient
+from rollouts.training.batches import TrainBatch, TrainingBackend, step_metrics
+from rollouts.training.batching import part_batch
+from rollouts.training.datasets.buffer import DataBuffer
+from rollouts.training.loops.rl_batch import RLTrainingConfig, complete_batch, prepare_rl_batch, rollout_advantages
+from rollouts.training.rollout_gen.groups import Group
+from rollouts.training.rollout_gen.manager import AsyncRolloutManager, RewardFn
+from rollouts.training.rollout_gen.metrics import rollout_metrics
+from rollouts.training.rollout_gen.steps import RolloutStep
+from rollouts.training.weights.sync import WeightSync, WeightSyncManager
+from rollouts.types import Sample
+
+VERSIONS_KEPT = 64  # start versions beyond the staleness limit: the lag metrics of older tokens need them
+
+
+class LoopState(NamedTuple):
+    """The progress of the loop.
+
+    Attributes:
+        step: the number of finished steps
+        kl_coefficients: of adaptive KL terms, by the names of their stages
+        start_versions: the policy's versions at the beginning of recent steps. They determine the age of tokens
+    """
+
+    step: int = 0
+    kl_coefficients: Mapping[str, float] = {}
+    start_versions: Sequence[int] = ()
+
+
+class StepReport(NamedTuple):
+    """A finished step (0-based), for observers.
+
+    `advantages` [N] are those of the kept groups' rollouts. A loop that starts with `state` continues after this step.
+    """
+
+    step: int
+    metrics: dict[str, float]
+    groups: list[Group]
+    advantages: list[float]
+    state: LoopState
+
+
+BEGINNING = LoopState()
+
+OnStep = Callable[[StepReport], Awaitable[dict[str, float]]]
+"""Called after the training of each step. The loop logs the returned metrics, for example of an evaluation."""
+
+OnLogged = Callable[[StepReport], Awaitable[None]]
+"""Called after a step is logged, with all metrics. Save here: a checkpoint is then never newer than the logs."""
+
+
+async def run_rl_training(
+    backend: TrainingBackend,
+    data_buffer: DataBuffer,
+    rollout_manager: AsyncRolloutManager,
+    inference_engines: Sequence[InferenceBackend],
+    config: RLTrainingConfig,
+    metrics_logger: MetricsLogger | None = None,
+    *,
+    algorithm: Algorithm,
+    reward_fn: RewardFn | None = None,
+    schedule: Sequence[Stage] = (),
+    on_samples: Callable[[list[Sample], int], None] = lambda samples, step: None,
+    on_step: OnStep | None = None,
+    on_logged: OnLogged | None = None,
+    syncing: WeightSync | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+    start: LoopState = BEGINNING,
+) -> list[dict[str, float]]:
+    """Train until `config.num_steps` steps are done. Returns the metrics of each step of this call.
+
+    With a `staleness` above 0, sampling continues while a step trains. A cancelled call leaves the weights of the last
+    complete step. Raises ConfigError if the manager has another staleness; RewardError or TrainingError for a bad
+    reward, loss or advantage; InferenceError if an engine does not serve the weights that it received.
+
+    Args:
+        algorithm: the algorithm that `backend` knows as "main"
+        reward_fn: replaces the manager's own
+        schedule: which algorithm applies from which step on, including step 0
+        on_samples: called with the samples of each step, and the step
+        syncing: sends weights to `inference_engines`, and remembers what they have; None for a new one
+        should_stop: called after each step is logged; the loop ends if it returns True
+        start: an earlier `StepReport.state`. Backend, buffer and manager must have their states of that time
+    """
+    _check_staleness(rollout_manager.config.staleness, config.staleness)
+    stages = tuple(schedule) or (Stage(0, "main", algorithm),)
+    coefficients, start_versions = _coefficients(stages, start), tuple(start.start_versions)
+    syncing = syncing or WeightSyncManager(inference_engines, temperature=config.temperature)
+    rollout_manager.policy_version = backend.version
+    history: list[dict[str, float]] = []
+    for step in range(start.step, config.num_steps):
+        began, (_, name, algorithm, _) = time.perf_counter(), stage_at(stages, step)
+        rollouts = await rollout_manager.generate_batch(reward_fn, wanted=config.num_steps - step)
+        generated = time.perf_counter()
+        start_versions = (*start_versions, backend.version)[-VERSIONS_KEPT - (config.lag_max or 0) :]
+        samples, advantages, batch, metrics = prepare_rl_batch(
+            rollouts.kept, algorithm, config, step, name=name, start_versions=start_versions
+        )
+        batch.kl_coefficient = coefficients.get(algorithm.kl)
+        on_samples(samples, step)
+        prepared = time.perf_counter()
+        await complete_batch(backend, batch, algorithm, minibatches=config.minibatches)
+        reports = []
+        for part in part_batch(batch, config.minibatches, algorithm.aggregation, config.response_tokens_max):
+            forward_backward, optim_step = backend.forward_backward(part), backend.optim_step()
+            reports.append(dict(await forward_backward) | step_metrics(await optim_step))
+        metrics |= _training_metrics(reports, batch, algorithm.kl, time.perf_counter() - prepared)
+        coefficients |= _steered(algorithm.kl, batch.kl_coefficient, metrics)
+        async with rollout_manager.pause():
+            if (step + 1) % config.sync_every == 0:
+                metrics |= await syncing.sync(backend)
+                rollout_manager.policy_version = backend.version
+            metrics |= _sampling_metrics(rollouts, data_buffer.epoch_id)
+            metrics |= {"time/wait": generated - began, "time/step": time.perf_counter() - began}
+            state = LoopState(step + 1, _by_stage(stages, coefficients), start_versions)
+            finished = StepReport(step, metrics, rollouts.groups, rollout_advantages(batch, len(advantages)), state)
+            history.append(await _observed(finished, on_step, metrics_logger, on_logged))
+        if should_stop():
+            break
+    return history
+
+
+def _check_staleness(of_manager: int, of_loop: int) -> None:
+    if of_manager != of_loop:
+        differ = f"the manager's RolloutConfig has a staleness of {of_manager} and the loop one of {of_loop}"
+        result = "tokens would be older than the loop allows, or nothing would be prefetched"
+        raise ConfigError(f"{differ}: {result}; give both the same")
+
+
+def _coefficients(stages: Sequence[Stage], start: LoopState) -> dict[KL | None, float]:
+    """The saved coefficients of adaptive KL terms. Stages may share a term."""
+    kept = start.kl_coefficients
+    return {stage.algorithm.kl: kept[stage.name] for stage in stages if stage.algorithm.kl and stage.name in kept}
+
+
+def _by_stage(stages: Sequence[Stage], coefficients: Mapping[KL | None, float]) -> dict[str, float]:
+    """The coefficients by the names of stages, because a checkpoint cannot store functions."""
+    return {stage.name: coefficients[kl] for stage in stages if (kl := stage.algorithm.kl) in coefficients}
+
+
+def _steered(kl: KL | None, coefficient: float | None, metrics: Mapping[str, float]) -> dict[KL | None, float]:
+    """The next coefficient of an adaptive KL term, if a KL was measured. Later stages with this term continue from
+    there.
+    """
+    if kl is None or kl.target is None or "policy/kl_ref" not in metrics:
+        return {}
+    current = kl.coefficient if coefficient is None else coefficient
+    return {kl: steer_coefficient(current, metrics["policy/kl_ref"], kl.target, kl.horizon)}
+
+
+def _training_metrics(
+    reports: Sequence[dict[str, float]], batch: TrainBatch, kl: KL | None, seconds: float
+) -> dict[str, float]:
+    """The metrics and the speed of a batch's optimizer steps. NaN values are left out: JSON has none."""
+    tokens = sum(len(row.tokens) for row in batch.rows)
+    metrics = _joined_metrics(reports) | {
+        "time/forward_backward": seconds,
+        "perf/train_tok_s": tokens / max(seconds, 1e-9),
+    }
+    if kl is not None:
+        metrics["policy/kl_coef"] = kl.coefficient if batch.kl_coefficient is None else batch.kl_coefficient
+    return {name: value for name, value in metrics.items() if not math.isnan(value)}
+
+
+def _joined_metrics(reports: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Join the metrics of a batch's optimizer steps.
+
+    Takes the mean over steps that were not skipped; of metrics that are maxima, the largest value. The difference
+    between sampler and trainer is that of the first step, because the policy has moved in later ones.
+    """
+    if len(reports) == 1:
+        return reports[0]
+    done = [report for report in reports if not report.get("optim/skipped")] or reports
+    joined = {}
+    for name in dict.fromkeys(name for report in done for name in report):
+        values = [report[name] for report in done if name in report]
+        if name.startswith("mismatch/"):
+            joined[name] = values[0]
+        else:
+            joined[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
+    joined["optim/skipped"] = sum(report.get("optim/skipped", 0.0) for report in reports) / len(reports)
+    return joined
+
+
+def _sampling_metrics(rollouts: RolloutStep, epoch: int) -> dict[str, float]:
+    """Metrics of a step's rollouts, and the speed of sampling."""
+    sampled = sum(sum(group.lengths) for group in rollouts.groups)
+    return {
+        **rollout_metrics(rollouts.groups),
+        **rollouts.metrics,
+        "data/epoch": float(epoch),
+        "perf/gen_tok_s": sampled / max(rollouts.seconds, 1e-9),
+        "time/generate": rollouts.seconds,
+    }
+
+
+async def _observed(
+    report: StepReport, on_step: OnStep | None, metrics_logger: MetricsLogger | None, on_logged: OnLogged | None
+) -> dict[str, float]:
+    """Call the observers of a step. Returns all of its metrics."""
+    if on_step is not None:
+        report = report._replace(metrics=report.metrics | await on_step(report))
+    if metrics_logger is not None:
+        metrics_logger.log(report.metrics, report.step)
+    if on_logged is not None:
+        await on_logged(report)
+    return report.metrics

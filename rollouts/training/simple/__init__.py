@@ -1,0 +1,14 @@
+"""Training with plain objects: samples with tensors, your own model, optimizer and loss function, metrics as dicts.
+
+samples        Sample, which also takes and shows tensors
+batches        rewards and advantages; samples to one batch of tensors
+losses         losses over logits
+configs        the settings of the training functions
+sft rl         run_sft_training, run_rl_training: they fill in what the loops need, and call them
+rollouts       AsyncRolloutManager for an endpoint and an environment
+endpoint       which model plays, and where
+metrics        a logger for your own program
+progress       printed lines, checkpoints, weights for servers that load checkpoints
+
+The names are in `rollouts.training`.
+"""

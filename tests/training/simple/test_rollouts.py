@@ -1,0 +1,108 @@
+"""Managers that play an environment against an endpoint."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pytest
+import trio
+
+from rollouts.errors import ConfigError, EnvironmentDefinitionError, UnknownComponentError
+from rollouts.training import (
+    AsyncRolloutManager,
+    Endpoint,
+    RLTrainingConfig,
+    RolloutConfig,
+    Sample,
+    create_pytorch_backend,
+    run_rl_training,
+)
+from rollouts.types import Task
+
+
+class Echo:
+    """One question; the reward is the length of the reply in words, at most 1."""
+
+    def tasks(self, split, rng):
+        while True:
+            yield Task("Say something.", answer="x", id=f"{split}{rng.random()}")
+
+    from rollouts import reward
+
+    @reward
+    def words(self, trajectory) -> float:
+        return min(1.0, len(trajectory.last_text.split()) / 4)
+
+
+def config(**fields):
+    return RolloutConfig(2, 2, endpoint=Endpoint(max_tokens=8), environment=Echo(), **fields)
+
+
+def test_it_plays_the_environment():
+    manager = AsyncRolloutManager(rollout_config=config(), over_sampling_factor=1.5, filter_fn=lambda samples: True)
+    assert manager.config.over_sampling_factor == 1.5 and manager.config.filter_fn is not None
+    first, second = trio.run(manager.generate_batches, 2)
+    for batch in (first, second):
+        assert len(batch.samples) == 4 and all(len(sample.tokens) > 3 for sample in batch.samples)
+        assert all(sample.metadata["answer"] == "x" for sample in batch.samples)
+    assert manager.statistics.begun == 5
+
+
+def test_it_trains_with_samples_as_prompts():
+    """The engine samples with the trainer's weights. The reward function sees whether the environment was satisfied."""
+    backend, seen = create_pytorch_backend("tiny", 1e-3, 2, "grpo"), []
+
+    def judge(sample):
+        seen.append(sample)
+        return 1.0 if sample.metadata["correct"] else 0.25
+
+    samples = [Sample("1 + 1 = ?", metadata={"answer": "2", "level": 1}), Sample("2 + 2 = ?")]
+    call = functools.partial(
+        run_rl_training,
+        backend=backend,
+        samples=samples,
+        config=RLTrainingConfig(num_steps=2),
+        reward_fn=judge,
+        rollout_manager=AsyncRolloutManager(rollout_config=config()),
+    )
+    try:
+        history = trio.run(call)
+    finally:
+        backend.close()
+    assert backend.version == 2 and [metrics["sync/version"] for metrics in history] == [1.0, 2.0]
+    assert all(math.isfinite(metrics["loss"]) for metrics in history)
+    assert len(seen) == 8 and {sample.prompt for sample in seen} == {"1 + 1 = ?", "2 + 2 = ?"}
+    assert {sample.metadata["answer"] for sample in seen} == {"2", None}
+
+
+class NoTasks:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: AsyncRolloutManager(), ConfigError, "needs a configuration"),
+        (lambda: AsyncRolloutManager(None, RolloutConfig(1)), ConfigError, "neither is given"),
+        (
+            lambda: AsyncRolloutManager(None, RolloutConfig(1, endpoint=Endpoint())),
+            ConfigError,
+            "endpoint and environment belong together",
+        ),
+        (
+            lambda: AsyncRolloutManager(None, RolloutConfig(1, endpoint=Endpoint(), environment=NoTasks())),
+            EnvironmentDefinitionError,
+            "NoTasks has no method `tasks`",
+        ),
+        (
+            lambda: trio.run(AsyncRolloutManager(None, RolloutConfig(1, generate_fn=len)).generate_batch),
+            ConfigError,
+            r"give data_buffer=DataBuffer\(prompts=",
+        ),
+        (lambda: Endpoint(provider="sglan").connect(), UnknownComponentError, "did you mean.*sglang"),
+    ],
+)
+def test_what_does_not_fit(make, error, words):
+    with pytest.raises(error, match=words):
+        make()
