@@ -39,7 +39,7 @@ def _explain_components(resolved: Resolved, given: Tree) -> tuple[Resolved, dict
     from rollouts.plugins.manager import PluginManager
     from rollouts.plugins.signature import Signature
 
-    manager = PluginManager()
+    manager = PluginManager(resolved.source.objects.components)
     signatures: dict[tuple[str, ...], tuple[Setting, ...]] = {}
     components = {key: list(chosen) for key, chosen in resolved.components.items()}
     for key, kind in COMPONENT_KINDS.items():

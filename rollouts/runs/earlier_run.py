@@ -19,6 +19,7 @@ from rollouts.errors import ConfigError, UserError
 from rollouts.plugins.manager import PluginManager
 from rollouts.runs.components import choose, with_data
 from rollouts.runs.environments import Environment, held_out_tasks, plan_environments, task_identity
+from rollouts.runs.held_objects import give_rows, with_rows
 
 
 def run_of(model: str) -> Resolved | None:
@@ -49,6 +50,7 @@ def overlap_notes(
     ]
     components = resolved.components["env"]
     try:
+        give_rows(manager, resolved, with_rows(run))
         run = with_data(run, manager)
         theirs_given = run.components["env"]
         if components_without_secrets(components) == components_without_secrets(theirs_given):

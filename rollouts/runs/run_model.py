@@ -12,6 +12,7 @@ from rollouts.child_environment import pass_on
 from rollouts.config.files import NOWHERE, load_file
 from rollouts.config.flags import Tree
 from rollouts.config.merging import merge
+from rollouts.config.objects import held_names
 from rollouts.config.resolving import EXPORTED, resolve, run_settings_file
 from rollouts.errors import ConfigError, PluginError, first_line
 from rollouts.inference.base import InferenceBackend
@@ -34,6 +35,9 @@ def model_plan(model: str, given: Tree, settings: Sequence[str]) -> Iterator[Pla
     tree, source = load_file(file) if file else ({}, NOWHERE)
     # A run may have no held-out tasks.
     tree = {key: value for key, value in tree.items() if key in settings and (key != "eval_tasks" or value)}
+    lost = [key for key in ("env", "reward") if key in held_names(tree)]
+    notes = [f"--{key} of the run was in the memory of a Python program, so it is left out" for key in lost]
+    tree = {key: value for key, value in tree.items() if key not in lost}
     chosen = merge(given, {"mode": "eval", "model": model})
     resolved = resolve(merge(tree, chosen), source)
     pass_on(resolved.settings.pass_env)
@@ -43,11 +47,10 @@ def model_plan(model: str, given: Tree, settings: Sequence[str]) -> Iterator[Pla
         except PluginError as error:
             if file is None or file.name != EXPORTED or "env" in given:
                 raise
-            words = f"the environment of the run cannot be loaded ({first_line(error)}); type --env NAME"
+            notes.append(f"the environment of the run cannot be loaded ({first_line(error)}); type --env NAME")
             rest = {key: value for key, value in tree.items() if key not in ("env", "tool", "reward", "data")}
             plan = make_plan(resolve(merge(rest, chosen), source), needs_environment=False)
-            plan = plan._replace(notes=(*plan.notes, words))
-        yield plan
+        yield plan._replace(notes=(*notes, *plan.notes))
 
 
 @contextlib.contextmanager

@@ -283,6 +283,7 @@ def _worded_for_both(folder: RunFolder) -> Iterator[None]:
         words = str(error)
         for phase in (SFT, RL):
             words = words.replace(resume_command(folder.shown / phase), resume_command(folder.shown))
+            words = words.replace(f'rollouts.resume("{folder.shown / phase}"', f'rollouts.resume("{folder.shown}"')
         if isinstance(error, UserError) and finished(folder.path / SFT, 0) and not holds_run(folder.path / RL):
             words += f"\nthe supervised phase is done; go on with: {resume_command(folder.shown)}"
         if words != str(error):

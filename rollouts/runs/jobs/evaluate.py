@@ -59,7 +59,7 @@ def evaluate(plan: Plan, observer: Observer, started: float, home: Path) -> dict
         engine_gets = plan.inference_arguments(None, str(folder.path))
         inference = make_inference(plan.one("inference"), engine_gets, plan.environments, must_train=False)
         folder.write_text(CONFIG, plan.config)
-        files = code_files(plan.references, plan.resolved.source.path)
+        files = code_files(plan.references, plan.resolved.source)
         folder.write_json(MANIFEST, make_manifest(settings.seed, plan.references, files))
         keep_code(folder, files)
         # The seed of a run's own evaluations, so that a checkpoint that is evaluated again has the same results.
