@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from rollouts.types import Message, Score
 
 SHOWN = (
-    "env reward data system template inference max_tokens max_turns temperature seed turn_seconds tool_seconds "
-    "trust_remote_code"
+    "env tool tool_parser reward data system template inference max_tokens max_turns temperature seed turn_seconds "
+    "tool_seconds trust_remote_code"
 ).split()
 """The settings that have a flag. All others come from the run."""
 
