@@ -30,6 +30,7 @@ from rollouts.primitives import (
     create_scripted_generator,
     create_truncated_kl,
     create_weighted_reward,
+    draw_curve,
     encode_prompt,
     format_prompts,
     format_rollout,
@@ -216,6 +217,14 @@ def test_a_rollout_for_people():
     ]
     asked = format_rollout(ROLLOUT._replace(prompt=messages[:1]))
     assert asked.splitlines() == ["user: 2 + 3", "reply: 2 + 3 = 5.", "reward none, 8 tokens, stop"]
+
+
+def test_a_curve_for_people():
+    assert draw_curve([3.0]) == "3 ▁ 3" and draw_curve([1.0, 2.0, 3.0, 4.0], width=2) == "1.5 ▁█ 3.5"
+    assert draw_curve([math.nan, -1.0, math.inf, 1.0]) == "-1  ▁ █ 1"
+    for values in ([], [math.nan]):
+        with pytest.raises(ConfigError, match="there is no number to draw"):
+            draw_curve(values)
 
 
 # --- tests ------------------------------------------------------------------------------------------------------------
