@@ -145,17 +145,3 @@ def test_sft_is_run_in_its_mode(composed, capsys):
     assert composed[0][0].settings.mode == "sft"
     assert main(["sft", "--mode", "rl"]) == 2
     assert "has no option --mode" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.iterdir()))
-def test_presets_resolve(name, composed):
-    assert main(["run", str(CONFIGS / name), "--dry-run"]) == 0
-    assert composed[0][0].settings.env == "calculator"
-
-
-def test_presets_say_what_they_say():
-    assert {path.name for path in CONFIGS.iterdir()} >= {
-        "calculator_tiny.toml",
-        "qwen_lora_one_gpu.toml",
-        "sft_tiny.toml",
-    }
