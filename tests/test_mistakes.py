@@ -167,7 +167,6 @@ COMMANDS = [
 
 NAMES = [
     row("a distribution", "run --env rollouts-calculator", "provides: calculator", never=("pip install",)),
-    row("the value of an entry point", "run --env rollouts_calculator:Calculator", "provides: calculator"),
     row("a typo of an environment", "run --env calculater", "did you mean: calculator?"),
     row("a loss in capitals", f"{CALC} --loss GRPO", "did you mean: grpo", never=("pip install",)),
     row("a typo of a flag", f"{CALC} --stepz 3", "no option --stepz", "did you mean: --steps?"),
@@ -177,7 +176,8 @@ NAMES = [
     row("a logger that is not installed", f"{CALC} --logger csvv", "'csvv'", "installed (loggers): jsonl"),
     row("a file that is not there", "run --env ./nope.py:Env", "there is no file './nope.py'"),
     row("a class that is not there", "run --env ./e.py:Dise", "did you mean: Dice?", files=env()),
-    row("a module with a colon", "run --env e:Dice", "type: ./e.py:Dice", files=env(), never=("pip install",)),
+    row("a module that is not there", "run --env nope.envs:Dice", "there is no module 'nope'", "PYTHONPATH=FOLDER"),
+    row("what a module lacks", "run --env rollouts_calculator:Calculater", "did you mean: Calculator"),
     row("a module with a dot", "run --env e.Dice", "type: ./e.py:Dice", files=env(), never=("pip install",)),
     row("no name in the file", "run --env ./e.py", "path.py:Name", "it defines: Dice", files=env()),
     row("a call instead of a name", "run --env './e.py:Dice(sides=3)'", "path.py:Name", files=env()),

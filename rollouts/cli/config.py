@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rollouts.config.resolving import Resolved
     from rollouts.config.settings import Setting
 
-_WORDS = {"reward": "env", "correction": AUTO, "shaping": OWN, "filter": OWN}
+_WORDS = {"reward": "env", "correction": AUTO, "tool_parser": AUTO, "shaping": OWN, "filter": OWN}
 """Names that are not components, because the environment's or the algorithm's own parts have no entry point."""
 
 
@@ -39,7 +39,7 @@ def _explain_components(resolved: Resolved, given: Tree) -> tuple[Resolved, dict
     from rollouts.plugins.manager import PluginManager
     from rollouts.plugins.signature import Signature
 
-    manager = PluginManager()
+    manager = PluginManager(resolved.source.objects.components)
     signatures: dict[tuple[str, ...], tuple[Setting, ...]] = {}
     components = {key: list(chosen) for key, chosen in resolved.components.items()}
     for key, kind in COMPONENT_KINDS.items():

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from rollouts.cli.app import NamedCommand
-from rollouts.cli.ending import silent_when_closed
 from rollouts.cli.options import SettingsCommand, read_settings
 from rollouts.config.settings import EVAL, EVAL_DEFAULTS, Setting, setting_infos
-
-if TYPE_CHECKING:
-    from rollouts.cli.progress import Progress
 
 _DRY_RUN = click.Option(
     ["--dry-run"],
@@ -52,8 +46,9 @@ def _run(file: str | None, dry_run: bool, seeds: str | None = None, **options: A
         print(description(resolved))
         return 0
     from rollouts.runs import run as run_resolved
+    from rollouts.runs.progress import shown_progress
 
-    with _progress() as progress:
+    with shown_progress("stdout") as progress:
         run_resolved(resolved, progress)
     return 0
 
@@ -61,6 +56,7 @@ def _run(file: str | None, dry_run: bool, seeds: str | None = None, **options: A
 def _resume(folder: str, checkpoint: str | None, **options: Any) -> int:
     from rollouts.cli.options import given_flags
     from rollouts.runs import resume_run
+    from rollouts.runs.progress import shown_progress
 
     if (Path(folder) / "seeds.json").is_file():
         from rollouts.cli.seeds import resume_seeds
@@ -68,18 +64,9 @@ def _resume(folder: str, checkpoint: str | None, **options: Any) -> int:
         resume_seeds(Path(folder), options, checkpoint)
         return 0
     given = (click.get_current_context().obj or {}) | given_flags(options)
-    with _progress() as progress:
+    with shown_progress("stdout") as progress:
         resume_run(folder, given, progress, checkpoint=checkpoint or "")
     return 0
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Progress]:
-    """The display on standard output. It shows nothing more if standard output is closed."""
-    with silent_when_closed("stdout"):
-        from rollouts.cli.progress import Progress
-
-        yield Progress()
 
 
 run = SettingsCommand(

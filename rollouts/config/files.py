@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib.machinery
 import json
 import re
 import shlex
@@ -14,13 +15,15 @@ import sys
 import types
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rollouts.config.flags import Flag, Tree, flag_name
+from rollouts.config.objects import NO_OBJECTS, Objects, take_objects
 from rollouts.config.settings import is_secret
-from rollouts.errors import ConfigError, in_lines, suggestion, words_of
+from rollouts.errors import ConfigError, in_lines, said_of, suggestion, words_of
+from rollouts.plugins.loading import beside, module_name
 
 Keys = tuple[str, ...]
 
@@ -33,10 +36,17 @@ _HUGE = re.compile(r"\d{4301}")  # Python refuses longer numbers
 
 @dataclass(frozen=True)
 class Source:
-    """A settings file, for error messages. All sources are equal, so that comparisons of settings ignore the file."""
+    """A settings file, for error messages, and the Python objects that the settings name. All sources are equal, so
+    that comparisons of settings ignore the file.
+    """
 
     path: str = field(default="", compare=False)
     text: str = field(default="", compare=False, repr=False)
+    objects: Objects = field(default=NO_OBJECTS, compare=False, repr=False)
+
+    def with_objects(self, objects: Objects) -> Source:
+        """The same source with these objects in place of its own."""
+        return replace(self, objects=objects)
 
     def line_of(self, path: Sequence[str]) -> int | None:
         """The first line of the setting at this path, or of the nearest table around it; None if the file has
@@ -96,7 +106,8 @@ def load_file(path: str | Path) -> tuple[Tree, Source]:
     """Read a settings file. Returns its tree of settings, and its Source for later errors.
 
     A `.py` file assigns a dict to `config`, or assigns the settings to names; names that begin with an underscore are
-    not settings. Raises ConfigError with file and line.
+    not settings. A function or class in it gets a name: see `rollouts.config.objects`. Raises ConfigError with file and
+    line.
     """
     path = Path(path)
     reader = {".toml": _read_toml, ".json": _read_json, ".py": _read_py}.get(path.suffix)
@@ -121,6 +132,10 @@ def load_file(path: str | Path) -> tuple[Tree, Source]:
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         raise ConfigError(f"{path}: expected a table of settings, got {type(tree).__name__}")
     check_tree(tree, source)
+    if path.suffix == ".py":
+        with said_of(str(path)):
+            tree, objects = take_objects(tree)
+        source = source.with_objects(objects)
     return tree, source
 
 
@@ -271,21 +286,25 @@ def _read_json(source: Source) -> Any:
 
 
 def _read_py(source: Source) -> Any:
+    name = module_name(Path(source.path).resolve(), source.text.encode())
     try:
         module = ast.parse(source.text, source.path)
-        running = types.ModuleType("rollouts_settings")
+        running = types.ModuleType(name)
         namespace = vars(running)
         namespace["__file__"] = source.path
-        sys.modules[running.__name__] = running  # @dataclass looks for the module of its class
+        running.__spec__ = importlib.machinery.ModuleSpec(name, None, origin=source.path)
+        sys.modules[name] = running  # here its functions and classes are found again
+        beside(Path(source.path))
         exec(compile(module, source.path, "exec"), namespace)
     except SyntaxError as error:
+        sys.modules.pop(name, None)
         raise ConfigError(f"{source.path}, line {error.lineno}: not Python: {error.msg}") from error
     except (KeyboardInterrupt, MemoryError):  # the parser raises MemoryError for a file that is nested too deep
+        sys.modules.pop(name, None)
         raise
     except BaseException as error:  # the file's code may raise anything, also SystemExit
+        sys.modules.pop(name, None)
         raise ConfigError(f"{source.path}: the settings file raised {words_of(error)}") from error
-    finally:
-        sys.modules.pop("rollouts_settings", None)
     if "config" in namespace:
         return namespace["config"]
     names = [name for name, _ in _assignments(module.body) if not name.startswith("_")]

@@ -28,6 +28,7 @@ from rollouts.config.files import NOWHERE, Source, refusal, where
 from rollouts.config.flags import Flag, Tree, flag_name
 from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE, OWN, OWN_KEYS, WEIGHTED, without_secrets
 from rollouts.errors import ConfigError, suggestion
+from rollouts.plugins.index import names_module
 
 Path = tuple[str, ...]
 
@@ -55,7 +56,8 @@ def settings_path(key: str, component: Component) -> Path:
 
 
 def parse_component(key: str, text: str, path: str = "") -> Component:
-    """Parse `[alias=]name[:weight]`, or `[alias=]./f.py:name[:weight]`. Only rewards and environments have a weight.
+    """Parse `[alias=]name[:weight]`; a name may be `./f.py:name` or `module:name`. Only rewards and
+    environments have a weight.
 
     >>> parse_component("reward", "short=pkg/brevity:-0.1")
     Component(name='pkg/brevity', settings={}, weight=-0.1, alias='short')
@@ -71,14 +73,14 @@ def parse_component(key: str, text: str, path: str = "") -> Component:
     if key in WEIGHTED and colon:
         if re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", tail):
             name, weight = head, float(tail)
-        elif key == "reward" and not head.endswith(".py"):
+        elif key == "reward" and not head.endswith(".py") and not names_module(name):
             raise ConfigError(
                 f"{path}: expected a weight after the last colon; {tail!r} is not a number\n"
                 f"type: {flag_name((key,))} {head}:1.0"
             )
     if not name:
         raise ConfigError(f"{path}: {text!r} has no name before the weight")
-    alias = match["alias"] or re.split(r"[/:]", name)[-1]
+    alias = match["alias"] or re.split(r"[/:]", name)[-1].strip("<>")
     return Component(name, {}, weight, alias.replace("-", "_"))
 
 

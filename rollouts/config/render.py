@@ -12,6 +12,7 @@ from typing import Any
 from rollouts.config.convert import default_text, describe_type, toml_key, toml_value
 from rollouts.config.flags import flag_name
 from rollouts.config.merging import Component, by_alias, component_table, settings_path
+from rollouts.config.objects import origin_of
 from rollouts.config.resolving import Resolved
 from rollouts.config.settings import (
     AUTO,
@@ -72,7 +73,9 @@ def to_toml(resolved: Resolved, commented: bool = False, signatures: Settings_ |
             sections.append([f"# {_MULTIPLE_NOTE[key]}"])
         for component in chosen:
             known = (signatures or {}).get(settings_path(key, component))
-            sections.append(list(_component_lines(named[key], component, commented, known)))
+            held = resolved.source.objects.components.get(component.name)
+            origin = [f"# {origin_of(held)}"] if held is not None else []
+            sections.append([*origin, *_component_lines(named[key], component, commented, known)])
     if settings.schedule and commented:
         sections.append(["# Changes from a step on."])
     sections += [["[[schedule]]", *_inside_lines("schedule", table)] for table in settings.schedule]

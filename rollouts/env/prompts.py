@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,12 +41,32 @@ class Prompts:
         if not 0 <= self.eval_fraction < 1:
             raise ConfigError(f"--env.eval-fraction {self.eval_fraction}: expected 0 or more, below 1, such as 0.1")
         if self.eval_data:
-            chosen = read_tasks(Path(self.eval_data if split == "eval" else self.data))
+            chosen = self._read(self.eval_data if split == "eval" else self.data)
         else:
-            held_out, rest = split_tasks(read_tasks(Path(self.data)), self.eval_fraction)
+            held_out, rest = split_tasks(self._read(self.data), self.eval_fraction)
             chosen = held_out if split == "eval" else rest
         rng.shuffle(chosen)
         return chosen
+
+    def _read(self, file: str) -> list[Task]:
+        return read_tasks(Path(file))
+
+
+def given_prompts(rows: Mapping[str, bytes]) -> type[Prompts]:
+    """The environment `prompts` of a program that gives its rows itself: `rows` are JSON lines, by the value of `data`.
+
+    >>> env = given_prompts({"mine.jsonl": b'{"prompt": "What is 2+2?", "answer": 4}'})("mine.jsonl")
+    >>> env.tasks("train", random.Random(0))[0].answer
+    4
+    """
+
+    @dataclass
+    class GivenPrompts(Prompts):
+        def _read(self, file: str) -> list[Task]:
+            return _tasks_of(Path(file), rows[file].decode()) if file in rows else super()._read(file)
+
+    GivenPrompts.__name__ = GivenPrompts.__qualname__ = Prompts.__name__
+    return GivenPrompts
 
 
 def split_tasks(tasks: list[Task], fraction: float) -> tuple[list[Task], list[Task]]:
@@ -74,6 +94,11 @@ def read_tasks(path: Path) -> list[Task]:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}; type --data PATH-OF-ROWS") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error}") from error
+    return _tasks_of(path, text)
+
+
+def _tasks_of(path: Path, text: str) -> list[Task]:
+    """The tasks of the text of a file."""
     rows = _rows_of_lines(path, text) if path.suffix == ".jsonl" else _rows_of_list(path, text)
     tasks = [_task_of(where, row) for where, row in rows]
     if not tasks:

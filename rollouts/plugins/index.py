@@ -1,7 +1,8 @@
 """Find components by kind and name in the metadata of installed packages.
 
 A component is an entry point of the group `rollouts.<kind>`. A hook plugin is an entry point of the group `rollouts`.
-`./my_env.py:Calculator` is a component in a file, which needs no installation. Finding and listing import no component:
+`./my_env.py:Calculator` and `my_pkg.envs:Calculator` are components in a file and in a module, which need no entry
+point. Finding and listing import no component:
 `rollouts.plugins.loading` imports them. `rollouts.plugins.manager` also finds the components that hook plugins provide.
 
 Nothing is cached, so a package that you install in a running notebook is found. Reading the metadata of a hundred
@@ -43,6 +44,7 @@ KIND_WORDS = {
     "datasets": "dataset",
     "curricula": "curriculum",
     "tools": "tool",
+    "tool_parsers": "tool parser",
     "commands": "command",
 }
 """Every kind, with the name of one component of it."""
@@ -54,11 +56,18 @@ HOOKS = "hooks"
 """The `kind` of a reference to a hook plugin (entry-point group `rollouts`). It is not in KINDS."""
 
 
+HELD = re.compile(r"<\w+>")
+"""The form of the name of an object in the memory of one program: `<my_reward>`. No other program can find it."""
+
+_MODULE_AND_NAME = r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*"
+
+
 class ComponentRef(msgspec.Struct, frozen=True):
     """Where to find a component. The component is not imported yet, and its import may fail.
 
-    `value` is `module:attr`, or `file.py:attr` for a file (`distribution` and `version` are then empty). It is empty
-    for a component that a hook plugin provides; `PluginManager.load` calls the plugin.
+    `value` is `module:attr`, or `file.py:attr` for a file. `distribution` and `version` are empty for a file, and for a
+    module that was named itself. `value` is empty for a component that a hook plugin provides (`PluginManager.load`
+    calls the plugin), and `<name>` for an object in memory.
     """
 
     kind: str
@@ -94,12 +103,21 @@ def installed_components(kind: str | None = None) -> list[ComponentRef]:
 def find_component(kind: str, name: str) -> ComponentRef:
     """Find the component of this kind and name. Nothing is imported.
 
-    `name` is a bare name, `dist/name` (with any spelling of the distribution that pip accepts), or `path/file.py:attr`.
+    `name` is a bare name, `dist/name` (with any spelling of the distribution that pip accepts), `path/file.py:attr`, or
+    `module:attr`.
     Raises UnknownComponentError, also for a missing file, and AmbiguousComponentError.
     """
     check_kind(kind)
     if names_file(name):
         return _find_in_file(kind, name)
+    if names_module(name):
+        own = [ref for ref in scan().components if ref.kind == kind and ref.value == name]
+        return own[0] if own else ComponentRef(kind, name.partition(":")[2], name)
+    if HELD.fullmatch(name):
+        raise UnknownComponentError(
+            f"the {KIND_WORDS[kind]} {name} was an object in the memory of a Python program; no command can find it\n"
+            f"give it again from Python: rollouts.resume(RUN, ...={name[1:-1]}), or rollouts.run(FILE, ...)"
+        )
     everything = scan().components
     found = _matches([ref for ref in everything if ref.kind == kind], name)
     if not found:
@@ -114,6 +132,15 @@ def find_component(kind: str, name: str) -> ComponentRef:
 def names_file(name: str) -> bool:
     """Whether a component's name means a file: it contains `.py`, or starts like a path."""
     return bool(re.search(r"\.py(:|$)", name)) or name.startswith(("./", "../", "/", "~/", ".\\"))
+
+
+def names_module(name: str) -> bool:
+    """Whether a component's name is that of an object in a module.
+
+    >>> names_module("my_pkg.rewards:brevity"), names_module("calculator:2"), names_module("./f.py:brevity")
+    (True, False, False)
+    """
+    return re.fullmatch(_MODULE_AND_NAME, name) is not None and not name.partition(":")[0].endswith(".py")
 
 
 def a_kind(kind: str) -> str:

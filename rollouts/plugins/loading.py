@@ -1,4 +1,4 @@
-"""Import a component: the object of an entry point, or an attribute of a file.
+"""Import a component: the object of an entry point, or an attribute of a module or a file.
 
 A file becomes a module with a unique name in `sys.modules`, so that dataclasses, type hints and pickling work. Its
 folder is added at the end of `sys.path`: the file can import the files beside it, but these do not hide installed
@@ -19,7 +19,7 @@ from typing import Any
 
 from rollouts.author_code import authors_code
 from rollouts.errors import BrokenPluginError, UnknownComponentError, in_lines, suggestion, words_of
-from rollouts.plugins.index import HOOKS, KIND_WORDS, ComponentRef, is_installed, normalize
+from rollouts.plugins.index import HOOKS, KIND_WORDS, ComponentRef, is_installed, names_module, normalize
 
 _VALUE = re.compile(r"^\s*(?P<module>\w+(?:\.\w+)*)\s*(?::\s*(?P<attr>\w+(?:\.\w+)*)\s*)?(?:\[.*\]\s*)?$")
 
@@ -33,7 +33,7 @@ def load_component(ref: ComponentRef) -> Any:
     Raises BrokenPluginError if the import fails, and UnknownComponentError if a file has no such attribute.
     """
     if not ref.distribution:
-        return _load_from_file(ref)
+        return _load_from_module(ref) if names_module(ref.value) else _load_from_file(ref)
     assert ref.value, f"a hook plugin provides {ref.qualified}: load it with PluginManager.load"
     owner = f"{ref.distribution} {ref.version}: its {KIND_WORDS.get(ref.kind, 'hook plugin')} {ref.name!r}"
     extras = _extras_of(ref)
@@ -164,6 +164,11 @@ def _load_from_file(ref: ComponentRef) -> Any:
         raise BrokenPluginError(
             f"{path}: the file of {KIND_WORDS[ref.kind]} {attribute!r} does not import\n{cause_of(exc, ref)}"
         ) from exc
+    return _attribute_of(module, attribute, str(path), ref)
+
+
+def _attribute_of(module: ModuleType, attribute: str, place: str, ref: ComponentRef) -> Any:
+    """An attribute of a module. Raises UnknownComponentError if the module lacks it."""
     value, missing = _attribute(module, attribute)
     if not missing:
         return value
@@ -172,23 +177,69 @@ def _load_from_file(ref: ComponentRef) -> Any:
     own = [name for name in mine if callable(public[name])]
     raise UnknownComponentError(
         in_lines(
-            f"{path} has no {KIND_WORDS[ref.kind]} {attribute!r}",
+            f"{place} has no {KIND_WORDS[ref.kind]} {attribute!r}",
             suggestion(missing, public),
             f"it defines: {', '.join(own) or 'nothing public'}",
+            _weight_hint(ref),
         )
     )
 
 
-def _module_of(path: Path) -> ModuleType:
-    """The module of a file. Its name depends on the path and the content of the file."""
+def _weight_hint(ref: ComponentRef) -> str:
+    """What to type if `name:word` is meant as a reward with a weight; empty for another kind, or for a file."""
+    if ref.kind != "rewards" or not names_module(ref.value):
+        return ""
+    name, _, word = ref.value.partition(":")
+    return f"if {word!r} is meant as a weight: {word!r} is not a number; type: --reward {name}:1.0"
+
+
+def module_name(path: Path, content: bytes) -> str:
+    """The name of the module of a file, which depends on the full path and the content of the file."""
     import hashlib
 
+    digest = hashlib.sha256(str(path).encode() + b"\0" + content).hexdigest()[:12]
     stem = re.sub(r"\W", "_", path.stem)
-    digest = hashlib.sha256(str(path).encode() + b"\0" + path.read_bytes()).hexdigest()[:12]
-    name = f"rollouts_file_{stem}_{digest}"
-    if name in sys.modules:
-        return sys.modules[name]
-    folder = str(path.parent)
+    return f"rollouts_file_{stem}_{digest}"
+
+
+def beside(path: Path) -> None:
+    """Let a file import the files beside it: add its folder at the end of `sys.path`."""
+    folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)
+
+
+def _module_of(path: Path) -> ModuleType:
+    """The module of a file."""
+    name = module_name(path, path.read_bytes())
+    if name in sys.modules:
+        return sys.modules[name]
+    beside(path)
     return import_file(name, str(path))
+
+
+# --- modules --------------------------------------------------------------------------------------------------------
+
+
+def _load_from_module(ref: ComponentRef) -> Any:
+    """Import `module:attribute`. A module in the working directory is found too."""
+    module, _, attribute = ref.value.partition(":")
+    label = f"{KIND_WORDS[ref.kind]} {ref.value!r}"
+    beside(Path.cwd() / "any")
+    try:
+        with authors_code():
+            found = importlib.import_module(module)
+    except ModuleNotFoundError as exc:
+        if not exc.name or not f"{module}.".startswith(f"{exc.name}."):
+            raise BrokenPluginError(f"{label}: {module} does not import\n{cause_of(exc, ref)}") from exc
+        raise UnknownComponentError(
+            in_lines(
+                f"{label}: there is no module {exc.name!r}",
+                _weight_hint(ref),
+                "a module is found if its package is installed, or in the folder where you type the command; for "
+                f"another folder, type: PYTHONPATH=FOLDER, or ./{module.replace('.', '/')}.py:{attribute}",
+            )
+        ) from exc
+    except Exception as exc:  # a module may raise anything
+        raise BrokenPluginError(f"{label}: {module} does not import\n{cause_of(exc, ref)}") from exc
+    return _attribute_of(found, attribute, module, ref)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pluggy
@@ -50,11 +51,13 @@ Texts = list[str]
 class PluginManager:
     """Finds, lists and loads components, and calls hooks.
 
-    `faults` holds the failures so far of loading hook plugins and of finding components, each once, in order.
+    `faults` holds the failures so far of loading hook plugins and of finding components, each once, in order. `objects`
+    are components in memory, by their names.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, objects: Mapping[str, Any] = MappingProxyType({})) -> None:
         self.faults: Faults = []
+        self._objects = objects
         self._pluggy = _Pluggy()
         self._pluggy.add_hookspecs(hookspecs)
         self._owners: dict[str, tuple[str, str]] = {}
@@ -92,15 +95,20 @@ class PluginManager:
         return faults
 
     def find(self, kind: str, name: str) -> ComponentRef:
-        """Find a component in installed metadata or in a file, else with the hook `rollouts_find_component`.
+        """Find a component in memory, in installed metadata, in a file or in a module, else with the hook
+        `rollouts_find_component`.
 
         Hook plugins are loaded only if the metadata has no such name. Raises UnknownComponentError and
         AmbiguousComponentError.
         """
+        if name in self._objects:
+            ref = ComponentRef(kind, name.strip("<>"), name)
+            self._made[ref] = self._objects[name]
+            return ref
         try:
             return index.find_component(kind, name)
         except UnknownComponentError:
-            if index.names_file(name):
+            if index.names_file(name) or index.HELD.fullmatch(name):
                 raise
         self.load_hooks()
         faults = self.faults[:]
@@ -122,10 +130,16 @@ class PluginManager:
         notes = [f"this hook plugin failed: {fault}" for fault in dict.fromkeys(faults)]
         raise index.unknown_component(kind, name, known, notes)
 
+    def replace(self, ref: ComponentRef, component: Any) -> None:
+        """From now on, `load` returns this component for the reference."""
+        self._made[ref] = component
+
     def load(self, ref: ComponentRef) -> Any:
         """Import a component that `find` or `list` returned. Raises BrokenPluginError, UnknownComponentError."""
+        if ref in self._made:
+            return self._made[ref]
         if ref.distribution and not ref.value:
-            found = ref if ref in self._made else self.find(ref.kind, ref.qualified)
+            found = self.find(ref.kind, ref.qualified)
             return self._made[found] if found in self._made else load_component(found)
         return load_component(ref)
 

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from rollouts.primitives.generation import generate_with_logprobs as generate_with_logprobs
     from rollouts.primitives.generation import load_model as load_model
     from rollouts.primitives.generation import load_tokenizer as load_tokenizer
+    from rollouts.primitives.generation import read_turn as read_turn
+    from rollouts.primitives.generation import turn_prompt as turn_prompt
     from rollouts.primitives.kl import compute_batch_kl as compute_batch_kl
     from rollouts.primitives.kl import compute_forward_kl as compute_forward_kl
     from rollouts.primitives.kl import compute_per_token_kl as compute_per_token_kl

@@ -139,7 +139,7 @@ def create_batch(
         )
     if model is None:
         return batch
-    logprobs, entropy = _score(model, samples, temperature)
+    logprobs, entropy = score_samples(model, samples, temperature)
     old = torch.where(batch.old_logprobs.isnan(), logprobs.detach(), batch.old_logprobs)
     return batch._replace(logprobs=logprobs, entropy=entropy, old_logprobs=old)
 
@@ -150,7 +150,7 @@ def sampled_logprobs(model: Any, rollouts: Sequence[Rollout], *, temperature: fl
 
     samples = rollout_samples(rollouts)
     with torch.no_grad():
-        logprobs, _ = _score(model, samples, temperature)
+        logprobs, _ = score_samples(model, samples, temperature)
     counts = [sum(len(turn.tokens) for turn in turns_of(rollout)) for rollout in rollouts]
     return [each.tolist() for each in torch.split(logprobs, counts)]
 
@@ -162,7 +162,7 @@ def part_batch(batch: Batch, chosen: Tensor) -> Batch:
     return batch._replace(**{name: value[chosen] for name, value in values.items() if value is not None})
 
 
-def _score(model: Any, samples: Sequence[Sample], temperature: float) -> tuple[Tensor, Tensor]:
+def score_samples(model: Any, samples: Sequence[Sample], temperature: float) -> tuple[Tensor, Tensor]:
     """Logprobs and entropy [T] of the sampled ids, in the order of the samples, as the engine's backends compute them.
 
     Shared prompts run once. `temperature` 0 counts as 1. The model runs in evaluation mode, without dropout.

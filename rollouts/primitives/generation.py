@@ -30,7 +30,7 @@ from rollouts.errors import ConfigError, InferenceError
 from rollouts.primitives.calls import call
 from rollouts.primitives.types import Conversation, Generation, GenerationConfig, ModelConfig, Turn
 from rollouts.training.algorithms.algorithm import function_label
-from rollouts.types import Message, Task, ToolCall
+from rollouts.types import Message, Sample, Task, ToolCall
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -233,28 +233,20 @@ def compute_logprobs(model: Any, generations: Sequence[Generation], *, temperatu
     """
     import torch
 
-    from rollouts.training.backends.transformer import inspect_model, run
-    from rollouts.training.types import Row
+    from rollouts.primitives.batches import score_samples
 
     counts = [len(each.tokens) for each in generations]
     if not sum(counts):
         return [torch.zeros(0) for _ in generations]
-    rows, wanted = [], []
+    samples = []
     groups: dict[tuple[int, ...], int] = {}
     for number, each in enumerate(generations):
         if not each.prompt_tokens:
             raise ConfigError(f"generation {number} has no prompt_tokens, so the model cannot predict its first token")
-        group = groups.setdefault(tuple(each.prompt_tokens), len(groups))
-        start, tokens = len(each.prompt_tokens), [*each.prompt_tokens, *each.tokens]
-        rows.append(Row(tokens, [], [], [], None, number, group, prefix_length=start))
-        wanted.append(range(start, len(tokens)))
-    paths = inspect_model(model, bucket_saving_min=128)
-    features, selection, _ = run(paths, rows, [list(each) for each in wanted])
-    places = selection.tokens()
-    targets = torch.tensor([rows[row].tokens[at] for row, at in places], device=features.device)
-    logprobs, _ = paths.logprobs_and_entropy(features, targets, temperature or 1.0)
-    order = sorted(range(len(places)), key=places.__getitem__)
-    return list(torch.split(logprobs[torch.tensor(order, device=logprobs.device)], counts))
+        group, start = groups.setdefault(tuple(each.prompt_tokens), len(groups)), len(each.prompt_tokens)
+        tokens, mask = [*each.prompt_tokens, *each.tokens], [0.0] * start + [1.0] * len(each.tokens)
+        samples.append(Sample("", "", tokens, mask, 0.0, group, rollout_index=number, prompt_length=start))
+    return list(torch.split(score_samples(model, samples, temperature)[0], counts))
 
 
 def _from_generator(
@@ -527,12 +519,22 @@ def read_turn(
         message = chat_format(tokenizer).parse(reply.tokens, schemas_of(conversation.tools))
         calls = message.tool_calls
     if tool_parser is not None:
-        read = list(tool_parser(reply.text))
+        read = parse_calls(tool_parser, reply.text)
         if [(each.name, each.arguments, each.error) for each in read] != [
             (each.name, each.arguments, each.error) for each in calls
         ]:
             message, calls = Message("assistant", reply.text), read
     return Turn(conversation._replace(messages=[*conversation.messages, message]), reply, calls)
+
+
+def parse_calls(tool_parser: Callable[[str], Sequence[ToolCall]], text: str) -> list[ToolCall]:
+    """The calls that a tool parser finds. Raises ConfigError if it returns anything but tool calls."""
+    calls = call("tool_parser(text)", tool_parser, text)
+    if not isinstance(calls, Sequence) or not all(isinstance(each, ToolCall) for each in calls):
+        raise ConfigError(
+            f"the tool_parser {function_label(tool_parser)} returned {shown(calls)}; expected a list of ToolCall"
+        )
+    return list(calls)
 
 
 def _continued(

@@ -248,6 +248,12 @@ def create_ema_updater(decay: float = 0.999) -> UpdateFn:
     """An update function: reference <- decay reference + (1 - decay) policy, in place. Returns the reference.
 
     Raises ConfigError for a decay outside of [0, 1], and if the two models have other parameters.
+
+    >>> import torch
+    >>> policy, reference = torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False)
+    >>> policy.weight.data[0], reference.weight.data[0] = 1.0, 0.0
+    >>> create_ema_updater(decay=0.75)(reference, policy).weight.tolist()
+    [[0.25]]
     """
     check_setting("decay", decay, 0 <= decay <= 1, "a number from 0 to 1", "create_ema_updater(decay=0.999)")
 
@@ -264,6 +270,12 @@ def create_periodic_updater(update_every: int = 10) -> UpdateFn:
 
     If you call it without `iteration`, it counts its own calls. Raises ConfigError for `update_every` below 1, and if
     the two models have other parameters.
+
+    >>> import torch
+    >>> policy, reference = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    >>> update = create_periodic_updater(update_every=2)
+    >>> [update(reference, policy).weight.equal(policy.weight) for call in range(2)]
+    [False, True]
     """
     is_valid = update_every >= 1
     check_setting("update_every", update_every, is_valid, "a number of 1 or more", "create_periodic_updater(10)")

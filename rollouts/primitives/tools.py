@@ -16,7 +16,7 @@ from rollouts.chat.tool_call_formats import TOOL_CALL_FORMATS, detect_tool_call_
 from rollouts.env.authoring import TOOL_MARK, ToolMethod, mark_of
 from rollouts.errors import ConfigError
 from rollouts.primitives.calls import call
-from rollouts.primitives.generation import run_sync, tool_name
+from rollouts.primitives.generation import parse_calls, run_sync, tool_name
 from rollouts.primitives.types import Generation
 from rollouts.types import Message, ToolCall
 
@@ -67,11 +67,7 @@ def extract_tool_calls(
     >>> extract_tool_calls("add(2, 3)", tool_parser=lambda text: [ToolCall(text.partition("(")[0])])[0].name
     'add'
     """
-    text = generation if isinstance(generation, str) else generation.text
-    calls = call("tool_parser(text)", tool_parser or parse_tools, text)
-    if not isinstance(calls, Sequence) or not all(isinstance(each, ToolCall) for each in calls):
-        raise ConfigError(f"the tool_parser returned {shown(calls)}; expected a list of ToolCall")
-    return list(calls)
+    return parse_calls(tool_parser or parse_tools, generation if isinstance(generation, str) else generation.text)
 
 
 def execute_functions(tool_calls: Sequence[ToolCall], tools: Tools) -> list[str]:

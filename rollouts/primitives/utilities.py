@@ -277,6 +277,12 @@ def save_rollouts(path: str | Path, rollouts: Sequence[Rollout]) -> None:
 
     Functions among a conversation's tools are written as their schemas. Values that JSON cannot hold are written as
     text. Raises OSError.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_rollouts(f"{folder}/rollouts.jsonl", [Rollout("2 + 3", Generation("5"), rewards=1.0)])
+    ...     load_rollouts(f"{folder}/rollouts.jsonl")[0].generation.text
+    '5'
     """
     write_whole(Path(path), b"".join(encode(_row(each)) + b"\n" for each in rollouts))
 

@@ -14,6 +14,10 @@ resume.py        the checkpoint from which a run resumes; removes what later ste
 folder.py        the files of a run
 manifest.py      versions, files and hardware of a run
 observer.py      the protocol of observers, which show a run's progress
+progress.py      the observer of a terminal, a log or a notebook
+streams.py       an output that can no longer be written
+on_step.py       functions of a program that are called after each step
+held_objects.py  Python objects that no name finds again: what to type
 rank.py          a rank above 0 of a distributed backend
 export.py        a checkpoint becomes a model
 publish.py       an exported model becomes a repository on the hub

@@ -7,11 +7,12 @@ A component that was not named may be the algorithm's own (`OWN_KEYS`, and the w
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rollouts.author_code import place_of, place_of_parameter, unwrapped
+from rollouts.author_code import place_of, place_of_parameter, unwrapped, with_place
 from rollouts.config.convert import complete_settings, convert_settings, default_fault
 from rollouts.config.files import Source, where
 from rollouts.config.flags import flag_name
@@ -30,7 +31,7 @@ from rollouts.errors import (
     said_of,
     words_of,
 )
-from rollouts.plugins.index import KIND_WORDS, ComponentRef
+from rollouts.plugins.index import HELD, KIND_WORDS, ComponentRef
 from rollouts.plugins.manager import PluginManager
 from rollouts.plugins.signature import Signature, bind, call_with, check_signature, keywords_of, read_signature
 from rollouts.training.algorithms.aggregation import aggregation_function
@@ -148,6 +149,8 @@ def _choose(
     ref: ComponentRef | None = None
     if key == "reward" and name == "env":
         found, signature, label = None, Signature((), ()), "the environment's own rewards"
+    elif key == "tool_parser" and name in ("", AUTO):
+        found, signature, label = None, Signature((), ()), f"--tool-parser {AUTO}"
     elif loss is not None and key == "correction" and name == AUTO:
         # The algorithm's own correction if it has one; else the default one, which applies if another engine samples.
         found, label = loss.component.correction or truncated, "--correction auto"
@@ -160,7 +163,8 @@ def _choose(
             check_kl(name)
         label = f"{KIND_WORDS[kind]} {name}"
         ref = _find(manager, key, component)
-        found, signature = signed(manager.load(ref), kind, label)
+        with _with_line(ref, manager.load(ref)):
+            found, signature = signed(manager.load(ref), kind, label)
     _refuse_without_hint(found, signature, component.settings, label, source, path)
     settings = _converted(signature, component.settings, label, source, path)
     if key == "env" and component.alias:  # one of several environments has these settings in its own table
@@ -168,6 +172,17 @@ def _choose(
     if callable(found) and key != "env":
         keywords_of(found, settings)  # raises if a dataclass refuses its settings
     return Chosen(name, found, settings, ref, component.alias)
+
+
+@contextlib.contextmanager
+def _with_line(ref: ComponentRef, component: Any) -> Iterator[None]:
+    """Put the line of an object in memory below a SignatureError of the block, which says only its name."""
+    try:
+        yield
+    except SignatureError as error:
+        if not HELD.fullmatch(ref.value):
+            raise
+        raise SignatureError(with_place(error, component)) from error
 
 
 def _refuse_without_hint(
@@ -314,7 +329,7 @@ def with_data(resolved: Resolved, manager: PluginManager) -> Resolved:
         known = check_signature(manager.load(manager.find("environments", env.name)), "environments", label).settings
         takes = any(setting.name == "data" for setting in known)
         given.append(env._replace(settings={"data": data} | env.settings) if takes else env)
-    if given == resolved.components["env"]:
+    if not any("data" in env.settings for env in given):
         names = " and ".join(env.name for env in given)
         raise ConfigError(
             f"--data {data}: the environment {names} has no setting `data`; `--env prompts` reads files of rows"

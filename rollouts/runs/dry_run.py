@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from rollouts.plugins.signature import read_signature
 from rollouts.runs.components import Chosen
 from rollouts.runs.environments import demonstrations, few_held_out_notes, task_buffer
 from rollouts.runs.folder import check_out
+from rollouts.runs.held_objects import ranks_of
 from rollouts.runs.plan import Plan, make_plan
 from rollouts.runs.rehearsal import rehearse
 from rollouts.runs.resume import run_to_resume
@@ -24,7 +24,7 @@ from rollouts.training.algorithms.algorithm import Algorithm, active_terms, func
 from rollouts.training.batches import AuxiliaryModels
 from rollouts.training.datasets.mixing import shares_at
 from rollouts.training.estimates import ModelSize, estimate_memory, how_estimated, model_size
-from rollouts.training.models import adapters_beneath, load_config, remote_code, resolve_device
+from rollouts.training.models import adapters_beneath, load_config, remote_code
 from rollouts.types import Task
 
 _SHOWN_MIN = 0.01  # a fraction of the total; smaller parts are counted, but have no line
@@ -212,7 +212,7 @@ def memory_lines(plan: Plan) -> list[str]:
     if dtype not in _DTYPES:
         raise ModelError(f"unknown dtype {dtype!r} (choices: {', '.join(_DTYPES)})")
     sharded = how == "sharded"
-    ranks = _ranks(training) if sharded else 1
+    ranks = ranks_of(training) if sharded else 1
     optimizer = next((each.name for each in plan.chosen["optimizer"]), str(given.get("optimizer", "adamw")))
     beside = plan.auxiliary_models or AuxiliaryModels()
     try:
@@ -307,17 +307,6 @@ def _cache_bytes(plan: Plan, size: ModelSize, positions: int, dtype: str) -> flo
     number = {"float64": 8, "float32": 4}.get(dtype, 2)
     row = columns * 2 * size.layers * size.kv_width * number
     return min(most, min(live, int(engine.get("rows_max", 256))) * row) + min(most, live * row)
-
-
-def _ranks(training: Chosen) -> int:
-    """The number of ranks: as started by a launcher; else the setting, where 0 means one per GPU."""
-    import torch
-
-    launched = os.environ.get("WORLD_SIZE", "")
-    if launched.isdigit():
-        return max(1, int(launched))
-    gpus = torch.cuda.device_count() if resolve_device(str(training.settings.get("device", "auto"))) != "cpu" else 0
-    return int(training.settings.get("processes", 0)) or max(1, gpus)
 
 
 def _count(parameters: int) -> str:

@@ -19,6 +19,7 @@ from rollouts.errors import ConfigError, UserError
 from rollouts.plugins.manager import PluginManager
 from rollouts.runs.components import choose, with_data
 from rollouts.runs.environments import Environment, held_out_tasks, plan_environments, task_identity
+from rollouts.runs.held_objects import give_rows, with_rows
 
 
 def run_of(model: str) -> Resolved | None:
@@ -49,6 +50,7 @@ def overlap_notes(
     ]
     components = resolved.components["env"]
     try:
+        give_rows(manager, resolved, with_rows(run))
         run = with_data(run, manager)
         theirs_given = run.components["env"]
         if components_without_secrets(components) == components_without_secrets(theirs_given):
@@ -107,7 +109,7 @@ def unused_of_run(run: Resolved, resolved: Resolved, model: str) -> tuple[str, .
                 for name, value in component.settings.items()
                 if settings.get(name) != value
             ]
-    for name in ("system", "template", "max_tokens", "max_turns"):
+    for name in ("system", "template", "tool_parser", "max_tokens", "max_turns"):
         value = getattr(run.settings, name)
         unused += [f"{name} = {toml_value(value)}"] if getattr(resolved.settings, name) != value else []
     if not unused:

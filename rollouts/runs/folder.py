@@ -32,6 +32,7 @@ from rollouts.config.flags import Tree
 from rollouts.disk import partial_name, sync_file, sync_folder, write_whole
 from rollouts.encoding import encode, encode_indented
 from rollouts.errors import ConfigError, OutputError
+from rollouts.plugins.index import names_module
 from rollouts.training.rollout_gen.metrics import JUDGING
 from rollouts.types import Episode
 
@@ -45,7 +46,8 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # the errors of a fi
 
 def default_out(env: str, loss: str) -> str:
     """`runs/<time>-<env>-<loss>`; characters that a folder's name cannot have are removed."""
-    words = (re.sub(r"[^\w.-]+", "-", Path(name.partition(":")[0]).stem).strip("-.") for name in (env, loss))
+    names = [name.partition(":")[2 if names_module(name) else 0] for name in (env, loss)]
+    words = (re.sub(r"[^\w.-]+", "-", Path(name).stem).strip("-.") for name in names)
     return str(Path("runs") / "-".join((time.strftime("%Y%m%d-%H%M%S"), *words)))
 
 

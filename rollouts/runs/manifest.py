@@ -1,24 +1,30 @@
 """Versions, hardware and files of a run, to explain differences between runs: manifest.json, and in code/ a copy of
-each file with a component. Not copied: modules that such a file imports, and settings files, because they may have
-secrets.
+each file with a component, and of the source of each object that Python code gave. Not copied: modules that such a file
+imports, and settings files, because they may have secrets.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import hashlib
 import importlib.metadata
+import inspect
 import os
 import platform
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rollouts.author_code import CORE, unwrapped
+from rollouts.config.files import NOWHERE, Source
+from rollouts.config.objects import label_of
 from rollouts.config.secrets import command_without_secrets
 from rollouts.errors import OutputError, UnknownComponentError
-from rollouts.plugins.index import ComponentRef
+from rollouts.plugins.index import HELD, ComponentRef, names_module
 from rollouts.runs.folder import CONFIG, RunFolder, read_json
 from rollouts.version import __version__
 
@@ -30,7 +36,10 @@ LIBRARIES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "trio
 
 
 class CodeFile(NamedTuple):
-    """A Python file with components, with its content when the run was composed. `is_copied`: the run keeps a copy."""
+    """A file with components, with its content when the run was composed. `is_copied`: the run keeps a copy.
+
+    The file of an object in memory holds the source of this object alone; that of prompts from Python, their rows.
+    """
 
     path: Path
     data: bytes
@@ -44,29 +53,62 @@ class CodeFile(NamedTuple):
     @property
     def copy(self) -> str | None:
         """The path of the copy in the run's folder; None if there is none."""
-        return f"{CODE}/{self.path.stem}_{self.sha256[:8]}.py" if self.is_copied else None
+        return f"{CODE}/{self.path.stem}_{self.sha256[:8]}{self.path.suffix}" if self.is_copied else None
 
 
-def code_files(components: Iterable[ComponentRef], settings_file: str = "") -> list[CodeFile]:
-    """The files that these components came from, each once.
+def code_files(components: Iterable[ComponentRef], source: Source = NOWHERE) -> list[CodeFile]:
+    """The files that these components came from, each once; and the objects in memory. `source` is that of the run's
+    settings.
 
     A file is copied unless it is too large, or is the settings file too; nor is one that the run whose config.toml is
     the settings file did not copy. Raises OutputError if a file cannot be read any more.
     """
-    paths = dict.fromkeys(ref.value.rpartition(":")[0] for ref in components if ref.value and not ref.distribution)
-    left_out = {os.path.realpath(settings_file)}
-    if Path(settings_file).name == CONFIG:  # a run's, or that of both phases; a folder may have been moved since
-        run = Path(settings_file).parent
+    values = dict.fromkeys(ref.value for ref in components if ref.value and not ref.distribution)
+    paths = dict.fromkeys(file for value in values if (file := _file_of(value)))
+    left_out = {os.path.realpath(source.path)}
+    if Path(source.path).name == CONFIG:  # a run's, or that of both phases; a folder may have been moved since
+        run = Path(source.path).parent
         before = [read_json(each) for each in (run / MANIFEST, *run.glob(f"*/{MANIFEST}"))]
         left_out |= {Path(file["path"]).name for each in before for file in each.get("files", []) if not file["copy"]}
     try:
         found = [(Path(path), Path(path).read_bytes()) for path in paths]
     except OSError as error:
         raise OutputError(f"{error.filename} cannot be read: {error.strerror or error}") from error
-    return [
+    files = [
         CodeFile(path, data, len(data) <= CODE_BYTES_MAX and not {path.name, os.path.realpath(path)} & left_out)
         for path, data in found
     ]
+    objects = source.objects
+    held = {value[1:-1]: objects.components[value] for value in values if value in objects.components}
+    held |= {f"on_step_{label_of(each)}": each for each in objects.on_step}
+    texts = {label: text for label, each in held.items() if (text := source_of(each)) is not None}
+    files += [CodeFile(Path(f"{label}.py"), text.encode(), True) for label, text in texts.items()]
+    return [*files, *(CodeFile(Path("prompts.jsonl"), rows, True) for rows in objects.rows.values())]
+
+
+def _file_of(value: str) -> str:
+    """The file of a component without a distribution; empty for one in memory, and for one of rollouts itself."""
+    if not names_module(value):
+        return "" if HELD.fullmatch(value) else value.rpartition(":")[0]
+    file = str(getattr(sys.modules.get(value.partition(":")[0]), "__file__", None) or "")
+    return "" if file.startswith(CORE) else file
+
+
+def source_of(value: Any) -> str | None:
+    """The source of an object; None if it cannot be read. For a lambda, only the lambda itself: its line may hold
+    other arguments of a call, and secrets among them.
+    """
+    inner = unwrapped(value)
+    if not hasattr(inner, "__qualname__"):
+        inner = type(inner)
+    try:
+        text = textwrap.dedent(inspect.getsource(inner))
+        if getattr(inner, "__name__", "") != "<lambda>":
+            return text
+        (found,) = [each for each in ast.walk(ast.parse(text)) if isinstance(each, ast.Lambda)]
+    except (OSError, TypeError, SyntaxError, ValueError):  # typed at a prompt, compiled, or several lambdas in a line
+        return None
+    return ast.get_source_segment(text, found)
 
 
 def keep_code(folder: RunFolder, files: Iterable[CodeFile]) -> None:

@@ -1,4 +1,4 @@
-"""The protocol of observers, which show how a run progresses. The command line's `Progress` is one."""
+"""The protocol of observers, which show how a run progresses. `rollouts.runs.progress` is one."""
 
 from __future__ import annotations
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
+from rollouts.chat.tool_parsers import ToolParser
 from rollouts.config.convert import plain
 from rollouts.config.merging import Component, component_tables
 from rollouts.config.render import to_toml
@@ -26,7 +27,7 @@ from rollouts.env.advice import warn_about
 from rollouts.env.authoring import ToolMethod, rewards_of
 from rollouts.env.checks import check_environment, reward_term
 from rollouts.env.mixing import RewardTerm, env_term
-from rollouts.errors import ConfigError, EnvironmentDefinitionError, said_of
+from rollouts.errors import ConfigError, EnvironmentDefinitionError, counted, said_of
 from rollouts.inference.chatting import is_evaluation_only
 from rollouts.loggers.base import plain_settings
 from rollouts.plugins.checks import run_check
@@ -45,7 +46,9 @@ from rollouts.runs.components import (
 )
 from rollouts.runs.earlier_run import overlap_notes, run_of, trained_before, unused_of_run
 from rollouts.runs.environments import Environment, held_out_tasks, plan_environments
+from rollouts.runs.held_objects import manager_for, refuse_ranks, unread_notes, with_rows
 from rollouts.runs.manifest import changed_code, code_files, is_older, naming_copies
+from rollouts.runs.session import model_words
 from rollouts.training.algorithms.algorithm import Algorithm, Stage, function_label, needs
 from rollouts.training.batches import AuxiliaryModels, TrainingBackend
 from rollouts.training.models import bundled, resolve_model_name
@@ -125,6 +128,12 @@ class Plan(NamedTuple):
         return added_tools(self.chosen["tool"])
 
     @property
+    def tool_parser(self) -> ToolParser | None:
+        """The chosen tool parser; None: the chat template decides how calls are read."""
+        chosen = self.one("tool_parser")
+        return None if chosen.component is None else ToolParser(chosen.name, chosen.component, chosen.settings)
+
+    @property
     def references(self) -> list[ComponentRef]:
         """Every component of the run, including those of later stages; each once, in the order of the settings."""
         parts = [self.chosen, *self.stages_chosen]
@@ -176,6 +185,11 @@ class Plan(NamedTuple):
         """The environment's name, or the aliases of several, for a title."""
         return " + ".join(env.alias or env.name for env in self.environments)
 
+    @property
+    def on_step(self) -> tuple[Callable[..., Any], ...]:
+        """The functions to call after each step."""
+        return self.resolved.source.objects.on_step
+
     def one(self, key: str) -> Chosen:
         """The component of a kind that has exactly one component."""
         (chosen,) = self.chosen[key]
@@ -222,24 +236,39 @@ class Plan(NamedTuple):
         return tasks
 
 
+def title(plan: Plan) -> str:
+    """The training run in one line, for the observer."""
+    settings = plan.settings
+    rollouts = f" × {counted(settings.samples_per_prompt, 'rollout')}" if settings.mode == "rl" else ""
+    lora = f", LoRA rank {settings.lora_rank}" if settings.lora_rank else ""
+    return (
+        f"{plan.env_name} · {plan.one('loss').name} · {settings.model}{lora} · {counted(settings.steps, 'step')} of "
+        f"{counted(settings.prompts_per_step, 'prompt')}{rollouts} · lr {plan.lr:g} · seed {settings.seed}"
+        f"{model_words(settings.model)}"
+    )
+
+
 def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
     """Find, import and check every component. Only a conversation with a model needs no environment. Raises a UserError
     that says what to type.
     """
+    resolved = with_rows(resolved)
     settings, source = resolved.settings, resolved.source
     _check_settings(settings, needs_environment and not resolved.components["env"])
     is_evaluation, given = settings.mode == "eval", settings.model
-    manager = PluginManager()
+    keys = [key for key in resolved.components if key in EVAL or not is_evaluation]
+    manager = manager_for(resolved, keys)
     resolved = with_data(resolved, manager)
-    own = {key: each for key, each in resolved.components.items() if key in EVAL or not is_evaluation}
+    own = {key: resolved.components[key] for key in keys}
     with naming_copies(Path(source.path).parent if source.path else None):
         chosen = choose(manager, own, source)
     (inference,) = chosen["inference"]
+    _check_parser(chosen["tool_parser"][0], inference)
     if is_evaluation:
         settings, notes = _evaluated(settings, inference)
         composed = Composed((), (), (), None, notes)
     else:
-        _check_trainable(inference)
+        _check_trainable(inference, chosen["training"][0], resolved)
         settings, notes = _models_of_runs(settings)
         composed = compose(manager, resolved._replace(settings=settings), chosen, _critic_lr(settings))
         settings = dataclasses.replace(settings, schedule=composed.schedule)
@@ -264,15 +293,12 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
         notes += overlap_notes(manager, run, environments, resolved)
         notes += unused_of_run(run, resolved, given)
         used = [each.ref for each in (*chosen["env"], *chosen["reward"]) if each.ref is not None]
-        notes += tuple(changed_code(Path(run.source.path).parent, code_files(used)))
+        notes += tuple(changed_code(Path(run.source.path).parent, code_files(used, source)))
     rewards = _reward_terms(components["reward"], chosen["reward"])
-    notes += _dropped_rewards(environments, rewards)
+    notes += (*_dropped_rewards(environments, rewards), *unread_notes(resolved))
     judges = needs_environment and (settings.mode == "rl" or settings.eval_tasks > 0)
     _check_environments(environments, chosen["tool"], rewards if judges else None, settings.mode)
-    components["env"] = [
-        each._replace(weight={"name": env.curriculum.name, **env.curriculum.settings}) if env.curriculum else each
-        for each, env in zip(components["env"], environments, strict=True)
-    ]
+    components["env"] = _with_curricula(components["env"], environments)
     plan = Plan(
         resolved,
         chosen,
@@ -291,6 +317,14 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
         run_check(training.component, plan.training_arguments(), training.settings)
     run_check(inference.component, plan.inference_arguments(None, ""), inference.settings)
     return plan
+
+
+def _with_curricula(components: Sequence[Component], environments: Sequence[Environment]) -> list[Component]:
+    """The chosen environments with every setting of their curricula."""
+    return [
+        each._replace(weight={"name": env.curriculum.name, **env.curriculum.settings}) if env.curriculum else each
+        for each, env in zip(components, environments, strict=True)
+    ]
 
 
 def _check_environments(
@@ -362,8 +396,18 @@ def _models_of_runs(settings: Settings) -> tuple[Settings, tuple[str, ...]]:
     return dataclasses.replace(settings, **changes), notes
 
 
-def _check_trainable(inference: Chosen) -> None:
-    """Raise ConfigError if the engine is marked as only for evaluation."""
+def _check_parser(parser: Chosen, inference: Chosen) -> None:
+    """Raise ConfigError if a tool parser is chosen for an engine that takes messages."""
+    if parser.component is not None and is_evaluation_only(inference.component):
+        raise ConfigError(
+            f"--tool-parser {parser.name}: with --inference {inference.name} the server reads the calls itself\n"
+            "leave --tool-parser out"
+        )
+
+
+def _check_trainable(inference: Chosen, training: Chosen, resolved: Resolved) -> None:
+    """Raise ConfigError if the engine is marked as only for evaluation, or if ranks would not find a component."""
+    refuse_ranks(resolved, training)
     if is_evaluation_only(inference.component):
         raise ConfigError(
             f"--inference {inference.name}: it takes messages and returns no token ids with logprobs, so a run "

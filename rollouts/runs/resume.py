@@ -18,6 +18,7 @@ import msgspec
 
 from rollouts.config.flags import Tree
 from rollouts.config.merging import merge
+from rollouts.config.objects import take_objects
 from rollouts.config.resolving import Resolved, resolve
 from rollouts.config.secrets import flat_without_secrets
 from rollouts.config.settings import Settings
@@ -87,8 +88,8 @@ def resume_command(folder: Path, checkpoint: Path | None = None, *, more: str = 
 
 
 def read_run(folder: Path, given: Tree, *, allow_left_out: bool = False) -> Resolved:
-    """The settings of the run in this folder, with the `given` settings in place of them. `allow_left_out` is as in
-    `resolve`.
+    """The settings of the run in this folder, with the `given` settings in place of them, which may hold Python
+    objects. `allow_left_out` is as in `resolve`.
 
     Raises ConfigError.
     """
@@ -98,6 +99,8 @@ def read_run(folder: Path, given: Tree, *, allow_left_out: bool = False) -> Reso
         if name in given:
             raise ConfigError(f"{name}: a run that is resumed stays in its folder, {folder}; leave {name} out")
     tree, source = load_config(folder)
+    given, objects = take_objects(given, tree)
+    source = source.with_objects(objects)
     resolved = resolve(merge(tree, given), source, allow_left_out=allow_left_out)
     if resolved.settings.mode == "eval":
         again = shlex.quote(str(folder / CONFIG))

@@ -12,6 +12,7 @@ from rollouts.child_environment import pass_on
 from rollouts.config.files import NOWHERE, load_file
 from rollouts.config.flags import Tree
 from rollouts.config.merging import merge
+from rollouts.config.objects import held_names
 from rollouts.config.resolving import resolve, run_settings_file
 from rollouts.errors import ConfigError
 from rollouts.inference.base import InferenceBackend
@@ -34,10 +35,14 @@ def model_plan(model: str, given: Tree, settings: Sequence[str]) -> Iterator[Pla
     tree, source = load_file(file) if file else ({}, NOWHERE)
     # A run may have no held-out tasks.
     tree = {key: value for key, value in tree.items() if key in settings and (key != "eval_tasks" or value)}
+    lost = [key for key in ("env", "reward") if key in held_names(tree)]
+    tree = {key: value for key, value in tree.items() if key not in lost}
     resolved = resolve(merge(tree, given, {"mode": "eval", "model": model}), source)
     pass_on(resolved.settings.pass_env)
     with remote_code(resolved.settings.trust_remote_code):
-        yield make_plan(resolved, needs_environment=False)
+        plan = make_plan(resolved, needs_environment=False)
+        notes = [f"--{key} of the run was in the memory of a Python program, so it is left out" for key in lost]
+        yield plan._replace(notes=(*notes, *plan.notes))
 
 
 @contextlib.contextmanager

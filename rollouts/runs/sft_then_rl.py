@@ -35,7 +35,7 @@ from rollouts.types import Task
 SFT, RL = "sft", "rl"
 SUPERVISED = "the supervised phase"
 
-_SHARED = ("env", "tool", "reward", "inference", "training", "optimizer", "logger")
+_SHARED = ("env", "tool", "tool_parser", "reward", "inference", "training", "optimizer", "logger")
 """The components of the run that the supervised phase also uses, unless `[sft]` changes them. All others are for
 rollouts.
 """
@@ -283,6 +283,7 @@ def _worded_for_both(folder: RunFolder) -> Iterator[None]:
         words = str(error)
         for phase in (SFT, RL):
             words = words.replace(resume_command(folder.shown / phase), resume_command(folder.shown))
+            words = words.replace(f'rollouts.resume("{folder.shown / phase}"', f'rollouts.resume("{folder.shown}"')
         if isinstance(error, UserError) and finished(folder.path / SFT, 0) and not holds_run(folder.path / RL):
             words += f"\nthe supervised phase is done; go on with: {resume_command(folder.shown)}"
         if words != str(error):

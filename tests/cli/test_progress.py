@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from rollouts.cli.progress import CHARACTERS_MAX, Progress, _comparison_table, conversation_lines
 from rollouts.plugins.manager import PluginFault
-from rollouts.runs.jobs.train import title
+from rollouts.runs.plan import title
+from rollouts.runs.progress import CHARACTERS_MAX, Progress, _comparison_table, conversation_lines
 from rollouts.training.rollout_gen.groups import Group
 from rollouts.types import Episode, Message, Score, Status, Task, ToolCall, Trajectory
 
@@ -166,7 +166,7 @@ def test_long_messages_are_cut():
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_an_evaluation_of_a_training_run_has_progress(terminal, monkeypatch):
-    from rollouts.cli import progress
+    from rollouts.runs import progress
 
     monkeypatch.setattr(progress, "SECONDS_BETWEEN", 0.0)
     output = io.StringIO()

@@ -304,6 +304,8 @@ def test_a_parser_of_your_own(tokenizer):
     turn = turn_of(tokenizer, "add(2)", tool_parser=parser)
     assert turn.tool_calls == [ToolCall("add", {"a": 2})]
     assert turn.conversation.messages[-1] == Message("assistant", "add(2)")  # the template could not write that call
+    with pytest.raises(ConfigError, match="the tool_parser <lambda> returned 5; expected a list of ToolCall"):
+        turn_of(tokenizer, CALL, tool_parser=lambda text: 5)
     same = turn_of(tokenizer, CALL, tool_parser=parse_xml_tools)
     assert same == turn_of(tokenizer, CALL)
 
@@ -356,7 +358,7 @@ def test_a_tool_that_fails_is_a_text_for_the_model():
 
 
 def test_parsers_and_executors_are_checked():
-    with pytest.raises(ConfigError, match=r"the tool_parser returned .*; expected a list of ToolCall"):
+    with pytest.raises(ConfigError, match=r"the tool_parser <lambda> returned .*; expected a list of ToolCall"):
         extract_tool_calls("x", tool_parser=lambda text: ["add"])
     tools = [add]
     seen = []

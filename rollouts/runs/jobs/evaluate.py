@@ -53,13 +53,13 @@ def evaluate(plan: Plan, observer: Observer, started: float, home: Path) -> dict
     settings = plan.settings
     make_folder = choose_folder(settings.out, default_out(plan.env_name, "eval"), home)
     tasks = plan.eval_tasks()
-    chat = None if plan.is_chat else load_chat(settings, plan.environments)
+    chat = None if plan.is_chat else load_chat(settings, plan.environments, tool_parser=plan.tool_parser)
     with Session(observer, started, plan.manager) as session:
         folder = session.open(make_folder, parts=("trajectories",))
         engine_gets = plan.inference_arguments(None, str(folder.path))
         inference = make_inference(plan.one("inference"), engine_gets, plan.environments, must_train=False)
         folder.write_text(CONFIG, plan.config)
-        files = code_files(plan.references, plan.resolved.source.path)
+        files = code_files(plan.references, plan.resolved.source)
         folder.write_json(MANIFEST, make_manifest(settings.seed, plan.references, files))
         keep_code(folder, files)
         # The seed of a run's own evaluations, so that a checkpoint that is evaluated again has the same results.

@@ -28,6 +28,7 @@ from rollouts.loggers.jsonl import JSONLLogger, read_lines
 from rollouts.runs.components import Chosen
 from rollouts.runs.environments import Environment, HeldOutPrompts, few_held_out_notes, task_buffer
 from rollouts.runs.folder import EVALUATED, STEP, MakeFolder, episode_records
+from rollouts.runs.held_objects import again_command
 from rollouts.runs.jobs import learning
 from rollouts.runs.jobs.backend import make_training
 from rollouts.runs.jobs.demonstrations import demonstration_samples
@@ -35,8 +36,9 @@ from rollouts.runs.jobs.saving import Occasion, Saving, profiled_steps
 from rollouts.runs.jobs.stopping import Stopping, summary_of
 from rollouts.runs.manifest import MANIFEST, changed_code, code_files, keep_code, make_manifest
 from rollouts.runs.observer import Observer
-from rollouts.runs.plan import Plan
-from rollouts.runs.resume import REVISION, Logged, Resumed, RunState, restore, resume_command, take_back
+from rollouts.runs.on_step import FinishedStep, call_on_step
+from rollouts.runs.plan import Plan, title
+from rollouts.runs.resume import REVISION, Logged, Resumed, RunState, restore, take_back
 from rollouts.runs.session import (
     Interrupts,
     Player,
@@ -44,7 +46,6 @@ from rollouts.runs.session import (
     chat_notes,
     load_chat,
     make_inference,
-    model_words,
     second_interrupt_at_once,
 )
 from rollouts.training.algorithms.algorithm import stage_at
@@ -94,7 +95,7 @@ def train(
     settings, environments = plan.settings, plan.environments
     run_title, of_tasks = title(plan), _held_out_notes(settings, environments, held_out, also_held_out)
     buffer = task_buffer(environments, held_out, settings.prompts_per_step) if settings.mode == "rl" else DataBuffer([])
-    chat = load_chat(settings, environments)
+    chat = load_chat(settings, environments, tool_parser=plan.tool_parser)
     everything = [*held_out, *also_held_out]
     samples = demonstration_samples(environments, everything, settings, chat) if settings.mode == "sft" else []
     with Session(observer, started, plan.manager) as session:
@@ -104,7 +105,7 @@ def train(
             return {}
         session.resources.callback(backend.close)
         folder = session.open(make_folder)
-        loggers, code = plan.chosen["logger"], code_files(plan.references, plan.resolved.source.path)
+        loggers, code = plan.chosen["logger"], code_files(plan.references, plan.resolved.source)
         manifest = make_manifest(settings.seed, plan.references, code)
         engine_gets = plan.inference_arguments(backend, str(folder.path))
         inference = make_inference(plan.one("inference"), engine_gets, environments, must_train=settings.mode == "rl")
@@ -261,7 +262,7 @@ class Training:
     def message(self, failure: BaseException) -> str:
         """How far the run came, and how to resume it."""
         where = f"{self.summary['steps']} of {counted(self._settings.steps, 'step')}"
-        again = f"go on with: {resume_command(self._folder.shown)}"
+        again = f"go on with: {again_command(self.plan.resolved, self._folder.shown)}"
         if isinstance(failure, KeyboardInterrupt):
             return f"interrupted after {where}; {self._saving.unsaved(self._saved, self.summary['steps'])}{again}"
         kept = f"{self._folder.shown} keeps what was done"
@@ -392,7 +393,9 @@ class Training:
         )
 
     async def _between(self, step: int, metrics: dict[str, float], groups: Sequence[Group]) -> dict[str, float]:
-        """Called after a step (0-based), before it is logged: informs the observer, and evaluates if it is time."""
+        """Called after a step (0-based), before it is logged: evaluates if it is time, then calls `on_step`, the
+        observer and the hooks.
+        """
         settings, done = self._settings, step + 1
         self.summary["steps"] = done
         if step in self._profiled[-1:]:
@@ -404,6 +407,7 @@ class Training:
         if settings.eval_every and done % settings.eval_every == 0 and done < settings.steps:
             extra |= await self._serve_newest()
             extra |= await self._evaluate_between(done)
+        extra |= await call_on_step(self.plan.on_step, FinishedStep(step, metrics | extra, groups))
         self.session.observer.step(step, metrics | extra, groups)
         self.session.call_hooks("rollouts_step_end", metrics=metrics | extra, step=step)
         return extra
@@ -554,18 +558,6 @@ class Training:
         """Start the profiler if the next step is the first one to profile."""
         if step in self._profiled[:1]:
             await self.backend.start_profile()
-
-
-def title(plan: Plan) -> str:
-    """Describe the run in one line, for the observer."""
-    settings = plan.settings
-    rollouts = f" × {counted(settings.samples_per_prompt, 'rollout')}" if settings.mode == "rl" else ""
-    lora = f", LoRA rank {settings.lora_rank}" if settings.lora_rank else ""
-    return (
-        f"{plan.env_name} · {plan.one('loss').name} · {settings.model}{lora} · {counted(settings.steps, 'step')} of "
-        f"{counted(settings.prompts_per_step, 'prompt')}{rollouts} · lr {plan.lr:g} · seed {settings.seed}"
-        f"{model_words(settings.model)}"
-    )
 
 
 def _held_out_notes(

@@ -1,4 +1,4 @@
-"""The display of a running command: a progress bar in a terminal, plain lines elsewhere.
+"""The display of a running command or program: a progress bar in a terminal, plain lines elsewhere.
 
 A training run also shows a few sampled conversations, and at its end a table of the scores before and after. An
 evaluation shows a table of its numbers.
@@ -6,15 +6,17 @@ evaluation shows a table of its numbers.
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rollouts.errors import counted
+from rollouts.runs.streams import silent_when_closed
 from rollouts.types import Trajectory
 
 if TYPE_CHECKING:
@@ -37,6 +39,15 @@ _STEP_METRICS = (
     ("gen tok/s", "perf/gen_tok_s", "{:.0f}"),
     ("train tok/s", "perf/train_tok_s", "{:.0f}"),
 )
+
+
+@contextlib.contextmanager
+def shown_progress(stream: Literal["stdout", "stderr"]) -> Iterator[Progress]:
+    """The display on a stream of this process. It shows nothing more if the stream is closed."""
+    from rich.console import Console
+
+    with silent_when_closed(stream):
+        yield Progress(Console(file=getattr(sys, stream), highlight=False, soft_wrap=True))
 
 
 class Progress:
