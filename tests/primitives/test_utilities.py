@@ -79,7 +79,9 @@ def test_rewards_made_of_others():
     ("call", "words"),
     [
         (lambda: create_regex_reward("("), "no regular expression"),
-        (lambda: create_weighted_reward({}), "there are no rewards"),
+        (lambda: create_regex_reward(5), "5 is no regular expression"),
+        (lambda: create_weighted_reward({}), "expected a dict such as"),
+        (lambda: create_weighted_reward([length_reward]), "expected a dict such as"),
         (lambda: create_clipped_reward(length_reward, 1.0, 0.0), "at most high"),
         (lambda: length_reward(ROLLOUT, target_tokens=0), "target_tokens=100"),
         (lambda: create_exact_match_reward()(ROLLOUT._replace(metadata={})), r'no answer in metadata\["answer"\]'),
