@@ -22,7 +22,7 @@ from rollouts.chat.tool_call_formats import (
     with_ids,
 )
 from rollouts.error_log import report
-from rollouts.errors import ConfigError, RolloutsError, named, words_of
+from rollouts.errors import ConfigError, ModelError, RolloutsError, named, words_of
 from rollouts.plugins.signature import call_with
 from rollouts.types import Message, ToolCall
 
@@ -109,13 +109,13 @@ def _numbered(calls: Sequence[ToolCall], text: str) -> list[ToolCall]:
 
 
 def as_text(parser: ToolParser, message: Message) -> Message:
-    """The message with its calls as text in the parser's format. Raises ConfigError if there is no `write`."""
+    """The message with its calls as text in the parser's format. Raises ModelError if there is no `write`."""
     if not message.tool_calls or any(call.error for call in message.tool_calls):
         return message
     content = message.text
     if list(message.tool_calls) != _numbered(message.tool_calls, content):  # the model did not write them in this text
         if parser.write is None:
-            raise ConfigError(
+            raise ModelError(
                 f"the tool parser {parser.name} reads another format than the chat template writes, so a call of "
                 f"{message.tool_calls[0].name} cannot be shown\n"
                 "give the parser a function `write`, which returns the text of a list of calls"

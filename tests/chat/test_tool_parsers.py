@@ -17,7 +17,7 @@ from rollouts.cli import main
 from rollouts.config.resolving import resolve
 from rollouts.env import tool
 from rollouts.env.schema import tool_schema
-from rollouts.errors import ConfigError, SignatureError
+from rollouts.errors import ConfigError, ModelError, SignatureError
 from rollouts.inference.base import Generation, VersionSpan
 from rollouts.runs.plan import make_plan
 from rollouts.runs.rehearsal import ScriptedEngine
@@ -165,7 +165,7 @@ def test_demonstrations_are_in_the_format_that_write_returns():
     (row,) = tokenize_supervised(messages, [SCHEMA], chat := chat_of("both"))
     live = [token for token, weight in zip(row.tokens, row.loss_mask, strict=True) if weight]
     assert chat.decode(live).startswith("CALL add(a=1, b=2)")
-    with pytest.raises(ConfigError, match="give the parser a function `write`"):
+    with pytest.raises(ModelError, match="give the parser a function `write`"):
         tokenize_supervised(messages, [SCHEMA], chat_of("parse"))
 
 
