@@ -551,8 +551,13 @@ def read_turn(
 
 
 def parse_calls(tool_parser: Callable[[str], Sequence[ToolCall]], text: str) -> list[ToolCall]:
-    """The calls that a tool parser finds. Raises ConfigError if it returns anything but tool calls."""
-    calls = call("tool_parser(text)", tool_parser, text)
+    """The calls that a tool parser finds. It may also return (calls, remaining text), as parsers of a run do.
+
+    Raises ConfigError if it returns anything else.
+    """
+    calls: Any = call("tool_parser(text)", tool_parser, text)
+    if isinstance(calls, tuple) and len(calls) == 2 and isinstance(calls[1], str):
+        calls = calls[0]
     if not isinstance(calls, Sequence) or not all(isinstance(each, ToolCall) for each in calls):
         raise ConfigError(
             f"the tool_parser {function_label(tool_parser)} returned {shown(calls)}; expected a list of ToolCall"

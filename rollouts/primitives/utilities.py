@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,7 @@ from rollouts.types import Message, Status, Task, ToolCall, Trajectory
 
 T = TypeVar("T")
 Answers = Mapping[str, Any]
+BARS = "▁▂▃▄▅▆▇█"
 
 
 # --- rewards ----------------------------------------------------------------------------------------------------------
@@ -352,6 +354,28 @@ def format_rollout(rollout: Rollout) -> str:
 def _said(message: Message) -> str:
     calls = (f"{call.name}({json.dumps(call.arguments)})" for call in message.tool_calls)
     return " ".join(filter(None, (message.text, *calls)))
+
+
+def draw_curve(values: Sequence[float], *, width: int = 60) -> str:
+    """The values as a line of bars for people, with the lowest and the highest one. NaN is a gap.
+
+    If there are more than `width` values, neighbors are averaged. Raises ConfigError if no value is finite.
+
+    >>> draw_curve([0.0, 0.25, math.nan, 1.0])
+    '0 ▁▃ █ 1'
+    """
+    check_setting("width", width, width >= 1, "a number of 1 or more", "width=60")
+    count = min(width, len(values))
+    bounds = [place * len(values) // max(count, 1) for place in range(count + 1)]
+    parts = [[v for v in values[a:b] if math.isfinite(v)] for a, b in itertools.pairwise(bounds)]
+    means = [math.fsum(part) / len(part) if part else math.nan for part in parts]
+    finite = [mean for mean in means if math.isfinite(mean)]
+    if not finite:
+        raise ConfigError(f"there is no number to draw in {len(values)} values; give one or more")
+    low, high = min(finite), max(finite)
+    scaled = [mean if math.isnan(mean) else (mean - low) / (high - low or 1.0) for mean in means]
+    bars = "".join(" " if math.isnan(each) else BARS[round(each * (len(BARS) - 1))] for each in scaled)
+    return f"{low:.3g} {bars} {high:.3g}"
 
 
 # --- tests ------------------------------------------------------------------------------------------------------------

@@ -54,7 +54,8 @@ class Chat:
         settings = self._plan.settings
         names = self.tools
         tools = f"tools: {', '.join(names)}" if names else "no tools"
-        return f"{settings.model} · {self._plan.env_name or 'no environment'} · {tools}"
+        env = self._plan.env_name or "no environment (type --env NAME for its tools)"
+        return f"{settings.model} · {env} · {tools}"
 
     @property
     def notes(self) -> list[str]:
@@ -79,6 +80,14 @@ class Chat:
     def say(self, text: str) -> str:
         """Let the model answer a message; see `Conversation.say`."""
         return self._thread.call(self.conversation.say, text)
+
+    def begin_anew(self) -> None:
+        """Begin a new conversation; see `Conversation.begin_anew`."""
+
+        async def begin() -> None:
+            await self.conversation.begin_anew(for_task=self.task is not None)
+
+        self._thread.call(begin)
 
     def judge(self) -> Score:
         """The rewards of the conversation so far."""

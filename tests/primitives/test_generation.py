@@ -317,6 +317,8 @@ def test_a_parser_of_your_own(tokenizer):
     turn = turn_of(tokenizer, "add(2)", tool_parser=parser)
     assert turn.tool_calls == [ToolCall("add", {"a": 2})]
     assert turn.conversation.messages[-1] == Message("assistant", "add(2)")  # the template could not write that call
+    of_a_run = turn_of(tokenizer, "add(2)", tool_parser=lambda text: (parser(text), ""))
+    assert of_a_run == turn
     with pytest.raises(ConfigError, match="the tool_parser <lambda> returned 5; expected a list of ToolCall"):
         turn_of(tokenizer, CALL, tool_parser=lambda text: 5)
     same = turn_of(tokenizer, CALL, tool_parser=parse_xml_tools)

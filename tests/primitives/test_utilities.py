@@ -28,7 +28,9 @@ from rollouts.primitives import (
     create_prompt_loader,
     create_regex_reward,
     create_scripted_generator,
+    create_truncated_kl,
     create_weighted_reward,
+    draw_curve,
     encode_prompt,
     format_prompts,
     format_rollout,
@@ -111,6 +113,25 @@ def test_a_reward_function_becomes_a_component_of_a_run():
     assert check_signature(component, "rewards", "mine").requests == ("task", "trajectory")
     assert call_with(component, {"task": task, "trajectory": trajectory, "env": None}) == 1.0
     assert component.__name__ == "exact_match"
+
+
+def test_a_run_takes_them(tmp_path):
+    import rollouts
+
+    small = {"steps": 1, "eval_tasks": 0, "prompts_per_step": 2, "samples_per_prompt": 2, "quiet": True}
+    clipped = create_clipped_reward(create_regex_reward(r"\d", compares=False), 0.25, 0.75)
+    rollouts.run(
+        env="calculator",
+        loss="grpo",
+        reward=as_component(clipped),
+        kl=create_truncated_kl(threshold=2.0),
+        advantage=lambda rewards: rewards - rewards.mean(),
+        out=str(tmp_path / "run"),
+        **small,
+    )
+    (metrics,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert 0.25 <= metrics["reward/mean"] <= 0.75 and "reward_part/clipped_reward" in metrics
+    assert "policy/kl_ref" in metrics
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------
@@ -196,6 +217,14 @@ def test_a_rollout_for_people():
     ]
     asked = format_rollout(ROLLOUT._replace(prompt=messages[:1]))
     assert asked.splitlines() == ["user: 2 + 3", "reply: 2 + 3 = 5.", "reward none, 8 tokens, stop"]
+
+
+def test_a_curve_for_people():
+    assert draw_curve([3.0]) == "3 ▁ 3" and draw_curve([1.0, 2.0, 3.0, 4.0], width=2) == "1.5 ▁█ 3.5"
+    assert draw_curve([math.nan, -1.0, math.inf, 1.0]) == "-1  ▁ █ 1"
+    for values in ([], [math.nan]):
+        with pytest.raises(ConfigError, match="there is no number to draw"):
+            draw_curve(values)
 
 
 # --- tests ------------------------------------------------------------------------------------------------------------
