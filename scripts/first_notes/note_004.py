@@ -625,7 +625,7 @@ def _() -> None:
     assert len(found) >= 6, [path.name for path in found]
 
 
-@ROWS("docs UTILITIES.md: reward builders, prompt management, visualisation, testing utilities, quick-start template")
+@ROWS("docs UTILITIES.md: reward builders, prompt management, visualization, testing utilities, quick-start template")
 def _() -> None:
     from rollouts import primitives
     from rollouts.primitives import utilities
