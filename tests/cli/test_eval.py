@@ -93,7 +93,7 @@ def test_help_shows_what_matters_and_no_more(capsys):
     for info in setting_infos():
         shown = f"{info.flag} " in out or (info.name == "template" and "--template.ARGUMENT" in out)
         assert shown == (info.name in EVAL and info.name != "mode"), info.name
-    assert "runs/<time>-<env>-eval" in out and "0 is greedy" in out
+    assert "runs/<time>-<env>-<model>-eval" in out and "0 is greedy" in out
 
 
 def test_the_file_of_a_training_run_is_read_for_what_matters(here, composed):
