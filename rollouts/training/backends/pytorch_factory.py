@@ -136,6 +136,12 @@ def _recipe(name: str) -> Algorithm:
     return found
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a part of the model is sharded: by `fully_shard` (FSDP2), or wrapped in FullyShardedDataParallel."""
+    classes = {base.__name__ for module in model.modules() for base in type(module).__mro__}
+    return not classes.isdisjoint({"FSDPModule", "FullyShardedDataParallel"})
+
+
 class PyTorchTrainingBackend:
     """A backend for a model, an optimizer and a loss function. Returns futures; one thread works in the order of calls.
 
@@ -150,7 +156,7 @@ class PyTorchTrainingBackend:
     number of optimizer steps.
 
     `run_sft_training` and `run_rl_training` of `rollouts.training` take this backend. It has what they need of a
-    TrainingBackend, and what engines need that get its weights.
+    TrainingBackend, and what engines need that get its weights. Raises ConfigError for a sharded model.
     """
 
     world_size = 1
@@ -168,6 +174,11 @@ class PyTorchTrainingBackend:
         scheduler: LambdaLR | None = None,
         max_grad_norm: float | None = None,
     ) -> None:
+        if is_sharded(model):
+            raise ConfigError(
+                "this model is sharded (FSDP), and a PyTorchTrainingBackend trains in one process; use "
+                "rollouts.training.create_fsdp_backend"
+            )
         self.model: Any = model
         self.optimizer = optimizer
         self.weight_version = 0
