@@ -385,7 +385,8 @@ def _models_of_runs(settings: Settings) -> tuple[Settings, tuple[str, ...]]:
     given = {name: getattr(settings, name) for name in ("model", "critic", "teacher")}
     found = {name: find_checkpoint(folder) for name, folder in given.items() if is_of_run(folder)}
     notes = tuple(
-        f"{'' if name == 'model' else f'--{name} '}{given[name]} is a run's folder: its newest checkpoint is used, {path.name}"
+        ("" if name == "model" else f"--{name} ")
+        + f"{given[name]} is a run's folder: its newest checkpoint is used, {path.name}"
         for name, path in found.items()
     )
     for name in ("critic", "teacher"):
