@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollouts.errors import TrainingError
-from rollouts.primitives.rewards import aggregate_vector_rewards
+from rollouts.primitives.rewards import aggregate_vector_rewards, as_number, is_vector
 from rollouts.primitives.types import Batch, Generation, Rollout
 from rollouts.training.batching import BUCKET_SAVING_MIN, make_batch
 from rollouts.types import Sample, Status
@@ -34,7 +34,7 @@ def was_cut_off(rollout: Rollout) -> bool:
 
 
 def reward_of(rollout: Rollout) -> float | None:
-    """The reward as one number: the sum of a vector; None if nothing judged the rollout.
+    """The reward as one number: the sum of a vector; None if nothing judged the rollout. Raises RewardError.
 
     >>> reward_of(Rollout("Hi", Generation("Hello"), rewards=[1.0, 0.5]))
     1.5
@@ -42,7 +42,8 @@ def reward_of(rollout: Rollout) -> float | None:
     rewards = rollout.rewards
     if rewards is None or isinstance(rewards, int | float):
         return None if rewards is None else float(rewards)
-    return aggregate_vector_rewards(list(rewards))
+    vector: Any = rewards if is_vector(rewards) else [rewards]
+    return aggregate_vector_rewards([as_number(each, "the rollout") for each in vector])
 
 
 def group_numbers(rollouts: Sequence[Rollout]) -> list[int]:

@@ -27,12 +27,14 @@ from rollouts.primitives.algorithms import (
     AlgorithmConfig,
     Pairs,
     PPOAdvantages,
+    check_config,
     compute_targets,
     create_algorithm_config,
     loss_sum,
     select_trained,
 )
 from rollouts.primitives.batches import create_batch, group_numbers, part_batch, reward_of, turns_of, was_cut_off
+from rollouts.primitives.calls import call
 from rollouts.primitives.generation import Prompt, load_model, load_tokenizer
 from rollouts.primitives.kl import UpdateFn, create_reference_model, update_reference_model
 from rollouts.primitives.rewards import RewardFns
@@ -91,6 +93,7 @@ def training_step(
     """
     import torch
 
+    check_config(algorithm_config)
     whole = create_batch(None, rollouts, train_truncated=train_truncated)
     whole = _on_device(whole, state.model.get_input_embeddings().weight.device)
     whole = select_trained(whole, algorithm_config)
@@ -198,9 +201,7 @@ def train(
     state = initial_state
     for iteration in range(state.iteration, num_iterations):
         config = algorithm_config(iteration) if callable(algorithm_config) else algorithm_config
-        if not isinstance(config, AlgorithmConfig):
-            what = f"algorithm_config gave {shown(config)} in iteration {iteration}"
-            raise ConfigError(f'{what}; expected create_algorithm_config("grpo")')
+        check_config(config)
         if "ref_logprobs" in needs(config.algorithm) and state.ref_model is None:
             what = f"the algorithm {config.name} compares with a reference in iteration {iteration}, and there is none"
             raise ConfigError(f"{what}; give TrainingState(..., ref_model=create_reference_model(model))")
@@ -284,7 +285,7 @@ def _check_training(num_iterations: int, checkpoint_every: int, eval_every: int)
 
 
 def _evaluated(eval_fn: Callable[[TrainingState], Any], state: TrainingState) -> dict[str, float]:
-    found = eval_fn(state)
+    found = call("eval_fn(state)", eval_fn, state)
     scores = found if isinstance(found, Mapping) else {"score": found}
     try:
         return {f"eval/{name}": float(value) for name, value in scores.items()}
@@ -356,7 +357,10 @@ def _step(
         raise TrainingError(f"the gradient's norm is {norm}; the weights are unchanged. Try a smaller learning rate")
     metrics = {"optim/skipped": 0.0, "optim/lr": float(state.optimizer.param_groups[0]["lr"])}
     if optimizer_step_fn is not None:
-        return norm, metrics | dict(optimizer_step_fn(state.model, state.optimizer) or {})
+        found = call("optimizer_step_fn(model, optimizer)", optimizer_step_fn, state.model, state.optimizer)
+        if not isinstance(found, Mapping | None):
+            raise ConfigError(f"the optimizer_step_fn returned {shown(found)}; expected a dict of metrics, or None")
+        return norm, metrics | dict(found or {})
     torch._foreach_mul_(gradients, min(1.0, GRAD_NORM_MAX / (norm + 1e-6)))
     state.optimizer.step()
     return norm, metrics
@@ -440,7 +444,8 @@ def save_checkpoint(state: TrainingState, folder: str | Path = _CHECKPOINTS) -> 
     """Write `folder`/step_000010 (the number of finished iterations), complete or not at all. Returns its path.
 
     The folder has the weights and the tokenizer in the format of transformers, so you can load it as a model. It also
-    has the optimizer, the reference and the number of iterations. Raises CheckpointError.
+    has the optimizer with its parameters outside of the model (a value function), the reference, and the number of
+    iterations. Raises CheckpointError.
     """
     from rollouts.training.backends.pytorch_checkpoint import save_objects
 
@@ -473,4 +478,11 @@ def load_checkpoint(state: TrainingState, path: str | Path = _CHECKPOINTS) -> Tr
 
 
 def _modules(state: TrainingState) -> dict[str, Any]:
-    return {} if state.ref_model is None else {"reference": state.ref_model}
+    """What a checkpoint holds besides the model: the reference, and the parameters that only the optimizer knows."""
+    import torch
+
+    modules = {} if state.ref_model is None else {"reference": state.ref_model}
+    of_model = {id(parameter) for parameter in state.model.parameters()}
+    trained = [parameter for group in state.optimizer.param_groups for parameter in group["params"]]
+    beside = [parameter for parameter in trained if id(parameter) not in of_model]
+    return modules | ({"other_parameters": torch.nn.ParameterList(beside)} if beside else {})
