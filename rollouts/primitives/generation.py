@@ -182,8 +182,7 @@ def _check_config(config: Any) -> None:
 
 def _check_model(model: Any) -> None:
     if not hasattr(model, "get_input_embeddings"):
-        what = f"the model is {shown(model)}; expected a causal LM of transformers"
-        raise ConfigError(f'{what}: load_model("tiny"), or a generator= that needs none')
+        raise ConfigError(f'the model is {shown(model)}; expected a causal LM, such as load_model("tiny")')
 
 
 def generate_with_logprobs(
@@ -257,6 +256,7 @@ def compute_logprobs(model: Any, generations: Sequence[Generation], *, temperatu
     counts = [len(each.tokens) for each in generations]
     if not sum(counts):
         return [torch.zeros(0) for _ in generations]
+    _check_model(model)
     samples = []
     groups: dict[tuple[int, ...], int] = {}
     for number, each in enumerate(generations):
@@ -551,8 +551,13 @@ def read_turn(
 
 
 def parse_calls(tool_parser: Callable[[str], Sequence[ToolCall]], text: str) -> list[ToolCall]:
-    """The calls that a tool parser finds. Raises ConfigError if it returns anything but tool calls."""
-    calls = call("tool_parser(text)", tool_parser, text)
+    """The calls that a tool parser finds. It may also return (calls, remaining text), as parsers of a run do.
+
+    Raises ConfigError if it returns anything else.
+    """
+    calls: Any = call("tool_parser(text)", tool_parser, text)
+    if isinstance(calls, tuple) and len(calls) == 2 and isinstance(calls[1], str):
+        calls = calls[0]
     if not isinstance(calls, Sequence) or not all(isinstance(each, ToolCall) for each in calls):
         raise ConfigError(
             f"the tool_parser {function_label(tool_parser)} returned {shown(calls)}; expected a list of ToolCall"

@@ -234,8 +234,10 @@ def test_what_cannot_be_sampled(model, tokenizer, prompt, settings, words):
 
 
 def test_what_is_no_model_and_no_tokenizer(model, tokenizer):
-    with pytest.raises(ConfigError, match=r"the model is 'tiny'; expected a causal LM of transformers: load_model"):
+    with pytest.raises(ConfigError, match=r"the model is 'tiny'; expected a causal LM, such as load_model"):
         generate("tiny", tokenizer, "2")
+    with pytest.raises(ConfigError, match="the model is None; expected a causal LM"):
+        generate_with_logprobs(None, tokenizer, "2", generator=lambda *given: "5")
     with pytest.raises(ConfigError, match=r"the tokenizer is None; expected that of the model: load_tokenizer"):
         generate(model, None, "2")
 
@@ -317,6 +319,8 @@ def test_a_parser_of_your_own(tokenizer):
     turn = turn_of(tokenizer, "add(2)", tool_parser=parser)
     assert turn.tool_calls == [ToolCall("add", {"a": 2})]
     assert turn.conversation.messages[-1] == Message("assistant", "add(2)")  # the template could not write that call
+    of_a_run = turn_of(tokenizer, "add(2)", tool_parser=lambda text: (parser(text), ""))
+    assert of_a_run == turn
     with pytest.raises(ConfigError, match="the tool_parser <lambda> returned 5; expected a list of ToolCall"):
         turn_of(tokenizer, CALL, tool_parser=lambda text: 5)
     same = turn_of(tokenizer, CALL, tool_parser=parse_xml_tools)
