@@ -17,7 +17,7 @@ The packages, from the ground up. A module imports only from packages above it i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rollouts.lazy import lazy_face
 from rollouts.version import __version__ as __version__
@@ -39,4 +39,14 @@ if TYPE_CHECKING:
     from rollouts.types import ToolCall as ToolCall
     from rollouts.types import Trajectory as Trajectory
 
-__getattr__, __dir__ = lazy_face(__name__)
+    CalculatorEnvironment: type[Any]
+
+_load, __dir__ = lazy_face(__name__)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "CalculatorEnvironment":  # not in __all__, because another package has it
+        from rollouts.training.simple.environments import load_calculator
+
+        return load_calculator()
+    return _load(name)

@@ -31,7 +31,7 @@ class FakeChat:
 
     def __init__(self, rewrites: Sequence[int] = (), tool_after_text: bool = True) -> None:
         self.rewrites = set(rewrites)
-        self.report = SimpleNamespace(tool_after_text=tool_after_text)
+        self.report = SimpleNamespace(tool_after_text=tool_after_text, calls_as_text=False)
 
     def _message(self, message: Message) -> list[int]:
         calls = "".join(f"[{call.name} {json.dumps(call.arguments)}]" for call in message.tool_calls)

@@ -35,7 +35,10 @@ FLOORS = {
     "rollouts.chat": 1,
     "rollouts.training.batches": 1,
     "rollouts.training.samples": 1,
+    "rollouts.training.simple.config": 0,  # dataclasses; a settings file may hold them
+    "rollouts.training.simple.conversations": 2,
     "rollouts.training.simple.samples": 1,
+    "rollouts.training.simple.sharded": 4,
     "rollouts.training.filters": 1,
     "rollouts.training.batching": 1,
     "rollouts.training.algorithms": 1,
@@ -60,14 +63,15 @@ FLOORS = {
     **{  # names under the module names of the first notes
         f"rollouts.training.{name}": 4
         for name in (
-            "async_rollout_manager data_buffer metrics rl_losses rl_loop rollout_generation rollout_manager sft_loop "
-            "types weight_sync"
+            "agent_integration async_rollout_manager data_buffer dataset_loaders distributed_utils metrics rl_losses "
+            "rl_loop rollout_generation rollout_manager sample_prep sft sft_loop types weight_sync"
         ).split()
     },
     "rollouts.runs": 4,
     "rollouts.api": 4,
     "rollouts.primitives": 4,
     "rollouts.cli": 4,
+    "rollouts.providers": 4,
     "rollouts.__main__": 4,
     "rollouts": 4,  # the lazy face of everything
 }

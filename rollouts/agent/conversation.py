@@ -32,6 +32,9 @@ class Conversation:
     messages: list[Message] = field(default_factory=list)
     _trajectory: Trajectory | None = None
 
+    def __post_init__(self) -> None:
+        self._first = list(self.messages)
+
     async def open(self, *, for_task: bool) -> None:
         """Build the environment, and set it up if a task opens the conversation. Raises RunError if this fails, and
         ConfigError for a task if the environment has its own `rollout`.
@@ -45,6 +48,13 @@ class Conversation:
                 f"{type(self.run.env).__name__} runs its tasks in its own loop (`rollout`), so a task cannot "
                 "open a conversation\nleave out --task to talk to the model with its tools, or type: rollouts eval"
             )
+
+    async def begin_anew(self, *, for_task: bool) -> None:
+        """Forget what was said, and build the environment anew. Raises like `open` and `aclose`."""
+        await self._close_environment()
+        self.messages, self._trajectory = list(self._first), None
+        self.run.seed += 1
+        await self.open(for_task=for_task)
 
     async def play_task(self) -> str:
         """Let the model answer the task, as in an episode. Returns and raises like `say`."""
@@ -70,6 +80,9 @@ class Conversation:
     async def aclose(self) -> None:
         """End the session with the engine, and close the environment. Raises RunError if its `close` fails."""
         self.run.engine.close_session(self.run.engine.session)
+        await self._close_environment()
+
+    async def _close_environment(self) -> None:
         why = await close_environment(self.run.env, self.run.limits.cleanup_seconds)
         if why is not None:
             raise RunError(why)

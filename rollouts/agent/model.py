@@ -234,8 +234,9 @@ class ChatModel:
                 if failure in ("exception", "timeout", "crashed") and self.trajectory is not None:
                     self.trajectory.tool_errors.setdefault(tool_call.name, error or text.removeprefix("Error: "))
         shows_calls = self._chat is None or self._chat.report.tool_after_text
-        if reply.tool_calls and not shows_calls and all(c.error for c in reply.tool_calls):
-            # The template does not show malformed calls, so there is no call that a tool message could answer.
+        are_text = self._chat is not None and self._chat.report.calls_as_text
+        if reply.tool_calls and not shows_calls and (are_text or all(c.error for c in reply.tool_calls)):
+            # The template does not show these calls, so there is no call that a tool message could answer.
             return [Message("user", "\n".join(texts))]
         return [
             Message("tool", text, tool_call_id=call.id or None, name=call.name[:NAME_CHARACTERS_MAX] or None)

@@ -4,6 +4,7 @@ format.py             `ChatFormat`: encode prompts, append to conversations, par
 template_style.py     the form of messages that a template reads
 control_tokens.py     keeps control tokens in a conversation's text plain text
 tool_call_formats.py  tool calls in a reply's text
+tool_parsers.py       functions that read tool calls, of which a run may choose one
 preflight.py          what a template does to conversations, as a report
 masks.py              supervised rows with their loss masks
 incremental.py        renders only what is new

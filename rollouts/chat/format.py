@@ -40,6 +40,7 @@ from rollouts.chat.template_style import (
     tool_reply,
 )
 from rollouts.chat.tool_call_formats import TOOL_CALL_FORMATS, Parsed, detect_tool_call_format, parse_reply
+from rollouts.chat.tool_parsers import ToolParser, as_text, parse_with
 from rollouts.errors import ConfigError, ModelError, near_misses
 from rollouts.types import Message, ToolCall
 
@@ -100,8 +101,12 @@ class ChatFormat:
     template's behavior; `closers`, the special tokens that end an assistant turn in the template (text to id).
     """
 
-    def __init__(self, tokenizer: Any, template_arguments: Mapping[str, Any]) -> None:
+    def __init__(
+        self, tokenizer: Any, template_arguments: Mapping[str, Any], tool_parser: ToolParser | None = None
+    ) -> None:
         self.tokenizer = tokenizer
+        self._parser = tool_parser
+        self._writes_calls = False  # whether calls become text in the parser's format
         self._arguments = dict(template_arguments)
         text = _template_text(tokenizer)
         probe, refusal = probe_template_style(self._render, text)
@@ -133,12 +138,23 @@ class ChatFormat:
             thinking_prefix=self._thinking,
         )
         self.report: TemplateReport = inspect_template(probe, text, self.closers, refusal)
-        if self.report.tools and not self._reads_own_calls():
+        if tool_parser is not None:
+            self._read = functools.partial(parse_with, tool_parser, thinking_prefix=self._thinking, keeps_text=False)
+            if not (self.report.tools and self._reads_own_calls()):
+                self._writes_calls = True
+                self._read = functools.partial(parse_with, tool_parser, thinking_prefix=self._thinking, keeps_text=True)
+                self.report = msgspec.structs.replace(self.report, calls_as_text=True)
+        elif self.report.tools and not self._reads_own_calls():
             unread = (
                 f"it shows tool calls in a format that cannot be read back (the nearest known one is "
                 f"{self.tool_call_format}); give the tokenizer a response_template"
             )
             self.report = msgspec.structs.replace(self.report, refusals=[*self.report.refusals, unread])
+
+    @property
+    def can_write_calls(self) -> bool:
+        """Whether calls that the model did not write can be shown: by the template, or by the tool parser."""
+        return not self._writes_calls or (self._parser is not None and self._parser.write is not None)
 
     @functools.cached_property
     def characters_per_token_max(self) -> int:
@@ -167,8 +183,9 @@ class ChatFormat:
         known = self._texts.get(key)
         if known is not None:
             return known
+        marked = self._marked(messages)
         try:
-            text = self._render(self._marked(messages), self._schemas(tools), generation_prompt)
+            text = self._render(marked, self._schemas(tools), generation_prompt)
         except Exception as error:  # a template may raise anything
             roles = ", ".join(message.role for message in messages)
             raise ModelError(
@@ -221,6 +238,8 @@ class ChatFormat:
         return text
 
     def _marked(self, messages: list[Message]) -> list[dict[str, Any]]:
+        if self._parser is not None and self._writes_calls:
+            messages = [as_text(self._parser, message) for message in messages]
         return [self._control_tokens.message(template_message(message, self._style)) for message in messages]
 
     def _schemas(self, tools: Tools) -> list[dict[str, Any]]:
@@ -345,6 +364,8 @@ class ChatFormat:
 
     def same_message(self, first: str, second: str, tools: Tools) -> bool:
         """Whether two texts are the same message: the same thinking, content and calls in the same order."""
+        if first == second:
+            return True
         one, other = self._read(first, tools=tools), self._read(second, tools=tools)
         return one.faithful and other.faithful and _meaning(one.message) == _meaning(other.message)
 
@@ -359,14 +380,17 @@ class ChatFormat:
             body.pop()
         text = self.decode(body)
         message = self._read(text, tools=tools).message
-        if len(message.tool_calls) > 1 and self.report.tools and not self.report.parallel_calls:
+        shows_one = self.report.tools and not self.report.parallel_calls and not self.report.calls_as_text
+        if len(message.tool_calls) > 1 and shows_one:
             return _one_call_only(message, text)
         return message
 
 
-def load_chat_format(tokenizer: Any, template_arguments: dict[str, Any] | None = None) -> ChatFormat:
+def load_chat_format(
+    tokenizer: Any, template_arguments: dict[str, Any] | None = None, tool_parser: ToolParser | None = None
+) -> ChatFormat:
     """The chat format of a transformers tokenizer. `template_arguments`, such as `enable_thinking`, are passed to the
-    template at every render.
+    template at every render. `tool_parser` None: the template decides how calls are read.
 
     Raises ModelError if the tokenizer has no chat template or the template cannot show text messages, and ConfigError
     for an argument that the template does not read.
@@ -379,7 +403,9 @@ def load_chat_format(tokenizer: Any, template_arguments: dict[str, Any] | None =
         )
     arguments = template_arguments or {}
     _check_arguments(arguments, _template_text(tokenizer))
-    chat = ChatFormat(tokenizer, arguments)
+    if tool_parser is not None:
+        tool_parser.check()
+    chat = ChatFormat(tokenizer, arguments, tool_parser)
     if not chat.report.plain:
         raise ModelError(
             f"the chat template cannot show a conversation of plain text: {'; '.join(chat.report.refusals)}. "

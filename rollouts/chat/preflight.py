@@ -38,7 +38,8 @@ class TemplateReport(msgspec.Struct, frozen=True):
     empty one.
     `tool_after_text`: a tool message may follow an assistant message without a call; if not, a malformed call is
     answered by a user message. `plain`: the template shows text messages. `closes_turn`: one special token ends an
-    assistant turn. `refusals`: sentences about what the template cannot show.
+    assistant turn. `refusals`: sentences about what the template cannot show. `calls_as_text`: a chosen tool parser
+    reads another format than the template writes, so calls stay text.
     """
 
     append_only: bool
@@ -54,6 +55,7 @@ class TemplateReport(msgspec.Struct, frozen=True):
     generation_masks: bool
     closes_turn: bool
     refusals: list[str] = []
+    calls_as_text: bool = False
 
     def words(self) -> list[str]:
         """One sentence for each relevant fact."""
@@ -71,7 +73,9 @@ class TemplateReport(msgspec.Struct, frozen=True):
         if self.adds_thinking:
             lines.append("The template adds an empty thought to a turn without one: such a turn ends its segment.")
         lines += [f"The template cannot show everything: {reason}." for reason in self.refusals]
-        if self.tools and not self.tool_after_text:
+        if self.calls_as_text:
+            lines.append("The tool parser reads another format than the template writes: a call is shown as text.")
+        elif self.tools and not self.tool_after_text:
             lines.append("A malformed call is answered by a user message: a tool message must follow a call here.")
         if self.tools and not self.parallel_calls:
             lines.append("The template shows one tool call per turn; further calls are refused with a message.")

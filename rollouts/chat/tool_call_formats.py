@@ -226,6 +226,16 @@ def detect_tool_call_format(rendered_call: str, template_text: str) -> str:
     return "llama3" if "<|python_tag|>" in text or '"parameters"' in rendered_call else "json"
 
 
+def split_thinking(text: str) -> tuple[str, str]:
+    """The text behind the thinking, and the thinking.
+
+    >>> split_thinking("<think>\\nTwo.\\n</think>\\n\\n2")
+    ('2', 'Two.')
+    """
+    thought = _THINK.match(text)
+    return (text, "") if thought is None else (text[thought.end() :], thought.group(1).strip())
+
+
 def parse_reply(
     text: str,
     call_format: ToolCallFormat,
@@ -247,9 +257,7 @@ def parse_reply(
         prefix: the generation prompt, for `response_template`.
         thinking_prefix: the part of the generation prompt that opens the thinking (`<think>\\n`), or "".
     """
-    visible, reasoning = thinking_prefix + text, ""
-    if (thought := _THINK.match(visible)) is not None:
-        visible, reasoning = visible[thought.end() :], thought.group(1).strip()
+    visible, reasoning = split_thinking(thinking_prefix + text)
     # Most replies have no call. They need no parser and keep their white space.
     opened = call_format.opener.search(visible) if tools or not call_format.needs_tools else None
     if parse_response is not None and (opened or response_template):
@@ -290,7 +298,7 @@ def _from_response(parsed: Any, text: str, call_format: ToolCallFormat, expected
     # Templates render all text before the first call.
     in_order = opened is None or text[: opened.start()].rstrip().endswith(content.strip())
     content = content.strip() if calls else content
-    message = Message("assistant", content, _with_ids(calls, text), reasoning=reasoning)
+    message = Message("assistant", content, with_ids(calls, text), reasoning=reasoning)
     return Parsed(message, in_order and all(map(_plainly_spelt, raw_calls)))
 
 
@@ -301,7 +309,7 @@ def _own_reading(visible: str, reasoning: str, opened: re.Match[str], call_forma
     if malformed:
         content = visible  # the model will read its own text unchanged
         calls = [_explained(call, call_format.example) if call.error else call for call in calls]
-    message = Message("assistant", content, _with_ids(calls, visible), reasoning=reasoning or None)
+    message = Message("assistant", content, with_ids(calls, visible), reasoning=reasoning or None)
     # The parsers ignore extra keys and text between calls, so only raw text has all that the model wrote.
     return Parsed(message, malformed)
 
@@ -311,7 +319,7 @@ def _explained(call: ToolCall, example: str) -> ToolCall:
     return msgspec.structs.replace(call, error=words)
 
 
-def _with_ids(calls: list[ToolCall], text: str) -> list[ToolCall]:
+def with_ids(calls: list[ToolCall], text: str) -> list[ToolCall]:
     """Calls with ids: the model's own, or nine letters and digits (Mistral's rule) computed from the text."""
     seed = zlib.crc32(text.encode("utf-8", "replace"))
     return [

@@ -21,10 +21,13 @@ if TYPE_CHECKING:
     from rollouts.types import Message, Score
 
 SHOWN = (
-    "env reward data system template inference max_tokens max_turns temperature seed turn_seconds tool_seconds "
-    "trust_remote_code"
+    "env tool tool_parser reward data system template inference max_tokens max_turns temperature seed turn_seconds "
+    "tool_seconds trust_remote_code"
 ).split()
 """The settings that have a flag. All others come from the run."""
+
+NEW = "/new"
+"""The line that begins a new conversation."""
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a terminal obeys them, and a model may write them
 
@@ -42,7 +45,7 @@ def _chat(model: str, task: int | None, out: str | None, **options: Any) -> int:
         chat = stack.enter_context(open_chat(plan, task, _show))
         for note in chat.notes:
             click.echo(f"note: {note}", err=True)
-        click.echo(f"{chat.title} · Ctrl-C stops a reply, Ctrl-D ends", err=True)
+        click.echo(f"{chat.title} · {NEW} forgets what was said, Ctrl-C stops a reply, Ctrl-D ends", err=True)
         _Talk(chat, transcript, context.meta[SIGNALS]).run()
     return 0
 
@@ -59,13 +62,23 @@ class _Talk:
     def run(self) -> None:
         """Read messages and print replies until the input ends. Raises KeyboardInterrupt."""
         chat = self._chat
+        self._play_task()
+        while (text := self._read()) is not None:
+            if text == NEW:
+                chat.begin_anew()
+                self._written = 0
+                click.echo("(a new conversation)", err=True)
+                self._play_task()
+            elif text:
+                self._exchange(lambda said=text: chat.say(said))  # type: ignore[misc]
+
+    def _play_task(self) -> None:
+        """Let the model answer the task that opens the conversation, if there is one."""
+        chat = self._chat
         if chat.task is not None:
             for message in chat.task.messages:
                 _show(message)
             self._exchange(chat.play_task)
-        while (text := self._read()) is not None:
-            if text:
-                self._exchange(lambda said=text: chat.say(said))  # type: ignore[misc]
 
     def _exchange(self, ask: Callable[[], str]) -> None:
         from rollouts.encoding import encode
@@ -93,7 +106,7 @@ class _Talk:
             return None
         if not sys.stdin.isatty():
             line = sys.stdin.readline()
-            if line.strip():
+            if line.strip() not in ("", NEW):
                 click.echo(f"user: {_visible(line.strip())}")
             return line.strip() if line else None
         with contextlib.suppress(ImportError):
@@ -185,8 +198,8 @@ chat = SettingsCommand(
     ],
     help="Talk to a run's model, with the tools of its environment.\n\n"
     "RUN is the folder of a run (its newest checkpoint is used), a checkpoint, or any other model. The environment, "
-    "system prompt, template and engine are those of the run. Each line that you type is a message. The input may be a "
-    "pipe. Ctrl-C stops a reply. Ctrl-D ends the conversation.\n\n"
+    "system prompt, template and engine are those of the run. Each line that you type is a message; the line "
+    "/new begins a new conversation. The input may be a pipe. Ctrl-C stops a reply. Ctrl-D ends the conversation.\n\n"
     "\b\nExamples:\n  rollouts chat runs/first\n  rollouts chat runs/first --task 0 --temperature 0\n"
     "  rollouts chat Qwen/Qwen3-0.6B --env calculator\n"
     "  echo 'What is 12 * 7?' | rollouts chat runs/first --out talk.jsonl",

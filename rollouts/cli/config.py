@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rollouts.config.resolving import Resolved
     from rollouts.config.settings import Setting
 
-_WORDS = {"reward": "env", "correction": AUTO, "shaping": OWN, "filter": OWN}
+_WORDS = {"reward": "env", "correction": AUTO, "tool_parser": AUTO, "shaping": OWN, "filter": OWN}
 """Names that are not components, because the environment's or the algorithm's own parts have no entry point."""
 
 

@@ -5,18 +5,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import re
 import shutil
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from rollouts.author_code import unwrapped
 from rollouts.cli.app import NamedGroup
-from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE
-from rollouts.errors import UnknownComponentError, UserError, counted, near_misses
+from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE, REQUIRED
+from rollouts.errors import SignatureError, UnknownComponentError, UserError, counted, near_misses
+from rollouts.plugins.descriptions import first_sentence
 
 if TYPE_CHECKING:
     from rollouts.plugins.index import ComponentRef
@@ -27,6 +31,9 @@ if TYPE_CHECKING:
 _LEGEND = (
     "(pi is the policy, r = pi / pi_old its ratio, A the advantage, R the reward; [T] is one value for each token)"
 )
+_METHODS = {"tasks": "environments", "log": "loggers", "generate": "inference", "forward_backward": "training"}
+"""A method by which a class is recognized, and its kind."""
+
 _DESCRIPTION_CHARACTERS_MIN = 20  # the narrowest column; in a narrower terminal, lines wrap
 
 
@@ -64,7 +71,7 @@ def list_(kind: str | None, with_hooks: bool) -> int:
 def show(name: str, kind: str | None) -> int:
     """Import one component. Show what it does, what it receives, its settings, and where its code is.
 
-    For an algorithm, also show its formula and parts.
+    For an algorithm, also show its formula and parts; for an environment, its tools, rewards and metrics.
     """
     from rollouts.plugins.descriptions import find_definition
     from rollouts.plugins.index import KIND_WORDS
@@ -91,8 +98,10 @@ def show(name: str, kind: str | None) -> int:
         lines += ["", *(f"  {line}".rstrip() for line in inspect.cleandoc(own).splitlines())]
     if isinstance(component, Algorithm):
         lines += _algorithm_lines(component)
+    if ref.kind == "environments":
+        lines += _environment_lines(component)
     if ref.kind != "commands":
-        lines += _signature_lines(ref.kind, signed(component, ref.kind, label)[1])
+        lines += _signature_lines(ref.kind, name, signed(component, ref.kind, label)[1])
     click.echo("\n".join(lines))
     return 0
 
@@ -119,10 +128,17 @@ def _find(manager: PluginManager, kind: str | None, name: str) -> ComponentRef:
 
     if kind is not None:
         return manager.find(COMPONENT_KINDS.get(kind, kind), name)  # `reward` means `rewards`
-    if names_file(name):
-        kinds = ", ".join(KINDS)
-        raise UserError(f"{name}: a file does not say what kind of component it holds\ntype: --kind KIND ({kinds})")
     found: list[ComponentRef] = []
+    if names_file(name):
+        ref = manager.find(KINDS[0], name)
+        if not (kinds := kinds_of(manager.load(ref))):
+            again = f"type: --kind KIND ({', '.join(KINDS)}), and read why it is not one"
+            raise UserError(f"{name} fits no kind of component\n{again}")
+        found = [msgspec.structs.replace(ref, kind=kind) for kind in kinds]
+        if len(found) > 1:
+            typed = "\n".join(f"  rollouts plugins show {name} --kind {kind}" for kind in kinds)
+            raise UserError(f"{name} fits several kinds of components\ntype one of:\n{typed}")
+        return found[0]
     for each in KINDS:
         try:
             found.append(manager.find(each, name))
@@ -139,9 +155,31 @@ def _find(manager: PluginManager, kind: str | None, name: str) -> ComponentRef:
     return found[0]
 
 
+def kinds_of(component: Any) -> list[str]:
+    """The kinds that an object of a file fits: by its type, by the methods of a class, else by the inputs it names."""
+    from rollouts.env.authoring import metrics_of, rewards_of, tools_of
+    from rollouts.plugins.index import KIND_WORDS
+    from rollouts.plugins.signature import check_signature
+    from rollouts.plugins.vocabulary import VOCABULARY
+    from rollouts.training.algorithms.algorithm import Algorithm
+
+    if isinstance(component, click.Command | Algorithm):
+        return ["losses" if isinstance(component, Algorithm) else "commands"]
+    if inspect.isclass(component):
+        if any(of(component) for of in (tools_of, rewards_of, metrics_of)):
+            return ["environments"]
+        found = [kind for method, kind in _METHODS.items() if hasattr(component, method)]
+        return found[:1]
+    fits = []
+    for kind in VOCABULARY.keys() & KIND_WORDS.keys():
+        with contextlib.suppress(SignatureError):
+            if check_signature(component, kind, "").requests:
+                fits.append(kind)
+    return sorted(fits) or (["tools"] if inspect.isroutine(component) else [])
+
+
 def _algorithm_lines(algorithm: Algorithm) -> list[str]:
     """The formula of an algorithm, and what each of its parts is: the first sentence of the part's docstring."""
-    from rollouts.plugins.descriptions import first_sentence
     from rollouts.runs.dry_run import objective_words
     from rollouts.training.algorithms.aggregation import aggregation_function
     from rollouts.training.algorithms.algorithm import KL, function_label
@@ -167,8 +205,31 @@ def _algorithm_lines(algorithm: Algorithm) -> list[str]:
     return ["", "formula", f"  {objective_words(algorithm)}", f"  {_LEGEND}", "", "parts", *_indent(rows)]
 
 
-def _signature_lines(kind: str, signature: Signature) -> list[str]:
-    from rollouts.config.convert import default_text, describe_type
+def _environment_lines(environment: Any) -> list[str]:
+    """The tools of an environment with their arguments (optional ones in brackets), its rewards and its metrics."""
+    from rollouts.env.authoring import metrics_of, rewards_of, tools_of
+    from rollouts.env.schema import tool_schema
+
+    lines: list[str] = []
+    tools = []
+    for tool in tools_of(environment):
+        parameters = tool_schema(tool.function, tool.name)["function"]["parameters"]
+        words = {name: f"{name}: {found.get('type', 'any')}" for name, found in parameters["properties"].items()}
+        shown = (word if name in parameters["required"] else f"[{word}]" for name, word in words.items())
+        tools.append((f"{tool.name}({', '.join(shown)})", tool.function))
+    rewards = [
+        (each.name if each.weight == 1 else f"{each.name} × {each.weight:g}", each.function)
+        for each in rewards_of(environment)
+    ]
+    metrics = [(each.name, each.function) for each in metrics_of(environment)]
+    for word, found in (("tools", tools), ("rewards", rewards), ("metrics", metrics)):
+        rows = [(label, first_sentence(inspect.getdoc(unwrapped(function)) or "")) for label, function in found]
+        lines += ["", word, *_indent(rows)] if rows else []
+    return lines
+
+
+def _signature_lines(kind: str, name: str, signature: Signature) -> list[str]:
+    from rollouts.config.convert import default_text, describe_type, toml_value
     from rollouts.config.flags import flag_name
     from rollouts.plugins.vocabulary import VOCABULARY
 
@@ -187,7 +248,14 @@ def _signature_lines(kind: str, signature: Signature) -> list[str]:
         )
         for setting in signature.settings
     ]
-    return [*lines, "", "settings", *(_indent(rows) if rows else ["  none"])]
+    lines += ["", "settings", *(_indent(rows) if rows else ["  none"])]
+    if rows and "ALIAS" in prefix:
+        alias, setting = re.split("[:/]", name)[-1], signature.settings[0]
+        value = "VALUE" if setting.default in (REQUIRED, None) else toml_value(setting.default)
+        own, mine = (f"{flag_name((str(key), each, setting.name))} {value}" for each in (alias, "mine"))
+        lines.append(f"  ALIAS is its name, {alias}: --{key} {name} {own}")
+        lines.append(f"  or a name that you choose: --{key} mine={name} {mine}")
+    return lines
 
 
 def _indent(rows: Sequence[Sequence[str]]) -> list[str]:

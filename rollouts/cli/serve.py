@@ -10,7 +10,7 @@ import click
 from rollouts.cli.options import SettingsCommand, given_flags
 from rollouts.config.settings import Setting, setting_infos
 
-SHOWN = "template inference max_tokens temperature trust_remote_code".split()
+SHOWN = "tool_parser template inference max_tokens temperature trust_remote_code".split()
 """The settings that have a flag."""
 
 

@@ -24,6 +24,7 @@ from rollouts.config.objects import NO_OBJECTS, Objects, take_objects
 from rollouts.config.settings import is_secret
 from rollouts.errors import ConfigError, in_lines, said_of, suggestion, words_of
 from rollouts.plugins.loading import beside, module_name
+from rollouts.training.simple.config import is_config, read_config
 
 Keys = tuple[str, ...]
 
@@ -106,8 +107,8 @@ def load_file(path: str | Path) -> tuple[Tree, Source]:
     """Read a settings file. Returns its tree of settings, and its Source for later errors.
 
     A `.py` file assigns a dict to `config`, or assigns the settings to names; names that begin with an underscore are
-    not settings. A function or class in it gets a name: see `rollouts.config.objects`. Raises ConfigError with file and
-    line.
+    not settings. A function or class in it gets a name: see `rollouts.config.objects`. The file may also hold a
+    `rollouts.training.Config`. Raises ConfigError with file and line.
     """
     path = Path(path)
     reader = {".toml": _read_toml, ".json": _read_json, ".py": _read_py}.get(path.suffix)
@@ -129,6 +130,10 @@ def load_file(path: str | Path) -> tuple[Tree, Source]:
         huge = _HUGE.search(source.text)
         line = source.text.count("\n", 0, huge.start()) + 1 if huge else "?"
         raise ConfigError(f"{path}, line {line}: expected a whole number of 300 digits at most: {error}") from error
+    if is_config(tree):
+        tree = read_config(tree, str(path))
+    if hasattr(tree, "to_settings"):
+        tree = tree.to_settings()
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         raise ConfigError(f"{path}: expected a table of settings, got {type(tree).__name__}")
     check_tree(tree, source)

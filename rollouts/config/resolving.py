@@ -36,6 +36,9 @@ from rollouts.config.settings import (
 from rollouts.config.stopping import misspelled, read_rule
 from rollouts.errors import ConfigError, in_lines, near_misses
 
+EXPORTED = "rollouts.toml"
+"""The file in an exported model's folder with the settings of its run."""
+
 HOLDING_OUT = ("seed", "eval_tasks")
 """The settings that determine which tasks are held out. The evaluation of a run takes them from that run."""
 
@@ -222,7 +225,7 @@ def _sft(table: Tree, source: Source) -> Tree:
 
 
 def run_settings_file(model: Any) -> Path | None:
-    """The settings file of the run whose folder or checkpoint is `model`; None for other models.
+    """The settings file of the run whose folder, checkpoint or exported model is `model`; None for other models.
 
     >>> run_settings_file("tiny") is None
     True
@@ -235,7 +238,8 @@ def run_settings_file(model: Any) -> Path | None:
         folders.append(path.parent)
     elif path.parent.name == "checkpoints":
         folders.append(path.parents[1])
-    return next((folder / "config.toml" for folder in folders if (folder / "config.toml").is_file()), None)
+    files = [path / EXPORTED, *(folder / "config.toml" for folder in folders)]
+    return next((file for file in files if file.is_file()), None)
 
 
 def _with_settings_of_run(tree: Tree) -> Tree:

@@ -22,6 +22,7 @@ from rollouts.config.hints import argument_docs
 COMPONENT_KINDS = {
     "env": "environments",
     "tool": "tools",
+    "tool_parser": "tool_parsers",
     "reward": "rewards",
     "mix": "mixers",
     "shaping": "shapings",
@@ -60,7 +61,7 @@ OWN = "algorithm"
 """In `shaping` and `filter`, this word means the components of the algorithm."""
 
 AUTO = "auto"
-"""In `correction`, this word means: a correction if the engine needs one."""
+"""In `correction`, this word means: a correction if the engine needs one. In `tool_parser`: by the chat template."""
 
 SCHEDULED = ("loss", "advantage", "aggregation", "kl", "correction", "mix", "shaping", "select", "pairs")
 """The keys of a `[[schedule]]` table besides `step`: the settings that may change at a step."""
@@ -75,9 +76,10 @@ SFT = tuple(
 
 EVAL = tuple(
     """
-    mode env tool reward data system template model trust_remote_code inference samples_per_prompt max_tokens max_turns
-    temperature on_invalid_reward concurrency episode_seconds setup_seconds tasks_seconds turn_seconds tool_seconds
-    reward_seconds cleanup_seconds retries max_failures pass_env seed eval_tasks logger out
+    mode env tool tool_parser reward data system template model trust_remote_code inference samples_per_prompt
+    max_tokens max_turns temperature on_invalid_reward concurrency episode_seconds setup_seconds tasks_seconds
+    turn_seconds tool_seconds reward_seconds cleanup_seconds retries max_failures pass_env seed eval_tasks logger
+    out
     """.split()
 )
 """The settings of an evaluation (mode eval). It ignores other settings in a file, and refuses them as flags."""
@@ -179,6 +181,7 @@ class Settings:
             [alias=]name[:weight]. Default: none.
         tool: A tool for the model besides those of the environment, as [alias=]name. The model sees the alias. Repeat
             the flag for more. Default: none.
+        tool_parser: How tool calls are read out of the model's text. `auto`: by the model's chat template.
         reward: A reward, as [alias=]name[:weight]. `env` means the rewards in the environment's class. To mix several,
             repeat the flag. Flags replace the file's list.
         data: A file of rows (.jsonl or .json) for the environment `prompts`. Default: none.
@@ -271,6 +274,7 @@ class Settings:
     sft: dict[str, Any] = field(default_factory=dict)
     env: str | tuple[str, ...] = ""
     tool: tuple[str, ...] = ()
+    tool_parser: str = AUTO
     reward: tuple[str, ...] = ("env:1",)
     data: str = ""
     system: str = ""

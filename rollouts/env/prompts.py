@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,9 @@ def given_prompts(rows: Mapping[str, bytes]) -> type[Prompts]:
     @dataclass
     class GivenPrompts(Prompts):
         def _read(self, file: str) -> list[Task]:
-            return _tasks_of(Path(file), rows[file].decode()) if file in rows else super()._read(file)
+            if file not in rows:
+                return super()._read(file)
+            return _tasks_of(Path(file), _rows_of_text(Path(file), rows[file].decode()))
 
     GivenPrompts.__name__ = GivenPrompts.__qualname__ = Prompts.__name__
     return GivenPrompts
@@ -85,6 +87,11 @@ def split_tasks(tasks: list[Task], fraction: float) -> tuple[list[Task], list[Ta
 
 def read_tasks(path: Path) -> list[Task]:
     """The tasks of a .jsonl or .json file, in its order. Raises ConfigError with the file and the line or row."""
+    return _tasks_of(path, read_rows(path))
+
+
+def read_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """The rows of a .jsonl or .json file, each with its place in words. Raises ConfigError."""
     if path.suffix not in (".jsonl", ".json"):
         given = f"not {path.suffix!r}" if path.suffix else "and a dataset of a hub is saved as such a file first"
         raise ConfigError(f"{path}: rows are in .jsonl (one object a line) or .json (a list), {given}")
@@ -94,12 +101,14 @@ def read_tasks(path: Path) -> list[Task]:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}; type --data PATH-OF-ROWS") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error}") from error
-    return _tasks_of(path, text)
+    yield from _rows_of_text(path, text)
 
 
-def _tasks_of(path: Path, text: str) -> list[Task]:
-    """The tasks of the text of a file."""
-    rows = _rows_of_lines(path, text) if path.suffix == ".jsonl" else _rows_of_list(path, text)
+def _rows_of_text(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+    return _rows_of_lines(path, text) if path.suffix == ".jsonl" else _rows_of_list(path, text)
+
+
+def _tasks_of(path: Path, rows: Iterable[tuple[str, Any]]) -> list[Task]:
     tasks = [_task_of(where, row) for where, row in rows]
     if not tasks:
         raise ConfigError(f'{path} holds no rows; a row is {{"prompt": "...", "answer": ...}}')

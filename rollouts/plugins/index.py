@@ -44,6 +44,7 @@ KIND_WORDS = {
     "datasets": "dataset",
     "curricula": "curriculum",
     "tools": "tool",
+    "tool_parsers": "tool parser",
     "commands": "command",
 }
 """Every kind, with the name of one component of it."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer as TorchOptimizer
 
-    from rollouts.types import Score, Task
+    from rollouts.types import Score, Task, ToolCall
 
 
 class Environment(Protocol):
@@ -145,6 +145,14 @@ class Optimizer(Protocol):
     """Returns an optimizer of torch over all parameters of `params`. May name `params` `lr`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> TorchOptimizer: ...
+
+
+class ToolParser(Protocol):
+    """Returns the tool calls in a reply, and the remaining text. May name `text` `tools`. A malformed call has `error`.
+    With an attribute `write`, a function of calls that returns text, it also shows calls that the model did not write.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Sequence[ToolCall], str]: ...
 
 
 class Pairing(Protocol):

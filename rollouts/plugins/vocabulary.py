@@ -128,6 +128,10 @@ VOCABULARY: dict[str, dict[str, str]] = {
         "make_optimizer": "a function of `params` and `lr` that returns the chosen optimizer; None: none is chosen",
         "config": "the run's resolved settings as TOML, from which another rank builds the same run",
     },
+    "tool_parsers": {
+        "text": "the text of a reply, without its thinking and without the token that ends the turn",
+        "tools": "list of the offered tools, each the JSON schema of a function",
+    },
     "optimizers": {
         "params": "list of parameter groups, each a dict with `params` (a list of parameters) and `lr`",
         "lr": "the learning rate; each step multiplies that of each group by the schedule's factor",

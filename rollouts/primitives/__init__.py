@@ -59,6 +59,11 @@ if TYPE_CHECKING:
     from rollouts.primitives.rewards import compute_vector_reward as compute_vector_reward
     from rollouts.primitives.rewards import load_reward_model as load_reward_model
     from rollouts.primitives.rewards import normalize_rewards as normalize_rewards
+    from rollouts.primitives.rollouts import create_batch_rollouts as create_batch_rollouts
+    from rollouts.primitives.rollouts import create_multiturn_rollout as create_multiturn_rollout
+    from rollouts.primitives.rollouts import create_rollout as create_rollout
+    from rollouts.primitives.rollouts import execute_and_track_tools as execute_and_track_tools
+    from rollouts.primitives.rollouts import track_tool_calls as track_tool_calls
     from rollouts.primitives.servers import sglang_generator as sglang_generator
     from rollouts.primitives.servers import vllm_generator as vllm_generator
     from rollouts.primitives.tools import execute_functions as execute_functions
@@ -67,6 +72,14 @@ if TYPE_CHECKING:
     from rollouts.primitives.tools import parse_functions as parse_functions
     from rollouts.primitives.tools import parse_tools as parse_tools
     from rollouts.primitives.tools import parse_xml_tools as parse_xml_tools
+    from rollouts.primitives.training import load_checkpoint as load_checkpoint
+    from rollouts.primitives.training import log_to_console as log_to_console
+    from rollouts.primitives.training import log_to_wandb as log_to_wandb
+    from rollouts.primitives.training import quick_start_training as quick_start_training
+    from rollouts.primitives.training import save_checkpoint as save_checkpoint
+    from rollouts.primitives.training import train as train
+    from rollouts.primitives.training import training_iteration as training_iteration
+    from rollouts.primitives.training import training_step as training_step
     from rollouts.primitives.types import Batch as Batch
     from rollouts.primitives.types import Conversation as Conversation
     from rollouts.primitives.types import Generation as Generation

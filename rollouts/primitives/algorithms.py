@@ -397,11 +397,13 @@ def loss_sum(
     if config.algorithm.pairs is not None:
         batch, targets, available["pair_index"] = _paired(batch, targets)
     if isinstance(targets, PPOAdvantages):
-        available |= {"returns": targets.returns, "old_values": targets.values}
-        targets = targets.advantages
+        available |= targets._asdict()
+        available["old_values"] = available.pop("values")
+    else:
+        available["advantages"] = _of_tokens(batch, targets)
     if config.value_fn is not None:
         available["values"] = _values(batch, config.value_fn)
-    available |= {"advantages": _of_tokens(batch, targets), "rollout_logprobs": batch.old_logprobs, "step": 0}
+    available |= {"rollout_logprobs": batch.old_logprobs, "step": 0}
     for name in ("logprobs", "old_logprobs", "ref_logprobs", "entropy", "mask", "rollout_index", "group_index"):
         if getattr(batch, name) is not None:
             available[name] = getattr(batch, name)
@@ -467,7 +469,7 @@ def _paired(batch: Batch, pairs: Any) -> tuple[Batch, Tensor, Tensor]:
 
 
 def _of_tokens(batch: Batch, advantages: Any) -> Tensor:
-    """Advantages [N] or [T] as [T]."""
+    """Advantages [N] or [T] as [T]. If N is T, they count as [N]."""
     import torch
 
     values = torch.as_tensor(advantages, dtype=torch.float32, device=batch.mask.device)

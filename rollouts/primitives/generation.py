@@ -15,6 +15,7 @@ Legend: P ids of a prompt, K sampled ids of a reply, N replies.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, cast
@@ -153,6 +154,7 @@ def batch_generate(
     if generator is None:
         from rollouts.inference.embedded.hf import HFInference
 
+        _check_model(model)
         rows = [encode_prompt(tokenizer, prompt) for prompt in prompts]
         return sample(cast("InferenceBackend", HFInference(model)), tokenizer, rows, configs) if rows else []
     own = functools.partial(_from_generator, generator, model, tokenizer)
@@ -163,8 +165,25 @@ def batch_generate(
 
 
 def _check_config(config: Any) -> None:
+    """Raise ConfigError for settings that cannot be used."""
     if not isinstance(config, GenerationConfig):
         raise ConfigError(f"the config is {shown(config)}; expected a GenerationConfig, such as GenerationConfig(64)")
+    for name, value, kinds, least in (
+        ("max_tokens", config.max_tokens, int, 1),
+        ("temperature", config.temperature, int | float, 0),
+        ("seed", config.seed, int, -math.inf),
+    ):
+        if not isinstance(value, kinds) or not least <= value < math.inf:
+            word = "an integer" if kinds is int else "a number"
+            least_words = "" if least == -math.inf else f" of {least} or more"
+            raise ConfigError(f"GenerationConfig({name}={shown(value)}): expected {word}{least_words}")
+    _stop_texts(config)
+
+
+def _check_model(model: Any) -> None:
+    if not hasattr(model, "get_input_embeddings"):
+        what = f"the model is {shown(model)}; expected a causal LM of transformers"
+        raise ConfigError(f'{what}: load_model("tiny"), or a generator= that needs none')
 
 
 def generate_with_logprobs(
@@ -276,8 +295,7 @@ def sample(
 
     requests = []
     for row, config in zip(rows, configs, strict=True):
-        if config.max_tokens < 1 or not 0 <= config.temperature < float("inf"):
-            raise ConfigError(f"{config}: max_tokens has to be 1 or more, and temperature a number of 0 or more")
+        _check_config(config)
         stop_ids = (*turn_ends(tokenizer), *_ids_with(tokenizer, _stop_texts(config)))
         requests.append(GenerateRequest(list(row), config.max_tokens, stop_ids, config.seed, config.temperature))
     replies = run_sync(_sample, engine, requests)
@@ -331,11 +349,10 @@ def _generation(tokenizer: Any, row: Sequence[int], reply: Any, config: Generati
 
 def _stop_texts(config: GenerationConfig) -> tuple[str, ...]:
     """The stop texts. Raises ConfigError for one that is empty or no text."""
-    stop = (config.stop,) if isinstance(config.stop, str) else tuple(config.stop)
-    for text in stop:
-        if not isinstance(text, str) or not text:
-            raise ConfigError(f'stop={shown(config.stop)}: each stop text has one character or more, as in ("DONE",)')
-    return stop
+    stop = (config.stop,) if isinstance(config.stop, str) else config.stop
+    if not isinstance(stop, Sequence) or not all(isinstance(text, str) and text for text in stop):
+        raise ConfigError(f'stop={shown(config.stop)}: expected texts of one character or more, as in ("DONE",)')
+    return tuple(stop)
 
 
 @functools.lru_cache(maxsize=4)
@@ -391,6 +408,8 @@ def as_conversation(prompt: Prompt) -> Conversation:
     except (msgspec.ValidationError, TypeError) as error:
         expected = 'expected messages, such as [Message("user", "Hello")]'
         raise ConfigError(f"{shown(messages)} is no conversation ({error}); {expected}") from error
+    if not given:
+        raise ConfigError('the conversation has no messages; give one or more, such as [Message("user", "Hello")]')
     return Conversation(given, tools)
 
 
@@ -400,7 +419,9 @@ def schemas_of(tools: Sequence[Callable[..., Any] | dict[str, Any]]) -> list[dic
 
 
 def tool_name(tool: Callable[..., Any]) -> str:
-    """The name that the model sees: that of `@tool(name=...)`, or the function's."""
+    """The name that the model sees: that of `@tool(name=...)`, or the function's. Raises ConfigError."""
+    if not callable(tool):
+        raise ConfigError(f"the tool {shown(tool)} is no function; give functions with type hints, or OpenAI schemas")
     mark = mark_of(tool, TOOL_MARK)
     return str((mark and mark[0]) or getattr(tool, "__name__", type(tool).__name__))
 
@@ -417,10 +438,12 @@ def encode_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
     ... )
     True
     """
+    if not hasattr(tokenizer, "encode"):
+        raise ConfigError(f'the tokenizer is {shown(tokenizer)}; expected that of the model: load_tokenizer("tiny")')
     if isinstance(prompt, str):
         opens = tokenizer.bos_token and prompt.startswith(tokenizer.bos_token)  # a rendered template has it already
         ids = tokenizer.encode(prompt, add_special_tokens=not opens)
-    elif not isinstance(prompt, Conversation | Task) and all(isinstance(each, int) for each in prompt):
+    elif isinstance(prompt, Sequence) and all(isinstance(each, int) for each in prompt):
         ids = list(prompt)
     else:
         conversation = as_conversation(prompt)
@@ -528,8 +551,13 @@ def read_turn(
 
 
 def parse_calls(tool_parser: Callable[[str], Sequence[ToolCall]], text: str) -> list[ToolCall]:
-    """The calls that a tool parser finds. Raises ConfigError if it returns anything but tool calls."""
-    calls = call("tool_parser(text)", tool_parser, text)
+    """The calls that a tool parser finds. It may also return (calls, remaining text), as parsers of a run do.
+
+    Raises ConfigError if it returns anything else.
+    """
+    calls: Any = call("tool_parser(text)", tool_parser, text)
+    if isinstance(calls, tuple) and len(calls) == 2 and isinstance(calls[1], str):
+        calls = calls[0]
     if not isinstance(calls, Sequence) or not all(isinstance(each, ToolCall) for each in calls):
         raise ConfigError(
             f"the tool_parser {function_label(tool_parser)} returned {shown(calls)}; expected a list of ToolCall"

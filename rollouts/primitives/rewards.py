@@ -50,7 +50,9 @@ def compute_vector_reward(rollout: Rollout, reward_fns: RewardFns) -> list[float
         if not _is_vector(found):
             raise RewardError(f"{_of(reward_fns)} returned {shown(found)}; expected a list of numbers")
         return [_number(each, reward_fns) for each in found]
-    functions = list(reward_fns.values()) if isinstance(reward_fns, Mapping) else list(reward_fns)
+    if isinstance(reward_fns, str) or not isinstance(reward_fns, Sequence | Mapping):
+        raise ConfigError(f"the reward function is {shown(reward_fns)}; expected a function of a Rollout, or several")
+    functions = list(reward_fns.values() if isinstance(reward_fns, Mapping) else reward_fns)
     if not functions:
         raise ConfigError("there are no reward functions; give at least one")
     return [compute_scalar_reward(rollout, each) for each in functions]

@@ -86,8 +86,8 @@ def create_regex_reward(pattern: str, answers: Answers | None = None, *, compare
     """
     try:
         compiled = re.compile(pattern)
-    except re.error as error:
-        raise ConfigError(f"{pattern!r} is no regular expression: {error}") from error
+    except (re.error, TypeError) as error:
+        raise ConfigError(f"{shown(pattern)} is no regular expression: {error}") from error
 
     def regex_match(rollout: Rollout) -> float:
         found = list(compiled.finditer(rollout.generation.text))
@@ -105,8 +105,8 @@ def create_weighted_reward(parts: Mapping[str, tuple[RewardFn, float]]) -> Rewar
     >>> reward_fn(Rollout("2 + 3", Generation("5", [9])))
     1.5
     """
-    if not parts:
-        raise ConfigError('there are no rewards; give at least one, such as {"short": (length_reward, 0.1)}')
+    if not isinstance(parts, Mapping) or not parts:
+        raise ConfigError(f'the parts are {shown(parts)}; expected a dict such as {{"short": (length_reward, 0.1)}}')
 
     def weighted_reward(rollout: Rollout) -> float | None:
         values = [compute_scalar_reward(rollout, function) for function, _ in parts.values()]

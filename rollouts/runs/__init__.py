@@ -20,6 +20,7 @@ on_step.py       functions of a program that are called after each step
 held_objects.py  Python objects that no name finds again: what to type
 rank.py          a rank above 0 of a distributed backend
 export.py        a checkpoint becomes a model
+usage.py         the environment, tools and snippet of an exported model
 publish.py       an exported model becomes a repository on the hub
 run_model.py     the model of a run with its settings, to talk to
 chat.py          a conversation with the model of a run

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 SETTINGS = tuple(
     """
-    mode env tool reward data system template inference max_tokens max_turns temperature turn_seconds tool_seconds
-    reward_seconds setup_seconds tasks_seconds cleanup_seconds trust_remote_code pass_env seed eval_tasks
+    mode env tool tool_parser reward data system template inference max_tokens max_turns temperature turn_seconds
+    tool_seconds reward_seconds setup_seconds tasks_seconds cleanup_seconds trust_remote_code pass_env seed eval_tasks
     """.split()
 )
 """The settings of a run that also apply to a conversation."""
@@ -54,7 +54,8 @@ class Chat:
         settings = self._plan.settings
         names = self.tools
         tools = f"tools: {', '.join(names)}" if names else "no tools"
-        return f"{settings.model} · {self._plan.env_name or 'no environment'} · {tools}"
+        env = self._plan.env_name or "no environment (type --env NAME for its tools)"
+        return f"{settings.model} · {env} · {tools}"
 
     @property
     def notes(self) -> list[str]:
@@ -80,6 +81,14 @@ class Chat:
         """Let the model answer a message; see `Conversation.say`."""
         return self._thread.call(self.conversation.say, text)
 
+    def begin_anew(self) -> None:
+        """Begin a new conversation; see `Conversation.begin_anew`."""
+
+        async def begin() -> None:
+            await self.conversation.begin_anew(for_task=self.task is not None)
+
+        self._thread.call(begin)
+
     def judge(self) -> Score:
         """The rewards of the conversation so far."""
         return self._thread.call(self.conversation.judge, self._plan.rewards)
@@ -93,7 +102,7 @@ def open_chat(plan: Plan, task_number: int | None, show: Callable[[Message], Non
     """
     task = None if task_number is None else _task(plan, task_number)
     environments = [env for env in plan.environments if task is None or env.alias == task.env][:1]
-    chat = None if plan.is_chat else load_chat(plan.settings, environments)
+    chat = None if plan.is_chat else load_chat(plan.settings, environments, tool_parser=plan.tool_parser)
     make_env = environments[0].make if environments else _NoEnvironment
     with temporary_engine(plan, environments) as backend:
         inner = _conversation(plan, backend, make_env, chat, task, show)

@@ -149,6 +149,8 @@ def _choose(
     ref: ComponentRef | None = None
     if key == "reward" and name == "env":
         found, signature, label = None, Signature((), ()), "the environment's own rewards"
+    elif key == "tool_parser" and name in ("", AUTO):
+        found, signature, label = None, Signature((), ()), f"--tool-parser {AUTO}"
     elif loss is not None and key == "correction" and name == AUTO:
         # The algorithm's own correction if it has one; else the default one, which applies if another engine samples.
         found, label = loss.component.correction or truncated, "--correction auto"

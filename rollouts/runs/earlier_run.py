@@ -109,7 +109,7 @@ def unused_of_run(run: Resolved, resolved: Resolved, model: str) -> tuple[str, .
                 for name, value in component.settings.items()
                 if settings.get(name) != value
             ]
-    for name in ("system", "template", "max_tokens", "max_turns"):
+    for name in ("system", "template", "tool_parser", "max_tokens", "max_turns"):
         value = getattr(run.settings, name)
         unused += [f"{name} = {toml_value(value)}"] if getattr(resolved.settings, name) != value else []
     if not unused:

@@ -17,6 +17,7 @@ from rollouts.disk import new_folder
 from rollouts.errors import ConfigError, ModelError, OutputError, counted, first_line
 from rollouts.runs.folder import CONFIG, SUMMARY, holds_run, read_json
 from rollouts.runs.publish import CARD, model_card
+from rollouts.runs.usage import write_usage
 from rollouts.training import models
 from rollouts.training.weights.files import ModelFiles, write_weights
 from rollouts.training.weights.store import STATE, all_checkpoints, check_folder, newest_checkpoint
@@ -26,7 +27,7 @@ _ADAPTER_FILES = ("adapter_*", "tokenizer*", "special_tokens_map.json", "vocab.*
 
 class Exported(NamedTuple):
     """An export: the source folder, the kind (`full` or `adapter`), and the size in bytes. `merged` is the number of
-    adapters that were merged into the weights.
+    adapters that were merged into the weights. `problem` is why the schemas of the run's tools are not there.
     """
 
     source: Path
@@ -36,21 +37,25 @@ class Exported(NamedTuple):
     merged: int
     total_bytes: int
     has_tokenizer: bool
+    problem: str = ""
 
     def words(self) -> str:
         """Describe the export in one line."""
         what = "the adapter alone" if self.kind == "adapter" else f"a whole model in {self.dtype}"
         merged = f", {counted(self.merged, 'adapter')} merged in" if self.merged else ""
         without = "" if self.has_tokenizer else "; there was no tokenizer beside it, so there is none"
-        return f"{self.source} -> {self.out}: {what}{merged}, {self.total_bytes / 1e6:.1f} MB{without}"
+        return f"{self.source} -> {self.out}: {what}{merged}, {self.total_bytes / 1e6:.1f} MB{without}" + (
+            self.problem and f"; {self.problem}"
+        )
 
 
 def export(source: str, out: str, *, dtype: str = "", adapter: bool = False) -> Exported:
     """Write the model of a run, a checkpoint or an adapter to the new folder `out`.
 
     `dtype` "": that of the stored weights, or for an adapter, of its base model. `adapter`: only the adapter, in peft's
-    format. A README.md says how the run trained it. Before the folder gets its name, the model is loaded from it and
-    its logits are compared. Raises OutputError if `out` exists or cannot be written; ConfigError; ModelError.
+    format. A README.md says how the run trained it and how to ask it; tools.json has the schemas of the run's tools.
+    Before the folder gets its name, the model is loaded from it and its logits are compared. Raises OutputError if
+    `out` exists or cannot be written; ConfigError; ModelError.
     """
     target = Path(out)
     if target.exists():
@@ -65,13 +70,14 @@ def export(source: str, out: str, *, dtype: str = "", adapter: bool = False) -> 
     try:
         with new_folder(target, replaces=False) as inside:
             written = _write_adapter(folder, inside) if adapter else _write_model(folder, inside, dtype)
-            if card := model_card(folder, target.name):
+            problem = write_usage(folder, inside)
+            if card := model_card(folder, target.name, inside):
                 (inside / CARD).write_text(card, encoding="utf-8")
             total = sum(file.stat().st_size for file in inside.rglob("*") if file.is_file())
     except OSError as error:
         reason = getattr(error, "strerror", None) or first_line(error)
         raise OutputError(f"{target} cannot be written: {reason}; give another folder, or make room") from error
-    return written._replace(out=target, total_bytes=total)
+    return written._replace(out=target, total_bytes=total, problem=problem)
 
 
 def is_of_run(source: str) -> bool:

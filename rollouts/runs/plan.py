@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from rollouts.chat.tool_parsers import ToolParser
 from rollouts.config.convert import plain
 from rollouts.config.merging import Component, component_tables
 from rollouts.config.render import to_toml
@@ -125,6 +126,12 @@ class Plan(NamedTuple):
     def tools(self) -> tuple[ToolMethod, ...]:
         """The tools that the run adds to those of its environments."""
         return added_tools(self.chosen["tool"])
+
+    @property
+    def tool_parser(self) -> ToolParser | None:
+        """The chosen tool parser; None: the chat template decides how calls are read."""
+        chosen = self.one("tool_parser")
+        return None if chosen.component is None else ToolParser(chosen.name, chosen.component, chosen.settings)
 
     @property
     def references(self) -> list[ComponentRef]:
@@ -256,6 +263,7 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
     with naming_copies(Path(source.path).parent if source.path else None):
         chosen = choose(manager, own, source)
     (inference,) = chosen["inference"]
+    _check_parser(chosen["tool_parser"][0], inference)
     if is_evaluation:
         settings, notes = _evaluated(settings, inference)
         composed = Composed((), (), (), None, notes)
@@ -386,6 +394,15 @@ def _models_of_runs(settings: Settings) -> tuple[Settings, tuple[str, ...]]:
                 resolve_model_name(given[name])
     changes: dict[str, Any] = {name: str(path) for name, path in found.items()}
     return dataclasses.replace(settings, **changes), notes
+
+
+def _check_parser(parser: Chosen, inference: Chosen) -> None:
+    """Raise ConfigError if a tool parser is chosen for an engine that takes messages."""
+    if parser.component is not None and is_evaluation_only(inference.component):
+        raise ConfigError(
+            f"--tool-parser {parser.name}: with --inference {inference.name} the server reads the calls itself\n"
+            "leave --tool-parser out"
+        )
 
 
 def _check_trainable(inference: Chosen, training: Chosen, resolved: Resolved) -> None:

@@ -19,6 +19,7 @@ from rollouts.config.resolving import Resolved, resolve, run_settings_file
 from rollouts.errors import ConfigError, RunError, UserError, named
 from rollouts.runs.folder import SUMMARY, read_json
 from rollouts.runs.manifest import MANIFEST
+from rollouts.runs.usage import usage_lines
 from rollouts.training.models import BUNDLED
 
 CARD = "README.md"
@@ -97,9 +98,9 @@ def _words_of(error: Exception, endpoint: str) -> str:
 # --- the model card -------------------------------------------------------------------------------------------------
 
 
-def model_card(checkpoint: Path, title: str) -> str:
-    """The README.md of an exported model: its base model, how a run trained it, and the rewards. Empty if no run wrote
-    the checkpoint.
+def model_card(checkpoint: Path, title: str, folder: Path | None = None) -> str:
+    """The README.md of an exported model: its base model, how a run trained it, how to ask it, and the rewards. Empty
+    if no run wrote the checkpoint. `folder` has the exported files.
     """
     file = run_settings_file(str(checkpoint))
     if file is None:
@@ -108,15 +109,16 @@ def model_card(checkpoint: Path, title: str) -> str:
     try:
         run = resolve(*load_file(file), allow_left_out=True)
     except UserError as error:  # for example, the run is of another version of rollouts
-        facts, base = {"settings": f"they cannot be read ({str(error).splitlines()[0]})"}, ""
+        facts, base, usage = {"settings": f"they cannot be read ({str(error).splitlines()[0]})"}, "", list[str]()
     else:
         chain = [_shown(model) for model in _chain(run)]
         base = chain[-1]
         facts = _facts(run, checkpoint, summary, chain)
+        usage = list(usage_lines(run.settings, folder or checkpoint, title))
     head = ["library_name: transformers", "pipeline_tag: text-generation", "tags:", "- rollouts"]
     head += [f"base_model: {base}"] if _HUB_NAME.fullmatch(base) and not Path(base).exists() else []
     lines = ["---", *head, "---", "", f"# {title}", "", "A language model that was trained with rollouts.", ""]
-    lines += [*_table("", "", facts), "", *_reward_lines(checkpoint, summary)]
+    lines += [*_table("", "", facts), "", *usage, *_reward_lines(checkpoint, summary)]
     versions = {"rollouts": manifest.get("rollouts"), "Python": manifest.get("python")}
     versions |= manifest.get("distributions") or {}
     lines += ["## Versions", "", *_table("package", "version", versions)]

@@ -32,7 +32,7 @@ def main() -> int:
     try:
         resolved = resolve(tomllib.loads(text.decode()))
         with remote_code(resolved.settings.trust_remote_code):
-            backend = make_training(make_plan(resolved))
+            backend = make_training(make_plan(resolved, needs_environment=False))  # rank 0 has checked it
             assert isinstance(backend, RankServer), f"{backend} on a rank above 0"
             backend.serve()
     except Exception as error:  # only rank 0 reports errors

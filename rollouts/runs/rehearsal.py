@@ -85,7 +85,7 @@ def _chat_of(plan: Plan) -> tuple[ChatFormat | None, str]:
         if Path(whole).is_dir() or "--trust-remote-code" in str(error):
             raise
         return None, f"prompt: not shown, because the tokenizer of {whole} is not on this machine"
-    return load_chat(plan.settings, plan.environments, tokenizer), ""
+    return load_chat(plan.settings, plan.environments, tokenizer, plan.tool_parser), ""
 
 
 def _a_task(env: Environment, held_out: Sequence[Task]) -> Task | None:
@@ -144,7 +144,7 @@ class ScriptedEngine:
     vocabulary_size = version = 0
 
     def __init__(self, schemas: Sequence[dict[str, Any]], chat: ChatFormat | None) -> None:
-        self._script = script_of(schemas)
+        self._script = script_of(schemas if chat is None or chat.can_write_calls else [])
         self._ids = [] if chat is None else [_ids_of(message, schemas, chat) for message in self._script]
         self.more_tokens = sum(map(len, self._ids[1:-1]))  # of the calls after the first one
 
@@ -242,6 +242,8 @@ def _episode_lines(plan: Plan, env: Environment, group: Group, chat: ChatFormat 
         yield from _message_lines(message)
     if (more := len(trajectory.messages) - first) > 0:
         yield "  and one more message" if more == 1 else f"  and {more} more messages"
+    if chat is not None and trajectory.tools and not chat.can_write_calls:
+        yield "  no tool was called, because the tool parser has no `write`"
     failures = [name.partition("/")[2] for name in episode.metrics if name.startswith("tool_failure/")]
     if failures:
         yield f"  a tool failed ({', '.join(failures)}); its arguments are invented, so check whether it may fail"

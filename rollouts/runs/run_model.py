@@ -13,8 +13,8 @@ from rollouts.config.files import NOWHERE, load_file
 from rollouts.config.flags import Tree
 from rollouts.config.merging import merge
 from rollouts.config.objects import held_names
-from rollouts.config.resolving import resolve, run_settings_file
-from rollouts.errors import ConfigError
+from rollouts.config.resolving import EXPORTED, resolve, run_settings_file
+from rollouts.errors import ConfigError, PluginError, first_line
 from rollouts.inference.base import InferenceBackend
 from rollouts.runs.environments import Environment
 from rollouts.runs.plan import Plan, make_plan
@@ -27,7 +27,7 @@ def model_plan(model: str, given: Tree, settings: Sequence[str]) -> Iterator[Pla
     """The plan of a conversation with a model: the folder of a run, a checkpoint, or any other model.
 
     The run's values of these `settings` (names of core settings) apply, unless they are `given`. The plan may have no
-    environment. Raises UserError.
+    environment; if that of an exported model cannot be loaded, a note says so. Raises UserError.
     """
     if not model:
         raise ConfigError("no model was named; give the folder of a run, such as runs/first, or a model")
@@ -36,12 +36,20 @@ def model_plan(model: str, given: Tree, settings: Sequence[str]) -> Iterator[Pla
     # A run may have no held-out tasks.
     tree = {key: value for key, value in tree.items() if key in settings and (key != "eval_tasks" or value)}
     lost = [key for key in ("env", "reward") if key in held_names(tree)]
+    notes = [f"--{key} of the run was in the memory of a Python program, so it is left out" for key in lost]
     tree = {key: value for key, value in tree.items() if key not in lost}
-    resolved = resolve(merge(tree, given, {"mode": "eval", "model": model}), source)
+    chosen = merge(given, {"mode": "eval", "model": model})
+    resolved = resolve(merge(tree, chosen), source)
     pass_on(resolved.settings.pass_env)
     with remote_code(resolved.settings.trust_remote_code):
-        plan = make_plan(resolved, needs_environment=False)
-        notes = [f"--{key} of the run was in the memory of a Python program, so it is left out" for key in lost]
+        try:
+            plan = make_plan(resolved, needs_environment=False)
+        except PluginError as error:
+            if file is None or file.name != EXPORTED or "env" in given:
+                raise
+            notes.append(f"the environment of the run cannot be loaded ({first_line(error)}); type --env NAME")
+            rest = {key: value for key, value in tree.items() if key not in ("env", "tool", "reward", "data")}
+            plan = make_plan(resolve(merge(rest, chosen), source), needs_environment=False)
         yield plan._replace(notes=(*notes, *plan.notes))
 
 

@@ -19,7 +19,7 @@ from rollouts.runs.session import load_chat
 from rollouts.serve.chat_api import ChatAPI, ServedModel, refusal
 from rollouts.serve.http_server import HTTPLimits, serve_http
 
-SETTINGS = tuple("mode template inference max_tokens temperature trust_remote_code pass_env".split())
+SETTINGS = tuple("mode template tool_parser inference max_tokens temperature trust_remote_code pass_env".split())
 """The settings of a run that apply when its model is served. Clients send their own system prompt and tools."""
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -52,7 +52,7 @@ def serve(plan: Plan, address: Address, limits: HTTPLimits, say: Callable[[str],
     with _bound(address) as bound, temporary_engine(plan, []) as engine:  # before the model loads
         settings = plan.settings
         name = address.name or served_name(settings.model)
-        chat = load_chat(settings, [])
+        chat = load_chat(settings, [], tool_parser=plan.tool_parser)
         model = ServedModel(name, engine, chat, settings.max_tokens, settings.temperature, address.request_seconds)
         shown = f"[{address.host}]" if ":" in address.host else address.host
         lines = [f"serving {name} at http://{shown}:{bound.getsockname()[1]}/v1"]

@@ -26,6 +26,7 @@ from rollouts.agent.episode import run_episode
 from rollouts.agent.model import EpisodeLimits
 from rollouts.author_code import authors_code, passed_through
 from rollouts.chat.format import ChatFormat, load_chat_format
+from rollouts.chat.tool_parsers import ToolParser
 from rollouts.config.settings import Settings
 from rollouts.env.mixing import RewardTerm
 from rollouts.error_log import ERRORS, ErrorLog, fault_of, report
@@ -255,13 +256,18 @@ def model_words(model: str) -> str:
     return f" · {model} is the package's toy model: give another with --model" if model in BUNDLED else ""
 
 
-def load_chat(settings: Settings, environments: Sequence[Environment], tokenizer: Any = None) -> ChatFormat:
-    """The model's chat format; `tokenizer` None: load it. Raises ModelError if the template cannot show what the
-    environment needs.
+def load_chat(
+    settings: Settings,
+    environments: Sequence[Environment],
+    tokenizer: Any = None,
+    tool_parser: ToolParser | None = None,
+) -> ChatFormat:
+    """The model's chat format; `tokenizer` None: load it. `tool_parser` None: the template decides how calls are read.
+    Raises ModelError if the template cannot show what the environment needs, and ConfigError for a parser that fails.
     """
-    chat = load_chat_format(tokenizer or load_tokenizer(settings.model), settings.template)
+    chat = load_chat_format(tokenizer or load_tokenizer(settings.model), settings.template, tool_parser)
     with_tools = [env.name for env in environments if env.all_tools()]
-    if with_tools and not chat.report.tools:
+    if with_tools and not chat.report.tools and not chat.report.calls_as_text:
         raise ModelError(
             f"the environment {with_tools[0]} has tools, but the chat template of {settings.model} cannot show them "
             f"({'; '.join(chat.report.refusals) or 'it ignores them'}); choose a model whose template takes tools, "

@@ -36,7 +36,7 @@ from rollouts.types import Task
 SFT, RL = "sft", "rl"
 SUPERVISED = "the supervised phase"
 
-_SHARED = ("env", "tool", "reward", "inference", "training", "optimizer", "logger")
+_SHARED = ("env", "tool", "tool_parser", "reward", "inference", "training", "optimizer", "logger")
 """The components of the run that the supervised phase also uses, unless `[sft]` changes them. All others are for
 rollouts.
 """

@@ -20,6 +20,7 @@ from rollouts.lazy import lazy_face
 
 if TYPE_CHECKING:
     from rollouts.loggers.base import MetricsLogger as MetricsLogger
+    from rollouts.training.backends.fsdp import FSDPTrainingBackend as FSDPTrainingBackend
     from rollouts.training.backends.futures import ImmediateTrainFuture as ImmediateTrainFuture
     from rollouts.training.backends.futures import TrainFuture as TrainFuture
     from rollouts.training.backends.pytorch_factory import PyTorchTrainingBackend as PyTorchTrainingBackend
@@ -54,8 +55,19 @@ if TYPE_CHECKING:
     from rollouts.training.simple.batches import compute_advantages as compute_advantages
     from rollouts.training.simple.batches import compute_reward as compute_reward
     from rollouts.training.simple.batches import prepare_grpo_batch as prepare_grpo_batch
+    from rollouts.training.simple.config import Config as Config
+    from rollouts.training.simple.config import DataConfig as DataConfig
+    from rollouts.training.simple.config import DeploymentConfig as DeploymentConfig
+    from rollouts.training.simple.config import GPUConfig as GPUConfig
+    from rollouts.training.simple.config import ModelConfig as ModelConfig
+    from rollouts.training.simple.config import TrainingConfig as TrainingConfig
     from rollouts.training.simple.configs import RLTrainingConfig as RLTrainingConfig
     from rollouts.training.simple.configs import SFTTrainingConfig as SFTTrainingConfig
+    from rollouts.training.simple.conversations import compute_loss_mask as compute_loss_mask
+    from rollouts.training.simple.conversations import load_dataset as load_dataset
+    from rollouts.training.simple.conversations import load_sft_dataset as load_sft_dataset
+    from rollouts.training.simple.conversations import load_sft_samples as load_sft_samples
+    from rollouts.training.simple.conversations import tokenize_conversation as tokenize_conversation
     from rollouts.training.simple.endpoint import Endpoint as Endpoint
     from rollouts.training.simple.losses import compute_grpo_loss as compute_grpo_loss
     from rollouts.training.simple.losses import grpo_loss as grpo_loss
@@ -67,6 +79,7 @@ if TYPE_CHECKING:
     from rollouts.training.simple.samples import RLSample as RLSample
     from rollouts.training.simple.samples import Sample as Sample
     from rollouts.training.simple.sft import run_sft_training as run_sft_training
+    from rollouts.training.simple.sharded import create_fsdp_backend as create_fsdp_backend
     from rollouts.training.weights.sync import InferenceEngine as InferenceEngine
     from rollouts.training.weights.sync import SGLangEngine as SGLangEngine
     from rollouts.training.weights.sync import VLLMEngine as VLLMEngine

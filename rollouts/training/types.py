@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rollouts.training.batches import TrainBatch as TrainBatch
     from rollouts.training.batches import TrainingBackend as TrainingBackend
     from rollouts.training.rollout_gen.steps import RolloutBatch as RolloutBatch
+    from rollouts.training.simple.config import TrainingConfig as TrainingConfig
     from rollouts.training.simple.configs import RLTrainingConfig as RLTrainingConfig
     from rollouts.training.simple.configs import SFTTrainingConfig as SFTTrainingConfig
     from rollouts.training.simple.rollouts import RolloutConfig as RolloutConfig

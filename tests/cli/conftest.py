@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
 from rollouts.config.resolving import Resolved
+
+ROOT = Path(__file__).parents[2]
 
 ENTRY_POINTS = """\
 [rollouts.environments]
@@ -90,5 +93,6 @@ def composed(monkeypatch):
     for name, function in (("rollouts.runs", run), ("rollouts.runs.dry_run", dry_run)):
         module = types.ModuleType(name)
         setattr(module, function.__name__, function)
+        module.__path__ = [str(ROOT / "rollouts" / "runs")]  # its other modules are the real ones
         monkeypatch.setitem(sys.modules, name, module)
     return calls

@@ -87,6 +87,20 @@ def test_lines_of_a_pipe_are_messages(run, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines()[1] == lines[1]  # greedy: the same
 
 
+def test_a_new_conversation_forgets_the_old_one(run, tmp_path, monkeypatch, capsys):
+    say(monkeypatch, "Hello", "/new", "Hello")
+    assert main(["chat", str(run), "--out", str(tmp_path / "talk.jsonl"), "--temperature", "0"]) == 0
+    out, err = capsys.readouterr()
+    first, second = out.split("user: Hello\n")[1:]
+    assert first == second, "greedy: the same question has the same reply"
+    assert "(a new conversation)" in err
+    messages = [json.loads(line) for line in (tmp_path / "talk.jsonl").read_text().splitlines()]
+    assert [m["role"] for m in messages].count("system") == 2
+    say(monkeypatch, "/new")
+    assert main(["chat", str(run), "--task", "2"]) == 0
+    assert capsys.readouterr().out.count("reward: 3 (length 3)") == 2
+
+
 def test_a_task_opens_the_conversation_with_its_reward(run, monkeypatch, capsys):
     say(monkeypatch)
     assert main(["chat", str(run), "--task", "2"]) == 0
@@ -99,7 +113,7 @@ def test_a_task_opens_the_conversation_with_its_reward(run, monkeypatch, capsys)
 def test_a_plain_model_has_no_tools_unless_an_environment_is_named(run, monkeypatch, capsys):
     say(monkeypatch, "Hello")
     assert main(["chat", "tiny", "--max-tokens", "4"]) == 0
-    assert "tiny · no environment · no tools" in capsys.readouterr().err
+    assert "tiny · no environment (type --env NAME for its tools) · no tools" in capsys.readouterr().err
     say(monkeypatch)
     assert main(["chat", "tiny", "--env", "calculator", "--env.digits", "1", "--task", "0"]) == 0
     out, err = capsys.readouterr()

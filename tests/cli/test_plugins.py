@@ -102,13 +102,82 @@ def test_show_what_several_kinds_have(acme, capsys):
     assert capsys.readouterr().out.startswith("environment twice")
 
 
-def test_show_a_file(tmp_path, capsys):
+PARTS = '''
+from rollouts import metric, reward, tool
+
+
+class Shop:
+    def tasks(self, split, rng):
+        yield "?"
+
+    @tool
+    def buy(self, item: str, count: int = 1) -> str:
+        """Buy an item. Then pay."""
+
+    @reward(weight=0.5)
+    def cheap(self, trajectory):
+        return 1.0
+
+    @metric
+    def bought(self, trajectory):
+        """How many items."""
+
+
+class Log:
+    def log(self, metrics, step): ...
+
+
+def short(trajectory, *, n: int = 3): ...
+def several(rewards): ...
+def search(query: str): ...
+
+
+nothing = 3
+'''
+
+
+def test_the_kind_of_what_is_in_a_file_is_found(tmp_path, capsys):
     file = tmp_path / "mine.py"
-    file.write_text("def short(trajectory, *, n: int = 3):\n    return 1.0\n")
-    assert main(["plugins", "show", f"{file}:short"]) == 2
-    assert "--kind KIND" in capsys.readouterr().err
-    assert main(["plugins", "show", f"{file}:short", "--kind", "rewards"]) == 0
-    assert "--reward.ALIAS.n" in capsys.readouterr().out
+    file.write_text(PARTS)
+    for name, kind in {"Shop": "environment", "Log": "logger", "short": "reward", "search": "tool"}.items():
+        assert main(["plugins", "show", f"{file}:{name}"]) == 0
+        assert capsys.readouterr().out.startswith(f"{kind} {name}\n")
+    assert main(["plugins", "show", f"{file}:several"]) == 2
+    error = capsys.readouterr().err
+    assert f"fits several kinds of components\ntype one of:\n  rollouts plugins show {file}:several --kind adv" in error
+    assert "--kind filters\n" in error and "--kind rewards" not in error
+    assert main(["plugins", "show", f"{file}:several", "--kind", "filters"]) == 0
+    assert capsys.readouterr().out.startswith("filter several\n")
+    assert main(["plugins", "show", f"{file}:nothing"]) == 2
+    assert "fits no kind of component\ntype: --kind KIND" in capsys.readouterr().err
+
+
+def test_show_what_an_environment_offers_and_how_to_name_a_setting(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(PARTS)
+    assert main(["plugins", "show", "./mine.py:Shop"]) == 0
+    assert capsys.readouterr().out.endswith(
+        """
+tools
+  buy(item: string, [count: integer])  Buy an item
+
+rewards
+  cheap × 0.5
+
+metrics
+  bought  How many items
+
+settings
+  none
+"""
+    )
+    assert main(["plugins", "show", "./mine.py:short"]) == 0
+    assert capsys.readouterr().out.endswith(
+        """
+  ALIAS is its name, short: --reward ./mine.py:short --reward.short.n 3
+  or a name that you choose: --reward mine=./mine.py:short --reward.mine.n 3
+"""
+    )
 
 
 def test_show_what_does_not_exist_or_import(acme, capsys):

@@ -96,6 +96,29 @@ def test_all_is_well_with_them(rollouts, acme):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_a_tool_a_tool_parser_and_an_optimizer_in_one_run(rollouts, pip_install, tmp_path):
+    site = pip_install("acme_parts")
+    parts = ("--tool", "find=acme_parts/acme_search", "--tool-parser", "acme_calls", "--optimizer", "acme_sign")
+    own = ("--tool.find.top-k", "5", "--optimizer.beta", "0.5")
+    shown = rollouts("run", "--env", "calculator", *parts, *own, "--dry-run", path=(site,))
+    assert shown.returncode == 0, shown.stderr
+    assert "call: find(query='1')" in shown.stdout and "answer: '5 notes about 1'" in shown.stdout
+    done = rollouts("run", "--env", "calculator", *parts, *own, *SMALL, "--out", "run", path=(site,))
+    assert done.returncode == 0, done.stdout + done.stderr
+    again = rollouts("resume", "run", "--steps", "3", path=(site,))
+    assert again.returncode == 0, again.stdout + again.stderr
+    written = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
+    assert written["tool"]["find"] == {"name": "acme_parts/acme_search", "top_k": 5}
+    assert written["tool_parser"] == {"name": "acme_calls", "word": "CALL"}
+    assert written["optimizer"] == {"name": "acme_sign", "beta": 0.5}
+    assert "acme-parts" in (tmp_path / "run" / "manifest.json").read_text()
+    healthy = rollouts("plugins", "doctor", path=(site,))
+    assert healthy.returncode == 0, healthy.stdout
+    listed = {tuple(line.split()[:3]) for line in rollouts("plugins", "list", path=(site,)).stdout.splitlines()}
+    kinds = {"tools": "acme_search", "tool_parsers": "acme_calls", "optimizers": "acme_sign"}
+    assert {(kind, name, "acme-parts") for kind, name in kinds.items()} <= listed
+
+
 def test_two_distributions_with_one_name(rollouts, acme, pip_install):
     twin = pip_install("acme_twin")
     done = rollouts("run", "--env", "acme_env", "--dry-run", path=(acme, twin))

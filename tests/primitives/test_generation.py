@@ -215,9 +215,15 @@ def test_logprob_extractors(model, tokenizer):
     ("prompt", "settings", "words"),
     [
         ("", {}, "the prompt is empty"),
-        ("2", {"max_tokens": 0}, "max_tokens has to be 1 or more"),
-        ("2", {"temperature": -1.0}, "temperature a number of 0 or more"),
-        ("2", {"stop": ("",)}, "each stop text has one character or more"),
+        ("2", {"max_tokens": 0}, r"max_tokens=0\): expected an integer of 1 or more"),
+        ("2", {"max_tokens": "many"}, "expected an integer of 1 or more"),
+        ("2", {"temperature": -1.0}, "expected a number of 0 or more"),
+        ("2", {"seed": 1.5}, r"seed=1.5\): expected an integer$"),
+        ("2", {"stop": ("",)}, "expected texts of one character or more"),
+        ("2", {"stop": 5}, "expected texts of one character or more"),
+        (None, {}, "None is no conversation"),
+        (Conversation([]), {}, "the conversation has no messages"),
+        (Conversation([Message("user", "Hi")], [3]), {}, "the tool 3 is no function"),
         ([{"content": "Hi"}], {}, "is no conversation"),
         ([4.5], {}, "is no conversation"),
     ],
@@ -225,6 +231,13 @@ def test_logprob_extractors(model, tokenizer):
 def test_what_cannot_be_sampled(model, tokenizer, prompt, settings, words):
     with pytest.raises(ConfigError, match=words):
         generate(model, tokenizer, prompt, GenerationConfig(**settings))
+
+
+def test_what_is_no_model_and_no_tokenizer(model, tokenizer):
+    with pytest.raises(ConfigError, match=r"the model is 'tiny'; expected a causal LM of transformers: load_model"):
+        generate("tiny", tokenizer, "2")
+    with pytest.raises(ConfigError, match=r"the tokenizer is None; expected that of the model: load_tokenizer"):
+        generate(model, None, "2")
 
 
 def test_a_config_of_another_type(model, tokenizer):
@@ -304,6 +317,8 @@ def test_a_parser_of_your_own(tokenizer):
     turn = turn_of(tokenizer, "add(2)", tool_parser=parser)
     assert turn.tool_calls == [ToolCall("add", {"a": 2})]
     assert turn.conversation.messages[-1] == Message("assistant", "add(2)")  # the template could not write that call
+    of_a_run = turn_of(tokenizer, "add(2)", tool_parser=lambda text: (parser(text), ""))
+    assert of_a_run == turn
     with pytest.raises(ConfigError, match="the tool_parser <lambda> returned 5; expected a list of ToolCall"):
         turn_of(tokenizer, CALL, tool_parser=lambda text: 5)
     same = turn_of(tokenizer, CALL, tool_parser=parse_xml_tools)

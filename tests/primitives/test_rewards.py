@@ -87,6 +87,11 @@ def test_a_batch_has_new_rollouts_with_their_rewards():
     assert ROLLOUT.rewards is None and ROLLOUT.metadata == {"answer": "5"}
 
 
+def test_a_name_is_no_reward_function():
+    with pytest.raises(ConfigError, match="the reward function is 'exact'; expected a function of a Rollout"):
+        compute_batch_rewards([ROLLOUT], "exact")
+
+
 def test_normalization():
     found = normalize_rewards([1.0, None, 0.0, 0.0])
     mean, deviation = 1 / 3, math.sqrt(((2 / 3) ** 2 + 2 * (1 / 3) ** 2) / 2)

@@ -28,6 +28,7 @@ from rollouts.primitives import (
     create_prompt_loader,
     create_regex_reward,
     create_scripted_generator,
+    create_truncated_kl,
     create_weighted_reward,
     encode_prompt,
     format_prompts,
@@ -79,7 +80,9 @@ def test_rewards_made_of_others():
     ("call", "words"),
     [
         (lambda: create_regex_reward("("), "no regular expression"),
-        (lambda: create_weighted_reward({}), "there are no rewards"),
+        (lambda: create_regex_reward(5), "5 is no regular expression"),
+        (lambda: create_weighted_reward({}), "expected a dict such as"),
+        (lambda: create_weighted_reward([length_reward]), "expected a dict such as"),
         (lambda: create_clipped_reward(length_reward, 1.0, 0.0), "at most high"),
         (lambda: length_reward(ROLLOUT, target_tokens=0), "target_tokens=100"),
         (lambda: create_exact_match_reward()(ROLLOUT._replace(metadata={})), r'no answer in metadata\["answer"\]'),
@@ -109,6 +112,25 @@ def test_a_reward_function_becomes_a_component_of_a_run():
     assert check_signature(component, "rewards", "mine").requests == ("task", "trajectory")
     assert call_with(component, {"task": task, "trajectory": trajectory, "env": None}) == 1.0
     assert component.__name__ == "exact_match"
+
+
+def test_a_run_takes_them(tmp_path):
+    import rollouts
+
+    small = {"steps": 1, "eval_tasks": 0, "prompts_per_step": 2, "samples_per_prompt": 2, "quiet": True}
+    clipped = create_clipped_reward(create_regex_reward(r"\d", compares=False), 0.25, 0.75)
+    rollouts.run(
+        env="calculator",
+        loss="grpo",
+        reward=as_component(clipped),
+        kl=create_truncated_kl(threshold=2.0),
+        advantage=lambda rewards: rewards - rewards.mean(),
+        out=str(tmp_path / "run"),
+        **small,
+    )
+    (metrics,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert 0.25 <= metrics["reward/mean"] <= 0.75 and "reward_part/clipped_reward" in metrics
+    assert "policy/kl_ref" in metrics
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------

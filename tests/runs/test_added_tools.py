@@ -179,3 +179,10 @@ def test_demonstrations_are_of_the_same_tools():
     chat = load_chat(made.settings, made.environments)
     (sample, *_) = demonstration_samples(made.environments, [], made.settings, chat)
     assert '"name": "search"' in chat.decode(sample.tokens)
+
+
+def test_a_conversation_and_a_server_have_the_flags(capsys):
+    for command, flags in (("chat", ("--tool NAME", "--tool-parser NAME")), ("serve", ("--tool-parser NAME",))):
+        assert main([command, "--help"]) == 0
+        shown = capsys.readouterr().out
+        assert all(flag in shown for flag in flags), command

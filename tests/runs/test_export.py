@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
+import re
 import warnings
 from pathlib import Path
 
@@ -36,6 +38,39 @@ SMALL = {
 def logits(model):
     with torch.no_grad():
         return model(PROBE.to(model.device)).logits
+
+
+def test_the_card_asks_the_model_as_the_run_did(tmp_path, monkeypatch, quick_collections):
+    monkeypatch.chdir(tmp_path)
+    more = {"system": "Be brief.", "out": "run"}
+    rollouts.run(**SMALL | {"steps": 1, "samples_per_prompt": 2} | more)
+    assert not export("run", "model").problem
+    snippet = re.search(r"```python\n(.*?)```", Path("model/README.md").read_text(), re.DOTALL)[1]
+    (line, *_) = Path("run/trajectories/step_000000.jsonl").read_text().splitlines()
+    line = json.loads(line)
+    question = line["task"]["prompt"][1]["content"]
+    assert question.startswith("What is") and 'tokenizer.decode(reply[0, prompt["input_ids"].shape[1]:])' in snippet
+    known = {}
+    exec(snippet.replace('"..."', repr(question)).partition("reply =")[0], known)
+    segment = line["segments"][0]
+    assert known["prompt"]["input_ids"][0].tolist() == segment["tokens"][: segment["loss_mask"].index(1)]
+
+
+def test_an_exported_model_knows_its_environment(tmp_path, monkeypatch, quick_collections, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("from rollouts_calculator import Calculator as Mine\n")
+    rollouts.run(**SMALL | {"steps": 1, "samples_per_prompt": 2, "env": "./mine.py:Mine", "out": "run"})
+    assert export("run", "model") and export("model", "again").kind == "full"
+    assert Path("model/rollouts.toml").read_text() == Path("again/rollouts.toml").read_text()
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert main(["chat", "again"]) == 0
+    assert "again · ./mine.py:Mine · tools: calculator" in capsys.readouterr().err
+    Path("mine.py").unlink()
+    assert main(["chat", "again"]) == 0
+    error = capsys.readouterr().err
+    assert "note: the environment of the run cannot be loaded (environment './mine.py:Mine': there is no file" in error
+    assert "type --env NAME\n" in error and "no environment (type --env NAME for its tools)" in error
+    assert "the schemas of its tools are not there: environment './mine.py:Mine'" in export("run", "third").words()
 
 
 def theirs(folder):

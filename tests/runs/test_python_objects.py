@@ -100,6 +100,8 @@ def test_every_key_of_a_component_takes_an_object():
         filter=[lambda rewards: True, lambda rewards: False],
         logger=local("class Mine:\n    def __init__(self, folder): pass", "Mine"),
         inference=local("def engine(model, training): pass", "engine"),
+        tool=local('def look(place: str) -> str:\n    """Look at a place."""\n    return place', "look"),
+        optimizer=local("def steps(parameters, lr): pass", "steps"),
     )
     assert plan.one("reward").component is flat
     assert plan.algorithm.terms[0].function.func is scaled

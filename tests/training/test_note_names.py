@@ -10,8 +10,8 @@ import rollouts
 from rollouts import training
 
 PLACES = {
-    "types": """Sample RLSample Status RolloutBatch RolloutConfig SFTTrainingConfig RLTrainingConfig TrainFuture
-        ImmediateTrainFuture InferenceEngine TrainBatch TrainingBackend""",
+    "types": """TrainingConfig Sample RLSample Status RolloutBatch RolloutConfig SFTTrainingConfig RLTrainingConfig
+        TrainFuture ImmediateTrainFuture InferenceEngine TrainBatch TrainingBackend""",
     "rollout_generation": """generate_rollout_batches apply_sample_transforms convert_to_batch extract_sample_fields
         compute_response_lengths build_batch_metadata""",
     "sft_loop": "run_sft_training collate_batch prepare_sft_batch",
@@ -30,12 +30,39 @@ PLACES = {
     "rollout_gen": "AsyncRolloutManager generate_rollout_batches",
     "rollout_gen.async_rollout_manager": "AsyncRolloutManager",
     "rollout_gen.rollout_manager": "RolloutManager",
-    "backends": "PyTorchTrainingBackend create_pytorch_backend TrainFuture TrainingBackend",
+    "backends": "PyTorchTrainingBackend FSDPTrainingBackend create_pytorch_backend TrainFuture TrainingBackend",
+    "backends.pytorch": "PyTorchTrainingBackend",
+    "backends.fsdp": "FSDPTrainingBackend",
+    "backends.protocol": "TrainingBackend",
     "backends.pytorch_factory": """create_pytorch_backend create_warmup_cosine_scheduler create_adamw_optimizer
         create_cross_entropy_loss""",
-    "datasets": "DataBuffer",
+    "datasets": "DataBuffer load_sft_dataset",
+    "datasets.sft": "compute_loss_mask tokenize_conversation prepare_sft_batch",
+    "datasets.dataset_loaders": "load_dataset load_sft_dataset",
+    "dataset_loaders": "load_dataset load_sft_dataset",
+    "sample_prep": "compute_loss_mask tokenize_conversation",
+    "sft": "compute_loss_mask tokenize_conversation",
     "datasets.data_buffer": "DataBuffer",
 }
+
+
+SECTION_7 = """
+    Sample RLSample Status RolloutBatch RolloutConfig SFTTrainingConfig RLTrainingConfig TrainFuture
+    ImmediateTrainFuture DataBuffer AsyncRolloutManager RolloutManager generate_rollout_batches apply_sample_transforms
+    convert_to_batch extract_sample_fields compute_response_lengths build_batch_metadata run_sft_training
+    run_rl_training compute_reward prepare_grpo_batch compute_advantages collate_batch prepare_sft_batch
+    tokenize_conversation compute_loss_mask load_sft_dataset grpo_loss compute_grpo_loss ppo_loss TrainingBackend
+    PyTorchTrainingBackend FSDPTrainingBackend create_pytorch_backend create_fsdp_backend load_hf_model
+    create_adamw_optimizer create_cross_entropy_loss create_warmup_cosine_scheduler InferenceEngine SGLangEngine
+    VLLMEngine WeightSyncManager sync_weights_to_engines MetricsLogger JSONLLogger check_reward_nonzero_std
+    check_any_success check_min_reward check_response_diversity check_reasonable_length check_quality_and_diversity
+    ModelConfig DataConfig TrainingConfig DeploymentConfig Config
+"""
+
+
+def test_the_names_of_training():
+    missing = [name for name in SECTION_7.split() if name not in training.__all__ or not hasattr(training, name)]
+    assert missing == []
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -43,6 +70,15 @@ def test_the_names_of_a_module(place):
     module = importlib.import_module(f"rollouts.training.{place}")
     for name in PLACES[place].split():
         assert getattr(module, name) is getattr(training, name), name
+
+
+def test_other_names():
+    from rollouts.providers import Endpoint, SGLangEngine
+    from rollouts.training.agent_integration import episode_samples, run_episode
+    from rollouts.training.distributed_utils import is_sharded, place_of_this_process
+
+    assert (Endpoint, SGLangEngine) == (rollouts.Endpoint, training.SGLangEngine)
+    assert all(map(callable, (episode_samples, run_episode, is_sharded, place_of_this_process)))
 
 
 def test_older_imports_of_types_hold():

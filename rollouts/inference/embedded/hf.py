@@ -72,7 +72,7 @@ class HFInference:
             model, rows_max=self.rows_max, cache_bytes=size, prefill_tokens_max=self.prefill_tokens_max
         )
         self._scheduler = BatchScheduler()
-        own = _context_tokens_max(model)
+        own = context_tokens_max(model)
         self.context_tokens_max: int = min(own, self.context_tokens or own)
         self.vocabulary_size: int = model.get_input_embeddings().weight.shape[0]
 
@@ -354,7 +354,7 @@ def _generation(row: DecodeRow, version: int) -> Generation:
     return Generation(row.sampled, row.logprobs, row.finish or "abort", spans)
 
 
-def _context_tokens_max(model: Any) -> int:
+def context_tokens_max(model: Any) -> int:
     """The model's longest context in tokens; 2**20 for a model without a limit."""
     config = model.config.get_text_config(decoder=True)
     names = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")

@@ -53,7 +53,7 @@ def evaluate(plan: Plan, observer: Observer, started: float, home: Path) -> dict
     settings = plan.settings
     make_folder = choose_folder(settings.out, default_out(plan.env_name, "eval"), home)
     tasks = plan.eval_tasks()
-    chat = None if plan.is_chat else load_chat(settings, plan.environments)
+    chat = None if plan.is_chat else load_chat(settings, plan.environments, tool_parser=plan.tool_parser)
     with Session(observer, started, plan.manager) as session:
         folder = session.open(make_folder, parts=("trajectories",))
         engine_gets = plan.inference_arguments(None, str(folder.path))

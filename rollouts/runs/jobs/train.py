@@ -95,7 +95,7 @@ def train(
     settings, environments = plan.settings, plan.environments
     run_title, of_tasks = title(plan), _held_out_notes(settings, environments, held_out, also_held_out)
     buffer = task_buffer(environments, held_out, settings.prompts_per_step) if settings.mode == "rl" else DataBuffer([])
-    chat = load_chat(settings, environments)
+    chat = load_chat(settings, environments, tool_parser=plan.tool_parser)
     everything = [*held_out, *also_held_out]
     samples = demonstration_samples(environments, everything, settings, chat) if settings.mode == "sft" else []
     with Session(observer, started, plan.manager) as session:

@@ -26,10 +26,12 @@ from typing import TYPE_CHECKING
 from rollouts.lazy import lazy_face
 
 if TYPE_CHECKING:
+    from rollouts.training.backends.fsdp import FSDPTrainingBackend as FSDPTrainingBackend
     from rollouts.training.backends.futures import ImmediateTrainFuture as ImmediateTrainFuture
     from rollouts.training.backends.futures import TrainFuture as TrainFuture
     from rollouts.training.backends.pytorch_factory import PyTorchTrainingBackend as PyTorchTrainingBackend
     from rollouts.training.backends.pytorch_factory import create_pytorch_backend as create_pytorch_backend
+    from rollouts.training.backends.pytorch_factory import is_sharded as is_sharded
     from rollouts.training.batches import TrainingBackend as TrainingBackend
 
 __getattr__, __dir__ = lazy_face(__name__)

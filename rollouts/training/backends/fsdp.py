@@ -52,6 +52,10 @@ def check_fsdp(values: Mapping[str, Any]) -> None:
         _check_replicas(values["replicas"], place.world_size if place is not None else processes)
 
 
+class FSDPTrainingBackend(TorchBackend):
+    """A TorchBackend whose weights are sharded over ranks. `create_fsdp_backend` makes it."""
+
+
 @estimated_as("sharded")
 @checked_by(check_fsdp)
 def create_fsdp_backend(
@@ -119,7 +123,7 @@ def create_fsdp_backend(
         )
     if group.place.rank > 0:
         return Worker(trainer, group)
-    backend = TorchBackend(DistributedExecutor(trainer, group))
+    backend = FSDPTrainingBackend(DistributedExecutor(trainer, group))
     assert group.detector is not None, "this is rank 0"
     group.detector.on_fault = backend.thread.abandon
     return backend

@@ -29,19 +29,15 @@ from rollouts.training.algorithms.logprobs import label_logprobs
 from rollouts.training.backends.futures import TorchThread, on_thread
 from rollouts.training.backends.optimizer import TrainerSettings, check_settings, lr_factor, make_optimizer
 from rollouts.training.backends.optimizer_state import MakeOptimizer
+from rollouts.training.backends.pytorch_checkpoint import load_objects, replace_weights, save_objects
 from rollouts.training.batches import AuxiliaryModels, ForwardOutput, Row, TrainBatch
 from rollouts.training.datasets.sft import prepare_sft_batch
-from rollouts.training.models import no_progress_bars
-from rollouts.training.weights.checkpoint import model_fingerprint
 from rollouts.training.weights.files import ModelFiles
-from rollouts.training.weights.store import check_folder, finish_checkpoint, new_checkpoint, read_state
 from rollouts.types import Sample
 
 if TYPE_CHECKING:
     from rollouts.training.backends.torch import TorchBackend
 
-_STATE = "trainer.pt"
-_WEIGHTS = "model.pt"
 _OLD = "old_log_probs"
 
 
@@ -140,6 +136,12 @@ def _recipe(name: str) -> Algorithm:
     return found
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a part of the model is sharded: by `fully_shard` (FSDP2), or wrapped in FullyShardedDataParallel."""
+    classes = {base.__name__ for module in model.modules() for base in type(module).__mro__}
+    return not classes.isdisjoint({"FSDPModule", "FullyShardedDataParallel"})
+
+
 class PyTorchTrainingBackend:
     """A backend for a model, an optimizer and a loss function. Returns futures; one thread works in the order of calls.
 
@@ -154,7 +156,7 @@ class PyTorchTrainingBackend:
     number of optimizer steps.
 
     `run_sft_training` and `run_rl_training` of `rollouts.training` take this backend. It has what they need of a
-    TrainingBackend, and what engines need that get its weights.
+    TrainingBackend, and what engines need that get its weights. Raises ConfigError for a sharded model.
     """
 
     world_size = 1
@@ -172,6 +174,11 @@ class PyTorchTrainingBackend:
         scheduler: LambdaLR | None = None,
         max_grad_norm: float | None = None,
     ) -> None:
+        if is_sharded(model):
+            raise ConfigError(
+                "this model is sharded (FSDP), and a PyTorchTrainingBackend trains in one process; use "
+                "rollouts.training.create_fsdp_backend"
+            )
         self.model: Any = model
         self.optimizer = optimizer
         self.weight_version = 0
@@ -287,7 +294,7 @@ class PyTorchTrainingBackend:
     @on_thread
     def load_weights(self, weights: dict[str, Any]) -> None:
         """Replace all weights by name. Raises TrainingError if names or shapes differ."""
-        self._load_weights(weights)
+        replace_weights(self.model, weights)
 
     async def save_checkpoint(self, step: int, metrics: Mapping[str, float] | None = None) -> Path:
         """Write `checkpoint_dir`/step_000010, completely or not at all, and return its path. Contains the weights (in
@@ -320,48 +327,17 @@ class PyTorchTrainingBackend:
         self.optimizer.zero_grad(set_to_none=True)
         self._denominator = 0.0
 
-    def _load_weights(self, weights: dict[str, Any]) -> None:
-        try:
-            self.model.load_state_dict(weights)
-        except RuntimeError as error:  # torch's error for other names or shapes
-            raise TrainingError(f"these are not this model's weights: {error}") from error
-
     def _save(self, step: int, metrics: dict[str, float]) -> Path:
         path = self._folder / f"step_{step:06d}"
-        with new_checkpoint(path) as folder:
-            if hasattr(self.model, "save_pretrained"):
-                with no_progress_bars():
-                    self.model.save_pretrained(str(folder))
-            else:
-                torch.save(self.model.state_dict(), folder / _WEIGHTS)
-            scheduler = None if self.scheduler is None else self.scheduler.state_dict()
-            torch.save({"optimizer": self.optimizer.state_dict(), "scheduler": scheduler}, folder / _STATE)
-            finish_checkpoint(
-                folder,
-                kind="full",
-                fingerprint=model_fingerprint(self.model.state_dict()),
-                version=self.weight_version,
-                world_size=1,
-                state={"step": step, "weight_version": self.weight_version, "metrics": metrics},
-            )
+        state = {"step": step, "weight_version": self.weight_version, "metrics": metrics}
+        save_objects(
+            path, self.model, self.optimizer, scheduler=self.scheduler, version=self.weight_version, state=state
+        )
         return path
 
     def _load(self, path: Path) -> dict[str, float]:
-        check_folder(str(path), kind="full", fingerprint=model_fingerprint(self.model.state_dict()))
-        if not (path / _STATE).is_file():
-            raise ConfigError(f"the checkpoint {path} was written by another backend; load it with that backend")
-        run = read_state(path)
-        if hasattr(self.model, "from_pretrained"):
-            with no_progress_bars():
-                weights = type(self.model).from_pretrained(str(path)).state_dict()
-        else:
-            weights = torch.load(path / _WEIGHTS, map_location="cpu", weights_only=True)
-        self._load_weights(weights)
-        state = torch.load(path / _STATE, map_location="cpu", weights_only=True)
-        self.optimizer.load_state_dict(state["optimizer"])
+        run = load_objects(path, self.model, self.optimizer, scheduler=self.scheduler, expects="metrics")
         self._forget_gradients()
-        if self.scheduler is not None and state["scheduler"] is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
         self.weight_version = int(run["weight_version"])
         metrics: dict[str, float] = run["metrics"]
         return metrics

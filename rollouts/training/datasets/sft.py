@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rollouts.errors import TrainingError
+from rollouts.training.simple.conversations import compute_loss_mask as compute_loss_mask
+from rollouts.training.simple.conversations import tokenize_conversation as tokenize_conversation
 from rollouts.types import Sample
 
 if TYPE_CHECKING:

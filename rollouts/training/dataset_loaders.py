@@ -1,0 +1,7 @@
+"""Datasets as samples, under the module name of the first notes."""
+
+from __future__ import annotations
+
+from rollouts.training.simple.conversations import load_dataset as load_dataset
+from rollouts.training.simple.conversations import load_sft_dataset as load_sft_dataset
+from rollouts.training.simple.conversations import load_sft_samples as load_sft_samples

@@ -1,0 +1,202 @@
+"""Conversations and datasets as samples, for your own training loop.
+
+    tokens, user_spans = tokenize_conversation(messages, tokenizer)
+    loss_mask = compute_loss_mask(tokens, user_spans)
+    samples = load_sft_dataset("conversations.jsonl", tokenizer, max_length=2048)
+
+The tokens and the mask are those of `rollouts sft` (`rollouts.chat.tokenize_supervised`). Not here: reading a dataset
+piece by piece.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollouts.chat import ChatFormat, SupervisedRow, load_chat_format, tokenize_supervised
+from rollouts.env.prompts import read_rows
+from rollouts.errors import ConfigError, ModelError, TrainingError, first_line
+from rollouts.training.simple.samples import Sample
+from rollouts.types import Message
+
+Span = tuple[int, int]
+"""Positions from the first number on, up to but without the second."""
+
+KEYS = ("dataset_id", "split", "num_samples")
+"""The keys of a dataset that is given as a dict or an object."""
+
+
+def tokenize_conversation(
+    messages: Sequence[Any],
+    tokenizer: Any,
+    max_length: int | None = None,
+    tools: Sequence[dict[str, Any]] = (),
+) -> tuple[list[int], list[Span]]:
+    """The tokens [L] of a conversation, and the spans that are not trained: all that the assistant did not write.
+
+    Messages are `rollouts.Message` or dicts with `role` and `content`. `max_length` cuts the tokens off.
+
+    Raises ModelError if the chat template rewrites earlier turns, so that the conversation is no single sequence;
+    ConfigError if the messages have no assistant turn, or are no messages; TrainingError if no trained token is left.
+    """
+    rows = _rows_of(messages, _chat(tokenizer), tools)
+    if len(rows) > 1:
+        raise ModelError(
+            f"the chat template rewrites earlier turns, so this conversation is {len(rows)} rows; use "
+            "load_sft_dataset or rollouts.chat.tokenize_supervised, which return all of them"
+        )
+    tokens, mask = _cut(rows[0], max_length, "the conversation")
+    edges = [0, *(at for at in range(1, len(mask)) if (mask[at] > 0) != (mask[at - 1] > 0)), len(mask)]
+    return tokens, [(start, end) for start, end in itertools.pairwise(edges) if mask[start] == 0]
+
+
+def compute_loss_mask(tokens: Sequence[int], user_spans: Iterable[Span]) -> list[float]:
+    """0.0 inside of the spans, 1.0 elsewhere [L]. Raises TrainingError for a span outside of the tokens.
+
+    >>> compute_loss_mask([5, 6, 7, 8], [(0, 2), (3, 4)])
+    [0.0, 0.0, 1.0, 0.0]
+    """
+    mask = [1.0] * len(tokens)
+    for start, end in user_spans:
+        if not 0 <= start <= end <= len(tokens):
+            raise TrainingError(f"the span {(start, end)} is not inside of {len(tokens)} tokens")
+        mask[start:end] = [0.0] * (end - start)
+    return mask
+
+
+def load_dataset(dataset: Any, *, split: str = "train", num_samples: int | None = None) -> list[Sample]:
+    """The rows of a dataset as samples with a prompt and a response; other keys of a row become metadata.
+
+    A row's prompt is `prompt`, `question` or `messages`; its response is `response` or `completion`.
+
+    Raises ConfigError, with the row.
+
+    Args:
+        dataset: a .jsonl or .json file; the name of a dataset on the hub, as `name` or `name:config`; or a dict or an
+            object with `dataset_id`, and optionally `split` and `num_samples`
+        split: of a dataset on the hub
+        num_samples: at most so many rows, from the first on
+    """
+    samples = []
+    for place, row in load_rows(dataset, split=split, num_samples=num_samples):
+        key = next((key for key in ("prompt", "question", "messages") if key in row), None)
+        if key is None:
+            raise ConfigError(f"{place}: a row has `prompt`, `question` or `messages`; got {_keys(row)}")
+        reply = next((key for key in ("response", "completion") if isinstance(row.get(key), str)), None)
+        rest = {name: value for name, value in row.items() if name not in (key, reply)}
+        samples.append(Sample(row[key], "" if reply is None else row[reply], metadata=rest))
+    return samples
+
+
+def load_sft_dataset(
+    dataset: Any,
+    tokenizer: Any = None,
+    *,
+    split: str = "train",
+    num_samples: int | None = None,
+    max_length: int | None = None,
+) -> list[Sample]:
+    """The rows of a dataset as samples with tokens and a loss mask. `dataset` is that of `load_dataset`.
+
+    A row is a conversation (`messages`), a `prompt` with its `response`, or tokens: `input_ids` with `labels` or
+    `loss_mask`. Tokens need no `tokenizer`. `max_length` cuts samples off. Rows of one conversation share their
+    `rollout_index`. Raises ConfigError, ModelError, and TrainingError if a sample has no trained token; with the row.
+    """
+    samples = []
+    for number, (place, row) in enumerate(load_rows(dataset, split=split, num_samples=num_samples)):
+        if "input_ids" in row:
+            given = Sample(input_ids=row["input_ids"], labels=row.get("labels"), loss_mask=row.get("loss_mask"))
+            rows = [SupervisedRow(given.tokens, [float(weight) for weight in given.loss_mask])]
+        elif tokenizer is None:
+            raise ConfigError(f"{place}: the row has text, so give a tokenizer: load_sft_dataset(dataset, tokenizer)")
+        else:
+            rows = _rows_of(_conversation(row, place), _chat(tokenizer), row.get("tools") or ())
+        for each in rows:
+            tokens, mask = _cut(each, max_length, place)
+            prompt = row.get("messages") or row.get("prompt") or ""
+            samples.append(Sample(prompt, tokens=tokens, loss_mask=mask, rollout_index=number))
+    return samples
+
+
+def load_sft_samples(path: str | Path, tokenizer: Any = None, *, max_length: int | None = None) -> list[Sample]:
+    """`load_sft_dataset` of a file."""
+    return load_sft_dataset(path, tokenizer, max_length=max_length)
+
+
+def load_rows(
+    dataset: Any, *, split: str = "train", num_samples: int | None = None
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a dataset as dicts, each with its place in words. Raises ConfigError."""
+    if not isinstance(dataset, str | Path):
+        given = dataset if isinstance(dataset, Mapping) else {key: getattr(dataset, key, None) for key in KEYS}
+        if not given.get("dataset_id") or not set(given) <= set(KEYS):
+            raise ConfigError(f"{dataset!r} is no dataset: give a file, a name, or a dict with {', '.join(KEYS)}")
+        dataset, split = given["dataset_id"], given.get("split") or split
+        num_samples = given.get("num_samples") or num_samples
+    path = Path(dataset)
+    rows = read_rows(path) if path.suffix in (".jsonl", ".json") else _hub_rows(str(dataset), split)
+    for place, row in itertools.islice(rows, num_samples):
+        if not isinstance(row, dict):
+            raise ConfigError(f"{place}: a row is a table of keys and values, got {type(row).__name__}")
+        yield place, row
+
+
+def _hub_rows(name: str, split: str) -> Iterator[tuple[str, Any]]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(f"the dataset {name} needs the library datasets: pip install datasets") from error
+    repository, _, config = name.partition(":")
+    try:
+        found = datasets.load_dataset(repository, config or None, split=split)
+    except Exception as error:  # the library raises many kinds: no such name, no network, no such split
+        what = f"the dataset {name} (split {split}) cannot be loaded: {first_line(error)}"
+        raise ConfigError(f"{what}; give a .jsonl file, or a name on the hub as `name` or `name:config`") from error
+    for number, row in enumerate(found, start=1):
+        yield f"{name}, row {number}", row
+
+
+def _conversation(row: Mapping[str, Any], place: str) -> list[Any]:
+    if "messages" in row:
+        return list(row["messages"])
+    reply = row.get("response", row.get("completion"))
+    if "prompt" not in row or reply is None:
+        raise ConfigError(f"{place}: a row has `messages`, `prompt` and `response`, or `input_ids`; got {_keys(row)}")
+    prompt = row["prompt"]
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    return [*asked, *([{"role": "assistant", "content": reply}] if isinstance(reply, str) else reply)]
+
+
+def _keys(row: Mapping[str, Any]) -> str:
+    return ", ".join(sorted(row)) or "none"
+
+
+@functools.lru_cache(maxsize=4)
+def _chat(tokenizer: Any) -> ChatFormat:
+    return load_chat_format(tokenizer)
+
+
+def _rows_of(messages: Sequence[Any], chat: ChatFormat, tools: Sequence[dict[str, Any]]) -> list[SupervisedRow]:
+    """At least one row. Raises ConfigError, ModelError."""
+    try:
+        converted = [each if isinstance(each, Message) else msgspec.convert(each, Message) for each in messages]
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"messages are a list of {{'role', 'content'}}: {error}") from error
+    rows = tokenize_supervised(converted, tools, chat)
+    if not rows:
+        raise ConfigError("the conversation has no message of the role assistant, so nothing can be trained")
+    return rows
+
+
+def _cut(row: SupervisedRow, max_length: int | None, place: str) -> SupervisedRow:
+    """The first `max_length` tokens. Raises TrainingError if none of them is trained."""
+    tokens, mask = row.tokens[:max_length], row.loss_mask[:max_length]
+    if not any(mask):
+        cut = "" if max_length is None else f" within max_length {max_length}; give a larger one, or leave it out"
+        raise TrainingError(f"{place} has no trained token{cut}")
+    return SupervisedRow(tokens, mask)
