@@ -101,7 +101,7 @@ def test_every_key_of_a_component_takes_an_object():
         logger=local("class Mine:\n    def __init__(self, folder): pass", "Mine"),
         inference=local("def engine(model, training): pass", "engine"),
         tool=local('def look(place: str) -> str:\n    """Look at a place."""\n    return place', "look"),
-        optimizer=local("def steps(params, lr): pass", "steps"),
+        optimizer=local("import torch\ndef steps(params, lr): return torch.optim.SGD(params, lr)", "steps"),
     )
     assert plan.one("reward").component is flat
     assert plan.algorithm.terms[0].function.func is scaled
