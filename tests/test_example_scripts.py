@@ -51,6 +51,17 @@ def run(tmp_path, monkeypatch, capsys) -> Callable[..., tuple[Any, list[str]]]:
     return run_example
 
 
+def test_run_sft(run):
+    history, lines = run("run_sft", steps=11)
+    assert history[-1]["loss"] < history[0]["loss"] / 2 and "Step 10: " in lines[5]
+
+
+def test_run_rl(run):
+    history, lines = run("run_rl", steps=2)
+    assert [metrics["step"] for metrics in history] == [0, 1] and lines[-2] == "Total steps: 2"
+    assert 0 < history[1]["mean_reward"] < 1
+
+
 def test_own_environment(run):
     summary, _ = run("own_environment", steps=1)
     assert summary["evaluation"]["before"]["parts"].keys() == {"correct"}
