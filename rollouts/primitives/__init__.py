@@ -97,6 +97,7 @@ if TYPE_CHECKING:
     from rollouts.primitives.utilities import create_regex_reward as create_regex_reward
     from rollouts.primitives.utilities import create_scripted_generator as create_scripted_generator
     from rollouts.primitives.utilities import create_weighted_reward as create_weighted_reward
+    from rollouts.primitives.utilities import draw_curve as draw_curve
     from rollouts.primitives.utilities import format_prompts as format_prompts
     from rollouts.primitives.utilities import format_rollout as format_rollout
     from rollouts.primitives.utilities import length_reward as length_reward

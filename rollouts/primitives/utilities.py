@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ from rollouts.author_code import shown
 from rollouts.disk import write_whole
 from rollouts.encoding import encode
 from rollouts.env.prompts import read_tasks, split_tasks
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, OutputError
 from rollouts.primitives.generation import Generator, schemas_of
 from rollouts.primitives.rewards import RewardFn, aggregate_vector_rewards, compute_scalar_reward
 from rollouts.primitives.types import Conversation, Generation, GenerationConfig, Rollout
@@ -32,6 +33,7 @@ from rollouts.types import Message, Status, Task, ToolCall, Trajectory
 
 T = TypeVar("T")
 Answers = Mapping[str, Any]
+BARS = "▁▂▃▄▅▆▇█"
 
 
 # --- rewards ----------------------------------------------------------------------------------------------------------
@@ -276,7 +278,7 @@ def save_rollouts(path: str | Path, rollouts: Sequence[Rollout]) -> None:
     """Write rollouts to a .jsonl file, one object per line; an existing file is replaced as a whole.
 
     Functions among a conversation's tools are written as their schemas. Values that JSON cannot hold are written as
-    text. Raises OSError.
+    text. Raises OutputError if the file cannot be written.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -284,7 +286,12 @@ def save_rollouts(path: str | Path, rollouts: Sequence[Rollout]) -> None:
     ...     load_rollouts(f"{folder}/rollouts.jsonl")[0].generation.text
     '5'
     """
-    write_whole(Path(path), b"".join(encode(_row(each)) + b"\n" for each in rollouts))
+    lines = b"".join(encode(_row(each)) + b"\n" for each in rollouts)
+    try:
+        write_whole(Path(path), lines)
+    except OSError as error:
+        why = error.strerror or error
+        raise OutputError(f"{path} cannot be written: {why}; give a file in an existing folder") from error
 
 
 def load_rollouts(path: str | Path) -> list[Rollout]:
@@ -354,6 +361,28 @@ def _said(message: Message) -> str:
     return " ".join(filter(None, (message.text, *calls)))
 
 
+def draw_curve(values: Sequence[float], *, width: int = 60) -> str:
+    """The values as a line of bars for people, with the lowest and the highest one. NaN is a gap.
+
+    If there are more than `width` values, neighbors are averaged. Raises ConfigError if no value is finite.
+
+    >>> draw_curve([0.0, 0.25, math.nan, 1.0])
+    '0 ▁▃ █ 1'
+    """
+    check_setting("width", width, width >= 1, "a number of 1 or more", "width=60")
+    count = min(width, len(values))
+    bounds = [place * len(values) // max(count, 1) for place in range(count + 1)]
+    parts = [[v for v in values[a:b] if math.isfinite(v)] for a, b in itertools.pairwise(bounds)]
+    means = [math.fsum(part) / len(part) if part else math.nan for part in parts]
+    finite = [mean for mean in means if math.isfinite(mean)]
+    if not finite:
+        raise ConfigError(f"there is no number to draw in {len(values)} values; give one or more")
+    low, high = min(finite), max(finite)
+    scaled = [mean if math.isnan(mean) else (mean - low) / (high - low or 1.0) for mean in means]
+    bars = "".join(" " if math.isnan(each) else BARS[round(each * (len(BARS) - 1))] for each in scaled)
+    return f"{low:.3g} {bars} {high:.3g}"
+
+
 # --- tests ------------------------------------------------------------------------------------------------------------
 
 
@@ -380,7 +409,8 @@ def create_scripted_generator(replies: Sequence[Generation | str]) -> Generator:
 def create_fixed_logits_model(logits: Sequence[float]) -> Any:
     """A causal LM of transformers for tests whose prediction is the same after every context: these logits [V].
 
-    So you know its logprobs exactly: log softmax of the logits. Its output layer can be trained.
+    So you know its logprobs exactly: log softmax of the logits. Its output layer can be trained. Raises ConfigError for
+    no logits.
 
     >>> from rollouts.primitives import compute_logprobs
     >>> model = create_fixed_logits_model([0.0, 0.0])
@@ -390,6 +420,8 @@ def create_fixed_logits_model(logits: Sequence[float]) -> Any:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    if not len(logits):
+        raise ConfigError("there are no logits; give one for each id of the vocabulary")
     config = LlamaConfig(
         vocab_size=len(logits),
         hidden_size=4,

@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, OutputError
 from rollouts.plugins.signature import call_with, check_signature
 from rollouts.primitives import (
     Conversation,
@@ -30,6 +30,7 @@ from rollouts.primitives import (
     create_scripted_generator,
     create_truncated_kl,
     create_weighted_reward,
+    draw_curve,
     encode_prompt,
     format_prompts,
     format_rollout,
@@ -90,6 +91,7 @@ def test_rewards_made_of_others():
         (lambda: sample_prompts([], 1), "give at least one prompt"),
         (lambda: split_prompts(["a"], 1.5), r"split_prompts\(prompts, 0.1\)"),
         (lambda: format_prompts("{a} + {b}", [{"a": 2}]), "'b'; row 0 has a"),
+        (lambda: create_fixed_logits_model([]), "there are no logits"),
         (lambda: create_prompt_loader([], 1), "there are no prompts"),
         (lambda: create_prompt_loader(["a"], 0), "batch_size=8"),
     ],
@@ -202,6 +204,8 @@ def test_rollouts_are_read_as_they_were_written(tmp_path):
         load_rollouts(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         load_rollouts(tmp_path / "no.jsonl")
+    with pytest.raises(OutputError, match="cannot be written: No such file or directory; give a file in an existing"):
+        save_rollouts(tmp_path / "no" / "rollouts.jsonl", [plain])
 
 
 def test_a_rollout_for_people():
@@ -216,6 +220,14 @@ def test_a_rollout_for_people():
     ]
     asked = format_rollout(ROLLOUT._replace(prompt=messages[:1]))
     assert asked.splitlines() == ["user: 2 + 3", "reply: 2 + 3 = 5.", "reward none, 8 tokens, stop"]
+
+
+def test_a_curve_for_people():
+    assert draw_curve([3.0]) == "3 ▁ 3" and draw_curve([1.0, 2.0, 3.0, 4.0], width=2) == "1.5 ▁█ 3.5"
+    assert draw_curve([math.nan, -1.0, math.inf, 1.0]) == "-1  ▁ █ 1"
+    for values in ([], [math.nan]):
+        with pytest.raises(ConfigError, match="there is no number to draw"):
+            draw_curve(values)
 
 
 # --- tests ------------------------------------------------------------------------------------------------------------
