@@ -9,17 +9,13 @@ Only the replies of the assistant are trained: `compute_loss_mask` is 0 on every
       Samples: 6
       Steps: 60
       Batch size: 4
-    Step 0: loss=16.4648, grad_norm=21.1802, lr=1.0000e-03
-    Step 10: loss=4.6468, grad_norm=5.9494, lr=1.0000e-03
-    Step 20: loss=2.8960, grad_norm=2.5764, lr=1.0000e-03
-      Saved checkpoint to /tmp/.../step_000030
-    Step 30: loss=2.0178, grad_norm=1.6025, lr=1.0000e-03
-    Step 40: loss=1.4090, grad_norm=1.2783, lr=1.0000e-03
-    Step 50: loss=1.0325, grad_norm=1.2362, lr=1.0000e-03
+    Step 0: loss=16.8449, grad_norm=51.2438, lr=1.0000e-03
+    Step 20: loss=2.8815, grad_norm=3.1555, lr=1.0000e-03
+    Step 40: loss=1.4857, grad_norm=1.8082, lr=1.0000e-03
       Saved checkpoint to /tmp/.../step_000060
     Training complete!
     Total steps: 60
-    Final loss: 0.7563
+    Final loss: 0.9116
 """
 
 from __future__ import annotations
@@ -49,10 +45,7 @@ async def main(steps: int = 60, out: str = "") -> list[dict[str, float]]:
     out = out or tempfile.mkdtemp()
     # 1. The conversations.
     conversations = [
-        [
-            {"role": "user", "content": f"What is the capital of {country}?"},
-            {"role": "assistant", "content": f"The capital of {country} is {city}."},
-        ]
+        [{"role": "user", "content": f"The capital of {country}?"}, {"role": "assistant", "content": f"{city}."}]
         for country, city in CAPITALS.items()
     ]
 
@@ -72,7 +65,7 @@ async def main(steps: int = 60, out: str = "") -> list[dict[str, float]]:
     )
 
     # 4. The loop.
-    config = SFTTrainingConfig(num_steps=steps, batch_size=4, log_every=10, checkpoint_every=30)
+    config = SFTTrainingConfig(num_steps=steps, batch_size=4, log_every=20, checkpoint_every=60)
     metrics = await run_sft_training(backend, samples, config)
     backend.close()
 
