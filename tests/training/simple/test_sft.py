@@ -48,7 +48,10 @@ def test_samples_with_tensors_train_as_samples_with_lists(backend_of):
 def test_a_learning_rate_beside_a_scheduler(backend_of):
     backend = backend_of(create_cross_entropy_loss())
     backend.scheduler = create_warmup_cosine_scheduler(backend.optimizer, 1, 10)
-    with pytest.raises(ConfigError, match="its scheduler sets the learning rate; leave learning_rate out"):
+    with pytest.raises(
+        ConfigError,
+        match="a scheduler sets its learning rate; make the backend with this rate, or leave learning_rate out",
+    ):
         trio.run(run_sft_training, backend, SAMPLES, SFTTrainingConfig(1, 1, learning_rate=1.0))
     with pytest.raises(ConfigError, match="SFTTrainingConfig: checkpoint_every is -2"):
         SFTTrainingConfig(1, 1, checkpoint_every=-2)
