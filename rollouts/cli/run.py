@@ -96,7 +96,7 @@ _EVAL_DOCS = {
     "model": "The model: a path (also to a run, a checkpoint or an adapter), a name on the hub, or `tiny`.",
 }
 _EVAL_SHOWN = {
-    "out": "runs/<time>-<env>-eval",
+    "out": "runs/<time>-<env>-<model>-eval",
     "max_failures": "stop only if all failed",
     "seed": "that of the evaluated run, else 0",
     "eval_tasks": "that of the evaluated run, else 512",

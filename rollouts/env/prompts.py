@@ -3,7 +3,8 @@
     rollouts run --env prompts --data rows.jsonl --reward pkg/f
 
 A row is {"prompt": text or a list of messages, "answer": ..., "id": ...}. Its other keys become the task's `info`.
-Not here: tools, an own reward, formats other than .jsonl and .json.
+With a `response` (or `completion`), text or messages, it is a demonstration too. The last turn of {"messages": [...]}
+is its response. Not here: tools, an own reward, formats other than .jsonl and .json.
 """
 
 from __future__ import annotations
@@ -47,6 +48,14 @@ class Prompts:
             chosen = held_out if split == "eval" else rest
         rng.shuffle(chosen)
         return chosen
+
+    def demonstrations(self, split: str, rng: random.Random) -> list[list[Message]]:
+        """The conversations of the split's rows that have a response. Raises ConfigError if there are none."""
+        found = [messages for task in self.tasks(split, rng) if (messages := _demonstration(task))]
+        if not found:
+            shapes = '{"messages": [...]} or {"prompt": "...", "response": "..."}'
+            raise ConfigError(f"{self.data} has no demonstrations; a row to learn from is {shapes}")
+        return found
 
     def _read(self, file: str) -> list[Task]:
         return read_tasks(Path(file))
@@ -140,6 +149,8 @@ def _parse(where: str, text: str) -> Any:
 
 
 def _task_of(where: str, row: Any) -> Task:
+    if isinstance(row, dict) and "messages" in row and "prompt" not in row:
+        row = _with_prompt(row)
     if not isinstance(row, dict) or "prompt" not in row:
         found = f"the keys {', '.join(sorted(row)) or '(none)'}" if isinstance(row, dict) else type(row).__name__
         raise ConfigError(f'{where}: a row is {{"prompt": text or messages, "answer": ..., "id": ...}}, got {found}')
@@ -153,6 +164,28 @@ def _task_of(where: str, row: Any) -> Task:
     identity = row.get("id")
     info = {key: value for key, value in row.items() if key not in ("prompt", "answer", "id")}
     return Task(messages, row.get("answer"), info, None if identity is None else str(identity))
+
+
+def _with_prompt(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of `messages` as `prompt` and `response`: what comes before the assistant's last turn, and the rest."""
+    messages = row["messages"]
+    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
+        return row
+    last = max((at for at, each in enumerate(messages) if each.get("role") == "assistant"), default=len(messages))
+    rest = {key: value for key, value in row.items() if key != "messages"}
+    return {"prompt": messages[:last], **({"response": messages[last:]} if messages[last:] else {}), **rest}
+
+
+def _demonstration(task: Task) -> list[Message]:
+    """The task's messages and its response; empty if it has none. Raises ConfigError."""
+    reply = task.info.get("response", task.info.get("completion"))
+    try:
+        replies = (
+            [Message("assistant", reply)] if isinstance(reply, str) else msgspec.convert(reply or [], list[Message])
+        )
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"the row of {task.key}: a response is text or messages: {error}") from error
+    return [*task.messages, *replies] if replies else []
 
 
 def _unit_hash(key: str) -> float:

@@ -182,8 +182,7 @@ def _check_config(config: Any) -> None:
 
 def _check_model(model: Any) -> None:
     if not hasattr(model, "get_input_embeddings"):
-        what = f"the model is {shown(model)}; expected a causal LM of transformers"
-        raise ConfigError(f'{what}: load_model("tiny"), or a generator= that needs none')
+        raise ConfigError(f'the model is {shown(model)}; expected a causal LM, such as load_model("tiny")')
 
 
 def generate_with_logprobs(
@@ -257,6 +256,7 @@ def compute_logprobs(model: Any, generations: Sequence[Generation], *, temperatu
     counts = [len(each.tokens) for each in generations]
     if not sum(counts):
         return [torch.zeros(0) for _ in generations]
+    _check_model(model)
     samples = []
     groups: dict[tuple[int, ...], int] = {}
     for number, each in enumerate(generations):

@@ -235,7 +235,7 @@ def update_reference_model(
     if update_fn is None:
         return ref_model
     function = update_fn
-    if "iteration" in inspect.signature(update_fn).parameters:
+    if callable(update_fn) and "iteration" in inspect.signature(update_fn).parameters:
         function = functools.partial(update_fn, iteration=iteration)
     updated = call("update_fn(ref_model, model)", function, ref_model, model)
     if updated is None:

@@ -24,7 +24,7 @@ from rollouts.author_code import shown
 from rollouts.disk import write_whole
 from rollouts.encoding import encode
 from rollouts.env.prompts import read_tasks, split_tasks
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, OutputError
 from rollouts.primitives.generation import Generator, schemas_of
 from rollouts.primitives.rewards import RewardFn, aggregate_vector_rewards, compute_scalar_reward
 from rollouts.primitives.types import Conversation, Generation, GenerationConfig, Rollout
@@ -278,7 +278,7 @@ def save_rollouts(path: str | Path, rollouts: Sequence[Rollout]) -> None:
     """Write rollouts to a .jsonl file, one object per line; an existing file is replaced as a whole.
 
     Functions among a conversation's tools are written as their schemas. Values that JSON cannot hold are written as
-    text. Raises OSError.
+    text. Raises OutputError if the file cannot be written.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -286,7 +286,12 @@ def save_rollouts(path: str | Path, rollouts: Sequence[Rollout]) -> None:
     ...     load_rollouts(f"{folder}/rollouts.jsonl")[0].generation.text
     '5'
     """
-    write_whole(Path(path), b"".join(encode(_row(each)) + b"\n" for each in rollouts))
+    lines = b"".join(encode(_row(each)) + b"\n" for each in rollouts)
+    try:
+        write_whole(Path(path), lines)
+    except OSError as error:
+        why = error.strerror or error
+        raise OutputError(f"{path} cannot be written: {why}; give a file in an existing folder") from error
 
 
 def load_rollouts(path: str | Path) -> list[Rollout]:
@@ -404,7 +409,8 @@ def create_scripted_generator(replies: Sequence[Generation | str]) -> Generator:
 def create_fixed_logits_model(logits: Sequence[float]) -> Any:
     """A causal LM of transformers for tests whose prediction is the same after every context: these logits [V].
 
-    So you know its logprobs exactly: log softmax of the logits. Its output layer can be trained.
+    So you know its logprobs exactly: log softmax of the logits. Its output layer can be trained. Raises ConfigError for
+    no logits.
 
     >>> from rollouts.primitives import compute_logprobs
     >>> model = create_fixed_logits_model([0.0, 0.0])
@@ -414,6 +420,8 @@ def create_fixed_logits_model(logits: Sequence[float]) -> Any:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    if not len(logits):
+        raise ConfigError("there are no logits; give one for each id of the vocabulary")
     config = LlamaConfig(
         vocab_size=len(logits),
         hidden_size=4,

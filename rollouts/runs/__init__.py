@@ -55,7 +55,7 @@ def run(
     started = time.perf_counter()
     from rollouts.child_environment import pass_on
     from rollouts.runs.folder import choose_folder, default_out
-    from rollouts.runs.manifest import naming_copies
+    from rollouts.runs.manifest import check_model_is_here, naming_copies
     from rollouts.runs.observer import NullObserver
     from rollouts.runs.plan import make_plan
     from rollouts.runs.resume import finished, finished_words, named_checkpoint, run_to_resume
@@ -69,6 +69,8 @@ def run(
         if os.environ.get("RANK", "0") == "0":  # under a launcher, only rank 0 prints it
             observer.finished(finished_words(folder, summary, settings.steps))
         return summary
+    if folder is not None:
+        check_model_is_here(folder, settings.model)
     pass_on(settings.pass_env)
     with remote_code(settings.trust_remote_code):
         if settings.mode == "eval":

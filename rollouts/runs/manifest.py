@@ -12,6 +12,7 @@ import importlib.metadata
 import inspect
 import os
 import platform
+import shlex
 import sys
 import textwrap
 import time
@@ -23,7 +24,7 @@ from rollouts.author_code import CORE, unwrapped
 from rollouts.config.files import NOWHERE, Source
 from rollouts.config.objects import label_of
 from rollouts.config.secrets import command_without_secrets
-from rollouts.errors import OutputError, UnknownComponentError
+from rollouts.errors import ModelError, OutputError, UnknownComponentError
 from rollouts.plugins.index import HELD, ComponentRef, names_module
 from rollouts.runs.folder import CONFIG, RunFolder, read_json
 from rollouts.version import __version__
@@ -170,6 +171,17 @@ def naming_copies(run: Path | None) -> Iterator[None]:
         raise UnknownComponentError("\n".join(lines)) from error
 
 
+def check_model_is_here(run: Path, model: str) -> None:
+    """Raise ModelError if the model of the run in this folder is a relative path that is found only in the directory
+    where the run was begun.
+    """
+    begun = read_json(run / MANIFEST).get("directory")
+    if isinstance(begun, str) and not Path(model).expanduser().exists() and Path(begun, model).is_dir():
+        again = f"cd {shlex.quote(begun)} && rollouts resume {shlex.quote(os.path.abspath(run))}"
+        where = f"the run was begun in {begun}, and {model} is found there"
+        raise ModelError(f"the model {model} is no folder here\n{where}\ntype: {again}")
+
+
 def make_manifest(seed: int, components: Sequence[ComponentRef], files: Sequence[CodeFile] = ()) -> dict[str, Any]:
     """The versions of all distributions with components, the files of components, the seed, the hardware, and the
     command that was typed.
@@ -179,6 +191,7 @@ def make_manifest(seed: int, components: Sequence[ComponentRef], files: Sequence
         "seed": seed,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": command_without_secrets(sys.argv),
+        "directory": os.getcwd(),
         "python": platform.python_version(),
         "components": [
             {"kind": ref.kind, "name": ref.name, "distribution": ref.distribution, "version": ref.version}

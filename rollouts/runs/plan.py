@@ -385,7 +385,8 @@ def _models_of_runs(settings: Settings) -> tuple[Settings, tuple[str, ...]]:
     given = {name: getattr(settings, name) for name in ("model", "critic", "teacher")}
     found = {name: find_checkpoint(folder) for name, folder in given.items() if is_of_run(folder)}
     notes = tuple(
-        f"--{name} {given[name]} is a run's folder: its newest checkpoint is used, {path.name}"
+        ("" if name == "model" else f"--{name} ")
+        + f"{given[name]} is a run's folder: its newest checkpoint is used, {path.name}"
         for name, path in found.items()
     )
     for name in ("critic", "teacher"):
@@ -507,7 +508,7 @@ def _evaluated(settings: Settings, inference: Chosen) -> tuple[Settings, tuple[s
     if (found / STATE).exists():
         check_folder(str(found))
     model = given if found == path else str(found)
-    notes = [] if found == path else [f"--model {given} is a run's folder: its newest checkpoint is used, {found.name}"]
+    notes = [] if found == path else [f"{given} is a run's folder: its newest checkpoint is used, {found.name}"]
     served = _check_served(given, model, inference, of_run=found != path or is_written_by_run(path))
     return dataclasses.replace(settings, model=model), (*notes, *served)
 

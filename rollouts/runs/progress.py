@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 CONVERSATIONS = 3  # how many are shown during a run: one at the first step, the others at equal distances
 LINES, EVALUATION_LINES = 24, 10  # the number of plain lines of a whole run, if the output is not a terminal
 SECONDS_BETWEEN = 10.0  # between the plain lines of an evaluation of a training run
+STEP_CHARACTERS_MAX = 110  # the numbers of a step with metrics of the environment
 CHARACTERS_MAX = 400  # how much of one message is shown
 
 _STEP_METRICS = (
@@ -100,6 +101,10 @@ class Progress:
         done = step + 1
         self._first = step if self._first is None else self._first
         words = "  ".join(f"{word} {form.format(metrics[n])}" for word, n, form in _STEP_METRICS if n in metrics)
+        for name, value in metrics.items():  # those of the environment, if there is room; the last line has all
+            more = f"  {name.removeprefix('metric/')} {value:.3f}"
+            if name.startswith("metric/") and (len(words + more) <= STEP_CHARACTERS_MAX or done == self._total):
+                words += more
         if self._console.is_terminal:
             self._advance(done, words)
         elif step == self._first or done == self._total or done % max(1, self._total // LINES) == 0:

@@ -93,7 +93,7 @@ def test_help_shows_what_matters_and_no_more(capsys):
     for info in setting_infos():
         shown = f"{info.flag} " in out or (info.name == "template" and "--template.ARGUMENT" in out)
         assert shown == (info.name in EVAL and info.name != "mode"), info.name
-    assert "runs/<time>-<env>-eval" in out and "0 is greedy" in out
+    assert "runs/<time>-<env>-<model>-eval" in out and "0 is greedy" in out
 
 
 def test_the_file_of_a_training_run_is_read_for_what_matters(here, composed):
@@ -370,7 +370,8 @@ def test_a_run_is_asked_what_it_held_out(here, capsys):
     assert "it held out 20 of these 50 tasks, and may have trained on the others" in note
     own, note = described(capsys, "--env", "calculator", "--model", "r")
     assert own == "eval_tasks = 20 seed = 5" and "its settings are not those of the run: it held out" in note
-    assert described(capsys, "--env", "./add.py:Add", "--model", "r")[1] == "", "the run never saw these tasks"
+    note = described(capsys, "--env", "./add.py:Add", "--model", "r")[1]
+    assert note == "note: there are 5 different held-out tasks, --eval-tasks asked for 20", "the run never saw them"
     for seed in ("5", "0"):  # a training run that begins with this model
         assert main(["run", *digits, "--model", "r", "--eval-tasks", "20", "--seed", seed, "--dry-run"]) == 0
         assert ("seed is 0 and was 5 in the run: it held out" in capsys.readouterr().out) == (seed == "0")

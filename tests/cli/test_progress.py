@@ -80,6 +80,14 @@ def test_plain_lines():
     assert lines[-1] == "4 steps in 12 s (9 s of CPU) · runs/x"
 
 
+def test_step_lines_have_the_metrics_of_the_environment_if_there_is_room(monkeypatch):
+    own = {"metric/used": 0.25, f"metric/{'long' * 20}": 1.0}
+    monkeypatch.setattr(f"{__name__}.METRICS", METRICS | own)
+    first, *_, last = [line for line in watch().splitlines() if line.startswith("step ")]
+    assert "  gen tok/s 1234  used 0.250  0:0" in first
+    assert f"  used 0.250  {'long' * 20} 1.000  0:00 left" in last
+
+
 def test_a_conversation_is_shown_as_it_was_said():
     text = watch()
     assert "--- a rollout of step 1 (reward 1.000, completed)" in text

@@ -98,3 +98,32 @@ def test_it_needs_a_reward_from_elsewhere() -> None:
     check_environment(Prompts, [reward_term("f", lambda task, trajectory: 1.0)])
     with pytest.raises(EnvironmentDefinitionError, match="--reward pkg/name"):
         check_environment(Prompts, [env_term()])
+
+
+def test_rows_with_a_reply_are_demonstrations(tmp_path: Path) -> None:
+    """A conversation, a prompt with a response or a completion; rows without a reply are only tasks."""
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    rows = [
+        {"messages": [*turns, {"role": "assistant", "content": "d"}]},
+        {"prompt": "e", "response": "f"},
+        {"prompt": "g", "completion": [{"role": "assistant", "content": "h"}]},
+        {"prompt": "i", "answer": 1},
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    env = Prompts(str(file), eval_fraction=0.0)
+    found = env.demonstrations("train", random.Random(0))
+    assert sorted("".join(message.text for message in messages) for messages in found) == ["abcd", "ef", "gh"]
+    tasks = env.tasks("train", random.Random(0))
+    assert sorted("".join(message.text for message in task.messages) for task in tasks) == ["abc", "e", "g", "i"]
+
+
+def test_rows_without_any_reply_are_no_demonstrations(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    for row, words in (
+        ({"prompt": "a", "answer": 1}, "has no demonstrations; a row to learn from is"),
+        ({"prompt": "a", "response": [3]}, "the row of prompt:a: a response is text or messages"),
+    ):
+        file.write_text(json.dumps(row) + "\n")
+        with pytest.raises(ConfigError, match=words):
+            Prompts(str(file), eval_fraction=0.0).demonstrations("train", random.Random(0))

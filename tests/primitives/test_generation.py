@@ -234,8 +234,10 @@ def test_what_cannot_be_sampled(model, tokenizer, prompt, settings, words):
 
 
 def test_what_is_no_model_and_no_tokenizer(model, tokenizer):
-    with pytest.raises(ConfigError, match=r"the model is 'tiny'; expected a causal LM of transformers: load_model"):
+    with pytest.raises(ConfigError, match=r"the model is 'tiny'; expected a causal LM, such as load_model"):
         generate("tiny", tokenizer, "2")
+    with pytest.raises(ConfigError, match="the model is None; expected a causal LM"):
+        generate_with_logprobs(None, tokenizer, "2", generator=lambda *given: "5")
     with pytest.raises(ConfigError, match=r"the tokenizer is None; expected that of the model: load_tokenizer"):
         generate(model, None, "2")
 

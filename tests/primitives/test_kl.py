@@ -107,6 +107,7 @@ def test_a_batch_has_one_number_per_rollout():
         (lambda: create_ema_updater(1.5), r"create_ema_updater\(decay=0.999\)"),
         (lambda: create_periodic_updater(0), r"create_periodic_updater\(10\)"),
         (lambda: update_reference_model(1, 2, update_fn=lambda ref, policy: None), "return the reference model"),
+        (lambda: update_reference_model(1, 2, update_fn=3), r"cannot be called as update_fn\(ref_model, model\)"),
     ],
 )
 def test_what_is_wrong(call, words):

@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, OutputError
 from rollouts.plugins.signature import call_with, check_signature
 from rollouts.primitives import (
     Conversation,
@@ -91,6 +91,7 @@ def test_rewards_made_of_others():
         (lambda: sample_prompts([], 1), "give at least one prompt"),
         (lambda: split_prompts(["a"], 1.5), r"split_prompts\(prompts, 0.1\)"),
         (lambda: format_prompts("{a} + {b}", [{"a": 2}]), "'b'; row 0 has a"),
+        (lambda: create_fixed_logits_model([]), "there are no logits"),
         (lambda: create_prompt_loader([], 1), "there are no prompts"),
         (lambda: create_prompt_loader(["a"], 0), "batch_size=8"),
     ],
@@ -203,6 +204,8 @@ def test_rollouts_are_read_as_they_were_written(tmp_path):
         load_rollouts(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         load_rollouts(tmp_path / "no.jsonl")
+    with pytest.raises(OutputError, match="cannot be written: No such file or directory; give a file in an existing"):
+        save_rollouts(tmp_path / "no" / "rollouts.jsonl", [plain])
 
 
 def test_a_rollout_for_people():

@@ -11,8 +11,10 @@ import pytest
 
 import rollouts
 from rollouts.cli import main
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, ModelError
 from rollouts.runs.export import find_checkpoint, is_of_run
+from rollouts.runs.jobs.evaluate import _model_name
+from rollouts.runs.manifest import check_model_is_here
 from rollouts.training.models import TINY_PATH, bundled
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -35,12 +37,33 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
+def test_a_relative_model_that_is_not_here_names_the_directory_of_the_run(here, monkeypatch):
+    Path("models/base").mkdir(parents=True)
+    Path("first/manifest.json").write_text(json.dumps({"directory": str(here)}))
+    check_model_is_here(Path("first"), "models/base")
+    (here / "other").mkdir()
+    monkeypatch.chdir(here / "other")
+    check_model_is_here(Path("../first"), "Qwen/Qwen3-0.6B")
+    with pytest.raises(ModelError) as caught:
+        check_model_is_here(Path("../first"), "models/base")
+    assert f"the run was begun in {here}, and models/base is found there" in str(caught.value)
+    assert str(caught.value).endswith(f"type: cd {here} && rollouts resume {here / 'first'}")
+
+
+@pytest.mark.parametrize(
+    ("model", "name"), [("ada/base", "base"), ("runs/a/checkpoints/step_000003", "a-step_000003"), ("tiny", "tiny")]
+)
+def test_the_folder_of_an_evaluation_has_the_name_of_the_model(model, name):
+    assert _model_name(model) == name
+
+
 @pytest.mark.parametrize("name", ["model", "critic", "teacher"])
 def test_a_folder_of_a_run_is_its_newest_checkpoint(here, name):
     loss = {"model": "grpo", "critic": "ppo", "teacher": "opd"}[name]
     made = plan(loss=loss, **{name: "first"})
     assert getattr(made.settings, name) == "first/checkpoints/step_000012"
-    assert f"--{name} first is a run's folder: its newest checkpoint is used, step_000012" in made.notes
+    flag = "" if name == "model" else f"--{name} "
+    assert f"{flag}first is a run's folder: its newest checkpoint is used, step_000012" in made.notes
     if name != "model":
         assert getattr(made.auxiliary_models, name) == "first/checkpoints/step_000012"
     assert f'{name} = "first/checkpoints/step_000012"' in made.config, "running it again means the same model"
@@ -79,7 +102,7 @@ def test_a_run_begins_where_another_one_ended(tmp_path, monkeypatch, capsys):
     assert main(["eval", "rl", "--max-tokens", "8", "--samples-per-prompt", "1", "--out", "evaluated"]) == 0
     assert json.loads(Path("evaluated/summary.json").read_text())["model"] == "rl/checkpoints/step_000001"
     out = capsys.readouterr().out
-    assert "note: --model rl is a run's folder: its newest checkpoint is used, step_000001" in out
+    assert "note: rl is a run's folder: its newest checkpoint is used, step_000001" in out
     with pytest.raises(ConfigError, match=r"folder of an evaluation, which writes no model; give .* rl/check"):
         find_checkpoint("evaluated")
 

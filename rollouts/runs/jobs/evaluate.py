@@ -51,7 +51,7 @@ def evaluate(plan: Plan, observer: Observer, started: float, home: Path) -> dict
         KeyboardInterrupt: after Ctrl-C; the folder keeps the finished episodes.
     """
     settings = plan.settings
-    make_folder = choose_folder(settings.out, default_out(plan.env_name, "eval"), home)
+    make_folder = choose_folder(settings.out, default_out(plan.env_name, f"{_model_name(settings.model)}-eval"), home)
     tasks = plan.eval_tasks()
     chat = None if plan.is_chat else load_chat(settings, plan.environments, tool_parser=plan.tool_parser)
     with Session(observer, started, plan.manager) as session:
@@ -69,6 +69,12 @@ def evaluate(plan: Plan, observer: Observer, started: float, home: Path) -> dict
         session.begin(job, job.title, job.total, job.notes, plan.plain)
         trio.run(job.run, signal.getsignal(signal.SIGINT), restrict_keyboard_interrupt_to_checkpoints=True)
     return job.summary
+
+
+def _model_name(model: str) -> str:
+    """The name of a model in a folder's name; of a checkpoint, the run's folder and the step."""
+    path = Path(model)
+    return f"{path.parents[1].name}-{path.name}" if path.parent.name == "checkpoints" else path.name
 
 
 class EvaluationJob:

@@ -160,7 +160,9 @@ class Executor:
 
 
 class TorchBackend:
-    """Implements `TrainingBackend`. `model` includes the adapters; it is None if the weights are sharded."""
+    """Implements `TrainingBackend`. `model` includes the adapters; it is None if the weights are sharded. `lr` is the
+    learning rate after the warm-up.
+    """
 
     can_profile = True
 
@@ -174,6 +176,7 @@ class TorchBackend:
         self.checkpoint_bytes: int | None = trainer.checkpoint_bytes()
         self.model = None if trainer.is_sharded else trainer.causal
         self.model_files = trainer.model_files
+        self.lr = trainer.lr
         self._executor = executor
         self._trainer = trainer
 

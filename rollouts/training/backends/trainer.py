@@ -89,7 +89,7 @@ class Trainer:
         self.is_sharded = shards is not None
         # Absolute, because every save reads it, and the working directory may have changed.
         self._source = str(Path(source).absolute()) if source is not None and Path(source).is_dir() else source
-        self._settings = settings
+        self._settings, self.lr = settings, settings.lr
         self._shards = shards
         self._denominator = 0.0
         self._skipped = 0

@@ -97,8 +97,9 @@ class RolloutManager:
 
     def __init__(self, data_buffer: DataBuffer, config: RolloutConfig, **rollout_kwargs: Any) -> None:
         warnings.warn(
-            "RolloutManager is deprecated and will be removed in a future version. Use generate_rollout_batches() "
-            "instead. For async rollout generation, use AsyncRolloutManager.",
+            "RolloutManager is deprecated and will be removed in a future version. "
+            "Use generate_rollout_batches() from rollouts.training.rollout_generation instead. "
+            "For async rollout generation, use AsyncRolloutManager.",
             DeprecationWarning,
             stacklevel=2,
         )

@@ -196,7 +196,7 @@ class Config:
                 found = json.loads(path.read_text(encoding="utf-8"))
         except Exception as error:  # the code of a file may raise anything
             raise ConfigError(f"{path} cannot be read: {words_of(error)}") from error
-        return _read(cls, found, str(path))
+        return read_config(found, str(path))
 
     def to_settings(self) -> dict[str, Any]:
         """The settings of `rollouts.run` and of a settings file. `settings` override the other fields."""
@@ -214,7 +214,7 @@ class Config:
         found |= {"checkpoint_every": self.training.checkpoint_every or None}
         how = {"dtype": self.model.dtype, "device": self.model.device}
         found["training"] = {name: value for name, value in how.items() if value != "auto"} or None
-        if self.deployment.sglang_port is not None:
+        if self.deployment.sglang_port is not None and self.mode != "sft":
             found["inference"] = {"name": "sglang", "url": f"http://127.0.0.1:{self.deployment.sglang_port}"}
         return {name: value for name, value in found.items() if value is not None} | self.settings
 
@@ -263,9 +263,12 @@ def is_config(tree: object) -> bool:
     return isinstance(tree, Mapping) and {"model", "deployment", "output"} <= tree.keys()
 
 
-def read_config(tree: Mapping[str, Any], place: str) -> Config:
+def read_config(tree: Any, place: str) -> Config:
     """A Config from nested dicts. Raises ConfigError that begins with `place`."""
-    return _read(Config, tree, place)
+    try:
+        return _read(Config, tree, place)
+    except ConfigError as error:
+        raise error if str(error).startswith(place) else ConfigError(f"{place}: {error}") from error
 
 
 def _check(config: object, is_good: bool, name: str, expected: str) -> None:

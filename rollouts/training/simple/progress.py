@@ -98,13 +98,15 @@ def short_names(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def set_learning_rate(backend: Any, learning_rate: float | None) -> None:
-    """Set the learning rate of a backend with an `optimizer`. Raises ConfigError for any other backend, and if a
-    scheduler sets the rate.
+    """Set the learning rate of a backend with an `optimizer`. Raises ConfigError for any other backend that was made
+    with another rate, and if a scheduler sets the rate.
     """
-    if learning_rate is None:
+    made_with = getattr(backend, "lr", None)
+    if learning_rate is None or learning_rate == made_with:
         return
     if not hasattr(backend, "optimizer") or getattr(backend, "scheduler", None) is not None:
-        owner = "its scheduler sets" if hasattr(backend, "optimizer") else f"{type(backend).__name__} has its own"
-        raise ConfigError(f"learning_rate {learning_rate:g}: {owner} the learning rate; leave learning_rate out")
+        reason = "a scheduler sets its learning rate" if made_with is None else f"it was made with lr={made_with:g}"
+        what = f"the config's learning_rate is {learning_rate:g}, and the {type(backend).__name__} does not take it"
+        raise ConfigError(f"{what}: {reason}; make the backend with this rate, or leave learning_rate out")
     for group in backend.optimizer.param_groups:
         group["lr"] = learning_rate

@@ -234,7 +234,9 @@ def test_groups_of_different_sizes_and_settings_out_of_range(backend_of):
         RLTrainingConfig(1, log_every=-1)
     backend = create_pytorch_backend("tiny", 1e-3, 1, "grpo")
     try:
-        with pytest.raises(ConfigError, match=r"learning_rate 0\.1: TorchBackend has its own"):
+        with pytest.raises(
+            ConfigError, match=r"learning_rate is 0\.1, and the TorchBackend .* it was made with lr=0\.001"
+        ):
             train(backend, None, RLTrainingConfig(1, learning_rate=0.1), samples=samples)
     finally:
         backend.close()

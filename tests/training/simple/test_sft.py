@@ -48,7 +48,10 @@ def test_samples_with_tensors_train_as_samples_with_lists(backend_of):
 def test_a_learning_rate_beside_a_scheduler(backend_of):
     backend = backend_of(create_cross_entropy_loss())
     backend.scheduler = create_warmup_cosine_scheduler(backend.optimizer, 1, 10)
-    with pytest.raises(ConfigError, match="its scheduler sets the learning rate; leave learning_rate out"):
+    with pytest.raises(
+        ConfigError,
+        match="a scheduler sets its learning rate; make the backend with this rate, or leave learning_rate out",
+    ):
         trio.run(run_sft_training, backend, SAMPLES, SFTTrainingConfig(1, 1, learning_rate=1.0))
     with pytest.raises(ConfigError, match="SFTTrainingConfig: checkpoint_every is -2"):
         SFTTrainingConfig(1, 1, checkpoint_every=-2)
@@ -59,7 +62,8 @@ def test_the_plain_backend_scores_as_the_runs_backend(backend_of):
         Row([1, 2, 3, 4], [0.0, 1.0, 0.0, 1.0], [], [0.0] * 4, None, 0, 0),
         Row([7, 8], [0.0, 1.0], [], [0.0] * 2, None, 1, 1),
     ]
-    batch = TrainBatch(rows, 1.0, [], 0)
+    rows[1].temperature = 2.0
+    batch = TrainBatch(rows, 1.0, [], 0, temperature=0.5)
     theirs = create_pytorch_backend("tiny", 1e-3, 1, "sft")
     ours = backend_of(create_cross_entropy_loss(), theirs.model)
     try:

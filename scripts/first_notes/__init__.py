@@ -1,0 +1,1 @@
+"""The rows of the audit, a module for each note."""
