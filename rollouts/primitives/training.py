@@ -221,16 +221,12 @@ def train(
     _check_training(num_iterations, checkpoint_every, eval_every)
     state = initial_state
     for iteration in range(state.iteration, num_iterations):
-        config: Any = algorithm_config
-        if callable(algorithm_config):
-            config = call("algorithm_config(iteration)", algorithm_config, iteration)
+        config = _of_iteration("algorithm_config(iteration)", algorithm_config, iteration)
         check_config(config)
         if "ref_logprobs" in needs(config.algorithm) and state.ref_model is None:
             what = f"the algorithm {config.name} compares with a reference in iteration {iteration}, and there is none"
             raise ConfigError(f"{what}; give TrainingState(..., ref_model=create_reference_model(model))")
-        prompts: Any = prompt_loader
-        if callable(prompt_loader):
-            prompts = call("prompt_loader(iteration)", prompt_loader, iteration)
+        prompts = _of_iteration("prompt_loader(iteration)", prompt_loader, iteration)
         state, stats = training_iteration(state, prompts, gen_config, config, reward_fn, **iteration_options)
         is_last = iteration + 1 == num_iterations
         if ref_model_update_fn is not None and state.ref_model is not None:
@@ -304,6 +300,11 @@ def quick_start_training(
         logger=logger or log_to_console,
         **train_options,
     )
+
+
+def _of_iteration(form: str, given: Any, iteration: int) -> Any:
+    """What a function of the iteration returns; anything else is the same in each iteration."""
+    return call(form, given, iteration) if callable(given) else given
 
 
 def _check_training(num_iterations: int, checkpoint_every: int, eval_every: int) -> None:
