@@ -13,7 +13,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rollouts.errors import TrainingError
+from rollouts.author_code import shown
+from rollouts.errors import ConfigError, TrainingError
 from rollouts.primitives.rewards import aggregate_vector_rewards
 from rollouts.primitives.types import Batch, Generation, Rollout
 from rollouts.training.batching import BUCKET_SAVING_MIN, make_batch
@@ -113,6 +114,8 @@ def create_batch(
 
     if not rollouts:
         raise TrainingError("there are no rollouts to train; give one or more")
+    if not all(isinstance(each, Rollout) for each in rollouts):
+        raise ConfigError(f"expected a list of rollouts, got {shown(rollouts)}; create_batch_rollouts returns one")
     samples = rollout_samples(rollouts)
     places = [(sample, at) for sample in samples for at, weight in enumerate(sample.loss_mask) if weight > 0]
     rewards = [math.nan if (reward := reward_of(rollout)) is None else reward for rollout in rollouts]
