@@ -33,13 +33,21 @@ from rollouts.primitives.algorithms import (
     loss_sum,
     select_trained,
 )
-from rollouts.primitives.batches import create_batch, group_numbers, part_batch, reward_of, turns_of, was_cut_off
+from rollouts.primitives.batches import (
+    create_batch,
+    group_numbers,
+    part_batch,
+    reward_of,
+    to_device,
+    turns_of,
+    was_cut_off,
+)
 from rollouts.primitives.calls import call
 from rollouts.primitives.generation import Prompt, load_model, load_tokenizer
 from rollouts.primitives.kl import UpdateFn, create_reference_model, update_reference_model
 from rollouts.primitives.rewards import RewardFns
 from rollouts.primitives.rollouts import create_batch_rollouts
-from rollouts.primitives.types import Batch, GenerationConfig, Rollout, TrainingState, TrainingStats
+from rollouts.primitives.types import GenerationConfig, Rollout, TrainingState, TrainingStats
 from rollouts.primitives.utilities import create_prompt_loader
 from rollouts.training.algorithms.algorithm import needs
 from rollouts.types import Task
@@ -95,7 +103,7 @@ def training_step(
 
     check_config(algorithm_config)
     whole = create_batch(None, rollouts, train_truncated=train_truncated)
-    whole = _on_device(whole, state.model.get_input_embeddings().weight.device)
+    whole = to_device(whole, state.model.get_input_embeddings().weight.device)
     whole = select_trained(whole, algorithm_config)
     targets = compute_targets(whole, algorithm_config)
     total = denominator = 0.0
@@ -353,12 +361,6 @@ def _part_of(targets: Tensor | PPOAdvantages | Pairs, places: Tensor, numbers: S
     if isinstance(targets, PPOAdvantages):
         return PPOAdvantages(*(each[places] for each in targets))
     return [pair for pair in targets if pair[0] in numbers] if isinstance(targets, list) else targets
-
-
-def _on_device(batch: Batch, device: Any) -> Batch:
-    import torch
-
-    return Batch._make(each.to(device) if isinstance(each, torch.Tensor) else each for each in batch)
 
 
 def _backward(loss: Tensor, config: AlgorithmConfig) -> None:
