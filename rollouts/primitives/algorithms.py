@@ -104,8 +104,8 @@ clip_high, clip_low, dual_clip, entropy_coef, eps, kl_coef)
         value_fn: `value_fn(batch)` returns values [T], with gradient if the optimizer has its parameters
     """
     algorithm, label = _recipe(name)
-    if not isinstance(settings, Mapping | None):
-        raise ConfigError(f'the settings are {shown(settings)}; expected a dict such as {{"clip_high": 0.28}}')
+    if settings is not None and not isinstance(settings, Mapping):
+        raise ConfigError(f'the settings are {shown(settings)}; expected a dict, such as {{"kl_coef": 0.2}}')
     given = dict(settings or {})
     kl_coefficient = given.pop("kl_coef", 0.0 if algorithm.kl is None else algorithm.kl.coefficient)
     if loss_fn is not None:
@@ -163,7 +163,12 @@ def _estimator(kl_fn: Callable[..., Any]) -> Callable[[Tensor, Tensor], Tensor]:
     def estimator(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
         import torch
 
-        return torch.as_tensor(kl_fn(logprobs, ref_logprobs), device=logprobs.device).expand(logprobs.shape)
+        values: Any = call("kl_fn(logprobs, ref_logprobs)", kl_fn, logprobs, ref_logprobs)
+        try:
+            return torch.as_tensor(values, device=logprobs.device).expand(logprobs.shape)
+        except (TypeError, ValueError, RuntimeError) as error:
+            expected = f"one number, or one per sampled id [{len(logprobs)}]"
+            raise calls.wrong_result("kl_fn", kl_fn, shown(values), expected) from error
 
     estimator.__name__ = function_label(kl_fn)
     return estimator
@@ -344,12 +349,6 @@ def compute_ppo_loss(
 # --- any algorithm ----------------------------------------------------------------------------------------------------
 
 
-def check_config(config: Any) -> None:
-    """Raise ConfigError for anything but an AlgorithmConfig."""
-    if not isinstance(config, AlgorithmConfig):
-        raise ConfigError(f'the algorithm_config is {shown(config)}; expected create_algorithm_config("grpo")')
-
-
 def compute_loss_by_algorithm(batch: Batch, algorithm_config: AlgorithmConfig) -> Tensor:
     """The loss of a batch by this algorithm, with gradient: pairs or advantages first, then the loss.
 
@@ -365,6 +364,12 @@ def compute_loss_by_algorithm(batch: Batch, algorithm_config: AlgorithmConfig) -
     check_config(algorithm_config)
     batch = select_trained(batch, algorithm_config)
     return _mean_loss(batch, algorithm_config, compute_targets(batch, algorithm_config))
+
+
+def check_config(config: Any) -> None:
+    """Raise ConfigError for anything but an AlgorithmConfig."""
+    if not isinstance(config, AlgorithmConfig):
+        raise ConfigError(f'the algorithm_config is {shown(config)}; expected create_algorithm_config("grpo")')
 
 
 def select_trained(batch: Batch, config: AlgorithmConfig) -> Batch:
@@ -455,7 +460,7 @@ def _whole_batch(batch: Batch, config: AlgorithmConfig) -> PPOAdvantages:
 def _values(batch: Batch, value_fn: Callable[[Batch], Tensor]) -> Tensor:
     import torch
 
-    values = call("value_fn(batch)", value_fn, batch)
+    values: Any = call("value_fn(batch)", value_fn, batch)
     if not isinstance(values, torch.Tensor) or values.shape != batch.mask.shape:
         given = f"shape {list(values.shape)}" if isinstance(values, torch.Tensor) else type(values).__name__
         raise calls.wrong_result("value_fn", value_fn, given, f"[{len(batch.mask)}], one value per sampled id")
