@@ -29,7 +29,7 @@ env = "prompts"
 data = "math.jsonl"
 system = "Think step by step. End your reply with the answer, as a number."
 template = {"enable_thinking": False}
-reward = [f"{__file__}:correct"]
+reward = [correct]
 loss = "grpo"
 filter = ["nonzero_std"]  # groups whose replies are all right or all wrong have no gradient
 

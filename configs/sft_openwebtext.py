@@ -48,7 +48,7 @@ class Texts:
 mode = "sft"
 loss = "sft"
 model = "HuggingFaceTB/SmolLM2-135M-Instruct"
-env = f"{__file__}:Texts"
+env = Texts
 
 steps = 1000
 prompts_per_step = 32  # texts of a step

@@ -42,7 +42,7 @@ class Conversations:
 mode = "sft"
 loss = "sft"
 model = "Qwen/Qwen3-0.6B"
-env = f"{__file__}:Conversations"
+env = Conversations
 template = {"enable_thinking": False}
 
 steps = 500

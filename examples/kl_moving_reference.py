@@ -43,7 +43,7 @@ def follow(reference: list[Tensor], policy: list[Tensor], version: int, *, steps
 
 def main(steps: int = 20, out: str = "") -> dict[str, list[float]]:
     out = out or tempfile.mkdtemp()
-    references: dict[str, Any] = {"frozen": "frozen", "follow": {"name": f"{__file__}:follow", "steps": 2}}
+    references: dict[str, Any] = {"frozen": "frozen", "follow": {"name": follow, "steps": 2}}
     measured = {}
     for name, reference in references.items():
         rollouts.run(

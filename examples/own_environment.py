@@ -43,7 +43,7 @@ class Shop:
 
 
 def main(steps: int = 40) -> dict[str, Any]:
-    summary = rollouts.run(env={"name": f"{__file__}:Shop", "items": 50}, steps=steps, eval_tasks=100)
+    summary = rollouts.run(env={"name": Shop, "items": 50}, steps=steps, eval_tasks=100)
     before, after = summary["evaluation"]["before"], summary["evaluation"]["after"]
     print(f"reward on held-out tasks: {before['reward_mean']:.2f} before, {after['reward_mean']:.2f} after")
     return summary

@@ -43,7 +43,7 @@ def main(steps: int = 40, out: str = "") -> dict[str, Any]:
     out = out or tempfile.mkdtemp()
     summary = rollouts.run(
         env="calculator",
-        loss={"name": f"{__file__}:soft_clip", "penalty": 4.0},
+        loss={"name": soft_clip, "penalty": 4.0},
         minibatches=2,  # two optimizer steps for each batch: in the second one the ratio is not 1
         steps=steps,
         eval_tasks=100,

@@ -53,7 +53,7 @@ class Unreliable(Calculator):
 
 def main(steps: int = 40, out: str = "") -> dict[str, Any]:
     out = out or tempfile.mkdtemp()
-    summary = rollouts.run(env=f"{__file__}:Unreliable", steps=steps, eval_tasks=0, out=out)
+    summary = rollouts.run(env=Unreliable, steps=steps, eval_tasks=0, out=out)
     names = ("rollout/tool_calls", "rollout/tool_fail_frac", "metric/unanswered", "reward/mean")
     for metrics in map(json.loads, Path(out, "metrics.jsonl").read_text().splitlines()[:: max(1, steps // 4)]):
         print(f"step {metrics['step']:2}", *(f"{name} {metrics[name]:.2f}" for name in names), sep="  ")

@@ -43,8 +43,8 @@ def main(steps: int = 40, out: str = "") -> dict[str, Any]:
     out = out or tempfile.mkdtemp()
     summary = rollouts.run(
         env="calculator",
-        reward=["env:1", f"{__file__}:brevity:0.2", f"{__file__}:used_tool:0.1"],
-        mix=f"{__file__}:gated",
+        reward=["env:1", (brevity, 0.2), (used_tool, 0.1)],
+        mix=gated,
         steps=steps,
         eval_tasks=100,
         out=out,

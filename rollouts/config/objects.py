@@ -199,9 +199,12 @@ def held_names(tree: Mapping[str, Any]) -> dict[str, list[str]]:
     def search(key: str, value: Any) -> None:
         if isinstance(value, str) and HELD.fullmatch(value):
             found.setdefault(key, []).append(value)
+        elif isinstance(value, Mapping) and "name" in value:  # its other values are settings, except for a curriculum
+            search(key, value["name"])
+            search(key, value.get("weight"))
         elif isinstance(value, Mapping):
             for inner in value.values():
-                search(key, inner)
+                search(key, inner if isinstance(inner, Mapping) else None)
         elif isinstance(value, list | tuple):
             for inner in value:
                 search(key, inner)

@@ -85,7 +85,8 @@ def again_command(resolved: Resolved, folder: Path) -> str:
 def unread_notes(resolved: Resolved) -> tuple[str, ...]:
     """A note for each object whose source cannot be read, so that the run keeps no copy of it."""
     objects = resolved.source.objects
-    named = {name: objects.components[name] for names in held_by(resolved).values() for name in names}
+    held = [name for names in held_by(resolved).values() for name in names]
+    named = {name: objects.components[name] for name in held if name in objects.components}
     unread = [name for name, value in named.items() if source_of(value) is None]
     unread += ["on_step" for value in objects.on_step if source_of(value) is None]
     return tuple(f"the source of {name} cannot be read, so the run keeps no copy of it" for name in unread)

@@ -24,6 +24,7 @@ from rollouts.config.settings import COMPONENT_KINDS, Settings
 from rollouts.errors import ConfigError, DamagedCheckpointError, RolloutsError, UserError, said_of
 from rollouts.runs.environments import demonstrations, task_buffer
 from rollouts.runs.folder import SUMMARY, RunFolder, choose_folder, default_out, holds_run, read_json
+from rollouts.runs.held_objects import refuse_lost
 from rollouts.runs.jobs.train import train
 from rollouts.runs.observer import NullObserver, Observer
 from rollouts.runs.plan import Plan, config_text, make_plan
@@ -134,6 +135,7 @@ def compose_phases(resolved: Resolved) -> PhasePlans:
             "(--training fsdp --training.processes 2), or type `rollouts sft ... --out OUT` and then `rollouts run ... "
             "--model OUT/checkpoints/step_N`"
         )
+    refuse_lost(resolved, COMPONENT_KINDS)
     first, second = phases(resolved)
     rl = make_plan(second)
     with said_of(SUPERVISED):

@@ -17,7 +17,7 @@ import trio
 import rollouts
 from rollouts.cli import main
 from rollouts.config.files import NOWHERE, load_file
-from rollouts.config.objects import take_objects
+from rollouts.config.objects import held_names, take_objects
 from rollouts.config.resolving import resolve
 from rollouts.errors import ConfigError, RunError, SignatureError, UserError
 from rollouts.runs.dry_run import objective_words
@@ -100,6 +100,8 @@ def test_every_key_of_a_component_takes_an_object():
         filter=[lambda rewards: True, lambda rewards: False],
         logger=local("class Mine:\n    def __init__(self, folder): pass", "Mine"),
         inference=local("def engine(model, training): pass", "engine"),
+        tool=local('def look(place: str) -> str:\n    """Look at a place."""\n    return place', "look"),
+        optimizer=local("import torch\ndef steps(params, lr): return torch.optim.SGD(params, lr)", "steps"),
     )
     assert plan.one("reward").component is flat
     assert plan.algorithm.terms[0].function.func is scaled
@@ -149,6 +151,13 @@ def test_an_object_of_an_installed_component_is_this_component():
     plan = composed(loss=GRPO)
     assert plan.one("env").ref.distribution == "rollouts-calculator"
     assert objective_words(plan.algorithm) == objective_words(composed(loss="grpo").algorithm)
+
+
+def test_a_setting_in_angle_brackets_is_no_object():
+    names = held_names({"inference": {"name": "<engine>", "stop": "<pad>", "body": {"name": "<x>"}}, "system": "<s>"})
+    assert names == {"inference": ["<engine>"]}
+    weights = {"env": {"easy": {"name": "a", "weight": {"name": "<growing>"}, "token": "<pad>"}}}
+    assert held_names(weights | {"sft": {"loss": "<mine>"}}) == {"env": ["<growing>"], "loss": ["<mine>"]}
 
 
 def test_a_schedule_and_the_supervised_phase_take_objects():
@@ -408,7 +417,7 @@ class Loaded:
         ({"on_step": 3}, "on_step: expected a function of one argument, got 3"),
         ({"on_step": [print, lambda: None]}, "on_step: expected a function of one argument, got lambda"),
     ],
-    ids=str,
+    ids=lambda value: value[:40] if isinstance(value, str) else "settings",  # the same in every worker
 )
 def test_bad_input_is_one_clear_error(settings, words, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])  # the places of errors are relative

@@ -277,7 +277,9 @@ class PyTorchTrainingBackend:
         with torch.no_grad():
             tensors = {name: each.to(device) for name, each in _tensors_of(batch.rows).items()}
             output = self.model(tensors["input_ids"])
-            found = label_logprobs(getattr(output, "logits", output), tensors["labels"])
+            divisors = [batch.temperature if row.temperature is None else row.temperature for row in batch.rows]
+            logits = getattr(output, "logits", output) / torch.tensor(divisors, device=device)[:, None, None]
+            found = label_logprobs(logits, tensors["labels"])
         live = tensors["loss_mask"] > 0 if only_live else torch.ones_like(tensors["loss_mask"])
         logprobs, entropy = (
             [row[: len(of.tokens)].tolist() for row, of in zip(each * live, batch.rows, strict=True)] for each in found

@@ -198,6 +198,7 @@ def _start_others(processes: int, config: str, variables: Mapping[str, str]) -> 
         **variables,
         "WORLD_SIZE": str(processes),
         "ROLLOUTS_STARTED_BY_RANK_0": str(os.getpid()),
+        "PYTHONPATH": os.pathsep.join(each or os.getcwd() for each in sys.path),  # ranks import what this one imports
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # rank 0 reports errors
     }
     if "OMP_NUM_THREADS" not in os.environ:

@@ -93,8 +93,16 @@ def with_lists(sample: types.Sample) -> types.Sample:
 
 
 def with_tensors(samples: Sequence[types.Sample]) -> list[Sample]:
-    """The samples with tensors: `input_ids`, `labels` and `loss_mask` [L]."""
+    """The samples with tensors: `input_ids`, `labels` and `loss_mask` [L]; and with a grade."""
     import torch
 
-    known = [{field.name: getattr(each, field.name) for field in dataclasses.fields(each)} for each in samples]
+    graded = map(with_grade, samples)
+    known = [{field.name: getattr(each, field.name) for field in dataclasses.fields(each)} for each in graded]
     return [Sample(**each | {"loss_mask": torch.as_tensor(each["loss_mask"], dtype=torch.float32)}) for each in known]
+
+
+def with_grade(sample: types.Sample) -> types.Sample:
+    """The sample whose metadata has `correct`. If it has none: whether the reward, such as an environment's, is 1 or
+    more.
+    """
+    return dataclasses.replace(sample, metadata={"correct": (sample.reward or 0.0) >= 1.0, **sample.metadata})
