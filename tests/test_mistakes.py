@@ -160,7 +160,13 @@ COMMANDS = [
     row("a push without a name", "export d m --push", "--push needs a value", "--push NAME", files={"d/x": ""}),
     row("public without a push", "export d m --public", "--push USER/MODEL, or leave", files={"d/x": ""}),
     row("no demonstrations", f"sft --env ./e.py:Dice {SMALL}", "has no demonstrations", "rollouts run", files=env()),
-    row("rows are no demonstrations", "sft --data rows.jsonl", "has no demonstrations", files=rows(ROW * 9)),
+    row(
+        "rows are no demonstrations",
+        "sft --data rows.jsonl --eval-tasks 0",
+        "has no demonstrations",
+        files=rows(ROW * 9),
+    ),
+    row("rows have no reward", "sft --data rows.jsonl", "has no @reward", "--eval-tasks 0", files=rows(ROW * 9)),
     row("sft with an rl loss", "sft --env calculator --loss grpo", "advantages", "--loss sft"),
     row("sft with a mode", "sft --mode rl", "rollouts run --mode MODE", never=("--model",)),
 ]
