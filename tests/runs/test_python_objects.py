@@ -396,7 +396,7 @@ class Loaded:
         ({"on_step": 3}, "on_step: expected a function of one argument, got 3"),
         ({"on_step": [print, lambda: None]}, "on_step: expected a function of one argument, got lambda"),
     ],
-    ids=str,
+    ids=lambda value: value[:40] if isinstance(value, str) else "settings",  # the same in every worker
 )
 def test_bad_input_is_one_clear_error(settings, words, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])  # the places of errors are relative
