@@ -139,7 +139,6 @@ COMMANDS = [
     row("plugins install", "plugins install acme", "no command 'install'", "pip install PACKAGE"),
     row("a plugin's name mistyped", "plugins show gpro", "'gpro'", "did you mean", "grpo"),
     row("a kind in the singular", "plugins list --kind loss", "did you mean: losses?"),
-    row("a file of no kind", "plugins show ./e.py:Dice", "--kind KIND", files=ENV and env()),
     row("no environment", "run", "no environment was named", "--env calculator"),
     row("an environment without its flag", "run calculator", "there is no such settings file", "`--env calculator`"),
     row("an environment of a file here", "run e", "type `--env ./e.py:NAME`", files=env(), never=("did you mean",)),
