@@ -474,7 +474,11 @@ def _paired(batch: Batch, pairs: Any) -> tuple[Batch, Tensor, Tensor]:
     import torch
 
     found: list[tuple[Tensor, float, int]] = []
+    known = set(range(len(batch.rollouts)))
     for number, pair in enumerate(pairs):
+        if not isinstance(pair, Sequence) or len(pair) != 2 or len(known.intersection(pair)) != 2:
+            expected = f"(chosen, rejected), two different rollouts from 0 to {len(known) - 1}"
+            raise TrainingError(f"pair {number} is {shown(pair)}; expected {expected}")
         for rollout, sign in zip(pair, (1.0, -1.0), strict=True):
             found.append(((batch.rollout_index == rollout).nonzero().squeeze(1), sign, number))
     places = torch.cat([place for place, _, _ in found]) if found else torch.zeros_like(batch.rollout_index[:0])

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollouts.author_code import shown
 from rollouts.errors import ConfigError, TrainingError
-from rollouts.primitives.rewards import aggregate_vector_rewards
+from rollouts.primitives.rewards import aggregate_vector_rewards, as_number, is_vector
 from rollouts.primitives.types import Batch, Generation, Rollout
 from rollouts.training.batching import BUCKET_SAVING_MIN, make_batch
 from rollouts.types import Sample, Status
@@ -35,7 +35,7 @@ def was_cut_off(rollout: Rollout) -> bool:
 
 
 def reward_of(rollout: Rollout) -> float | None:
-    """The reward as one number: the sum of a vector; None if nothing judged the rollout.
+    """The reward as one number: the sum of a vector; None if nothing judged the rollout. Raises RewardError.
 
     >>> reward_of(Rollout("Hi", Generation("Hello"), rewards=[1.0, 0.5]))
     1.5
@@ -43,7 +43,8 @@ def reward_of(rollout: Rollout) -> float | None:
     rewards = rollout.rewards
     if rewards is None or isinstance(rewards, int | float):
         return None if rewards is None else float(rewards)
-    return aggregate_vector_rewards(list(rewards))
+    vector: Any = rewards if is_vector(rewards) else [rewards]
+    return aggregate_vector_rewards([as_number(each, "the rollout") for each in vector])
 
 
 def group_numbers(rollouts: Sequence[Rollout]) -> list[int]:

@@ -481,7 +481,8 @@ def save_checkpoint(state: TrainingState, folder: str | Path = _CHECKPOINTS) -> 
     """Write `folder`/step_000010 (the number of finished iterations), complete or not at all. Returns its path.
 
     The folder has the weights and the tokenizer in the format of transformers, so you can load it as a model. It also
-    has the optimizer, the reference and the number of iterations. Raises CheckpointError.
+    has the optimizer with its parameters outside of the model (a value function), the reference, and the number of
+    iterations. Raises CheckpointError.
 
     >>> import tempfile, torch
     >>> module = torch.nn.Linear(1, 1)  # in place of a language model
@@ -527,4 +528,11 @@ def load_checkpoint(state: TrainingState, path: str | Path = _CHECKPOINTS) -> Tr
 
 
 def _modules(state: TrainingState) -> dict[str, Any]:
-    return {} if state.ref_model is None else {"reference": state.ref_model}
+    """What a checkpoint holds besides the model: the reference, and the parameters that only the optimizer knows."""
+    import torch
+
+    modules = {} if state.ref_model is None else {"reference": state.ref_model}
+    of_model = {id(parameter) for parameter in state.model.parameters()}
+    trained = [parameter for group in state.optimizer.param_groups for parameter in group["params"]]
+    beside = [parameter for parameter in trained if id(parameter) not in of_model]
+    return modules | ({"other_parameters": torch.nn.ParameterList(beside)} if beside else {})

@@ -346,7 +346,9 @@ class PyTorchTrainingBackend:
 
 
 def _tensors_of(rows: Sequence[Row]) -> dict[str, Tensor]:
-    """The rows as padded tensors. `old_log_probs` are NaN where they are unknown."""
+    """The rows as padded tensors. `old_log_probs` are NaN where they are unknown. Raises TrainingError."""
+    if not any(row.tokens for row in rows):
+        raise TrainingError("no sample of the batch has tokens; give each its `tokens` and `loss_mask`")
     tensors = prepare_sft_batch([Sample(tokens=row.tokens, loss_mask=row.loss_mask) for row in rows])
     old = torch.full(tensors["loss_mask"].shape, math.nan)
     advantages = torch.zeros(len(rows))

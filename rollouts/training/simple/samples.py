@@ -87,9 +87,12 @@ def _streams(input_ids: Any, labels: Any, loss_mask: Any) -> tuple[list[int], An
 
 
 def with_lists(sample: types.Sample) -> types.Sample:
-    """The sample with a list as `loss_mask`, as the loops need it."""
-    mask = sample.loss_mask
-    return sample if isinstance(mask, list) else dataclasses.replace(sample, loss_mask=[float(each) for each in mask])
+    """The sample with lists as `tokens` and `loss_mask`, as the loops need it."""
+    tokens, mask = sample.tokens, sample.loss_mask
+    if isinstance(tokens, list) and isinstance(mask, list):
+        return sample
+    lists = {"tokens": [int(each) for each in tokens], "loss_mask": [float(each) for each in mask]}
+    return dataclasses.replace(sample, **lists)
 
 
 def with_tensors(samples: Sequence[types.Sample]) -> list[Sample]:
