@@ -38,6 +38,7 @@ class Ranks:
             "tokens_per_microbatch": plan.settings.tokens_per_microbatch,
             "algorithms": plan.algorithms,
             "auxiliary_models": plan.auxiliary_models,
+            "make_optimizer": None,
             "config": to_toml(plan.resolved),
         }
         self.backend = call_with(chosen.component, available, chosen.settings)
