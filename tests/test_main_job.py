@@ -333,8 +333,8 @@ def test_without_a_logger(here):
     assert not (here / "out" / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.iterdir()))
-def test_presets_pass_a_dry_run(here, name):
+@pytest.mark.parametrize("name", ["calculator_tiny.toml", "qwen3_8b_eight_gpus.toml"])  # all: runs/test_presets.py
+def test_a_dry_run_of_a_preset_writes_nothing(here, name):
     out = command(CONFIGS / name, "--dry-run")
     assert "ok: everything was checked; no model was loaded, and nothing was written" in out
     assert [path.name for path in here.iterdir()] == ["controls.py"]

@@ -139,7 +139,6 @@ COMMANDS = [
     row("plugins install", "plugins install acme", "no command 'install'", "pip install PACKAGE"),
     row("a plugin's name mistyped", "plugins show gpro", "'gpro'", "did you mean", "grpo"),
     row("a kind in the singular", "plugins list --kind loss", "did you mean: losses?"),
-    row("a file of no kind", "plugins show ./e.py:Dice", "--kind KIND", files=ENV and env()),
     row("no environment", "run", "no environment was named", "--env calculator"),
     row("an environment without its flag", "run calculator", "there is no such settings file", "`--env calculator`"),
     row("an environment of a file here", "run e", "type `--env ./e.py:NAME`", files=env(), never=("did you mean",)),
@@ -160,7 +159,13 @@ COMMANDS = [
     row("a push without a name", "export d m --push", "--push needs a value", "--push NAME", files={"d/x": ""}),
     row("public without a push", "export d m --public", "--push USER/MODEL, or leave", files={"d/x": ""}),
     row("no demonstrations", f"sft --env ./e.py:Dice {SMALL}", "has no demonstrations", "rollouts run", files=env()),
-    row("rows are no demonstrations", "sft --data rows.jsonl", "has no demonstrations", files=rows(ROW * 9)),
+    row(
+        "rows are no demonstrations",
+        "sft --data rows.jsonl --eval-tasks 0",
+        "has no demonstrations",
+        files=rows(ROW * 9),
+    ),
+    row("rows have no reward", "sft --data rows.jsonl", "has no @reward", "--eval-tasks 0", files=rows(ROW * 9)),
     row("sft with an rl loss", "sft --env calculator --loss grpo", "advantages", "--loss sft"),
     row("sft with a mode", "sft --mode rl", "rollouts run --mode MODE", never=("--model",)),
 ]

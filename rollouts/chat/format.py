@@ -386,6 +386,16 @@ class ChatFormat:
         return message
 
 
+def chat_format(tokenizer: Any) -> ChatFormat:
+    """`load_chat_format` of a tokenizer. The last formats are kept, until their tokenizers get another template."""
+    return _kept_format(tokenizer, str(getattr(tokenizer, "chat_template", None)))
+
+
+@functools.lru_cache(maxsize=4)
+def _kept_format(tokenizer: Any, template: str) -> ChatFormat:
+    return load_chat_format(tokenizer)
+
+
 def load_chat_format(
     tokenizer: Any, template_arguments: dict[str, Any] | None = None, tool_parser: ToolParser | None = None
 ) -> ChatFormat:

@@ -96,32 +96,39 @@ class _Names:
 
     def __init__(self, known: Mapping[str, Any], file: Mapping[str, Any]) -> None:
         self.known = dict(known)
-        self._file = file
+        self._lost = {key: [name for name in names if name not in known] for key, names in held_names(file).items()}
 
-    def in_tree(self, tree: Tree) -> Tree:
-        """A copy of the tree with names in place of objects."""
+    def in_tree(self, tree: Tree, *, is_merged: bool = True) -> Tree:
+        """A copy of the tree with names in place of objects. `is_merged` False: it replaces the tables of the file."""
         named: Tree = {}
         for key, value in tree.items():
             if key in COMPONENT_KINDS:
-                if not self._has_found_again(key, value):
+                if not (is_merged and self._has_found_again(key, value)):
                     named[key] = self._in_component(key, value)
             elif key == "sft" and isinstance(value, Mapping):
                 named[key] = self.in_tree(dict(value))
             elif key == "schedule" and isinstance(value, list | tuple):
-                named[key] = [self.in_tree(dict(each)) if isinstance(each, Mapping) else each for each in value]
+                named[key] = [
+                    self.in_tree(dict(each), is_merged=False) if isinstance(each, Mapping) else each for each in value
+                ]
             else:
                 named[key] = value
         return named
 
     def _has_found_again(self, key: str, value: Any) -> bool:
         """Whether the value consists of objects that the file names and has no longer. They take their places."""
-        given = list(value) if isinstance(value, list | tuple) else [value]
-        lost = {name for name in held_names(self._file).get(key, ()) if name not in self.known}
-        found = {f"<{label_of(each)}>": each for each in given if is_object(each)}
-        if not found or len(found) < len(given) or not lost.issuperset(found):
-            return False
+        found: dict[str, Any] = {}
+        for each in value if isinstance(value, list | tuple) else [value]:
+            if not is_object(each):
+                return False
+            like = re.compile(f"<{re.escape(label_of(each))}(_[0-9]+)?>")
+            names = (name for name in self._lost.get(key, ()) if like.fullmatch(name) and name not in found)
+            name = next((name for name in names if self.known.get(name, each) is each), None)
+            if name is None:
+                return False
+            found[name] = each
         self.known |= found
-        return True
+        return bool(found)
 
     def _in_component(self, key: str, value: Any) -> Any:
         if key != "env" and key not in MULTIPLE:

@@ -82,7 +82,8 @@ def check_environment(env: Any, rewards: Sequence[RewardTerm] | None = None) -> 
     raise EnvironmentDefinitionError(
         f"{label} has no @reward method, so `--reward env:1` judges nothing; "
         "type --reward pkg/name or --reward ./file.py:function (rollouts plugins list shows what is installed), "
-        "or give the class a method with @reward if it is yours"
+        "or give the class a method with @reward if it is yours\n"
+        "supervised training without an evaluation needs no reward: --eval-tasks 0"
     )
 
 

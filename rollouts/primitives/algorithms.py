@@ -20,8 +20,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rollouts.author_code import shown
 from rollouts.errors import ConfigError, TrainingError
 from rollouts.primitives.batches import group_numbers, part_batch
+from rollouts.primitives.calls import call
 from rollouts.primitives.types import Batch
 from rollouts.training.algorithms import calls
 from rollouts.training.algorithms.aggregation import Masks, aggregate, aggregation_function
@@ -102,16 +104,18 @@ clip_high, clip_low, dual_clip, entropy_coef, eps, kl_coef)
         value_fn: `value_fn(batch)` returns values [T], with gradient if the optimizer has its parameters
     """
     algorithm, label = _recipe(name)
+    if settings is not None and not isinstance(settings, Mapping):
+        raise ConfigError(f'the settings are {shown(settings)}; expected a dict, such as {{"kl_coef": 0.2}}')
     given = dict(settings or {})
-    kl_coefficient = float(given.pop("kl_coef", 0.0 if algorithm.kl is None else algorithm.kl.coefficient))
+    kl_coefficient = given.pop("kl_coef", 0.0 if algorithm.kl is None else algorithm.kl.coefficient)
     if loss_fn is not None:
         algorithm = algorithm._replace(terms=(Term(loss_fn), *algorithm.terms[1:]))
     algorithm = algorithm._replace(
         advantage=advantage_fn or algorithm.advantage, pairs=pair_selector or algorithm.pairs
     )
     algorithm = _with_settings(algorithm, label, given)
-    if not 0 <= kl_coefficient < float("inf"):
-        raise ConfigError(f"kl_coef is {kl_coefficient}; expected a number of 0 or more, such as 0.05")
+    if not isinstance(kl_coefficient, int | float) or not 0 <= kl_coefficient < float("inf"):
+        raise ConfigError(f"kl_coef is {shown(kl_coefficient)}; expected a number of 0 or more, such as 0.05")
     kl = KL(rk3_loss if kl_fn is None else _estimator(kl_fn), kl_coefficient) if kl_coefficient else None
     if value_fn is None:  # nothing to fit: PPO without a value function
         algorithm = algorithm._replace(terms=tuple(term for term in algorithm.terms if term.name != "value"))
@@ -159,7 +163,12 @@ def _estimator(kl_fn: Callable[..., Any]) -> Callable[[Tensor, Tensor], Tensor]:
     def estimator(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
         import torch
 
-        return torch.as_tensor(kl_fn(logprobs, ref_logprobs), device=logprobs.device).expand(logprobs.shape)
+        values: Any = call("kl_fn(logprobs, ref_logprobs)", kl_fn, logprobs, ref_logprobs)
+        try:
+            return torch.as_tensor(values, device=logprobs.device).expand(logprobs.shape)
+        except (TypeError, ValueError, RuntimeError) as error:
+            expected = f"one number, or one per sampled id [{len(logprobs)}]"
+            raise calls.wrong_result("kl_fn", kl_fn, shown(values), expected) from error
 
     estimator.__name__ = function_label(kl_fn)
     return estimator
@@ -352,8 +361,15 @@ def compute_loss_by_algorithm(batch: Batch, algorithm_config: AlgorithmConfig) -
     >>> compute_loss_by_algorithm(batch, create_algorithm_config("rloo")).item()
     0.0
     """
+    check_config(algorithm_config)
     batch = select_trained(batch, algorithm_config)
     return _mean_loss(batch, algorithm_config, compute_targets(batch, algorithm_config))
+
+
+def check_config(config: Any) -> None:
+    """Raise ConfigError for anything but an AlgorithmConfig."""
+    if not isinstance(config, AlgorithmConfig):
+        raise ConfigError(f'the algorithm_config is {shown(config)}; expected create_algorithm_config("grpo")')
 
 
 def select_trained(batch: Batch, config: AlgorithmConfig) -> Batch:
@@ -444,7 +460,7 @@ def _whole_batch(batch: Batch, config: AlgorithmConfig) -> PPOAdvantages:
 def _values(batch: Batch, value_fn: Callable[[Batch], Tensor]) -> Tensor:
     import torch
 
-    values = value_fn(batch)
+    values: Any = call("value_fn(batch)", value_fn, batch)
     if not isinstance(values, torch.Tensor) or values.shape != batch.mask.shape:
         given = f"shape {list(values.shape)}" if isinstance(values, torch.Tensor) else type(values).__name__
         raise calls.wrong_result("value_fn", value_fn, given, f"[{len(batch.mask)}], one value per sampled id")
@@ -458,7 +474,11 @@ def _paired(batch: Batch, pairs: Any) -> tuple[Batch, Tensor, Tensor]:
     import torch
 
     found: list[tuple[Tensor, float, int]] = []
+    known = set(range(len(batch.rollouts)))
     for number, pair in enumerate(pairs):
+        if not isinstance(pair, Sequence) or len(pair) != 2 or len(known.intersection(pair)) != 2:
+            expected = f"(chosen, rejected), two different rollouts from 0 to {len(known) - 1}"
+            raise TrainingError(f"pair {number} is {shown(pair)}; expected {expected}")
         for rollout, sign in zip(pair, (1.0, -1.0), strict=True):
             found.append(((batch.rollout_index == rollout).nonzero().squeeze(1), sign, number))
     places = torch.cat([place for place, _, _ in found]) if found else torch.zeros_like(batch.rollout_index[:0])

@@ -13,8 +13,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rollouts.errors import TrainingError
-from rollouts.primitives.rewards import aggregate_vector_rewards
+from rollouts.author_code import shown
+from rollouts.errors import ConfigError, TrainingError
+from rollouts.primitives.rewards import aggregate_vector_rewards, as_number, is_vector
 from rollouts.primitives.types import Batch, Generation, Rollout
 from rollouts.training.batching import BUCKET_SAVING_MIN, make_batch
 from rollouts.types import Sample, Status
@@ -34,7 +35,7 @@ def was_cut_off(rollout: Rollout) -> bool:
 
 
 def reward_of(rollout: Rollout) -> float | None:
-    """The reward as one number: the sum of a vector; None if nothing judged the rollout.
+    """The reward as one number: the sum of a vector; None if nothing judged the rollout. Raises RewardError.
 
     >>> reward_of(Rollout("Hi", Generation("Hello"), rewards=[1.0, 0.5]))
     1.5
@@ -42,7 +43,8 @@ def reward_of(rollout: Rollout) -> float | None:
     rewards = rollout.rewards
     if rewards is None or isinstance(rewards, int | float):
         return None if rewards is None else float(rewards)
-    return aggregate_vector_rewards(list(rewards))
+    vector: Any = rewards if is_vector(rewards) else [rewards]
+    return aggregate_vector_rewards([as_number(each, "the rollout") for each in vector])
 
 
 def group_numbers(rollouts: Sequence[Rollout]) -> list[int]:
@@ -113,6 +115,8 @@ def create_batch(
 
     if not rollouts:
         raise TrainingError("there are no rollouts to train; give one or more")
+    if not all(isinstance(each, Rollout) for each in rollouts):
+        raise ConfigError(f"expected a list of rollouts, got {shown(rollouts)}; create_batch_rollouts returns one")
     samples = rollout_samples(rollouts)
     places = [(sample, at) for sample in samples for at, weight in enumerate(sample.loss_mask) if weight > 0]
     rewards = [math.nan if (reward := reward_of(rollout)) is None else reward for rollout in rollouts]
@@ -122,7 +126,6 @@ def create_batch(
     ]
     references = [each.ref_logprobs for each in rollouts]
     known = [p for each in references for p in each or ()]
-    device = "cpu" if model is None else model.get_input_embeddings().weight.device
     numbers: dict[str, Any] = {
         "old_logprobs": [(sample.rollout_log_probs or [])[at] for sample, at in places],
         "mask": [float(trained[sample.rollout_index or 0]) for sample, _ in places],
@@ -130,9 +133,9 @@ def create_batch(
         "group_index": [sample.group_index for sample, _ in places],
         "tokens": [sample.tokens[at] for sample, at in places],
     }
-    tensors: dict[str, Any] = {name: torch.tensor(values, device=device) for name, values in numbers.items()}
-    tensors["ref_logprobs"] = None if None in references else torch.tensor(known, device=device)
-    batch = Batch(list(rollouts), None, rewards=torch.tensor(rewards, dtype=torch.float64, device=device), **tensors)
+    tensors: dict[str, Any] = {name: torch.tensor(values) for name, values in numbers.items()}
+    tensors["ref_logprobs"] = None if None in references else torch.tensor(known)
+    batch = Batch(list(rollouts), None, rewards=torch.tensor(rewards, dtype=torch.float64), **tensors)
     if None not in references and len(known) != len(places):
         raise TrainingError(
             f"the rollouts have {len(places)} sampled ids and {len(known)} ref_logprobs; a reference gives one for each"
@@ -140,8 +143,18 @@ def create_batch(
     if model is None:
         return batch
     logprobs, entropy = score_samples(model, samples, temperature)
+    batch = to_device(batch, logprobs.device)
     old = torch.where(batch.old_logprobs.isnan(), logprobs.detach(), batch.old_logprobs)
     return batch._replace(logprobs=logprobs, entropy=entropy, old_logprobs=old)
+
+
+def to_device(batch: Batch, device: Any) -> Batch:
+    """The batch with its tensors on this device, with float32 rewards on one without float64 (mps)."""
+    import torch
+
+    if torch.device(device).type == "mps":
+        batch = batch._replace(rewards=batch.rewards.float())
+    return Batch._make(each.to(device) if isinstance(each, torch.Tensor) else each for each in batch)
 
 
 def sampled_logprobs(model: Any, rollouts: Sequence[Rollout], *, temperature: float = 1.0) -> list[list[float]]:

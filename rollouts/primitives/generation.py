@@ -24,7 +24,7 @@ import msgspec
 
 from rollouts.agent.model import turn_seed
 from rollouts.author_code import shown
-from rollouts.chat.format import ChatFormat, load_chat_format
+from rollouts.chat.format import chat_format
 from rollouts.env.authoring import TOOL_MARK, mark_of
 from rollouts.env.schema import tool_schema
 from rollouts.errors import ConfigError, InferenceError
@@ -377,12 +377,6 @@ def run_sync(function: Callable[..., Any], *args: Any) -> Any:
 
 
 # --- prompts and conversations ----------------------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=4)
-def chat_format(tokenizer: Any) -> ChatFormat:
-    """The chat format of a tokenizer. The last ones are kept. Raises ModelError if it has no usable chat template."""
-    return load_chat_format(tokenizer)
 
 
 def turn_ends(tokenizer: Any) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ def compute_scalar_reward(rollout: Rollout, reward_fn: RewardFn) -> float | None
     >>> compute_scalar_reward(Rollout("2 + 3", Generation("5")), lambda rollout: len(rollout.generation.text))
     1.0
     """
-    return _number(_judged(reward_fn, rollout), reward_fn)
+    return as_number(_judged(reward_fn, rollout), reward_fn)
 
 
 def compute_vector_reward(rollout: Rollout, reward_fns: RewardFns) -> list[float | None]:
@@ -47,9 +47,9 @@ def compute_vector_reward(rollout: Rollout, reward_fns: RewardFns) -> list[float
     """
     if callable(reward_fns):
         found = _judged(reward_fns, rollout)
-        if not _is_vector(found):
+        if not is_vector(found):
             raise RewardError(f"{_of(reward_fns)} returned {shown(found)}; expected a list of numbers")
-        return [_number(each, reward_fns) for each in found]
+        return [as_number(each, reward_fns) for each in found]
     if isinstance(reward_fns, str) or not isinstance(reward_fns, Sequence | Mapping):
         raise ConfigError(f"the reward function is {shown(reward_fns)}; expected a function of a Rollout, or several")
     functions = list(reward_fns.values() if isinstance(reward_fns, Mapping) else reward_fns)
@@ -82,7 +82,7 @@ def aggregate_vector_rewards(
     weighted = known if weights is None else [w * r for w, r in zip(weights, known, strict=True)]
     if aggregator is None:
         return math.fsum(weighted)
-    return _number(call("aggregator(rewards)", aggregator, weighted, error=RewardError), aggregator)
+    return as_number(call("aggregator(rewards)", aggregator, weighted, error=RewardError), aggregator)
 
 
 def compute_batch_rewards(
@@ -114,9 +114,9 @@ def _rewarded(
     aggregator: Callable[[list[float]], float] | None,
 ) -> Rollout:
     found: Any = _judged(reward_fn, rollout) if callable(reward_fn) else compute_vector_reward(rollout, reward_fn)
-    if not _is_vector(found):
-        return rollout._replace(rewards=_number(found, reward_fn))
-    vector = [_number(each, reward_fn) for each in found]
+    if not is_vector(found):
+        return rollout._replace(rewards=as_number(found, reward_fn))
+    vector = [as_number(each, reward_fn) for each in found]
     value = aggregate_vector_rewards(vector, weights=weights, aggregator=aggregator)
     return rollout._replace(rewards=value, metadata={**rollout.metadata, "reward_vector": vector})
 
@@ -156,7 +156,7 @@ def apply_reward_shaping(rollout: Rollout, *, shaping_fn: Callable[[float, Rollo
         if reward is None:
             return None
         shaped = call("shaping_fn(reward, rollout)", shaping_fn, reward, rollout, error=RewardError)
-        return _number(shaped, shaping_fn)
+        return as_number(shaped, shaping_fn)
 
     rewards = rollout.rewards
     if isinstance(rewards, Sequence):
@@ -193,7 +193,7 @@ def compute_reward_model_score(
     if scorer is None:
         _needs_package("compute_reward_model_score", "scorer=my_scorer, a function of the reward model and the rollout")
     score = call("scorer(reward_model, rollout)", scorer, reward_model, rollout, error=RewardError)
-    return _number(score, scorer)
+    return as_number(score, scorer)
 
 
 def _needs_package(call: str, argument: str) -> NoReturn:
@@ -208,12 +208,12 @@ def _judged(reward_fn: RewardFn, rollout: Rollout) -> Any:
     return call("reward_fn(rollout)", reward_fn, rollout, error=RewardError)
 
 
-def _is_vector(found: Any) -> bool:
+def is_vector(found: Any) -> bool:
     """Whether a reward is a vector: a list, a tuple, or an array with an axis."""
     return isinstance(found, list | tuple) or len(getattr(found, "shape", ())) == 1
 
 
-def _number(found: Any, function: Any) -> float | None:
+def as_number(found: Any, function: Any) -> float | None:
     """The number, which may be a bool or an array of one. Raises RewardError for anything else, NaN and infinities."""
     if found is None:
         return None
@@ -222,9 +222,12 @@ def _number(found: Any, function: Any) -> float | None:
     except (TypeError, ValueError, RuntimeError):
         value = math.nan
     if not math.isfinite(value):
-        raise RewardError(f"{_of(function)} returned {shown(found)}; expected a finite number, or None")
+        verb = "has the reward" if isinstance(function, str) else "returned"
+        raise RewardError(f"{_of(function)} {verb} {shown(found)}; expected a finite number, or None")
     return value
 
 
 def _of(function: Any) -> str:
+    if isinstance(function, str):
+        return function
     return f"the function {function_label(function)}" if callable(function) else "a reward function"

@@ -21,6 +21,7 @@ from rollouts.author_code import shown
 from rollouts.errors import ConfigError
 from rollouts.inference.embedded.hf import context_tokens_max
 from rollouts.primitives.batches import sampled_logprobs, turns_of
+from rollouts.primitives.calls import call
 from rollouts.primitives.generation import (
     DEFAULT,
     Generator,
@@ -216,7 +217,7 @@ def create_batch_rollouts(
         aggregator: `aggregator(vector)` makes one reward of several
         metadata: one mapping for each prompt
     """
-    if isinstance(prompts, str | Conversation | Task):
+    if isinstance(prompts, str | Conversation) or not isinstance(prompts, Sequence):
         raise ConfigError(f"prompts is {type(prompts).__name__}; expected a list of prompts, such as [prompt]")
     if samples_per_prompt < 1 or (metadata and len(metadata) != len(prompts)):
         given = f"{len(prompts)} prompts, {len(metadata)} metadata and samples_per_prompt={samples_per_prompt}"
@@ -297,7 +298,7 @@ def _read_calls(rollout: Rollout, tool_parser: ToolParser | None) -> list[ToolCa
 
 def _tracked(rollout: Rollout, calls: Sequence[ToolCall], tool_tracker: ToolTracker | None) -> Rollout:
     rollout = rollout._replace(tool_calls=list(calls))
-    found = (_tool_counts if tool_tracker is None else tool_tracker)(rollout)
+    found: Any = call("tool_tracker(rollout)", tool_tracker or _tool_counts, rollout)
     if not isinstance(found, Mapping):
         raise ConfigError(f"the tool_tracker returned {shown(found)}; expected a dict, which is added to the metadata")
     return rollout._replace(metadata={**rollout.metadata, **found})
@@ -350,13 +351,17 @@ class _Play:
         added: list[Message] = []
         if turn.tool_calls:
             added = execute_tools(turn.tool_calls, self.conversation.tools, tool_executor=answers.tool_executor)
-        elif answers.reply_fn is not None and (said := answers.reply_fn(self.conversation)) is not None:
-            added = [Message("user", said) if isinstance(said, str) else said]
+        elif answers.reply_fn is not None:
+            said: Any = call("reply_fn(conversation)", answers.reply_fn, self.conversation)
+            if said is not None and not isinstance(said, str | Message):
+                raise ConfigError(f"the reply_fn returned {shown(said)}; expected text, a Message, or None to end")
+            added = [] if said is None else [Message("user", said) if isinstance(said, str) else said]
         self.conversation = self.conversation._replace(messages=[*self.conversation.messages, *added])
         return bool(added) and not self._stops(answers)
 
     def _stops(self, answers: _Answers) -> bool:
-        return answers.stop_condition is not None and bool(answers.stop_condition(self.conversation))  # type: ignore[arg-type]
+        stop = answers.stop_condition
+        return stop is not None and bool(call("stop_condition(conversation)", stop, self.conversation))
 
     def rollout(self, prompt: Prompt, metadata: Mapping[str, Any]) -> Rollout:
         """The rollout so far."""

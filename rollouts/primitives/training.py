@@ -27,17 +27,27 @@ from rollouts.primitives.algorithms import (
     AlgorithmConfig,
     Pairs,
     PPOAdvantages,
+    check_config,
     compute_targets,
     create_algorithm_config,
     loss_sum,
     select_trained,
 )
-from rollouts.primitives.batches import create_batch, group_numbers, part_batch, reward_of, turns_of, was_cut_off
+from rollouts.primitives.batches import (
+    create_batch,
+    group_numbers,
+    part_batch,
+    reward_of,
+    to_device,
+    turns_of,
+    was_cut_off,
+)
+from rollouts.primitives.calls import call
 from rollouts.primitives.generation import Prompt, load_model, load_tokenizer
 from rollouts.primitives.kl import UpdateFn, create_reference_model, update_reference_model
 from rollouts.primitives.rewards import RewardFns
 from rollouts.primitives.rollouts import create_batch_rollouts
-from rollouts.primitives.types import Batch, GenerationConfig, Rollout, TrainingState, TrainingStats
+from rollouts.primitives.types import GenerationConfig, Rollout, TrainingState, TrainingStats
 from rollouts.primitives.utilities import create_prompt_loader
 from rollouts.training.algorithms.algorithm import needs
 from rollouts.types import Task
@@ -91,8 +101,9 @@ def training_step(
     """
     import torch
 
+    check_config(algorithm_config)
     whole = create_batch(None, rollouts, train_truncated=train_truncated)
-    whole = _on_device(whole, state.model.get_input_embeddings().weight.device)
+    whole = to_device(whole, state.model.get_input_embeddings().weight.device)
     whole = select_trained(whole, algorithm_config)
     targets = compute_targets(whole, algorithm_config)
     total = denominator = 0.0
@@ -132,6 +143,16 @@ def training_iteration(
 
     The samples depend on `gen_config.seed` and `state.iteration`. The KL to `state.ref_model` is measured if there is
     one. Raises like `create_batch_rollouts` and `training_step`.
+
+    >>> from rollouts.training import create_adamw_optimizer
+    >>> model = load_model("tiny")
+    >>> state = TrainingState(model, load_tokenizer("tiny"), create_adamw_optimizer(model, lr=3e-4))
+    >>> state, stats = training_iteration(
+    ...     state, [Task("What is 2 + 3?")], GenerationConfig(max_tokens=4), create_algorithm_config("grpo"),
+    ...     lambda rollout: len(rollout.generation.tokens), samples_per_prompt=2,
+    ... )
+    >>> state.iteration, stats.metrics["rollouts/count"], 1 <= stats.mean_reward <= 4
+    (1, 2.0, True)
 
     Args:
         rollout_options: other arguments of `create_batch_rollouts`, such as `tools`, `tool_executor`, `stop_condition`
@@ -181,6 +202,17 @@ def train(
     writes a checkpoint, in this order. Raises ConfigError for arguments that cannot be used, and what the functions
     raise.
 
+    >>> from rollouts.training import create_adamw_optimizer
+    >>> model = load_model("tiny")
+    >>> state = train(
+    ...     TrainingState(model, load_tokenizer("tiny"), create_adamw_optimizer(model, lr=3e-4)),
+    ...     [Task("What is 2 + 3?")], 2, GenerationConfig(max_tokens=4),
+    ...     lambda iteration: create_algorithm_config("grpo" if iteration == 0 else "rloo"),
+    ...     lambda rollout: len(rollout.generation.tokens), samples_per_prompt=2,
+    ... )
+    >>> state.iteration
+    2
+
     Args:
         prompt_loader: `prompt_loader(iteration)` returns the prompts of an iteration (`create_prompt_loader`); a list
             is used in each iteration
@@ -197,14 +229,12 @@ def train(
     _check_training(num_iterations, checkpoint_every, eval_every)
     state = initial_state
     for iteration in range(state.iteration, num_iterations):
-        config = algorithm_config(iteration) if callable(algorithm_config) else algorithm_config
-        if not isinstance(config, AlgorithmConfig):
-            what = f"algorithm_config gave {shown(config)} in iteration {iteration}"
-            raise ConfigError(f'{what}; expected create_algorithm_config("grpo")')
+        config = _of_iteration("algorithm_config(iteration)", algorithm_config, iteration)
+        check_config(config)
         if "ref_logprobs" in needs(config.algorithm) and state.ref_model is None:
             what = f"the algorithm {config.name} compares with a reference in iteration {iteration}, and there is none"
             raise ConfigError(f"{what}; give TrainingState(..., ref_model=create_reference_model(model))")
-        prompts = prompt_loader(iteration) if callable(prompt_loader) else prompt_loader
+        prompts = _of_iteration("prompt_loader(iteration)", prompt_loader, iteration)
         state, stats = training_iteration(state, prompts, gen_config, config, reward_fn, **iteration_options)
         is_last = iteration + 1 == num_iterations
         if ref_model_update_fn is not None and state.ref_model is not None:
@@ -215,9 +245,9 @@ def train(
         if eval_fn is not None and ((iteration + 1) % eval_every == 0 or is_last):
             stats = stats._replace(metrics={**stats.metrics, **_evaluated(eval_fn, state)})
         if logger is not None:
-            logger(stats)
+            call("logger(stats)", logger, stats)
         if checkpoint_fn is not None and ((iteration + 1) % checkpoint_every == 0 or is_last):
-            checkpoint_fn(state)
+            call("checkpoint_fn(state)", checkpoint_fn, state)
     return state
 
 
@@ -239,6 +269,13 @@ def quick_start_training(
 
     A text is a message of the user, if the tokenizer has a chat template. Replies have at most 256 ids. Prints a line
     for each iteration. Raises ConfigError, ModelError, and what the reward function raises.
+
+    >>> state = quick_start_training(
+    ...     "tiny", ["What is 2 + 3?"], lambda rollout: "5" in rollout.generation.text, num_iterations=1,
+    ...     gen_config=GenerationConfig(max_tokens=4), samples_per_prompt=2, logger=lambda stats: None,
+    ... )
+    >>> state.iteration
+    1
 
     Args:
         algorithm: `create_algorithm_config(algorithm, settings)`
@@ -273,6 +310,11 @@ def quick_start_training(
     )
 
 
+def _of_iteration(form: str, given: Any, iteration: int) -> Any:
+    """What a function of the iteration returns; anything else is the same in each iteration."""
+    return call(form, given, iteration) if callable(given) else given
+
+
 def _check_training(num_iterations: int, checkpoint_every: int, eval_every: int) -> None:
     for name, value, least in (
         ("num_iterations", num_iterations, 0),
@@ -284,7 +326,7 @@ def _check_training(num_iterations: int, checkpoint_every: int, eval_every: int)
 
 
 def _evaluated(eval_fn: Callable[[TrainingState], Any], state: TrainingState) -> dict[str, float]:
-    found = eval_fn(state)
+    found = call("eval_fn(state)", eval_fn, state)
     scores = found if isinstance(found, Mapping) else {"score": found}
     try:
         return {f"eval/{name}": float(value) for name, value in scores.items()}
@@ -321,12 +363,6 @@ def _part_of(targets: Tensor | PPOAdvantages | Pairs, places: Tensor, numbers: S
     return [pair for pair in targets if pair[0] in numbers] if isinstance(targets, list) else targets
 
 
-def _on_device(batch: Batch, device: Any) -> Batch:
-    import torch
-
-    return Batch._make(each.to(device) if isinstance(each, torch.Tensor) else each for each in batch)
-
-
 def _backward(loss: Tensor, config: AlgorithmConfig) -> None:
     if not loss.requires_grad:
         raise TrainingError(
@@ -356,7 +392,10 @@ def _step(
         raise TrainingError(f"the gradient's norm is {norm}; the weights are unchanged. Try a smaller learning rate")
     metrics = {"optim/skipped": 0.0, "optim/lr": float(state.optimizer.param_groups[0]["lr"])}
     if optimizer_step_fn is not None:
-        return norm, metrics | dict(optimizer_step_fn(state.model, state.optimizer) or {})
+        reported: Any = call("optimizer_step_fn(model, optimizer)", optimizer_step_fn, state.model, state.optimizer)
+        if reported is not None and not isinstance(reported, Mapping):
+            raise ConfigError(f"the optimizer_step_fn returned {shown(reported)}; expected a dict of metrics, or None")
+        return norm, metrics | dict(reported or {})
     torch._foreach_mul_(gradients, min(1.0, GRAD_NORM_MAX / (norm + 1e-6)))
     state.optimizer.step()
     return norm, metrics
@@ -412,6 +451,8 @@ def log_to_wandb(
     All calls of a process with the same arguments go to one W&B run; bind arguments with `functools.partial`. Raises
     UserError without the package, with the line to install it, and if W&B cannot start a run.
 
+    >>> logger = functools.partial(log_to_wandb, project="mine")  # for train(..., logger=logger)
+
     Args:
         folder: where W&B writes its files, and the id with which a later process continues the run; None: a new one
         project: None: WANDB_PROJECT, else rollouts
@@ -440,7 +481,14 @@ def save_checkpoint(state: TrainingState, folder: str | Path = _CHECKPOINTS) -> 
     """Write `folder`/step_000010 (the number of finished iterations), complete or not at all. Returns its path.
 
     The folder has the weights and the tokenizer in the format of transformers, so you can load it as a model. It also
-    has the optimizer, the reference and the number of iterations. Raises CheckpointError.
+    has the optimizer with its parameters outside of the model (a value function), the reference, and the number of
+    iterations. Raises CheckpointError.
+
+    >>> import tempfile, torch
+    >>> module = torch.nn.Linear(1, 1)  # in place of a language model
+    >>> state = TrainingState(module, None, torch.optim.SGD(module.parameters(), lr=0.1), iteration=10)
+    >>> save_checkpoint(state, tempfile.mkdtemp()).name
+    'step_000010'
     """
     from rollouts.training.backends.pytorch_checkpoint import save_objects
 
@@ -463,6 +511,13 @@ def load_checkpoint(state: TrainingState, path: str | Path = _CHECKPOINTS) -> Tr
     `path` is one checkpoint, or a folder of them, of which the last one is read. Give a state with the same model and a
     new optimizer; with a reference if the training had one. The next iteration gives the same numbers as without the
     break. Raises ConfigError if there is no such checkpoint, and ModelError or TrainingError for another model.
+
+    >>> import tempfile, torch
+    >>> module, folder = torch.nn.Linear(1, 1), tempfile.mkdtemp()
+    >>> state = TrainingState(module, None, torch.optim.SGD(module.parameters(), lr=0.1))
+    >>> path = save_checkpoint(state._replace(iteration=10), folder)
+    >>> load_checkpoint(state, folder).iteration
+    10
     """
     from rollouts.training.backends.pytorch_checkpoint import load_objects
     from rollouts.training.weights.store import newest_checkpoint
@@ -473,4 +528,11 @@ def load_checkpoint(state: TrainingState, path: str | Path = _CHECKPOINTS) -> Tr
 
 
 def _modules(state: TrainingState) -> dict[str, Any]:
-    return {} if state.ref_model is None else {"reference": state.ref_model}
+    """What a checkpoint holds besides the model: the reference, and the parameters that only the optimizer knows."""
+    import torch
+
+    modules = {} if state.ref_model is None else {"reference": state.ref_model}
+    of_model = {id(parameter) for parameter in state.model.parameters()}
+    trained = [parameter for group in state.optimizer.param_groups for parameter in group["params"]]
+    beside = [parameter for parameter in trained if id(parameter) not in of_model]
+    return modules | ({"other_parameters": torch.nn.ParameterList(beside)} if beside else {})

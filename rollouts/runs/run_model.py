@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from rollouts.child_environment import pass_on
 from rollouts.config.files import NOWHERE, load_file
-from rollouts.config.flags import Tree
+from rollouts.config.flags import Tree, flag_name
 from rollouts.config.merging import merge
 from rollouts.config.objects import held_names
 from rollouts.config.resolving import EXPORTED, resolve, run_settings_file
@@ -35,8 +35,8 @@ def model_plan(model: str, given: Tree, settings: Sequence[str]) -> Iterator[Pla
     tree, source = load_file(file) if file else ({}, NOWHERE)
     # A run may have no held-out tasks.
     tree = {key: value for key, value in tree.items() if key in settings and (key != "eval_tasks" or value)}
-    lost = [key for key in ("env", "reward") if key in held_names(tree)]
-    notes = [f"--{key} of the run was in the memory of a Python program, so it is left out" for key in lost]
+    lost = list(held_names(tree))
+    notes = [f"{flag_name((key,))} of the run was in the memory of a Python program, so it is left out" for key in lost]
     tree = {key: value for key, value in tree.items() if key not in lost}
     chosen = merge(given, {"mode": "eval", "model": model})
     resolved = resolve(merge(tree, chosen), source)

@@ -200,7 +200,7 @@ def over_sampled() -> tuple:
     return awaited(main)
 
 
-@ROWS("  over-sampling: 'keeps best N'", exception='"Keeps best N"')
+@ROWS("  over-sampling: 'keeps best N'", exception="Keeps best N")
 def _() -> None:
     batch, statistics = over_sampled()
     assert len(batch.tokens) == 2 and statistics.begun == 3  # the first two that are complete

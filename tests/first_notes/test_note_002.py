@@ -14,6 +14,8 @@ from note_blocks import block, execute
 
 import rollouts.training
 from rollouts.cli import main
+from rollouts.config.files import load_file
+from rollouts.config.resolving import resolve
 from rollouts.errors import ConfigError
 from rollouts.training import Config, DataConfig, DeploymentConfig, ModelConfig, TrainingConfig
 
@@ -129,6 +131,17 @@ def test_python_m_rollouts_file_trains(tmp_path, monkeypatch, capsys):
         "    data=DataConfig(dataset_id='rows.jsonl'), training=TrainingConfig(num_steps=1, batch_size=2, lr=1e-3))\n"
     )
     for file in ("config.json", "sft.py"):
-        assert main([file, "--out", f"run_{file}", "--eval-tasks", "0"]) == 0, capsys.readouterr().err
+        assert main([file, "--out", f"run_{file}"]) == 0, capsys.readouterr().err
         (line,) = Path(f"run_{file}", "metrics.jsonl").read_text().splitlines()
         assert json.loads(line)["policy/loss"] > 0
+
+
+@pytest.mark.parametrize("name", ["sft_qwen", "rl_math", "sft_openwebtext"])
+def test_the_note_s_config_files(name):
+    """They name real models and data, so nothing is loaded here. Each becomes a Config, and settings again."""
+    tree, _ = load_file(CONFIGS / f"{name}.py")
+    assert tree["model"] != "tiny" and resolve(tree).settings.steps == tree["steps"] > 0
+    config = Config.from_settings(tree)
+    assert config.mode == ("rl" if name == "rl_math" else "sft")
+    settings = config.to_settings()
+    assert {key: settings[key] for key in tree} == tree

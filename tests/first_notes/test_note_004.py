@@ -72,6 +72,8 @@ def test_all_functions_are_there_with_an_example():
     assert len(NAMES) == len(set(NAMES)) == 44
     missing = [name for name in NAMES if name not in primitives.__all__]
     assert missing == []
+    silent = [name for name in NAMES if ">>> " not in (getattr(primitives, name).__doc__ or "")]
+    assert silent == []
 
 
 def test_functions_over_classes():

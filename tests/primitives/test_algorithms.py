@@ -158,6 +158,10 @@ def refusals():
     yield lambda: create_algorithm_config("grop"), ConfigError, "no algorithm 'grop'; expected one of cispo, dapo"
     yield lambda: create_algorithm_config("grpo", {"beta": 1.0}), ConfigError, "has no setting 'beta'"
     yield lambda: create_algorithm_config("grpo", {"kl_coef": -1.0}), ConfigError, "kl_coef is -1.0; expected"
+    yield lambda: create_algorithm_config("grpo", {"kl_coef": "x"}), ConfigError, "kl_coef is 'x'; expected"
+    yield lambda: create_algorithm_config("grpo", ["kl_coef"]), ConfigError, "expected a dict"
+    wrong_kl = create_algorithm_config("grpo", {"kl_coef": 0.1}, kl_fn=lambda lp, ref_lp: lp[:3])
+    yield lambda: compute_loss_by_algorithm(batch_of(), wrong_kl), TrainingError, r"kl_fn <lambda> returned .*\[8\]"
     yield lambda: create_algorithm_config(recipes.DAPO), ConfigError, "shaping and filters"
     yield lambda: compute_grpo_loss(bare, [1.0] * 4), TrainingError, r"create_batch\(model, rollouts\)"
     yield lambda: compute_grpo_loss(batch, [1.0] * 3), TrainingError, r"shape \[3\]; expected \[4\]"

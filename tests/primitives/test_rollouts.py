@@ -12,7 +12,7 @@ from rollouts_calculator import Calculator
 from rollouts.agent.episode import run_episode
 from rollouts.agent.model import EpisodeLimits
 from rollouts.chat import load_chat_format
-from rollouts.errors import ConfigError, RewardError
+from rollouts.errors import ConfigError, RewardError, TrainingError
 from rollouts.inference.base import Capabilities, VersionSpan
 from rollouts.inference.base import Generation as EngineGeneration
 from rollouts.primitives import (
@@ -203,6 +203,9 @@ def test_a_reward_sees_the_answer_and_the_kl(model):
         (lambda: create_batch_rollouts(None, TOKENIZER, ["a"], metadata=[{}, {}]), ConfigError, "one mapping"),
         (lambda: play("56", reward_fn=lambda rollout: "good"), RewardError, "returned 'good'"),
         (lambda: play("56", reward_fn=lambda rollout: 1 / 0), RewardError, "division by zero"),
+        (lambda: play("56", stop_condition=lambda c: 1 / 0), TrainingError, "stop_condition <lambda> raised ZeroDiv"),
+        (lambda: play("56", reply_fn=lambda: "Go on."), ConfigError, r"cannot be called as reply_fn\(conversation\)"),
+        (lambda: play("56", reply_fn=lambda c: 3), ConfigError, "reply_fn returned 3; expected text"),
         (lambda: play("56", tool_tracker=lambda rollout: 3), ConfigError, "tool_tracker returned 3; expected a dict"),
         (lambda: play(CALL, tool_executor=lambda calls, tools: []), ConfigError, "a list of 1 texts"),
         (lambda: play("56", prompt=Conversation([3])), ConfigError, "no conversation"),

@@ -343,6 +343,20 @@ def refusals():
     yield lambda: quick_start_training("tiny", ["a"], reward, algorithm="x"), ConfigError, "no algorithm 'x'"
     one = lambda: train(new_state(), ["2"], 1, SHORT, GRPO, reward, eval_fn=lambda state: "good", samples_per_prompt=1)  # noqa: E731
     yield one, ConfigError, "eval_fn returned 'good'"
+    yield lambda: train(state, None, 1, SHORT, GRPO, reward), ConfigError, "prompts is NoneType; expected a list"
+    yield lambda: train(state, lambda: [], 1, SHORT, GRPO, reward), ConfigError, r"called as prompt_loader\(iteration\)"
+    yield (
+        lambda: train(state, [], 1, SHORT, lambda iteration: 1 / 0, reward),
+        TrainingError,
+        "algorithm_config <lambda>",
+    )
+    yield step_with("grpo", two), ConfigError, "the algorithm_config is 'grpo'; expected create_"
+    yield (
+        step_with(GRPO, two, optimizer_step_fn=lambda model, optimizer: 3),
+        ConfigError,
+        "optimizer_step_fn returned 3",
+    )
+    yield step_with(GRPO, ["p"]), ConfigError, "expected a list of rollouts"
 
 
 @pytest.mark.parametrize(("call", "error", "words"), [pytest.param(*each, id=each[2][:20]) for each in refusals()])

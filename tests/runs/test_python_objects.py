@@ -296,6 +296,22 @@ def test_a_run_keeps_the_source_of_its_objects_and_says_how_to_resume(capsys):
     assert summary["parts"]["mine"] == 0.5
 
 
+def test_objects_of_one_name_that_are_given_again_keep_their_weights_and_settings():
+    first, second = brevity(), brevity()
+    tree, _ = take_objects(
+        {"filter": lambda rewards: True, "reward": [(first, 0.5), ({"name": second, "target": 7}, 2.0)]}
+    )
+    kept, objects = take_objects({"reward": [first, second]}, tree)
+    assert "reward" not in kept and objects.components == {"<brevity>": first, "<brevity_2>": second}
+    only, objects = take_objects(
+        {"reward": lambda trajectory: 1.0}, {"reward": [{"name": "<lambda_2>", "weight": 2.0}]}
+    )
+    assert "reward" not in only and list(objects.components) == ["<lambda_2>"], "another key had <lambda>"
+
+    schedule, _ = take_objects({"schedule": [{"step": 5, "loss": first}]})
+    assert take_objects({"schedule": [{"step": 5, "loss": first}]}, schedule)[0] == schedule, "it replaces the file's"
+
+
 def test_a_run_of_importable_objects_just_resumes():
     Path("importable_rewards.py").write_text(MODULE)
     sys.path.insert(0, str(Path.cwd()))
@@ -321,6 +337,11 @@ def test_a_lost_environment_leaves_a_conversation_without_tools():
     rollouts.run(env=env, out="out", **TINY | {"steps": 0})
     with model_plan("out", {}, SETTINGS) as plan:
         assert plan.environments == () and "--env of the run was in the memory" in plan.notes[0]
+
+    find = local("def find(query: str) -> str:\n    return query\n", "find")
+    rollouts.run(env=Calculator, tool=find, out="other", **TINY | {"steps": 0})
+    with model_plan("other", {}, SETTINGS) as plan:
+        assert plan.tools == () and "--tool of the run was in the memory" in plan.notes[0]
 
 
 def test_the_source_of_a_lambda_is_the_lambda_alone():
@@ -396,7 +417,7 @@ class Loaded:
         ({"on_step": 3}, "on_step: expected a function of one argument, got 3"),
         ({"on_step": [print, lambda: None]}, "on_step: expected a function of one argument, got lambda"),
     ],
-    ids=str,
+    ids=lambda value: value[:40] if isinstance(value, str) else "settings",  # the same in every worker
 )
 def test_bad_input_is_one_clear_error(settings, words, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])  # the places of errors are relative

@@ -277,7 +277,9 @@ class PyTorchTrainingBackend:
         with torch.no_grad():
             tensors = {name: each.to(device) for name, each in _tensors_of(batch.rows).items()}
             output = self.model(tensors["input_ids"])
-            found = label_logprobs(getattr(output, "logits", output), tensors["labels"])
+            divisors = [batch.temperature if row.temperature is None else row.temperature for row in batch.rows]
+            logits = getattr(output, "logits", output) / torch.tensor(divisors, device=device)[:, None, None]
+            found = label_logprobs(logits, tensors["labels"])
         live = tensors["loss_mask"] > 0 if only_live else torch.ones_like(tensors["loss_mask"])
         logprobs, entropy = (
             [row[: len(of.tokens)].tolist() for row, of in zip(each * live, batch.rows, strict=True)] for each in found
@@ -344,7 +346,9 @@ class PyTorchTrainingBackend:
 
 
 def _tensors_of(rows: Sequence[Row]) -> dict[str, Tensor]:
-    """The rows as padded tensors. `old_log_probs` are NaN where they are unknown."""
+    """The rows as padded tensors. `old_log_probs` are NaN where they are unknown. Raises TrainingError."""
+    if not any(row.tokens for row in rows):
+        raise TrainingError("no sample of the batch has tokens; give each its `tokens` and `loss_mask`")
     tensors = prepare_sft_batch([Sample(tokens=row.tokens, loss_mask=row.loss_mask) for row in rows])
     old = torch.full(tensors["loss_mask"].shape, math.nan)
     advantages = torch.zeros(len(rows))

@@ -90,7 +90,8 @@ def sample_episode(sample: Sample, task: Task, order: tuple[int, int]) -> Episod
         mask, logprobs = list(sample.loss_mask), list(sample.rollout_log_probs)
         segments = [Segment(list(sample.tokens), mask, logprobs, list(versions))]
     messages = [*task.messages, Message("assistant", sample.response)]
-    trajectory = Trajectory(task, messages, segments, status)
+    why = sample.metadata.get("error") if status.is_infrastructure else None
+    trajectory = Trajectory(task, messages, segments, status, error=why)
     trajectory.metrics["turns"] = 1.0
     score = Score(None if status.is_infrastructure else sample.reward, dict(sample.parts))
     return Episode(order, task, [trajectory], score, dict(trajectory.metrics))

@@ -212,6 +212,8 @@ class Config:
         found |= {"env": self.data.environment or ("prompts" if self.data.dataset_id else None)}
         found |= {"data": self.data.dataset_id or None, "out": self.output.save_dir or None}
         found |= {"checkpoint_every": self.training.checkpoint_every or None}
+        if self.mode == "sft" and not self.data.environment:
+            found["eval_tasks"] = 0  # rows have no reward
         how = {"dtype": self.model.dtype, "device": self.model.device}
         found["training"] = {name: value for name, value in how.items() if value != "auto"} or None
         if self.deployment.sglang_port is not None and self.mode != "sft":

@@ -30,8 +30,8 @@ class SFTTrainingConfig(sft.SFTTrainingConfig):
     checkpoint_dir: str = "checkpoints"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         check_numbers(self)
+        super().__post_init__()
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,16 @@ class RLTrainingConfig(rl_batch.RLTrainingConfig):
     checkpoint_dir: str = "checkpoints"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         check_numbers(self)
+        super().__post_init__()
 
 
 def check_numbers(config: Any) -> None:
     """Raise ConfigError for a number that is out of its range."""
-    for name, least in (("num_steps", 0), ("batch_size", 1), ("log_every", 0), ("checkpoint_every", 0)):
-        value = getattr(config, name)
+    leasts = {"num_steps": 0, "batch_size": 1, "log_every": 0, "checkpoint_every": 0}
+    leasts |= {"sync_every": 1, "minibatches": 1, "staleness": 0}
+    for name, least in leasts.items():
+        value = getattr(config, name, None)
         if value is not None and value < least:
             raise ConfigError(f"{type(config).__name__}: {name} is {value}; expected {least} or more")
     if config.learning_rate is not None and config.learning_rate < 0:

@@ -10,7 +10,6 @@ piece by piece.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,8 @@ from typing import Any
 
 import msgspec
 
-from rollouts.chat import ChatFormat, SupervisedRow, load_chat_format, tokenize_supervised
+from rollouts.chat import ChatFormat, SupervisedRow, tokenize_supervised
+from rollouts.chat.format import chat_format
 from rollouts.env.prompts import read_rows
 from rollouts.errors import ConfigError, ModelError, TrainingError, first_line
 from rollouts.training.simple.samples import Sample
@@ -44,7 +44,7 @@ def tokenize_conversation(
     Raises ModelError if the chat template rewrites earlier turns, so that the conversation is no single sequence;
     ConfigError if the messages have no assistant turn, or are no messages; TrainingError if no trained token is left.
     """
-    rows = _rows_of(messages, _chat(tokenizer), tools)
+    rows = _rows_of(messages, chat_format(tokenizer), tools)
     if len(rows) > 1:
         raise ModelError(
             f"the chat template rewrites earlier turns, so this conversation is {len(rows)} rows; use "
@@ -115,7 +115,7 @@ def load_sft_dataset(
         elif tokenizer is None:
             raise ConfigError(f"{place}: the row has text, so give a tokenizer: load_sft_dataset(dataset, tokenizer)")
         else:
-            rows = _rows_of(_conversation(row, place), _chat(tokenizer), row.get("tools") or ())
+            rows = _rows_of(_conversation(row, place), chat_format(tokenizer), row.get("tools") or ())
         for each in rows:
             tokens, mask = _cut(each, max_length, place)
             prompt = row.get("messages") or row.get("prompt") or ""
@@ -138,6 +138,8 @@ def load_rows(
             raise ConfigError(f"{dataset!r} is no dataset: give a file, a name, or a dict with {', '.join(KEYS)}")
         dataset, split = given["dataset_id"], given.get("split") or split
         num_samples = given.get("num_samples") or num_samples
+    if num_samples is not None and num_samples < 0:
+        raise ConfigError(f"num_samples is {num_samples}; expected 0 or more, or None for all rows")
     path = Path(dataset)
     rows = read_rows(path) if path.suffix in (".jsonl", ".json") else _hub_rows(str(dataset), split)
     for place, row in itertools.islice(rows, num_samples):
@@ -165,7 +167,7 @@ def _conversation(row: Mapping[str, Any], place: str) -> list[Any]:
     if "messages" in row:
         return list(row["messages"])
     reply = row.get("response", row.get("completion"))
-    if "prompt" not in row or reply is None:
+    if not isinstance(row.get("prompt"), str | list) or not isinstance(reply, str | list):
         raise ConfigError(f"{place}: a row has `messages`, `prompt` and `response`, or `input_ids`; got {_keys(row)}")
     prompt = row["prompt"]
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
@@ -174,11 +176,6 @@ def _conversation(row: Mapping[str, Any], place: str) -> list[Any]:
 
 def _keys(row: Mapping[str, Any]) -> str:
     return ", ".join(sorted(row)) or "none"
-
-
-@functools.lru_cache(maxsize=4)
-def _chat(tokenizer: Any) -> ChatFormat:
-    return load_chat_format(tokenizer)
 
 
 def _rows_of(messages: Sequence[Any], chat: ChatFormat, tools: Sequence[dict[str, Any]]) -> list[SupervisedRow]:
@@ -195,6 +192,8 @@ def _rows_of(messages: Sequence[Any], chat: ChatFormat, tools: Sequence[dict[str
 
 def _cut(row: SupervisedRow, max_length: int | None, place: str) -> SupervisedRow:
     """The first `max_length` tokens. Raises TrainingError if none of them is trained."""
+    if max_length is not None and max_length < 1:
+        raise ConfigError(f"max_length is {max_length}; expected 1 or more, or None")
     tokens, mask = row.tokens[:max_length], row.loss_mask[:max_length]
     if not any(mask):
         cut = "" if max_length is None else f" within max_length {max_length}; give a larger one, or leave it out"

@@ -173,11 +173,11 @@ def _manager_of(manager: Any, buffer: Any, samples: Sequence[Sample] | None, con
 def _replay(samples: Sequence[Sample], config: RLTrainingConfig) -> AsyncRolloutManager:
     """A manager whose `generate_fn` gives these samples, group by group. Raises ConfigError."""
     groups: dict[object, list[Sample]] = {}
-    for place, sample in enumerate(samples):
+    for place, sample in enumerate(map(with_lists, samples)):
         if not sample.tokens:
             raise ConfigError(f"sample {place} has no tokens: give a rollout_manager to sample replies, or its tokens")
         key = ("single", place) if sample.group_index is None else sample.group_index
-        groups.setdefault(key, []).append(with_lists(sample))
+        groups.setdefault(key, []).append(sample)
     sizes = sorted({len(group) for group in groups.values()})
     if len(sizes) > 1:
         raise ConfigError(f"the groups (group_index) have {sizes[0]} to {sizes[-1]} samples; give each the same number")

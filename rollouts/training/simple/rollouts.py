@@ -28,6 +28,7 @@ from rollouts.training.rollout_gen import manager, steps
 from rollouts.training.rollout_gen.pool import Job
 from rollouts.training.rollout_gen.steps import RolloutStep
 from rollouts.training.simple.endpoint import Endpoint
+from rollouts.training.simple.samples import with_grade
 from rollouts.types import Episode, Sample, Task
 
 
@@ -153,13 +154,8 @@ def _no_tasks(epoch: int) -> list[Task]:
 
 
 def graded(reward_fn: Callable[[Sample], Any]) -> Callable[[Sample], Any]:
-    """The function, for samples whose metadata has `correct`: the environment's reward is 1 or more."""
-
-    def judge(sample: Sample) -> Any:
-        correct = (sample.reward or 0.0) >= 1.0
-        return reward_fn(dataclasses.replace(sample, metadata={"correct": correct, **sample.metadata}))
-
-    return judge
+    """The function, for samples whose metadata has `correct` (`with_grade`)."""
+    return lambda sample: reward_fn(with_grade(sample))
 
 
 def task_of(sample: Sample) -> Task:

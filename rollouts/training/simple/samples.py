@@ -87,14 +87,25 @@ def _streams(input_ids: Any, labels: Any, loss_mask: Any) -> tuple[list[int], An
 
 
 def with_lists(sample: types.Sample) -> types.Sample:
-    """The sample with a list as `loss_mask`, as the loops need it."""
-    mask = sample.loss_mask
-    return sample if isinstance(mask, list) else dataclasses.replace(sample, loss_mask=[float(each) for each in mask])
+    """The sample with lists as `tokens` and `loss_mask`, as the loops need it."""
+    tokens, mask = sample.tokens, sample.loss_mask
+    if isinstance(tokens, list) and isinstance(mask, list):
+        return sample
+    lists = {"tokens": [int(each) for each in tokens], "loss_mask": [float(each) for each in mask]}
+    return dataclasses.replace(sample, **lists)
 
 
 def with_tensors(samples: Sequence[types.Sample]) -> list[Sample]:
-    """The samples with tensors: `input_ids`, `labels` and `loss_mask` [L]."""
+    """The samples with tensors: `input_ids`, `labels` and `loss_mask` [L]; and with a grade."""
     import torch
 
-    known = [{field.name: getattr(each, field.name) for field in dataclasses.fields(each)} for each in samples]
+    graded = map(with_grade, samples)
+    known = [{field.name: getattr(each, field.name) for field in dataclasses.fields(each)} for each in graded]
     return [Sample(**each | {"loss_mask": torch.as_tensor(each["loss_mask"], dtype=torch.float32)}) for each in known]
+
+
+def with_grade(sample: types.Sample) -> types.Sample:
+    """The sample whose metadata has `correct`. If it has none: whether the reward, such as an environment's, is 1 or
+    more.
+    """
+    return dataclasses.replace(sample, metadata={"correct": (sample.reward or 0.0) >= 1.0, **sample.metadata})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from rollouts.errors import ConfigError
 from rollouts.loggers.base import MetricsLogger
 from rollouts.training.loops import sft
 from rollouts.training.simple.configs import SFTTrainingConfig, as_config
@@ -33,6 +34,8 @@ async def run_sft_training(
         config: an SFTTrainingConfig or a TrainingConfig
     """
     config = as_config(SFTTrainingConfig, config)
+    if not samples:
+        raise ConfigError("run_sft_training needs samples to train on; samples is empty")
     set_learning_rate(backend, config.learning_rate)
     progress = Progress(config, backend)
     progress.begin("SFT", samples=len(samples), steps=config.num_steps, batch_size=config.batch_size)

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
+from pathlib import Path
 
 import pytest
+import torch
 import trio
 
 from rollouts.errors import ConfigError, EnvironmentDefinitionError, UnknownComponentError
 from rollouts.training import (
     AsyncRolloutManager,
     Endpoint,
+    PyTorchTrainingBackend,
     RLTrainingConfig,
     RolloutConfig,
     Sample,
     create_pytorch_backend,
+    grpo_loss,
+    load_hf_model,
     run_rl_training,
 )
+from rollouts.training.models import TINY_PATH
 from rollouts.types import Task
+
+sys.path[:0] = [str(Path(__file__).parents[2] / "servers")]
+from fake_engines import started  # noqa: E402
 
 
 class Echo:
@@ -74,6 +84,26 @@ def test_it_trains_with_samples_as_prompts():
     assert all(math.isfinite(metrics["loss"]) for metrics in history)
     assert len(seen) == 8 and {sample.prompt for sample in seen} == {"1 + 1 = ?", "2 + 2 = ?"}
     assert {sample.metadata["answer"] for sample in seen} == {"2", None}
+
+
+def test_a_server_plays_for_a_backend_with_a_loss_of_ones_own():
+    """Every sync is checked: server and trainer compute the same numbers, and the policy moves."""
+    model = load_hf_model("tiny", device="cpu")
+    backend = PyTorchTrainingBackend(model, torch.optim.SGD(model.parameters(), lr=1e-2), grpo_loss)
+    with started("sglang", TINY_PATH, numbers="transformers") as server:
+        place = Endpoint(provider="sglang", api_base=server.url, max_tokens=8)
+        manager = AsyncRolloutManager(None, RolloutConfig(2, 2, endpoint=place, environment=Echo()))
+        call = functools.partial(
+            run_rl_training,
+            backend,
+            rollout_manager=manager,
+            config=RLTrainingConfig(2, baseline=-1.0),
+            reward_fn=lambda sample: 1.0,
+        )
+        history = trio.run(call)
+    backend.close()
+    assert [metrics["sync/version"] for metrics in history] == [float(backend.version - 1), float(backend.version)]
+    assert all(metrics["sync/probe"] < 1e-4 for metrics in history) and history[0]["max_reward"] == 1.0
 
 
 class NoTasks:

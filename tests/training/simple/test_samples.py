@@ -9,9 +9,10 @@ import torch
 
 import rollouts
 from rollouts.errors import TrainingError
-from rollouts.training import RLSample, RolloutBatch, Sample, convert_to_batch, prepare_sft_batch
+from rollouts.training import RLSample, RolloutBatch, Sample, compute_reward, convert_to_batch, prepare_sft_batch
 from rollouts.training.simple.samples import with_lists
 
+REWARDS = [(1.0, {}), (0.5, {}), (None, {}), (1.0, {"correct": False}), (0.0, {"correct": True})]
 IDS = torch.tensor([5, 6, 7])
 
 
@@ -66,5 +67,7 @@ def test_a_batch_has_its_samples_with_tensors():
     (sample,) = batch.samples
     assert (sample.prompt, sample.reward, sample.loss_mask.tolist()) == ("q", 0.5, [0.0, 1.0])
     assert torch.stack([sample.input_ids]).tolist() == [[1, 2]]
+    graded = convert_to_batch([rollouts.Sample(reward=r, metadata=m) for r, m in REWARDS], 0, 0).samples
+    assert [compute_reward(each) for each in graded] == [1.0, 0.0, 0.0, 0.0, 1.0]
     assert RolloutBatch([[1]], [[1.0]], [0.0], [1]).samples == []
     assert prepare_sft_batch(batch.samples)["loss_mask"].tolist() == [[0.0, 1.0]]

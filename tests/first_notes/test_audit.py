@@ -1,0 +1,81 @@
+"""scripts/audit_first_notes.py calls everything that the notes name, and notices what is missing."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "audit_first_notes.py"
+sys.path.append(str(ROOT / "scripts"))
+
+import audit_first_notes as audit  # noqa: E402
+from first_notes.rows import Row, check  # noqa: E402
+
+ROWS = [row for table in audit.NOTES.values() for row in table]
+
+
+def decisions() -> list[str]:
+    """The headings below "Where the notes contradict each other", with their text."""
+    page = (ROOT / "docs" / "first-notes.md").read_text()
+    return page.partition("## Where the notes contradict each other")[2].split("\n### ")[1:]
+
+
+@pytest.mark.slow
+def test_everything_is_there():
+    """In a process of its own, because it starts ranks, and reads what other tests may have changed."""
+    done = subprocess.run([sys.executable, str(SCRIPT), "--faults"], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.fullmatch(r"301 rows: \d+ there, \d+ exception, \d+ later, 0 partly, 0 absent\n", done.stdout)
+
+
+def test_each_row_is_checked_or_has_a_reason():
+    assert len(ROWS) == 301
+    assert [row.name for row in ROWS if row.check is None and not row.words] == []
+    assert sum(row.check is None for row in ROWS) <= 20  # rows of later parts
+
+
+def test_each_exception_has_a_decision_with_two_quotes():
+    texts = decisions()
+    assert {row.exception for row in ROWS if row.exception} <= {text.partition("\n")[0] for text in texts}
+    assert 0 < len(texts) <= 10
+    for text in texts:
+        assert text.count("\n- Note 00") == 2 and "Decision: " in text, text
+
+
+def imports_nothing():
+    from rollouts.training import no_such_name  # noqa: F401
+
+
+def does_less():
+    assert [1] == [2], "one is not two"
+
+
+@pytest.mark.parametrize(
+    ("row", "state", "words"),
+    [
+        (Row("a", imports_nothing), "absent", "ImportError: cannot import name 'no_such_name'"),
+        (Row("a", does_less), "partly", "AssertionError: one is not two"),
+        (Row("a", does_less, exception="Two"), "partly", "AssertionError"),
+        (Row("a", lambda: None), "there", ""),
+        (Row("a", lambda: None, exception="Two"), "exception", "docs/first-notes.md, Two"),
+        (Row("a", words="data"), "later", "data"),
+    ],
+)
+def test_states(row, state, words):
+    result = check("000", row)
+    assert result.state == state and words in result.words
+
+
+def test_a_fault_is_printed_and_is_exit_code_1(monkeypatch, capsys):
+    monkeypatch.setattr(audit, "NOTES", {"000": [Row("good", lambda: None), Row("bad", does_less)]})
+    assert audit.main(["--faults"]) == 1
+    out = capsys.readouterr().out
+    assert "bad  partly" in out and "good" not in out
+    assert "2 rows: 1 there, 0 exception, 0 later, 1 partly, 0 absent" in out
+    monkeypatch.setattr(audit, "NOTES", {"000": [Row("good", lambda: None)]})
+    assert audit.main([]) == 0
