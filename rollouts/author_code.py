@@ -172,7 +172,8 @@ def place_of_function(function: Any) -> Place | None:
     if code is None or not is_file(code.co_filename):
         return None
     first = code.co_firstlineno
-    lines = [_place(code.co_filename, first + below) for below in range(DECORATOR_LINES_MAX)]
+    count = 1 if code.co_name == "<lambda>" else DECORATOR_LINES_MAX
+    lines = [_place(code.co_filename, first + below) for below in range(count)]
     return next((line for line in lines if line.text.startswith(("def ", "async def "))), lines[0])
 
 

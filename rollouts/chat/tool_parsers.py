@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rollouts.author_code import shown
+from rollouts.author_code import authors_code, shown
 from rollouts.chat.template_style import PROBE_TOOL, probe_call
 from rollouts.chat.tool_call_formats import (
     TOOL_CALL_FORMATS,
@@ -74,7 +74,9 @@ class ToolParser(NamedTuple):
         """What the parser reads in the text that `write` returns for these calls."""
         assert self.write is not None, "checked by the caller"
         try:
-            return _meaning(self.calls(self.write(calls), [PROBE_TOOL])[0])
+            with authors_code():
+                text = self.write(calls)
+            return _meaning(self.calls(text, [PROBE_TOOL])[0])
         except Exception as error:
             raise ConfigError(f"the `write` of the tool parser {self.name} fails: {words_of(error)}") from error
 

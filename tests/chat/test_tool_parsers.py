@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from rollouts.agent.episode import run_episode
 from rollouts.agent.model import EpisodeLimits
 from rollouts.chat.format import load_chat_format
 from rollouts.chat.masks import tokenize_supervised
-from rollouts.chat.tool_parsers import hermes, llama3, mistral, xml
+from rollouts.chat.tool_parsers import ToolParser, hermes, llama3, mistral, xml
 from rollouts.chat.tool_parsers import json as json_calls
 from rollouts.cli import main
 from rollouts.config.resolving import resolve
@@ -167,6 +168,15 @@ def test_demonstrations_are_in_the_format_that_write_returns():
     assert chat.decode(live).startswith("CALL add(a=1, b=2)")
     with pytest.raises(ModelError, match="give the parser a function `write`"):
         tokenize_supervised(messages, [SCHEMA], chat_of("parse"))
+
+
+def test_a_write_that_exits_is_an_error():
+    def parse(text):
+        return [], text
+
+    vars(parse)["write"] = lambda calls: sys.exit(4)
+    with pytest.raises(ConfigError, match=r"the `write` of the tool parser mine fails: .*sys.exit\(4\)"):
+        ToolParser("mine", parse, {}).check()
 
 
 class Scripted(ScriptedEngine):

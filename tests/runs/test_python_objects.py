@@ -430,6 +430,14 @@ def test_a_wrong_signature_names_the_line_of_the_function():
         composed(reward=lambda **all: 1.0)
 
 
+def test_a_wrong_lambda_has_its_own_line_not_that_of_the_next_function(here):
+    Path("program.py").write_text("wrong = lambda completion: 1.0\ndef other(trajectory):\n    return 1.0\n")
+    namespace = {"__name__": "__main__"}
+    exec(compile(Path("program.py").read_text(), str(here / "program.py"), "exec"), namespace)
+    with pytest.raises(SignatureError, match=r"program.py, line 1: wrong = lambda completion: 1.0"):
+        composed(reward=namespace["wrong"])
+
+
 def test_an_evaluation_has_no_steps():
     with pytest.raises(ConfigError, match="on_step: an evaluation has no steps"):
         rollouts.run(env=Calculator, mode="eval", on_step=print)
