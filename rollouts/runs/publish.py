@@ -16,7 +16,7 @@ from typing import Any
 
 from rollouts.config.files import load_file
 from rollouts.config.resolving import EXPORTED, Resolved, resolve, run_settings_file
-from rollouts.errors import ConfigError, RunError, UserError, counted, named
+from rollouts.errors import ConfigError, RunError, UserError, named
 from rollouts.runs.folder import SUMMARY, read_json
 from rollouts.runs.manifest import MANIFEST
 from rollouts.runs.usage import usage_lines
@@ -182,7 +182,9 @@ def _reward_lines(checkpoint: Path, summary: Mapping[str, Any]) -> Iterator[str]
     yield from (
         "## Rewards",
         "",
-        f"On {counted(int(after.get('tasks') or 0), 'held-out task')}. Before: the model that the run begins from.",
+        f"On {after.get('tasks')} held-out tasks. Before: the model that the run begins from.".replace(
+            " 1 held-out tasks", " 1 held-out task"
+        ),
         "",
     )
     yield from ("| | before | after |", "|---|---:|---:|", *(f"| {' | '.join(row)} |" for row in shown), "")
