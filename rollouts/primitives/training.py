@@ -528,11 +528,4 @@ def load_checkpoint(state: TrainingState, path: str | Path = _CHECKPOINTS) -> Tr
 
 
 def _modules(state: TrainingState) -> dict[str, Any]:
-    """What a checkpoint holds besides the model: the reference, and the parameters that only the optimizer knows."""
-    import torch
-
-    modules = {} if state.ref_model is None else {"reference": state.ref_model}
-    of_model = {id(parameter) for parameter in state.model.parameters()}
-    trained = [parameter for group in state.optimizer.param_groups for parameter in group["params"]]
-    beside = [parameter for parameter in trained if id(parameter) not in of_model]
-    return modules | ({"other_parameters": torch.nn.ParameterList(beside)} if beside else {})
+    return {} if state.ref_model is None else {"reference": state.ref_model}

@@ -32,7 +32,9 @@ def save_objects(
     version: int,
     state: dict[str, Any],
 ) -> None:
-    """Write a checkpoint folder. `modules` are other modules by name, `state` is plain data. Raises CheckpointError."""
+    """Write a checkpoint folder, also with the optimizer's parameters outside of the model. `modules` are other modules
+    by name, `state` is plain data. Raises CheckpointError.
+    """
     with new_checkpoint(path) as folder:
         if hasattr(model, "save_pretrained"):
             with no_progress_bars():
@@ -43,7 +45,7 @@ def save_objects(
             tokenizer.save_pretrained(str(folder))
         of_scheduler = None if scheduler is None else scheduler.state_dict()
         torch.save({"optimizer": optimizer.state_dict(), "scheduler": of_scheduler}, folder / _STATE)
-        for name, module in (modules or {}).items():
+        for name, module in _all_modules(modules, model, optimizer).items():
             torch.save(module.state_dict(), folder / f"{name}.pt")
         finish_checkpoint(
             folder,
@@ -79,18 +81,31 @@ def load_objects(
         weights = torch.load(path / _WEIGHTS, map_location="cpu", weights_only=True)
     states = torch.load(path / _STATE, map_location="cpu", weights_only=True)
     loaded = {}
-    for name in modules or {}:
+    modules = _all_modules(modules, model, optimizer)
+    for name in modules:
         if not (path / f"{name}.pt").is_file():
             raise ConfigError(f"the checkpoint {path} has no {name}; load it without one")
         loaded[name] = torch.load(path / f"{name}.pt", map_location="cpu", weights_only=True)
     replace_weights(model, weights)
-    for name, module in (modules or {}).items():
+    for name, module in modules.items():
         replace_weights(module, loaded[name])
     optimizer.load_state_dict(states["optimizer"])
     optimizer.zero_grad(set_to_none=True)
     if scheduler is not None and states["scheduler"] is not None:
         scheduler.load_state_dict(states["scheduler"])
     return run
+
+
+def other_parameters(model: Any, optimizer: Any) -> list[Any]:
+    """The optimizer's parameters outside of the model, such as those of a loss or a value function."""
+    of_model = {id(parameter) for parameter in model.parameters()}
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [parameter for parameter in trained if id(parameter) not in of_model]
+
+
+def _all_modules(modules: Mapping[str, Any] | None, model: Any, optimizer: Any) -> dict[str, Any]:
+    others = other_parameters(model, optimizer)
+    return {**(modules or {}), **({"other_parameters": torch.nn.ParameterList(others)} if others else {})}
 
 
 def replace_weights(model: Any, weights: Mapping[str, Any]) -> None:

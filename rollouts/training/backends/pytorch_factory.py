@@ -29,7 +29,7 @@ from rollouts.training.algorithms.logprobs import label_logprobs
 from rollouts.training.backends.futures import TorchThread, on_thread
 from rollouts.training.backends.optimizer import TrainerSettings, check_settings, lr_factor, make_optimizer
 from rollouts.training.backends.optimizer_state import MakeOptimizer
-from rollouts.training.backends.pytorch_checkpoint import load_objects, replace_weights, save_objects
+from rollouts.training.backends.pytorch_checkpoint import load_objects, other_parameters, replace_weights, save_objects
 from rollouts.training.batches import AuxiliaryModels, ForwardOutput, Row, TrainBatch
 from rollouts.training.datasets.sft import prepare_sft_batch
 from rollouts.training.weights.files import ModelFiles
@@ -256,7 +256,7 @@ class PyTorchTrainingBackend:
         for gradient in self._gradients():
             gradient.div_(self._denominator)
         if self._max_grad_norm < math.inf:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
+            nn.utils.clip_grad_norm_(self._parameters(), self._max_grad_norm)
         self.optimizer.step()
         self._forget_gradients()
         if self.scheduler is not None:
@@ -323,7 +323,10 @@ class PyTorchTrainingBackend:
         return float(len(tensors["input_ids"]))
 
     def _gradients(self) -> list[Tensor]:
-        return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        return [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
+
+    def _parameters(self) -> list[Any]:
+        return [*self.model.parameters(), *other_parameters(self.model, self.optimizer)]
 
     def _forget_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
