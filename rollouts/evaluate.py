@@ -37,6 +37,8 @@ class Evaluation(NamedTuple):
             "greedy_parts": self.greedy["parts"],
             "weights": self.sampled["weights"],
             "metrics": self.sampled["metrics"],
+            "tool_calls": self.sampled["tool_calls"],
+            "tool_failures": self.sampled["tool_failures"],
             "tasks": self.sampled["tasks"],
             "judged": self.sampled["judged"],
         }

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import trio
 
+from rollouts.agent.tools import run_tool
 from rollouts.author_code import place_of, place_of_function
 from rollouts.env import metric, reward, tool
+from rollouts.env.authoring import tools_of
 from rollouts.error_log import NOTES_MAX, PLACES_MAX, ErrorLog, is_logging, report
 from rollouts.errors import words_of
 from rollouts.plugins.loading import import_file
-from rollouts.types import Task, Trajectory
+from rollouts.types import Task, ToolCall, Trajectory
 
 sys.path.insert(0, str(Path(__file__).parent))
 from agent_fakes import FakeEngine, Quiz, play
@@ -205,3 +207,19 @@ def test_the_message_of_a_syntax_error_can_be_printed():
         raise SyntaxError("no \ud800 good")
     except SyntaxError as error:
         assert "no \\ud800 good" in words_of(error).encode().decode()
+
+
+@pytest.mark.parametrize("error, is_noted", [(ValueError, False), (KeyError, True)])
+def test_a_tool_that_refuses_a_call_gets_no_note(tmp_path, error, is_noted):
+    class Shop:
+        @tool
+        def price(self, thing: str) -> str:
+            """The price."""
+            raise error(thing)
+
+    notes: list[str] = []
+    tools = {each.name: each for each in tools_of(Shop())}
+    with ErrorLog(tmp_path / "errors.log", notes.append):
+        outcome = trio.run(run_tool, tools, ToolCall("price", {"thing": "rum"}))
+    assert "rum" in outcome.text and "rum" in (tmp_path / "errors.log").read_text()
+    assert bool(notes) is is_noted

@@ -101,7 +101,9 @@ def test_a_pass_without_a_judged_rollout_gets_a_note_unless_neither_has_one():
 
 def test_evaluation_in_the_summary_and_in_the_metrics():
     evaluation = Evaluation(
-        numbers(0.5, {"odd": 0.25}, 4, 5) | {"weights": {"odd": 2.0}, "metrics": {"calls": 3.0}},
+        numbers(0.5, {"odd": 0.25}, 4, 5)
+        | {"weights": {"odd": 2.0}, "metrics": {"calls": 3.0}}
+        | {"tool_calls": 3, "tool_failures": 1},
         numbers(None, {}, 0, 5),
     )
     assert evaluation.as_dict() == {
@@ -109,6 +111,8 @@ def test_evaluation_in_the_summary_and_in_the_metrics():
         "greedy_mean": None,
         "parts": {"odd": 0.25},
         "greedy_parts": {},
+        "tool_calls": 3,
+        "tool_failures": 1,
         "weights": {"odd": 2.0},
         "metrics": {"calls": 3.0},
         "tasks": 5,

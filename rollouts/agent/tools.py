@@ -60,7 +60,8 @@ async def run_tool(
     except (calls.AbandonedCallsError, EnvironmentDefinitionError, ProcessError):
         raise
     except Exception as error:  # whatever a tool raises is for the model to read
-        words = report(error, f"the tool {tool.name}")
+        # A ValueError is how a tool refuses a call of the model, so it is in errors.log without a note.
+        words = report(error, f"the tool {tool.name}", is_noted=not isinstance(error, ValueError))
         return ToolOutcome(shortened(f"Error: {named(error)}", characters_max), "exception", words)
 
 

@@ -35,7 +35,7 @@ import trio
 from rollouts.author_code import authors_code, is_from_outside, unwrapped
 from rollouts.env.threads import of_this_run, run_in_thread
 from rollouts.error_log import is_logging, report
-from rollouts.errors import EnvironmentDefinitionError, RolloutsError
+from rollouts.errors import EnvironmentDefinitionError, RolloutsError, counted
 
 AsyncLibrary = Literal["trio", "asyncio"]
 
@@ -344,8 +344,11 @@ def _count_abandoned(change: int) -> None:
 
 def _refuse_too_many() -> None:
     if _abandoned >= ABANDONED_MAX:
+        rest = "its deadline and still runs in its thread"
+        if _abandoned > 1:
+            rest = "their deadlines and still run in their threads"
         raise AbandonedCallsError(
-            f"{_abandoned} calls into the environment ran past their deadlines and still run in their threads; "
+            f"{counted(_abandoned, 'call')} into the environment ran past {rest}; "
             "a tool that can hang must have a time limit of its own (a socket or subprocess timeout), "
             "or be written async, which can be cancelled"
         )

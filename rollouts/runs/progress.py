@@ -32,6 +32,7 @@ LINES, EVALUATION_LINES = 24, 10  # the number of plain lines of a whole run, if
 SECONDS_BETWEEN = 10.0  # between the plain lines of an evaluation of a training run
 STEP_CHARACTERS_MAX = 110  # the numbers of a step with metrics of the environment
 CHARACTERS_MAX = 400  # how much of one message is shown
+TOOL_COUNTS = (("tool calls", "tool_calls"), ("tool failures", "tool_failures"))  # rows of the tables
 
 _STEP_METRICS = (
     ("reward", "reward/mean", "{:.3f}"),
@@ -189,6 +190,11 @@ class Progress:
         before, after = summary["evaluation"]["before"], summary["evaluation"]["after"]
         if before and after:
             self._console.print(_comparison_table(before, after))
+        for name, count in summary.get("zero_parts", {}).items():
+            self._say(
+                f"the reward part `{name}` was 0 in {'the only' if count == 1 else f'all {count}'} "
+                f"{'rollout' if count == 1 else 'rollouts'}"
+            )
         first = summary.get("resumed_from", 0)
         steps = counted(summary["steps"] - first, "more step" if first else "step")
         self._say(
@@ -202,20 +208,32 @@ def _comparison_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
     for (label, name), parts in zip(rows, ("parts", "greedy_parts"), strict=True):
         lines.append((label, before[name], after[name]))
         own, earlier = after.get(parts, {}), before.get(parts, {})
-        lines += [(_part_label(part, after), earlier.get(part), own[part]) for part in own]
+        lines += [(_part_label(part, after), earlier.get(part), own[part]) for part in _parents_first(own, after)]
     metrics = after.get("metrics", {})  # an older run has none
     lines += [(f"{name}, sampled", before.get("metrics", {}).get(name), metrics[name]) for name in metrics]
     for alias, own in after.get("environments", {}).items():
         earlier = before.get("environments", {}).get(alias, {})
         lines += [(f"{alias}: {label}", earlier.get(name), own[name]) for label, name in rows]
     shown = [(label, [_number(earlier), _number(later)]) for label, earlier, later in lines]
+    for label, name in TOOL_COUNTS:
+        counts = [each.get(name) for each in (before, after)]  # an older run has none
+        if any(counts):
+            shown.append((f"{label}, sampled", ["–" if count is None else str(count) for count in counts]))
     return _table(f"held-out tasks ({_tasks(after)})", ["before", "after"], shown)
 
 
+def _parents_first(parts: dict[str, Any], numbers: dict[str, Any]) -> list[str]:
+    """The rewards that are added up, then the parts of a `Score`, which are only logged."""
+    weights = numbers.get("weights", {})
+    return sorted(parts, key=lambda part: bool(weights) and part not in weights)
+
+
 def _part_label(part: str, numbers: dict[str, Any]) -> str:
-    """A part of the reward, with its weight if it is not 1."""
-    weight = numbers.get("weights", {}).get(part, 1)
-    return f"  {part}" if weight == 1 else f"  {part} × {weight:g}"
+    """A part of the reward, with its weight if it is not 1. A part of a `Score` is indented more."""
+    weights = numbers.get("weights", {})
+    weight = weights.get(part, 1)
+    indent = "    " if weights and part not in weights else "  "
+    return f"{indent}{part}" if weight == 1 else f"{indent}{part} × {weight:g}"
 
 
 def _evaluation_table(summary: dict[str, Any]) -> Table:
@@ -230,8 +248,9 @@ def _evaluation_table(summary: dict[str, Any]) -> Table:
     ):
         names = dict.fromkeys(name for each in columns for name in each[kind])
         single = kind == "parts" and len(names) == 1  # a single part is the reward itself
-        rows += [(label(n), [_number(each[kind].get(n)) for each in columns]) for n in names if not single]
-    counts = (("truncated", "truncated"), ("tool calls", "tool_calls"), ("tool failures", "tool_failures"))
+        shown = _parents_first(names, summary) if kind == "parts" else names
+        rows += [(label(n), [_number(each[kind].get(n)) for each in columns]) for n in shown if not single]
+    counts = (("truncated", "truncated"), *TOOL_COUNTS)
     rows += [(label, [str(each[name]) for each in columns]) for label, name in counts if summary[name]]
     rows += [(f"failed: {s}", [str(each["failed"].get(s, 0)) for each in columns]) for s in summary["failed"]]
     rows.append(("turns", [_number(each["turns_mean"]) for each in columns]))
@@ -259,7 +278,9 @@ def conversation_lines(trajectory: Trajectory) -> list[str]:
     lines = []
     for message in trajectory.messages:
         calls = (
-            f"[{call.name}({', '.join(f'{k}={v!r}' for k, v in call.arguments.items())})]"
+            "[unreadable call]"
+            if call.error
+            else f"[{call.name}({', '.join(f'{k}={v!r}' for k, v in call.arguments.items())})]"
             for call in message.tool_calls
         )
         flat = " ".join(filter(None, (message.text.strip(), *calls))).replace("\n", "⏎ ")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rollouts.config.files import load_file
-from rollouts.config.resolving import Resolved, resolve, run_settings_file
+from rollouts.config.resolving import EXPORTED, Resolved, resolve, run_settings_file
 from rollouts.errors import ConfigError, RunError, UserError, named
 from rollouts.runs.folder import SUMMARY, read_json
 from rollouts.runs.manifest import MANIFEST
@@ -75,13 +75,22 @@ def push(folder: Path, name: str, *, is_public: bool = False) -> str:
     try:
         repository = api.create_repo(name, private=not is_public, exist_ok=True)
         api.upload_folder(
-            repo_id=repository.repo_id, folder_path=folder, commit_message="A model trained with rollouts"
+            repo_id=repository.repo_id,
+            folder_path=folder,
+            commit_message="A model trained with rollouts",
+            ignore_patterns=[EXPORTED] if _has_absolute_path(folder / EXPORTED) else None,
         )
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(f"interrupted: the upload to {name} is not complete; {retry}") from error
     except Exception as error:  # the hub's HTTP library and its helpers raise their own errors
         raise RunError(f"the upload to {name} failed: {_words_of(error, api.endpoint)}\n{retry}") from error
     return str(repository)
+
+
+def _has_absolute_path(settings: Path) -> bool:
+    """Whether the file of settings has a path that only this machine has."""
+    text = settings.read_text(encoding="utf-8") if settings.is_file() else ""
+    return re.search(r"""["']([/~]|[A-Za-z]:\\)""", text) is not None
 
 
 def _words_of(error: Exception, endpoint: str) -> str:
@@ -173,7 +182,9 @@ def _reward_lines(checkpoint: Path, summary: Mapping[str, Any]) -> Iterator[str]
     yield from (
         "## Rewards",
         "",
-        f"On {after.get('tasks')} held-out tasks. Before: the model that the run begins from.",
+        f"On {after.get('tasks')} held-out tasks. Before: the model that the run begins from.".replace(
+            " 1 held-out tasks", " 1 held-out task"
+        ),
         "",
     )
     yield from ("| | before | after |", "|---|---:|---:|", *(f"| {' | '.join(row)} |" for row in shown), "")

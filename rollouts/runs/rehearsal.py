@@ -1,14 +1,16 @@
-"""The trial of `--dry-run`, without the run's model: one scripted episode, and one small training step.
+"""The trial of `--dry-run`, without the run's model: scripted episodes, and one small training step.
 
 A script replaces the model in the episode: it calls each of the environment's tools with arguments made from its
-schema, then replies with text. Episode, tools, rewards, metrics and filters run as in a real run. So does the training
-step, which trains the toy model of the package on invented tokens. Not here: everything that needs the run's model.
+schema, then replies with text. If the environment has demonstrations, a second episode repeats the replies of one.
+Episode, tools, rewards, metrics and filters run as in a real run. So does the training step, which trains the toy model
+of the package on invented tokens. Not here: everything that needs the run's model.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,9 @@ import trio
 from rollouts.author_code import shown
 from rollouts.chat.format import ChatFormat
 from rollouts.chat.masks import tokenize_supervised
+from rollouts.encoding import encode
 from rollouts.env.mixing import FORGOTTEN, RETURNED_NONE
-from rollouts.errors import ConfigError, EnvironmentDefinitionError, ModelError, RunError, said_of
+from rollouts.errors import ConfigError, EnvironmentDefinitionError, ModelError, RunError, counted, said_of
 from rollouts.inference.base import Capabilities, GenerateRequest, Generation, Health, VersionSpan, WeightUpdate
 from rollouts.inference.chatting import ChatReply, ChatRequest
 from rollouts.runs.environments import Environment
@@ -34,6 +37,7 @@ from rollouts.types import Episode, Message, Score, Segment, Status, Task, ToolC
 
 CONTEXT_TOKENS = 1_000_000
 PROMPT_CHARACTERS = 160  # how much of the end of the rendered prompt is shown
+DEMONSTRATIONS_MAX, TASKS_MAX = 100, 1000  # read to find a demonstration of a known task
 MESSAGES_MAX = 12  # shown messages, besides a call of each tool and its answer
 REPLY = "This is a scripted reply."
 TOY = "tiny"
@@ -54,6 +58,7 @@ def rehearse(plan: Plan, held_out: Sequence[Task]) -> list[str]:
                     group = trio.run(_play, plan, env, task, chat)
                 groups.append(group)
                 lines += _episode_lines(plan, env, group, chat)
+                lines += _replay_lines(plan, env, held_out)
     if settings.mode == "sft" and chat is not None:
         lines.append(_demonstration_words(plan, held_out, chat))
     if settings.mode != "eval":
@@ -143,8 +148,10 @@ class ScriptedEngine:
     context_tokens_max = CONTEXT_TOKENS
     vocabulary_size = version = 0
 
-    def __init__(self, schemas: Sequence[dict[str, Any]], chat: ChatFormat | None) -> None:
-        self._script = script_of(schemas if chat is None or chat.can_write_calls else [])
+    def __init__(
+        self, script: Sequence[Message], schemas: Sequence[dict[str, Any]] = (), chat: ChatFormat | None = None
+    ) -> None:
+        self._script = script
         self._ids = [] if chat is None else [_ids_of(message, schemas, chat) for message in self._script]
         self.more_tokens = sum(map(len, self._ids[1:-1]))  # of the calls after the first one
 
@@ -198,20 +205,28 @@ async def _play(plan: Plan, env: Environment, task: Task, chat: ChatFormat | Non
     """Two scripted rollouts of the task as a group, so that group rewards can compare them."""
     settings = plan.settings
     schemas = env.schemas()
-    engine = ScriptedEngine(schemas, chat)
+    script = script_of(schemas if chat is None or chat.can_write_calls else [])
+    engine = ScriptedEngine(script, schemas, chat)
     # The run's limits are for one call and a text here. Each further call gets a turn and tokens of its own.
     limits = dataclasses.replace(
         settings,
         max_turns=settings.max_turns + max(0, len(schemas) - 1),
         max_tokens=settings.max_tokens + engine.more_tokens,
     )
-    play = Player(limits, plan.environments, plan.rewards, chat).at(settings.temperature, settings.seed)
+    group = await _play_script(Player(limits, plan.environments, plan.rewards, chat), task, engine)
+    _check_played(env, group.episodes[0])
+    return group
+
+
+async def _play_script(player: Player, task: Task, engine: ScriptedEngine) -> Group:
+    """Two rollouts of the task with this engine, judged; one if the run samples one per prompt."""
+    settings = player.settings
+    play = player.at(settings.temperature, settings.seed)
     jobs = [Job(task, (0, rollout)) for rollout in range(min(2, settings.samples_per_prompt))]
     episodes: Sequence[Episode] = await run_episodes(jobs, play, engine, concurrency=settings.concurrency)
-    score = group_scorer(plan.rewards, settings.on_invalid_reward, timeout_seconds=settings.reward_seconds)
+    score = group_scorer(player.rewards, settings.on_invalid_reward, timeout_seconds=settings.reward_seconds)
     if score is not None:
         episodes = await score(episodes)
-    _check_played(env, episodes[0])
     return Group(0, task, tuple(episodes))
 
 
@@ -237,17 +252,24 @@ def _episode_lines(plan: Plan, env: Environment, group: Group, chat: ChatFormat 
         prompt = chat.render(trajectory.task.messages, trajectory.tools, True)
         count = len(chat.encode_prompt(trajectory.task.messages, trajectory.tools))
         yield f"  prompt: {count} tokens, the end is {shown(prompt[-PROMPT_CHARACTERS:])}"
-    first = len(trajectory.tools) * 2 + MESSAGES_MAX  # a call of each tool and its answer, and others
-    for message in trajectory.messages[:first]:
-        yield from _message_lines(message)
-    if (more := len(trajectory.messages) - first) > 0:
-        yield "  and one more message" if more == 1 else f"  and {more} more messages"
+    yield from _message_lines_of(trajectory)
     if chat is not None and trajectory.tools and not chat.can_write_calls:
         yield "  no tool was called, because the tool parser has no `write`"
-    failures = [name.partition("/")[2] for name in episode.metrics if name.startswith("tool_failure/")]
-    if failures:
+    if failures := _failures(episode):
         yield f"  a tool failed ({', '.join(failures)}); its arguments are invented, so check whether it may fail"
     yield from (f"    {name}: {error}" for name, error in trajectory.tool_errors.items())
+    yield from _score_lines(episode)
+    if plan.filters:
+        yield f"  filters: {_filter_words(plan, group)}"
+
+
+def _failures(episode: Episode) -> list[str]:
+    """The kinds of failed tool calls in the episode."""
+    return [name.partition("/")[2] for name in episode.metrics if name.startswith("tool_failure/")]
+
+
+def _score_lines(episode: Episode) -> Iterator[str]:
+    """The rewards and metrics of the episode."""
     parts = ", ".join(f"{name} {_number(value)}" for name, value in episode.score.parts.items())
     why = f"; {episode.score.why}" if episode.score.why else ""
     yield f"  reward: {_number(episode.score.value)} ({parts}){why}"
@@ -258,8 +280,15 @@ def _episode_lines(plan: Plan, env: Environment, group: Group, chat: ChatFormat 
         failed = int(episode.metrics.get("metric_failures", 0))
         words = [f"{name} {_number(value)}" for name, value in metrics.items()]
         yield f"  metrics: {', '.join([*words, *([f'{failed} failed'] if failed else [])])}"
-    if plan.filters:
-        yield f"  filters: {_filter_words(plan, group)}"
+
+
+def _message_lines_of(trajectory: Trajectory) -> Iterator[str]:
+    """The first messages of a conversation, and how many there are more."""
+    first = len(trajectory.tools) * 2 + MESSAGES_MAX  # a call of each tool and its answer, and others
+    for message in trajectory.messages[:first]:
+        yield from _message_lines(message)
+    if (more := len(trajectory.messages) - first) > 0:
+        yield "  and one more message" if more == 1 else f"  and {more} more messages"
 
 
 def _message_lines(message: Message) -> Iterator[str]:
@@ -294,6 +323,71 @@ def _demonstration_words(plan: Plan, held_out: Sequence[Task], chat: ChatFormat)
     samples = demonstration_samples(plan.environments, held_out, settings, chat)
     live = sum(weight > 0 for sample in samples for weight in sample.loss_mask)
     return f"a demonstration: {sum(len(sample.tokens) for sample in samples)} tokens, {live} of them trained"
+
+
+# --- a demonstration --------------------------------------------------------------------------------------------------
+
+
+def _replay_lines(plan: Plan, env: Environment, held_out: Sequence[Task]) -> Iterator[str]:
+    """The lines of an episode that repeats the replies of a demonstration, with the real tools and `reply`."""
+    if not hasattr(env.make(), "demonstrations"):
+        return
+    task, is_known, rest = _demonstration(env, held_out)
+    replies = [message for message in rest if message.role == "assistant"]
+    settings = dataclasses.replace(plan.settings, max_turns=len(replies), max_tokens=CONTEXT_TOKENS)
+    player = Player(settings, plan.environments, plan.rewards if is_known else (), None)
+    group = trio.run(_play_script, player, task, ScriptedEngine(replies))
+    episode = group.episodes[0]
+    if is_known:
+        _check_played(env, episode)
+    trajectory = episode.trajectory
+    of = f" of {env.alias}" if env.alias else ""
+    yield f"a demonstration{of}, replayed: {counted(len(trajectory.messages), 'message')}, {trajectory.status.value}"
+    yield from _message_lines_of(trajectory)
+    if trajectory.error and trajectory.status.is_infrastructure:
+        yield f"  {trajectory.error}"
+    differences = list(_differences(rest, trajectory.messages[len(task.messages) :]))
+    if failures := _failures(episode):
+        yield f"  a tool failed ({', '.join(failures)}) with the arguments of the demonstration"
+    yield from differences or ["  its tools and users said the same as in the demonstration"] * (len(rest) > 1)
+    if is_known:
+        yield from _score_lines(episode)
+    else:
+        yield f"  not judged: none of the first {TASKS_MAX} tasks has the prompt of this demonstration"
+
+
+def _demonstration(env: Environment, held_out: Sequence[Task]) -> tuple[Task, bool, list[Message]]:
+    """A demonstration as its task, whether rewards can judge this task, and the messages after the prompt. The task is
+    one of the environment's with the same prompt. If no task has an answer or `info`, the prompt is enough.
+    """
+    source = env.training_source()
+    drawn = itertools.islice(source(0) if callable(source) else source, TASKS_MAX)
+    tasks = [*(task for task in held_out if task.env == env.alias), *drawn]
+    by_prompt = {encode(task.messages): task for task in reversed(tasks)}
+    first = None
+    for messages in itertools.islice(env.demonstrations(), DEMONSTRATIONS_MAX):
+        count = next((place for place, message in enumerate(messages) if message.role == "assistant"), len(messages))
+        prompt, rest = messages[:count], messages[count:]
+        if (task := by_prompt.get(encode(prompt))) is not None:
+            return task, True, rest
+        first = first or (Task(prompt, env=env.alias), rest)
+    assert first is not None, "an environment without any demonstration was refused"
+    is_whole = all(task.answer is None and not task.info for task in tasks)
+    return first[0], is_whole, first[1]
+
+
+def _differences(wanted: Sequence[Message], played: Sequence[Message]) -> Iterator[str]:
+    """A line for each tool result and user text that differs from the demonstration's; the last one if the roles
+    differ, because then the conversations cannot be compared.
+    """
+    for theirs, ours in itertools.zip_longest(wanted, played):
+        if theirs is None or ours is None or theirs.role != ours.role:
+            here, there = (f"{each.role} {shown(each.text)}" if each else "its end" for each in (ours, theirs))
+            yield f"  differs: here comes {here}, in the demonstration {there}"
+            return
+        if ours.role != "assistant" and ours.text != theirs.text:
+            who = f"the tool {ours.name}" if ours.name else "the environment"
+            yield f"  differs: {who} says {shown(ours.text)}, in the demonstration {shown(theirs.text)}"
 
 
 # --- the training step ------------------------------------------------------------------------------------------------

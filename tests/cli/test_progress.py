@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -186,3 +187,28 @@ def test_an_evaluation_of_a_training_run_has_progress(terminal, monkeypatch):
     text = output.getvalue()
     assert ("held-out, before: 2/3" in text) is not terminal
     assert "held-out, before" in text
+
+
+def test_the_closing_table_has_tool_calls_and_the_parts_of_a_score_under_their_rewards():
+    own = {"parts": {"a_part": 0.5, "right": 0.5}, "weights": {"right": 1.0}, "tool_calls": 9, "tool_failures": 2}
+    stream = io.StringIO()
+    Console(file=stream, width=80).print(_comparison_table(EVALUATION, EVALUATION | own))
+    rows = [line.split("│")[1].rstrip() for line in stream.getvalue().splitlines() if line.startswith("│")]
+    assert rows[1:3] == ["   right", "     a_part"]
+    assert re.search(r"tool calls, sampled +│ +– │ +9 │", stream.getvalue())
+    assert re.search(r"tool failures, sampled +│ +– │ +2 │", stream.getvalue())
+
+
+def test_a_part_that_was_always_zero_gets_a_line():
+    stream = io.StringIO()
+    progress = Progress(Console(file=stream, width=100))
+    progress.begin("title", 4, Path("runs/x"), [])
+    numbers = {"status": "done", "steps": 4, "wall_seconds": 1.0, "cpu_seconds": 1.0}
+    progress.end(numbers | {"evaluation": {"before": None, "after": None}, "zero_parts": {"placed": 960}})
+    assert "the reward part `placed` was 0 in all 960 rollouts\n" in stream.getvalue()
+
+
+def test_a_malformed_call_is_shown_as_unreadable():
+    call = ToolCall("orderuntitem", error="no JSON")
+    trajectory = Trajectory(Task("?"), [Message("assistant", "<tool_call>x", [call])])
+    assert conversation_lines(trajectory) == ["assistant: <tool_call>x [unreadable call]"]

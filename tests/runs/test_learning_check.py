@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from rollouts.cli import main
-from rollouts.runs.jobs.learning import NOTHING, STEPS_MAX, LearningCheck, broken_tools, why_flat
+from rollouts.runs.jobs.learning import (
+    CALLS,
+    NOTHING,
+    STEPS_MAX,
+    LearningCheck,
+    PartCounts,
+    broken_tools,
+    unreadable_calls,
+    why_flat,
+)
 from rollouts.training.rollout_gen.groups import Group
 from rollouts.types import Episode, Message, Score, Status, Task, Trajectory
 
@@ -232,3 +241,19 @@ def test_a_tool_that_is_not_called_keeps_its_count():
     for step in range(2 * STEPS_MAX):
         check.see({"search": "it failed"} if step % 2 else {})
     assert notes == ["it failed"] == check.at_the_end()
+
+
+def test_calls_that_are_all_malformed_are_found():
+    bad, good = calls("Error: no name"), calls("found")
+    bad.episodes[0].trajectory.metrics |= {"tool_calls": 2.0, "tool_failure/malformed": 2.0}
+    good.episodes[0].trajectory.metrics |= {"tool_calls": 1.0}
+    assert "every tool call was malformed" in unreadable_calls([bad])[CALLS]
+    assert unreadable_calls([bad, good]) == {CALLS: ""} and unreadable_calls([calls()]) == {}
+
+
+def test_parts_that_were_zero_in_every_rollout_are_counted():
+    task, counts = Task("?"), PartCounts()
+    for placed, polite in ((0.0, 1.0), (0.0, 0.0), (None, 0.0)):
+        score = Score(0.0, {"placed": placed, "polite": polite, "long": 0.0}, weights={"long": -0.1})
+        counts.see([Group(0, task, (Episode((0, 0), task, [Trajectory(task, [])], score, {}),))])
+    assert counts.always_zero() == {"placed": 2}

@@ -8,10 +8,12 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from runs.fake_hub import TOKEN, FakeHub
 
+from rollouts.runs import publish
 from rollouts.runs.publish import model_card
 
 EVALUATION = {"reward_mean": 0.25, "greedy_mean": None, "parts": {"correct": 0.25}, "tasks": 8, "judged": 8}
@@ -187,3 +189,24 @@ def test_a_card_without_a_run_or_with_settings_that_cannot_be_read(tmp_path):
     card = model_card(checkpoint, "odd")
     assert "| settings | they cannot be read (" in card
     assert "| rollouts | 0.1.0 |" in card
+
+
+@pytest.mark.parametrize("model, is_left_out", [("/home/ada/taught", True), ("~/taught", True), ("org/base", False)])
+def test_absolute_paths_are_not_uploaded(tmp_path, monkeypatch, model, is_left_out):
+    import huggingface_hub
+
+    seen = []
+
+    class Api:
+        endpoint = "https://hub.example"
+
+        def create_repo(self, name, **_):
+            return SimpleNamespace(repo_id=name)
+
+        def upload_folder(self, **arguments):
+            seen.append(arguments["ignore_patterns"])
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    (tmp_path / "rollouts.toml").write_text(f'model = "{model}"\nenv = "calculator"\n')
+    publish.push(tmp_path, "ada/first")
+    assert seen == [["rollouts.toml"] if is_left_out else None]

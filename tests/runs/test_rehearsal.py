@@ -339,3 +339,82 @@ def test_the_simulated_user_of_the_documentation_is_played(here):
     assert "a scripted episode: 6 messages, completed" in text
     assert "answer: 'Error: ValueError: there is no 1; we have tea, cake'" in text
     assert "user: 'How much is that? Answer with a number only.'\n  assistant: '" in text
+
+
+SHOP = '''\
+from rollouts import Message, Task, ToolCall, reward, tool
+
+
+class Shop:
+    result, asks, goods, gives = "3", "Anything else?", ["tea", "cake"], True
+
+    def tasks(self, split, rng):
+        return [Task(f"A {thing}, please.", answer=thing) for thing in self.goods]
+
+    def demonstrations(self, split, rng):
+        call = ToolCall("price", {"thing": "tea"}, id="c1")
+        yield [Message("user", "A tea, please."), Message("assistant", "", [call]),
+               Message("tool", self.result, tool_call_id="c1", name="price"), Message("assistant", "3 coins."),
+               Message("user", self.asks), Message("assistant", "No, tea it is.")]
+
+    @tool
+    def price(self, thing: str) -> int:
+        """The price."""
+        return {"tea": 3, "cake": 4}[thing]
+
+    def reply(self, trajectory):
+        return "Anything else?" if trajectory.turns == 2 else None
+
+    @reward
+    def served(self, task, trajectory):
+        return float(task.answer in trajectory.last_text)
+
+
+class Dearer(Shop):
+    result, asks = "4", "That is all?"
+
+
+class Silent(Shop):
+    def reply(self, trajectory):
+        return None
+
+
+class Unknown(Shop):
+    goods = ["cake"]
+
+
+class Loose(Shop):
+    def price(self, thing: str) -> int:
+        """The price."""
+        raise ValueError("sold out")
+    price = tool(price)
+'''
+
+
+@pytest.mark.parametrize(
+    "env, words",
+    [
+        ("Shop", ["its tools and users said the same as in the demonstration", "reward: 1 (served 1)"]),
+        (
+            "Dearer",
+            [
+                "differs: the tool price says '3', in the demonstration '4'",
+                "differs: the environment says 'Anything else?', in the demonstration 'That is all?'",
+                "reward: 1 (served 1)",
+            ],
+        ),
+        ("Silent", ["differs: here comes its end, in the demonstration user 'Anything else?'", "reward: 0 (served 0)"]),
+        ("Unknown", ["not judged: none of the first 1000 tasks has the prompt of this demonstration"]),
+        ("Loose", ["a tool failed (exception) with the arguments of the demonstration"]),
+    ],
+)
+def test_a_demonstration_is_replayed_with_the_real_tools(here, env, words):
+    Path("shop.py").write_text(SHOP)
+    made = plan(env=f"./shop.py:{env}", eval_tasks=0)
+    text = "\n".join(rehearse(made, made.eval_tasks()))
+    replayed = text.partition("a demonstration, replayed: ")[2].partition("a small training step")[0]
+    assert "call: price(thing='tea')\n  answer: " in replayed
+    assert [each for each in words if each not in replayed] == [], replayed
+    assert ("differs: " in replayed) is (env not in ("Shop", "Unknown")) and ("reward: " in replayed) is (
+        env != "Unknown"
+    )

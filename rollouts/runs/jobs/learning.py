@@ -22,7 +22,10 @@ STEPS_MAX = 8
 """After so many steps in a row in which nothing is learned, the user gets a note."""
 
 NOTHING = "nothing"
-"""The topic of `LearningCheck` for the step as a whole. All other topics are names of tools."""
+"""The topic of `LearningCheck` for the step as a whole. All other topics are names of tools, and `CALLS`."""
+
+CALLS = "all tool calls"
+"""The topic of `LearningCheck` for the tool calls of all tools together."""
 
 
 @dataclass
@@ -72,7 +75,11 @@ def findings(
     """What is wrong with one step of mode rl, by topic, for `LearningCheck.see`. `advantages` [N] are the mean
     advantages of the kept groups' rollouts.
     """
-    return {NOTHING: why_nothing(groups, advantages, metrics, algorithm, settings), **broken_tools(groups)}
+    return {
+        NOTHING: why_nothing(groups, advantages, metrics, algorithm, settings),
+        **broken_tools(groups),
+        **unreadable_calls(groups),
+    }
 
 
 def why_nothing_demonstrated(metrics: Mapping[str, float]) -> str:
@@ -186,6 +193,40 @@ def broken_tools(groups: Iterable[Group]) -> dict[str, str]:
     fine = {message.name for message in answers if message.name and not message.text.startswith("Error: ")}
     failed = {name: f"the tool `{name}` failed in every call: {words}" for name, words in errors.items()}
     return dict.fromkeys(fine, "") | {name: words for name, words in failed.items() if name not in fine}
+
+
+def unreadable_calls(groups: Iterable[Group]) -> dict[str, str]:
+    """What to do if every tool call of the step was malformed. Nothing if there was no call."""
+    trajectories = [each for group in groups for episode in group.episodes for each in episode.trajectories]
+    calls, malformed = (
+        sum(each.metrics.get(name, 0.0) for each in trajectories) for name in ("tool_calls", "tool_failure/malformed")
+    )
+    words = (
+        "every tool call was malformed, so no tool ran: train on demonstrations first (--mode sft+rl), or give --model "
+        "a model that can call tools"
+    )
+    return {CALLS: words if malformed == calls else ""} if calls else {}
+
+
+@dataclass
+class PartCounts:
+    """Counts the judged rollouts of each part of the reward until one is not 0. Penalties do not count."""
+
+    _counts: Counter[str] = field(default_factory=Counter)
+    _other: set[str] = field(default_factory=set)
+
+    def see(self, groups: Iterable[Group]) -> None:
+        """Add the rollouts of one step."""
+        for score in (episode.score for group in groups for episode in group.episodes):
+            for name, value in score.parts.items():
+                if value is not None and score.weights.get(name, 1.0) > 0:
+                    self._counts[name] += 1
+                    if value != 0:
+                        self._other.add(name)
+
+    def always_zero(self) -> dict[str, int]:
+        """The parts that were 0 in every rollout, with the number of rollouts."""
+        return {name: count for name, count in self._counts.items() if name not in self._other}
 
 
 def _spread(values: Sequence[float]) -> float:

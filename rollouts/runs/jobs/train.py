@@ -188,6 +188,7 @@ class Training:
             warn=self.session.observer.note,
         )
         self._learning = learning.LearningCheck(self.session.observer.note)
+        self._parts = learning.PartCounts()
         self._syncing = WeightSyncManager([self.inference], temperature=settings.temperature)
         self._failures = Failures(FailurePolicy(settings.retries, settings.max_failures))
         self._score_group = group_scorer(
@@ -257,6 +258,8 @@ class Training:
         """
         if warnings := [*self._learning.at_the_end(), *self.stopping.at_the_end()]:
             self.summary["warnings"] = warnings
+        if zero := self._parts.always_zero():
+            self.summary["zero_parts"] = zero
         self.summary |= summary_of(self._stop)
 
     def message(self, failure: BaseException) -> str:
@@ -325,6 +328,7 @@ class Training:
         async def on_step(report: StepReport) -> dict[str, float]:
             self._folder.write_trajectories(f"{STEP}{report.step:06d}", step_records(report))
             own = environment_metrics(report.groups, self.buffer.epochs)
+            self._parts.see(report.groups)
             algorithm = stage_at(plan.schedule, report.step).algorithm
             self._learning.see(learning.findings(report.groups, report.advantages, report.metrics, algorithm, settings))
             return own | await self._between(report.step, report.metrics | own, report.groups)

@@ -77,7 +77,8 @@ class FailureBudget:
             return
         statuses = ", ".join(f"{status} {count}" for status, count in self.by_status.most_common())
         commonest = self._reasons.most_common(REASONS_SHOWN)
-        lines = [f"{share} rollouts failed, and --max-failures is {allowed}", f"by status: {statuses}"]
+        words = f"{share} rollouts failed, and --max-failures is {allowed}".replace(" 1 rollouts", " 1 rollout")
+        lines = [words, f"by status: {statuses}"]
         lines += [f"  {count} x {reason}" for reason, count in commonest]
         rest = total - sum(count for _, count in commonest)
         raise RunError("\n".join([*lines, f"  {rest} x other reasons"] if rest else lines))
