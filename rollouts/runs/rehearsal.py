@@ -332,7 +332,11 @@ def _replay_lines(plan: Plan, env: Environment, held_out: Sequence[Task]) -> Ite
     """The lines of an episode that repeats the replies of a demonstration, with the real tools and `reply`."""
     if not hasattr(env.make(), "demonstrations"):
         return
-    task, is_known, rest = _demonstration(env, held_out)
+    try:
+        task, is_known, rest = _demonstration(env, held_out)
+    except (ConfigError, EnvironmentDefinitionError) as none:  # mode rl needs no demonstration
+        yield f"no demonstration is replayed: {none}"
+        return
     replies = [message for message in rest if message.role == "assistant"]
     settings = dataclasses.replace(plan.settings, max_turns=len(replies), max_tokens=CONTEXT_TOKENS)
     player = Player(settings, plan.environments, plan.rewards if is_known else (), None)

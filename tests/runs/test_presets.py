@@ -112,3 +112,8 @@ def test_the_page_lists_every_preset_with_its_memory():
     said = {name: re.search(r"estimated: ([\d.]+) GiB", (CONFIGS / name).read_text())[1] for name in OF_REAL_MODELS}
     assert listed == said
     assert all(f"| `{name}` |" in page for name in PRESETS)
+
+
+def test_a_run_of_prompts_needs_no_demonstration(files, capsys):
+    assert main(["run", "configs/rl_math.py", "--dry-run"]) == 0, capsys.readouterr().err
+    assert "no demonstration is replayed: math.jsonl has no demonstrations" in capsys.readouterr().out
