@@ -28,10 +28,10 @@ import trio
 from rollouts import Task, reward, tool
 from rollouts.agent.episode import run_episode
 from rollouts.agent.model import EpisodeLimits
-from rollouts.agent.tools import run_tool
 from rollouts.chat.format import load_chat_format
 from rollouts.env.authoring import tools_of
 from rollouts.env.mixing import env_term
+from rollouts.env.tools import run_tool
 from rollouts.inference.base import Capabilities, Generation, VersionSpan
 from rollouts.training.models import load_tokenizer
 from rollouts.training.rollout_gen.pool import Job, run_episodes

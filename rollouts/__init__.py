@@ -28,9 +28,11 @@ if TYPE_CHECKING:
     from rollouts.env.authoring import metric as metric
     from rollouts.env.authoring import reward as reward
     from rollouts.env.authoring import tool as tool
+    from rollouts.env.task_tools import Tool as Tool
     from rollouts.plugins.hookspecs import hookimpl as hookimpl
     from rollouts.training.simple.endpoint import Endpoint as Endpoint
     from rollouts.types import Message as Message
+    from rollouts.types import Role as Role
     from rollouts.types import Sample as Sample
     from rollouts.types import Score as Score
     from rollouts.types import Segment as Segment

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from rollouts.author_code import authors_code, place_of
-from rollouts.errors import words_of
+from rollouts.errors import RemoteError, words_of
 
 ERRORS = "errors.log"
 PLACES_MAX = 100  # lines of code whose errors are written; errors of other lines are counted together
@@ -37,6 +37,8 @@ class Fault(NamedTuple):
 
 def fault_of(error: BaseException) -> Fault:
     """The error as text."""
+    if isinstance(error, RemoteError):
+        return Fault(error.words, error.place, error.traceback)
     words = words_of(error)
     try:
         with authors_code():

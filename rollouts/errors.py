@@ -8,6 +8,7 @@
     │   │   ├── UnknownComponentError
     │   │   ├── AmbiguousComponentError
     │   │   ├── BrokenPluginError     an installed component whose import fails
+    │   │   │   └── MissingExtraError     it needs an extra of its distribution that is not installed
     │   │   └── SignatureError        a component names an input that its kind does not have
     │   ├── ModelError            a model or tokenizer that cannot be used
     │   ├── EnvironmentDefinitionError    an environment that cannot be used as it is written
@@ -17,6 +18,10 @@
         ├── TrainingError         a training step failed: a loss returned NaN or a wrong shape
         │   └── RankError             a rank of a distributed backend died, hangs or failed
         ├── CheckpointError       a checkpoint cannot be written: the disk is full, for example
+        ├── SandboxError          a sandbox cannot be opened; in an episode this becomes Status.ENVIRONMENT_ERROR
+        │   └── SandboxLostError      an open sandbox does not exist any more
+        ├── WorkerError           a worker died; in an episode this becomes Status.ENVIRONMENT_ERROR
+        ├── WorkersLostError      the workers of an environment die again and again
         └── InferenceError        an engine failed; in an episode this becomes Status.INFERENCE_ERROR
 
 Each message says what was given, what was expected, and what to type next. A failed rollout is not an exception: it is
@@ -74,6 +79,16 @@ class BrokenPluginError(PluginError):
     """The component is installed, but its import fails."""
 
 
+class MissingExtraError(BrokenPluginError):
+    """The component needs the package `package`, which an extra of its distribution requires and which is not
+    installed. `hint` says how to install it.
+    """
+
+    def __init__(self, message: str, *, package: str, hint: str) -> None:
+        super().__init__(message)
+        self.package, self.hint = package, hint
+
+
 class SignatureError(PluginError):
     """The component names an input that its kind does not have, or its signature breaks another rule."""
 
@@ -114,12 +129,38 @@ class CheckpointError(RunError):
         self.is_full = is_full
 
 
+class SandboxError(RunError):
+    """A sandbox cannot be opened. Inside an episode: Status.ENVIRONMENT_ERROR."""
+
+
+class SandboxLostError(SandboxError):
+    """An open sandbox does not exist any more: its keeper was killed, or its time to live is over."""
+
+
+class WorkerError(RunError):
+    """A worker of an environment died, hung or answered nonsense. The episode may be played again."""
+
+
+class WorkersLostError(RunError):
+    """The workers of an environment die again and again."""
+
+
 class InferenceError(RunError):
     """An inference engine failed. `is_transient` is False if the same request would fail again."""
 
     def __init__(self, message: str = "", *, is_transient: bool = True) -> None:
         super().__init__(message)
         self.is_transient = is_transient
+
+
+class RemoteError(Exception):
+    """An exception that an author's code raised in another process, as text: what `words_of` says of it there, its
+    place and its traceback. `hint` says what to install; it may be empty.
+    """
+
+    def __init__(self, words: str, place: str, traceback: str, hint: str = "") -> None:
+        super().__init__(words)
+        self.words, self.place, self.traceback, self.hint = words, place, traceback, hint
 
 
 @contextlib.contextmanager
@@ -149,6 +190,8 @@ def words_of(error: BaseException, place_in: Callable[[BaseException], Place | N
     """
 
     def said(leaf: BaseException) -> str:
+        if isinstance(leaf, RemoteError):
+            return leaf.words
         place = place_in(leaf) or place_in(error)
         words = _named(leaf)
         if isinstance(leaf, SyntaxError) and place:

@@ -32,7 +32,9 @@ class Evaluation(NamedTuple):
         """The results for summary.json."""
         found = {
             "reward_mean": self.sampled["reward_mean"],
+            "reward_stderr": self.sampled["reward_stderr"],
             "greedy_mean": self.greedy["reward_mean"],
+            "greedy_stderr": self.greedy["reward_stderr"],
             "parts": self.sampled["parts"],
             "greedy_parts": self.greedy["parts"],
             "weights": self.sampled["weights"],
@@ -42,13 +44,12 @@ class Evaluation(NamedTuple):
             "tasks": self.sampled["tasks"],
             "judged": self.sampled["judged"],
         }
-        several = {alias: own.as_dict() for alias, own in self._own().items()}
-        return found | ({"environments": several} if several else {})
-
-    def _own(self) -> dict[str, Evaluation]:
-        """The results of each of several environments, by alias."""
-        own = self.sampled.get("environments", {})
-        return {alias: Evaluation(numbers, self.greedy["environments"][alias]) for alias, numbers in own.items()}
+        several = {}
+        for kind in ("environments", "roles"):  # if every episode of a pass failed, its roles may be unknown
+            both = self.sampled.get(kind, {}), self.greedy.get(kind, {})
+            if own := {name: Evaluation(both[0][name], both[1][name]) for name in both[0] if name in both[1]}:
+                several[kind] = {name: each.as_dict() for name, each in own.items()}
+        return found | several
 
 
 def evaluation_metrics(evaluation: Mapping[str, Any]) -> dict[str, float]:
@@ -61,9 +62,21 @@ def evaluation_metrics(evaluation: Mapping[str, Any]) -> dict[str, float]:
     metrics |= {f"eval/metric/{name}": value for name, value in evaluation.get("metrics", {}).items()}
     means = {name: evaluation[name] for name in ("reward_mean", "greedy_mean")}
     metrics |= {f"eval/{name}": mean for name, mean in means.items() if mean is not None}
-    for alias, own in evaluation.get("environments", {}).items():
-        metrics |= {f"eval/{alias}/{name[5:]}": value for name, value in evaluation_metrics(own).items()}
+    several = dict(evaluation.get("environments", {}))
+    several |= {f"role/{role}": own for role, own in evaluation.get("roles", {}).items()}
+    for place, own in several.items():
+        metrics |= {f"eval/{place}/{name[5:]}": value for name, value in evaluation_metrics(own).items()}
     return metrics
+
+
+def is_within_noise(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    """Whether the sampled reward of two evaluations differs by less than two standard errors of the difference. The
+    evaluations are in the form of summary.json; an older one without standard errors gives False.
+    """
+    first, last, *errors = (each.get(name) for name in ("reward_mean", "reward_stderr") for each in (before, after))
+    if first is None or last is None or None in errors:
+        return False
+    return bool(abs(last - first) < 2 * math.hypot(*filter(None, errors)))
 
 
 async def evaluate(
@@ -107,7 +120,8 @@ def check_passes(reports: Sequence[Mapping[str, Any]], episodes: Sequence[Episod
 
 def numbers_of(groups: Sequence[Sequence[Episode]]) -> dict[str, Any]:
     """The results of an evaluation as numbers. A group has the episodes of one task. All groups have the same size,
-    unless the evaluation was interrupted. With several environments, the key `environments` has the results of each.
+    unless the evaluation was interrupted. With several environments, the key `environments` has the results of each,
+    and with roles the key `roles`. The rewards of all roles together are the means over roles.
 
     `reward_stderr` is the standard error of the mean over tasks, not over episodes, because episodes of one task are
     not independent. `pass@k` is given if every reward is 0 or 1. The means leave out episodes that failed because of
@@ -134,26 +148,40 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
 
 
 def _numbers(groups: Sequence[Sequence[Episode]]) -> dict[str, Any]:
+    """The numbers of these groups, and of each role in them."""
+    found = _numbers_of_all(groups)
+    roles = dict.fromkeys(result.role for group in groups for episode in group for result in episode.roles)
+    if roles:
+        found["roles"] = {
+            role: _numbers_of_all([[e for whole in group for e in whole.by_role if e.role == role] for group in groups])
+            for role in roles
+        }
+    return found
+
+
+def _numbers_of_all(groups: Sequence[Sequence[Episode]]) -> dict[str, Any]:
     episodes = [episode for group in groups for episode in group]
     judged = [[e.score.value for e in group if e.score.value is not None] for group in groups]
     means = [statistics.fmean(rewards) for rewards in judged if rewards]
-    metrics = reward_metrics(episodes)
+    played = [each for episode in episodes for each in episode.by_role]
+    metrics = reward_metrics(played)
     calls, failed_calls = (_total(episodes, name) for name in ("tool_calls", "tool_failures"))
     counted = ("prompt_tokens", "completion_tokens")
     statuses = Counter(episode.status for episode in episodes)
+    cut = sum(any(each.status is Status.TRUNCATED for each in episode.by_role) for episode in episodes)
     return {
         "reward_mean": metrics.get("reward/mean"),
         "reward_stderr": statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None,
         "pass@k": _passes(judged),
         "parts": {name[12:]: value for name, value in metrics.items() if name.startswith("reward_part/")},
-        "weights": {name: weight for e in episodes for name, weight in e.score.weights.items()},
+        "weights": {name: weight for e in played for name, weight in e.score.weights.items()},
         "metrics": {name[7:]: value for name, value in metrics.items() if name.startswith("metric/")},
         "tasks": len(groups),
         "episodes": len(episodes),
         "judged": sum(map(len, judged)),
-        "truncated": statuses[Status.TRUNCATED],
+        "truncated": cut,
         "failed": {status.value: n for status, n in sorted(statuses.items()) if status.is_infrastructure},
-        "turns_mean": statistics.fmean(e.trajectory.turns for e in episodes) if episodes else None,
+        "turns_mean": statistics.fmean(e.trajectory.turns for e in played) if played else None,
         "tool_calls": int(calls),
         "tool_failures": int(failed_calls),
         "tokens": {name: int(_total(episodes, name)) for name in counted if any(name in e.metrics for e in episodes)}

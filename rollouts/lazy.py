@@ -27,7 +27,9 @@ def lazy_face(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str
     functions.
     """
     face = sys.modules[package]
-    source = face.__spec__.loader.get_source(package)  # type: ignore[union-attr]  # packages of rollouts have a source
+    loader: Any = face.__spec__.loader  # type: ignore[union-attr]
+    # pytest's loader has no `get_source`.
+    source = loader.get_source(package) if hasattr(loader, "get_source") else _source_of(str(face.__file__))
     home_of = {name: module for module, name in IMPORT.findall(source)}
     face.__dict__["__all__"] = sorted(home_of, key=lambda name: (not name.isupper(), name))
 
@@ -41,3 +43,8 @@ def lazy_face(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str
         return sorted({*vars(face), *home_of})
 
     return load, names
+
+
+def _source_of(file: str) -> str:
+    with open(file, encoding="utf-8") as opened:
+        return opened.read()

@@ -1,4 +1,4 @@
-"""The data types of rollouts: Message, ToolCall, Task, Segment, Trajectory, Score, Status, Episode, Sample.
+"""The data types of rollouts: Message, ToolCall, Task, Role, Segment, Trajectory, Score, Status, Episode, Sample.
 
 They are plain data and need only the standard library and msgspec. So you can write an environment without torch, and
 a trajectory can be written to a file, sent to another process and read back unchanged.
@@ -12,7 +12,8 @@ import enum
 import itertools
 import math
 import operator
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -97,6 +98,17 @@ class Task(msgspec.Struct, omit_defaults=True):
         return "prompt:" + encode(self.prompt).decode()
 
 
+class Role(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One of several agents of an environment: its name, and the system prompt of its conversation.
+
+    The model that is trained plays every role. `model` is for another model; it must be empty for now.
+    """
+
+    name: str
+    system: str = ""
+    model: str = ""
+
+
 class Segment(msgspec.Struct):
     """One sequence of tokens as the engine saw it: prompt and environment tokens (mask 0) and sampled tokens (mask 1).
 
@@ -134,20 +146,31 @@ COUNTS = ("turns", "tool_calls", "tool_failures")
 class Trajectory(msgspec.Struct):
     """What one agent did in one episode: its messages, and the exact tokens to train on.
 
-    `metrics` always has the counts `turns`, `tool_calls` and `tool_failures`. It has other counts only if they are not
-    0, such as `turn_limit`, which is 1 if the model used all its turns. `error` says why the episode failed or was cut
-    short. For each tool that raised, took too long or crashed, `tool_errors` has the first error with the author's
-    line.
+    `metrics` always has the counts `turns`, `tool_calls` (failed ones too) and `tool_failures`. It has other
+    counts only if they are not 0, such as `turn_limit`, which is 1 if the model used all its turns. Without `metrics`,
+    the three counts are those of the messages after the task's prompt; a tool message that begins with `Error:` is a
+    failure. `error` says why the episode failed or was cut short. For each tool that raised, took too long or crashed,
+    `tool_errors` has the first error with the author's line. `role` is the name of the agent's role; empty in an
+    environment without roles.
     """
 
     task: Task
     messages: list[Message]
     segments: list[Segment] = []
     status: Status = Status.PENDING
-    metrics: dict[str, float] = msgspec.field(default_factory=lambda: dict.fromkeys(COUNTS, 0.0))
+    metrics: dict[str, float] = {}
     tools: list[dict[str, Any]] = []
     error: str | None = None
     tool_errors: dict[str, str] = {}
+    role: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.metrics:  # made by hand; an engine counts while it plays
+            own = self.messages if self.role else self.messages[len(self.task.messages) :]
+            replies = [message for message in own if message.role == "assistant"]
+            calls = sum(len(message.tool_calls) for message in replies)
+            failures = sum(message.role == "tool" and message.text.startswith("Error:") for message in own)
+            self.metrics = dict(zip(COUNTS, map(float, (len(replies), calls, failures)), strict=True))
 
     @property
     def last_text(self) -> str:
@@ -157,6 +180,8 @@ class Trajectory(msgspec.Struct):
     @property
     def turns(self) -> int:
         """The number of the model's messages. Assistant messages in the prompt do not count."""
+        if self.role:  # the conversation of a role does not begin with the task's prompt
+            return int(self.metrics.get("turns", 0))
         prompt_turns = sum(1 for m in self.task.messages if m.role == "assistant")
         return sum(1 for m in self.messages if m.role == "assistant") - prompt_turns
 
@@ -169,13 +194,25 @@ class Trajectory(msgspec.Struct):
 class Score(msgspec.Struct, frozen=True):
     """The value of a reward, its parts, and optionally the reason as text. `value` None: the reward could not judge.
 
-    `weights` are the weights of the parts that were added up to `value`. Other parts are only logged.
+    `weights` are the weights of the parts that were added up to `value`. Other parts are only logged. `turns` has the
+    reward of each turn of the model, for advantages that name `turn_rewards`. If a reward gives `turns` and no value,
+    the value is their sum.
     """
 
     value: float | None
     parts: dict[str, float | None] = {}
     why: str = ""
     weights: dict[str, float] = {}
+    turns: list[float] = []
+
+
+class RoleResult(NamedTuple):
+    """The result of one role in an episode: its score, its metrics, and the index of its judged trajectory."""
+
+    role: str
+    score: Score
+    metrics: dict[str, float]
+    judged: int
 
 
 class Episode(NamedTuple):
@@ -185,6 +222,9 @@ class Episode(NamedTuple):
     summed counts of the trajectories, `latency_seconds`, `reward_failures` and `metric_failures` if there were any, and
     the values of the environment's @metric methods as `metric/<name>`. `may_retry` is True if the episode failed for a
     reason that may not occur again.
+
+    In an environment with roles, `roles` has the result of each role, and the score's value is the mean of theirs.
+    `by_role` turns such an episode into one episode for each role, whose `role` is the role's name.
     """
 
     order: tuple[int, int]
@@ -194,6 +234,27 @@ class Episode(NamedTuple):
     metrics: dict[str, float]
     judged: int = -1
     may_retry: bool = False
+    role: str = ""
+    roles: tuple[RoleResult, ...] = ()
+
+    @property
+    def by_role(self) -> list[Episode]:
+        """One episode for each role, with its own trajectories, score and metrics; without roles the episode itself."""
+        if not self.roles:
+            return [self]
+        shared = {name: count for name, count in self.metrics.items() if name.startswith("retried")}
+        own = []
+        for role, score, metrics, judged in self.roles:
+            chosen = self.trajectories[judged]
+            trajectories = [each for each in self.trajectories if each.role == role]
+            place = next(index for index, each in enumerate(trajectories) if each is chosen)
+            own.append(Episode(self.order, self.task, trajectories, score, metrics | shared, place, role=role))
+        return own
+
+    def with_scores(self, scores: Mapping[str, Score]) -> Episode:
+        """The episode with other scores of its roles."""
+        roles = tuple(result._replace(score=scores[result.role]) for result in self.roles)
+        return self._replace(roles=roles, score=mean_score(roles))
 
     @property
     def trajectory(self) -> Trajectory:
@@ -204,6 +265,13 @@ class Episode(NamedTuple):
     def status(self) -> Status:
         """How the episode ended."""
         return self.trajectory.status
+
+
+def mean_score(roles: Sequence[RoleResult]) -> Score:
+    """The score of an episode with these roles: the mean of those that were judged, without parts."""
+    values = [result.score.value for result in roles if result.score.value is not None]
+    why = "; ".join(f"{result.role}: {result.score.why}" for result in roles if result.score.why)
+    return Score(statistics.fmean(values) if values else None, {}, why)
 
 
 @dataclass

@@ -21,10 +21,10 @@ import trio
 from rollouts import Task, reward, tool
 from rollouts.agent.episode import run_episode
 from rollouts.agent.model import EpisodeLimits
-from rollouts.agent.tools import run_tool
 from rollouts.env import calls, metric
 from rollouts.env.authoring import tools_of
 from rollouts.env.mixing import env_term
+from rollouts.env.tools import run_tool
 from rollouts.errors import InferenceError, RewardError, RunError
 from rollouts.inference.base import Capabilities, GenerateRequest, Generation, VersionSpan
 from rollouts.inference.servers.checks import ServerSetup

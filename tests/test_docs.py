@@ -9,6 +9,7 @@ import runpy
 import shlex
 import shutil
 import sys
+import textwrap
 import tomllib
 import types
 from pathlib import Path
@@ -53,11 +54,12 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 class Block(NamedTuple):
-    """A fenced block: where it begins, what stands behind the three backticks, and what is in it."""
+    """A fenced block: where it begins, its language, the HTML comment on the line before it, and its content."""
 
     page: Path
     line: int
-    info: list[str]
+    language: str
+    marker: str
     text: str
 
     def __str__(self) -> str:
@@ -66,15 +68,16 @@ class Block(NamedTuple):
 
 def blocks_of(page: Path) -> list[Block]:
     found: list[Block] = []
-    start, info, lines = 0, [], []
+    start, language, marker, lines = 0, "", "", [""]
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
         if not line.startswith("```"):
             lines.append(line)
         elif start:
-            found.append(Block(page, start, info, "\n".join(lines) + "\n"))
-            start = 0
+            found.append(Block(page, start, language, marker, "\n".join(lines) + "\n"))
+            start, lines = 0, [""]
         else:
-            start, info, lines = number, line[3:].split(), []
+            comment = re.fullmatch(r"<!-- (.*) -->", lines[-1])
+            start, language, marker, lines = number, line[3:], comment[1] if comment else "", []
     assert not start, f"{page.name}: the block that begins on line {start} does not end"
     return found
 
@@ -102,14 +105,20 @@ def commands_of(block: Block) -> list[str]:
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
-PYTHON = [block for block in BLOCKS if block.info[:1] == ["python"] and "no-run" not in block.info]
-TOML = [block for block in BLOCKS if block.info[:1] == ["toml"]]
+PYTHON = [block for block in BLOCKS if block.language == "python" and block.marker != "no-run"]
+TOML = [block for block in BLOCKS if block.language == "toml"]
 COMMANDS = [
     pytest.param(command, id=f"{block}-{number}")
     for block in BLOCKS
-    if block.info[:1] in (["bash"], ["console"], ["sh"])
+    if block.language in ("bash", "console", "sh")
     for number, command in enumerate(commands_of(block))
 ]
+
+
+def test_a_fence_names_only_its_language():
+    """The site does not accept a second word there: it would show the fence as text. Markers are comments above it."""
+    assert [str(block) for block in BLOCKS if not re.fullmatch(r"[\w+-]*", block.language)] == []
+    assert {block.marker for block in BLOCKS} == {"", "no-run", "settings"}
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=str)
@@ -124,7 +133,7 @@ def test_python_runs(block, tmp_path, monkeypatch):
 @pytest.mark.parametrize("block", TOML, ids=str)
 def test_toml_parses(block):
     tree = tomllib.loads(block.text)
-    if "settings" in block.info:
+    if block.marker == "settings":
         resolve(tree)
 
 
@@ -385,7 +394,7 @@ def files_of(page: str) -> dict[str, str]:
     lines = (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()
     found = {}
     for block in blocks_of(ROOT / "docs" / page):
-        above = [line for line in lines[: block.line - 1] if line.strip()]
+        above = [line for line in lines[: block.line - 1] if line.strip() and not line.startswith("<!--")]
         match = re.fullmatch(r"`([\w.]+)`:", above[-1])
         if match:
             found[match[1]] = block.text
@@ -396,7 +405,7 @@ COMPOSED = [
     pytest.param(page, command, id=f"{page}-{number}")
     for page in ALGORITHM_PAGES
     for block in blocks_of(ROOT / "docs" / page)
-    if block.info[:1] == ["bash"]
+    if block.language == "bash"
     for number, command in enumerate(commands_of(block), start=block.line)
     if command.startswith("rollouts run") and not re.search(r" acme_", command)  # these run in tests/packages
 ]
@@ -577,6 +586,20 @@ def test_the_documented_environment_is_the_tested_one():
     source = (ROOT / "tests" / "packages" / "sources" / "my_env.py").read_text()
     assert source in [block.text for block in blocks_of(ROOT / "docs" / "environments.md")]
     assert sum(bool(line.strip()) for line in source.splitlines()) <= 25
+
+
+def test_the_documented_demonstrations_are_judged(tmp_path, monkeypatch, capsys):
+    """The command below them composes, and the dry run replays one of them with the full reward."""
+    blocks = blocks_of(ROOT / "docs" / "environments.md")
+    (cafe,) = (block.text for block in blocks if "class Cafe" in block.text)
+    (method,) = (block.text for block in blocks if block.text.startswith("from rollouts import Message, ToolCall\n"))
+    imported, body = method.split("\n\n\n")
+    (tmp_path / "cafe.py").write_text(f"{imported}\n{cafe}\n{textwrap.indent(body, ' ' * 4)}")
+    (command,) = (each for block in blocks for each in commands_of(block) if "./cafe.py:Cafe" in each)
+    monkeypatch.chdir(tmp_path)
+    assert main([*shlex.split(command)[1:], "--dry-run"]) == 0, capsys.readouterr().err
+    replayed = capsys.readouterr().out.partition("a demonstration, replayed: ")[2]
+    assert "said the same as in the demonstration\n  reward: 1 (correct 1)" in replayed
 
 
 def test_the_words_of_the_preflight_are_the_code_s():

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import trio
 
-from rollouts.agent.tools import run_tool
 from rollouts.author_code import place_of, place_of_function
 from rollouts.env import metric, reward, tool
 from rollouts.env.authoring import tools_of
+from rollouts.env.tools import run_tool
 from rollouts.error_log import NOTES_MAX, PLACES_MAX, ErrorLog, is_logging, report
 from rollouts.errors import words_of
 from rollouts.plugins.loading import import_file

@@ -103,12 +103,14 @@ def test_evaluation_in_the_summary_and_in_the_metrics():
     evaluation = Evaluation(
         numbers(0.5, {"odd": 0.25}, 4, 5)
         | {"weights": {"odd": 2.0}, "metrics": {"calls": 3.0}}
-        | {"tool_calls": 3, "tool_failures": 1},
-        numbers(None, {}, 0, 5),
+        | {"tool_calls": 3, "tool_failures": 1, "reward_stderr": 0.2},
+        numbers(None, {}, 0, 5) | {"reward_stderr": None},
     )
     assert evaluation.as_dict() == {
         "reward_mean": 0.5,
+        "reward_stderr": 0.2,
         "greedy_mean": None,
+        "greedy_stderr": None,
         "parts": {"odd": 0.25},
         "greedy_parts": {},
         "tool_calls": 3,

@@ -32,7 +32,9 @@ FLOORS = {
     "rollouts.plugins": 0,
     # 1: pure functions
     "rollouts.env": 1,
+    "rollouts.env.workers": 2,
     "rollouts.chat": 1,
+    "rollouts.scaffold": 1,
     "rollouts.training.batches": 1,
     "rollouts.training.samples": 1,
     "rollouts.training.simple.config": 0,  # dataclasses; a settings file may hold them
@@ -51,6 +53,7 @@ FLOORS = {
     "rollouts.training.backends": 2,
     "rollouts.training.datasets": 2,
     "rollouts.loggers": 2,
+    "rollouts.sandboxes": 2,
     # 3: loops
     "rollouts.agent": 3,
     "rollouts.serve": 3,
@@ -69,6 +72,7 @@ FLOORS = {
     },
     "rollouts.runs": 4,
     "rollouts.api": 4,
+    "rollouts.check": 4,
     "rollouts.primitives": 4,
     "rollouts.cli": 4,
     "rollouts.providers": 4,
@@ -84,6 +88,7 @@ MAY_IMPORT_TRIO = {
     "rollouts.env.calls",
     "rollouts.env.checks",
     "rollouts.env.processes",
+    "rollouts.env.shared",
     "rollouts.env.threads",
     "rollouts.training.backends.futures",
 }

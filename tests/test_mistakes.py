@@ -349,7 +349,12 @@ ENVIRONMENTS = [
     dice("an abstract class", ("class Dice:", ABSTRACT), "abstract", "roll"),
     dice("a syntax error", ("rng):", "rng)"), "e.py, line 8", "SyntaxError"),
     dice("tabs", ("        for", "\tfor"), "e.py, line 9", "TabError"),
-    dice("a package that is missing", ("class", "import pandaz\n\n\nclass"), "e.py, line 4", "pip install pandaz"),
+    dice(
+        "a package that is missing",
+        ("class", "import pandaz\n\n\nclass"),
+        "e.py, line 4",
+        "install the package that has the module pandaz",
+    ),
     dice("a wrong import", ("import Task", "import tools, Task"), "e.py, line 1", "cannot import name 'tools'"),
     dice("tool with *args", ("guess: int", "*guesses: int"), "'guesses'", "by name"),
     dice("tool with **kwargs", ("guess: int", "**kw"), "'kw'", "by name"),
@@ -414,7 +419,7 @@ LOSSES = [
 
 MODELS = [
     row("a model that is not there", f"{CALC} --model ./nowhere", "no folder ./nowhere", "--model tiny"),
-    row("a typo of tiny", f"{CALC} --model tinny", "'tinny'", "--model tiny"),
+    row("a typo of tiny", f"{CALC} --model tinny", "no folder tinny", "--model tiny"),
     row(
         "a web address",
         f"{CALC} --model https://huggingface.co/Qwen/Qwen3-0.6B",

@@ -2,6 +2,5 @@
 
 episode.py       `run_episode`: set-up, turns, rewards, clean-up
 model.py         `ChatModel`: the conversation of an episode, with its tokens, segments and limits
-tools.py         runs one tool call
 conversation.py  a person talks to the model, which has the tools of an environment
 """

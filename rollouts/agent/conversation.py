@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from rollouts.agent.episode import EpisodeRun, close_environment, judge, outcome_of
+from rollouts.agent.episode import EpisodeRun, judge, outcome_of
 from rollouts.env.mixing import RewardTerm
 from rollouts.errors import ConfigError, InferenceError, RunError
 from rollouts.types import Message, Score, Status, Trajectory
@@ -83,7 +83,7 @@ class Conversation:
         await self._close_environment()
 
     async def _close_environment(self) -> None:
-        why = await close_environment(self.run.env, self.run.limits.cleanup_seconds)
+        why = await self.run.close()
         if why is not None:
             raise RunError(why)
 

@@ -10,7 +10,6 @@ are in `training.rollout_gen`, and the conversation's tokens in `model`.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -19,14 +18,27 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from rollouts.agent.model import ChatModel, EpisodeLimits, EpisodeOver, plain_state
-from rollouts.author_code import authors_code, message_of, place_of_function, shown, with_place
+from rollouts.agent.model import NO_ROLE, ChatModel, EpisodeLimits, EpisodeOver, Turns
+from rollouts.author_code import message_of, shown, with_place
 from rollouts.env import calls
-from rollouts.env.authoring import JudgeMethod, ToolMethod, environment_name, metrics_of, rewards_of, tools_of
-from rollouts.env.checks import requests_of
-from rollouts.env.mixing import InvalidPolicy, RewardTerm, Verdict, mix, read_verdict, with_reason
+from rollouts.env.authoring import (
+    JudgeMethod,
+    ToolMethod,
+    environment_name,
+    metrics_of,
+    of_role,
+    rewards_of,
+    roles_of,
+    tools_of,
+)
+from rollouts.env.checks import line_of, requests_of
+from rollouts.env.inputs import names_input, with_inputs
+from rollouts.env.mixing import InvalidPolicy, RewardTerm, Verdict, check_turns, mix, read_verdict, with_reason
 from rollouts.env.processes import ProcessError
-from rollouts.env.schema import tool_schema
+from rollouts.env.returned import finite_metric, plain_state, reply_messages
+from rollouts.env.schema import schema_of
+from rollouts.env.shared import SharedValue, shared_value
+from rollouts.env.task_tools import read_tools
 from rollouts.error_log import report
 from rollouts.errors import (
     EnvironmentDefinitionError,
@@ -34,13 +46,19 @@ from rollouts.errors import (
     ModelError,
     RewardError,
     RolloutsError,
+    RunError,
+    SandboxError,
+    WorkerError,
+    WorkersLostError,
     leaves_of,
     words_of,
 )
 from rollouts.inference.base import InferenceBackend
 from rollouts.inference.suspend import SuspendableEngine
 from rollouts.plugins.signature import bind
-from rollouts.types import Episode, Message, Score, Status, Task, Trajectory
+from rollouts.sandboxes.base import Sandboxes
+from rollouts.sandboxes.lease import Lease
+from rollouts.types import COUNTS, Episode, Message, Role, RoleResult, Score, Status, Task, Trajectory, mean_score
 
 if TYPE_CHECKING:
     from rollouts.chat.format import ChatFormat
@@ -59,14 +77,20 @@ async def run_episode(
     seed: int,
     on_invalid_reward: InvalidPolicy = "drop",
     tools: Sequence[ToolMethod] = (),
+    sandboxes: Sandboxes | None = None,
+    shared: Callable[[], SharedValue] | None = None,
 ) -> Episode:
-    """Run one episode in a new environment, and judge it. `tools` are added to those of the environment.
+    """Run one episode in a new environment, and judge it. `tools` are added to those of the environment. If its `setup`
+    names `sandbox`, `sandboxes` opens one, which is closed after the environment's `close`. If it names `shared`,
+    `shared` returns that value; None: one for each `make_env`.
 
     `chat` is None for an engine that takes messages (`CanChat`). The caller has opened `session`; this function closes
     it after the model's last reply. The environment's `close` always runs, also on cancellation, for at most
     `limits.cleanup_seconds`; if `close` fails, the episode fails. Rewards and metrics run before `close`, and only if
     the status is COMPLETED or TRUNCATED. If there are several trajectories, rewards judge the one that `rollout`
-    returned, or else the last one. While the episode is suspended (`SuspendableEngine`), its deadlines do not advance.
+    returned, or else the last one. In an environment with roles they judge one trajectory of each role, one role after
+    another; if a role failed, the episode failed. While the episode is suspended (`SuspendableEngine`), its deadlines
+    do not advance.
 
     Raises:
         RewardError: a reward returned NaN or no number; or a reward could not judge, and `on_invalid_reward` is
@@ -78,32 +102,61 @@ async def run_episode(
         inference if isinstance(inference, SuspendableEngine) else SuspendableEngine(inference, None, order, session)
     )
     engine.clock.begin()
-    episode_run = EpisodeRun(engine, task, make_env, chat, limits, seed, tools)
+    episode_run = EpisodeRun(engine, task, make_env, chat, limits, seed, tools, sandboxes, shared)
     engine.snapshot = episode_run.snapshot
-    score, counts = Score(None), dict[str, float]()
+    results: dict[str, tuple[Score, dict[str, float]]] = {}
     try:
         status, error = await episode_run.run()
         engine.close_session(session)
-        judged = episode_run.finish(status, error)
-        if not judged.status.is_infrastructure:
-            score, counts = await judge(episode_run.env, judged, rewards, limits.reward_seconds, on_invalid_reward)
+        status, error = episode_run.finish(status, error)
+        try:
+            for role, trajectory in episode_run.judged.items() if not status.is_infrastructure else ():
+                results[role] = await judge(
+                    episode_run.env, trajectory, rewards, limits.reward_seconds, on_invalid_reward
+                )
+        except WorkerError as lost:
+            status, error = episode_run.finish(Status.ENVIRONMENT_ERROR, f"judging: {lost}")
+            episode_run.may_retry = True
     finally:
         engine.close_session(session)
-        close_error = await close_environment(episode_run.env, limits.cleanup_seconds)
-    if close_error is not None and not judged.status.is_infrastructure:
-        judged = episode_run.finish(Status.ENVIRONMENT_ERROR, close_error)
-    if judged.status.is_infrastructure:
-        score = Score(None, {}, f"{judged.status.value}: {judged.error}")
-    for trajectory in episode_run.trajectories:
-        for name, value in trajectory.metrics.items():
-            counts[name] = counts.get(name, 0.0) + value
-    counts["latency_seconds"] = engine.clock.elapsed
-    return Episode(order, task, episode_run.trajectories, score, counts, episode_run.judged, episode_run.may_retry)
+        close_error = await episode_run.close()
+    if close_error is not None and not status.is_infrastructure:
+        status, error = episode_run.finish(Status.ENVIRONMENT_ERROR, close_error)
+    if status.is_infrastructure:
+        failed = Score(None, {}, f"{status.value}: {error}")
+        results = {role: (failed, results[role][1] if role in results else {}) for role in episode_run.judged}
+    return episode_run.result(results)
+
+
+async def tools_of_task(
+    task: Task,
+    make_env: Callable[[], Any],
+    inference: InferenceBackend,
+    limits: EpisodeLimits,
+    sandboxes: Sandboxes | None = None,
+    shared: Callable[[], SharedValue] | None = None,
+) -> list[ToolMethod]:
+    """The environment's tools in an episode of this task: builds the environment, sets it up and closes it. Raises
+    EnvironmentDefinitionError, and RunError if the environment fails.
+    """
+    engine = SuspendableEngine(inference, None, (0, 0), "")
+    engine.clock.begin()
+    run = EpisodeRun(engine, task, make_env, None, limits, 0, (), sandboxes, shared)
+    try:
+        await run.set_up()
+    except Exception as error:  # outcome_of raises errors of the core again
+        raise RunError(outcome_of(error, run.stage)[1]) from error
+    finally:
+        why = await run.close()
+    if why is not None:
+        raise RunError(why)
+    return run.own_tools
 
 
 # --- running --------------------------------------------------------------------------------------------------------
 
-BUILDING, SETUP = "building the environment", "running setup"
+BUILDING, OPENING = "building the environment", "opening a sandbox"
+SETUP, TOOLS = "running setup", "running tools"
 
 
 @dataclass(eq=False)
@@ -117,13 +170,18 @@ class EpisodeRun:
     limits: EpisodeLimits
     seed: int
     tools: Sequence[ToolMethod] = ()
+    sandboxes: Sandboxes | None = None
+    shared: Callable[[], SharedValue] | None = None
+    role: str = ""  # the role of a conversation with a person
     stage: str = BUILDING
     may_retry: bool = False
     env: Any = None
+    own_tools: list[ToolMethod] = field(default_factory=list)
     model: ChatModel | None = None
     chosen: Trajectory | None = None  # the trajectory that the environment's `rollout` returned
     trajectories: list[Trajectory] = field(default_factory=list)
-    judged: int = -1
+    judged: dict[str, Trajectory] = field(default_factory=dict)  # by role; "" in an environment without roles
+    lease: Lease | None = None
 
     @property
     def can_restore(self) -> bool:
@@ -133,8 +191,8 @@ class EpisodeRun:
 
     @property
     def all_tools(self) -> list[ToolMethod]:
-        """The tools of the environment, and those that the run adds."""
-        return [*tools_of(self.env), *self.tools]
+        """The tools of the environment for this task, and those that the run adds."""
+        return [*self.own_tools, *self.tools]
 
     async def run(self) -> tuple[Status, str | None]:
         """Run under the episode's deadline. A failure becomes a status with a reason."""
@@ -146,7 +204,7 @@ class EpisodeRun:
                 messages: list[Message] | None = model.last_messages or self.task.messages
                 if hasattr(self.env, "rollout"):
                     self.stage, messages = "running rollout", None
-                    returned = await _call_env(self.env.rollout, self.task, model, under_trio=True)
+                    returned = await _call_env(self.env.rollout, self.task, model, async_library="trio")
                     self.chosen = returned if isinstance(returned, Trajectory) else None
                 while messages is not None:
                     self.stage = "waiting for the model"
@@ -162,27 +220,90 @@ class EpisodeRun:
         return status, why
 
     async def set_up(self, *, for_task: bool = True) -> ChatModel:
-        """Build the environment and its model, and run `setup` if `for_task`."""
+        """Build the environment and its model. If `for_task`, run `setup`, and `tools` for the tools of the task."""
         seconds, suspended = self.limits.setup_seconds, self.engine.resume_from
         try:
             self.env = await _call_env(self.make_env, seconds=seconds)
-            self.model = self.new_model()
             if for_task and hasattr(self.env, "setup"):
+                inputs = await self._setup_inputs()
                 self.stage = SETUP
-                await _call_env(self.env.setup, self.task, seconds=seconds)
-            if suspended is not None and self.can_restore:
+                await _call_env(*with_inputs(self.env.setup, [self.task], inputs), seconds=seconds)
+            saved = suspended if self.can_restore else None
+            if saved is not None:
                 self.stage = "running restore"
-                await _call_env(self.env.restore, suspended.env, seconds=seconds)
-                self.model.load_state_dict(suspended.model)
+                await _call_env(self.env.restore, saved.env, seconds=seconds)
+            self.own_tools = tools_of(self.env)
+            if for_task and hasattr(self.env, "tools"):
+                self.stage = TOOLS
+                self.own_tools = await self._tools_of_task()
+            self.model = self.new_model()
+            if saved is not None:
+                self.model.load_state_dict(saved.model)
         except calls.CallTimeoutError as error:
             raise EpisodeOver(Status.TIMEOUT, f"{self.stage} took longer than {seconds:g} seconds") from error
         return self.model
 
+    async def _setup_inputs(self) -> dict[str, Any]:
+        """What `setup` names besides the task. Raises CallTimeoutError."""
+        inputs, seconds = dict[str, Any](), self.limits.setup_seconds
+        if names_input(self.env, "setup", "shared"):
+            self.stage = "running shared"
+            shared = self.shared() if self.shared is not None else shared_value(self.make_env, {}, self.make_env)
+            inputs["shared"] = await shared.get(seconds)
+        if names_input(self.env, "setup", "sandbox"):
+            assert self.sandboxes is not None, f"no sandboxes were given for {environment_name(self.env)}"
+            self.stage, self.lease = OPENING, Lease(self.sandboxes)
+            # A separate limiter, so that tools do not wait for sandboxes that start.
+            limiter = trio.CapacityLimiter(1)
+            inputs["sandbox"] = await _call_env(self.lease.open, seconds=seconds, limiter=limiter)
+        return inputs
+
+    async def _tools_of_task(self) -> list[ToolMethod]:
+        """The tools that the environment's `tools` returns. Raises EnvironmentDefinitionError with the line of `tools`
+        for a value that is no tool, and if an added tool has the name of one of them.
+        """
+        with line_of(self.env.tools):
+            read = functools.partial(read_tools, self.env)
+            found: list[ToolMethod] = await _call_env(
+                self.env.tools, self.task, seconds=self.limits.setup_seconds, convert=read
+            )
+            twice = {tool.name for tool in found} & {tool.name for tool in self.tools}
+            if twice:
+                name = min(twice)
+                raise EnvironmentDefinitionError(
+                    f"{environment_name(self.env)}.tools(task) returned a tool named {name!r}, and --tool adds one of "
+                    f"this name too; give the added one another name: --tool other_{name}=..."
+                )
+            return found
+
+    async def close(self) -> str | None:
+        """Run the environment's `close` and close the sandbox, also under cancellation. Returns the reason if one of
+        them failed, or if the sandbox was lost, which the environment's code may have hidden.
+        """
+        seconds = self.limits.cleanup_seconds
+        why = await close_environment(self.env, seconds)
+        lease, self.lease = self.lease, None
+        if lease is None:
+            return why
+        lost = lease.lost
+        self.may_retry = self.may_retry or bool(lost)
+        failed = await _close_sandbox(lease, seconds)
+        return lost or why or failed
+
     def new_model(self) -> ChatModel:
-        """A new model with all tools."""
-        tools = {tool.name: tool for tool in self.all_tools}
-        schemas = [tool_schema(tool.function, tool.name) for tool in tools.values()]
-        return ChatModel(self.engine, self.task, self.chat, self.limits, self.seed, tools, schemas)
+        """A new model with all tools. In an environment with roles, each role has a model with its tools."""
+        turns, roles = Turns(), {role.name: role for role in roles_of(self.env)}
+
+        def model(role: Role, models: Mapping[str, ChatModel]) -> ChatModel:
+            tools = {tool.name: tool for tool in of_role(self.all_tools, role.name)}
+            schemas = [schema_of(tool) for tool in tools.values()]
+            return ChatModel(
+                self.engine, self.task, self.chat, self.limits, self.seed, tools, schemas, role, turns, models
+            )
+
+        if self.role:
+            return model(roles[self.role], {})
+        return model(NO_ROLE, {name: model(role, {}) for name, role in roles.items()})
 
     async def respond(self, model: ChatModel, reply: Message) -> list[Message] | None:
         """The conversation up to `reply`, with the answers of tools or of the environment; None if the episode ends."""
@@ -217,18 +338,50 @@ class EpisodeRun:
         conversations = self.model.state_dict()
         return None if conversations is None else (plain_state(type(self.env).__name__, state), conversations)
 
-    def finish(self, status: Status, error: str | None) -> Trajectory:
-        """Set the status of the trajectories and check them. Returns the trajectory that rewards judge: the one that
-        `rollout` returned, else the last. If the model never replied, there is one trajectory without replies.
+    def finish(self, status: Status, error: str | None) -> tuple[Status, str | None]:
+        """Set the status of the trajectories and check them. Returns the status of the episode, and the reason.
+
+        `judged` gets the trajectory that rewards judge: the one that `rollout` returned, else the last; in an
+        environment with roles, one of each role. If the model never replied, it is a trajectory without replies.
         """
-        if self.model is not None:
-            self.model.close(status, error)
-            self.trajectories = self.model.trajectories
-        if not self.trajectories or self.model is None:
-            self.trajectories = [Trajectory(self.task, self.task.messages, status=status, error=error)]
-        last = len(self.trajectories) - 1
-        self.judged = next((index for index, each in enumerate(self.trajectories) if each is self.chosen), last)
-        return self.trajectories[self.judged]
+        model, played = self.model, dict[str, list[Trajectory]]()
+        if model is not None:
+            model.close(status, error)
+            played = {role: each.trajectories for role, each in (model.roles or {"": model}).items()}
+        self.trajectories, self.judged = [], {}
+        for role, own in (played or {"": []}).items():
+            first = model.roles[role].messages if model is not None and role else self.task.messages
+            counts = dict.fromkeys(COUNTS, 0.0)
+            own = own or [Trajectory(self.task, first, status=status, metrics=counts, error=error, role=role)]
+            self.judged[role] = next((each for each in own if each is self.chosen), own[-1])
+            self.trajectories += own
+        ends = [(each.status, each.error) for each in self.judged.values()]
+        failed = next((end for end in ends if end[0].is_infrastructure), None)
+        if failed is not None and any(end[0] is not failed[0] for end in ends):
+            return self.finish(*failed)  # a role that failed, although `rollout` caught it, ends all roles
+        return failed or ends[-1]
+
+    def result(self, results: Mapping[str, tuple[Score, dict[str, float]]]) -> Episode:
+        """The finished episode, with the score and the metrics of each role."""
+
+        def counts(role: str | None, judging: Mapping[str, float]) -> dict[str, float]:
+            total = dict(judging)
+            for trajectory in self.trajectories:
+                for name, value in trajectory.metrics.items() if role in (None, trajectory.role) else ():
+                    total[name] = total.get(name, 0.0) + value
+            return total | {"latency_seconds": self.engine.clock.elapsed}
+
+        places = {id(each): place for place, each in enumerate(self.trajectories)}
+        roles = tuple(
+            RoleResult(role, score, counts(role, judging), places[id(self.judged[role])])
+            for role, (score, judging) in results.items()
+        )
+        order = (self.engine.order[0], self.engine.order[1])
+        role, score, metrics, judged = roles[0]
+        if not role:
+            return Episode(order, self.task, self.trajectories, score, metrics, judged, self.may_retry)
+        score, metrics = mean_score(roles), counts(None, {})
+        return Episode(order, self.task, self.trajectories, score, metrics, judged, self.may_retry, roles=roles)
 
 
 class _EnvironmentFault(Exception):
@@ -239,12 +392,11 @@ class _EnvironmentFault(Exception):
         self.error = error
 
 
-async def _call_env(
-    function: Callable[..., Any], *args: Any, under_trio: bool = False, seconds: float = math.inf
-) -> Any:
+async def _call_env(function: Callable[..., Any], *args: Any, seconds: float = math.inf, **options: Any) -> Any:
+    """Call the environment's code; `options` are those of `calls.call`."""
     try:
-        return await calls.call(function, *args, timeout_seconds=seconds, async_library="trio" if under_trio else None)
-    except calls.CallTimeoutError:
+        return await calls.call(function, *args, timeout_seconds=seconds, **options)
+    except (calls.CallTimeoutError, EnvironmentDefinitionError):
         raise
     except Exception as error:  # an exception of the author's code
         raise _EnvironmentFault(error) from error
@@ -253,13 +405,10 @@ async def _call_env(
 async def _env_reply(env: Any, trajectory: Trajectory) -> list[Message]:
     """The environment's answer to a reply without tool calls. An empty list ends the episode."""
     returned = await _call_env(env.reply, trajectory) if hasattr(env, "reply") else None
-    answers = returned if isinstance(returned, list | tuple) else [] if returned is None else [returned]
-    for answer in answers:
-        if not isinstance(answer, str | Message):
-            place = place_of_function(env.reply)
-            words = f"it returned {type(answer).__name__}, expected text, a Message, a list of them, or None ({place})"
-            raise _EnvironmentFault(TypeError(words))
-    return [Message("user", answer) if isinstance(answer, str) else answer for answer in answers]
+    try:
+        return reply_messages(env, returned)
+    except TypeError as error:
+        raise _EnvironmentFault(error) from error
 
 
 def outcome_of(error: Exception, stage: str) -> tuple[Status, str, bool]:
@@ -272,7 +421,7 @@ def outcome_of(error: Exception, stage: str) -> tuple[Status, str, bool]:
     inner = [leaf.error if isinstance(leaf, _EnvironmentFault) else leaf for leaf in ours]
     leaves = [leaf for each in inner for leaf in leaves_of(each)]
     for leaf in leaves:
-        if isinstance(leaf, RewardError | EnvironmentDefinitionError):
+        if isinstance(leaf, RewardError | EnvironmentDefinitionError | WorkersLostError):
             raise leaf
     for leaf in leaves:
         if isinstance(leaf, EpisodeOver):
@@ -280,28 +429,46 @@ def outcome_of(error: Exception, stage: str) -> tuple[Status, str, bool]:
     failures = [leaf for leaf in leaves if isinstance(leaf, InferenceError)]
     if failures:
         return Status.INFERENCE_ERROR, message_of(failures[0]), all(leaf.is_transient for leaf in failures)
-    known = _EnvironmentFault | ModelError | calls.AbandonedCallsError | ProcessError
+    infrastructure = calls.AbandonedCallsError | ProcessError | SandboxError | WorkerError
+    known = _EnvironmentFault | ModelError | infrastructure
     if not all(isinstance(leaf, known) for leaf in ours):
         raise error
     first = inner[0]
     words = words_of(first) if isinstance(first, RolloutsError) else report(first, stage)
-    return Status.ENVIRONMENT_ERROR, f"{stage}: {words}", stage in (BUILDING, SETUP)
+    is_transient = any(isinstance(leaf, SandboxError | WorkerError) for leaf in leaves)
+    may_retry = stage in (BUILDING, OPENING, SETUP, TOOLS) or is_transient
+    return Status.ENVIRONMENT_ERROR, f"{stage}: {words}", may_retry
 
 
 async def close_environment(env: Any, seconds: float) -> str | None:
     """Run the environment's `close`, also under cancellation. Returns the reason if it failed, else None."""
     if not hasattr(env, "close"):
         return None
+    try:
+        why = await _close(env.close, f"close of the environment {environment_name(env)}", seconds)
+    except calls.CallTimeoutError:
+        return f"close took longer than {seconds:g} seconds"
+    return why and f"running close: {why}"
+
+
+async def _close_sandbox(lease: Lease, seconds: float) -> str | None:
+    """Close the sandbox, also under cancellation. Returns the reason if it failed, else None."""
+    try:
+        why = await _close(lease.close, "closing the sandbox", seconds)
+    except calls.CallTimeoutError:
+        return f"closing the sandbox took longer than {seconds:g} seconds"
+    return why and f"closing the sandbox: {why}"
+
+
+async def _close(function: Callable[[], Any], label: str, seconds: float) -> str | None:
     with trio.CancelScope(shield=True):
         try:
-            # A separate limiter, so that `close` does not wait for other episodes' tools.
-            await calls.call(env.close, timeout_seconds=seconds, limiter=trio.CapacityLimiter(1))
-        except calls.CallTimeoutError:
-            return f"close took longer than {seconds:g} seconds"
-        except EnvironmentDefinitionError:
+            # A separate limiter, so that it does not wait for other episodes' tools.
+            await calls.call(function, timeout_seconds=seconds, limiter=trio.CapacityLimiter(1))
+        except (calls.CallTimeoutError, EnvironmentDefinitionError):
             raise
         except Exception as error:  # an author's code may raise anything
-            return f"running close: {report(error, f'close of the environment {environment_name(env)}')}"
+            return report(error, label)
     return None
 
 
@@ -311,23 +478,28 @@ async def close_environment(env: Any, seconds: float) -> str | None:
 async def judge(
     env: Any, trajectory: Trajectory, terms: Sequence[RewardTerm], seconds: float, on_invalid: InvalidPolicy
 ) -> tuple[Score, dict[str, float]]:
-    """The score from all rewards but those of whole groups, and the environment's metrics."""
+    """The score from all rewards but those of whole groups, and the environment's metrics: those of the trajectory's
+    role. A role that no reward judges is not trained.
+    """
+    role = trajectory.role
     available = {"task": trajectory.task, "trajectory": trajectory, "env": env}
     verdicts: list[Verdict] = []
     for term in terms:
         if term.is_group:
             continue
-        own = [] if term.function is not None else rewards_of(env)
+        own = [] if term.function is not None else of_role(rewards_of(env), role)
         asked = [RewardTerm(o.name, o.function, term.weight * o.weight, {}, requests_of(o.function)) for o in own]
         for each in asked if term.function is None else [term]:
             verdict = await _run_reward(each, available, seconds)
             verdicts.append(verdict._replace(alias=term.alias))
-    values = {metric.name: await _measure(metric, available, seconds) for metric in metrics_of(env)}
+    values = {metric.name: await _measure(metric, available, seconds) for metric in of_role(metrics_of(env), role)}
     metrics = {f"metric/{name}": value for name, value in values.items() if value is not None}
     if failures := len(values) - len(metrics):
         metrics["metric_failures"] = float(failures)
     if failures := sum(1 for verdict in verdicts if verdict.value is None):
         metrics["reward_failures"] = float(failures)
+    if role and not verdicts and not any(term.is_group for term in terms):
+        return Score(None, {}, f"no reward judges the role {role}"), metrics
     return mix(verdicts, on_invalid), metrics
 
 
@@ -343,12 +515,16 @@ async def _run_reward(term: RewardTerm, available: Mapping[str, Any], seconds: f
         )
     except calls.CallTimeoutError:
         return Verdict(term.alias, term.weight, None, {}, f"it took longer than {seconds:g} seconds")
-    except EnvironmentDefinitionError:
+    except (EnvironmentDefinitionError, WorkerError, WorkersLostError):
         raise
     except RewardError as error:  # the reward returned something that is not a reward, or raised this itself
         raise RewardError(with_place(error, term.function)) from error
     except Exception as error:  # an author's code may raise anything
         return Verdict(term.alias, term.weight, None, {}, report(error, f"the reward {term.alias}"))
+    try:
+        check_turns(verdict, available["trajectory"].turns)
+    except RewardError as error:
+        raise RewardError(with_place(error, term.function)) from error
     return with_reason(verdict, term.function)
 
 
@@ -357,10 +533,10 @@ async def _measure(metric: JudgeMethod, available: Mapping[str, Any], seconds: f
     reported, and the caller counts it; the rollout is not affected.
     """
     arguments = [available[request] for request in requests_of(metric.function)]
-    read = functools.partial(_finite, metric)
+    read = functools.partial(finite_metric, metric)
     try:
         value: float = await calls.call(metric.function, *arguments, timeout_seconds=seconds, convert=read)
-    except EnvironmentDefinitionError:
+    except (EnvironmentDefinitionError, WorkerError, WorkersLostError):
         raise
     except calls.CallTimeoutError:
         report(TimeoutError(f"it took longer than {seconds:g} seconds"), f"the metric {metric.name}")
@@ -369,14 +545,3 @@ async def _measure(metric: JudgeMethod, available: Mapping[str, Any], seconds: f
     else:
         return value
     return None
-
-
-def _finite(metric: JudgeMethod, returned: Any) -> float:
-    """The return value of a metric as a finite number. Raises TypeError with the file and line of the metric."""
-    with contextlib.suppress(Exception), authors_code():  # the author's object may raise anything
-        value = float(returned)
-        if math.isfinite(value) and not isinstance(returned, str):
-            return value
-    place = place_of_function(metric.function)
-    given = f"it returned {shown(returned)} ({type(returned).__name__}); a metric returns a finite number"
-    raise TypeError(given + (f" ({place})" if place else ""))

@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import msgspec
 import trio
 
-from rollouts.agent.tools import run_tool
-from rollouts.author_code import printable, shown
-from rollouts.encoding import DEPTH_MAX, plain
+from rollouts.agent.messages import readable_message
+from rollouts.author_code import shown
+from rollouts.encoding import plain
 from rollouts.env.authoring import ToolMethod
 from rollouts.env.checks import check_text
+from rollouts.env.tools import run_tool
+from rollouts.env.workers.model import no_role
 from rollouts.error_log import report
 from rollouts.errors import (
     NAME_CHARACTERS_MAX,
@@ -36,11 +38,12 @@ from rollouts.errors import (
 from rollouts.inference.base import GenerateRequest, Generation
 from rollouts.inference.chatting import CanChat, ChatReply, ChatRequest
 from rollouts.inference.suspend import SuspendableEngine
-from rollouts.types import Message, Segment, Status, Task, ToolCall, Trajectory
+from rollouts.types import COUNTS, Message, Role, Segment, Status, Task, Trajectory
 
 if TYPE_CHECKING:
     from rollouts.chat.format import ChatFormat
 
+NO_ROLE = Role("")  # of the only agent of an environment without roles
 LOGPROB_SLACK = 1e-3  # rounding may make a logprob slightly positive; a larger value is an engine's error
 
 
@@ -113,16 +116,27 @@ class _TurnRequest(NamedTuple):
     is_new_segment: bool = False
 
 
+@dataclass(eq=False)
+class Turns:
+    """What the roles of an episode share: one of them waits for a reply at a time. `failure` is a bug in rollouts or in
+    the environment's `rollout`. It ends the run, even if the environment's loop catches it.
+    """
+
+    is_waiting: bool = False
+    failure: Exception | None = None
+
+
 @dataclass(eq=False, repr=False)
 class ChatModel:
-    """The policy in one episode.
+    """The policy in one episode, or in one role of an episode.
 
     `await model.chat(messages)` samples one reply. If the messages begin with an earlier conversation (compared by
-    equality), they continue it; else they start a new one. Request one turn at a time: trio orders concurrent requests
-    at random, so the seed would not determine the result.
+    equality), they continue it; else they start a new one. `await model.say(text)` continues the last conversation and
+    runs the tools that the model calls. Request one turn at a time: trio orders concurrent requests at random, so the
+    seed would not determine the result.
 
-    `failure` is the first exception that is a bug in rollouts itself. It ends the run, even if the environment's loop
-    catches it.
+    In an environment with roles, `model.role(name)` is the model of one role, with its own conversations, tools and
+    limits. The roles take turns.
     """
 
     _engine: SuspendableEngine
@@ -132,9 +146,34 @@ class ChatModel:
     _seed: int
     _tools: Mapping[str, ToolMethod]
     _schemas: list[dict[str, Any]]
-    failure: Exception | None = None
-    _is_waiting: bool = False
+    _role: Role = NO_ROLE
+    _turns: Turns = field(default_factory=Turns)
+    _roles: Mapping[str, ChatModel] = field(default_factory=dict)
     _state: _ModelState = field(default_factory=_ModelState)
+
+    @property
+    def failure(self) -> Exception | None:
+        """The first bug in rollouts itself, of any role."""
+        return self._turns.failure
+
+    @property
+    def roles(self) -> Mapping[str, ChatModel]:
+        """The model of each role; empty in an environment without roles."""
+        return self._roles
+
+    def role(self, name: str) -> ChatModel:
+        """The model as this role. Raises EnvironmentDefinitionError if the environment has no such role."""
+        if name not in self._roles:
+            self._turns.failure = error = no_role(name, self._roles)
+            raise error
+        return self._roles[name]
+
+    @property
+    def messages(self) -> list[Message]:
+        """The messages of the last conversation. Before the first turn: the role's system prompt, if there is one."""
+        if self.trajectory is not None:
+            return list(self.trajectory.messages)
+        return [Message("system", self._role.system)] if self._role.system else []
 
     @property
     def last_messages(self) -> list[Message]:
@@ -143,8 +182,9 @@ class ChatModel:
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """All conversations so far, in the order of their start."""
-        return [conversation.trajectory for conversation in self._state.conversations]
+        """All conversations so far, in the order of their start; those of each role together."""
+        own = [conversation.trajectory for conversation in self._state.conversations]
+        return [*own, *(each for model in self._roles.values() for each in model.trajectories)]
 
     @property
     def trajectory(self) -> Trajectory | None:
@@ -154,12 +194,12 @@ class ChatModel:
 
     @property
     def tokens_left(self) -> int:
-        """The number of tokens that may still be sampled in this episode."""
+        """The number of tokens that may still be sampled in this episode, by this role."""
         return max(self._limits.max_tokens - self._state.sampled_count, 0)
 
     @property
     def turns_left(self) -> int:
-        """The number of replies that are left in this episode."""
+        """The number of replies that are left in this episode, for this role."""
         return max(self._limits.max_turns - self._state.turns, 0)
 
     async def chat(
@@ -177,22 +217,24 @@ class ChatModel:
                 exception.
             InferenceError: the engine failed.
             ModelError: the chat template refuses this conversation.
-            EnvironmentDefinitionError: another trio task is waiting for a reply.
+            EnvironmentDefinitionError: another trio task is waiting for a reply, or the environment has roles and this
+                is the model of none.
         """
+        if self._roles:
+            raise self._mistake(f"the environment has roles: write model.role({next(iter(self._roles))!r}).chat(...)")
         schemas = self._schemas if tools is None else plain(list(tools))
         given = self._copied(messages)
-        if self._is_waiting:
-            self.failure = EnvironmentDefinitionError(
+        if self._turns.is_waiting:
+            raise self._mistake(
                 "model.chat is already waiting for a reply: call it one at a time, not from several trio tasks at once "
                 "(their order is random, so one seed would not give one result)"
             )
-            raise self.failure
-        self._is_waiting, self._state.last_messages = True, given
+        self._turns.is_waiting, self._state.last_messages = True, given
         try:
             await trio.lowlevel.checkpoint()  # so that concurrent calls are always detected
             if self._chat is not None:
                 check_text(given, f"the task {shown(self._task.id or self._task.key)}")
-            conversation = self._longest(given) or _OpenTrajectory(Trajectory(self._task, given))
+            conversation = self._longest(given) or self._begun(given)
             self._refuse(conversation, given)
             turn = self._prepare(conversation, given, schemas)
             generate: Callable[[Any], Awaitable[Generation | ChatReply]] = self._engine.generate
@@ -207,10 +249,26 @@ class ChatModel:
             return msgspec.structs.replace(reply, tool_calls=list(reply.tool_calls))
         except Exception as error:  # any other error is a bug in rollouts
             if not all(isinstance(leaf, EpisodeOver | InferenceError | ModelError) for leaf in leaves_of(error)):
-                self.failure = self.failure or error
+                self._turns.failure = self.failure or error
             raise
         finally:
-            self._is_waiting = False
+            self._turns.is_waiting = False
+
+    async def say(self, messages: str | Message | Mapping[str, Any] | Sequence[str | Message | Any]) -> Message:
+        """Add messages to the last conversation, or begin one, and return the reply. Text is a user message.
+
+        If the reply calls tools, they are run, and the model replies again, until a reply has no call or is cut off. A
+        role's conversation begins with its system prompt. Raises what `chat` and `call_tools` raise.
+        """
+        given = [messages] if isinstance(messages, str | Message | Mapping) else messages
+        conversation = [*self.messages, *(Message("user", each) if isinstance(each, str) else each for each in given)]
+        while True:
+            reply = await self.chat(conversation)
+            trajectory = self.trajectory
+            assert trajectory is not None, "a model that replied has a trajectory"
+            if not reply.tool_calls or trajectory.status is Status.TRUNCATED:
+                return reply
+            conversation = [*trajectory.messages, *await self.call_tools(reply)]
 
     async def call_tools(self, reply: Message) -> list[Message]:
         """Run the calls of a reply in order. Returns the messages that answer them.
@@ -245,13 +303,23 @@ class ChatModel:
 
     # --- one turn ---------------------------------------------------------------------------------------------------
 
+    def _mistake(self, words: str) -> EnvironmentDefinitionError:
+        """An error of the environment's `rollout`. It ends the run, even if `rollout` catches it."""
+        self._turns.failure = error = EnvironmentDefinitionError(words)
+        return error
+
+    def _begun(self, messages: list[Message]) -> _OpenTrajectory:
+        """A new conversation."""
+        counts = dict.fromkeys(COUNTS, 0.0)
+        return _OpenTrajectory(Trajectory(self._task, messages, metrics=counts, role=self._role.name))
+
     def _copied(self, messages: str | Sequence[Message | Mapping[str, Any]]) -> list[Message]:
         """Copies of the messages, because the caller may change them later. Recorded messages are not copied again."""
         given: list[Any] = [Message("user", messages)] if isinstance(messages, str) else list(messages)
         found = self._longest(given)
         known = found.trajectory.messages if found else []
         new = [m if isinstance(m, Message) else msgspec.convert(m, Message) for m in given[len(known) :]]
-        return [*known, *map(_readable, new)]
+        return [*known, *map(readable_message, new)]
 
     def _longest(self, messages: list[Message]) -> _OpenTrajectory | None:
         """The longest conversation that these messages extend."""
@@ -291,9 +359,9 @@ class ChatModel:
         chat, segments = self._chat, conversation.trajectory.segments
         place = [*self._state.conversations, conversation].index(conversation)
         group, rollout = self._engine.order
-        seed = turn_seed(self._seed, group, rollout, place, conversation.turns)
+        seed = turn_seed(self._seed, group, rollout, place, conversation.turns, self._role.name)
         if chat is None:
-            request = ChatRequest(messages, schemas, self.tokens_left, seed, self._limits.temperature)
+            request = ChatRequest(messages, schemas, self.tokens_left, seed, self._limits.temperature, self._role.name)
             return _TurnRequest(messages, schemas, request)
         context: list[int] | None = None
         if segments and schemas == conversation.trajectory.tools:
@@ -348,7 +416,7 @@ class ChatModel:
             logprobs = [min(logprob, 0.0) for logprob in answer.logprobs]
             _append(trajectory.segments[-1], answer.tokens, 1.0, logprobs, answer.versions)
             assert self._chat is not None, "ids come from a chat format"
-            reply = _readable(self._chat.parse(answer.tokens, turn.schemas))
+            reply = readable_message(self._chat.parse(answer.tokens, turn.schemas))
             conversation.sampled = list(answer.tokens)
             self._state.sampled_count += len(answer.tokens)
             cut = f"{cut} after {len(answer.tokens)} tokens"
@@ -407,86 +475,29 @@ class ChatModel:
         self._state.conversations = [each.with_task(self._task) for each in self._state.conversations]
 
     def close(self, status: Status, error: str | None = None) -> None:
-        """End the episode: set this status for every conversation without a status, and check every segment."""
-        for trajectory in self.trajectories:
+        """End the episode: set this status for every conversation without a status, and check every segment. If one
+        role was cut off, the conversations of the others are complete.
+        """
+        for model in self._roles.values():
+            is_cut = any(each.status is Status.TRUNCATED for each in model.trajectories)
+            is_others = status is Status.TRUNCATED and not is_cut
+            model.close(*(Status.COMPLETED, None) if is_others else (status, error))
+        for trajectory in [] if self._roles else self.trajectories:
             if trajectory.status is Status.PENDING or status.is_infrastructure:
                 trajectory.status, trajectory.error = status, error
             for segment in trajectory.segments:
                 segment.check()
 
 
-def plain_state(name: str, state: Any) -> Any:
-    """An environment's `state()` as JSON data. Raises EnvironmentDefinitionError if that is impossible."""
-    try:
-        return msgspec.json.decode(msgspec.json.encode(state))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise EnvironmentDefinitionError(
-            f"{name}.state() returned a value that a checkpoint cannot store ({error}); return plain data: "
-            "numbers, text, lists, dicts"
-        ) from error
-
-
-def turn_seed(seed: int, group: int, rollout: int, trajectory: int, turn: int) -> int:
-    """The seed of one turn, 0 <= seed < 2**63. It is the same on every machine and in every process.
+def turn_seed(seed: int, group: int, rollout: int, trajectory: int, turn: int, role: str = "") -> int:
+    """The seed of one turn, 0 <= seed < 2**63. It is the same on every machine and in every process. The turns of a
+    role do not depend on how many turns the other roles had before.
 
     >>> turn_seed(0, 1, 2, 0, 0) == turn_seed(0, 1, 2, 0, 0) != turn_seed(0, 1, 2, 0, 1)
     True
     """
-    words = f"{seed}/{group}/{rollout}/{trajectory}/{turn}".encode()
+    words = "/".join(map(str, (seed, group, rollout, *([role] if role else []), trajectory, turn))).encode()
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big") >> 1
-
-
-def _readable(message: Message) -> Message:
-    """A copy with lone surrogates written as escapes, because tokenizers and files do not accept them.
-
-    Raises ModelError if a field has a type that templates cannot read, since the struct does not check its fields.
-    """
-    content, calls = message.content, message.tool_calls
-    has_parts = isinstance(content, list) and all(isinstance(part, dict) for part in content)
-    if not isinstance(message.role, str) or not (has_parts or isinstance(content, str)):
-        raise ModelError(
-            f"a message's role must be text, and its content text or a list of parts; got {shown(message.role)} and "
-            f"{type(content).__name__}"
-        )
-    if not isinstance(calls, list) or not all(isinstance(each, ToolCall) for each in calls):
-        raise ModelError(f"a message's tool_calls must be a list of ToolCall, got {shown(calls)}")
-    return Message(
-        printable(message.role),
-        printable(content) if isinstance(content, str) else [_readable_value(part) for part in content],
-        [_readable_call(each) for each in calls],
-        *(_readable_text(each) for each in (message.tool_call_id, message.name, message.reasoning)),
-    )
-
-
-def _readable_text(text: Any) -> str | None:
-    return None if text is None else printable(text) if isinstance(text, str) else shown(text)
-
-
-def _readable_value(value: Any, around: tuple[int, ...] = ()) -> Any:
-    """A copy with readable text at any depth. Other objects, such as an image, are not copied. `around` are the
-    identities of the values that contain this one, to find cycles.
-    """
-    if isinstance(value, str):
-        return printable(value)
-    if not isinstance(value, dict | list | tuple):
-        return value
-    if id(value) in around or len(around) >= DEPTH_MAX:
-        return plain(value)
-    around = (*around, id(value))
-    if isinstance(value, dict):
-        return {_readable_value(key): _readable_value(each, around) for key, each in value.items()}
-    return [_readable_value(each, around) for each in value]
-
-
-def _readable_call(call: ToolCall) -> ToolCall:
-    try:
-        msgspec.json.encode(call)
-    except (TypeError, ValueError, RecursionError):
-        name, number, error = map(_readable_text, (call.name, call.id, call.error))
-        return ToolCall(
-            name or "", plain(call.arguments) if isinstance(call.arguments, dict) else {}, number or "", error
-        )
-    return call
 
 
 async def _generate(generate: Callable[[Any], Awaitable[Any]], request: Any, engine: Any) -> Any:

@@ -3,7 +3,7 @@
     app.py        the group of commands, each imported when it is used; errors and exit codes
     options.py    every core setting as a flag; flags, a file and defaults into one Resolved
     run.py        `run`, `sft`, `eval` and `resume`
-    config.py plugins.py export.py chat.py serve.py    the other commands
+    config.py plugins.py env.py export.py chat.py serve.py    the other commands
     progress.py   the display while a command runs
     ending.py     signals, and a closed output
 

@@ -35,8 +35,12 @@ COMMANDS = {
     "resume": ("rollouts.cli.run:resume", "Resume a run, or make it longer."),
     "export": ("rollouts.cli.export:export", "Export a run's model for transformers, vLLM and SGLang."),
     "chat": ("rollouts.cli.chat:chat", "Talk to a run's model, with the tools of its environment."),
+    "play": ("rollouts.cli.play:play", "Take the model's place in an environment."),
     "serve": ("rollouts.cli.serve:serve", "Serve a run's model at an address that speaks OpenAI's API."),
+    "check": ("rollouts.cli.check:check", "Check whether an environment keeps its contract."),
     "config": ("rollouts.cli.config:config", "Print a complete settings file."),
+    "env": ("rollouts.cli.env:env", "Install environments in virtual environments of their own."),
+    "new": ("rollouts.cli.new:new", "Make a package, ready to publish: an environment, a reward, a loss, ..."),
     "plugins": ("rollouts.cli.plugins:plugins", "List, show and check installed plugins."),
 }
 """The core's commands: where each is defined, and its line in the help. The help imports no command."""
@@ -50,7 +54,7 @@ SIGNALS = "rollouts.signals"
 ARGUMENTS = "rollouts.arguments"
 """A key in a context's `meta`. The value is the list of arguments of a command that click refused."""
 
-TAKES_SETTINGS = ("run", "sft", "eval", "config", "resume", "chat", "serve")
+TAKES_SETTINGS = ("run", "sft", "eval", "config", "resume", "chat", "play", "serve", "check")
 """The commands that take dotted flags. A command of a plugin receives them in `ctx.obj`."""
 
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from rollouts.types import Message, Score
 
 SHOWN = (
-    "env tool tool_parser reward data system template inference max_tokens max_turns temperature seed turn_seconds "
-    "tool_seconds trust_remote_code"
+    "env worker tool tool_parser sandbox reward data system template inference max_tokens max_turns temperature seed "
+    "turn_seconds tool_seconds trust_remote_code"
 ).split()
 """The settings that have a flag. All others come from the run."""
 
@@ -32,7 +32,7 @@ NEW = "/new"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a terminal obeys them, and a model may write them
 
 
-def _chat(model: str, task: int | None, out: str | None, **options: Any) -> int:
+def _chat(model: str, task: int | None, role: str | None, out: str | None, **options: Any) -> int:
     from rollouts.config.merging import merge
     from rollouts.runs.chat import SETTINGS, open_chat
     from rollouts.runs.run_model import model_plan
@@ -42,7 +42,7 @@ def _chat(model: str, task: int | None, out: str | None, **options: Any) -> int:
     with contextlib.ExitStack() as stack:
         plan = stack.enter_context(model_plan(model, given, SETTINGS))
         transcript = stack.enter_context(_transcript(out))
-        chat = stack.enter_context(open_chat(plan, task, _show))
+        chat = stack.enter_context(open_chat(plan, task, show_message, role))
         for note in chat.notes:
             click.echo(f"note: {note}", err=True)
         click.echo(f"{chat.title} · {NEW} forgets what was said, Ctrl-C stops a reply, Ctrl-D ends", err=True)
@@ -77,7 +77,7 @@ class _Talk:
         chat = self._chat
         if chat.task is not None:
             for message in chat.task.messages:
-                _show(message)
+                show_message(message)
             self._exchange(chat.play_task)
 
     def _exchange(self, ask: Callable[[], str]) -> None:
@@ -86,10 +86,10 @@ class _Talk:
         chat, before = self._chat, len(self._chat.conversation.messages)
         try:
             if note := ask():
-                click.echo(f"({_visible(note)})", err=True)
+                click.echo(f"({visible(note)})", err=True)
             messages = chat.conversation.messages
             if chat.has_rewards and len(messages) > before:
-                _show_score(chat.judge())
+                show_score(chat.judge())
         except KeyboardInterrupt:
             if self._signals:
                 raise
@@ -102,52 +102,62 @@ class _Talk:
 
     def _read(self) -> str | None:
         """The next message; None at the end of the input."""
-        if sys.stdin is None:
-            return None
-        if not sys.stdin.isatty():
-            line = sys.stdin.readline()
-            if line.strip() not in ("", NEW):
-                click.echo(f"user: {_visible(line.strip())}")
-            return line.strip() if line else None
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401 -- `input` edits lines with it
         for is_last in (False, True):
             try:
-                return input("> ").strip()
-            except EOFError:
-                click.echo()
-                return None
+                line = read_line("> ")
             except KeyboardInterrupt:
                 if is_last or self._signals:
                     raise
                 click.echo("\n(Ctrl-D ends the conversation; so does Ctrl-C, typed again)", err=True)
+                continue
+            text = None if line is None else line.strip()
+            if text and text != NEW and not sys.stdin.isatty():
+                click.echo(f"user: {visible(text)}")
+            return text
         raise AssertionError("the second attempt returns or raises")
 
 
-def _show(message: Message) -> None:
+def read_line(prompt: str) -> str | None:
+    """The next line of the input, with a prompt in a terminal; None at its end."""
+    if sys.stdin is None:
+        return None
+    if not sys.stdin.isatty():
+        line = sys.stdin.readline()
+        return line.rstrip("\r\n") if line else None
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 -- `input` edits lines with it
+    try:
+        return input(prompt)
+    except EOFError:
+        click.echo()
+        return None
+
+
+def show_message(message: Message) -> None:
     """One message as `role: text`; thoughts, calls and results are dimmed in a terminal."""
     if message.reasoning:
-        click.secho(f"(thinks) {_visible(message.reasoning.strip())}", dim=True)
+        click.secho(f"(thinks) {visible(message.reasoning.strip())}", dim=True)
     if message.role == "tool":
-        click.secho(f"tool: {_visible(message.text.strip())}", dim=True)
+        click.secho(f"tool: {visible(message.text.strip())}", dim=True)
     elif message.text.strip() or not message.tool_calls:
-        click.echo(f"{message.role}: {_visible(message.text.strip())}")
+        click.echo(f"{message.role}: {visible(message.text.strip())}")
     for call in message.tool_calls:
         arguments = ", ".join(f"{name}={value!r}" for name, value in call.arguments.items())
         words = f"(a call that cannot be read: {call.error})" if call.error else f"[{call.name}({arguments})]"
-        click.secho(f"{message.role}: {_visible(words)}", dim=True)
+        click.secho(f"{message.role}: {visible(words)}", dim=True)
 
 
-def _show_score(score: Score) -> None:
+def show_score(score: Score) -> None:
+    """The reward and its parts in one line."""
     if not score.parts:  # the environment has no reward
         return
     parts = ", ".join(f"{name} {'–' if value is None else f'{value:g}'}" for name, value in score.parts.items())
     value = "–" if score.value is None else f"{score.value:g}"
-    why = f": {_visible(score.why)}" if score.why else ""
+    why = f": {visible(score.why)}" if score.why else ""
     click.secho(f"reward: {value} ({parts}){why}", bold=True)
 
 
-def _visible(text: str) -> str:
+def visible(text: str) -> str:
     """The text without control characters."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
@@ -194,6 +204,7 @@ chat = SettingsCommand(
         click.Option(
             ["--task"], type=int, metavar="N", help="Begin with held-out task N (from 0), and show its reward."
         ),
+        click.Option(["--role"], metavar="NAME", help="The role of the model, in an environment with roles."),
         click.Option(["--out"], metavar="FILE", help="Write the messages to this new file, as JSON lines."),
     ],
     help="Talk to a run's model, with the tools of its environment.\n\n"

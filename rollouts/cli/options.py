@@ -76,6 +76,8 @@ def _help(info: Setting) -> str:
 def _metavar(info: Setting) -> str:
     if info.choices:
         return "|".join(info.choices)
+    if info.name == "worker":
+        return "KIND"
     if info.name in COMPONENT_KINDS:
         return "NAME"
     return "X" if info.default is None else _METAVARS.get(type(info.default), "VALUE")

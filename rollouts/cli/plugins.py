@@ -31,8 +31,14 @@ if TYPE_CHECKING:
 _LEGEND = (
     "(pi is the policy, r = pi / pi_old its ratio, A the advantage, R the reward; [T] is one value for each token)"
 )
-_METHODS = {"tasks": "environments", "log": "loggers", "generate": "inference", "forward_backward": "training"}
-"""A method by which a class is recognized, and its kind."""
+_METHODS = {
+    "tasks": "environments",
+    "log": "loggers",
+    "generate": "inference",
+    "forward_backward": "training",
+    "not_stopped": "sandboxes",
+}
+"""A method or attribute by which a class is recognized, and its kind."""
 
 _DESCRIPTION_CHARACTERS_MIN = 20  # the narrowest column; in a narrower terminal, lines wrap
 
@@ -59,7 +65,7 @@ def list_(kind: str | None, with_hooks: bool) -> int:
         click.echo(f"no component is installed{f' of the kind {kind}' if kind else ''}")
     else:
         rows = [(ref.kind, ref.name, ref.distribution, ref.version, description(ref)) for ref in refs]
-        click.echo(_table(("kind", "name", "distribution", "version", "description"), rows))
+        click.echo(table(("kind", "name", "distribution", "version", "description"), rows))
     for fault in manager.faults:
         click.echo(f"fault: {fault}", err=True)
     return 0
@@ -73,6 +79,7 @@ def show(name: str, kind: str | None) -> int:
 
     For an algorithm, also show its formula and parts; for an environment, its tools, rewards and metrics.
     """
+    from rollouts.plugins.contract import stated_version
     from rollouts.plugins.descriptions import find_definition
     from rollouts.plugins.index import KIND_WORDS
     from rollouts.plugins.manager import PluginManager
@@ -86,6 +93,7 @@ def show(name: str, kind: str | None) -> int:
     label = f"{KIND_WORDS[ref.kind]} {ref.name}"
     facts = {
         "distribution": f"{ref.distribution} {ref.version}    (also: {ref.qualified})" if ref.distribution else "",
+        "contract": (stated_version(ref.distribution) or "") if ref.kind == "environments" and ref.distribution else "",
         "object": ref.value,
         "code": f"{place.file}, line {place.line}" if place else "",
     }
@@ -108,13 +116,22 @@ def show(name: str, kind: str | None) -> int:
 
 @plugins.command()
 def doctor() -> int:
-    """Import all installed components and report problems. The exit code is 1 if there are problems."""
+    """Import all installed components and report problems. The exit code is 1 if there are problems.
+
+    Environments whose packages clash are problems too. Not a problem, but listed: a component that needs an extra that
+    is not installed, and a clash of an environment that has a virtual environment of its own.
+    """
+    from rollouts.env.clashes import find_clashes
     from rollouts.plugins.manager import PluginManager
 
     manager = PluginManager()
-    faults = manager.doctor()
-    for fault in faults:
-        click.echo(fault)
+    faults, lacking = manager.doctor()
+    clashes = find_clashes()
+    faults += clashes.faults
+    for line in (*faults, *clashes.remarks):
+        click.echo(line)
+    for (package, hint), names in lacking.items():
+        click.echo(f"{package} is not installed; only these need it: {', '.join(names)}\n{hint}")
     refs = manager.list()
     distributions = {ref.distribution for ref in refs}
     verdict = counted(len(faults), "fault") if faults else "all well"
@@ -124,14 +141,19 @@ def doctor() -> int:
 
 def _find(manager: PluginManager, kind: str | None, name: str) -> ComponentRef:
     """The only component of that name, of any kind if `kind` is None."""
-    from rollouts.plugins.index import KINDS, names_file
+    from rollouts.plugins.index import KINDS, find_in_file, names_file
 
     if kind is not None:
         return manager.find(COMPONENT_KINDS.get(kind, kind), name)  # `reward` means `rewards`
     found: list[ComponentRef] = []
     if names_file(name):
-        ref = manager.find(KINDS[0], name)
-        if not (kinds := kinds_of(manager.load(ref))):
+        try:
+            ref = find_in_file(name)
+            component = manager.load(ref)
+        except UnknownComponentError as error:
+            error.args = (f"{error}\nthe kinds of components: {', '.join(KINDS)}",)
+            raise
+        if not (kinds := kinds_of(component)):
             again = f"type: --kind KIND ({', '.join(KINDS)}), and read why it is not one"
             raise UserError(f"{name} fits no kind of component\n{again}")
         found = [msgspec.structs.replace(ref, kind=kind) for kind in kinds]
@@ -206,26 +228,38 @@ def _algorithm_lines(algorithm: Algorithm) -> list[str]:
 
 
 def _environment_lines(environment: Any) -> list[str]:
-    """The tools of an environment with their arguments (optional ones in brackets), its rewards and its metrics."""
-    from rollouts.env.authoring import metrics_of, rewards_of, tools_of
-    from rollouts.env.schema import tool_schema
+    """The roles of an environment, its tools with their arguments (optional ones in brackets), its rewards and its
+    metrics.
+    """
+    from rollouts.env.authoring import metrics_of, rewards_of, roles_of, tools_of
+    from rollouts.env.schema import schema_of
 
-    lines: list[str] = []
+    roles = [(role.name, role.system.partition("\n")[0]) for role in roles_of(environment)]
+    lines = ["", "roles", *_indent(roles)] if roles else []
     tools = []
     for tool in tools_of(environment):
-        parameters = tool_schema(tool.function, tool.name)["function"]["parameters"]
+        parameters = schema_of(tool)["function"]["parameters"]
         words = {name: f"{name}: {found.get('type', 'any')}" for name, found in parameters["properties"].items()}
         shown = (word if name in parameters["required"] else f"[{word}]" for name, word in words.items())
-        tools.append((f"{tool.name}({', '.join(shown)})", tool.function))
+        tools.append((f"{tool.name}({', '.join(shown)})", _of_role(tool.role), tool.function))
+    if (chooses := getattr(environment, "tools", None)) is not None:
+        tools.append(("tools(task): the tools of each task", "", chooses))
     rewards = [
-        (each.name if each.weight == 1 else f"{each.name} × {each.weight:g}", each.function)
+        (each.name if each.weight == 1 else f"{each.name} × {each.weight:g}", _of_role(each.role), each.function)
         for each in rewards_of(environment)
     ]
-    metrics = [(each.name, each.function) for each in metrics_of(environment)]
+    metrics = [(each.name, _of_role(each.role), each.function) for each in metrics_of(environment)]
     for word, found in (("tools", tools), ("rewards", rewards), ("metrics", metrics)):
-        rows = [(label, first_sentence(inspect.getdoc(unwrapped(function)) or "")) for label, function in found]
+        rows = [
+            (label + whose, first_sentence(inspect.getdoc(unwrapped(function)) or ""))
+            for label, whose, function in found
+        ]
         lines += ["", word, *_indent(rows)] if rows else []
     return lines
+
+
+def _of_role(role: str | None) -> str:
+    return f" ({role})" if role else ""
 
 
 def _signature_lines(kind: str, name: str, signature: Signature) -> list[str]:
@@ -269,7 +303,7 @@ def _align(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table of rows with a header. In a terminal the last column is cut to the width."""
     if sys.stdout is not None and sys.stdout.isatty():
         others = sum(max(map(len, column)) + 2 for column in zip(*(row[:-1] for row in [head, *rows]), strict=True))

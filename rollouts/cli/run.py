@@ -39,6 +39,12 @@ def _run(file: str | None, dry_run: bool, seeds: str | None = None, **options: A
 
         if config := run_settings_file(file):  # a run, or a checkpoint of one: the run's settings and this model
             options["model"], file = options["model"] or file, str(config)
+    if file is not None and context.command.name == "eval" and not Path(file).exists():
+        from rollouts.errors import ConfigError
+        from rollouts.training.weights.store import nearest_checkpoints
+
+        if near := nearest_checkpoints(Path(file)):
+            raise ConfigError(f"there is no checkpoint {file}; {near}")
     resolved, _ = read_settings(context, file, options, forced=mode)
     if dry_run:
         from rollouts.runs.dry_run import dry_run as description

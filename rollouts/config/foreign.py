@@ -69,6 +69,8 @@ _NAMES = {
     "rollouts resume DIR": "resume_from_checkpoint load resume_from",
 }
 _MISSING = {  # settings that rollouts does not have, with the reason
+    "seeds": "a run has one seed; for several, type: rollouts run --seeds 0-4, or in Python:\n"
+    "for seed in range(5):\n    rollouts.run(seed=seed, ...)",
     "top_p top_k min_p": "rollouts samples from the whole distribution, since it trains on the logprobs; leave it out",
     "load_in_4bit load_in_8bit": "rollouts trains no quantized models; less memory: --lora-rank 16 "
     "--training.dtype bfloat16",

@@ -27,6 +27,7 @@ from rollouts.config.convert import convert_value, plain, toml_value
 from rollouts.config.files import NOWHERE, Source, refusal, where
 from rollouts.config.flags import Flag, Tree, flag_name
 from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE, OWN, OWN_KEYS, WEIGHTED, without_secrets
+from rollouts.config.workers import worker_table
 from rollouts.errors import ConfigError, suggestion
 from rollouts.plugins.index import names_module
 
@@ -94,6 +95,8 @@ def merge(*trees: Tree, source: Source = NOWHERE) -> Tree:
             before = merged.get(key, {})  # a missing table merges like an empty one
             if key in COMPONENT_KINDS:
                 merged[key] = _merge_components(key, before, value, source)
+            elif key == "worker":
+                merged[key] = _merge_value(worker_table(before), worker_table(value))
             elif key == "sft" and isinstance(before, dict) and isinstance(value, dict):
                 merged[key] = merge(before, value, source=source)
             else:

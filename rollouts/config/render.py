@@ -54,7 +54,11 @@ def to_toml(resolved: Resolved, commented: bool = False, signatures: Settings_ |
     group = ""
     for info in infos:
         value = getattr(settings, info.name)
-        if resolved.components[info.name] if info.name in COMPONENT_KINDS else info.name in FILE_ONLY and value:
+        if (
+            resolved.components[info.name]
+            if info.name in COMPONENT_KINDS
+            else info.name in ("worker", *FILE_ONLY) and value
+        ):
             continue  # written below as a table
         if commented and info.group != group:
             sections.append([f"# ---- {info.group} ----"])
@@ -63,6 +67,9 @@ def to_toml(resolved: Resolved, commented: bool = False, signatures: Settings_ |
     if settings.template:
         note = ["# Arguments of the chat template."] if commented else []
         sections.append([*note, *_table_lines(("template",), settings.template)])
+    if settings.worker:
+        note = ["# Where environments run."] if commented else []
+        sections.append([*note, "[worker]", *_inside_lines("worker", settings.worker)])
     if settings.sft:
         note = ["# Settings that differ in the supervised phase."] if commented else []
         sections.append([*note, "[sft]", *_inside_lines("sft", settings.sft)])

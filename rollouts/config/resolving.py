@@ -34,6 +34,7 @@ from rollouts.config.settings import (
     setting_infos,
 )
 from rollouts.config.stopping import misspelled, read_rule
+from rollouts.config.workers import read_workers
 from rollouts.errors import ConfigError, in_lines, near_misses
 
 EXPORTED = "rollouts.toml"
@@ -154,6 +155,8 @@ def _core_value(value: Any, info: Setting, source: Source, place: tuple[str, ...
     path = (*place, info.name)
     if info.name == "schedule":
         return check_schedule(value, source)
+    if info.name == "worker":
+        return read_workers(value, source)
     if info.name in _TABLES:
         if not isinstance(value, dict):
             raise refusal(path, value, source, f"expected a table, such as `{_TABLES[info.name]}`")

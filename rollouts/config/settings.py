@@ -23,6 +23,7 @@ COMPONENT_KINDS = {
     "env": "environments",
     "tool": "tools",
     "tool_parser": "tool_parsers",
+    "sandbox": "sandboxes",
     "reward": "rewards",
     "mix": "mixers",
     "shaping": "shapings",
@@ -48,7 +49,7 @@ MULTIPLE = ("tool", "reward", "shaping", "filter", "logger")
 SINGLE = tuple(key for key in COMPONENT_KINDS if key not in MULTIPLE)
 """The settings that name one component. `env` may also name several; each of those has an alias."""
 
-REPEATED = ("env", *MULTIPLE, "stop_when")
+REPEATED = ("env", "worker", *MULTIPLE, "stop_when")
 """The settings whose flag may be repeated."""
 
 WEIGHTED = ("env", "reward")
@@ -76,7 +77,8 @@ SFT = tuple(
 
 EVAL = tuple(
     """
-    mode env tool tool_parser reward data system template model trust_remote_code inference samples_per_prompt
+    mode env worker tool tool_parser sandbox reward data system template model trust_remote_code inference
+    samples_per_prompt
     max_tokens max_turns temperature on_invalid_reward concurrency episode_seconds setup_seconds tasks_seconds
     turn_seconds tool_seconds reward_seconds cleanup_seconds retries max_failures pass_env seed eval_tasks logger
     out
@@ -179,9 +181,14 @@ class Settings:
         sft: Mode sft+rl: settings of the supervised phase that differ from the run's: --sft.steps 50.
         env: The environment: a name, dist/name or ./file.py:Name. To mix several, repeat the flag, as
             [alias=]name[:weight]. Default: none.
+        worker: Where the environment runs: `inline` in the process of the run, `process` in another one, `venv` in the
+            virtual environment of `rollouts env install`, or the ws:// address of `rollouts env serve`. For one of
+            several environments: ALIAS=KIND. Default: inline.
         tool: A tool for the model besides those of the environment, as [alias=]name. The model sees the alias. Repeat
             the flag for more. Default: none.
         tool_parser: How tool calls are read out of the model's text. `auto`: by the model's chat template.
+        sandbox: Where tools run commands that the model wrote, for environments that ask for a sandbox: subprocess, or
+            one of a package, such as bubblewrap, podman or docker.
         reward: A reward, as [alias=]name[:weight]. `env` means the rewards in the environment's class. To mix several,
             repeat the flag. Flags replace the file's list.
         data: A file of rows (.jsonl or .json) for the environment `prompts`. Default: none.
@@ -273,8 +280,10 @@ class Settings:
     mode: Literal["rl", "sft", "sft+rl", "eval"] = "rl"
     sft: dict[str, Any] = field(default_factory=dict)
     env: str | tuple[str, ...] = ""
+    worker: dict[str, Any] = field(default_factory=dict)
     tool: tuple[str, ...] = ()
     tool_parser: str = AUTO
+    sandbox: str = "subprocess"
     reward: tuple[str, ...] = ("env:1",)
     data: str = ""
     system: str = ""

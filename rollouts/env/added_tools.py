@@ -25,7 +25,7 @@ def added_tool(name: str, function: Callable[..., Any], settings: Mapping[str, A
     """
     is_plain = inspect.isroutine(function) or isinstance(function, functools.partial)
     plain: Callable[..., Any] = function if is_plain else operator.attrgetter("__call__")(function)
-    _, timeout_seconds, isolate = mark_of(function, TOOL_MARK) or (None, TIMEOUT_SECONDS, None)
+    _, timeout_seconds, isolate, role = mark_of(function, TOOL_MARK) or (None, TIMEOUT_SECONDS, None, None)
     keywords = keywords_of(function, settings)
     if isolate is not None:
         keywords = msgspec.to_builtins(keywords)  # they are sent to the tool's process as JSON
@@ -34,4 +34,4 @@ def added_tool(name: str, function: Callable[..., Any], settings: Mapping[str, A
     signature = inspect.signature(plain)
     offered = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.KEYWORD_ONLY]
     vars(bound)["__signature__"] = signature.replace(parameters=offered)
-    return ToolMethod(name, bound, timeout_seconds, isolate)
+    return ToolMethod(name, bound, timeout_seconds, isolate, role)

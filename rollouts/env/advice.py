@@ -12,10 +12,11 @@ from difflib import get_close_matches
 from typing import Any
 
 from rollouts.author_code import Place, place_of_function
-from rollouts.env.authoring import METRIC_MARK, REWARD_MARK, TOOL_MARK, environment_name, mark_of, tools_of
-from rollouts.env.schema import tool_schema
+from rollouts.env.authoring import METRIC_MARK, REWARD_MARK, TOOL_MARK, Remote, environment_name, mark_of, tools_of
+from rollouts.env.inputs import INPUTS, names_input
+from rollouts.env.schema import schema_of
 
-CONTRACT = ("tasks", "demonstrations", "setup", "close", "reply", "rollout", "state", "restore")
+CONTRACT = ("tasks", "demonstrations", "shared", "setup", "tools", "close", "reply", "rollout", "state", "restore")
 """The names of the methods that the core calls."""
 
 SIMILARITY_MIN = 0.85  # difflib's ratio, above which a name is taken for `setup` (`set_up`) or `state` (not `start`)
@@ -26,6 +27,7 @@ OTHER_WORDS = {
     "response": "reply", "user_turn": "reply", "run_episode": "rollout", "run_rollout": "rollout",
     "get_state": "state", "save_state": "state", "state_dict": "state", "load_state": "restore",
     "load_state_dict": "restore", "restore_state": "restore", "set_state": "restore",
+    "get_tools": "tools", "list_tools": "tools", "task_tools": "tools", "tools_for": "tools",
     "demos": "demonstrations", "examples": "demonstrations", "get_demonstrations": "demonstrations",
 }  # fmt: skip
 """Other names for these methods, as other libraries and authors use them."""
@@ -36,12 +38,18 @@ class EnvironmentWarning(UserWarning):
 
 
 def warn_about(env: Any) -> None:
-    """Issue an EnvironmentWarning for each method whose name is nearly one that the core calls, and for each tool
-    without a docstring. `env` is a class or an object that passed `check_environment`.
+    """Issue an EnvironmentWarning for each method whose name is nearly one that the core calls, for each tool without a
+    docstring, and for a `shared` that no method names. `env` is a class or an object that passed `check_environment`.
     """
-    for function, words in [*_near_misses(env), *_undocumented(env)]:
-        place = place_of_function(function) or Place(environment_name(env), 0, "")
-        warnings.warn_explicit(words, EnvironmentWarning, place.file, place.line)
+    for file, line, words in env.remote_warnings() if isinstance(env, Remote) else warnings_about(env):
+        warnings.warn_explicit(words, EnvironmentWarning, file, line)
+
+
+def warnings_about(env: Any) -> list[tuple[str, int, str]]:
+    """The warnings of `warn_about`: file, line, words."""
+    found = [*_near_misses(env), *_undocumented(env), *_unused(env)]
+    places = [place_of_function(function) or Place(environment_name(env), 0, "") for function, _ in found]
+    return [(place.file, place.line, words) for place, (_, words) in zip(places, found, strict=True)]
 
 
 def _near_misses(env: Any) -> Iterator[tuple[Callable[..., Any], str]]:
@@ -63,9 +71,19 @@ def _near_misses(env: Any) -> Iterator[tuple[Callable[..., Any], str]]:
 
 def _undocumented(env: Any) -> Iterator[tuple[Callable[..., Any], str]]:
     for tool in tools_of(env):
-        if not tool_schema(tool.function, tool.name)["function"]["description"]:
+        if not schema_of(tool)["function"]["description"]:
             yield (
                 tool.function,
                 f"the tool {environment_name(env)}.{tool.name} has no docstring, so the model is shown no description "
                 'of it; write one below its `def`, such as """Evaluate an arithmetic expression."""',
             )
+
+
+def _unused(env: Any) -> Iterator[tuple[Callable[..., Any], str]]:
+    takes = [name for name, inputs in INPUTS.items() if "shared" in inputs]
+    if hasattr(env, "shared") and not any(names_input(env, name, "shared") for name in takes):
+        yield (
+            env.shared,
+            f"{environment_name(env)}.shared is never called, because no method names `shared`; write "
+            f"`def setup(self, task, shared)` ({', '.join(takes)} may name it)",
+        )

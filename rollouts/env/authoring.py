@@ -21,14 +21,18 @@ from __future__ import annotations
 import inspect
 import math
 import operator
-from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple, TypeVar, overload
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
 from rollouts.author_code import shown
 from rollouts.env.isolated import check_isolated, check_reference
 from rollouts.errors import EnvironmentDefinitionError
 
+if TYPE_CHECKING:
+    from rollouts.types import Role
+
 F = TypeVar("F", bound=Callable[..., Any])
+M = TypeVar("M", "ToolMethod", "JudgeMethod")
 
 Isolation = Literal["process"]
 
@@ -42,21 +46,60 @@ WORDS = {TOOL_MARK: "tool", REWARD_MARK: "reward", METRIC_MARK: "metric"}
 
 class ToolMethod(NamedTuple):
     """A tool of an environment, or one that a run adds to it. `function` is bound if the environment is an object and
-    the tool does not run in another process (`isolate`).
+    the tool does not run in another process (`isolate`). Only `role` is offered the tool; None: every role.
+    `parameters` is the tool's own JSON schema (None: the schema is read from the function), and `description` belongs
+    to it.
     """
 
     name: str
     function: Callable[..., Any]
     timeout_seconds: float
     isolate: Isolation | None = None
+    role: str | None = None
+    description: str = ""
+    parameters: dict[str, Any] | None = None
 
 
 class JudgeMethod(NamedTuple):
-    """A reward or metric of an environment. `function` is bound if the environment is an object."""
+    """A reward or metric of an environment. `function` is bound if the environment is an object. It judges `role`;
+    None: every role.
+    """
 
     name: str
     function: Callable[..., Any]
     weight: float
+    role: str | None = None
+
+
+class Remote:
+    """The base class of environments whose code runs in another process. They say themselves what they have."""
+
+    def remote_tools(self) -> list[ToolMethod]:
+        """The environment's own tools."""
+        raise NotImplementedError
+
+    @classmethod
+    def remote_rewards(cls, env: Any) -> list[JudgeMethod]:
+        """The rewards of `env`, which is this class or an object of it."""
+        raise NotImplementedError
+
+    @classmethod
+    def remote_metrics(cls, env: Any) -> list[JudgeMethod]:
+        """The metrics of `env`, which is this class or an object of it."""
+        raise NotImplementedError
+
+    def remote_check(self) -> None:
+        """Raise the error of `check_environment` in the other process."""
+        raise NotImplementedError
+
+    def remote_warnings(self) -> list[tuple[str, int, str]]:
+        """The warnings of `advice` in the other process: file, line, words."""
+        raise NotImplementedError
+
+
+def _remote_class(env: Any) -> type[Remote] | None:
+    owner = env if inspect.isclass(env) else type(env)
+    return owner if issubclass(owner, Remote) else None
 
 
 @overload
@@ -65,7 +108,11 @@ def tool(fn: F) -> F: ...
 
 @overload
 def tool(
-    *, timeout_seconds: float = ..., name: str | None = ..., isolate: Isolation | None = ...
+    *,
+    timeout_seconds: float = ...,
+    name: str | None = ...,
+    isolate: Isolation | None = ...,
+    role: str | None = ...,
 ) -> Callable[[F], F]: ...
 
 
@@ -75,9 +122,10 @@ def tool(
     timeout_seconds: float = TIMEOUT_SECONDS,
     name: str | None = None,
     isolate: Isolation | None = None,
+    role: str | None = None,
 ) -> F | Callable[[F], F]:
     """Offer a method to the model as a tool. The schema comes from its type hints and docstring. `name` is the name
-    that the model sees (None: the method's).
+    that the model sees (None: the method's). `role` is the one role that has the tool (None: every role).
 
     `isolate="process"` runs the tool in another process, which is killed at the deadline. The tool must be a plain
     function without `self`.
@@ -96,7 +144,7 @@ def tool(
         _check_marked("tool", function, 'such as @tool(timeout_seconds=5) or @tool(name="calc")')
         if isolate is not None:
             check_isolated(function)
-        _mark(function, TOOL_MARK, (name, float(timeout_seconds), isolate))
+        _mark(function, TOOL_MARK, (name, float(timeout_seconds), isolate, role))
         return function
 
     return mark if fn is None else mark(fn)
@@ -107,12 +155,13 @@ def reward(fn: F) -> F: ...
 
 
 @overload
-def reward(*, weight: float = ...) -> Callable[[F], F]: ...
+def reward(*, weight: float = ..., role: str | None = ...) -> Callable[[F], F]: ...
 
 
-def reward(fn: F | None = None, *, weight: float = 1.0) -> F | Callable[[F], F]:
+def reward(fn: F | None = None, *, weight: float = 1.0, role: str | None = None) -> F | Callable[[F], F]:
     """Judge the rollout with this method. Its parameters may be `task`, `trajectory` and `env`. It returns a float, a
-    Score, or None if it cannot judge. The rewards of an environment are summed by their weights.
+    Score, or None if it cannot judge. The rewards of an environment are summed by their weights. `role` is the one role
+    that it judges (None: every role, each with its own trajectory).
 
     Raises EnvironmentDefinitionError if the weight is not a finite number.
     """
@@ -126,7 +175,7 @@ def reward(fn: F | None = None, *, weight: float = 1.0) -> F | Callable[[F], F]:
             f"such as @reward(weight={weight_words}); `--reward env:0.5` weighs all rewards of the environment together"
         )
         _check_marked("reward", function, hint)
-        _mark(function, REWARD_MARK, float(weight))
+        _mark(function, REWARD_MARK, (float(weight), role))
         return function
 
     return mark if fn is None else mark(fn)
@@ -137,17 +186,19 @@ def metric(fn: F) -> F: ...
 
 
 @overload
-def metric() -> Callable[[F], F]: ...
+def metric(*, role: str | None = ...) -> Callable[[F], F]: ...
 
 
-def metric(fn: F | None = None) -> F | Callable[[F], F]:
+def metric(fn: F | None = None, *, role: str | None = None) -> F | Callable[[F], F]:
     """Log the number that this method returns. Metrics do not affect training. The method's parameters may be `task`,
-    `trajectory` and `env`.
+    `trajectory` and `env`. `role` is the one role that it measures (None: every role).
     """
 
     def mark(function: F) -> F:
-        _check_marked("metric", function, "and @metric takes none: the name of the metric is the name of its method")
-        _mark(function, METRIC_MARK, 0.0)  # a metric has no weight
+        _check_marked(
+            "metric", function, 'such as @metric(role="seller"); the name of the metric is the name of its method'
+        )
+        _mark(function, METRIC_MARK, (0.0, role))  # a metric has no weight
         return function
 
     return mark if fn is None else mark(fn)
@@ -164,8 +215,10 @@ def tools_of(env: Any) -> list[ToolMethod]:
     The most derived definition of a method counts: a method without `@tool` that overrides a tool removes it. Raises
     EnvironmentDefinitionError if two tools have one name, or if another process could not find an isolated tool.
     """
+    if isinstance(env, Remote):
+        return env.remote_tools()
     tools: dict[str, ToolMethod] = {}
-    for attribute, function, (name, timeout_seconds, isolate) in _marked(env, TOOL_MARK):
+    for attribute, function, (name, timeout_seconds, isolate, role) in _marked(env, TOOL_MARK):
         chosen = name or attribute
         if chosen in tools:
             raise EnvironmentDefinitionError(
@@ -173,18 +226,35 @@ def tools_of(env: Any) -> list[ToolMethod]:
             )
         if isolate is not None:
             function = check_reference(inspect.getattr_static(env, attribute))
-        tools[chosen] = ToolMethod(chosen, function, timeout_seconds, isolate)
+        tools[chosen] = ToolMethod(chosen, function, timeout_seconds, isolate, role)
     return list(tools.values())
 
 
 def rewards_of(env: Any) -> list[JudgeMethod]:
     """The `@reward` methods of an environment (object or class), in definition order, inherited ones first."""
-    return [JudgeMethod(*marked) for marked in _marked(env, REWARD_MARK)]
+    if remote := _remote_class(env):
+        return remote.remote_rewards(env)
+    return [JudgeMethod(name, function, *mark) for name, function, mark in _marked(env, REWARD_MARK)]
 
 
 def metrics_of(env: Any) -> list[JudgeMethod]:
     """The `@metric` methods of an environment (object or class), in definition order, inherited ones first."""
-    return [JudgeMethod(*marked) for marked in _marked(env, METRIC_MARK)]
+    if remote := _remote_class(env):
+        return remote.remote_metrics(env)
+    return [JudgeMethod(name, function, *mark) for name, function, mark in _marked(env, METRIC_MARK)]
+
+
+def roles_of(env: Any) -> tuple[Role, ...]:
+    """The roles of an environment (object or class). Empty: it has one agent, or it is a class whose `roles` is a
+    property, which only an object has.
+    """
+    given = getattr(env, "roles", ())
+    return () if isinstance(given, property) else tuple(given)
+
+
+def of_role(methods: Iterable[M], role: str) -> list[M]:
+    """The tools, rewards or metrics that this role has."""
+    return [method for method in methods if method.role in (None, role)]
 
 
 def _check_marked(word: str, marked: Any, named_settings: str) -> None:

@@ -33,9 +33,11 @@ from typing import Any, Literal
 import trio
 
 from rollouts.author_code import authors_code, is_from_outside, unwrapped
+from rollouts.env.results import ToolOutcome
 from rollouts.env.threads import of_this_run, run_in_thread
 from rollouts.error_log import is_logging, report
 from rollouts.errors import EnvironmentDefinitionError, RolloutsError, counted
+from rollouts.types import ToolCall
 
 AsyncLibrary = Literal["trio", "asyncio"]
 
@@ -59,8 +61,30 @@ class CallTimeoutError(trio.TooSlowError):
     """The deadline that `call` set has passed (not a deadline inside the function)."""
 
 
+class RemoteCall:
+    """A function of an environment that runs in another process, which enforces the deadline. `requests` are the names
+    of its parameters, if it is a reward or a metric.
+    """
+
+    requests: tuple[str, ...] = ()
+
+    async def call(self, *args: Any, seconds: float = math.inf) -> Any:
+        """The result. Raises like `call` below; an error of the author's code is a RemoteError."""
+        raise NotImplementedError
+
+
+class RemoteTool(RemoteCall):
+    """A tool that runs in another process. `remote_schema` is the OpenAI function schema."""
+
+    remote_schema: dict[str, Any]
+
+    async def run(self, tool_call: ToolCall, characters_max: int, seconds_max: float) -> ToolOutcome:
+        """The outcome of a model's call, as `rollouts.env.tools.run_tool` gives it there."""
+        raise NotImplementedError
+
+
 async def call(
-    function: Callable[..., Any],
+    function: Callable[..., Any] | RemoteCall,
     *args: Any,
     timeout_seconds: float = math.inf,
     limiter: trio.CapacityLimiter | None = None,
@@ -84,6 +108,9 @@ async def call(
         Exception: an error of the function. If it is not an Exception, or has no readable message, a RuntimeError
             replaces it.
     """
+    if isinstance(function, RemoteCall):
+        value = await function.call(*args, seconds=timeout_seconds)
+        return value if convert is None else convert(value)
     make: Callable[[], Any] = functools.partial(function, *args)
     coroutine: types.CoroutineType[Any, Any, Any] | None = None
     if not inspect.iscoroutinefunction(_plain(function)):

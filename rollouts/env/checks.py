@@ -9,33 +9,52 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rollouts.author_code import shown, with_place
 from rollouts.config.settings import REQUIRED
-from rollouts.env.authoring import WORDS, ToolMethod, environment_name, marked_in, metrics_of, rewards_of, tools_of
-from rollouts.env.calls import UNDER_TRIO, async_library_of
+from rollouts.env.authoring import (
+    WORDS,
+    JudgeMethod,
+    Remote,
+    ToolMethod,
+    environment_name,
+    marked_in,
+    metrics_of,
+    rewards_of,
+    roles_of,
+    tools_of,
+)
+from rollouts.env.calls import UNDER_TRIO, RemoteCall, async_library_of
+from rollouts.env.inputs import inputs_of, names_input, with_inputs
 from rollouts.env.mixing import RewardTerm
-from rollouts.env.schema import tool_schema
+from rollouts.env.schema import check_tool
 from rollouts.errors import EnvironmentDefinitionError, SignatureError, near_misses
 from rollouts.plugins.signature import check_signature, read_signature
-from rollouts.types import Message
+from rollouts.types import Message, Role
 
 METHODS: Mapping[str, tuple[str, ...]] = {
     "tasks": ("split", "rng"),
     "demonstrations": ("split", "rng"),
     "setup": ("task",),
+    "tools": ("task",),
+    "shared": (),
     "close": (),
     "reply": ("trajectory",),
     "rollout": ("task", "model"),
     "state": (),
     "restore": ("state",),
 }
-"""The methods that the core calls, and their arguments by position. Only `tasks` is required."""
+"""The methods that the core calls, and their arguments in order. Only `tasks` is required. `inputs` has what some of
+them may name besides.
+"""
 
 OWN_NAMES = ("task", "trajectory", "env")
 SELVES = ("self", "this", "env", "environment")  # names for a method's first parameter; `_self` too
+_ROLE_NAME = re.compile(r"[A-Za-z0-9_-]+")
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -43,9 +62,27 @@ def check_environment(env: Any, rewards: Sequence[RewardTerm] | None = None) -> 
     """Raise EnvironmentDefinitionError for the environment's first mistake. `env` is a class or an object.
 
     The checks: `tasks` exists, the core's calls fit the methods, marked methods have a `self`, every tool has a schema,
-    and the parameters of `@reward` and `@metric` methods are among `task`, `trajectory`, `env`. With `rewards` (a run's
-    terms): at least one reward judges the rollouts.
+    and the parameters of `@reward` and `@metric` methods are among `task`, `trajectory`, `env`. Roles have different
+    names, and marks name a role that exists. With `rewards` (a run's terms): at least one reward judges the rollouts.
     """
+    if isinstance(env, Remote):
+        env.remote_check()
+    else:
+        _check_class(env)
+    if rewards is None or (rewards and (rewards_of(env) or any(term.function is not None for term in rewards))):
+        return
+    label = environment_name(env)
+    if not rewards:
+        raise EnvironmentDefinitionError(f"no reward was named; type --reward env:1 for the rewards of {label} itself")
+    raise EnvironmentDefinitionError(
+        f"{label} has no @reward method, so `--reward env:1` judges nothing; "
+        "type --reward pkg/name or --reward ./file.py:function (rollouts plugins list shows what is installed), "
+        "or give the class a method with @reward if it is yours\n"
+        "supervised training without an evaluation needs no reward: --eval-tasks 0"
+    )
+
+
+def _check_class(env: Any) -> None:
     label = environment_name(env)
     if getattr(env, "tasks", None) is None:
         near = "".join(f" (it has {name!r})" for name in near_misses("tasks", set(dir(env)) - {"tasks"})[:1])
@@ -53,8 +90,13 @@ def check_environment(env: Any, rewards: Sequence[RewardTerm] | None = None) -> 
             f"{label} has no method `tasks`{near}; write `def tasks(self, split, rng)` that yields Task objects"
         )
     for name, arguments in METHODS.items():
-        with _at(getattr(env, name, None)):
+        with line_of(getattr(env, name, None)):
             _check_method(env, label, name, arguments)
+            if names_input(env, name, "shared") and not hasattr(env, "shared"):
+                raise EnvironmentDefinitionError(
+                    f"{label}.{name} names `shared`, and {label} has no method `shared`; write `def shared(self)` that "
+                    "returns what all episodes use"
+                )
     if not inspect.isclass(env):
         async_library_of(env.tasks)  # refuses a misspelt `async_library`
     has_rollout = hasattr(env, "rollout")
@@ -68,29 +110,79 @@ def check_environment(env: Any, rewards: Sequence[RewardTerm] | None = None) -> 
             "the library that it names"
         )
     _check_selves(env, label)
-    for tool in tools_of(env):
+    tools, own, metrics = tools_of(env), rewards_of(env), metrics_of(env)
+    for tool in tools:
         check_tool(tool)
-    own = rewards_of(env)
-    for kind, methods in (("rewards", own), ("metrics", metrics_of(env))):
+    with line_of(getattr(env, "rollout", None)):
+        _check_roles(env, label)
+    _check_marked_roles(env, label, {"tool": tools, "reward": own, "metric": metrics})
+    for kind, methods in (("rewards", own), ("metrics", metrics)):
         for method in methods:
-            with _at(method.function):
+            with line_of(method.function):
                 _check_own(env, label, kind, method.name, method.function)
-    if rewards is None or (rewards and (own or any(term.function is not None for term in rewards))):
+
+
+def _check_roles(env: Any, label: str) -> None:
+    """Raise EnvironmentDefinitionError for the first mistake in the environment's `roles`."""
+    given = getattr(env, "roles", ())
+    if isinstance(given, property):  # of a class; only an object has its value
         return
-    if not rewards:
-        raise EnvironmentDefinitionError(f"no reward was named; type --reward env:1 for the rewards of {label} itself")
-    raise EnvironmentDefinitionError(
-        f"{label} has no @reward method, so `--reward env:1` judges nothing; "
-        "type --reward pkg/name or --reward ./file.py:function (rollouts plugins list shows what is installed), "
-        "or give the class a method with @reward if it is yours\n"
-        "supervised training without an evaluation needs no reward: --eval-tasks 0"
-    )
+    example = 'write `roles = (Role("seller", system="You sell a lamp."), Role("buyer"))`'
+    if not isinstance(given, list | tuple) or not all(isinstance(each, Role) for each in given):
+        raise EnvironmentDefinitionError(f"{label}.roles is {shown(given)}, not a tuple of Role; {example}")
+    for role in given:
+        if not isinstance(role.name, str) or not _ROLE_NAME.fullmatch(role.name):
+            raise EnvironmentDefinitionError(
+                f"{label} has a role named {shown(role.name)}; a name has letters, digits, - and _, because it is part "
+                f"of the names of metrics: {example}"
+            )
+        if not isinstance(role.system, str):
+            raise EnvironmentDefinitionError(
+                f"the role {role.name} of {label} has the system prompt {shown(role.system)}; write text"
+            )
+        if role.model:
+            raise EnvironmentDefinitionError(
+                f"the role {role.name} of {label} names a model, {shown(role.model)}; other models in an episode are "
+                "planned, and not possible yet. Remove `model`: then the trained model plays the role"
+            )
+    twice = [name for name, count in Counter(role.name for role in given).items() if count > 1]
+    if twice:
+        raise EnvironmentDefinitionError(f"{label} has two roles named {twice[0]!r}; give each role a name of its own")
+    if given and not hasattr(env, "rollout"):
+        raise EnvironmentDefinitionError(
+            f"{label} has roles, but no `rollout`, which says who speaks when; write "
+            f"`async def rollout(self, task, model)` with `await model.role({given[0].name!r}).say(task.prompt)`"
+        )
 
 
-def check_tool(tool: ToolMethod) -> None:
-    """Raise EnvironmentDefinitionError, with the line of the function, if the tool has no schema."""
-    with _at(tool.function):
-        tool_schema(tool.function, tool.name)
+def _check_marked_roles(env: Any, label: str, methods: Mapping[str, Sequence[ToolMethod | JudgeMethod]]) -> None:
+    """Raise EnvironmentDefinitionError if a mark names a role that the environment does not have."""
+    if isinstance(getattr(env, "roles", ()), property):
+        return
+    names = [role.name for role in roles_of(env)]
+    for word, marked in methods.items():
+        for method in marked:
+            if method.role is None or method.role in names:
+                continue
+            near = "".join(f"; did you mean {each!r}?" for each in near_misses(str(method.role), names)[:1])
+            has = f"the roles of {label} are {', '.join(names)}{near}" if names else f"{label} has no `roles`"
+            with line_of(method.function):
+                raise EnvironmentDefinitionError(
+                    f"{label}.{method.name} is marked @{word}(role={method.role!r}); {has}"
+                )
+
+
+def check_task_source(tasks: Any, label: str) -> None:
+    """Raise EnvironmentDefinitionError if the result of `tasks` cannot be iterated, or is text. `label` names the call
+    of `tasks`.
+    """
+    if inspect.isawaitable(tasks) or not isinstance(tasks, Iterable) or isinstance(tasks, str):
+        if inspect.iscoroutine(tasks):
+            tasks.close()
+        reason = "whose characters are no tasks" if isinstance(tasks, str) else "which cannot be iterated"
+        raise EnvironmentDefinitionError(
+            f"{label} gave {type(tasks).__name__}, {reason}; it must be a plain generator or return a list of Task"
+        )
 
 
 def check_text(messages: Sequence[Message], whose: str) -> None:
@@ -118,8 +210,10 @@ def reward_term(
     return RewardTerm(alias, function, weight, dict(settings or {}), requests, is_group)
 
 
-def requests_of(method: Callable[..., Any]) -> tuple[str, ...]:
+def requests_of(method: Any) -> tuple[str, ...]:
     """The parameters of a `@reward` or `@metric` method, in order. They are read once for each function."""
+    if isinstance(method, RemoteCall):
+        return method.requests
     return _requests_of_plain(getattr(method, "__func__", method), hasattr(method, "__func__"))
 
 
@@ -130,7 +224,7 @@ def _requests_of_plain(plain: Callable[..., Any], bound: bool) -> tuple[str, ...
 
 
 @contextlib.contextmanager
-def _at(function: Any) -> Iterator[None]:
+def line_of(function: Any) -> Iterator[None]:
     """Put the line of the function's `def` below the message of an EnvironmentDefinitionError of the block."""
     try:
         yield
@@ -153,7 +247,9 @@ def _check_method(env: Any, label: str, name: str, arguments: tuple[str, ...]) -
             raise EnvironmentDefinitionError(f"{label}.{name} takes no `self`; write `{wanted}`") from error
         return  # no readable signature, as in compiled code: the first episode shows whether the call fits
     try:
-        signature.bind(*((env, *arguments) if unbound else arguments))
+        inputs = dict.fromkeys(inputs_of(method, name))
+        function, *rest = with_inputs(method, (env, *arguments) if unbound else arguments, inputs)
+        inspect.signature(function).bind(*rest)
     except TypeError as error:
         raise EnvironmentDefinitionError(
             f"{label}.{name}{signature} does not fit how it is called ({error}); write `{wanted}`"
@@ -177,7 +273,7 @@ def _check_selves(env: Any, label: str) -> None:
             where = f"{label}.{name}({', '.join(texts)})"
             lost = f"{first.name!r} receives the environment" if first is not None else "it takes no environment"
             written = ", ".join(["self", *texts])
-            with _at(raw):
+            with line_of(raw):
                 raise EnvironmentDefinitionError(
                     f"@{word} {where} has no `self`, so {lost}; write `def {name}({written})`, or write @staticmethod "
                     f"above @{word}"

@@ -52,6 +52,7 @@ class Verdict(NamedTuple):
     parts: Mapping[str, float | None] = {}
     why: str = ""
     alias: str = ""
+    turns: Sequence[float] = ()
 
 
 def env_term(weight: float = 1.0, alias: str = "env") -> RewardTerm:
@@ -69,8 +70,20 @@ def read_verdict(name: str, weight: float, returned: Any, alias: str = "") -> Ve
             raise RewardError(f"reward {name!r}: a Score's parts are a dict of numbers, got {shown(returned.parts)}")
         parts = {printable(part): _number(f"{name}.{part}", value) for part, value in returned.parts.items()}
         why = printable(returned.why) if isinstance(returned.why, str) else shown(returned.why)
-        return Verdict(name, weight, _number(name, returned.value), parts, why, alias or name)
+        turns = _turn_numbers(name, returned.turns)
+        value = sum(turns) if turns and returned.value is None else _number(name, returned.value)
+        return Verdict(name, weight, value, parts, why, alias or name, turns)
     return Verdict(name, weight, _number(name, returned), {}, "", alias or name)
+
+
+def check_turns(verdict: Verdict, count: int) -> Verdict:
+    """The verdict. Raises RewardError if it has rewards by turn, and not one for each of `count` turns."""
+    if verdict.turns and len(verdict.turns) != count:
+        raise RewardError(
+            f"reward {verdict.name!r} returned a Score with {len(verdict.turns)} turns, but the model had {count}; "
+            "give one number for each turn (trajectory.turns)"
+        )
+    return verdict
 
 
 def with_reason(verdict: Verdict, function: Any) -> Verdict:
@@ -115,7 +128,41 @@ def mix(verdicts: Sequence[Verdict], on_invalid: InvalidPolicy = "drop", base: S
     for verdict in verdicts:  # after the rewards themselves, so that rewards keep their names
         for part, value in verdict.parts.items():
             parts[_free_name(part, verdict.name, parts)] = value
-    return Score(total, parts, "; ".join(reasons), weights)
+    return Score(total, parts, "; ".join(reasons), weights, [] if total is None else _mixed_turns(verdicts, base))
+
+
+def turn_rewards(value: float, turns: Sequence[float], count: int) -> list[float]:
+    """The reward of each of `count` turns, which add up to `value`. What `turns` do not have belongs to the last turn.
+
+    >>> turn_rewards(2.0, [0.5, 0.5], 2), turn_rewards(1.0, [], 3)
+    ([0.5, 1.5], [0.0, 0.0, 1.0])
+    """
+    found = [*turns, *[0.0] * (max(count, 1) - len(turns))]
+    found[-1] += value - sum(found)
+    return found
+
+
+def _mixed_turns(verdicts: Sequence[Verdict], base: Score | None) -> list[float]:
+    """The weighted sum of the rewards by turn; empty if no reward gave any."""
+    given = [verdict.turns for verdict in verdicts] + [base.turns if base else ()]
+    count = max(map(len, given))
+    if count == 0:
+        return []
+    rows = [turn_rewards(base.value or 0.0, base.turns, count)] if base else []
+    rows += [
+        [verdict.weight * each for each in turn_rewards(verdict.value or 0.0, verdict.turns, count)]
+        for verdict in verdicts
+    ]
+    return [sum(column) for column in zip(*rows, strict=True)]
+
+
+def _turn_numbers(name: str, turns: Any) -> list[float]:
+    if not isinstance(turns, list | tuple):
+        raise RewardError(f"reward {name!r}: a Score's turns are a list of numbers, got {shown(turns)}")
+    numbers = [_number(f"{name}, turn {place}", value) for place, value in enumerate(turns, start=1)]
+    if any(number is None for number in numbers):
+        raise RewardError(f"reward {name!r}: a Score's turns are numbers, got {shown(turns)}; write 0.0 for no reward")
+    return [number for number in numbers if number is not None]
 
 
 def _free_name(name: str, alias: str, taken: Mapping[str, Any]) -> str:

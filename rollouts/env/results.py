@@ -1,6 +1,6 @@
 """A tool's result as the model reads it: text of bounded length, and the reason if the call failed.
 
-Not here: calling the tool (`rollouts.agent.tools`, `worker`).
+Not here: calling the tool (`rollouts.env.tools`, `worker`).
 """
 
 from __future__ import annotations

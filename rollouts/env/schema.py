@@ -2,24 +2,27 @@
 
 The types are those of msgspec: str, int, float, bool, None, Literal, enums, list, tuple, set, dict, TypedDict,
 dataclasses, Struct, dates, unions of them, Any. A schema contains no references, so chat templates can print it
-unchanged. Not here: calling the tool (`rollouts.agent.tools`) and reading calls out of a reply (`rollouts.chat`).
+unchanged. Not here: calling the tool (`rollouts.env.tools`) and reading calls out of a reply (`rollouts.chat`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import itertools
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from types import GenericAlias, NoneType
+from typing import Any, Literal, NamedTuple, Union
 
 import msgspec
 
-from rollouts.author_code import authors_code, message_of, printable, shown
+from rollouts.author_code import authors_code, message_of, printable, shown, with_place
 from rollouts.config.hints import argument_docs
 from rollouts.encoding import plain as plain_json
+from rollouts.env.authoring import ToolMethod
 from rollouts.errors import EnvironmentDefinitionError, near_misses
 
 SECTION = re.compile(
@@ -47,6 +50,9 @@ def tool_schema(fn: Callable[..., Any], name: str | None = None) -> dict[str, An
     >>> tool_schema(add)["function"]["parameters"]["required"]
     ['a']
     """
+    if (remote := getattr(fn, "remote_schema", None)) is not None:  # its code runs in another process
+        copied: dict[str, Any] = copy.deepcopy(remote)
+        return copied
     label = name or str(getattr(fn, "__name__", type(fn).__name__))
     parameters = _parameters_of(fn, label)
     return {
@@ -78,7 +84,39 @@ def validate_arguments(
     "argument 'a' of add must be integer: Expected `int`, got `str`"
     """
     label = name or str(getattr(fn, "__name__", type(fn).__name__))
-    parameters = {p.name: p for p in _parameters_of(fn, label)}
+    return _validated({p.name: p for p in _parameters_of(fn, label)}, arguments, label)
+
+
+def schema_of(tool: ToolMethod) -> dict[str, Any]:
+    """The OpenAI function schema of a tool: its own, or else read from its function. Each call returns a new dict."""
+    if tool.parameters is None:
+        return tool_schema(tool.function, tool.name)
+    about = {"name": tool.name, "description": printable(tool.description), "parameters": tool.parameters}
+    return {"type": "function", "function": msgspec.to_builtins(about)}  # a copy
+
+
+def check_tool(tool: ToolMethod) -> None:
+    """Raise EnvironmentDefinitionError, with the line of the function, if the tool has no schema."""
+    try:
+        schema_of(tool)
+    except EnvironmentDefinitionError as error:
+        raise EnvironmentDefinitionError(with_place(error, tool.function)) from error
+
+
+def read_arguments(tool: ToolMethod, arguments: Mapping[str, Any]) -> dict[str, Any] | str:
+    """The model's arguments, ready for `tool.function(**arguments)`, or the reason why they do not fit; see
+    `validate_arguments`. Of a tool's own schema, unknown and missing arguments and simple types are checked.
+    """
+    if tool.parameters is None:
+        return validate_arguments(tool.function, arguments, tool.name)
+    known = _parameters_of_schema(msgspec.json.encode(tool.parameters))
+    takes_more = tool.parameters.get("additionalProperties") or tool.parameters.get("patternProperties")
+    others = {key: each for key, each in arguments.items() if key not in known} if takes_more else {}
+    found = _validated(known, {key: each for key, each in arguments.items() if key not in others}, tool.name)
+    return found if isinstance(found, str) else {**found, **others}
+
+
+def _validated(parameters: Mapping[str, _Parameter], arguments: Mapping[str, Any], label: str) -> dict[str, Any] | str:
     for given in arguments:
         if given not in parameters:
             near = near_misses(given, parameters)
@@ -164,6 +202,73 @@ def _refused(where: str, why: str) -> EnvironmentDefinitionError:
     return EnvironmentDefinitionError(f"{where}{why}")
 
 
+# --- a tool's own schema ---------------------------------------------------------------------------------------------
+
+
+def plain_parameters(parameters: Any, label: str) -> dict[str, Any]:
+    """A copy of a JSON schema of a tool's arguments, with the keys that every schema here has: `type`, `properties` and
+    `required`. Raises EnvironmentDefinitionError, which begins with `label`, if it is no JSON schema of an object.
+    """
+    example = '{"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}'
+    try:
+        schema = msgspec.json.decode(msgspec.json.encode(dict(parameters)))
+    except (TypeError, ValueError, RecursionError) as error:
+        given = f"its parameters are {shown(parameters)}, which is no JSON schema ({message_of(error)})"
+        raise _refused(label, f": {given}; write one such as {example}") from error
+    schema = {"type": "object", "properties": {}, "required": [], **schema}
+    properties, required = schema["properties"], schema["required"]
+    if schema["type"] != "object":
+        raise _refused(label, f": its parameters have the type {shown(schema['type'])}, expected 'object'")
+    if not isinstance(properties, dict) or not all(isinstance(each, dict | bool) for each in properties.values()):
+        raise _refused(label, f": `properties` is {shown(properties)}; write parameters such as {example}")
+    schema["properties"] = {name: each if isinstance(each, dict) else {} for name, each in properties.items()}
+    unknown = required if not isinstance(required, list) else [name for name in required if name not in properties]
+    if unknown:
+        raise _refused(label, f": `required` has {shown(unknown)}, expected a list of names of `properties`")
+    plain: dict[str, Any] = plain_json(schema)
+    return plain
+
+
+@functools.lru_cache(maxsize=1024)
+def _parameters_of_schema(encoded: bytes) -> dict[str, _Parameter]:
+    """The parameters of an encoded `plain_parameters`, by name."""
+    schema = msgspec.json.decode(encoded)
+    return {
+        name: _Parameter(name, _hint_of(each), each, name in schema["required"])
+        for name, each in schema["properties"].items()
+    }
+
+
+def _hint_of(schema: Any) -> Any:
+    """The type of the values that a JSON schema describes, as far as it is simple. Any: it is not checked."""
+    if not isinstance(schema, dict) or "$ref" in schema or "allOf" in schema:
+        return Any
+    choices, kinds = schema.get("enum"), schema.get("type")
+    options = schema.get("anyOf") or schema.get("oneOf")
+    found: list[Any]
+    if isinstance(choices, list) and choices:
+        found = [Literal[tuple(choices)] if {type(each) for each in choices} <= {str, int, NoneType} else Any]
+    elif isinstance(options, list):
+        found = [_hint_of(option) for option in options]
+    elif kinds == "array":
+        found = [GenericAlias(list, (_hint_of(schema.get("items")),))]
+    else:
+        found = [_SIMPLE.get(str(kind), Any) for kind in (kinds if isinstance(kinds, list) else [kinds])]
+    if Any in found or not found:
+        return Any
+    hint: Any = Union[tuple([*found, None] if schema.get("nullable") else found)]  # noqa: UP007
+    try:
+        msgspec.json.Decoder(hint)
+    except TypeError:  # such as a union of two lists
+        return Any
+    return hint
+
+
+_SIMPLE: Mapping[str, Any] = {
+    "string": str, "integer": int, "number": int | float, "boolean": bool, "null": None, "array": list, "object": dict,
+}  # fmt: skip
+
+
 # --- schemas --------------------------------------------------------------------------------------------------------
 
 
@@ -208,6 +313,8 @@ def _type_words(schema: Mapping[str, Any]) -> str:
         words = " or ".join(_type_words(inner) for inner in schema["anyOf"])
     elif schema.get("type") == "array" and isinstance(schema.get("items"), Mapping):
         words = f"array of {_type_words(schema['items'])}"
+    elif isinstance(schema.get("type"), list):
+        words = " or ".join(map(str, schema["type"]))
     else:
         words = str(schema.get("type", "any JSON value"))
     return words + (" or null" if schema.get("nullable") else "")

@@ -23,7 +23,7 @@ class ChatRequest(msgspec.Struct, frozen=True):
     """One turn: the whole conversation, and the OpenAI schemas of the offered tools ([]: no tools).
 
     `max_tokens` limits the reply. `temperature` 0 is greedy. `seed` makes the turn repeatable if the engine supports
-    seeds.
+    seeds. `role` is the role that replies, in an environment with roles.
     """
 
     messages: list[Message]
@@ -31,6 +31,7 @@ class ChatRequest(msgspec.Struct, frozen=True):
     max_tokens: int
     seed: int
     temperature: float = 1.0
+    role: str = ""
 
 
 class ChatReply(msgspec.Struct, frozen=True):

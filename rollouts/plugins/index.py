@@ -45,6 +45,7 @@ KIND_WORDS = {
     "curricula": "curriculum",
     "tools": "tool",
     "tool_parsers": "tool parser",
+    "sandboxes": "sandbox",
     "commands": "command",
 }
 """Every kind, with the name of one component of it."""
@@ -82,6 +83,10 @@ class ComponentRef(msgspec.Struct, frozen=True):
         return f"{self.distribution}/{self.name}" if self.distribution else self.value
 
 
+ANY_KIND = "component"
+"""In place of a kind, for a file whose kind is not known yet."""
+
+
 class Scan(NamedTuple):
     """The components and hook plugins in the metadata, and a message for each distribution that cannot be read."""
 
@@ -109,7 +114,7 @@ def find_component(kind: str, name: str) -> ComponentRef:
     """
     check_kind(kind)
     if names_file(name):
-        return _find_in_file(kind, name)
+        return find_in_file(name, kind)
     if names_module(name):
         own = [ref for ref in scan().components if ref.kind == kind and ref.value == name]
         return own[0] if own else ComponentRef(kind, name.partition(":")[2], name)
@@ -263,13 +268,13 @@ def sort_refs(refs: Iterable[ComponentRef]) -> list[ComponentRef]:
     return sorted(refs, key=lambda ref: (order.get(ref.kind, len(order)), ref.name, normalize(ref.distribution)))
 
 
-def scan() -> Scan:
-    """Read the entry points of all distributions on sys.path."""
+def scan(path: list[str] | None = None) -> Scan:
+    """Read the entry points of all distributions in these folders, by default on sys.path."""
     from importlib.metadata import distributions
 
     found: dict[tuple[str, str, str], ComponentRef] = {}
     faults: list[str] = []
-    for distribution in distributions():
+    for distribution in distributions() if path is None else distributions(path=path):
         try:
             for ref in _refs_of(distribution):
                 # An editable install can be listed twice. Python imports the first one on sys.path.
@@ -295,12 +300,12 @@ def _refs_of(distribution: Distribution) -> Iterator[ComponentRef]:
         yield ComponentRef(groups[point.group], point.name, point.value, name, version)
 
 
-def _find_in_file(kind: str, name: str) -> ComponentRef:
+def find_in_file(name: str, kind: str = ANY_KIND) -> ComponentRef:
     """The reference for `path/to/file.py:attr`. The file is not run.
 
     Raises UnknownComponentError if there is no such file, or if the name has another form.
     """
-    word = KIND_WORDS[kind]
+    word = KIND_WORDS.get(kind, kind)
     path_text, colon, attribute = name.rpartition(":")
     if not colon or not path_text.endswith(".py") or not all(part.isidentifier() for part in attribute.split(".")):
         file = next((text for text in (path_text, name) if text.endswith(".py")), "./file.py")

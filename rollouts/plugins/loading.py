@@ -18,8 +18,24 @@ from types import ModuleType
 from typing import Any
 
 from rollouts.author_code import authors_code
-from rollouts.errors import BrokenPluginError, UnknownComponentError, in_lines, suggestion, words_of
+from rollouts.errors import (
+    BrokenPluginError,
+    MissingExtraError,
+    RemoteError,
+    UnknownComponentError,
+    in_lines,
+    suggestion,
+    words_of,
+)
+from rollouts.plugins.contract import check_contract
 from rollouts.plugins.index import HOOKS, KIND_WORDS, ComponentRef, is_installed, names_module, normalize
+
+CORE = "rollouts-rl"
+INSTALL_TORCH = (
+    f"type: pip install '{CORE}[train]'\n"
+    "or, without gigabytes of CUDA libraries, first: pip install torch --index-url https://download.pytorch.org/whl/cpu"
+)
+"""How to install what the core needs to load a model. On Linux, pip's default build of torch includes CUDA."""
 
 _VALUE = re.compile(r"^\s*(?P<module>\w+(?:\.\w+)*)\s*(?::\s*(?P<attr>\w+(?:\.\w+)*)\s*)?(?:\[.*\]\s*)?$")
 
@@ -30,8 +46,12 @@ def load_component(ref: ComponentRef) -> Any:
     An entry point may name extras of its distribution (`module:attr [extra]`). If a package of these extras is not
     installed, the error names it, and nothing is imported.
 
-    Raises BrokenPluginError if the import fails, and UnknownComponentError if a file has no such attribute.
+    Raises BrokenPluginError if the import fails, or if an environment's distribution states a version of the contract
+    that does not run here, MissingExtraError if an extra is not installed, and UnknownComponentError if a file has no
+    such attribute.
     """
+    if ref.kind == "environments":
+        check_contract(ref)
     if not ref.distribution:
         return _load_from_module(ref) if names_module(ref.value) else _load_from_file(ref)
     assert ref.value, f"a hook plugin provides {ref.qualified}: load it with PluginManager.load"
@@ -44,15 +64,17 @@ def load_component(ref: ComponentRef) -> Any:
         if only_extra and normalize(extra) in wanted and not is_installed(package)
     ]
     if absent:
-        raise BrokenPluginError(
-            f"{owner} needs {' and '.join(absent)}, which {'is' if len(absent) == 1 else 'are'} not installed\n"
-            f"type: pip install '{ref.distribution}[{','.join(extras)}]'"
-        )
+        hint = f"type: pip install '{ref.distribution}[{','.join(extras)}]'"
+        words = f"{owner} needs {' and '.join(absent)}, which {'is' if len(absent) == 1 else 'are'} not installed"
+        raise MissingExtraError(in_lines(words, hint), package=absent[0], hint=hint)
     try:
         with authors_code():
             return _import(ref)
     except Exception as exc:  # a module may raise anything
-        raise BrokenPluginError(f"{owner} ({ref.value}) does not import\n{cause_of(exc, ref)}") from exc
+        message = f"{owner} ({ref.value}) does not import\n{cause_of(exc, ref)}"
+        if isinstance(exc, ModuleNotFoundError) and _extra_of_module(exc, ref):
+            raise MissingExtraError(message, package=_top(exc), hint=install_hint(exc, ref)) from exc
+        raise BrokenPluginError(message) from exc
 
 
 def cause_of(exc: BaseException, ref: ComponentRef) -> str:
@@ -61,22 +83,44 @@ def cause_of(exc: BaseException, ref: ComponentRef) -> str:
 
 
 def install_hint(exc: BaseException, ref: ComponentRef) -> str:
-    """The command that installs a missing module; empty for any other error.
+    """The command that installs a missing module. For another ImportError of an environment, how to give it packages
+    of its own. Empty for any other error.
 
-    If an extra of the distribution provides the module, the command installs that extra. Otherwise the package's name
-    is guessed from the module's name.
+    If an extra of the distribution provides the module, the command installs that extra. The name of a package that is
+    not from rollouts cannot be known from the module's name.
     """
+    if isinstance(exc, RemoteError):
+        return exc.hint
     if not isinstance(exc, ModuleNotFoundError) or not exc.name:
+        if isinstance(exc, ImportError) and ref.kind == "environments" and ref.distribution:
+            typed = f"rollouts env install {ref.distribution}, then --worker venv"
+            return f"if it needs other versions of packages, type: {typed}"
         return ""
-    missing = exc.name.partition(".")[0]
+    missing = _top(exc)
     if ref.distribution and missing == ref.value.partition(":")[0].partition(".")[0].strip():
         return f"the distribution lacks its own module: pip install --force-reinstall {ref.distribution}"
-    for package, extra, _ in _requirements_of_extras(ref.distribution):
-        if normalize(package) == normalize(missing):
-            return f"an extra provides it: pip install '{ref.distribution}[{extra}]'"
+    extra = _extra_of_module(exc, ref)
+    if missing in ("torch", "transformers") and (extra == "train" or not ref.distribution):
+        return INSTALL_TORCH
+    if extra:
+        return f"an extra provides it: pip install '{ref.distribution}[{extra}]'"
     if _extras_of(ref):
         return f"an extra may provide it: pip install '{ref.distribution}[{','.join(_extras_of(ref))}]'"
-    return f"perhaps: pip install {missing}"
+    if missing.startswith("rollouts_"):
+        return f"perhaps: pip install {normalize(missing)}"
+    return f"install the package that has the module {missing}; its name may differ"
+
+
+def _top(exc: ModuleNotFoundError) -> str:
+    """The first part of the name of the missing module."""
+    return (exc.name or "").partition(".")[0]
+
+
+def _extra_of_module(exc: ModuleNotFoundError, ref: ComponentRef) -> str:
+    """The extra of the component's distribution that requires the package of the missing module; "" if none does."""
+    missing = normalize(_top(exc))
+    found = (extra for package, extra, _ in _requirements_of_extras(ref.distribution) if normalize(package) == missing)
+    return next(found, "")
 
 
 def import_file(name: str, file: str) -> ModuleType:
@@ -162,7 +206,8 @@ def _load_from_file(ref: ComponentRef) -> Any:
             module = _module_of(path)
     except Exception as exc:  # a file may raise anything
         raise BrokenPluginError(
-            f"{path}: the file of {KIND_WORDS[ref.kind]} {attribute!r} does not import\n{cause_of(exc, ref)}"
+            f"{path}: the file of {KIND_WORDS.get(ref.kind, ref.kind)} {attribute!r} does not import\n"
+            f"{cause_of(exc, ref)}"
         ) from exc
     return _attribute_of(module, attribute, str(path), ref)
 
@@ -177,7 +222,7 @@ def _attribute_of(module: ModuleType, attribute: str, place: str, ref: Component
     own = [name for name in mine if callable(public[name])]
     raise UnknownComponentError(
         in_lines(
-            f"{place} has no {KIND_WORDS[ref.kind]} {attribute!r}",
+            f"{place} has no {KIND_WORDS.get(ref.kind, ref.kind)} {attribute!r}",
             suggestion(missing, public),
             f"it defines: {', '.join(own) or 'nothing public'}",
             _weight_hint(ref),
@@ -224,7 +269,7 @@ def _module_of(path: Path) -> ModuleType:
 def _load_from_module(ref: ComponentRef) -> Any:
     """Import `module:attribute`. A module in the working directory is found too."""
     module, _, attribute = ref.value.partition(":")
-    label = f"{KIND_WORDS[ref.kind]} {ref.value!r}"
+    label = f"{KIND_WORDS.get(ref.kind, ref.kind)} {ref.value!r}"
     beside(Path.cwd() / "any")
     try:
         with authors_code():

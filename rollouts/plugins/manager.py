@@ -18,7 +18,7 @@ from pluggy import HookimplOpts, PluginValidationError
 
 from rollouts.author_code import authors_code, shown
 from rollouts.error_log import report
-from rollouts.errors import BrokenPluginError, PluginError, UnknownComponentError, suggestion
+from rollouts.errors import BrokenPluginError, MissingExtraError, PluginError, UnknownComponentError, suggestion
 from rollouts.plugins import hookspecs, index
 from rollouts.plugins.index import ComponentRef
 from rollouts.plugins.loading import cause_of, load_component
@@ -43,9 +43,17 @@ class PluginFault(NamedTuple):
         return f"{' '.join(part for part in (self.distribution, self.version) if part)}: {self.cause}"
 
 
+class Diagnosis(NamedTuple):
+    """What `doctor` found: the faults as messages, and the components that need an extra that is not installed, by the
+    missing package and how to install it.
+    """
+
+    faults: list[str]
+    lacking: dict[tuple[str, str], list[str]]
+
+
 Faults = list[PluginFault]
 Refs = list[ComponentRef]
-Texts = list[str]
 
 
 class PluginManager:
@@ -165,13 +173,22 @@ class PluginManager:
         results = [self._call(name, implementation, values) for implementation in self._implementations(name)]
         return [result for result in results if isinstance(result, PluginFault)]
 
-    def doctor(self) -> Texts:
-        """The faults of all installed plugins, as messages. Imports every component and hook plugin."""
+    def doctor(self) -> Diagnosis:
+        """What is wrong with the installed plugins. Imports every component and hook plugin."""
         scanned = index.scan()
-        reports = [*scanned.faults, *filter(None, map(_fault_of, scanned.components))]
+        lacking = dict[tuple[str, str], Any]()
+        reports = [*scanned.faults]
+        for ref in scanned.components:
+            error = _error_of(ref)
+            if isinstance(error, MissingExtraError):
+                named = f"{index.KIND_WORDS[ref.kind]} {ref.name}"
+                lacking.setdefault((error.package, error.hint), []).append(named)
+            elif error is not None:
+                reports.append(str(error))
         self.load_hooks()
         remarks = [PluginFault(*self._owners[name], remark) for name, remark in self._pluggy.remarks]
-        return [*reports, *map(str, self.faults), *map(str, remarks), *_clashes(scanned.components)]
+        faults = [*reports, *map(str, self.faults), *map(str, remarks), *_clashes(scanned.components)]
+        return Diagnosis(faults, lacking)
 
     def _implementations(self, name: str) -> Sequence[pluggy.HookImpl]:
         """The implementations of a hook in pluggy's calling order, with `tryfirst` and `trylast`."""
@@ -284,16 +301,16 @@ def _checked_names(names: Any) -> list[str]:
     return listed
 
 
-def _fault_of(ref: ComponentRef) -> str:
-    """The fault of one component: its import fails, or its signature breaks a rule; empty if it has no fault."""
+def _error_of(ref: ComponentRef) -> PluginError | None:
+    """The fault of one component: its import fails, or its signature breaks a rule; None if it has no fault."""
     label = f"{ref.distribution} {ref.version}: {index.KIND_WORDS[ref.kind]} {ref.name}"
     try:
         component = load_component(ref)
         if ref.kind in SIGNED_KINDS:
             check_signature(component, ref.kind, label)
     except PluginError as exc:
-        return str(exc)
-    return ""
+        return exc
+    return None
 
 
 def _clashes(refs: Iterable[ComponentRef]) -> list[str]:

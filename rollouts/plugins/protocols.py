@@ -9,7 +9,8 @@ inputs from the vocabulary of the kind (`rollouts.plugins.VOCABULARY`). Type che
     def brevity(trajectory: Trajectory, *, target_tokens: int = 200) -> float: ...
     checked: Reward = brevity
 
-Inference and training backends are described in `rollouts.inference.base` and `rollouts.training.batches`.
+Inference and training backends are described in `rollouts.inference.base` and `rollouts.training.batches`, sandboxes in
+`rollouts.sandboxes.base`.
 """
 
 from __future__ import annotations

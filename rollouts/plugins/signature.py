@@ -30,7 +30,9 @@ from rollouts.plugins.vocabulary import VOCABULARY, mixing_fault, quoted
 SIGNED_KINDS = frozenset(VOCABULARY) | {"environments", "tools"}
 """The kinds for which `check_signature` has rules. For other kinds it refuses only an unreadable signature."""
 
-_CLASS_KINDS = frozenset({"environments", "inference", "training", "loggers", "optimizers", "datasets", "commands"})
+_CLASS_KINDS = frozenset(
+    {"environments", "inference", "training", "loggers", "optimizers", "sandboxes", "datasets", "commands"}
+)
 _CALLED_DIRECTLY = frozenset(VOCABULARY) - _CLASS_KINDS - {"rewards", "metrics"}  # the trainer never awaits
 _NOTHING: Mapping[str, Any] = {}
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -108,7 +110,15 @@ def _faults(component: Any, kind: str, label: str) -> Iterator[str]:
     if kind in _CALLED_DIRECTLY and _is_async(component):
         yield f"{name} is async, but {a_kind(kind)} is called and never awaited\nwrite `def`, not `async def`"
     for parameter in _parameters(component, label):
-        yield _parameter_fault(parameter, kind)
+        fault = _parameter_fault(parameter, kind)
+        if fault and kind == "optimizers" and inspect.isclass(component):
+            short = name.lower()
+            fault = (
+                f"the parameters of this class are not those of an optimizer: `params`, `lr`, and settings after a `*`"
+                f"\ngive a function in its place: optimizer={short}\ndef {short}(params, lr, *, weight_decay=0.0):\n"
+                f"    return {name}(params, lr=lr, weight_decay=weight_decay)"
+            )
+        yield fault
     signature = read_signature(component, kind)
     yield mixing_fault(kind, signature.requests)
     yield _clash(signature)

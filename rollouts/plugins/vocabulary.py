@@ -69,7 +69,7 @@ VOCABULARY: dict[str, dict[str, str]] = {
     "advantages": {
         "rewards": "[G] the rewards of the group after shaping; with `batch`: [N] of the whole batch",
         "lengths": "[G] sampled tokens of each rollout",
-        "turn_rewards": "G lists: the reward of each turn",
+        "turn_rewards": "G lists: the reward of each turn; they add up to the reward",
         "batch": "None; naming it means one call for the whole batch, not one for each group",
         "values": "[T] the critic's predictions (with `batch`)",
         "token_rewards": "[T] rewards of single tokens, such as the KL penalty of k1_reward (with `batch`)",
@@ -136,6 +136,7 @@ VOCABULARY: dict[str, dict[str, str]] = {
         "params": "list of parameter groups, each a dict with `params` (a list of parameters) and `lr`",
         "lr": "the learning rate; each step multiplies that of each group by the schedule's factor",
     },
+    "sandboxes": {"concurrency": "the number of episodes that run at the same time, each with at most one sandbox"},
     "inference": {
         "model": "the name or path of the model",
         "training": "the training backend; None: nothing is trained",

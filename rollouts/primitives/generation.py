@@ -15,6 +15,7 @@ Legend: P ids of a prompt, K sampled ids of a reply, N replies.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +43,11 @@ Prompt = str | Sequence[int] | Conversation | Sequence[Message] | Task
 """Text as the model is to see it, token ids, or a conversation or task, which the model's chat template renders."""
 
 Generator = Callable[[Any, Any, Any, GenerationConfig], Generation | str]
+ToolParser = Callable[..., Sequence[ToolCall] | tuple[Sequence[ToolCall], str]]
+"""`tool_parser(text)` or `tool_parser(text, tools)`: the calls and the remaining text, or the calls alone."""
+
 DEFAULT = GenerationConfig()
+ANY_TOOL: list[dict[str, Any]] = [{}]  # formats without tags read calls only if tools were offered
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
@@ -480,7 +485,7 @@ def generate_conversation_turn(
     *,
     generator: Generator | None = None,
     template_fn: Callable[[Sequence[Message], Sequence[dict[str, Any]]], str] | None = None,
-    tool_parser: Callable[[str], Sequence[ToolCall]] | None = None,
+    tool_parser: ToolParser | None = None,
     previous: Generation | None = None,
 ) -> Turn:
     """The model's next message: the conversation with it, the reply's ids and logprobs, and its tool calls.
@@ -497,7 +502,8 @@ def generate_conversation_turn(
 
     Args:
         template_fn: as in `apply_chat_template`
-        tool_parser: `tool_parser(text)` returns the tool calls (see tools.py)
+        tool_parser: `tool_parser(text)` returns the tool calls and the remaining text, as the tool parser of a run
+            does. It may return the calls alone, as those of tools.py do
         previous: the last turn's reply. Its ids are continued exactly as they were sampled, if the template allows it
     """
     prompt = turn_prompt(tokenizer, conversation, template_fn=template_fn, previous=previous)
@@ -527,7 +533,7 @@ def read_turn(
     reply: Generation,
     *,
     template_fn: Callable[[Sequence[Message], Sequence[dict[str, Any]]], str] | None = None,
-    tool_parser: Callable[[str], Sequence[ToolCall]] | None = None,
+    tool_parser: ToolParser | None = None,
 ) -> Turn:
     """The conversation with this reply to it (see `generate_conversation_turn`)."""
     conversation = as_conversation(conversation)
@@ -536,7 +542,7 @@ def read_turn(
         message = chat_format(tokenizer).parse(reply.tokens, schemas_of(conversation.tools))
         calls = message.tool_calls
     if tool_parser is not None:
-        read = parse_calls(tool_parser, reply.text)
+        read = parse_calls(tool_parser, reply.text, schemas_of(conversation.tools))
         if [(each.name, each.arguments, each.error) for each in read] != [
             (each.name, each.arguments, each.error) for each in calls
         ]:
@@ -544,19 +550,30 @@ def read_turn(
     return Turn(conversation._replace(messages=[*conversation.messages, message]), reply, calls)
 
 
-def parse_calls(tool_parser: Callable[[str], Sequence[ToolCall]], text: str) -> list[ToolCall]:
-    """The calls that a tool parser finds. It may also return (calls, remaining text), as parsers of a run do.
+def parse_calls(tool_parser: ToolParser, text: str, tools: Sequence[dict[str, Any]] = ANY_TOOL) -> list[ToolCall]:
+    """The calls that a tool parser finds. `tools` are the schemas of the offered tools, for a parser that names them.
 
     Raises ConfigError if it returns anything else.
     """
-    calls: Any = call("tool_parser(text)", tool_parser, text)
+    if _names_tools(tool_parser):
+        calls: Any = call("tool_parser(text, tools)", tool_parser, text, list(tools))
+    else:
+        calls = call("tool_parser(text)", tool_parser, text)
     if isinstance(calls, tuple) and len(calls) == 2 and isinstance(calls[1], str):
         calls = calls[0]
     if not isinstance(calls, Sequence) or not all(isinstance(each, ToolCall) for each in calls):
         raise ConfigError(
-            f"the tool_parser {function_label(tool_parser)} returned {shown(calls)}; expected a list of ToolCall"
+            f"the tool_parser {function_label(tool_parser)} returned {shown(calls)}; expected a list of ToolCall "
+            "and the remaining text, or the list alone"
         )
     return list(calls)
+
+
+def _names_tools(tool_parser: ToolParser) -> bool:
+    try:
+        return "tools" in inspect.signature(tool_parser).parameters
+    except (TypeError, ValueError):  # a builtin may have no readable signature
+        return False
 
 
 def _continued(

@@ -26,6 +26,7 @@ from rollouts.primitives.generation import (
     DEFAULT,
     Generator,
     Prompt,
+    ToolParser,
     as_conversation,
     batch_generate,
     read_turn,
@@ -37,7 +38,6 @@ from rollouts.primitives.tools import Tools, execute_tools, extract_tool_calls
 from rollouts.primitives.types import Conversation, Generation, GenerationConfig, Rollout
 from rollouts.types import Message, Task, ToolCall
 
-ToolParser = Callable[[str], Sequence[ToolCall]]
 ToolExecutor = Callable[[Sequence[ToolCall], Tools], Sequence[Message | str]]
 ToolTracker = Callable[[Rollout], Mapping[str, Any]]
 StopCondition = Callable[[Conversation], bool]
@@ -82,7 +82,7 @@ def create_rollout(
         ref_model: the reference of the KL
         reward_fn: `reward_fn(rollout)`, or several functions (see `compute_batch_rewards`)
         tools: functions or schemas that the model may call, for a conversation without its own
-        tool_parser: `tool_parser(text)` reads the tool calls of a reply
+        tool_parser: `tool_parser(text)` reads the tool calls of a reply, as in `generate_conversation_turn`
         tool_executor: `tool_executor(tool_calls, tools)` returns a result for each call
         tool_tracker: `tool_tracker(rollout)` returns what is added to `metadata`
         generator: samples instead of the model (see `generate`)

@@ -1,7 +1,7 @@
 """Read the tool calls in a reply, and run them.
 
-A *tool parser* takes the text of a reply and returns tool calls. A call that cannot be read has an `error`, which is a
-text for the model. `parse_tools` reads every format that the engine knows.
+A *tool parser* takes the text of a reply and returns tool calls, or tool calls and the remaining text. A call that
+cannot be read has an `error`, which is a text for the model. `parse_tools` reads every format that the engine knows.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rollouts.agent.tools import run_tool
 from rollouts.author_code import shown
 from rollouts.chat.tool_call_formats import TOOL_CALL_FORMATS, detect_tool_call_format, parse_reply
 from rollouts.env.authoring import TOOL_MARK, ToolMethod, mark_of
+from rollouts.env.tools import run_tool
 from rollouts.errors import ConfigError
 from rollouts.primitives.calls import call
-from rollouts.primitives.generation import parse_calls, run_sync, tool_name
+from rollouts.primitives.generation import ANY_TOOL, ToolParser, parse_calls, run_sync, tool_name
 from rollouts.primitives.types import Generation
 from rollouts.types import Message, ToolCall
 
@@ -53,14 +53,11 @@ def parse_functions(text: str) -> list[ToolCall]:
 
 
 def _parse(text: str, name: str) -> list[ToolCall]:
-    any_tool: list[dict[str, Any]] = [{}]  # formats without tags read calls only if tools were offered
-    return parse_reply(text, TOOL_CALL_FORMATS[name], any_tool).message.tool_calls
+    return parse_reply(text, TOOL_CALL_FORMATS[name], ANY_TOOL).message.tool_calls
 
 
-def extract_tool_calls(
-    generation: Generation | str, *, tool_parser: Callable[[str], Sequence[ToolCall]] | None = None
-) -> list[ToolCall]:
-    """The tool calls of a reply. `tool_parser(text)` replaces `parse_tools`.
+def extract_tool_calls(generation: Generation | str, *, tool_parser: ToolParser | None = None) -> list[ToolCall]:
+    """The tool calls of a reply. `tool_parser(text)` replaces `parse_tools`, and may also return the remaining text.
 
     Raises ConfigError if the parser returns anything but tool calls.
 
@@ -120,7 +117,7 @@ def _methods(tools: Tools) -> dict[str, ToolMethod]:
     for function in tools:
         if isinstance(function, dict):
             continue  # a schema has no function, so its call becomes "there is no tool"
-        _, timeout_seconds, isolate = mark_of(function, TOOL_MARK) or ("", 30.0, None)
+        _, timeout_seconds, isolate, _ = mark_of(function, TOOL_MARK) or ("", 30.0, None, None)
         name = tool_name(function)
         methods[name] = ToolMethod(name, function, timeout_seconds, isolate)
     return methods

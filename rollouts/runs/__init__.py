@@ -4,6 +4,7 @@ plan.py          every component found, imported, checked and given its settings
 components.py    one component: found, and given its settings
 earlier_run.py   the run that wrote the model: which tasks it held out, which of its settings are not used
 environments.py  the chosen environments: tasks, demonstrations, shares
+workers.py       which environments run in workers, and the classes in their place
 algorithms.py    the algorithm of each stage, composed of components, with every check
 dry_run.py       describes a plan and estimates its memory: the output of `--dry-run`
 rehearsal.py     the trial of a dry run: a scripted episode, a small training step
@@ -11,6 +12,7 @@ session.py       one run in its folder, from the opened folder to summary.json
 jobs/            what a session runs: train, evaluate
 sft_then_rl.py   one run after another: demonstrations, then reinforcement
 resume.py        the checkpoint from which a run resumes; removes what later steps wrote
+clock.py         when a run began
 folder.py        the files of a run
 manifest.py      versions, files and hardware of a run
 observer.py      the protocol of observers, which show a run's progress
@@ -31,7 +33,6 @@ trio_thread.py   trio in a thread, for a program that waits for input
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,8 +53,11 @@ def run(
     `checkpoint`. Loaded objects stay excluded from garbage collection; call `gc.unfreeze()` if the process continues.
     Raises UserError, RunError, KeyboardInterrupt.
     """
-    started = time.perf_counter()
+    from rollouts.runs.clock import Start
+
+    started = Start.now()
     from rollouts.child_environment import pass_on
+    from rollouts.env.shared import shared_values
     from rollouts.runs.folder import choose_folder, default_out
     from rollouts.runs.manifest import check_model_is_here, naming_copies
     from rollouts.runs.observer import NullObserver
@@ -72,7 +76,7 @@ def run(
     if folder is not None:
         check_model_is_here(folder, settings.model)
     pass_on(settings.pass_env)
-    with remote_code(settings.trust_remote_code):
+    with shared_values(settings.cleanup_seconds), remote_code(settings.trust_remote_code):
         if settings.mode == "eval":
             from rollouts.runs.jobs.evaluate import evaluate
 

@@ -55,9 +55,16 @@ class Composed(NamedTuple):
 
 
 def compose(
-    manager: PluginManager, resolved: Resolved, chosen: Mapping[str, list[Chosen]], critic_lr: float
+    manager: PluginManager,
+    resolved: Resolved,
+    chosen: Mapping[str, list[Chosen]],
+    critic_lr: float,
+    *,
+    has_torch: bool = True,
 ) -> Composed:
-    """The algorithm of each stage; `chosen` are the run's own components. Raises UserError."""
+    """The algorithm of each stage; `chosen` are the run's own components. Without torch, no function is called. Raises
+    UserError.
+    """
     settings = resolved.settings
     planned = scheduled_parts(resolved.components, settings.schedule, resolved.source)[1:]
     later = tuple(choose(manager, each.components, resolved.source, each.places) for each in planned)
@@ -78,7 +85,7 @@ def compose(
         )
     asked = frozenset(name for stage in composed for name in asked_names(stage.algorithm))
     reference = _reference(chosen, settings, asked)
-    for stage in composed:
+    for stage in composed if has_torch else ():
         with said_of(_from_step(stage.step)):
             checks.probe_settings(stage.algorithm, reference, settings.max_tokens)
     critic, teacher = settings.critic if asked & CRITIC_NAMES else "", settings.teacher if asked & TEACHER_NAMES else ""

@@ -8,22 +8,26 @@ from typing import TYPE_CHECKING, Any
 
 from rollouts.agent.conversation import Conversation
 from rollouts.agent.episode import EpisodeRun
+from rollouts.agent.model import NO_ROLE
+from rollouts.env.authoring import of_role, roles_of
 from rollouts.errors import ConfigError
 from rollouts.inference.base import InferenceBackend
 from rollouts.inference.suspend import SuspendableEngine
+from rollouts.runs.environments import Environment
 from rollouts.runs.plan import Plan
 from rollouts.runs.run_model import temporary_engine
 from rollouts.runs.session import episode_limits, load_chat
 from rollouts.runs.trio_thread import TrioThread
-from rollouts.types import Message, Score, Task
+from rollouts.types import Message, Role, Score, Task
 
 if TYPE_CHECKING:
     from rollouts.chat.format import ChatFormat
 
 SETTINGS = tuple(
     """
-    mode env tool tool_parser reward data system template inference max_tokens max_turns temperature turn_seconds
-    tool_seconds reward_seconds setup_seconds tasks_seconds cleanup_seconds trust_remote_code pass_env seed eval_tasks
+    mode env worker tool tool_parser sandbox reward data system template inference max_tokens max_turns temperature
+    turn_seconds tool_seconds reward_seconds setup_seconds tasks_seconds cleanup_seconds trust_remote_code pass_env seed
+    eval_tasks
     """.split()
 )
 """The settings of a run that also apply to a conversation."""
@@ -46,7 +50,8 @@ class Chat:
     @property
     def tools(self) -> list[str]:
         """The names of the tools that the model has."""
-        return [tool.name for tool in self.conversation.run.all_tools]
+        run = self.conversation.run
+        return [tool.name for tool in of_role(run.all_tools, run.role)]
 
     @property
     def title(self) -> str:
@@ -55,6 +60,8 @@ class Chat:
         names = self.tools
         tools = f"tools: {', '.join(names)}" if names else "no tools"
         env = self._plan.env_name or "no environment (type --env NAME for its tools)"
+        role = self.conversation.run.role
+        env += f", the {role}" if role else ""
         return f"{settings.model} · {env} · {tools}"
 
     @property
@@ -66,6 +73,10 @@ class Chat:
             notes.append(f"the tools are those of {self._plan.environments[0].alias}, not of {', '.join(several)}")
         if self.task is None and hasattr(env, "setup"):
             notes.append(f"{type(env).__name__} is set up for a task; without one its tools may fail. Type --task 0")
+        if others := [role.name for role in roles_of(env) if role.name != self.conversation.run.role]:
+            notes.append(f"the model is the {self.conversation.run.role}; for another role type --role {others[0]}")
+        if self.task is None and hasattr(env, "tools"):
+            notes.append(f"{type(env).__name__}.tools chooses the tools of a task; these are all marked ones")
         return notes
 
     @property
@@ -95,17 +106,21 @@ class Chat:
 
 
 @contextlib.contextmanager
-def open_chat(plan: Plan, task_number: int | None, show: Callable[[Message], None]) -> Iterator[Chat]:
+def open_chat(
+    plan: Plan, task_number: int | None, show: Callable[[Message], None], role: str | None = None
+) -> Iterator[Chat]:
     """Load the model and build its environment; `show` is called with each new message, in another thread.
 
-    `task_number` counts the held-out tasks from 0; None: no task opens the conversation. Raises UserError, RunError.
+    `task_number` counts the held-out tasks from 0; None: no task opens the conversation. In an environment with roles,
+    the model has one `role`; None: the first one. Raises UserError, RunError.
     """
     task = None if task_number is None else _task(plan, task_number)
     environments = [env for env in plan.environments if task is None or env.alias == task.env][:1]
     chat = None if plan.is_chat else load_chat(plan.settings, environments, tool_parser=plan.tool_parser)
-    make_env = environments[0].make if environments else _NoEnvironment
+    env = environments[0] if environments else None
+    played = _role_of(env.make_checked() if env is not None else None, role)
     with temporary_engine(plan, environments) as backend:
-        inner = _conversation(plan, backend, make_env, chat, task, show)
+        inner = _conversation(plan, backend, env, chat, task, show, played)
         with TrioThread(inner) as thread:
             yield Chat(plan, task, thread)
 
@@ -114,24 +129,35 @@ def open_chat(plan: Plan, task_number: int | None, show: Callable[[Message], Non
 async def _conversation(
     plan: Plan,
     backend: InferenceBackend,
-    make_env: Callable[[], Any],
+    env: Environment | None,
     chat: ChatFormat | None,
     task: Task | None,
     show: Callable[[Message], None],
+    role: Role,
 ) -> AsyncIterator[Conversation]:
     settings = plan.settings
     limits = episode_limits(settings, settings.temperature)
     async with backend:
         engine = SuspendableEngine(backend, None, (0, 0), backend.open_session((0, 0)))
         engine.clock.begin()
-        run = EpisodeRun(engine, task or Task(""), make_env, chat, limits, settings.seed, plan.tools)
-        system = [Message("system", settings.system)] if settings.system and task is None else []
+        make_env, shared = (_NoEnvironment, None) if env is None else (env.make_env, env.shared)
+        first, words, more = task or Task(""), role.system or settings.system, (plan.tools, plan.sandboxes, shared)
+        run = EpisodeRun(engine, first, make_env, chat, limits, settings.seed, *more, role=role.name)
+        system = [Message("system", words)] if words and task is None else []
         conversation = Conversation(run, show, system)
         try:
             await conversation.open(for_task=task is not None)
             yield conversation
         finally:
             await conversation.aclose()
+
+
+def _role_of(env: Any, name: str | None) -> Role:
+    """The role that the model has. Raises ConfigError."""
+    roles = {role.name: role for role in roles_of(env)}
+    if name is None or name in roles:
+        return roles[name] if name else next(iter(roles.values()), NO_ROLE)
+    raise ConfigError(f"--role {name}: " + (f"the roles are {', '.join(roles)}" if roles else "there are no roles"))
 
 
 def _task(plan: Plan, number: int) -> Task:

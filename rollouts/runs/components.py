@@ -8,12 +8,10 @@ A component that was not named may be the algorithm's own (`OWN_KEYS`, and the w
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from rollouts.author_code import place_of, place_of_parameter, unwrapped, with_place
-from rollouts.config.convert import complete_settings, convert_settings, default_fault
+from rollouts.author_code import place_of, with_place
 from rollouts.config.files import Source, where
 from rollouts.config.flags import flag_name
 from rollouts.config.merging import Component
@@ -21,10 +19,11 @@ from rollouts.config.resolving import Resolved
 from rollouts.config.settings import AUTO, COMPONENT_KINDS, MULTIPLE, OWN, OWN_KEYS, Setting
 from rollouts.env.added_tools import added_tool
 from rollouts.env.authoring import ToolMethod, tools_of
-from rollouts.env.checks import check_tool
+from rollouts.env.schema import check_tool
 from rollouts.errors import (
     BrokenPluginError,
     ConfigError,
+    MissingExtraError,
     RolloutsError,
     SignatureError,
     UnknownComponentError,
@@ -33,6 +32,7 @@ from rollouts.errors import (
 )
 from rollouts.plugins.index import HELD, KIND_WORDS, ComponentRef
 from rollouts.plugins.manager import PluginManager
+from rollouts.plugins.settings import check_defaults, converted, refuse_without_hint
 from rollouts.plugins.signature import Signature, bind, call_with, check_signature, keywords_of, read_signature
 from rollouts.training.algorithms.aggregation import aggregation_function
 from rollouts.training.algorithms.algorithm import KL, Algorithm, algorithm_settings, as_algorithm, bind_own
@@ -51,9 +51,30 @@ _EXAMPLES = {
 }
 
 
+class Remote(Protocol):
+    """Which environments run in workers, and the classes in their place; see `rollouts.runs.workers`."""
+
+    def has(self, component: Component) -> bool:
+        """Whether this environment runs in workers."""
+        ...
+
+    def is_elsewhere(self, component: Component) -> bool:
+        """Whether this Python may lack the environment."""
+        ...
+
+    def load(self, component: Component, ref: ComponentRef | None) -> Any:
+        """The class that behaves as the environment. `ref` is None if it is elsewhere."""
+        ...
+
+    def settings(self, component: Component, source: Source, path: Path) -> dict[str, Any]:
+        """All settings of the environment, checked."""
+        ...
+
+
 class Chosen(NamedTuple):
     """A component with its settings. `ref` is None for a component without an entry point: the environment's own
-    rewards, and an algorithm's own parts (for `shaping` and `filter`, a tuple of functions).
+    rewards, and an algorithm's own parts (for `shaping` and `filter`, a tuple of functions). `is_absent`: an extra that
+    it needs is not installed. Its settings are then as they were given, and `component` does nothing.
     """
 
     name: str
@@ -61,6 +82,7 @@ class Chosen(NamedTuple):
     settings: dict[str, Any]
     ref: ComponentRef | None
     alias: str = ""
+    is_absent: bool = False
 
 
 def choose(
@@ -68,21 +90,37 @@ def choose(
     components: Mapping[str, list[Component]],
     source: Source,
     places: Mapping[str, Path] | None = None,
+    workers: Remote | None = None,
+    *,
+    may_be_absent: bool = False,
 ) -> dict[str, list[Chosen]]:
     """Every component of these keys, with its settings. If `components` has keys of the algorithm, it must have `loss`
     too.
 
-    `places` has the path of each key in its settings file. Raises a UserError that says what to type.
+    `places` has the path of each key in its settings file, and `workers` says which environments run in workers. With
+    `may_be_absent`, a training backend or an optimizer whose extra is not installed is no error. Raises a UserError
+    that says what to type.
     """
     chosen: dict[str, list[Chosen]] = {}
     for key in sorted(components, key=lambda key: key != "loss"):  # the loss first: others may be its own
         (loss,) = chosen.get("loss", (None,))
         place = (places or {}).get(key, (key,))
-        chosen[key] = [
-            _choose(manager, key, each, loss, source, (*place, each.alias) if each.alias else place)
-            for each in components[key]
-        ]
+        chosen[key] = []
+        for each in components[key]:
+            try:
+                path = (*place, each.alias) if each.alias else place
+                found = _choose(manager, key, each, loss, source, path, workers)
+            except MissingExtraError:
+                if not may_be_absent or key not in ("training", "optimizer"):
+                    raise
+                ref = _find(manager, key, each)
+                found = Chosen(each.name, _absent, dict(each.settings), ref, each.alias, is_absent=True)
+            chosen[key].append(found)
     return {key: chosen[key] for key in components}
+
+
+def _absent(model: Any, auxiliary_models: Any, make_optimizer: Any) -> None:
+    """Replaces a component that is not installed. It takes what any training backend may take."""
 
 
 def added_tools(chosen: Sequence[Chosen]) -> tuple[ToolMethod, ...]:
@@ -112,8 +150,6 @@ def chosen_optimizer(chosen: Mapping[str, list[Chosen]]) -> Any:
     """The function that makes the optimizer that a run chose, with its settings; None if it chose none. Raises
     ConfigError, also if the optimizer does not work, or if the training backend takes none.
     """
-    from rollouts.training.backends.optimizer_state import check_optimizer
-
     (training,) = chosen["training"]
     for each in chosen["optimizer"]:
         if "make_optimizer" not in read_signature(training.component, "training").requests:
@@ -122,7 +158,10 @@ def chosen_optimizer(chosen: Mapping[str, list[Chosen]]) -> Any:
                 "it does not name `make_optimizer`\nleave --optimizer out, or type: --training torch"
             )
         make = bind(each.component, each.settings)
-        check_optimizer(make, f"the optimizer {each.name}")
+        if not (training.is_absent or each.is_absent):
+            from rollouts.training.backends.optimizer_state import check_optimizer
+
+            check_optimizer(make, f"the optimizer {each.name}")
         return make
     return None
 
@@ -142,7 +181,13 @@ def make_component(word: str, chosen: Chosen, available: Mapping[str, Any]) -> A
 
 
 def _choose(
-    manager: PluginManager, key: str, component: Component, loss: Chosen | None, source: Source, path: Path
+    manager: PluginManager,
+    key: str,
+    component: Component,
+    loss: Chosen | None,
+    source: Source,
+    path: Path,
+    workers: Remote | None = None,
 ) -> Chosen:
     """One component with its settings converted and completed."""
     kind, name = COMPONENT_KINDS[key], component.name
@@ -162,16 +207,27 @@ def _choose(
         if key == "kl":
             check_kl(name)
         label = f"{KIND_WORDS[kind]} {name}"
+        if key == "env" and workers is not None and workers.has(component):
+            remote = workers.load(
+                component, None if workers.is_elsewhere(component) else _find(manager, key, component)
+            )
+            settings = _own_settings(workers.settings(component, source, path), component)
+            return Chosen(name, remote, settings, remote.description.ref, component.alias)
         ref = _find(manager, key, component)
         with _with_line(ref, manager.load(ref)):
             found, signature = signed(manager.load(ref), kind, label)
-    _refuse_without_hint(found, signature, component.settings, label, source, path)
-    settings = _converted(signature, component.settings, label, source, path)
-    if key == "env" and component.alias:  # one of several environments has these settings in its own table
-        settings = {name: value for name, value in settings.items() if name not in ("alias", "weight")}
+    refuse_without_hint(found, signature, component.settings, label, source, path)
+    settings = converted(signature, component.settings, label, source, path)
+    if key == "env":
+        settings = _own_settings(settings, component)
     if callable(found) and key != "env":
         keywords_of(found, settings)  # raises if a dataclass refuses its settings
     return Chosen(name, found, settings, ref, component.alias)
+
+
+def _own_settings(settings: dict[str, Any], component: Component) -> dict[str, Any]:
+    """The settings of an environment. One of several has `alias` and `weight` in its own table."""
+    return {name: value for name, value in settings.items() if not component.alias or name not in ("alias", "weight")}
 
 
 @contextlib.contextmanager
@@ -183,18 +239,6 @@ def _with_line(ref: ComponentRef, component: Any) -> Iterator[None]:
         if not HELD.fullmatch(ref.value):
             raise
         raise SignatureError(with_place(error, component)) from error
-
-
-def _refuse_without_hint(
-    found: Any, signature: Signature, given: Mapping[str, Any], label: str, source: Source, path: Path
-) -> None:
-    """Refuse a setting that a dataclass writes without a type hint: `mood = "kind"` is no field."""
-    known = {setting.name for setting in signature.settings}
-    for name in given if dataclasses.is_dataclass(found) else ():
-        if name not in known and not callable(vars(found).get(name, callable)):
-            place = where((*path, name), given[name], source)
-            why = f"in the dataclass, {name} has no type hint, so it is no setting\nwrite `{name}: TYPE = ...`"
-            raise ConfigError(f"{place}: {label} has no setting {name!r}: {why}")
 
 
 def _find(manager: PluginManager, key: str, component: Component) -> ComponentRef:
@@ -223,12 +267,8 @@ def curriculum(manager: PluginManager, component: Component, source: Source) -> 
         raise SignatureError(
             f"{label}: write `def {ref.name}(step) -> float`; it takes {signature.requests or 'nothing'}"
         )
-    settings = _converted(signature, given, label, source, ("env", component.alias, "weight"))
+    settings = converted(signature, given, label, source, ("env", component.alias, "weight"))
     return Chosen(name, found, settings, ref, component.alias)
-
-
-def _converted(signature: Signature, given: Mapping[str, Any], label: str, source: Source, path: Path) -> Any:
-    return complete_settings(signature, convert_settings(signature, given, label, source, path))
 
 
 def completed(
@@ -250,10 +290,10 @@ def signed(found: Any, kind: str, label: str) -> tuple[Any, Signature]:
         with said_of(label):
             algorithm = as_algorithm(found)
         signature = Signature(check_signature(found, kind, label).requests, algorithm_settings(algorithm))
-        _check_defaults(found, signature, label)
+        check_defaults(found, signature, label)
         return algorithm, signature
     signature = check_signature(found, kind, label)
-    _check_defaults(found, signature, label)
+    check_defaults(found, signature, label)
     if kind == "kl":
         taken = {setting.name for setting in KL_SETTINGS} & {setting.name for setting in signature.settings}
         if taken:
@@ -263,15 +303,6 @@ def signed(found: Any, kind: str, label: str) -> tuple[Any, Signature]:
             )
         signature = signature._replace(settings=(*KL_SETTINGS, *signature.settings))
     return found, signature
-
-
-def _check_defaults(found: Any, signature: Signature, label: str) -> None:
-    for setting in signature.settings:
-        if fault := default_fault(setting):
-            owner = getattr(unwrapped(found), "__qualname__", label)
-            place = place_of_parameter(found, setting.name)
-            again = "give it a default that fits its hint, or another hint"
-            raise SignatureError(f"{owner}.{setting.name}: {fault}{f' ({place})' if place else ''}\n{again}")
 
 
 def bind_each(functions: Iterable[Any], settings: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -316,7 +347,7 @@ def _own_functions(algorithm: Algorithm, key: str) -> tuple[Any, ...]:
     return () if part is None else (part.function if isinstance(part, KL) else part,)
 
 
-def with_data(resolved: Resolved, manager: PluginManager) -> Resolved:
+def with_data(resolved: Resolved, manager: PluginManager, workers: Remote | None = None) -> Resolved:
     """The configuration with `--data FILE` as the setting `data` of each environment that has this setting. Raises
     ConfigError.
     """
@@ -326,8 +357,13 @@ def with_data(resolved: Resolved, manager: PluginManager) -> Resolved:
     given = []
     for env in resolved.components["env"]:
         label = f"environment {env.name}"
-        known = check_signature(manager.load(manager.find("environments", env.name)), "environments", label).settings
-        takes = any(setting.name == "data" for setting in known)
+        if workers is not None and workers.has(env):
+            ref = None if workers.is_elsewhere(env) else manager.find("environments", env.name)
+            takes = "data" in workers.load(env, ref).description.settings
+        else:
+            ref = manager.find("environments", env.name)
+            known = check_signature(manager.load(ref), "environments", label).settings
+            takes = any(setting.name == "data" for setting in known)
         given.append(env._replace(settings={"data": data} | env.settings) if takes else env)
     if not any("data" in env.settings for env in given):
         names = " and ".join(env.name for env in given)

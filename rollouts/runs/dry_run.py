@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollouts.author_code import unwrapped
 from rollouts.config.render import to_toml
 from rollouts.config.resolving import Resolved
 from rollouts.config.settings import OWN, without_secrets
-from rollouts.errors import ModelError, RolloutsError, first_line, said_of
+from rollouts.env.shared import shared_values
+from rollouts.errors import ModelError, RolloutsError, counted, first_line, said_of
+from rollouts.plugins.loading import INSTALL_TORCH
 from rollouts.plugins.signature import read_signature
 from rollouts.runs.components import Chosen
 from rollouts.runs.environments import demonstrations, few_held_out_notes, task_buffer
@@ -35,31 +38,78 @@ def dry_run(resolved: Resolved, *more: str) -> str:
     """Describe the run of this configuration, as text; the last line is the verdict, and `more` lines come before it.
     Raises the first UserError that the run would raise.
     """
-    mode = resolved.settings.mode
+    settings, absent = resolved.settings, _absent_packages()
+    with shared_values(settings.cleanup_seconds), remote_code(settings.trust_remote_code):
+        if settings.mode == "sft+rl":
+            found = _describe_phases(resolved, absent)
+        else:
+            found = describe(make_plan(resolved, may_be_absent=bool(absent)), absent=absent)
+    return "\n".join([found.text, *more, "", *_verdict(found, settings.mode, absent)])
+
+
+class Described(NamedTuple):
+    """The description of a plan. `warnings` are what the trial found that is probably a mistake. `is_partial`: what
+    needs torch or transformers was left out.
+    """
+
+    text: str
+    warnings: list[str]
+    is_partial: bool
+
+
+def _absent_packages() -> list[str]:
+    """Which of the packages that load a model are not installed."""
+    return [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+
+
+def _verdict(found: Described, mode: str, absent: Sequence[str]) -> list[str]:
+    """The last lines of a dry run."""
     not_done = "the model was not asked" if mode == "eval" else "no model was loaded"
-    with remote_code(resolved.settings.trust_remote_code):
-        found = describe(make_plan(resolved)) if mode != "sft+rl" else _describe_phases(resolved)
-    return "\n".join([found, *more, "", f"ok: everything was checked; {not_done}, and nothing was written"])
+    ok = f"ok, with {counted(len(found.warnings), 'warning')}" if found.warnings else "ok"
+    lines = [f"warning: {words}" for words in found.warnings]
+    if found.is_partial:
+        left_out = "the model and the chat template" if mode == "eval" else "the model, the loss and the chat template"
+        return [
+            *lines,
+            f"{ok}, but not everything: {' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} not installed, so "
+            f"{left_out} were not tried; to install:",
+            INSTALL_TORCH,
+        ]
+    if not lines:
+        return [f"ok: everything was checked; {not_done}, and nothing was written"]
+    return [*lines, f"{ok}: everything else was checked; {not_done}, and nothing was written"]
 
 
-def _describe_phases(resolved: Resolved) -> str:
+def _describe_phases(resolved: Resolved, absent: Sequence[str]) -> Described:
     """Describe both phases of mode sft+rl."""
     from rollouts.runs.sft_then_rl import RL, SFT, SUPERVISED, compose_phases
 
     if resolved.settings.out:
         check_out(resolved.settings.out)
-    plans = compose_phases(resolved)
+    plans = compose_phases(resolved, may_be_absent=bool(absent))
     with said_of(SUPERVISED):
-        first = describe(plans.sft)
-    return (
-        f"# The supervised phase, in OUT/{SFT}\n{first}\n\n# Reinforcement, in OUT/{RL}; its model is the last "
-        f"checkpoint of the supervised phase\n{describe(plans.rl)}"
+        first = describe(plans.sft, absent=absent)
+    second = describe(plans.rl, before=plans.sft, absent=absent)
+    text = (
+        f"# The supervised phase, in OUT/{SFT}\n{first.text}\n\n# Reinforcement, in OUT/{RL}; its model is the last "
+        f"checkpoint of the supervised phase\n# Settings that are not here are as above.\n"
+        f"{second.text}"
     )
+    return Described(text, list(dict.fromkeys([*first.warnings, *second.warnings])), second.is_partial)
 
 
-def describe(plan: Plan) -> str:
+def _differing(before: str, text: str) -> str:
+    """The settings and whole tables of a settings file that are not the same in the file `before`."""
+    known, *tables_before = before.split("\n\n")
+    core, *tables = text.split("\n\n")
+    lines = [line for line in core.splitlines() if line not in known.splitlines()]
+    return "\n\n".join(filter(None, ["\n".join(lines), *(each for each in tables if each not in tables_before)]))
+
+
+def describe(plan: Plan, *, before: Plan | None = None, absent: Sequence[str] = ()) -> Described:
     """Describe settings, components with their distributions, and tasks; for a training run also the loss and its
-    inputs, and an estimate of memory.
+    inputs, and an estimate of memory. After a phase `before`, the settings are only those that differ from its own.
+    `absent` are packages that are not installed; what needs them is left out.
 
     Draws the first tasks, reads the model's configuration, and tries the components out (`rehearsal`). Raises the first
     UserError that the run would raise there.
@@ -73,12 +123,15 @@ def describe(plan: Plan) -> str:
     elif trains:
         next(demonstrations(plan.environments, held_out, plan.settings.prompts_per_step))
     samples = plan.settings.samples_per_prompt
-    found = rehearse(plan, held_out)
+    is_partial = bool(absent) and not plan.is_chat
+    found = rehearse(plan, held_out, without_model=is_partial)
     times = "once" if samples == 1 else f"{samples} times"
-    tools = [(env, [tool.name for tool in env.all_tools()]) for env in plan.environments]
+    tools = [(env, ", ".join(tool.name for tool in env.all_tools()) or "none") for env in plan.environments]
+    by_task = "; tools(task) chooses those of each task"
     takes = "messages: no tokenizer, no chat template" if plan.is_chat else "token ids"
+    settings, *earlier = (to_toml(each.resolved.without_secrets()).rstrip() for each in (plan, before) if each)
     lines = [
-        to_toml(plan.resolved.without_secrets()).rstrip(),
+        _differing(earlier[0], settings) if earlier else settings,
         "",
         "# Composed",
         *(_environment_lines(plan) if trains else (_component_line("env", each) for each in plan.chosen["env"])),
@@ -89,18 +142,18 @@ def describe(plan: Plan) -> str:
             if key != "env" and each.component != ()
         ),
         *_scheduled_lines(plan),
-        *(f"tools{env.alias and f' of {env.alias}'}: {', '.join(names) or 'none'}" for env, names in tools),
+        *(f"tools{e.alias and f' of {e.alias}'}: {names}{by_task if e.chooses_tools else ''}" for e, names in tools),
         f"held-out tasks: {len(held_out)}{_counted_words(plan, held_out)}{'' if trains else f', each played {times}'}",
-        *(_training_lines(plan) if trains else (f"the engine takes {takes}",)),
+        *(_training_lines(plan, absent) if trains else (f"the engine takes {takes}",)),
         *(f"note: {note}" for note in (*plan.notes, *few_held_out_notes(plan.environments, held_out, plan.settings))),
         "",
         "# Tried out",
-        *found,
+        *found.lines,
     ]
-    return "\n".join(lines)
+    return Described("\n".join(lines), found.warnings, is_partial)
 
 
-def _training_lines(plan: Plan) -> Iterator[str]:
+def _training_lines(plan: Plan, absent: Sequence[str]) -> Iterator[str]:
     for stage in plan.schedule:
         begin = f"objective from step {stage.step}" if stage.step else "objective"
         yield f"{begin}: {objective_words(stage.algorithm, correction_auto=stage.correction_auto)}"
@@ -111,7 +164,7 @@ def _training_lines(plan: Plan) -> Iterator[str]:
         of_teacher = f"{beside.teacher}, {beside.teacher_top_k} likeliest tokens where a loss asks for them"
         yield from [f"teacher: {of_teacher}"] if beside.teacher else []
     yield f"learning rate: {plan.lr:g}"
-    yield from memory_lines(plan)
+    yield from [f"memory: not estimated: it needs {' and '.join(absent)}"] if absent else memory_lines(plan)
 
 
 def _environment_lines(plan: Plan) -> Iterator[str]:

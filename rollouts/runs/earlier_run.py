@@ -20,6 +20,7 @@ from rollouts.plugins.manager import PluginManager
 from rollouts.runs.components import choose, with_data
 from rollouts.runs.environments import Environment, held_out_tasks, plan_environments, task_identity
 from rollouts.runs.held_objects import give_rows, with_rows
+from rollouts.runs.workers import Workers
 
 
 def run_of(model: str) -> Resolved | None:
@@ -51,7 +52,8 @@ def overlap_notes(
     components = resolved.components["env"]
     try:
         give_rows(manager, resolved, with_rows(run))
-        run = with_data(run, manager)
+        workers = Workers(run)
+        run = with_data(run, manager, workers)
         theirs_given = run.components["env"]
         if components_without_secrets(components) == components_without_secrets(theirs_given):
             theirs_given = list(components)  # the same components, with the secrets that the run's file does not have
@@ -61,7 +63,7 @@ def overlap_notes(
             return ()
         if leaves_out([each.settings for each in theirs_given]):
             raise ConfigError(f"{run.source.path} leaves out a secret of the environment")
-        chosen = choose(manager, {"env": theirs_given}, run.source)["env"]
+        chosen = choose(manager, {"env": theirs_given}, run.source, workers=workers)["env"]
         theirs = plan_environments(manager, theirs_given, chosen, run.settings, run.source)
         held_out = {task_identity(task) for task in held_out_tasks(theirs, run.settings.eval_tasks)}
         aliases = {env.alias for env in own}

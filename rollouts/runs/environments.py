@@ -27,14 +27,18 @@ from rollouts.config.files import Source
 from rollouts.config.merging import Component
 from rollouts.config.settings import Settings
 from rollouts.env.author_thread import AuthorThread
-from rollouts.env.authoring import ToolMethod, tools_of
-from rollouts.env.checks import check_text
-from rollouts.env.schema import tool_schema
+from rollouts.env.authoring import ToolMethod, of_role, roles_of, tools_of
+from rollouts.env.checks import check_task_source, check_text
+from rollouts.env.inputs import inputs_of, with_inputs
+from rollouts.env.schema import schema_of
+from rollouts.env.shared import SharedValue, shared_value
+from rollouts.env.workers.proxy import RemoteEnvironment
 from rollouts.errors import EnvironmentDefinitionError, RolloutsError, said_of, words_of
 from rollouts.plugins.loading import install_hint
 from rollouts.plugins.manager import PluginManager
 from rollouts.plugins.signature import bind
 from rollouts.runs.components import Chosen, curriculum
+from rollouts.sandboxes.base import Sandboxes
 from rollouts.training.datasets import mixing
 from rollouts.training.datasets.buffer import (
     HELD_OUT_PART,
@@ -52,7 +56,8 @@ class Environment(NamedTuple):
     """One environment of a run. `share` is its mean share over the run's steps; `curriculum` is the component of its
     weight, if the weight is a curriculum. `text_only`: the model reads no images, so a task with an image is an error.
     `trains`: the tasks are or were also used for training, so not all of them are held out; runs of earlier versions
-    held them out. `tools` are those that the run adds to the environment's own.
+    held them out. `tools` are those that the run adds to the environment's own; `sandboxes` opens a sandbox for an
+    episode, and is None if no environment of the run asks for one.
     """
 
     chosen: Chosen
@@ -65,6 +70,7 @@ class Environment(NamedTuple):
     text_only: bool = True
     trains: bool = True
     tools: tuple[ToolMethod, ...] = ()
+    sandboxes: Sandboxes | None = None
 
     @property
     def alias(self) -> str:
@@ -80,18 +86,63 @@ class Environment(NamedTuple):
         """A new environment object. Its list settings are copies, so objects do not share them."""
         return self.chosen.component(**copy.deepcopy(dict(self.chosen.settings)))
 
+    @property
+    def remote(self) -> type[RemoteEnvironment] | None:
+        """The class in place of the environment's, in this process, if it runs in workers."""
+        component = self.chosen.component
+        return component if inspect.isclass(component) and issubclass(component, RemoteEnvironment) else None
+
+    @property
+    def make_env(self) -> Callable[[], Any]:
+        """The function that makes the environment object of an episode."""
+        if self.remote is None:
+            return self.make
+        maker: Any = self.remote.maker(self.chosen.settings)
+        return maker  # type: ignore[no-any-return]  # `rollouts.env.calls` calls it in place of a function
+
     def make_checked(self) -> Any:
         """Like `make`, but an exception of the constructor becomes an EnvironmentDefinitionError."""
         with self._authors_code(f"building the environment {self.name}"):
             return self.make()
 
+    def shared(self) -> SharedValue:
+        """The value of the environment's `shared`, which all its objects in this process use."""
+        return shared_value(self.chosen.component, self.chosen.settings, self.make)
+
+    @property
+    def chooses_tools(self) -> bool:
+        """Whether each task has its own tools, which the environment's `tools(task)` returns."""
+        return hasattr(self.make_checked(), "tools")
+
     def all_tools(self) -> list[ToolMethod]:
-        """The tools of the environment, and those that the run adds."""
+        """The marked tools of the environment, and those that the run adds."""
         return [*tools_of(self.make_checked()), *self.tools]
 
     def schemas(self) -> list[dict[str, Any]]:
-        """The schemas of all tools."""
-        return [tool_schema(tool.function, tool.name) for tool in self.all_tools()]
+        """The schemas of `all_tools`."""
+        return [schema_of(tool) for tool in self.all_tools()]
+
+    def schemas_of_demonstrations(self) -> Callable[[Sequence[Message]], list[dict[str, Any]]]:
+        """A function that returns the schemas of the tools of a demonstration: in an environment with roles, those of
+        the role whose system prompt begins the conversation. It raises EnvironmentDefinitionError for no such role.
+        """
+        made = self.make_checked()
+        tools, roles = [*tools_of(made), *self.tools], roles_of(made)
+        all_schemas = [schema_of(tool) for tool in tools]
+        own = {role.name: [schema_of(tool) for tool in of_role(tools, role.name)] for role in roles}
+
+        def schemas(messages: Sequence[Message]) -> list[dict[str, Any]]:
+            system = messages[0].text if messages and messages[0].role == "system" else ""
+            meant = [own[role.name] for role in roles if role.system == system] or list(own.values()) or [all_schemas]
+            if any(each != meant[0] for each in meant):
+                raise EnvironmentDefinitionError(
+                    f"{self.name}.demonstrations('train', rng): the system message {shown(system)} does not say whose "
+                    f"conversation this is, and the roles {', '.join(own)} have different tools; give each role its "
+                    "own `system`, and begin each of its demonstrations with Message('system', that text)"
+                )
+            return meant[0]
+
+        return schemas
 
     def held_out(self, count: int) -> list[Task]:
         """The first `count` different tasks of the split "eval"; fewer if there are not enough. If tasks are finite and
@@ -143,7 +194,7 @@ class Environment(NamedTuple):
         conversation = None
         thread = AuthorThread()
         rng = self._rng("demonstrations")
-        given = self._in_time(thread, lambda: env.demonstrations("train", rng), label)
+        given = self._in_time(thread, lambda: self._begun(env, "demonstrations", "train", rng), label)
         for conversation in self._in_order(given, thread, label):
             messages = as_conversation(conversation, label)
             check_text(messages, f"a demonstration of {label}")
@@ -153,6 +204,18 @@ class Environment(NamedTuple):
                 f"the environment {self.name} has no demonstration: demonstrations('train', rng) gave "
                 "nothing; it has to yield lists of Message"
             )
+
+    def draw(self, split: str, rng: Random) -> Iterator[Task]:
+        """The tasks that `tasks(split, rng)` gives, in their order."""
+        return (self._ours(as_task(task)) for task in self._tasks(split, rng))
+
+    def draw_demonstrations(self, split: str, rng: Random) -> Iterator[list[Message]]:
+        """The conversations that `demonstrations(split, rng)` gives, in their order."""
+        env = self.make_checked()
+        label = f"{self.name}.demonstrations({split!r}, rng)"
+        thread = AuthorThread()
+        given = self._in_time(thread, lambda: self._begun(env, "demonstrations", split, rng), label)
+        return (as_conversation(messages, label) for messages in self._guarded(given, thread, label))
 
     def demonstration_order(self, count: int, epoch: int) -> list[int]:
         """The order of `count` demonstrations in an epoch: a function of the seed and the epoch alone."""
@@ -174,20 +237,21 @@ class Environment(NamedTuple):
         """The result of the environment's `tasks`. With `whole`, a sequence is read to its end."""
         label = f"{self.name}.tasks({split!r}, rng)"
         thread = AuthorThread()
-        tasks = self._in_time(thread, lambda: self.make().tasks(split, rng), label)
-        if inspect.isawaitable(tasks) or not isinstance(tasks, Iterable) or isinstance(tasks, str):
-            if inspect.iscoroutine(tasks):
-                tasks.close()
-            reason = "whose characters are no tasks" if isinstance(tasks, str) else "which cannot be iterated"
-            raise EnvironmentDefinitionError(
-                f"{label} gave {type(tasks).__name__}, {reason}; it must be a plain generator or return a list of Task"
-            )
+        tasks = self._in_time(thread, lambda: self._begun(self.make(), "tasks", split, rng), label)
+        check_task_source(tasks, label)
         if isinstance(tasks, list | tuple):
             return tasks
         if whole and isinstance(tasks, Sequence):
             drawn: list[Any] = self._in_time(thread, lambda: list(tasks), label)
             return drawn
         return self._guarded(tasks, thread, label)
+
+    def _begun(self, env: Any, name: str, *arguments: Any) -> Any:
+        """The result of a method of the environment, which gets `shared` if it names it."""
+        method = getattr(env, name)
+        inputs = {each: self.shared().get_now() for each in inputs_of(method, name)}
+        function, *rest = with_inputs(method, arguments, inputs)
+        return function(*rest)
 
     def _system_messages(self) -> list[Message]:
         return [Message("system", self.system)] if self.system else []

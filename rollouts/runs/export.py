@@ -20,14 +20,14 @@ from rollouts.runs.publish import CARD, model_card
 from rollouts.runs.usage import write_usage
 from rollouts.training import models
 from rollouts.training.weights.files import ModelFiles, write_weights
-from rollouts.training.weights.store import STATE, all_checkpoints, check_folder, newest_checkpoint
+from rollouts.training.weights.store import STATE, all_checkpoints, check_folder, nearest_checkpoints, newest_checkpoint
 
 _ADAPTER_FILES = ("adapter_*", "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*")
 
 
 class Exported(NamedTuple):
     """An export: the source folder, the kind (`full` or `adapter`), and the size in bytes. `merged` is the number of
-    adapters that were merged into the weights. `problem` is why the schemas of the run's tools are not there.
+    adapters that were merged into the weights. `problem` is what the folder lacks, if it lacks anything.
     """
 
     source: Path
@@ -96,7 +96,8 @@ def find_checkpoint(source: str) -> Path:
     path = Path(source).expanduser()
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
-        raise ConfigError(f"{source} {what}; give the folder of a run, a checkpoint, a model or a LoRA adapter")
+        hint = nearest_checkpoints(path) or "give the folder of a run, a checkpoint, a model or a LoRA adapter"
+        raise ConfigError(f"{source} {what}; {hint}")
     if (path / "config.json").is_file() or models.is_adapter(path):
         return path
     phases = [path / phase for phase in ("rl", "sft") if (path / phase).is_dir()]  # of a run of mode sft+rl

@@ -390,13 +390,18 @@ def episode_records(
     episode: Episode, *, advantage: float | None = None, dropped: str | None = None
 ) -> Iterator[dict[str, Any]]:
     """The lines of one episode in `trajectories/`, one per trajectory: its messages, tokens and rewards. The line of
-    the judged trajectory also has the environment's metrics.
+    the judged trajectory also has the environment's metrics. With roles, each line has its role and the role's reward.
     """
+    if episode.roles:
+        for own in episode.by_role:
+            yield from episode_records(own, advantage=advantage, dropped=dropped)
+        return
     judged = {name: value for name, value in episode.metrics.items() if name in JUDGING or name.startswith("metric/")}
     for trajectory in episode.trajectories:
         yield {
             "group": episode.order[0],
             "rollout": episode.order[1],
+            **({"role": episode.role} if episode.role else {}),
             "task": trajectory.task,
             "status": trajectory.status.value,
             "error": trajectory.error,

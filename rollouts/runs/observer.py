@@ -42,7 +42,9 @@ class Observer(Protocol):
         """Called with hooks that failed. The run continues."""
 
     def end(self, summary: dict[str, Any]) -> None:
-        """Called when the run has ended: done, failed or interrupted. `summary` is the content of summary.json."""
+        """Called when the run has ended: done, failed or interrupted. `summary` is the content of summary.json. In the
+        second phase of sft+rl it may also have `before_sft`, the first evaluation of the first phase.
+        """
 
     def finished(self, words: str) -> None:
         """Called instead of all others if the run in the folder is already finished. `words` is a message that

@@ -24,7 +24,7 @@ from rollouts.config.resolving import Resolved
 from rollouts.config.secrets import tree_without_secrets
 from rollouts.config.settings import EVAL, OWN, Settings, without_secrets
 from rollouts.env.advice import warn_about
-from rollouts.env.authoring import ToolMethod, rewards_of
+from rollouts.env.authoring import ToolMethod, rewards_of, roles_of
 from rollouts.env.checks import check_environment, reward_term
 from rollouts.env.mixing import RewardTerm, env_term
 from rollouts.errors import ConfigError, EnvironmentDefinitionError, counted, said_of
@@ -48,7 +48,10 @@ from rollouts.runs.earlier_run import overlap_notes, run_of, trained_before, unu
 from rollouts.runs.environments import Environment, held_out_tasks, plan_environments
 from rollouts.runs.held_objects import manager_for, refuse_ranks, unread_notes, with_rows
 from rollouts.runs.manifest import changed_code, code_files, is_older, naming_copies
+from rollouts.runs.sandboxes import make_sandboxes, unused_sandbox
 from rollouts.runs.session import model_words
+from rollouts.runs.workers import Workers, refuse_env_of_rewards
+from rollouts.sandboxes.base import Sandboxes
 from rollouts.training.algorithms.algorithm import Algorithm, Stage, function_label, needs
 from rollouts.training.batches import AuxiliaryModels, TrainingBackend
 from rollouts.training.models import bundled, resolve_model_name
@@ -126,6 +129,11 @@ class Plan(NamedTuple):
     def tools(self) -> tuple[ToolMethod, ...]:
         """The tools that the run adds to those of its environments."""
         return added_tools(self.chosen["tool"])
+
+    @property
+    def sandboxes(self) -> Sandboxes | None:
+        """What opens the sandboxes of episodes; None if no environment asks for one."""
+        return self.environments[0].sandboxes if self.environments else None
 
     @property
     def tool_parser(self) -> ToolParser | None:
@@ -248,8 +256,9 @@ def title(plan: Plan) -> str:
     )
 
 
-def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
-    """Find, import and check every component. Only a conversation with a model needs no environment. Raises a UserError
+def make_plan(resolved: Resolved, *, needs_environment: bool = True, may_be_absent: bool = False) -> Plan:
+    """Find, import and check every component. Only a conversation with a model needs no environment. With
+    `may_be_absent`, torch may be missing: a training backend that needs it is `Chosen.is_absent`. Raises a UserError
     that says what to type.
     """
     resolved = with_rows(resolved)
@@ -258,10 +267,11 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
     is_evaluation, given = settings.mode == "eval", settings.model
     keys = [key for key in resolved.components if key in EVAL or not is_evaluation]
     manager = manager_for(resolved, keys)
-    resolved = with_data(resolved, manager)
+    workers = Workers(resolved)
+    resolved = with_data(resolved, manager, workers)
     own = {key: resolved.components[key] for key in keys}
     with naming_copies(Path(source.path).parent if source.path else None):
-        chosen = choose(manager, own, source)
+        chosen = choose(manager, own, source, workers=workers, may_be_absent=may_be_absent)
     (inference,) = chosen["inference"]
     _check_parser(chosen["tool_parser"][0], inference)
     if is_evaluation:
@@ -270,32 +280,29 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
     else:
         _check_trainable(inference, chosen["training"][0], resolved)
         settings, notes = _models_of_runs(settings)
-        composed = compose(manager, resolved._replace(settings=settings), chosen, _critic_lr(settings))
+        whole = resolved._replace(settings=settings)
+        composed = compose(manager, whole, chosen, _critic_lr(settings), has_torch=not may_be_absent)
         settings = dataclasses.replace(settings, schedule=composed.schedule)
     components = {**resolved.components, **completed(own, chosen)}
     run = run_of(resolved.settings.model) if is_evaluation else None
     # Several environments share the held-out tasks by their mean weights over the steps of the run.
     shared = settings if run is None else dataclasses.replace(settings, steps=run.settings.steps, mode="rl")
     environments = plan_environments(manager, components["env"], chosen["env"], shared, source)
-    keeps_all = bool(settings.out) and is_older(Path(settings.out))  # what it evaluates is never trained
-    tools = added_tools(chosen["tool"])
-    environments = tuple(
-        env._replace(
-            text_only=not is_evaluation_only(inference.component), trains=env.trains and not keeps_all, tools=tools
-        )
-        for env in environments
-    )
+    environments = _of_run(environments, chosen, settings)
     filters = _filters(chosen["filter"]) if settings.mode == "rl" else ()
     notes = composed.notes if is_evaluation else (*notes, *composed.notes, *_unused(resolved, filters))
     resolved = resolved._replace(settings=settings, components=components)
+    notes += unused_sandbox(chosen["sandbox"][0], environments)
     notes += () if is_evaluation else trained_before(manager, environments, resolved)
     if run is not None:
         notes += overlap_notes(manager, run, environments, resolved)
         notes += unused_of_run(run, resolved, given)
         used = [each.ref for each in (*chosen["env"], *chosen["reward"]) if each.ref is not None]
         notes += tuple(changed_code(Path(run.source.path).parent, code_files(used, source)))
-    rewards = _reward_terms(components["reward"], chosen["reward"])
+    rewards = reward_terms(components["reward"], chosen["reward"])
     notes += (*_dropped_rewards(environments, rewards), *unread_notes(resolved))
+    notes += _tools_of_demonstrations(environments) if settings.mode == "sft" else ()
+    refuse_env_of_rewards(environments, rewards)
     judges = needs_environment and (settings.mode == "rl" or settings.eval_tasks > 0)
     _check_environments(environments, chosen["tool"], rewards if judges else None, settings.mode)
     components["env"] = _with_curricula(components["env"], environments)
@@ -319,6 +326,20 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True) -> Plan:
     return plan
 
 
+def _of_run(
+    environments: Sequence[Environment], chosen: Mapping[str, list[Chosen]], settings: Settings
+) -> tuple[Environment, ...]:
+    """The environments with what the run gives to each of them. Raises UserError."""
+    keeps_all = bool(settings.out) and is_older(Path(settings.out))  # what it evaluates is never trained
+    text_only = not is_evaluation_only(chosen["inference"][0].component)
+    tools = added_tools(chosen["tool"])
+    sandboxes = make_sandboxes(chosen["sandbox"][0], environments, settings.concurrency)
+    return tuple(
+        env._replace(text_only=text_only, trains=env.trains and not keeps_all, tools=tools, sandboxes=sandboxes)
+        for env in environments
+    )
+
+
 def _with_curricula(components: Sequence[Component], environments: Sequence[Environment]) -> list[Component]:
     """The chosen environments with every setting of their curricula."""
     return [
@@ -338,11 +359,16 @@ def _check_environments(
         if mode == "sft":
             env.require_demonstrations(made)
         check_environment(made, rewards)
+        if env.system and (roles := roles_of(made)):
+            raise ConfigError(
+                f"--system: the environment {env.name} has roles ({', '.join(role.name for role in roles)}), and each "
+                "has its own system prompt (Role(name, system=...)); leave --system out"
+            )
         check_tool_names(tools, made, env.name)
         warn_about(made)
 
 
-def _reward_terms(components: Sequence[Component], chosen: Sequence[Chosen]) -> tuple[RewardTerm, ...]:
+def reward_terms(components: Sequence[Component], chosen: Sequence[Chosen]) -> tuple[RewardTerm, ...]:
     """The rewards of a run, each with its weight. Raises SignatureError."""
     terms = []
     for component, each in zip(components, chosen, strict=True):
@@ -363,6 +389,16 @@ def _dropped_rewards(environments: Sequence[Environment], rewards: Sequence[Rewa
         return ()
     named, left_out = ", ".join(term.alias for term in rewards), ", ".join(own)
     return (f"--reward {named} replaces the environment's own reward ({left_out}); to keep it, add --reward env:1",)
+
+
+def _tools_of_demonstrations(environments: Sequence[Environment]) -> tuple[str, ...]:
+    """A note for each environment whose tasks have tools of their own, which its demonstrations do not show."""
+    return tuple(
+        f"the demonstrations of {env.name} belong to no task, so they show the model the tools that its class marks "
+        f"({', '.join(tool.name for tool in env.all_tools()) or 'none'}), not those of tools(task)"
+        for env in environments
+        if env.chooses_tools
+    )
 
 
 def _filters(chosen: Sequence[Chosen]) -> tuple[Filter, ...]:

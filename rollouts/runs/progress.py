@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from rollouts.config.settings import Settings
 from rollouts.errors import counted
 from rollouts.runs.streams import silent_when_closed
 from rollouts.types import Trajectory
@@ -102,9 +103,12 @@ class Progress:
         done = step + 1
         self._first = step if self._first is None else self._first
         words = "  ".join(f"{word} {form.format(metrics[n])}" for word, n, form in _STEP_METRICS if n in metrics)
-        for name, value in metrics.items():  # those of the environment, if there is room; the last line has all
-            more = f"  {name.removeprefix('metric/')} {value:.3f}"
-            if name.startswith("metric/") and (len(words + more) <= STEP_CHARACTERS_MAX or done == self._total):
+        for name, value in metrics.items():  # of roles and the environment, if there is room; the last line has all
+            of_role = name.startswith("role/") and name.endswith("/reward")
+            more = f"  {name[5:-7] if of_role else name.removeprefix('metric/')} {value:.3f}"
+            if (of_role or name.startswith("metric/")) and (
+                len(words + more) <= STEP_CHARACTERS_MAX or done == self._total
+            ):
                 words += more
         if self._console.is_terminal:
             self._advance(done, words)
@@ -172,12 +176,16 @@ class Progress:
         return self._bar
 
     def _converse(self, done: int, groups: Sequence[Group]) -> None:
-        episode = groups[0].episodes[0]
-        self._say(f"--- a rollout of step {done} (reward {_number(episode.score.value)}, {episode.status.value})")
-        for line in conversation_lines(episode.trajectory):
-            self._say(f"    {line}")
-        for problem in filter(None, (episode.trajectory.error, episode.score.why)):
-            self._say(f"    ({problem})")
+        for group in groups:
+            if group.number != groups[0].number:
+                break
+            episode, whose = group.episodes[0], f"{group.role}, " if group.role else ""
+            result = f"{whose}reward {_number(episode.score.value)}, {episode.status.value}"
+            self._say(f"--- a rollout of step {done} ({result})")
+            for line in conversation_lines(episode.trajectory):
+                self._say(f"    {line}")
+            for problem in filter(None, (episode.trajectory.error, episode.score.why)):
+                self._say(f"    ({problem})")
 
     def _end_training(self, summary: dict[str, Any]) -> None:
         """Print the scores before and after, if the run is done."""
@@ -189,7 +197,9 @@ class Progress:
                 self._say(f"to continue, type: rollouts resume {shlex.quote(str(self._folder))}")
         before, after = summary["evaluation"]["before"], summary["evaluation"]["after"]
         if before and after:
-            self._console.print(_comparison_table(before, after))
+            first = [summary["before_sft"]] if "before_sft" in summary else []
+            self._console.print(_comparison_table(*first, before, after))
+            self._say_if_noise(before, after, summary.get("eval_tasks", 0))
         for name, count in summary.get("zero_parts", {}).items():
             self._say(
                 f"the reward part `{name}` was 0 in {'the only' if count == 1 else f'all {count}'} "
@@ -200,26 +210,55 @@ class Progress:
         self._say(
             f"{steps} in {summary['wall_seconds']:.0f} s ({summary['cpu_seconds']:.0f} s of CPU) · {self._folder}"
         )
+        if summary.get("checkpoint"):
+            folder, name = shlex.quote(str(self._folder)), shlex.quote(self._folder.name)
+            self._say(f"next: rollouts chat {folder}, rollouts eval {folder}, rollouts export {folder} models/{name}")
+
+    def _say_if_noise(self, before: dict[str, Any], after: dict[str, Any], asked: int) -> None:
+        """Print that the change is within the noise, if it is. `asked` is --eval-tasks."""
+        from rollouts.evaluate import is_within_noise
+
+        if is_within_noise(before, after):
+            tasks = after["tasks"]
+            noise = f"the change of the sampled reward is smaller than the noise of {counted(tasks, 'task')}"
+            more = f"more held-out tasks measure it better: --eval-tasks {max(Settings.eval_tasks, 4 * tasks)}"
+            if tasks < asked:
+                more = (
+                    f"this environment holds out only {counted(tasks, 'task')}; give each split its own tasks, and more"
+                )
+            self._say(f"{noise}; {more}")
 
 
-def _comparison_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
-    rows = [("reward, sampled", "reward_mean"), ("reward, greedy", "greedy_mean")]
-    lines = []
+def _comparison_table(*evaluations: dict[str, Any]) -> Table:
+    """The evaluations before and after, or before, after the supervised phase and after reinforcement."""
+    after, earlier = evaluations[-1], evaluations[:-1]
+    rows = [("reward, sampled", "reward"), ("reward, greedy", "greedy")]
+    shown = []
     for (label, name), parts in zip(rows, ("parts", "greedy_parts"), strict=True):
-        lines.append((label, before[name], after[name]))
-        own, earlier = after.get(parts, {}), before.get(parts, {})
-        lines += [(_part_label(part, after), earlier.get(part), own[part]) for part in _parents_first(own, after)]
-    metrics = after.get("metrics", {})  # an older run has none
-    lines += [(f"{name}, sampled", before.get("metrics", {}).get(name), metrics[name]) for name in metrics]
-    for alias, own in after.get("environments", {}).items():
-        earlier = before.get("environments", {}).get(alias, {})
-        lines += [(f"{alias}: {label}", earlier.get(name), own[name]) for label, name in rows]
-    shown = [(label, [_number(earlier), _number(later)]) for label, earlier, later in lines]
+        shown.append((label, [_with_error(each, name) for each in evaluations]))
+        values = [each.get(parts, {}) for each in evaluations]
+        named = _parents_first(values[-1], after)
+        shown += [(_part_label(part, after), [_number(each.get(part)) for each in values]) for part in named]
+    metrics = [each.get("metrics", {}) for each in evaluations]  # an older run has none
+    shown += [(f"{name}, sampled", [_number(each.get(name)) for each in metrics]) for name in metrics[-1]]
+    several = [_several(each) for each in earlier]
+    for alias, own in _several(after).items():
+        each_own = [*(each.get(alias, {}) for each in several), own]
+        shown += [(f"{alias}: {label}", [_with_error(each, name) for each in each_own]) for label, name in rows]
     for label, name in TOOL_COUNTS:
-        counts = [each.get(name) for each in (before, after)]  # an older run has none
+        counts = [each.get(name) for each in evaluations]  # an older run has none
         if any(counts):
             shown.append((f"{label}, sampled", ["–" if count is None else str(count) for count in counts]))
-    return _table(f"held-out tasks ({_tasks(after)})", ["before", "after"], shown)
+    columns = ["before", "after"] if len(evaluations) == 2 else ["before", "after SFT", "after RL"]
+    return _table(f"held-out tasks ({_tasks(after)})", columns, shown)
+
+
+def _several(numbers: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The numbers of each environment and of each role."""
+    found: dict[str, dict[str, Any]] = dict(numbers.get("roles", {}))
+    for alias, own in numbers.get("environments", {}).items():
+        found |= {alias: own} | {f"{alias}/{role}": each for role, each in own.get("roles", {}).items()}
+    return found
 
 
 def _parents_first(parts: dict[str, Any], numbers: dict[str, Any]) -> list[str]:
@@ -237,8 +276,8 @@ def _part_label(part: str, numbers: dict[str, Any]) -> str:
 
 
 def _evaluation_table(summary: dict[str, Any]) -> Table:
-    """The numbers of all tasks together. If there are several environments, also the numbers of each."""
-    several = summary.get("environments", {})
+    """The numbers of all tasks together. If there are several environments or roles, also the numbers of each."""
+    several = _several(summary)
     columns = [summary, *several.values()]
     rows = [("reward", [_with_error(each) for each in columns])]
     for kind, label in (
@@ -301,6 +340,7 @@ def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
 
 
-def _with_error(numbers: dict[str, Any]) -> str:
-    error = numbers["reward_stderr"]
-    return _number(numbers["reward_mean"]) + (f" ± {error:.3f}" if error is not None else "")
+def _with_error(numbers: dict[str, Any], name: str = "reward") -> str:
+    """A mean, with its standard error if there is one: an older run has none."""
+    error = numbers.get(f"{name}_stderr")
+    return _number(numbers.get(f"{name}_mean")) + (f" ± {error:.3f}" if error is not None else "")

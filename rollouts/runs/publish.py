@@ -19,14 +19,12 @@ from rollouts.config.resolving import EXPORTED, Resolved, resolve, run_settings_
 from rollouts.errors import ConfigError, RunError, UserError, named
 from rollouts.runs.folder import SUMMARY, read_json
 from rollouts.runs.manifest import MANIFEST
-from rollouts.runs.usage import usage_lines
+from rollouts.runs.usage import is_on_hub, models_before, usage_lines
 from rollouts.training.models import BUNDLED
 
 CARD = "README.md"
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _TRAINED = {"sft": "demonstrations (sft)", "rl": "reinforcement (rl)"}
-_MODELS_MAX = 20  # the longest chain of runs that began with each other's models
 
 
 def check_push(name: str) -> None:
@@ -78,19 +76,12 @@ def push(folder: Path, name: str, *, is_public: bool = False) -> str:
             repo_id=repository.repo_id,
             folder_path=folder,
             commit_message="A model trained with rollouts",
-            ignore_patterns=[EXPORTED] if _has_absolute_path(folder / EXPORTED) else None,
         )
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(f"interrupted: the upload to {name} is not complete; {retry}") from error
     except Exception as error:  # the hub's HTTP library and its helpers raise their own errors
         raise RunError(f"the upload to {name} failed: {_words_of(error, api.endpoint)}\n{retry}") from error
     return str(repository)
-
-
-def _has_absolute_path(settings: Path) -> bool:
-    """Whether the file of settings has a path that only this machine has."""
-    text = settings.read_text(encoding="utf-8") if settings.is_file() else ""
-    return re.search(r"""["']([/~]|[A-Za-z]:\\)""", text) is not None
 
 
 def _words_of(error: Exception, endpoint: str) -> str:
@@ -120,12 +111,12 @@ def model_card(checkpoint: Path, title: str, folder: Path | None = None) -> str:
     except UserError as error:  # for example, the run is of another version of rollouts
         facts, base, usage = {"settings": f"they cannot be read ({str(error).splitlines()[0]})"}, "", list[str]()
     else:
-        chain = [_shown(model) for model in _chain(run)]
-        base = chain[-1]
+        chain = [_shown(model) for model in models_before(file)]
+        base = next(reversed(chain), "")
         facts = _facts(run, checkpoint, summary, chain)
         usage = list(usage_lines(run.settings, folder or checkpoint, title))
     head = ["library_name: transformers", "pipeline_tag: text-generation", "tags:", "- rollouts"]
-    head += [f"base_model: {base}"] if _HUB_NAME.fullmatch(base) and not Path(base).exists() else []
+    head += [f"base_model: {base}"] if is_on_hub(base) else []
     lines = ["---", *head, "---", "", f"# {title}", "", "A language model that was trained with rollouts.", ""]
     lines += [*_table("", "", facts), "", *usage, *_reward_lines(checkpoint, summary)]
     versions = {"rollouts": manifest.get("rollouts"), "Python": manifest.get("python")}
@@ -137,27 +128,18 @@ def model_card(checkpoint: Path, title: str, folder: Path | None = None) -> str:
 def _facts(run: Resolved, checkpoint: Path, summary: Mapping[str, Any], chain: Sequence[str]) -> dict[str, Any]:
     settings = run.settings
     number = re.search(r"step_(\d+)$", checkpoint.name)
+    trains = Path(run.source.path).name != EXPORTED  # the settings of an exported model say less
     chosen = {key: " + ".join(each.name for each in run.components[key]) for key in ("env", "loss")}
     return {
-        "base model": chain[-1],
+        "base model": chain[-1] if chain else None,
         "begins from": ", which begins from ".join(chain) if len(chain) > 1 else None,
         "environment": chosen["env"],
         "trained by": _TRAINED.get(settings.mode, settings.mode),
-        "loss": chosen["loss"],
+        "loss": chosen["loss"] if trains else None,
         "LoRA rank": settings.lora_rank or None,
         "steps": int(number[1]) if number else summary.get("steps"),
         "seed": settings.seed,
     }
-
-
-def _chain(run: Resolved) -> list[str]:
-    """The model that the run began from. If another run wrote that model, also the model that that run began from, and
-    so on: the last one is the base model.
-    """
-    models = [run.settings.model]
-    while len(models) < _MODELS_MAX and (file := run_settings_file(models[-1])) is not None:
-        models.append(str(load_file(file)[0].get("model") or models[-1]))
-    return models
 
 
 def _shown(model: str) -> str:

@@ -13,25 +13,30 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import trio
 
+from rollouts.agent.episode import tools_of_task
 from rollouts.author_code import shown
 from rollouts.chat.format import ChatFormat
 from rollouts.chat.masks import tokenize_supervised
+from rollouts.config.settings import Settings
 from rollouts.encoding import encode
+from rollouts.env.authoring import roles_of
 from rollouts.env.mixing import FORGOTTEN, RETURNED_NONE
+from rollouts.env.schema import schema_of
 from rollouts.errors import ConfigError, EnvironmentDefinitionError, ModelError, RunError, counted, said_of
 from rollouts.inference.base import Capabilities, GenerateRequest, Generation, Health, VersionSpan, WeightUpdate
 from rollouts.inference.chatting import ChatReply, ChatRequest
 from rollouts.runs.environments import Environment
 from rollouts.runs.jobs.demonstrations import demonstration_samples
 from rollouts.runs.plan import Plan
-from rollouts.runs.session import Player, load_chat
+from rollouts.runs.sandboxes import sandbox_lines
+from rollouts.runs.session import Player, episode_limits, load_chat
 from rollouts.training.algorithms.algorithm import Algorithm, Stage, active_terms, function_label
 from rollouts.training.models import adapters_beneath, load_tokenizer
-from rollouts.training.rollout_gen.groups import Group, filter_group, group_scorer
+from rollouts.training.rollout_gen.groups import Group, filter_group, group_scorer, role_groups
 from rollouts.training.rollout_gen.pool import Job, run_episodes
 from rollouts.types import Episode, Message, Score, Segment, Status, Task, ToolCall, Trajectory
 
@@ -45,26 +50,38 @@ _LOGPROB = -6.0  # the logprob of each scripted or invented token, similar to th
 _EXAMPLES: Mapping[str, Any] = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
 
 
-def rehearse(plan: Plan, held_out: Sequence[Task]) -> list[str]:
-    """Try the plan. Returns the results as lines. Raises UserError, with file and line, if a component fails."""
+class Rehearsal(NamedTuple):
+    """The results of a trial as lines, and what is probably a mistake although nothing failed."""
+
+    lines: list[str]
+    warnings: list[str]
+
+
+def rehearse(plan: Plan, held_out: Sequence[Task], *, without_model: bool = False) -> Rehearsal:
+    """Try the plan. `without_model`: torch or transformers is not installed, so episodes use messages only, and no
+    training step is tried. Raises UserError, with file and line, if a component fails.
+    """
     settings = plan.settings
-    chat, missing = _chat_of(plan)
-    lines = [missing] if missing else []
+    chat, missing = (None, "") if without_model else _chat_of(plan)
+    plan = plan._replace(filters=()) if without_model else plan  # a filter may see rewards as tensors
+    lines, warnings = [missing] if missing else [], list[str]()
+    lines += sandbox_lines(plan.one("sandbox").name, plan.sandboxes)
     groups: list[Group] = []
     if settings.mode != "sft" or (held_out and plan.rewards):
         for env in plan.environments:
             if task := _a_task(env, held_out):
                 with _users_mistake(env.alias):
-                    group = trio.run(_play, plan, env, task, chat)
-                groups.append(group)
-                lines += _episode_lines(plan, env, group, chat)
-                lines += _replay_lines(plan, env, held_out)
+                    played = trio.run(_play, plan, env, task, chat)
+                groups += played
+                lines += [line for group in played for line in _episode_lines(plan, env, group, chat)]
+                replayed = _replay(plan, env, held_out)
+                lines, warnings = [*lines, *replayed.lines], [*warnings, *replayed.warnings]
     if settings.mode == "sft" and chat is not None:
         lines.append(_demonstration_words(plan, held_out, chat))
-    if settings.mode != "eval":
+    if settings.mode != "eval" and not without_model:
         with _users_mistake():
             lines += trio.run(_train, plan, groups[0].episodes[0].score if groups else Score(1.0))
-    return lines
+    return Rehearsal(lines, warnings)
 
 
 @contextlib.contextmanager
@@ -134,14 +151,16 @@ def example_of(schema: Mapping[str, Any]) -> Any:
     kind = kind[0] if isinstance(kind, list) else kind
     if kind == "object" and schema.get("properties"):
         return {name: example_of(schema["properties"][name]) for name in schema.get("required", ())}
-    if kind in ("integer", "number") and "minimum" in schema:
-        return schema["minimum"]
+    if kind in ("integer", "number"):
+        for bound, beyond in (("minimum", 0), ("exclusiveMinimum", 1), ("maximum", 0), ("exclusiveMaximum", -1)):
+            if bound in schema:
+                return schema[bound] + beyond
     return _EXAMPLES.get(str(kind), "1")
 
 
 class ScriptedEngine:
     """An engine that returns the messages of a script in order, and then repeats the last one. `chat` None: it takes
-    messages.
+    messages. Without a script, it calls each tool of the request, then replies with text.
     """
 
     capabilities = Capabilities(in_process=True, chats=True, checks=True)
@@ -149,7 +168,7 @@ class ScriptedEngine:
     vocabulary_size = version = 0
 
     def __init__(
-        self, script: Sequence[Message], schemas: Sequence[dict[str, Any]] = (), chat: ChatFormat | None = None
+        self, script: Sequence[Message] = (), schemas: Sequence[dict[str, Any]] = (), chat: ChatFormat | None = None
     ) -> None:
         self._script = script
         self._ids = [] if chat is None else [_ids_of(message, schemas, chat) for message in self._script]
@@ -178,7 +197,8 @@ class ScriptedEngine:
     async def chat(self, request: ChatRequest) -> ChatReply:
         """The script's next message."""
         said = sum(message.role == "assistant" for message in request.messages)
-        return ChatReply(self._script[min(said, len(self._script) - 1)], "stop", 0, 1)
+        script = self._script or script_of(request.tools)
+        return ChatReply(script[min(said, len(script) - 1)], "stop", 0, 1)
 
     async def check(self, tools: Sequence[dict[str, Any]] = (), temperature: float = 1.0) -> None:
         """Do nothing: this engine can always be used."""
@@ -201,25 +221,43 @@ def _ids_of(message: Message, schemas: Sequence[dict[str, Any]], chat: ChatForma
     return [token for token, weight in zip(row.tokens, row.loss_mask, strict=True) if weight > 0]
 
 
-async def _play(plan: Plan, env: Environment, task: Task, chat: ChatFormat | None) -> Group:
-    """Two scripted rollouts of the task as a group, so that group rewards can compare them."""
+async def _play(plan: Plan, env: Environment, task: Task, chat: ChatFormat | None) -> list[Group]:
+    """Two scripted rollouts of the task as a group of each role, so that group rewards can compare them."""
     settings = plan.settings
-    schemas = env.schemas()
-    script = script_of(schemas if chat is None or chat.can_write_calls else [])
-    engine = ScriptedEngine(script, schemas, chat)
+    schemas = await _schemas_of(env, task, settings)
+    if roles_of(env.make_checked()):  # each role calls its own tools, which only an engine with messages knows
+        chat, engine = None, ScriptedEngine()
+    else:
+        script = script_of(schemas if chat is None or chat.can_write_calls else [])
+        engine = ScriptedEngine(script, schemas, chat)
     # The run's limits are for one call and a text here. Each further call gets a turn and tokens of its own.
     limits = dataclasses.replace(
         settings,
         max_turns=settings.max_turns + max(0, len(schemas) - 1),
         max_tokens=settings.max_tokens + engine.more_tokens,
     )
-    group = await _play_script(Player(limits, plan.environments, plan.rewards, chat), task, engine)
-    _check_played(env, group.episodes[0])
-    return group
+    groups = await _play_script(Player(limits, plan.environments, plan.rewards, chat), task, engine)
+    for group in groups:
+        _check_played(env, group.episodes[0])
+    return groups
 
 
-async def _play_script(player: Player, task: Task, engine: ScriptedEngine) -> Group:
-    """Two rollouts of the task with this engine, judged; one if the run samples one per prompt."""
+async def _schemas_of(env: Environment, task: Task, settings: Settings) -> list[dict[str, Any]]:
+    """The schemas of the tools that the model has in this task. If the environment fails, those of the marked tools:
+    the episode then fails too, and is reported.
+    """
+    if env.chooses_tools:
+        limits = episode_limits(settings, settings.temperature)
+        with contextlib.suppress(RunError):
+            own = await tools_of_task(task, env.make, ScriptedEngine([]), limits, env.sandboxes, env.shared)
+            return [schema_of(tool) for tool in (*own, *env.tools)]
+    return env.schemas()
+
+
+async def _play_script(player: Player, task: Task, engine: ScriptedEngine) -> list[Group]:
+    """Two rollouts of the task with this engine, judged; one if the run samples one per prompt. With roles, a group of
+    each.
+    """
     settings = player.settings
     play = player.at(settings.temperature, settings.seed)
     jobs = [Job(task, (0, rollout)) for rollout in range(min(2, settings.samples_per_prompt))]
@@ -227,7 +265,7 @@ async def _play_script(player: Player, task: Task, engine: ScriptedEngine) -> Gr
     score = group_scorer(player.rewards, settings.on_invalid_reward, timeout_seconds=settings.reward_seconds)
     if score is not None:
         episodes = await score(episodes)
-    return Group(0, task, tuple(episodes))
+    return role_groups(Group(0, task, tuple(episodes)))
 
 
 def _check_played(env: Environment, episode: Episode) -> None:
@@ -247,10 +285,14 @@ def _episode_lines(plan: Plan, env: Environment, group: Group, chat: ChatFormat 
     episode = group.episodes[0]
     trajectory = episode.trajectory
     of = f" of {env.alias}" if env.alias else ""
-    yield f"a scripted episode{of}: {len(trajectory.messages)} messages, {trajectory.status.value}"
-    if chat is not None:
-        prompt = chat.render(trajectory.task.messages, trajectory.tools, True)
-        count = len(chat.encode_prompt(trajectory.task.messages, trajectory.tools))
+    of += f", the {group.role}" if group.role else ""
+    yield f"a scripted episode{of}: {counted(len(trajectory.messages), 'message')}, {trajectory.status.value}"
+    first = trajectory.task.messages
+    if group.role:
+        first = list(itertools.takewhile(lambda message: message.role != "assistant", trajectory.messages))
+    if chat is not None and len(first) < len(trajectory.messages):
+        prompt = chat.render(first, trajectory.tools, True)
+        count = len(chat.encode_prompt(first, trajectory.tools))
         yield f"  prompt: {count} tokens, the end is {shown(prompt[-PROMPT_CHARACTERS:])}"
     yield from _message_lines_of(trajectory)
     if chat is not None and trajectory.tools and not chat.can_write_calls:
@@ -328,56 +370,84 @@ def _demonstration_words(plan: Plan, held_out: Sequence[Task], chat: ChatFormat)
 # --- a demonstration --------------------------------------------------------------------------------------------------
 
 
-def _replay_lines(plan: Plan, env: Environment, held_out: Sequence[Task]) -> Iterator[str]:
-    """The lines of an episode that repeats the replies of a demonstration, with the real tools and `reply`."""
-    if not hasattr(env.make(), "demonstrations"):
-        return
+def _replay(plan: Plan, env: Environment, held_out: Sequence[Task]) -> Rehearsal:
+    """An episode that repeats the replies of a demonstration, with the real tools and `reply`."""
+    made = env.make()
+    if not hasattr(made, "demonstrations"):
+        return Rehearsal([], [])
+    if roles_of(made):
+        return Rehearsal(["no demonstration is replayed: each is the conversation of one role"], [])
     try:
-        task, is_known, rest = _demonstration(env, held_out)
+        task, not_judged, rest = _demonstration(env, held_out)
     except (ConfigError, EnvironmentDefinitionError) as none:  # mode rl needs no demonstration
-        yield f"no demonstration is replayed: {none}"
-        return
+        return Rehearsal([f"no demonstration is replayed: {none}"], [])
     replies = [message for message in rest if message.role == "assistant"]
     settings = dataclasses.replace(plan.settings, max_turns=len(replies), max_tokens=CONTEXT_TOKENS)
-    player = Player(settings, plan.environments, plan.rewards if is_known else (), None)
-    group = trio.run(_play_script, player, task, ScriptedEngine(replies))
+    player = Player(settings, plan.environments, () if not_judged else plan.rewards, None)
+    (group,) = trio.run(_play_script, player, task, ScriptedEngine(replies))
     episode = group.episodes[0]
-    if is_known:
+    if not not_judged:
         _check_played(env, episode)
     trajectory = episode.trajectory
     of = f" of {env.alias}" if env.alias else ""
-    yield f"a demonstration{of}, replayed: {counted(len(trajectory.messages), 'message')}, {trajectory.status.value}"
-    yield from _message_lines_of(trajectory)
+    lines = [
+        f"a demonstration{of}, replayed: {counted(len(trajectory.messages), 'message')}, {trajectory.status.value}"
+    ]
+    lines += _message_lines_of(trajectory)
+    warnings = []
     if trajectory.error and trajectory.status.is_infrastructure:
-        yield f"  {trajectory.error}"
-    differences = list(_differences(rest, trajectory.messages[len(task.messages) :]))
+        lines.append(f"  {trajectory.error}")
+        warnings.append(f"the replay of a demonstration{of} failed as {trajectory.status.value}")
     if failures := _failures(episode):
-        yield f"  a tool failed ({', '.join(failures)}) with the arguments of the demonstration"
-    yield from differences or ["  its tools and users said the same as in the demonstration"] * (len(rest) > 1)
-    if is_known:
-        yield from _score_lines(episode)
-    else:
-        yield f"  not judged: none of the first {TASKS_MAX} tasks has the prompt of this demonstration"
+        lines.append(f"  a tool failed ({', '.join(failures)}) with the arguments of the demonstration")
+        warnings.append(f"a tool failed ({', '.join(failures)}) with the arguments of a demonstration{of}")
+    if differences := list(_differences(rest, trajectory.messages[len(task.messages) :])):
+        lines += differences
+        warnings.append(f"the replay of a demonstration{of} differs from it")
+    elif len(rest) > 1:
+        lines.append("  its tools and users said the same as in the demonstration")
+    lines += [f"  not judged: {not_judged}"] if not_judged else _score_lines(episode)
+    return Rehearsal(lines, warnings)
 
 
-def _demonstration(env: Environment, held_out: Sequence[Task]) -> tuple[Task, bool, list[Message]]:
-    """A demonstration as its task, whether rewards can judge this task, and the messages after the prompt. The task is
-    one of the environment's with the same prompt. If no task has an answer or `info`, the prompt is enough.
+def _demonstration(env: Environment, held_out: Sequence[Task]) -> tuple[Task, str, list[Message]]:
+    """A demonstration as its task, the reason why rewards cannot judge it ("" if they can), and the messages after the
+    prompt. The task is the only one of the environment with this prompt; the same task may come again. If no task has
+    an answer or `info`, the prompt is enough.
     """
+    tasks = first_tasks(env, held_out)
+    found = []
+    for same, prompt, rest in itertools.islice(with_tasks(env, tasks), DEMONSTRATIONS_MAX):
+        if len(same) == 1:
+            return same[0], "", rest
+        found.append((same, prompt, rest))
+    assert found, "an environment without any demonstration was refused"
+    same, prompt, rest = max(found, key=lambda each: bool(each[0]))  # the first one with tasks, else the first one
+    if same:
+        why = f"{len(same)} tasks have this prompt, so the rewards are not shown: give tasks different prompts"
+        return same[0], why, rest
+    is_whole = all(task.answer is None and not task.info for task in tasks)
+    why = "" if is_whole else f"none of the first {TASKS_MAX} tasks has the prompt of this demonstration"
+    return Task(prompt, env=env.alias), why, rest
+
+
+def with_tasks(env: Environment, tasks: Sequence[Task]) -> Iterator[tuple[list[Task], list[Message], list[Message]]]:
+    """Each demonstration of the environment as the different tasks with its prompt, the prompt, and the messages after
+    it. Raises EnvironmentDefinitionError if there is no demonstration.
+    """
+    by_prompt: dict[bytes, dict[bytes, Task]] = {}
+    for task in tasks:
+        by_prompt.setdefault(encode(task.messages), {}).setdefault(encode([task.answer, task.info]), task)
+    for messages in env.demonstrations():
+        count = next((place for place, message in enumerate(messages) if message.role == "assistant"), len(messages))
+        yield list(by_prompt.get(encode(messages[:count]), {}).values()), messages[:count], messages[count:]
+
+
+def first_tasks(env: Environment, held_out: Sequence[Task]) -> list[Task]:
+    """The held-out tasks of the environment, and its first training tasks."""
     source = env.training_source()
     drawn = itertools.islice(source(0) if callable(source) else source, TASKS_MAX)
-    tasks = [*(task for task in held_out if task.env == env.alias), *drawn]
-    by_prompt = {encode(task.messages): task for task in reversed(tasks)}
-    first = None
-    for messages in itertools.islice(env.demonstrations(), DEMONSTRATIONS_MAX):
-        count = next((place for place, message in enumerate(messages) if message.role == "assistant"), len(messages))
-        prompt, rest = messages[:count], messages[count:]
-        if (task := by_prompt.get(encode(prompt))) is not None:
-            return task, True, rest
-        first = first or (Task(prompt, env=env.alias), rest)
-    assert first is not None, "an environment without any demonstration was refused"
-    is_whole = all(task.answer is None and not task.info for task in tasks)
-    return first[0], is_whole, first[1]
+    return [*(task for task in held_out if task.env == env.alias), *drawn]
 
 
 def _differences(wanted: Sequence[Message], played: Sequence[Message]) -> Iterator[str]:

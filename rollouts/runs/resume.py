@@ -29,7 +29,13 @@ from rollouts.runs.folder import CONFIG, STEP, SUMMARY, RunFolder, holds_run, lo
 from rollouts.runs.manifest import MANIFEST, resumed_manifest, update_manifest
 from rollouts.training.batches import TrainingBackend
 from rollouts.training.models import resolve_model_name
-from rollouts.training.weights.store import all_checkpoints, complete_checkpoints, remove_leftovers, step_of
+from rollouts.training.weights.store import (
+    all_checkpoints,
+    complete_checkpoints,
+    nearest_checkpoints,
+    remove_leftovers,
+    step_of,
+)
 
 ASIDE = ".aside"
 
@@ -114,6 +120,8 @@ def _hint(folder: Path) -> str:
     """A hint for a folder without a run: similar folders with runs."""
     path = Path(os.path.abspath(folder))
     if path.parent.name == "checkpoints" and holds_run(path.parents[1]):
+        if not path.is_dir():
+            return f", and does not exist; {nearest_checkpoints(folder) or 'its run has no checkpoint'}"
         return f", it is a checkpoint of one\ntype: {resume_command(folder.parent.parent, folder)}"
     inside = sorted(each for each in path.iterdir() if holds_run(each)) if path.is_dir() else []
     if inside:

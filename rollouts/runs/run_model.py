@@ -14,6 +14,7 @@ from rollouts.config.flags import Tree, flag_name
 from rollouts.config.merging import merge
 from rollouts.config.objects import held_names
 from rollouts.config.resolving import EXPORTED, resolve, run_settings_file
+from rollouts.env.shared import shared_values
 from rollouts.errors import ConfigError, PluginError, first_line
 from rollouts.inference.base import InferenceBackend
 from rollouts.runs.environments import Environment
@@ -40,8 +41,9 @@ def model_plan(model: str, given: Tree, settings: Sequence[str]) -> Iterator[Pla
     tree = {key: value for key, value in tree.items() if key not in lost}
     chosen = merge(given, {"mode": "eval", "model": model})
     resolved = resolve(merge(tree, chosen), source)
-    pass_on(resolved.settings.pass_env)
-    with remote_code(resolved.settings.trust_remote_code):
+    own = resolved.settings
+    pass_on(own.pass_env)
+    with shared_values(own.cleanup_seconds), remote_code(own.trust_remote_code):
         try:
             plan = make_plan(resolved, needs_environment=False)
         except PluginError as error:

@@ -37,6 +37,7 @@ from rollouts.inference.suspend import SuspendableEngine
 from rollouts.loggers.base import MetricsLogger
 from rollouts.plugins.index import KIND_WORDS
 from rollouts.plugins.manager import PluginFault, PluginManager
+from rollouts.runs.clock import Start
 from rollouts.runs.components import Chosen, make_component
 from rollouts.runs.environments import Environment
 from rollouts.runs.folder import PARTS, SUMMARY, MakeFolder, RunFolder
@@ -75,7 +76,7 @@ class Session:
     closed.
     """
 
-    def __init__(self, observer: Observer, started: float, manager: PluginManager | None = None) -> None:
+    def __init__(self, observer: Observer, started: Start, manager: PluginManager | None = None) -> None:
         self.observer = observer
         self.loggers = Loggers()
         self.job: Job | None = None
@@ -140,7 +141,7 @@ class Session:
         if isinstance(failure, KeyboardInterrupt):
             self.ignore_interrupts()
         summary = job.summary
-        summary |= {"wall_seconds": time.perf_counter() - self._started, "cpu_seconds": time.process_time()}
+        summary |= self._started.seconds()
         try:
             job.finish(failure)
         except BaseException as late:  # of another package's logger, or Ctrl-C: the summary must still be written
@@ -266,7 +267,7 @@ def load_chat(
     Raises ModelError if the template cannot show what the environment needs, and ConfigError for a parser that fails.
     """
     chat = load_chat_format(tokenizer or load_tokenizer(settings.model), settings.template, tool_parser)
-    with_tools = [env.name for env in environments if env.all_tools()]
+    with_tools = [env.name for env in environments if env.all_tools() or env.chooses_tools]
     if with_tools and not chat.report.tools and not chat.report.calls_as_text:
         raise ModelError(
             f"the environment {with_tools[0]} has tools, but the chat template of {settings.model} cannot show them "
@@ -336,9 +337,10 @@ class Player(NamedTuple):
         limits = episode_limits(settings, temperature)
 
         def play(job: EpisodeJob, session: str, inference: SuspendableEngine) -> Coroutine[Any, Any, Episode]:
+            environment = environments[job.task.env]
             return run_episode(
                 job.task,
-                make_env=environments[job.task.env].make,
+                make_env=environment.make_env,
                 chat=self.chat,
                 inference=inference,
                 limits=limits,
@@ -347,7 +349,9 @@ class Player(NamedTuple):
                 order=job.order,
                 seed=seed,
                 on_invalid_reward=settings.on_invalid_reward,
-                tools=environments[job.task.env].tools,
+                tools=environment.tools,
+                sandboxes=environment.sandboxes,
+                shared=environment.shared,
             )
 
         return play

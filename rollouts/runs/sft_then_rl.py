@@ -10,11 +10,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from rollouts.config.flags import Tree
 from rollouts.config.merging import Component, component_names, component_tables, components_of, merge
@@ -22,6 +21,7 @@ from rollouts.config.render import to_toml
 from rollouts.config.resolving import Resolved, resolve
 from rollouts.config.settings import COMPONENT_KINDS, Settings
 from rollouts.errors import ConfigError, DamagedCheckpointError, RolloutsError, UserError, said_of
+from rollouts.runs.clock import Start
 from rollouts.runs.environments import demonstrations, task_buffer
 from rollouts.runs.folder import SUMMARY, RunFolder, choose_folder, default_out, holds_run, read_json
 from rollouts.runs.held_objects import refuse_lost
@@ -78,14 +78,13 @@ def phases(resolved: Resolved) -> tuple[Resolved, Resolved]:
 def train_phases(
     resolved: Resolved,
     observer: Observer,
-    started: float,
+    started: Start,
     home: Path,
     *,
     resume: Path | None = None,
     checkpoint: str = "",
 ) -> dict[str, Any]:
-    """Run both phases to their end. Returns the content of OUT/summary.json. `started` is `time.perf_counter()` at the
-    start.
+    """Run both phases to their end. Returns the content of OUT/summary.json. `started` is the start of the run.
 
     `resume` is the folder of an earlier run of this mode, which resumes in the phase where it stopped, from the last
     checkpoint of that phase or from the checkpoint named `checkpoint`. Relative paths begin at `home`. Raises like
@@ -109,7 +108,7 @@ def train_phases(
             with _worded_for_both(folder):
                 if not holds_run(folder.path / RL):
                     _train_phase(sft, observer, started, started, home, checkpoint, job.begin, plans.rl.eval_tasks())
-                    checkpoint, now = "", time.perf_counter()
+                    checkpoint, now = "", Start.now()
                     if _summary_of_finished(sft) is None:  # its hours are over
                         return job.summary
                 begins_with = newest_checkpoint(folder.path / SFT / "checkpoints")
@@ -119,7 +118,8 @@ def train_phases(
                     )
                 # The default learning rate depends on the run's model, not on the checkpoint, so it is set explicitly.
                 rl = _with(rl, model=str(begins_with), lr=rl.lr)
-                _train_phase(rl, observer, now, started, home, checkpoint, job.begin)
+                second = cast(Observer, _SecondPhase(observer, _evaluated_first(sft, rl)))
+                _train_phase(rl, second, now, started, home, checkpoint, job.begin)
                 job.begin()  # both phases were already finished
         finally:
             if job.has_begun and holds_run(folder.path / SFT):
@@ -127,8 +127,10 @@ def train_phases(
     return job.summary
 
 
-def compose_phases(resolved: Resolved) -> PhasePlans:
-    """Both phases as plans. Raises UserError; the message says so if the mistake is in the supervised phase."""
+def compose_phases(resolved: Resolved, *, may_be_absent: bool = False) -> PhasePlans:
+    """Both phases as plans. `may_be_absent` is that of `make_plan`. Raises UserError; the message says so if the
+    mistake is in the supervised phase.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
             "--mode sft+rl: under a launcher each process composes one run; let the backend start its ranks "
@@ -137,9 +139,9 @@ def compose_phases(resolved: Resolved) -> PhasePlans:
         )
     refuse_lost(resolved, COMPONENT_KINDS)
     first, second = phases(resolved)
-    rl = make_plan(second)
+    rl = make_plan(second, may_be_absent=may_be_absent)
     with said_of(SUPERVISED):
-        sft = make_plan(first)
+        sft = make_plan(first, may_be_absent=may_be_absent)
     tables = component_tables(sft.resolved.components)
     own: Tree = {"steps": sft.settings.steps}  # written down: those of the run may be others when it is resumed
     own |= {key: tables[key] if key in COMPONENT_KINDS else value for key, value in resolved.settings.sft.items()}
@@ -222,11 +224,36 @@ class _BothPhases:
         return str(failure)
 
 
+class _SecondPhase:
+    """The observer of the second phase, which also sees the first evaluation of the first phase (None: not
+    comparable).
+    """
+
+    def __init__(self, observer: Observer, before_sft: dict[str, Any] | None) -> None:
+        self._observer, self._before_sft = observer, before_sft
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._observer, name)
+
+    def end(self, summary: dict[str, Any]) -> None:
+        more = {"before_sft": self._before_sft} if self._before_sft else {}
+        self._observer.end(summary | more)
+
+
+def _evaluated_first(sft: Plan, rl: Plan) -> dict[str, Any] | None:
+    """The evaluation before the supervised phase; None if there is none, or if it was of other tasks."""
+    of_tasks = [(plan.settings.eval_tasks, plan.resolved.components["env"]) for plan in (sft, rl)]
+    if of_tasks[0] != of_tasks[1]:
+        return None
+    found: dict[str, Any] | None = read_json(Path(sft.settings.out) / SUMMARY).get("evaluation", {}).get("before")
+    return found
+
+
 def _train_phase(
     plan: Plan,
     observer: Observer,
-    started: float,
-    hours_from: float,
+    started: Start,
+    hours_from: Start,
     home: Path,
     checkpoint: str,
     on_begin: Callable[[], None],

@@ -101,9 +101,12 @@ def model_size(config: Any, *, lora_rank: int = 0, lora_targets: str = "all-line
     for the config of another kind of model.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
+    from rollouts.training.models import one_at_a_time
+
+    with one_at_a_time(), torch.device("meta"):
+        from transformers import AutoModelForCausalLM
+
         causal: Any = AutoModelForCausalLM.from_config(config)
         if lora_rank:
             from rollouts.training.backends.lora import add_lora

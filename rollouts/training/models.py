@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from rollouts.errors import ConfigError, ModelError, first_line
+from rollouts.errors import ConfigError, ModelError, first_line, named
+from rollouts.training.weights.store import nearest_checkpoints
 
 TINY_PATH = Path(__file__).resolve().parent.parent / "tiny"
 
@@ -45,6 +47,8 @@ _TOKENIZER = (
 _PROBE_TOKENS = 16
 # A fraction of the largest logit: float32 sums in another order differ much less, other weights much more.
 _AGREEMENT = 1e-3
+_HUB_SECONDS = 5.0  # for one request, before a model is downloaded
+_loading = threading.RLock()  # transformers changes torch for the whole process while it loads a model
 _remote_code_allowed = False  # for the whole process, because models are loaded in several threads
 
 
@@ -57,6 +61,15 @@ def remote_code(allowed: bool) -> Iterator[None]:
         yield
     finally:
         _remote_code_allowed = before
+
+
+@contextlib.contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """A block that one thread of the process at a time enters, to load a model or change its layers. While transformers
+    loads a model, it replaces torch's functions that initialize weights. Its lazy imports fail in two threads.
+    """
+    with _loading:
+        yield
 
 
 def is_remote_code_allowed() -> bool:
@@ -87,9 +100,44 @@ def resolve_model_name(name: str) -> str:
     if "://" in name:
         hub = "/".join(name.rstrip("/").split("/")[-2:])
         raise ModelError(f"the model {name} is a web address; type its name on the hub: --model {hub}")
+    above, _, last = name.rpartition("/")
     if name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1 or "\\" in name:
-        raise ModelError(f"there is no folder {name}; give a folder that exists, a hub name, or `--model tiny`")
+        hint = nearest_checkpoints(path) or "give a folder that exists, a hub name, or `--model tiny`"
+        raise ModelError(f"there is no folder {name}; {hint}")
+    if above and Path(above).is_dir():
+        what = f"there is no folder {name}, and {above} is a folder here, so this is no name of the hub"
+        hint = nearest_checkpoints(path) or f"if it is meant as one, type: hf download {name} --local-dir {name}"
+        raise ModelError(f"{what}; give a folder that exists; {hint}" if last else f"{what}; give a folder that exists")
     return name
+
+
+def _check_hub(name: str) -> None:
+    """Raise ModelError if a name of the hub is not in the cache, and the hub may not be asked, cannot be reached, or
+    has no such model. Asks once: the loading functions of transformers ask many times, which takes a minute.
+    """
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+    from huggingface_hub.file_download import repo_folder_name
+
+    if (Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model")).is_dir():
+        return
+    folder = f"there is no folder {name}, and as a name of the hub"
+    hint = "give a folder that exists, or try `--model tiny`, which needs neither"
+    if constants.HF_HUB_OFFLINE:
+        what = f"{folder} it is not in the cache, and HF_HUB_OFFLINE is set"
+        raise ModelError(f"{what}; download it first (`hf download {name}` with HF_HUB_OFFLINE=0), or {hint}")
+    api = HfApi()
+    try:
+        api.model_info(name, timeout=_HUB_SECONDS)
+    except GatedRepoError:
+        return  # its own message says where to ask for access
+    except RepositoryNotFoundError as error:
+        raise ModelError(f"{folder}, {api.endpoint} does not know it; check the spelling, or {hint}") from error
+    except HfHubHTTPError:
+        return  # a mirror may only have files
+    except Exception as error:  # the hub's HTTP library has its own errors
+        what = f"{folder}, {api.endpoint} could not be reached ({named(error)})"
+        raise ModelError(f"{what}; check the connection, {hint}") from error
 
 
 def bundled(name: str) -> Bundled | None:
@@ -211,6 +259,7 @@ def _of_adapter(folder: str, error: ModelError) -> ModelError:
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
+@one_at_a_time()
 def load_hf_model(name: str, *, dtype: str = "float32", device: str = "auto", attention: str = "auto") -> Any:
     """Load a causal LM in evaluation mode on `device`, with adapters merged in. `attention` is an implementation of
     transformers (auto: transformers chooses). Raises ModelError, ConfigError.
@@ -228,6 +277,7 @@ def load_hf_model(name: str, *, dtype: str = "float32", device: str = "auto", at
     return model.eval().to(place)
 
 
+@one_at_a_time()
 def build_hf_model(name: str, *, dtype: str = "float32", attention: str = "auto") -> Any:
     """Make the model of `load_hf_model` on the CPU with uninitialized weights, which take no memory. For a rank that
     gets its shards from another one. Raises ModelError.
@@ -248,6 +298,7 @@ def _attention_setting(name: str) -> dict[str, str]:
     return {} if name == "auto" else {"attn_implementation": name}
 
 
+@one_at_a_time()
 def load_tokenizer(name: str, **settings: Any) -> Any:
     """Load the tokenizer of a model, or of an adapter if it has one. `settings` are those of transformers, such as
     `local_files_only`. Raises ModelError.
@@ -259,6 +310,7 @@ def load_tokenizer(name: str, **settings: Any) -> Any:
     return _from_pretrained(AutoTokenizer, own[-1] if own else whole, "tokenizer", **settings)
 
 
+@one_at_a_time()
 def load_config(whole: str, **settings: Any) -> Any:
     """The transformers configuration of a whole model, from a folder or a hub name. Raises ModelError."""
     from transformers import AutoConfig
@@ -332,6 +384,8 @@ def _from_pretrained(loader: Any, resolved: str, what: str, **settings: Any) -> 
     from safetensors import SafetensorError
 
     try:
+        if not Path(resolved).is_dir() and not settings.get("local_files_only"):
+            _check_hub(resolved)
         with no_progress_bars():
             return loader.from_pretrained(resolved, trust_remote_code=_remote_code_allowed, **settings)
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
@@ -361,6 +415,7 @@ def _explain(resolved: str, what: str, error: Exception) -> str:
 # --- adapters ---------------------------------------------------------------------------------------------------------
 
 
+@one_at_a_time()
 def merge_adapter(causal: Any, folder: str) -> Any:
     """Merge an adapter into the causal LM. Returns a plain model whose weights are all trainable. `causal` is consumed.
 

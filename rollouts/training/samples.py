@@ -51,6 +51,7 @@ def _sample(episode: Episode, trajectory: Trajectory, number: int, position: int
             "trajectory": number,
             "segment": position,
             "latency_seconds": episode.metrics.get("latency_seconds", 0.0),
+            **({"role": trajectory.role} if trajectory.role else {}),
         },
         status=status,
         policy_versions=list(segment.versions),

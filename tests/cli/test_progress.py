@@ -36,7 +36,7 @@ def groups():
     return [Group(0, task, (Episode((0, 0), task, [trajectory], Score(1.0), {}),))]
 
 
-def watch(*, terminal=False, status="done", steps=4, first=0, **changed):
+def watch(*, terminal=False, status="done", steps=4, first=0, checkpoint=None, **changed):
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=terminal, width=100, highlight=False, soft_wrap=True)
     progress = Progress(console)
@@ -53,6 +53,7 @@ def watch(*, terminal=False, status="done", steps=4, first=0, **changed):
         "cpu_seconds": 9.0,
         "evaluation": {"before": EVALUATION, "after": EVALUATION | {"reward_mean": 0.75, "parts": {"right": 0.75}}},
     }
+    summary |= {"checkpoint": checkpoint} if checkpoint else {}
     progress.end(summary | ({"resumed_from": first} if first else {}))
     return stream.getvalue()
 
@@ -79,6 +80,13 @@ def test_plain_lines():
     assert "reward 0.500  loss -0.2500  entropy 1.000  gen tok/s 1234" in steps[0]
     assert steps[-1].endswith("0:00 left")
     assert lines[-1] == "4 steps in 12 s (9 s of CPU) · runs/x"
+
+
+@pytest.mark.parametrize("mode", ["rl", "sft"])
+def test_the_last_line_says_what_to_type_next(mode):
+    line = "next: rollouts chat runs/x, rollouts eval runs/x, rollouts export runs/x models/x"
+    assert watch(mode=mode, checkpoint="checkpoints/step_000004").splitlines()[-1] == line
+    assert "rollouts chat" not in watch(mode=mode)
 
 
 def test_step_lines_have_the_metrics_of_the_environment_if_there_is_room(monkeypatch):
@@ -128,6 +136,46 @@ def test_the_closing_table_has_weights_greedy_parts_and_metrics():
         ["quick × -0.1", "–", "1.250"],
         ["calls, sampled", "–", "2.000"],
     ]
+
+
+@pytest.mark.parametrize(
+    ("errors", "mean", "more"),
+    [((0.1, 0.1), 0.5, 512), ((0.1, 0.1), 0.6, 0), ((0.0, 0.0), 0.25, 0), ((0.2, None), 0.3, 0)],
+)
+def test_means_have_errors_and_a_change_within_the_noise_gets_a_line(errors, mean, more):
+    """The noise is two standard errors of the difference: here 0.283."""
+    stream = io.StringIO()
+    progress = Progress(Console(file=stream, width=200))
+    progress.begin("title", 4, Path("runs/x"), [])
+    before = EVALUATION | {"reward_stderr": errors[0], "greedy_mean": 0.5, "greedy_stderr": 0.125}
+    after = before | {"reward_mean": mean, "reward_stderr": errors[1]}
+    numbers = {"status": "done", "steps": 4, "wall_seconds": 1.0, "cpu_seconds": 1.0}
+    progress.end(numbers | {"evaluation": {"before": before, "after": after}})
+    shown = f"{mean:.3f} ± {errors[1]:.3f}" if errors[1] is not None else f"{mean:.3f}"
+    assert re.search(rf"reward, sampled +│ 0.250 ± {errors[0]:.3f} │ +{shown} │", stream.getvalue())
+    assert re.search(r"reward, greedy +│ 0.500 ± 0.125 │ 0.500 ± 0.125 │", stream.getvalue())
+    noise = "the change of the sampled reward is smaller than the noise of 16 tasks; "
+    assert (noise in stream.getvalue()) is bool(more) and (f"--eval-tasks {more}" in stream.getvalue()) is bool(more)
+
+
+def test_an_environment_with_few_tasks_cannot_hold_out_more():
+    stream = io.StringIO()
+    progress = Progress(Console(file=stream, width=200))
+    before = EVALUATION | {"reward_stderr": 0.1}
+    numbers = {"status": "done", "steps": 4, "wall_seconds": 1.0, "cpu_seconds": 1.0, "eval_tasks": 17}
+    progress.end(numbers | {"evaluation": {"before": before, "after": before}})
+    assert "this environment holds out only 16 tasks; give each split its own tasks, and more\n" in stream.getvalue()
+    assert "--eval-tasks" not in stream.getvalue()
+
+
+def test_the_table_of_both_phases_has_three_columns():
+    stream = io.StringIO()
+    progress = Progress(Console(file=stream, width=200))
+    first, before, after = ({**EVALUATION, "reward_mean": mean} for mean in (0.125, 0.5, 0.75))
+    numbers = {"status": "done", "steps": 4, "wall_seconds": 1.0, "cpu_seconds": 1.0, "before_sft": first}
+    progress.end(numbers | {"evaluation": {"before": before, "after": after}})
+    assert re.search(r"before ┃ after SFT ┃ after RL", stream.getvalue())
+    assert re.search(r"reward, sampled +│ +0.125 │ +0.500 │ +0.750 │", stream.getvalue())
 
 
 def test_the_mean_of_the_first_episodes_is_called_so():

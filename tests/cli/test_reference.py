@@ -26,7 +26,7 @@ def test_the_page_is_what_the_commands_say():
 
 def test_the_page_has_every_command():
     text = cli_reference()
-    for name in (*COMMANDS, "plugins list", "plugins show", "plugins doctor"):
+    for name in (*COMMANDS, "plugins list", "plugins show", "plugins doctor", "env install"):
         assert f" rollouts {name}\n" in text
 
 

@@ -159,7 +159,7 @@ MARKS = [
     (lambda: reward(weight="much"), "@reward(weight='much'): a weight is a finite number"),
     (lambda: tool(5), "@tool(5): settings of a mark are given by name, such as @tool(timeout_seconds=5)"),
     (lambda: tool(timeout_seconds="5"), "@tool(timeout_seconds='5'): a deadline is a positive number"),
-    (lambda: metric("x"), "@metric('x'): settings of a mark are given by name, and @metric takes none"),
+    (lambda: metric("x"), "@metric('x'): settings of a mark are given by name, such as @metric(role="),
     (lambda: tool(Base), "@tool is on the class Base; it marks one method"),
     (lambda: reward(property(plain)), "@reward is on a property"),
     (lambda: metric(len), "@metric cannot mark len, a builtin_function_or_method"),

@@ -20,13 +20,13 @@ import psutil
 import pytest
 import trio
 
-from rollouts.agent.tools import run_tool
 from rollouts.env import processes, tool
 from rollouts.env.authoring import tools_of
 from rollouts.env.calls import CallTimeoutError
 from rollouts.env.isolated import Reference, find_function, reference_of
 from rollouts.env.results import ToolOutcome
 from rollouts.env.schema import tool_schema
+from rollouts.env.tools import run_tool
 from rollouts.env.worker import answer
 from rollouts.errors import EnvironmentDefinitionError
 from rollouts.types import ToolCall
@@ -302,7 +302,7 @@ def test_a_tool_of_a_file_and_of_the_script_itself(tmp_path):
 
             if __name__ == "__main__":
                 import trio
-                from rollouts.agent.tools import run_tool
+                from rollouts.env.tools import run_tool
                 from rollouts.env.authoring import tools_of
                 from rollouts.types import ToolCall
                 from rollouts.plugins import find_component, load_component
@@ -325,7 +325,7 @@ def test_processes_end_when_their_owner_is_killed(name, tmp_path):
         import time
         import trio
         from isolated_tools import Isolated
-        from rollouts.agent.tools import run_tool
+        from rollouts.env.tools import run_tool
         from rollouts.env.authoring import tools_of
         from rollouts.types import ToolCall
         tools = {{each.name: each._replace(timeout_seconds=60) for each in tools_of(Isolated())}}

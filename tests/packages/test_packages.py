@@ -165,3 +165,14 @@ def test_a_loss_from_the_documentation_is_the_core_s(rollouts, pip_install, tmp_
         assert {name: mine[name] for name in compared} == {name: theirs[name] for name in compared}
     assert any(line.get("optim/grad_norm", 0.0) > 0 for line in core)
     assert any("policy/weight_max" in line for line in own)
+
+
+def test_an_environment_of_another_contract_version_is_refused_before_it_is_imported(rollouts, acme, pip_install):
+    done = rollouts("plugins", "show", "acme_env", path=(acme,))
+    assert done.returncode == 0 and re.search(r"^  contract +1$", done.stdout, re.MULTILINE), done.stdout + done.stderr
+    later = pip_install("acme_later")
+    for command in (("run", "--env", "acme_later", "--dry-run"), ("plugins", "show", "acme_later")):
+        done = rollouts(*command, path=(later,))
+        assert_mistake(done, "is written for version 2 of the environment contract", "runs version 1")
+        assert_mistake(done, "type: pip install --upgrade rollouts-rl, or install another release")
+    assert "acme_later" in rollouts("plugins", "list", path=(later,)).stdout

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from rollouts.errors import BrokenPluginError
-from rollouts.plugins.index import find_component
+from rollouts.plugins.index import ComponentRef, find_component
 from rollouts.plugins.loading import install_hint, load_component
 
 SOURCE = "class Env:\n    def tasks(self, split, rng):\n        return ['x']\n"
 REQUIRES = ['absent-solver>=2; extra == "solver"', 'pytest; extra == "solver"', 'absent-too; extra == "plots"']
+UNKNOWN = "install the package that has the module absent; its name may differ"
 NEVER = """absent-there; python_version < "3" and extra == 'solver'"""
 
 
@@ -44,7 +45,11 @@ def test_what_is_there_loads(make_distribution, requires):
     ("value", "source", "hint"),
     [
         ("acme_env:Env", "import absent_solver\n", "an extra provides it: pip install 'acme-envs[solver]'"),
-        ("acme_env:Env", "import absent_other\n", "perhaps: pip install absent_other"),
+        (
+            "acme_env:Env",
+            "import absent_other\n",
+            "install the package that has the module absent_other; its name may differ",
+        ),
         ("acme_env:Env [plain]", "import absent_other\n", "an extra may provide it: pip install 'acme-envs[plain]'"),
     ],
 )
@@ -57,4 +62,14 @@ def test_a_hint_is_for_missing_modules_only(make_distribution):
     make_distribution("acme-envs", {"rollouts.environments": {"acme": "acme_env:Env"}}, {"acme_env": SOURCE})
     ref = find_component("environments", "acme")
     assert install_hint(ValueError("x"), ref) == "" == install_hint(ModuleNotFoundError("x"), ref)
-    assert install_hint(ModuleNotFoundError("x", name="absent.part"), ref) == "perhaps: pip install absent"
+    assert install_hint(ModuleNotFoundError("x", name="absent.part"), ref) == UNKNOWN
+
+
+def test_a_module_of_rollouts_and_torch_are_packages_that_are_known(make_distribution):
+    make_distribution("acme-envs", {"rollouts.environments": {"acme": "acme_env:Env"}}, {"acme_env": SOURCE})
+    file = ComponentRef("environments", "Env", "/x/env.py:Env")
+    for ref in (find_component("environments", "acme"), file):
+        missing = ModuleNotFoundError("x", name="rollouts_calculator.parts")
+        assert install_hint(missing, ref) == "perhaps: pip install rollouts-calculator"
+    whole, cpu = install_hint(ModuleNotFoundError("x", name="torch.nn"), file).splitlines()
+    assert "pip install 'rollouts-rl[train]'" in whole and "pip install torch --index-url" in cpu

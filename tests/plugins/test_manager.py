@@ -277,7 +277,7 @@ def test_doctor_reports_each_kind_of_fault(make_distribution):
     rewards = {"d_good": "sick:good", "d_greedy": "sick:greedy", "d_gone": "sick:gone"}
     make_distribution("sick", {"rollouts": {"s": "sick"}, "rollouts.rewards": rewards}, {"sick": source}, version="7")
     make_distribution("twin", {"rollouts.rewards": {"d_good": "sick:good"}})
-    reports = [report for report in PluginManager().doctor() if "sick" in report]
+    reports = [report for report in PluginManager().doctor().faults if "sick" in report]
     expected = [
         "sick 7: its reward 'd_gone' (sick:gone) does not import\nAttributeError",
         "sick 7: reward d_greedy: it names 'answer'",
@@ -294,7 +294,7 @@ def test_doctor_reports_each_kind_of_fault(make_distribution):
 def test_doctor_has_nothing_to_say_about_a_healthy_plugin(make_distribution, pack):
     groups = {"rollouts.rewards": {"fine9": "fine9:f"}}
     make_distribution("fine", groups, {"fine9": "def f(task, trajectory, env, *, x=1): ..."})
-    assert not [report for report in PluginManager().doctor() if "fine" in report or "rgym" in report]
+    assert not [report for report in PluginManager().doctor().faults if "fine" in report or "rgym" in report]
 
 
 def test_a_pack_refuses_to_be_loaded_past_the_manager():

@@ -10,6 +10,7 @@ import pytest
 import torch
 import trio
 
+from rollouts.chat.tool_parsers import hermes
 from rollouts.errors import ConfigError, InferenceError, ModelError
 from rollouts.primitives import (
     Conversation,
@@ -323,6 +324,8 @@ def test_a_parser_of_your_own(tokenizer):
     assert of_a_run == turn
     with pytest.raises(ConfigError, match="the tool_parser <lambda> returned 5; expected a list of ToolCall"):
         turn_of(tokenizer, CALL, tool_parser=lambda text: 5)
+    assert turn_of(tokenizer, CALL, tool_parser=hermes) == turn_of(tokenizer, CALL)  # the component of a run
+    assert extract_tool_calls(CALL, tool_parser=hermes) == parse_tools(CALL)
     same = turn_of(tokenizer, CALL, tool_parser=parse_xml_tools)
     assert same == turn_of(tokenizer, CALL)
 

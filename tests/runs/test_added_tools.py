@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import trio
 
-from rollouts.agent.tools import run_tool
 from rollouts.cli import main
 from rollouts.env.schema import tool_schema
+from rollouts.env.tools import run_tool
 from rollouts.errors import ConfigError, EnvironmentDefinitionError, SignatureError, UnknownComponentError
 from rollouts.runs.chat import open_chat
 from rollouts.runs.jobs.demonstrations import demonstration_samples

@@ -591,7 +591,7 @@ def test_the_stage_in_force():
 
 
 def test_a_plan_in_words(tmp_path):
-    text = describe(of_text(tmp_path, SCHEDULE + '[[schedule]]\nstep = 90\nkl = "k1_reward"\n'))
+    text = describe(of_text(tmp_path, SCHEDULE + '[[schedule]]\nstep = 90\nkl = "k1_reward"\n')).text
     assert "objective: ppo_clip(clip_high=0.3); KL 0.01 * rk3_loss in the loss; advantage group_norm" in text
     assert "objective from step 50: cispo; KL 0.01 * rk3_loss in the loss" in text
     assert "objective from step 80: cispo + 0.001 * entropy_bonus; advantage" in text
@@ -599,7 +599,7 @@ def test_a_plan_in_words(tmp_path):
     assert "from step 50: loss: cispo (rollouts-rl" in text
     assert "reference: frozen" in text and "correction truncated where another engine samples" in text
     assert "note: " not in text
-    assert "note: --kl k3_loss" in describe(plan(kl="k3_loss"))
+    assert "note: --kl k3_loss" in describe(plan(kl="k3_loss")).text
 
 
 def test_every_part_has_its_words():

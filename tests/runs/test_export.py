@@ -60,7 +60,8 @@ def test_an_exported_model_knows_its_environment(tmp_path, monkeypatch, quick_co
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text("from rollouts_calculator import Calculator as Mine\n")
     rollouts.run(**SMALL | {"steps": 1, "samples_per_prompt": 2, "env": "./mine.py:Mine", "out": "run"})
-    assert export("run", "model") and export("model", "again").kind == "full"
+    assert "to use its settings elsewhere, copy ./mine.py to" in export("run", "model").words()
+    assert export("model", "again").kind == "full"
     assert Path("model/rollouts.toml").read_text() == Path("again/rollouts.toml").read_text()
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert main(["chat", "again"]) == 0

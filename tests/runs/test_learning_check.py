@@ -15,11 +15,11 @@ from rollouts.runs.jobs.learning import (
     LearningCheck,
     PartCounts,
     broken_tools,
-    unreadable_calls,
+    failed_calls,
     why_flat,
 )
 from rollouts.training.rollout_gen.groups import Group
-from rollouts.types import Episode, Message, Score, Status, Task, Trajectory
+from rollouts.types import Episode, Message, Score, Status, Task, ToolCall, Trajectory
 
 PARTS = '''\
 import itertools
@@ -69,6 +69,13 @@ class Broken(Products):
     @reward
     def right(self):
         return random.random()
+
+
+class Refusing(Broken):
+    @tool
+    def calculator(self, expression: str) -> str:
+        """Evaluate an arithmetic expression."""
+        raise ValueError("closed today")
 
 
 class Moves(Products):
@@ -127,6 +134,7 @@ CAUSES = {
     "--env calculator --max-tokens 3": "all replies were cut off at --max-tokens 3: raise it",
     "--env calculator --filter ./parts.py:dull": "the filters dropped every group (dull)",
     f"{PRODUCTS} --filter nonzero_std": "in every rollout, and the filters dropped every group (zero_std)",
+    "--env ./parts.py:Refusing --prompts-per-step 8": "`calculator` failed in every call: ValueError: closed today",
     "--env ./parts.py:Broken --advantage ./parts.py:zero": "all advantages of zero are 0",
     "--env calculator --loss rft --select.threshold 9": "--select reward_at_least chose no rollout",
     "--env ./parts.py:Broken --training ./parts.py:frozen": "the learning rate is 0",
@@ -208,10 +216,17 @@ def test_what_is_flat():
     assert why_flat([group(0.0, 0.0, why="right: KeyError: 'a'\nmore")]).endswith("(right: KeyError: 'a')")
 
 
-def calls(*texts, **errors):
+SEARCH = ToolCall("search")
+
+
+def calls(*texts, call=SEARCH, failures="", role="tool", **errors):
+    """A group of one rollout whose calls have these answers; all of them failed as `failures`, if it is given."""
     task = Task("?")
-    messages = [Message("tool", text, name="search") for text in texts]
-    trajectory = Trajectory(task, messages, status=Status.COMPLETED, tool_errors=errors)
+    asked = Message("assistant", "", [call] * len(texts))
+    messages = [*task.messages, asked, *(Message(role, text) for text in texts)]
+    tools = [{"type": "function", "function": {"name": "search"}}]
+    counts = {"tool_calls": len(texts)} | ({"tool_failures": len(texts), failures: len(texts)} if failures else {})
+    trajectory = Trajectory(task, messages, metrics=counts, status=Status.COMPLETED, tools=tools, tool_errors=errors)
     return Group(0, task, (Episode((0, 0), task, [trajectory], Score(0.0), {}),))
 
 
@@ -221,7 +236,12 @@ def test_which_tools_are_broken():
         "search": "the tool `search` failed in every call: OSError: gone"
     }
     assert broken_tools([calls("Error: OSError: gone", "found", **error)]) == {"search": ""}
-    assert broken_tools([calls("Error: search has no argument 'q'")]) == {}
+    assert broken_tools([calls("found"), calls("Error: OSError: gone", **error)]) == {"search": ""}
+    (words,) = broken_tools([calls("Error: no argument 'q'\nmore")]).values()
+    assert words.startswith("the tool `search` got wrong arguments in every call: no argument 'q'; train on demonst")
+    assert broken_tools([calls("found", role="user"), calls("Error: OSError: gone", **error)]) == {"search": ""}
+    assert broken_tools([calls("Error: no JSON", call=ToolCall("search", error="no JSON"))]) == {}
+    assert broken_tools([calls("Error: there is no tool 'find'", call=ToolCall("find"))]) == {}
 
 
 def test_a_streak_is_noted_once_and_ends():
@@ -243,12 +263,44 @@ def test_a_tool_that_is_not_called_keeps_its_count():
     assert notes == ["it failed"] == check.at_the_end()
 
 
-def test_calls_that_are_all_malformed_are_found():
-    bad, good = calls("Error: no name"), calls("found")
-    bad.episodes[0].trajectory.metrics |= {"tool_calls": 2.0, "tool_failure/malformed": 2.0}
-    good.episodes[0].trajectory.metrics |= {"tool_calls": 1.0}
-    assert "every tool call was malformed" in unreadable_calls([bad])[CALLS]
-    assert unreadable_calls([bad, good]) == {CALLS: ""} and unreadable_calls([calls()]) == {}
+@pytest.mark.parametrize(
+    ("call", "failures", "words"),
+    [
+        (
+            ToolCall("", error="bad"),
+            "tool_failure/malformed",
+            "was malformed, so no tool ran: the first error is 'bad'; ",
+        ),
+        (
+            ToolCall("find"),
+            "tool_failure/unknown_tool",
+            "of an unknown tool, so no tool ran: the first error of `find`",
+        ),
+        (
+            ToolCall("search"),
+            "tool_failure/bad_arguments",
+            "every tool call failed: the first error of `search` is 'bad'",
+        ),
+        (ToolCall("search"), "tool_failure/exception", "every tool call failed: the first error of `search` is 'bad'"),
+    ],
+)
+@pytest.mark.parametrize("role", ["tool", "user"])
+def test_calls_that_all_fail_are_found(call, failures, words, role):
+    bad, good = calls("Error: bad\nmore", call=call, failures=failures, role=role), calls("found")
+    assert words in failed_calls([bad])[CALLS]
+    assert failed_calls([bad, good]) == {CALLS: ""} and failed_calls([calls()]) == {}
+
+
+def test_all_calls_together_are_left_out_if_a_tool_says_more():
+    notes = []
+    check = LearningCheck(notes.append)
+    for _ in range(STEPS_MAX):
+        check.see({NOTHING: "flat", "search": "search failed", CALLS: "every call failed"})
+    assert notes == check.at_the_end() == [f"nothing was learned in the last {STEPS_MAX} steps: flat", "search failed"]
+    mixed, alternating = [], LearningCheck(lambda words: mixed.append(words))
+    for step in range(STEPS_MAX):
+        alternating.see({"search" if step % 2 else "find": "it failed", CALLS: "every call failed"})
+    assert mixed == ["every call failed"]
 
 
 def test_parts_that_were_zero_in_every_rollout_are_counted():

@@ -63,7 +63,7 @@ def test_a_dry_run_shows_the_table():
     found = plan()
     lines = memory_lines(found)
     assert lines[0] == "parameters: 0.36 M, all of them trained"
-    assert "\n".join(lines) in describe(found)
+    assert "\n".join(lines) in describe(found).text
     total, parts = read(lines)
     assert "activations of 16384 tokens" in parts and "keys and values, at most" in parts
     assert 0.95 * total < sum(parts.values()) <= 1.001 * total
@@ -155,7 +155,7 @@ def test_a_model_that_is_not_here():
         (line,) = memory_lines(plan(**settings))
         assert line.startswith("memory: cannot be estimated: the configuration of nobody/has-this is not on this")
         assert "hf download nobody/has-this config.json" in line
-    assert "cannot be estimated" in describe(plan(loss="opd", teacher="nobody/has-this"))
+    assert "cannot be estimated" in describe(plan(loss="opd", teacher="nobody/has-this")).text
 
 
 def test_a_model_that_cannot_be_built_without_weights(tmp_path, monkeypatch):

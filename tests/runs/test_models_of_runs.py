@@ -69,6 +69,14 @@ def test_a_folder_of_a_run_is_its_newest_checkpoint(here, name):
     assert f'{name} = "first/checkpoints/step_000012"' in made.config, "running it again means the same model"
 
 
+@pytest.mark.parametrize("command", ["eval {}", "chat {}", "serve {}", "export {} out", "resume {}"])
+def test_a_missing_checkpoint_names_its_neighbors(here, capsys, command):
+    words = command.format("first/checkpoints/step_000007").split()
+    assert main(words) == 2
+    near = "the nearest checkpoints: first/checkpoints/step_000001, first/checkpoints/step_000012"
+    assert near in capsys.readouterr().err
+
+
 def test_a_model_is_no_folder_of_a_run(here):
     Path("merged").mkdir()
     Path("merged/config.json").touch()

@@ -186,6 +186,8 @@ def test_reinforcement_begins_with_the_checkpoint(here):
     assert sft["evaluation"]["after"] == rl["evaluation"]["before"]
     assert summary["evaluation"] == {"before": sft["evaluation"]["before"], "after": rl["evaluation"]["after"]}
     assert summary["phases"] == {"sft": sft, "rl": rl} and summary == summary_of("out")
+    for spent in ("cpu_seconds", "wall_seconds"):
+        assert 0 < sft[spent] + rl[spent] <= summary[spent], "each phase counts its own"
     assert (summary["status"], summary["checkpoint"]) == ("done", "rl/checkpoints/step_000000")
     assert {path.name for path in Path("out").iterdir()} == {".lock", "config.toml", "summary.json", "sft", "rl"}
     assert resolve(load_file("out/rl/config.toml")[0]).settings.lr == 3e-4, "that of tiny, written down"
@@ -238,6 +240,11 @@ def test_a_dry_run_describes_both(here, capsys):
     out = capsys.readouterr().out
     assert out.index("# The supervised phase") < out.index('mode = "sft"') < out.index("# Reinforcement")
     assert 'mode = "rl"' in out and "steps = 5" in out and "steps = 2" in out
+    first, second = out.split("# Reinforcement")
+    assert 'model = "tiny"' in first and 'model = "tiny"' not in second and "[env]" not in second
+    settings = [line for line in second.partition("# Composed")[0].splitlines() if " = " in line]
+    assert not set(settings) & set(first.partition("# Composed")[0].split("\n\n")[0].splitlines())
+    assert '[loss]\nname = "sft"' in first and '[loss]\nname = "grpo"' in second
     assert [path.name for path in here.iterdir()] == ["parts.py"]
 
 

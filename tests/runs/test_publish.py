@@ -7,14 +7,14 @@ import os
 import socket
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from runs.fake_hub import TOKEN, FakeHub
 
-from rollouts.runs import publish
 from rollouts.runs.publish import model_card
+from rollouts.runs.usage import portable, write_usage
 
 EVALUATION = {"reward_mean": 0.25, "greedy_mean": None, "parts": {"correct": 0.25}, "tasks": 8, "judged": 8}
 PUSH = """
@@ -191,22 +191,46 @@ def test_a_card_without_a_run_or_with_settings_that_cannot_be_read(tmp_path):
     assert "| rollouts | 0.1.0 |" in card
 
 
-@pytest.mark.parametrize("model, is_left_out", [("/home/ada/taught", True), ("~/taught", True), ("org/base", False)])
-def test_absolute_paths_are_not_uploaded(tmp_path, monkeypatch, model, is_left_out):
-    import huggingface_hub
+# --- the settings of an exported model --------------------------------------------------------------------------------
 
-    seen = []
 
-    class Api:
-        endpoint = "https://hub.example"
+def test_an_exported_model_has_no_paths_of_this_machine(tmp_path):
+    model = run_folder(tmp_path / "first", 'model = "org/base"\nenv = "calculator"\n')
+    code = tmp_path / "mine.py"
+    config = f"""
+model = "{model}"
+data = "{tmp_path}/rows.jsonl"
+system = "/no_think"
+out = "{tmp_path}/run"
+lora_rank = 8
+env = {{ name = "{code}:Env", table = "{tmp_path}/table.db", digits = 2, eval_data = "held.jsonl", places = ["~/a"] }}
+reward = {{ r = {{ name = "./rewards/short.py:short", weight = 0.5 }}, env = {{ name = "env", weight = 1.0 }} }}
+inference = {{ name = "openai", base_url = "http://10.0.0.1/v1" }}
+"""
+    checkpoint = run_folder(tmp_path / "run", config)
+    exported = tmp_path / "exported"
+    exported.mkdir()
+    write_usage(checkpoint, exported)
+    text = (exported / "rollouts.toml").read_text()
+    assert str(tmp_path) not in text
+    assert tomllib.loads(text) == {
+        "model": "org/base",
+        "system": "/no_think",
+        "env": {"name": "./mine.py:Env", "digits": 2, "places": []},
+        "reward": {"r": {"name": "./rewards/short.py:short", "weight": 0.5}, "env": {"name": "env", "weight": 1.0}},
+    }
+    assert portable(tomllib.loads(config))[1] == ["./mine.py", "./rewards/short.py"]
 
-        def create_repo(self, name, **_):
-            return SimpleNamespace(repo_id=name)
 
-        def upload_folder(self, **arguments):
-            seen.append(arguments["ignore_patterns"])
+def test_what_an_exported_model_does_not_say_is_not_on_its_card(tmp_path):
+    (tmp_path / "rollouts.toml").write_text('mode = "rl"\nenv = "calculator"\n')
+    card = model_card(tmp_path, "again")
+    assert "| environment | calculator |" in card
+    assert "base model" not in card and "| loss |" not in card
 
-    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
-    (tmp_path / "rollouts.toml").write_text(f'model = "{model}"\nenv = "calculator"\n')
-    publish.push(tmp_path, "ada/first")
-    assert seen == [["rollouts.toml"] if is_left_out else None]
+
+def test_the_settings_are_uploaded(hub, model, tmp_path):
+    (model / "rollouts.toml").write_text('env = "calculator"\nsystem = "/no_think"\n')
+    assert push(model, "ada/first", environment(hub.url, tmp_path)).returncode == 0
+    (made,) = hub.repositories.values()
+    assert made["files"]["rollouts.toml"] == (model / "rollouts.toml").read_bytes()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
 import trio
 
 import rollouts
@@ -414,6 +415,14 @@ class Loaded:
         ),
         ({"prompts": ["a"]}, "prompts and env: each of them gives the tasks of the run"),
         ({"env": None, "prompts": ["a"], "data": "rows.jsonl"}, "prompts and data: each"),
+        (
+            {"seeds": [0, 1]},
+            "a run has one seed; for several, type: rollouts run --seeds 0-4, or in Python:\nfor seed in",
+        ),
+        (
+            {"optimizer": torch.optim.Adam},
+            "optimizer=adam\ndef adam(params, lr, *, weight_decay=0.0):\n    return Adam(",
+        ),
         ({"on_step": 3}, "on_step: expected a function of one argument, got 3"),
         ({"on_step": [print, lambda: None]}, "on_step: expected a function of one argument, got lambda"),
     ],

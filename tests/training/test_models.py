@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import socket
+import subprocess
+import sys
+import threading
 import warnings
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rollouts.errors import ModelError
 from rollouts.training import models
@@ -46,12 +54,13 @@ def test_folders_that_hold_no_model(tiny, tmp_path):
         models.load_hf_model(str(tmp_path / "run" / "step_000010"))
 
 
-def test_a_hub_that_cannot_be_reached(monkeypatch):
+def test_a_download_that_fails(monkeypatch):
     from transformers import AutoModelForCausalLM
 
     def unreachable(name, **settings):
         raise OSError("We couldn't connect.\n" + "a long story\n" * 50)
 
+    monkeypatch.setattr(models, "_check_hub", lambda name: None)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", unreachable)
     with pytest.raises(ModelError) as caught:
         models.load_hf_model("someone/some-model")
@@ -275,3 +284,109 @@ def test_an_adapter_of_the_hub_is_told_so(tiny, monkeypatch):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name, **settings: model)
     with pytest.raises(ModelError, match="hf download someone/some-lora"):
         models.load_hf_model("someone/some-lora")
+
+
+# --- names of the hub -------------------------------------------------------------------------------------------------
+
+
+def ask_hub(endpoint, home, name, offline=""):
+    """Load a tokenizer in a process with this hub, with no cache but `home`. Returns the error."""
+    code = """
+import sys
+from rollouts.errors import ModelError
+from rollouts.training.models import load_tokenizer
+try:
+    load_tokenizer(sys.argv[1])
+except ModelError as error:
+    print(error)
+"""
+    own = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "TRANSFORMERS_", "HUGGING"))}
+    env = own | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_OFFLINE": offline}
+    command = [sys.executable, "-c", code, name]
+    done = subprocess.run(command, env=env, cwd=home, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+class Hub(BaseHTTPRequestHandler):
+    """A hub without models. Notes each request."""
+
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self):
+        self.asked.append(self.path)
+        self.send_response(404)
+        self.send_header("X-Error-Code", "RepoNotFound")
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+    def log_message(self, *given):
+        pass
+
+
+def test_a_name_that_the_hub_does_not_know_asks_once(tmp_path):
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        said = ask_hub(url, tmp_path, "models/nope")
+        server.shutdown()
+    assert f"there is no folder models/nope, and as a name of the hub, {url} does not know it" in said
+    assert [path for path in Hub.asked if "nope" in path] == ["/api/models/models/nope"]
+
+
+def test_a_hub_that_cannot_be_asked(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        said = ask_hub(url, tmp_path, "models/nope")
+    assert f"there is no folder models/nope, and as a name of the hub, {url} could not be reached" in said
+    said = ask_hub(url, tmp_path, "models/nope", offline="1")
+    assert "there is no folder models/nope, and as a name of the hub it is not in the cache, and HF_HUB_OFFLINE" in said
+
+
+def test_a_path_is_never_asked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert models.resolve_model_name("org/name") == "org/name"
+    (tmp_path / "org").mkdir()
+    with pytest.raises(ModelError, match="there is no folder org/name, and org is a folder here"):
+        models.resolve_model_name("org/name")
+    for step in (5, 10, 20):
+        folder = tmp_path / "org" / f"step_{step:06d}"
+        folder.mkdir()
+        (folder / "manifest.json").write_text("{}")
+    near = "the nearest checkpoints: org/step_000005, org/step_000010$"
+    with pytest.raises(ModelError, match=near):
+        models.resolve_model_name("org/step_000007")
+    with pytest.raises(ModelError, match=r"the nearest checkpoints: .*/org/step_000020$"):
+        models.resolve_model_name(str(tmp_path / "org" / "step_000099"))
+
+
+# --- threads ----------------------------------------------------------------------------------------------------------
+
+
+def test_runs_in_two_threads_are_as_alone(tmp_path):
+    """In a process of its own, because transformers' first import fails in two threads as well."""
+    code = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+import rollouts
+
+def run(name):
+    sizes = {"steps": 1, "prompts_per_step": 1, "samples_per_prompt": 2, "eval_tasks": 2, "max_tokens": 8}
+    out = f"{sys.argv[1]}/{name}"
+    more = {"lora_rank": 2, "checkpoint_every": 1, "quiet": True, "out": out}
+    rollouts.run(env="calculator", loss="grpo", **sizes, **more)
+
+with ThreadPoolExecutor(2) as threads:
+    list(threads.map(run, ["one", "two"]))
+run("alone")
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    weights = "checkpoints/step_000001/adapter_model.safetensors"
+    alone = load_file(tmp_path / "alone" / weights)
+    for name in ("one", "two"):
+        own = load_file(tmp_path / name / weights)
+        assert own.keys() == alone.keys()
+        assert all(torch.equal(own[key], alone[key]) for key in alone)

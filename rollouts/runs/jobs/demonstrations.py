@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rollouts.chat.format import ChatFormat
 from rollouts.chat.masks import SupervisedRow, tokenize_supervised
 from rollouts.config.settings import Settings
 from rollouts.runs.environments import Environment, demonstrations
-from rollouts.types import Sample, Task
+from rollouts.types import Message, Sample, Task
 
 
 def demonstration_samples(
@@ -22,12 +22,12 @@ def demonstration_samples(
     count = max(1, settings.steps * settings.prompts_per_step)
     endless = demonstrations(environments, held_out, settings.prompts_per_step)
     known: dict[tuple[str, int], list[SupervisedRow]] = {}
-    tools: dict[str, list[dict[str, Any]]] = {}
+    tools: dict[str, Callable[[Sequence[Message]], list[dict[str, Any]]]] = {}
     samples: list[Sample] = []
     for place, (env, number, messages) in enumerate(itertools.islice(endless, count)):
         if env.alias not in tools:
-            tools[env.alias] = env.schemas()
+            tools[env.alias] = env.schemas_of_demonstrations()
         if (key := (env.alias, number)) not in known:
-            known[key] = tokenize_supervised(messages, tools[env.alias], chat)
+            known[key] = tokenize_supervised(messages, tools[env.alias](messages), chat)
         samples += [Sample(messages, tokens=r.tokens, loss_mask=r.loss_mask, rollout_index=place) for r in known[key]]
     return samples

@@ -19,6 +19,7 @@ import trio
 from rollouts.errors import counted
 from rollouts.evaluate import numbers_of
 from rollouts.inference.base import InferenceBackend
+from rollouts.runs.clock import Start
 from rollouts.runs.environments import few_held_out_notes
 from rollouts.runs.folder import CONFIG, choose_folder, default_out, episode_records
 from rollouts.runs.manifest import MANIFEST, code_files, keep_code, make_manifest
@@ -33,6 +34,7 @@ from rollouts.runs.session import (
     second_interrupt_at_once,
     status_of,
 )
+from rollouts.runs.workers import death_metrics, open_folder
 from rollouts.training.rollout_gen.failures import FailurePolicy, Failures
 from rollouts.training.rollout_gen.groups import check_judged, group_scorer
 from rollouts.training.rollout_gen.pool import Job, Play, run_episodes
@@ -41,9 +43,9 @@ from rollouts.types import Episode, Score, Task
 TRAJECTORIES = "eval"  # trajectories/eval.jsonl
 
 
-def evaluate(plan: Plan, observer: Observer, started: float, home: Path) -> dict[str, Any]:
-    """Play the evaluation to its end. Returns the content of summary.json. `started` is `time.perf_counter()` at the
-    start. Relative paths begin at `home`.
+def evaluate(plan: Plan, observer: Observer, started: Start, home: Path) -> dict[str, Any]:
+    """Play the evaluation to its end. Returns the content of summary.json. `started` is the start of the run.
+    Relative paths begin at `home`.
 
     Raises:
         UserError: before anything is written; also later, if only playing an environment shows its mistake. RunError:
@@ -55,7 +57,7 @@ def evaluate(plan: Plan, observer: Observer, started: float, home: Path) -> dict
     tasks = plan.eval_tasks()
     chat = None if plan.is_chat else load_chat(settings, plan.environments, tool_parser=plan.tool_parser)
     with Session(observer, started, plan.manager) as session:
-        folder = session.open(make_folder, parts=("trajectories",))
+        folder = open_folder(session, plan.environments, make_folder, parts=("trajectories",))
         engine_gets = plan.inference_arguments(None, str(folder.path))
         inference = make_inference(plan.one("inference"), engine_gets, plan.environments, must_train=False)
         folder.write_text(CONFIG, plan.config)
@@ -134,8 +136,10 @@ class EvaluationJob:
         episodes = [self._episodes[order] for order in sorted(self._episodes)]
         if self._scorer is not None:  # episodes without their group rewards are not judged
             unasked = Score(None, {}, f"{status_of(failure)} before the rewards of whole groups were asked")
-            episodes = [e if e.status.is_infrastructure else e._replace(score=unasked) for e in episodes]
+            asked = [e if e.status.is_infrastructure else e._replace(score=unasked) for e in episodes]
+            episodes = [e.with_scores({each.role: e.score for each in e.roles}) if e.roles else e for e in asked]
         self.summary |= numbers_of(_by_task(episodes))
+        death_metrics(self._plan.environments, self.summary)
         session = self._session
         session.folder.write_trajectories(TRAJECTORIES, (line for each in episodes for line in episode_records(each)))
         session.write_summary(failure)  # before a logger is made: it may wait for a server, and be killed there
@@ -183,5 +187,7 @@ def _metrics(summary: dict[str, Any]) -> dict[str, float]:
     flat |= {f"metric/{name}": value for name, value in summary["metrics"].items()}
     for alias, own in summary.get("environments", {}).items():
         flat[f"{alias}/reward_mean"] = own["reward_mean"]
+        flat |= {f"{alias}/role/{role}/reward_mean": n["reward_mean"] for role, n in own.get("roles", {}).items()}
+    flat |= {f"role/{role}/reward_mean": own["reward_mean"] for role, own in summary.get("roles", {}).items()}
     numbers = {name: value for name, value in flat.items() if isinstance(value, int | float)}
     return {f"eval/{name}": float(value) for name, value in numbers.items() if math.isfinite(value)}

@@ -1,14 +1,14 @@
 """Whether the steps of a run can teach the model anything, and the reason if they cannot.
 
-`why_nothing` and `broken_tools` look at one step and keep nothing. `LearningCheck` counts the steps in a row in which
-the same thing is wrong: it warns once after `STEPS_MAX` of them. At the end of the run, it says what was wrong in the
-last steps.
+`why_nothing`, `broken_tools` and `failed_calls` look at one step and keep nothing. `LearningCheck` counts the steps
+in a row in which the same thing is wrong: it warns once after `STEPS_MAX` of them. At the end of the run, it says what
+was wrong in the last steps.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rollouts.config.settings import Settings
@@ -16,7 +16,7 @@ from rollouts.training.algorithms.advantages import SPREAD_MIN
 from rollouts.training.algorithms.algorithm import Algorithm, function_label, needs, requests
 from rollouts.training.algorithms.checks import ONE_SAMPLE, compares_groups
 from rollouts.training.rollout_gen.groups import Group
-from rollouts.types import Episode, Status
+from rollouts.types import Episode, Status, ToolCall, Trajectory
 
 STEPS_MAX = 8
 """After so many steps in a row in which nothing is learned, the user gets a note."""
@@ -26,6 +26,11 @@ NOTHING = "nothing"
 
 CALLS = "all tool calls"
 """The topic of `LearningCheck` for the tool calls of all tools together."""
+
+ERROR = "Error: "
+"""How the answer to a failed call begins."""
+
+ADVICE = "train on demonstrations first (--mode sft+rl), or give --model a model that can call tools"
 
 
 @dataclass
@@ -46,7 +51,8 @@ class LearningCheck:
         for topic, words in found.items():
             self._streaks[topic] = self._streaks.get(topic, 0) + 1 if words else 0
             self._words[topic] = words
-            if self._streaks[topic] >= STEPS_MAX and topic not in self._has_warned:
+        for topic in self._lasting(STEPS_MAX):
+            if topic not in self._has_warned:
                 self._has_warned.add(topic)
                 self.warn(self._sentence(topic))
 
@@ -55,7 +61,12 @@ class LearningCheck:
         first step.
         """
         least = max(1, min(STEPS_MAX, self._steps))
-        return [self._sentence(topic) for topic, streak in self._streaks.items() if streak >= least]
+        return [self._sentence(topic) for topic in self._lasting(least)]
+
+    def _lasting(self, least: int) -> list[str]:
+        """The topics that were wrong in at least so many steps in a row. A tool says more than all calls together."""
+        topics = [topic for topic, streak in self._streaks.items() if streak >= least]
+        return [topic for topic in topics if topic != CALLS or set(topics) <= {NOTHING, CALLS}]
 
     def _sentence(self, topic: str) -> str:
         count, words = self._streaks[topic], self._words[topic]
@@ -78,7 +89,7 @@ def findings(
     return {
         NOTHING: why_nothing(groups, advantages, metrics, algorithm, settings),
         **broken_tools(groups),
-        **unreadable_calls(groups),
+        **failed_calls(groups),
     }
 
 
@@ -183,29 +194,65 @@ def _why_truncated(played: Sequence[Episode], settings: Settings) -> str:
 
 def broken_tools(groups: Iterable[Group]) -> dict[str, str]:
     """For each tool that was called: why it failed in every call, with the first error; empty if a call went well.
-    Calls with wrong arguments do not count: they are the model's mistakes.
+    Calls that were malformed or of an unknown tool do not count: no tool ran.
     """
-    trajectories = [each for group in groups for episode in group.episodes for each in episode.trajectories]
     errors: dict[str, str] = {}
-    for trajectory in trajectories:
+    found: dict[str, str] = {}
+    for trajectory in _trajectories(groups):
         errors = trajectory.tool_errors | errors  # the first error of each tool
-    answers = [message for each in trajectories for message in each.messages if message.role == "tool"]
-    fine = {message.name for message in answers if message.name and not message.text.startswith("Error: ")}
-    failed = {name: f"the tool `{name}` failed in every call: {words}" for name, words in errors.items()}
-    return dict.fromkeys(fine, "") | {name: words for name, words in failed.items() if name not in fine}
+        known = {schema["function"]["name"] for schema in trajectory.tools}
+        for call, text in _answers(trajectory):
+            if call.name in known and call.error is None and found.get(call.name) != "":
+                found.setdefault(call.name, _first_error(text))
+                if not text.startswith(ERROR):
+                    found[call.name] = ""
+    for name, words in found.items():
+        if words and name in errors:
+            found[name] = f"the tool `{name}` failed in every call: {errors[name]}"
+        elif words:
+            found[name] = f"the tool `{name}` got wrong arguments in every call: {words}; {ADVICE}"
+    return found
 
 
-def unreadable_calls(groups: Iterable[Group]) -> dict[str, str]:
-    """What to do if every tool call of the step was malformed. Nothing if there was no call."""
-    trajectories = [each for group in groups for episode in group.episodes for each in episode.trajectories]
-    calls, malformed = (
-        sum(each.metrics.get(name, 0.0) for each in trajectories) for name in ("tool_calls", "tool_failure/malformed")
+def failed_calls(groups: Sequence[Group]) -> dict[str, str]:
+    """Why every tool call of the step failed, with the first error; empty if a call went well. Nothing if there was no
+    call.
+    """
+    trajectories = _trajectories(groups)
+    calls, failed, malformed, unknown = (
+        sum(each.metrics.get(name, 0.0) for each in trajectories)
+        for name in ("tool_calls", "tool_failures", "tool_failure/malformed", "tool_failure/unknown_tool")
     )
-    words = (
-        "every tool call was malformed, so no tool ran: train on demonstrations first (--mode sft+rl), or give --model "
-        "a model that can call tools"
-    )
-    return {CALLS: words if malformed == calls else ""} if calls else {}
+    if not calls or failed < calls:
+        return {CALLS: ""} if calls else {}
+    call, text = next((answer for each in trajectories for answer in _answers(each)), (None, ""))
+    first = f"the first error{f' of `{call.name}`' if call and call.name else ''} is {_first_error(text)!r}"
+    if malformed + unknown < calls:
+        return {CALLS: f"every tool call failed: {first}"}
+    kind = "was malformed" if malformed == calls else "was malformed or of an unknown tool"
+    return {CALLS: f"every tool call {kind}, so no tool ran: {first}; {ADVICE}"}
+
+
+def _trajectories(groups: Iterable[Group]) -> list[Trajectory]:
+    return [each for group in groups for episode in group.episodes for each in episode.trajectories]
+
+
+def _answers(trajectory: Trajectory) -> Iterator[tuple[ToolCall, str]]:
+    """Each tool call with the text that answers it. Some templates answer all calls of a reply in one user message."""
+    waiting: list[ToolCall] = []
+    for message in trajectory.messages:
+        if message.role == "assistant":
+            waiting = list(message.tool_calls)
+        elif message.role == "tool":
+            yield from [(waiting.pop(0), message.text)] if waiting else []
+        else:
+            yield from ((call, message.text) for call in waiting)
+            waiting = []
+
+
+def _first_error(text: str) -> str:
+    """The first line of the answer to a failed call."""
+    return next(iter(text.removeprefix(ERROR).splitlines()), "")
 
 
 @dataclass

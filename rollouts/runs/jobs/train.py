@@ -25,6 +25,7 @@ from rollouts.errors import CheckpointError, RolloutsError, cause_of, counted
 from rollouts.evaluate import Evaluation, check_passes, evaluate, evaluation_metrics
 from rollouts.inference.base import InferenceBackend
 from rollouts.loggers.jsonl import JSONLLogger, read_lines
+from rollouts.runs.clock import Start
 from rollouts.runs.components import Chosen
 from rollouts.runs.environments import Environment, HeldOutPrompts, few_held_out_notes, task_buffer
 from rollouts.runs.folder import EVALUATED, STEP, MakeFolder, episode_records
@@ -48,6 +49,7 @@ from rollouts.runs.session import (
     make_inference,
     second_interrupt_at_once,
 )
+from rollouts.runs.workers import death_metrics, open_folder
 from rollouts.training.algorithms.algorithm import stage_at
 from rollouts.training.batches import RankServer, TrainingBackend
 from rollouts.training.datasets.buffer import DataBuffer
@@ -72,18 +74,18 @@ def train(
     held_out: Sequence[Task],
     make_folder: MakeFolder,
     observer: Observer,
-    started: float,
+    started: Start,
     *,
     resumes: bool = False,
     checkpoint: Path | None = None,
     also_held_out: Sequence[Task] = (),
     on_begin: Callable[[], None] = lambda: None,
-    hours_from: float | None = None,
+    hours_from: Start | None = None,
 ) -> dict[str, Any]:
     """Run the plan to its end; returns the content of summary.json. On a rank above 0 it serves rank 0, and returns {}.
 
-    `started` is `time.perf_counter()` at the start; `--max-hours` count from `hours_from`, if that was earlier. A run
-    that `resumes` continues from `checkpoint`, or from the last one in the folder (with `--resume auto`: the last
+    `started` is the start of the run; `--max-hours` count from `hours_from`, if that was earlier. A run that `resumes`
+    continues from `checkpoint`, or from the last one in the folder (with `--resume auto`: the last
     undamaged one). Tasks in `also_held_out` are neither demonstrated nor evaluated. `on_begin` is called after all
     checks, before the folder changes.
 
@@ -104,7 +106,7 @@ def train(
             backend.serve()
             return {}
         session.resources.callback(backend.close)
-        folder = session.open(make_folder)
+        folder = open_folder(session, environments, make_folder)
         loggers, code = plan.chosen["logger"], code_files(plan.references, plan.resolved.source)
         manifest = make_manifest(settings.seed, plan.references, code)
         engine_gets = plan.inference_arguments(backend, str(folder.path))
@@ -131,9 +133,9 @@ def train(
         session.loggers.open(loggers, folder.path, plan.plain, first)
         if resumed is not None:
             folder.forget_steps(first)
-        stopping, of_resume = Stopping(settings, hours_from or started, observer.note), resumed.notes if resumed else ()
+        stopping = Stopping(settings, (hours_from or started).wall, observer.note)
         job = Training(plan, session, chat, backend, inference, held_out, buffer, samples, resumed, stopping)
-        notes = [*plan.notes, *chat_notes(chat), *backend.notes, *of_tasks, *of_resume]
+        notes = [*plan.notes, *chat_notes(chat), *backend.notes, *of_tasks, *(resumed.notes if resumed else ())]
         session.begin(job, run_title, settings.steps, notes, plan.plain)
         job.play()
     return job.summary
@@ -196,6 +198,7 @@ class Training:
         )
         self._profiled = profiled_steps(self._start.step, settings.steps, settings.profile)
         self.summary: dict[str, Any] = {"status": "done", "steps": self._start.step, "evaluation": self._evaluations}
+        self.summary["eval_tasks"] = settings.eval_tasks
         if resumed is not None:
             self.summary["resumed_from"] = self._start.step
 
@@ -328,6 +331,7 @@ class Training:
         async def on_step(report: StepReport) -> dict[str, float]:
             self._folder.write_trajectories(f"{STEP}{report.step:06d}", step_records(report))
             own = environment_metrics(report.groups, self.buffer.epochs)
+            own |= death_metrics(plan.environments, self.summary)
             self._parts.see(report.groups)
             algorithm = stage_at(plan.schedule, report.step).algorithm
             self._learning.see(learning.findings(report.groups, report.advantages, report.metrics, algorithm, settings))

@@ -74,13 +74,13 @@ def group_advantages(
 ) -> list[float]:
     """The advantages [G] of a group, by a per-group function; 0.0 for rollouts that were not judged.
 
-    The function gets `rewards` [J] (float64), and `lengths` [J] and `turn_rewards` if it names them. Raises
-    TrainingError if it does not return J finite numbers.
+    The function gets `rewards` [J] (float64), and `lengths` [J] and `turn_rewards` (J lists) if it names them. Without
+    `turn_rewards`, each reward is that of one turn. Raises TrainingError if it does not return J finite numbers.
     """
     judged = _judged_indices(rewards)
     available = _of_group(rewards, judged, lengths)
-    if turn_rewards is not None:
-        available["turn_rewards"] = [turn_rewards[index] for index in judged]
+    by_turn = turn_rewards or [[reward] for reward in rewards]
+    available["turn_rewards"] = [by_turn[index] for index in judged]
     advantages = _at_places("advantage", function, available, judged, len(rewards))
     return [0.0 if advantage is None else advantage for advantage in advantages]
 

@@ -30,7 +30,7 @@ CRITIC_NAMES = frozenset({"old_values", "returns", "values"})
 TEACHER_NAMES = frozenset({"teacher_logprobs", "teacher_topk_ids", "teacher_topk_logprobs", "topk_logprobs"})
 
 # Names for an advantage of one group. No environment has rewards per turn yet.
-GROUP_ADVANTAGE_AVAILABLE: frozenset[str] = frozenset({"lengths", "rewards"})
+GROUP_ADVANTAGE_AVAILABLE: frozenset[str] = frozenset({"lengths", "rewards", "turn_rewards"})
 
 ONE_SAMPLE = "one sample per prompt has nothing to compare with; type --samples-per-prompt 8"
 

@@ -22,7 +22,7 @@ from rollouts.training.algorithms.calls import call_author
 from rollouts.training.algorithms.logprobs import topk_logprobs
 from rollouts.training.backends.transformer import ModelPaths, Selection, inspect_model, run
 from rollouts.training.batches import Row
-from rollouts.training.models import load_hf_model
+from rollouts.training.models import load_hf_model, one_at_a_time
 
 T = TypeVar("T")
 
@@ -90,9 +90,10 @@ class Critic(nn.Module):
         super().__init__()
         own = causal if scorer is None else scorer.causal
         place = causal.get_input_embeddings().weight.device
-        self.linear = nn.Linear(int(own.get_output_embeddings().in_features), 1, device=place)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
+        with one_at_a_time():
+            self.linear = nn.Linear(int(own.get_output_embeddings().in_features), 1, device=place)
+            nn.init.zeros_(self.linear.weight)
+            nn.init.zeros_(self.linear.bias)
         self.trunk = None if scorer is None else scorer.causal
         self.scorer = scorer
 

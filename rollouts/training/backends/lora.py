@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rollouts.errors import ConfigError
-from rollouts.training.models import no_peft_warnings, tied_with_adapter
+from rollouts.training.models import no_peft_warnings, one_at_a_time, tied_with_adapter
 
 Whole = Callable[[Iterable[tuple[str, Tensor]]], dict[str, Tensor]]
 """Makes CPU copies by name. Joins sharded tensors. Returns an empty dict on ranks above 0."""
@@ -39,7 +39,7 @@ def add_lora(causal: Any, *, rank: int, alpha: float | None, targets: str, seed:
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
     )
-    with torch.random.fork_rng(devices=[]):
+    with one_at_a_time(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
             wrapped = wrap_in_adapter(causal, config)
@@ -58,6 +58,7 @@ def add_lora(causal: Any, *, rank: int, alpha: float | None, targets: str, seed:
     return wrapped
 
 
+@one_at_a_time()
 def wrap_in_adapter(causal: Any, config: Any) -> Any:
     """Make a PeftModel of the causal LM, which changes in place, from peft's configuration. Raises ValueError."""
     from peft import get_peft_model

@@ -117,7 +117,8 @@ def prepare_rl_batch(
             for index, (reward, episode, length) in enumerate(zip(own, group.episodes, lengths, strict=True), first)
         ]
         if of_groups:
-            advantages += calls.group_advantages(algorithm.advantage, own, lengths=lengths)
+            turns = group.turn_rewards(own)
+            advantages += calls.group_advantages(algorithm.advantage, own, lengths=lengths, turn_rewards=turns)
         if algorithm.select is not None:
             trained += calls.selected(algorithm.select, own, eligible, lengths=lengths, step=step)
         if algorithm.pairs is not None:

@@ -1,8 +1,9 @@
 """Groups: all rollouts of one prompt, from episodes to samples.
 
-First come the rewards that see the whole group (`group_scorer`), then the filters (`filter_group`), then numbered
-samples for the batch (`group_samples`). Not here: rewards of single rollouts, which run while the environment is open
-(`rollouts.agent.episode`), and metrics (`metrics`).
+In an environment with roles, each role of a prompt is a group of its own (`role_groups`): what a role earns is compared
+with what the same role earned in the other episodes. Then come the rewards that see the whole group (`group_scorer`),
+the filters (`filter_group`), and numbered samples for the batch (`group_samples`). Not here: rewards of single
+rollouts, which run while the environment is open (`rollouts.agent.episode`), and metrics (`metrics`).
 """
 
 from __future__ import annotations
@@ -23,24 +24,27 @@ from rollouts.env.mixing import (
     InvalidPolicy,
     RewardTerm,
     Verdict,
+    check_turns,
     mix,
     read_verdict,
+    turn_rewards,
     with_reason,
 )
 from rollouts.error_log import report
 from rollouts.errors import RewardError, RolloutsError, RunError, words_of
 from rollouts.plugins.signature import bind, call_with
 from rollouts.training.samples import episode_samples
-from rollouts.types import Episode, Sample, Status, Task
+from rollouts.types import Episode, Sample, Score, Status, Task
 
 
 class Group(NamedTuple):
-    """All rollouts of one prompt.
+    """All rollouts of one prompt, or those of one role.
 
     Attributes:
-        number: unique in the run
+        number: of the prompt; unique in the run, but the roles of a prompt share it
         dropped: why a filter dropped the group; None if it is kept
         samples: the rows [G] of a `generate_fn`; empty if the rows come from the episodes
+        role: the role of all rollouts; empty without roles
     """
 
     number: int
@@ -48,11 +52,19 @@ class Group(NamedTuple):
     episodes: tuple[Episode, ...]
     dropped: str | None = None
     samples: tuple[Sample, ...] = ()
+    role: str = ""
 
     @property
     def rewards(self) -> list[float | None]:
         """The reward of each rollout [G]; None if it failed or could not be judged."""
         return [episode.score.value for episode in self.episodes]
+
+    def turn_rewards(self, rewards: Sequence[float | None]) -> list[list[float]]:
+        """The reward of each turn of each rollout [G]; they add up to `rewards`. Empty for a rollout without one."""
+        return [
+            [] if reward is None else turn_rewards(reward, episode.score.turns, episode.trajectory.turns)
+            for reward, episode in zip(rewards, self.episodes, strict=True)
+        ]
 
     @property
     def lengths(self) -> list[int]:
@@ -60,6 +72,19 @@ class Group(NamedTuple):
         if self.samples:
             return [sum(weight > 0 for weight in sample.loss_mask) for sample in self.samples]
         return [sum(trajectory.sampled_count for trajectory in episode.trajectories) for episode in self.episodes]
+
+
+def role_groups(group: Group) -> list[Group]:
+    """One group for each role of these episodes; without roles the group itself. An episode that failed before it had
+    roles is in each group.
+    """
+    split = [episode.by_role for episode in group.episodes]
+    roles = dict.fromkeys(each.role for own in split for each in own if each.role)
+    found = []
+    for role in roles:
+        episodes = [each._replace(role=role) for own in split for each in own if each.role in (role, "")]
+        found.append(group._replace(episodes=tuple(episodes), role=role))
+    return found or [group]
 
 
 def group_samples(groups: Sequence[Group]) -> list[Sample]:
@@ -193,16 +218,27 @@ def group_scorer(
 ) -> GroupScorer | None:
     """A scorer for the group rewards among `terms`; None if there are none.
 
-    The rewards do not see rollouts with an infrastructure failure, whose score stays None. The scorer raises
-    RewardError for an invalid reward, and for any failed reward under the policy `raise`.
+    The rewards do not see rollouts with an infrastructure failure, whose score stays None. Of episodes with roles, they
+    see one role after another. The scorer raises RewardError for an invalid reward, and for any failed reward under the
+    policy `raise`.
     """
     own = [term for term in terms if term.is_group]
 
-    async def score(episodes: Sequence[Episode]) -> list[Episode]:
+    async def score_one(episodes: Sequence[Episode]) -> list[Episode]:
         played = [episode for episode in episodes if not episode.status.is_infrastructure]
         columns = [await _ask_group(term, played, timeout_seconds) for term in own] if played else []
         scores = iter([mix(row, on_invalid, base=e.score) for e, *row in zip(played, *columns, strict=True)])
         return [e if e.status.is_infrastructure else e._replace(score=next(scores)) for e in episodes]
+
+    async def score(episodes: Sequence[Episode]) -> list[Episode]:
+        if not any(episode.roles for episode in episodes):
+            return await score_one(episodes)
+        scores: list[dict[str, Score]] = [{} for _ in episodes]
+        for role in dict.fromkeys(result.role for episode in episodes for result in episode.roles):
+            split = [(place, e) for place, whole in enumerate(episodes) for e in whole.by_role if e.role == role]
+            for (place, _), scored in zip(split, await score_one([e for _, e in split]), strict=True):
+                scores[place][role] = scored.score
+        return [e.with_scores(own) if e.roles else e for e, own in zip(episodes, scores, strict=True)]
 
     return score if own else None
 
@@ -217,7 +253,8 @@ async def _ask_group(term: RewardTerm, episodes: Sequence[Episode], seconds: flo
     def read(returned: Any) -> list[Verdict]:
         values = _one_each(term.alias, returned, len(episodes))
         verdicts = [read_verdict(term.alias, term.weight, value) for value in values]
-        return [with_reason(verdict, term.function) for verdict in verdicts]
+        counts = [episode.trajectory.turns for episode in episodes]
+        return [with_reason(check_turns(v, count), term.function) for v, count in zip(verdicts, counts, strict=True)]
 
     try:
         verdicts: list[Verdict] = await calls.call(function, *arguments, timeout_seconds=seconds, convert=read)

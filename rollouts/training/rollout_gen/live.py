@@ -31,7 +31,7 @@ class LiveGroup:
         step: the step in which the task was drawn
         position: the buffer's state before the task was drawn
         outcomes: the results of finished jobs, by rollout
-        judged: the group with rewards and filters applied; None until then
+        judged: the group of each role, or the only one, with rewards and filters applied; empty until then
     """
 
     number: int
@@ -41,7 +41,7 @@ class LiveGroup:
     position: dict[str, Any]
     outcomes: dict[int, Any] = field(default_factory=dict)
     suspended: dict[int, SuspendedEpisode] = field(default_factory=dict)
-    judged: Group | None = None
+    judged: tuple[Group, ...] = ()
 
     @property
     def is_complete(self) -> bool:
@@ -50,8 +50,8 @@ class LiveGroup:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the group is judged, and no filter dropped it."""
-        return self.judged is not None and self.judged.dropped is None
+        """Whether the group is judged, and at least one role of it is trained."""
+        return any(group.dropped is None for group in self.judged)
 
     @property
     def jobs(self) -> list[Job]:

@@ -5,7 +5,8 @@
 
 A step ends when enough groups are complete. Episodes that still run are then suspended in mid-reply. They stay in
 memory, with environment, conversation and deadlines, and continue in the next step, under new weights. At every moment,
-each group is exactly one of kept, dropped, carried or in flight (`statistics`).
+each group is exactly one of kept, dropped, carried or in flight (`statistics`). Here a group is all rollouts of a
+prompt, whatever roles they have: it is kept if at least one of its roles is trained.
 
 With an `over_sampling_factor` of 1, a step waits for all of its groups, nothing is carried over, and a seed determines
 the result. Above 1, the set of groups in a step depends on which groups are complete first. With a `staleness` above 0,
@@ -31,7 +32,14 @@ from rollouts.errors import ConfigError
 from rollouts.inference.base import Capabilities, InferenceBackend
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.rollout_gen.failures import FailurePolicy, Failures
-from rollouts.training.rollout_gen.groups import Filter, Group, GroupScorer, check_judged, filter_group
+from rollouts.training.rollout_gen.groups import (
+    Filter,
+    Group,
+    GroupScorer,
+    check_judged,
+    filter_group,
+    role_groups,
+)
 from rollouts.training.rollout_gen.live import LiveGroup, begin_group, group_state, restore_groups
 from rollouts.training.rollout_gen.pool import EpisodePool, Job, Play
 from rollouts.training.rollout_gen.steps import RolloutConfig, RolloutStatistics, RolloutStep
@@ -177,7 +185,7 @@ class AsyncRolloutManager:
         _, self._kept, self._dropped, *_ = self.statistics
         self._steps -= len(self._ready)
         for group in self._prefetched:  # later steps will judge these groups again
-            group.judged = None
+            group.judged = ()
             self._live[group.number] = group
         self._prefetch = None
         await pool.__aexit__(kind, error, traceback)
@@ -294,7 +302,7 @@ class AsyncRolloutManager:
             while True:
                 self._changed = trio.Event()
                 missing = await self._judge_complete(reward_fn)
-                playing = sum(group.judged is None for group in self._live.values())
+                playing = sum(not group.judged for group in self._live.values())
                 if missing == 0:
                     break
                 if playing < missing and config.refill and refills < config.refills_max:
@@ -328,7 +336,7 @@ class AsyncRolloutManager:
 
     async def _judge_complete(self, reward_fn: RewardFn | None) -> int:
         """Judge complete groups until the step has enough. Returns how many kept groups are missing."""
-        unjudged = [group for group in self._live.values() if group.judged is None]
+        unjudged = [group for group in self._live.values() if not group.judged]
         ready = sorted((group for group in unjudged if group.is_complete), key=lambda group: group.number)
         if self.config.in_rounds and len(ready) < len(unjudged):
             ready = []
@@ -336,16 +344,19 @@ class AsyncRolloutManager:
         for group in ready:
             if missing == 0:
                 break
-            group.judged = await self._judge(group, reward_fn)
+            judged = [await self._judge(each, reward_fn) for each in role_groups(self._played(group))]
+            group.judged = tuple(judged)
             missing -= group.is_kept
         return missing
 
-    async def _judge(self, live: LiveGroup, reward_fn: RewardFn | None) -> Group:
+    def _played(self, live: LiveGroup) -> Group:
+        """A complete group, with all roles of its episodes."""
+        if self.config.generate_fn is not None:
+            return sample_group(live.number, live.task, live.outcomes[0])
+        return Group(live.number, live.task, tuple(live.outcomes[index] for index in range(live.size)))
+
+    async def _judge(self, group: Group, reward_fn: RewardFn | None) -> Group:
         """Apply group rewards, then the filters."""
-        if self.config.generate_fn is None:
-            group = Group(live.number, live.task, tuple(live.outcomes[index] for index in range(live.size)))
-        else:
-            group = sample_group(live.number, live.task, live.outcomes[0])
         if reward_fn is not None:
             group = await reward_group(group, reward_fn)
         if self.score_group is not None:
@@ -364,7 +375,7 @@ class AsyncRolloutManager:
         number, self._steps = self._steps, self._steps + 1
         self._kept += kept
         self._dropped += len(judged) - kept
-        groups = [group.judged for group in judged if group.judged is not None]
+        groups = [each for group in judged for each in group.judged]
         check_judged([episode for group in groups for episode in group.episodes], f"step {self._steps}")
         metrics: dict[str, float] = {}
         if not self.config.in_rounds:

@@ -58,7 +58,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "group/zero_std_frac": statistics.fmean(_is_flat(group.rewards) for group in groups),
         "group/kept_frac": statistics.fmean(group.dropped is None for group in groups),
     }
-    metrics |= failure_metrics(episodes)
+    metrics |= failure_metrics(episodes) | role_metrics(groups)
     judged = [reward for group in groups for reward in group.rewards if reward is not None]
     if all(reward in (0.0, 1.0) for reward in judged):  # other rewards do not say which rollouts are right
         metrics["reward/pass@k"] = statistics.fmean(1.0 in group.rewards for group in groups)
@@ -73,26 +73,51 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     return metrics | {f"group/drop/{reason}": float(count) for reason, count in sorted(dropped.items())}
 
 
+def role_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """`role/<name>/...` for each role of the environment; `env/<alias>/role/<name>/...` if there are several
+    environments. Empty without roles.
+
+    The metrics are `reward` (the mean), `reward_part/<name>`, `metric/<name>`, `kept_frac`, `zero_std_frac`, and the
+    means of `tokens` and `turns`.
+    """
+    metrics: dict[str, float] = {}
+    for alias, role in sorted({(group.task.env, group.role) for group in groups if group.role}):
+        own = [group for group in groups if (group.task.env, group.role) == (alias, role)]
+        episodes = [episode for group in own for episode in group.episodes]
+        values = _by_name(episodes) | {
+            "kept_frac": sum(group.dropped is None for group in own) / len(own),
+            "zero_std_frac": statistics.fmean(_is_flat(group.rewards) for group in own),
+            "tokens": sum(sum(group.lengths) for group in own) / len(episodes),
+            "turns": sum(episode.metrics.get("turns", 0.0) for episode in episodes) / len(episodes),
+        }
+        place = f"env/{alias}/role/{role}" if alias else f"role/{role}"
+        metrics |= {f"{place}/{name}": value for name, value in values.items()}
+    return metrics
+
+
+def _by_name(episodes: Sequence[Episode]) -> dict[str, float]:
+    """The rewards and metrics of one environment or role: `reward` is the mean."""
+    rewards = reward_metrics(episodes)
+    named = {name: value for name, value in rewards.items() if not name.startswith("reward/")}
+    return named | ({"reward": rewards["reward/mean"]} if "reward/mean" in rewards else {})
+
+
 def environment_metrics(groups: Sequence[Group], epochs: Mapping[str, int]) -> dict[str, float]:
     """`env/<alias>/...` for each environment with a group in this step; empty if there is only one environment.
 
-    The metrics are `reward` (the mean), `reward_part/<name>`, `metric/<name>`, `share` (the fraction of groups),
+    The metrics are `reward` (the mean), `reward_part/<name>`, `metric/<name>`, `share` (the fraction of prompts),
     `kept_frac`, `infra_fail_frac` and `epoch`.
     """
     metrics: dict[str, float] = {}
     for alias in sorted({group.task.env for group in groups} - {""}):
         own = [group for group in groups if group.task.env == alias]
         episodes = [episode for group in own for episode in group.episodes]
-        rewards = reward_metrics(episodes)
-        values = {
-            "share": len(own) / len(groups),
+        values = _by_name(episodes) | {
+            "share": len({group.number for group in own}) / len({group.number for group in groups}),
             "kept_frac": sum(group.dropped is None for group in own) / len(own),
             "infra_fail_frac": sum(episode.status.is_infrastructure for episode in episodes) / len(episodes),
             "epoch": float(epochs.get(alias, 0)),
         }
-        if "reward/mean" in rewards:
-            values["reward"] = rewards["reward/mean"]
-        values |= {name: value for name, value in rewards.items() if not name.startswith("reward/")}
         metrics |= {f"env/{alias}/{name}": value for name, value in values.items()}
     return metrics
 

@@ -101,7 +101,8 @@ class RolloutBatch:
 
 
 class RolloutStep(RolloutBatch):
-    """The groups of one step, sorted by number, dropped ones included, and the seconds that it took to play them.
+    """The groups of one step, sorted by number, dropped ones included, and the seconds that it took to play them. Each
+    role of a prompt has a group of its own.
 
     The fields of RolloutBatch are the rows of the kept groups. They are computed on first use. `metrics` describe
     over-sampling and refilling, and are empty without both.

@@ -17,8 +17,8 @@ NAMES = {
 }
 """The short names of metrics, and the names that the loops give them."""
 
-SHOWN = {"mean_reward": ".2f", "loss": ".4f", "grad_norm": ".4f", "lr": ".4e"}
-"""The metrics of a printed line, and their formats."""
+SHOWN = {"mean_reward": "reward={:.2f}", "loss": "loss={:.4f}", "grad_norm": "grad_norm={:.4f}", "lr": "lr={:.4e}"}
+"""The metrics of a printed line, and what is printed of each."""
 
 
 class Checkpoints:
@@ -73,11 +73,7 @@ class Progress:
         """Print and save after a step (0-based), if it is time."""
         config = self._config
         if self.prints and step % config.log_every == 0:
-            known = {"reward": "mean_reward", "loss": "loss", "grad_norm": "grad_norm", "lr": "lr"}
-            shapes = {"reward": ".2f", "lr": ".4e"}
-            shown = [
-                f"{word}={metrics[name]:{shapes.get(word, '.4f')}}" for word, name in known.items() if name in metrics
-            ]
+            shown = [words.format(metrics[name]) for name, words in SHOWN.items() if name in metrics]
             self.say(f"Step {step}: {', '.join(shown)}")
         if config.checkpoint_every and (step + 1) % config.checkpoint_every == 0:
             self.say(f"  Saved checkpoint to {await self.checkpoints.save(step + 1, metrics)}")

@@ -88,6 +88,7 @@ class AsyncRolloutManager(manager.AsyncRolloutManager):
             config = dataclasses.replace(config, reward_fn=graded(config.reward_fn))
         super().__init__(data_buffer or DataBuffer(_no_tasks), config, **options)
         self._chat: Any = None
+        self._opened = contextlib.AsyncExitStack()
 
     @property
     def is_open(self) -> bool:
@@ -104,18 +105,17 @@ class AsyncRolloutManager(manager.AsyncRolloutManager):
 
     async def __aenter__(self) -> AsyncRolloutManager:
         self.connect()
-        if self._endpoint is not None and self.inference is not None:
-            await self.inference.__aenter__()
-        await super().__aenter__()
+        async with contextlib.AsyncExitStack() as opened:
+            if self._endpoint is not None and self.inference is not None:
+                opened.callback(setattr, self, "inference", None)  # an engine is entered once
+                await opened.enter_async_context(self.inference)
+            await super().__aenter__()
+            self._opened = opened.pop_all()
         return self
 
     async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        try:
+        async with self._opened:
             await super().__aexit__(kind, error, traceback)
-        finally:
-            if self._endpoint is not None and self.inference is not None:
-                await self.inference.__aexit__(kind, error, traceback)
-                self.inference = None  # an engine is entered once
 
     async def generate_batches(self, count: int = 1) -> list[RolloutStep]:
         """The next `count` batches, with the rewards and the errors of `generate_batch`."""

@@ -255,6 +255,16 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     return [each for each in all_checkpoints(folder) if (each / MANIFEST).is_file()]
 
 
+def nearest_checkpoints(missing: Path) -> str:
+    """The complete checkpoints before and after one that does not exist, as words for its error; empty if its folder
+    has none.
+    """
+    found, number = complete_checkpoints(missing.parent), step_of(missing)
+    later = [each for each in found if number is not None and (step_of(each) or 0) > number]
+    near = [*found[: len(found) - len(later)][-1:], *later[:1]]
+    return f"the nearest checkpoints: {', '.join(map(str, near))}" if near else ""
+
+
 def last_checkpoint(folder: Path) -> Path | None:
     """The newest complete checkpoint of a run's `checkpoints/`, or None."""
     return next(reversed(complete_checkpoints(folder)), None)

@@ -1,8 +1,6 @@
 import re
 from dataclasses import dataclass
 
-from rollouts_calculator import evaluate
-
 from rollouts import Task, reward, tool
 
 
@@ -18,9 +16,9 @@ class MyEnv:
             yield Task(f"What is {a} * {b}?", answer=a * b)
 
     @tool(timeout_seconds=5)
-    def calculator(self, expression: str) -> str:
-        """Evaluate an arithmetic expression."""
-        return evaluate(expression)
+    def multiply(self, a: int, b: int) -> int:
+        """Multiply two numbers."""
+        return a * b
 
     @reward
     def correct(self, task, trajectory):

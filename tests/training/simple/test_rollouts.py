@@ -110,6 +110,29 @@ class NoTasks:
     pass
 
 
+def test_an_engine_is_closed_if_the_manager_cannot_be_entered(monkeypatch):
+    events = []
+
+    class Engine:
+        async def __aenter__(self):
+            events.append("entered")
+
+        async def __aexit__(self, *error):
+            events.append("closed")
+
+    class Refuses:
+        def __init__(self, *given):
+            raise RuntimeError("no pool")
+
+    manager = AsyncRolloutManager(rollout_config=config())
+    manager.inference = Engine()
+    monkeypatch.setattr("rollouts.training.rollout_gen.manager.EpisodePool", Refuses)
+    with pytest.raises(RuntimeError, match="no pool"):
+        trio.run(manager.__aenter__)
+    assert events == ["entered", "closed"]
+    assert manager.inference is None and not manager.is_open
+
+
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [

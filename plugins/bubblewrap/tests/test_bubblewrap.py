@@ -1,0 +1,128 @@
+"""Commands in bubblewrap: what they see, what they cannot reach, and that they end."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from rollouts_bubblewrap import BubblewrapSandboxes
+
+from rollouts.errors import ConfigError
+from rollouts.sandboxes import SandboxLimits
+
+
+def why_not() -> str:
+    try:
+        BubblewrapSandboxes().check()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+real = pytest.mark.skipif(bool(why_not()), reason=why_not())
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def open_sandbox(home):
+    opened = []
+
+    def open_sandbox(limits=None, **settings):
+        opened.append(BubblewrapSandboxes(limits=SandboxLimits(**(limits or {})), **settings).open())
+        return opened[-1]
+
+    yield open_sandbox
+    for sandbox in opened:
+        sandbox.close()
+    assert list(home.glob("rollouts-sandbox-*")) == []
+
+
+def test_a_program_that_is_missing_says_what_to_type():
+    with pytest.raises(ConfigError, match=r"'no-bwrap' is not installed\ntype: apt-get install bubblewrap"):
+        BubblewrapSandboxes(program="no-bwrap").check()
+    with pytest.raises(ConfigError, match=r"cannot make a sandbox here"):
+        BubblewrapSandboxes(program=shutil.which("false") or "false").check()
+    with pytest.raises(ConfigError, match=r"--sandbox\.readable /no/folder: there is no such folder"):
+        BubblewrapSandboxes(readable=["/no/folder"])
+
+
+@real
+def test_commands_and_files(open_sandbox):
+    sandbox = open_sandbox()
+    result = sandbox.exec("cat a/b; pwd; echo $HOME; exit 3", files={"a/b": "1\n"}, stdin="x")
+    assert result[:3] == (3, "1\n/workspace\n/workspace\n", "")
+    assert sandbox.exec([sys.executable, "-c", "print(6 * 7)"]).text == "42"  # the Python environment of the run
+    sandbox.exec("echo 2 > made; ln -s /workspace/made link; echo kept > /tmp/t")
+    assert sandbox.read("/workspace/link") == sandbox.read("made") == b"2\n"
+    assert sandbox.exec("cat /tmp/t").stdout == "kept\n"
+    assert sandbox.exec("cat", stdin="x" * 30_000).stdout == "x" * 30_000
+
+
+@real
+def test_nothing_outside_can_be_read_or_written(open_sandbox, home):
+    (home / "secret").write_text("private")
+    sandbox = open_sandbox()
+    for path in (home / "secret", Path.home() / ".bashrc", "/etc/shadow", f"{sandbox.folder}/workspace"):
+        assert sandbox.exec(["cat", str(path)]).exit_code == 1
+    for path in (
+        "/x",
+        "/usr/x",
+        "/etc/x",
+        "/dev/x",
+        "/proc/sys/kernel/hostname",
+        "/proc/sysrq-trigger",
+        str(home / "x"),
+    ):
+        assert sandbox.exec(f"echo changed > {path}").exit_code != 0
+    assert [path.name for path in home.iterdir() if path.name[:9] != "rollouts-"] == ["secret"]
+    sandbox.exec(f"ln -s {home}/secret link; ln -s /etc/hostname name")
+    for path in ("link", "name", "../tmp/t"):
+        with pytest.raises(ValueError, match="outside"):
+            sandbox.read(path)
+        with pytest.raises(ValueError, match="outside"):
+            sandbox.write(path, "changed")
+    assert (home / "secret").read_text() == "private"
+    assert open_sandbox(readable=[str(home)]).exec(["cat", str(home / "secret")]).stdout == "private"
+
+
+@real
+def test_the_network_is_only_there_if_it_is_chosen(open_sandbox):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        ask = [sys.executable, "-c", f"import socket; socket.create_connection(('127.0.0.1', {port}), 5)"]
+        assert "refused" in open_sandbox().exec(ask).stderr
+        chosen = BubblewrapSandboxes(network=True)
+        assert any("network" in words for words in chosen.not_stopped)
+        assert open_sandbox(network=True).exec(ask).exit_code == 0
+
+
+@real
+def test_it_sees_only_its_own_processes_and_they_end_with_the_command(open_sandbox):
+    sandbox = open_sandbox()
+    listed = sandbox.exec("setsid sleep 300 & ls /proc | grep -c '^[0-9]'")
+    assert listed.exit_code == 0 and int(listed.stdout) < 10
+    late = sandbox.exec("setsid sh -c 'sleep 1.5; echo late > late' & sleep 300", seconds=0.5)
+    assert late.timed_out
+    assert sandbox.exec("sleep 2; ls").stdout == ""  # the process that would write `late` was killed
+    assert sandbox.exec("kill -9 -1; kill -9 $PPID; echo alive").stdout == "alive\n"
+
+
+@real
+def test_limits(open_sandbox):
+    sandbox = open_sandbox(limits={"memory_gib": 0.2, "processes": 30, "file_mib": 1, "output_kib": 1})
+    bomb = "i=0; while [ $i -lt 300 ]; do setsid sleep 300 & i=$((i + 1)); done; wait"
+    result = sandbox.exec(bomb, seconds=60)
+    assert result.was_killed_for_processes or "fork" in result.stderr  # root has no limit of the kernel
+    eats = [sys.executable, "-c", "import time; x = b'x' * (300 << 20); time.sleep(60)"]
+    assert sandbox.exec(eats, seconds=50).was_killed_for_memory
+    assert sandbox.exec("head -c 3000000 /dev/zero > big; stat -c %s big").stdout == f"{1 << 20}\n"
+    assert sandbox.exec("yes | head -n 5000").is_cut

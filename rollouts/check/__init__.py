@@ -1,0 +1,22 @@
+"""`rollouts check`: finds out whether a component keeps its contract.
+
+report         the result of one check, and of all checks of a component
+runner         runs a table of checks
+environments   the checks of environments
+api            checks by a name or a path, and in the tests of an author
+pytest_plugin  `pytest --rollouts-check NAME`
+
+A check is one small function with a docstring. Its table says which checks it needs. Not here: whether a run can be
+composed (`rollouts.runs`), which ends at the first mistake.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rollouts.lazy import lazy_face
+
+if TYPE_CHECKING:
+    from rollouts.check.api import check_environment_class as check_environment_class
+
+__getattr__, __dir__ = lazy_face(__name__)

@@ -1,0 +1,298 @@
+"""Checks of an episode's life: cancellation, deadlines, `close`, `state` and `restore`, several episodes at once."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import trio
+
+from rollouts.author_code import place_of_function, shown
+from rollouts.check.environments.agents import (
+    Agent,
+    Played,
+    Watch,
+    done,
+    in_trio,
+    play,
+    play_each,
+    ready,
+    says,
+    script_for,
+    watched,
+)
+from rollouts.check.environments.rewards import difference_of
+from rollouts.check.environments.subject import Subject
+from rollouts.check.environments.traces import Leftovers, own_temporary_folder
+from rollouts.check.report import FailedError, SkippedError
+from rollouts.env import calls
+from rollouts.env.returned import plain_state
+from rollouts.errors import counted, words_of
+from rollouts.inference.chatting import ChatRequest
+from rollouts.inference.suspend import EMPTY, SuspendableEngine, SuspendedEpisode
+from rollouts.types import Message, Status, Task
+
+CANCELLED_MAX = 24  # places at which an episode is cancelled
+WRONG = ("0", "1", "?", "2")  # replies that are probably wrong, so that an episode lasts longer than an expert's
+MODEL_SECONDS = 0.3  # the deadline of an episode whose model never replies
+
+
+def interleaved(subject: Subject) -> str:
+    """Two episodes at the same time do not change each other."""
+    pairs = [(each.task, each.replies) for each in subject.expert[:2]]
+    if len(pairs) < 2:
+        pairs = [(task, script_for(subject, task)) for task in subject.tasks[:2]]
+    if len(pairs) < 2:
+        raise SkippedError("there is only one task")
+    turns = max(len(script) for _, script in pairs)
+    alone = [play_each(subject, [task], [says(*script)], turns=turns)[0] for task, script in pairs]
+    together = in_trio(_together, subject, pairs, turns)
+    for task_number, (one, other) in enumerate(zip(alone, together, strict=True), start=1):
+        if difference := difference_of(one, other):
+            change = (
+                "keep the state of an episode on `self`, not in the class, in a module variable or in a shared file"
+            )
+            tried = f"play episode {task_number} of 2 alone, and then turn by turn with the other one"
+            raise FailedError(tried, difference, change)
+    return "2 episodes"
+
+
+async def _together(subject: Subject, pairs: Sequence[tuple[Task, list[Message]]], turns: int) -> list[Played]:
+    """Play the episodes at once. Each turn begins when every unfinished episode waits for it."""
+    turnstile = _Turnstile(len(pairs))
+    results: dict[int, Played] = {}
+
+    async def one(number: int, task: Task, script: list[Message]) -> None:
+        try:
+            results[number] = await play(subject, task, turnstile.slowed(says(*script)), turns=turns)
+        finally:
+            turnstile.leave()
+
+    async with trio.open_nursery() as nursery:
+        for number, (task, script) in enumerate(pairs):
+            nursery.start_soon(one, number, task, script)
+    return [results[number] for number in range(len(pairs))]
+
+
+class _Turnstile:
+    """Lets the model reply when all episodes wait for a reply."""
+
+    def __init__(self, count: int) -> None:
+        self._count, self._waiting, self._round = count, 0, trio.Event()
+
+    def slowed(self, agent: Agent) -> Agent:
+        async def choose(request: ChatRequest) -> Message:
+            self._waiting += 1
+            own = self._round
+            self._open_if_all()
+            await own.wait()
+            chosen = agent(request)
+            assert isinstance(chosen, Message), "a script replies at once"
+            return chosen
+
+        return choose
+
+    def leave(self) -> None:
+        self._count -= 1
+        self._open_if_all()
+
+    def _open_if_all(self) -> None:
+        if self._waiting >= self._count:
+            self._waiting = 0
+            self._round.set()
+            self._round = trio.Event()
+
+
+def cancelled(subject: Subject) -> str:
+    """An episode that is cancelled at any step runs `close`, and leaves no thread, process or temporary file."""
+    task = subject.tasks[0]
+    script = script_for(subject, task)
+    watch = Watch()
+    steps = in_trio(_cancelled_at, subject, task, script, watch, 10**9)
+    places = sorted({1 + (steps * number) // CANCELLED_MAX for number in range(CANCELLED_MAX)})
+    change = "end in `close` what the episode started: processes, threads, files, connections"
+    with own_temporary_folder(subject.scratch / "cancelled") as folder:
+        left = Leftovers(folder)
+        for place in places:
+            watch = Watch()
+            in_trio(_cancelled_at, subject, task, script, watch, place)
+            _check_closed(subject, watch, f"cancel an episode at step {place} of {steps}")
+        if lines := left.found():
+            where = place_of_function(getattr(subject.component, "close", None)) or place_of_function(
+                getattr(subject.component, "setup", None)
+            )
+            seen = f"it left {'; '.join(lines)}" + (f" ({where})" if where else "")
+            raise FailedError(f"cancel an episode at {counted(len(places), 'step')}, one after the other", seen, change)
+    return counted(len(places), "step")
+
+
+class _CancelAtStep(trio.abc.Instrument):
+    """Cancels a task before one of its steps. `steps` counts them."""
+
+    def __init__(self, step: int) -> None:
+        self.steps, self._step, self.scope = 0, step, trio.CancelScope()
+        self.task: trio.lowlevel.Task | None = None
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        if task is self.task:
+            self.steps += 1
+            if self.steps == self._step:
+                self.scope.cancel()
+
+
+async def _cancelled_at(subject: Subject, task: Task, script: list[Message], watch: Watch, step: int) -> int:
+    """Play an episode and cancel it before this step of its task. Returns the number of steps."""
+    instrument = _CancelAtStep(step)
+
+    async def episode() -> None:
+        instrument.task = trio.lowlevel.current_task()
+        with instrument.scope:
+            await play(subject, task, says(*script), turns=len(script), watch=watch)
+        instrument.task = None
+
+    trio.lowlevel.add_instrument(instrument)
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(episode)
+    finally:
+        trio.lowlevel.remove_instrument(instrument)
+    return instrument.steps
+
+
+def _check_closed(subject: Subject, watch: Watch, tried: str) -> None:
+    """Raise FailedError if an environment object that was made has a `close` that was not called."""
+    missing = [env for env in watch.made if hasattr(env, "close") and not any(env is each for each in watch.closed)]
+    if missing and watched(subject.component) is not subject.component:
+        seen = f"`close` did not run ({place_of_function(subject.component.close)})"
+        raise FailedError(tried, seen, "do not catch trio.Cancelled in `rollout`, or raise it again")
+
+
+def deadlines(subject: Subject) -> str:
+    """If the model never replies, the episode ends at its deadline, and `close` runs."""
+    watch = Watch()
+
+    async def never(request: ChatRequest) -> Message:
+        await trio.sleep_forever()
+        raise AssertionError("it sleeps for ever")
+
+    async def episode() -> Played:
+        return await play(subject, subject.tasks[0], never, seconds=MODEL_SECONDS, watch=watch)
+
+    begun = time.monotonic()
+    played = in_trio(episode)
+    tried = f"play an episode of at most {MODEL_SECONDS} seconds with a model that never replies"
+    if played.episode.status is not Status.TIMEOUT:
+        seen = f"it ended as {played.episode.status.value}: {played.trajectory.error or 'without an error'}"
+        change = "let exceptions of model.chat pass: do not catch trio.Cancelled or every exception"
+        raise FailedError(tried, seen, change)
+    _check_closed(subject, watch, tried)
+    return f"timeout after {time.monotonic() - begun:.1f} s"
+
+
+def close(subject: Subject) -> str:
+    """`close` may be called twice, and before `setup`, because `setup` may fail."""
+    if not hasattr(subject.component, "close"):
+        raise SkippedError("the environment has no `close`")
+    task = subject.tasks[0]
+    script = script_for(subject, task)
+    watch = Watch()
+    place = place_of_function(subject.component.close)
+
+    async def twice() -> None:
+        await play(subject, task, says(*script), turns=len(script), watch=watch)
+        await calls.call(watch.made[-1].close, timeout_seconds=10)
+
+    async def early() -> None:
+        await calls.call(watch.make(subject).close, timeout_seconds=10)
+
+    for function, tried in ((twice, "call `close` again after an episode"), (early, "call `close` without `setup`")):
+        try:
+            in_trio(function)
+        except FailedError:
+            raise
+        except Exception as error:  # the author's code may raise anything
+            late = f"it took longer than 10 seconds ({place})"
+            why = late if isinstance(error, calls.CallTimeoutError) else words_of(error)
+            change = "give each attribute that `close` uses a value in the constructor, and check it"
+            raise FailedError(tried, why, change) from error
+    return "twice, and without setup"
+
+
+def restore(subject: Subject) -> str:
+    """An episode that is saved with `state` and restored in another object goes on as before."""
+    component = subject.component
+    if not (hasattr(component, "state") and hasattr(component, "restore")):
+        raise SkippedError("the environment has no `state` and `restore`")
+    if hasattr(component, "rollout"):
+        raise SkippedError("an environment with its own `rollout` cannot be restored")
+    pairs = [(each.task, each.replies) for each in subject.expert[:2]]
+    pairs = pairs or [(subject.tasks[0], script_for(subject, subject.tasks[0]))]
+    pairs.append((subject.tasks[0], [Message("assistant", text) for text in WRONG]))
+    count = 0
+    for task, script in pairs:
+        (whole,) = play_each(subject, [task], [says(*script)], turns=len(script))
+        for said in range(len(script)):
+            restored, saved, again = in_trio(_restored, subject, task, script, said)
+            count += 1
+            tried = f"save an episode after {said} of {len(script)} replies"
+            if saved != again:
+                place = place_of_function(component.restore)
+                seen = f"the first object gave {shown(saved)}, the second {shown(again)} ({place})"
+                change = "set in `restore` everything that `state` returned"
+                raise FailedError(f"{tried}, restore it in a new object, and call `state` there", seen, change)
+            if difference := difference_of(whole, restored):
+                place = place_of_function(component.state)
+                seen = f"{difference} ({place})"
+                change = "return from `state` everything that the rest of the episode needs, and set it in `restore`"
+                raise FailedError(f"{tried}, restore it in a new object, and play the rest", seen, change)
+    return counted(count, "restored episode")
+
+
+async def _restored(subject: Subject, task: Task, script: list[Message], count: int) -> tuple[Played, Any, Any]:
+    """Play the first `count` replies, save, and play the rest in another environment object. With the state that was
+    saved, and the state of the other object right after `restore`; both None if the episode ended before.
+    """
+    saved: list[SuspendedEpisode] = []
+    engine = SuspendableEngine(None, None, (0, 0), "check")  # type: ignore[arg-type]  # `play` sets the backend
+    first = says(*script)
+
+    with trio.CancelScope() as scope:
+
+        async def until_saved(request: ChatRequest) -> Message:
+            said = sum(message.role == "assistant" for message in request.messages)
+            if said - sum(message.role == "assistant" for message in task.messages) < count:
+                chosen = first(request)
+                assert isinstance(chosen, Message), "a script replies at once"
+                return chosen
+            assert engine.snapshot is not None, "the episode sets it"
+            states = await engine.snapshot()
+            if states is None:
+                raise FailedError("save the episode", "`state` raised, or took too long", "correct `state`")
+            saved.append(SuspendedEpisode(*states, seed=0, context_length=0, partial=EMPTY))
+            scope.cancel()
+            await trio.sleep_forever()
+            raise AssertionError("it is cancelled")
+
+        played = await play(subject, task, until_saved, turns=len(script), engine=engine)
+    if not saved:
+        return played, None, None
+    again = SuspendableEngine(None, None, (0, 0), "check", resume_from=saved[0])  # type: ignore[arg-type]
+    rest = says(*script[count:])
+    state = saved[0].env
+    return (
+        await play(subject, task, rest, turns=len(script), engine=again),
+        state,
+        await _state_after(subject, task, state),
+    )
+
+
+async def _state_after(subject: Subject, task: Task, state: Any) -> Any:
+    """The state of a new environment object right after `restore`."""
+    run = await ready(subject, task)
+    try:
+        await calls.call(run.env.restore, copy.deepcopy(state))
+        return plain_state(type(run.env).__name__, await calls.call(run.env.state))
+    finally:
+        await done(run)

@@ -1,0 +1,220 @@
+"""Checks of rewards: an expert earns the maximum, idle agents do not, and a verdict is a finite number each time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rollouts.author_code import place_of_function, shown
+from rollouts.check.environments.agents import Agent, Played, example_script, in_trio, play, play_each, says
+from rollouts.check.environments.subject import Subject
+from rollouts.check.report import FailedError
+from rollouts.encoding import encode
+from rollouts.env.authoring import rewards_of
+from rollouts.env.mixing import RETURNED_NONE
+from rollouts.errors import counted
+from rollouts.types import Message, Score, Task
+
+SLACK = 1e-6  # rounding of a reward
+JUNK_REPLIES = ("", "?", "I do not know.", "0", "-1", "nan", "x" * 20_000, "é 👩‍🚀 \u202e", "[[]] {} ()", "\n\n\n")
+
+
+def episode(subject: Subject) -> str:
+    """An episode runs to its end: with a call of each tool, and with a text."""
+    task = subject.tasks[0]
+    script = example_script(subject)
+    (played,) = play_each(subject, [task], [says(*script)], turns=len(script))
+    require_end(played, "play an episode with a call of each tool, then a text")
+    return f"{counted(len(played.trajectory.messages), 'message')}, {played.episode.status.value}"
+
+
+def repeatable(subject: Subject) -> str:
+    """The same task and the same replies give the same messages and the same reward."""
+    pairs = [(each.task, each.replies) for each in subject.expert[:2]]
+    for task, script in [*pairs, (subject.tasks[0], example_script(subject))]:
+        first, second = play_each(subject, [task] * 2, [says(*script), says(*script)], turns=len(script))
+        if difference := difference_of(first, second):
+            change = (
+                "keep the state of an episode on `self`, set it in `setup`, and draw random numbers from a generator "
+                "that `setup` makes from the task"
+            )
+            raise FailedError("play the same replies to the same task twice", difference, change)
+    return "2 episodes each"
+
+
+def oracle(subject: Subject) -> str:
+    """An expert earns the maximum: the demonstrations, replayed with the real tools."""
+    subject.require_rewards()
+    highest = subject.reward_range[1] if subject.reward_range else None
+    for demonstration, played in zip(subject.demonstrations, _experts(subject), strict=True):
+        tried = f"replay the demonstration of the task {shown(demonstration.task.key)}"
+        require_end(played, tried)
+        if failures := dict(played.trajectory.tool_errors):
+            raise FailedError(tried, "; ".join(failures.values()), "correct the demonstration's call, or the tool")
+        value = played.reward
+        wanted = f"{highest:g}, the end of reward_range" if highest is not None else "more than 0"
+        is_enough = value is not None and (value > 0 if highest is None else value >= highest - SLACK)
+        if not is_enough:
+            why = f": {played.episode.score.why}" if played.episode.score.why else ""
+            last = shown(played.trajectory.last_text)
+            seen = f"the reward was {_number(value)}{why}; the last message was {last}{_at(subject)}"
+            change = f"let the expert earn {wanted}: correct the demonstration or the reward"
+            raise FailedError(tried, seen, change)
+    return f"{counted(len(subject.demonstrations), 'demonstration')}, reward {_number(_experts(subject)[0].reward)}"
+
+
+def no_op(subject: Subject) -> str:
+    """An agent that does nothing earns less than the expert."""
+    return _below(subject, "reply with an empty text", [says("") for _ in subject.demonstrations])
+
+
+def echo(subject: Subject) -> str:
+    """An agent that repeats the prompt earns less than the expert."""
+    agents = [says(each.task.messages[-1].text) for each in subject.demonstrations]
+    return _below(subject, "reply with the text of the prompt", agents)
+
+
+def rewards(subject: Subject) -> str:
+    """Each verdict is a finite number in the declared range, and the same when it is given again."""
+    subject.require_rewards()
+    declared = _declared_range(subject)
+    task = subject.tasks[0]
+    pairs: list[tuple[Task, Sequence[Message | str]]] = [(each.task, each.replies) for each in subject.expert]
+    pairs += [(task, example_script(subject)), *((task, [text]) for text in JUNK_REPLIES)]
+    again = tuple(term._replace(alias=f"again_{term.alias}") for term in subject.rewards)
+
+    async def judged() -> list[tuple[Played, Played]]:
+        found = []
+        for task, script in pairs:
+            turns = len(script)
+            once = await play(subject, task, says(*script), turns=turns)
+            unjudged = await play(subject, task, says(*script), turns=turns, rewards=())
+            if not once.fault and encode(once.episode.trajectories) != encode(unjudged.episode.trajectories):
+                seen = f"the trajectory was another one than without rewards{_at(subject)}"
+                change = "do not change the trajectory or its task in a reward"
+                raise FailedError("play an episode with rewards and without", seen, change)
+            twice = await play(subject, task, says(*script), turns=turns, rewards=(*subject.rewards, *again))
+            found.append((once, twice))
+        return found
+
+    for (_, script), (once, twice) in zip(pairs, in_trio(judged), strict=True):
+        tried = f"judge an episode whose last reply is {shown(_text(script[-1]), 60)}"
+        if once.fault:
+            raise FailedError(tried, once.fault, "return a finite number, or None if the reward cannot judge")
+        for why in "; ".join(each.score.why for each in once.episode.by_role).split("; "):
+            if " could not judge: " in why and f": {RETURNED_NONE}" not in why:
+                change = "let the reward return a number for any reply; 0 if the reply is no answer"
+                raise FailedError(tried, why, change)
+        for each in twice.episode.by_role:
+            for (name, value), (_, second) in _pairs(each.score):
+                if value != second:
+                    seen = f"{name} was {_number(value)}, and {_number(second)} the second time{_at(subject)}"
+                    change = "do not change the episode in a reward, and draw nothing"
+                    raise FailedError(f"{tried}, twice", seen, change)
+        value = once.reward
+        if declared and value is not None and not declared[0] - SLACK <= value <= declared[1] + SLACK:
+            seen = f"the reward was {value:g}, and reward_range is {declared}{_at(subject)}"
+            raise FailedError(tried, seen, "correct the reward, or the class attribute reward_range")
+    within = f", in {declared}" if declared else ""
+    return f"{counted(len(pairs), 'episode')}{within}"
+
+
+def _pairs(score: Score) -> Iterator[tuple[tuple[str, float | None], tuple[str, float | None]]]:
+    """Each reward and each part of the first judgment, with that of the second. A score has its rewards first."""
+    found, count = list(score.parts.items()), len(score.weights)
+    for several in (found[:count], found[count:]):
+        half = len(several) // 2
+        yield from zip(several[:half], several[half:], strict=False)
+
+
+def require_end(played: Played, tried: str) -> None:
+    """Raise FailedError if the environment failed."""
+    trajectory = played.trajectory
+    if trajectory.status.is_infrastructure:
+        seen = f"it ended as {trajectory.status.value}: {trajectory.error}"
+        raise FailedError(tried, seen, "correct the method that raised, or that took too long")
+
+
+def difference_of(first: Played, second: Played) -> str:
+    """The first difference of two episodes in messages, status or reward; empty if they are equal."""
+    pairs = list(zip(first.episode.trajectories, second.episode.trajectories, strict=False))
+    for ours, theirs in pairs:
+        for number, (one, other) in enumerate(zip(ours.messages, theirs.messages, strict=False), start=1):
+            if one != other:
+                return f"message {number} ({one.role}) was {shown(one.text)}, and then {shown(other.text)}"
+        if len(ours.messages) != len(theirs.messages):
+            return f"one episode had {counted(len(ours.messages), 'message')}, the other {len(theirs.messages)}"
+        if ours.status != theirs.status:
+            statuses = [f"{each.status.value} {each.error or ''}".strip() for each in (ours, theirs)]
+            return f"one episode ended as {statuses[0]}, the other as {statuses[1]}"
+    counts = [len(each.episode.trajectories) for each in (first, second)]
+    if counts[0] != counts[1]:
+        return f"one episode had {counted(counts[0], 'conversation')}, the other {counts[1]}"
+    if _parts(first) != _parts(second):
+        texts = [", ".join(f"{name} {_number(value)}" for name, value in _parts(each)) for each in (first, second)]
+        return f"the rewards were {texts[0]}, and then {texts[1]}"
+    return ""
+
+
+def _parts(played: Played) -> list[tuple[str, float | None]]:
+    """The parts of the score; of every role, if there are roles."""
+    return [
+        (f"{each.role}/{name}" if each.role else name, value)
+        for each in played.episode.by_role
+        for name, value in each.score.parts.items()
+    ]
+
+
+def expert_rewards(subject: Subject) -> list[float]:
+    """What the expert earns for each demonstration. `oracle` has passed."""
+    return [played.reward or 0.0 for played in _experts(subject)]
+
+
+def _experts(subject: Subject) -> list[Played]:
+    """The replayed demonstrations, played once for all checks."""
+    if "experts" not in subject.kept:
+        known = subject.demonstrations
+
+        async def replay() -> list[Played]:
+            return [await play(subject, e.task, says(*e.replies), turns=len(e.replies)) for e in known]
+
+        subject.kept["experts"] = in_trio(replay)
+    found: list[Played] = subject.kept["experts"]
+    return found
+
+
+def _below(subject: Subject, tried: str, agents: list[Agent]) -> str:
+    subject.require_rewards()
+    played = play_each(subject, [each.task for each in subject.demonstrations], agents)
+    for expert, each in zip(expert_rewards(subject), played, strict=True):
+        if each.reward is not None and each.reward >= expert - SLACK:
+            seen = f"the reward was {each.reward:g}, and the expert earns {expert:g}{_at(subject)}"
+            raise FailedError(tried, seen, "judge whether the task was solved, not whether the episode ended")
+    values = [each.reward for each in played if each.reward is not None]
+    return f"reward at most {max(values):g}" if values else "could not be judged"
+
+
+def _declared_range(subject: Subject) -> tuple[float, float] | None:
+    """The declared range. Raises FailedError if it is none."""
+    declared = getattr(subject.component, "reward_range", None)
+    is_pair = isinstance(declared, tuple | list) and len(declared) == 2
+    if declared is None:
+        return None
+    if not is_pair or not all(isinstance(each, int | float) for each in declared) or not declared[0] < declared[1]:
+        seen = f"reward_range is {shown(declared)}"
+        raise FailedError("read the declared range", seen, "write two numbers, such as reward_range = (0.0, 1.0)")
+    return subject.reward_range
+
+
+def _text(reply: Message | str) -> str:
+    return reply if isinstance(reply, str) else reply.text
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:g}"
+
+
+def _at(subject: Subject) -> str:
+    places = [place_of_function(each.function) for each in rewards_of(subject.component)]
+    places += [place_of_function(term.function) for term in subject.rewards if term.function is not None]
+    found = next((place for place in places if place is not None), None)
+    return f" ({found})" if found else ""

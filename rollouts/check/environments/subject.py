@@ -1,0 +1,250 @@
+"""The environment that is checked: found by its name, in a folder, in a file, or given as a class.
+
+What several checks use is computed once: the first tasks, and the demonstrations whose tasks are known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.metadata import Distribution, PackageNotFoundError
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+from urllib.parse import unquote, urlparse
+
+from rollouts.check.report import SkippedError
+from rollouts.config.files import Source
+from rollouts.config.flags import Tree
+from rollouts.config.merging import merge
+from rollouts.config.objects import take_objects
+from rollouts.config.resolving import Resolved, resolve
+from rollouts.encoding import encode
+from rollouts.env.authoring import rewards_of
+from rollouts.env.mixing import RewardTerm
+from rollouts.errors import ConfigError, counted
+from rollouts.plugins.index import HELD
+from rollouts.plugins.manager import PluginManager
+from rollouts.runs.components import choose
+from rollouts.runs.environments import Environment, plan_environments
+from rollouts.runs.plan import reward_terms
+from rollouts.runs.sandboxes import make_sandboxes
+from rollouts.types import Message, Task
+
+GROUP = "rollouts.environments"
+TASKS = 5  # tasks that are played, unless the user says otherwise
+DRAWN = 50  # tasks that are compared
+READ_MAX = 1000  # tasks and demonstrations that are read to find a demonstration's task
+TASKS_SECONDS = 60.0
+CONCURRENCY = 8  # sandboxes at the same time
+
+
+class Demonstration(NamedTuple):
+    """A task of the environment, and the messages of an expert after its prompt."""
+
+    task: Task
+    messages: list[Message]
+
+    @property
+    def replies(self) -> list[Message]:
+        """The expert's messages."""
+        return [message for message in self.messages if message.role == "assistant"]
+
+
+class Found(NamedTuple):
+    """An environment before it is imported: its name for the report, the name that finds it, and the folder of its
+    package if there is one. `path` is added to `sys.path`.
+    """
+
+    label: str
+    name: str
+    folder: Path | None = None
+    path: tuple[str, ...] = ()
+
+
+@dataclass(eq=False)
+class Subject:
+    """An environment with its settings, and how it is checked. `resolved` has its settings as the user gave them."""
+
+    found: Found
+    resolved: Resolved
+    environment: Environment
+    rewards: tuple[RewardTerm, ...]
+    scratch: Path
+    seed: int = 0
+    tasks_max: int = TASKS
+    settings: Tree = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict)  # what a check computes for others
+
+    @property
+    def component(self) -> Any:
+        """The class."""
+        return self.environment.chosen.component
+
+    @property
+    def label(self) -> str:
+        """The environment's name in the report."""
+        return self.found.label
+
+    @property
+    def is_importable(self) -> bool:
+        """Whether another process can find the environment by its name."""
+        return HELD.fullmatch(self.found.name) is None
+
+    @property
+    def reward_range(self) -> tuple[float, float] | None:
+        """The range that the class declares, or None. The attribute is checked by `rewards`."""
+        declared = getattr(self.component, "reward_range", None)
+        return (float(declared[0]), float(declared[1])) if declared is not None else None
+
+    def rng(self, purpose: str = "check") -> Random:
+        """Random numbers that depend on `--seed` and the purpose alone."""
+        return Random(f"{self.seed}/{purpose}")
+
+    def draw(self, count: int, split: str = "train", purpose: str = "check") -> list[Task]:
+        """The first `count` tasks; fewer if there are not enough."""
+        return list(itertools.islice(self.environment.draw(split, self.rng(purpose)), count))
+
+    @cached_property
+    def drawn(self) -> list[Task]:
+        """The first training tasks."""
+        return self.draw(DRAWN)
+
+    @cached_property
+    def tasks(self) -> list[Task]:
+        """The tasks that are played: different ones."""
+        return list({task.key: task for task in self.drawn}.values())[: self.tasks_max]
+
+    @cached_property
+    def demonstrations(self) -> list[Demonstration]:
+        """Demonstrations of different tasks, each with its task. Raises SkippedError if there are none."""
+        if not hasattr(self.component, "demonstrations"):
+            raise SkippedError("the environment has no demonstrations")
+        found: dict[bytes, Demonstration] = {}
+        tasks = _TasksByPrompt(self.environment.draw("train", self.rng()))
+        with contextlib.suppress(ConfigError):  # the rows of `prompts` need no responses
+            for messages in itertools.islice(self.environment.draw_demonstrations("train", self.rng()), READ_MAX):
+                if len(found) < self.tasks_max and (known := tasks.find(messages)) is not None:
+                    found.setdefault(encode(known.task), known)
+                if len(found) >= self.tasks_max:
+                    break
+        if not found:
+            raise SkippedError(
+                f"none of the first {counted(READ_MAX, 'task')} has the prompt of a demonstration; draw both in the "
+                "same way from `rng`"
+            )
+        return list(found.values())
+
+    @property
+    def expert(self) -> list[Demonstration]:
+        """The demonstrations; none if there are none."""
+        try:
+            return self.demonstrations
+        except SkippedError:
+            return []
+
+    def require_rewards(self) -> None:
+        """Raise SkippedError if nothing judges the rollouts."""
+        if not rewards_of(self.component) and all(term.function is None for term in self.rewards):
+            raise SkippedError("the environment has no @reward; name one: --reward NAME")
+
+
+class _TasksByPrompt:
+    """Finds the task of a demonstration: the one at the same place, else the only one with the same prompt.
+
+    Tasks with one prompt and different answers are used at the same place only.
+    """
+
+    def __init__(self, tasks: Iterator[Task]) -> None:
+        self._tasks = itertools.islice(tasks, READ_MAX)
+        self._known: dict[bytes, Task | None] = {}
+        self._place = 0
+
+    def find(self, messages: list[Message]) -> Demonstration | None:
+        """The demonstration with its task; None if no known task has its prompt."""
+        beside = next(self._tasks, None)
+        if beside is not None:
+            key = encode(beside.messages)
+            other = self._known.setdefault(key, beside)
+            if other is not None and encode(other) != encode(beside):
+                self._known[key] = None
+            if messages[: len(beside.messages)] == beside.messages:
+                return Demonstration(beside, messages[len(beside.messages) :])
+        for length in range(len(messages) - 1, 0, -1):
+            if (task := self._known.get(encode(messages[:length]))) is not None:
+                return Demonstration(task, messages[length:])
+        return None
+
+
+def find_environments(given: str, manager: PluginManager) -> list[Found]:
+    """The environments of a name, a file (`./file.py:Class`) or the folder of a package. Nothing is imported.
+
+    Raises UserError if there is none.
+    """
+    folder = Path(given).expanduser()
+    is_folder = folder.is_dir() and given.startswith((".", "/", "~"))
+    if is_folder or (folder / "pyproject.toml").is_file():
+        if not (folder / "pyproject.toml").is_file():
+            raise ConfigError(
+                f"{given}: there is no pyproject.toml in this folder\ntype the folder of a package, the name of an "
+                "installed environment, or ./file.py:Class"
+            )
+        return _in_folder(given, folder.resolve())
+    ref = manager.find("environments", given)
+    return [Found(given, given, _source_of(ref.distribution))]
+
+
+def _in_folder(given: str, folder: Path) -> list[Found]:
+    try:
+        about = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{given}/pyproject.toml cannot be read: {error}") from error
+    points: Mapping[str, str] = about.get("project", {}).get("entry-points", {}).get(GROUP, {})
+    if not points:
+        raise ConfigError(
+            f'{given}/pyproject.toml names no environment\nwrite:\n[project.entry-points."{GROUP}"]\n'
+            'my_env = "my_package:MyEnv"'
+        )
+    path = tuple(str(each) for each in (folder, folder / "src") if each.is_dir())
+    return [Found(name, value.partition("[")[0].replace(" ", ""), folder, path) for name, value in points.items()]
+
+
+def _source_of(distribution: str) -> Path | None:
+    """The folder from which a distribution was installed in editable mode; None if there is none."""
+    try:
+        about = json.loads(Distribution.from_name(distribution).read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, ValueError):
+        return None
+    if not about.get("dir_info", {}).get("editable"):
+        return None
+    folder = Path(unquote(urlparse(about["url"]).path))
+    return folder if (folder / "pyproject.toml").is_file() else None
+
+
+def make_subject(found: Found, settings: Tree, scratch: Path, *, seed: int = 0, tasks: int = TASKS) -> Subject:
+    """Import the environment and read its settings: a tree with `env` and perhaps `reward`, which may hold classes and
+    functions.
+
+    Raises UserError if the environment cannot be imported, or if a setting is wrong.
+    """
+    for folder in reversed(found.path):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+    given, objects = take_objects(settings)
+    tree = merge({"env": found.name}, given)
+    resolved = resolve(tree, Source().with_objects(objects))
+    resolved = resolved._replace(components={key: resolved.components[key] for key in ("env", "reward", "sandbox")})
+    manager = PluginManager(objects.components)
+    chosen = choose(manager, resolved.components, resolved.source)
+    core = dataclasses.replace(resolved.settings, tasks_seconds=TASKS_SECONDS)
+    (environment,) = plan_environments(manager, resolved.components["env"], chosen["env"], core, resolved.source)
+    environment = environment._replace(sandboxes=make_sandboxes(chosen["sandbox"][0], (environment,), CONCURRENCY))
+    rewards = reward_terms(resolved.components["reward"], chosen["reward"])
+    return Subject(found, resolved, environment, rewards, scratch, seed, tasks, tree)

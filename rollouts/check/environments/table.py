@@ -1,0 +1,68 @@
+"""All checks of environments, in their order."""
+
+from __future__ import annotations
+
+from rollouts.check.environments.definition import definition, settings
+from rollouts.check.environments.forger import (
+    answer_hidden,
+    forged_calls,
+    forged_code,
+    forged_files,
+    forged_lists,
+    forged_verdicts,
+)
+from rollouts.check.environments.lifecycle import cancelled, close, deadlines, interleaved, restore
+from rollouts.check.environments.package import imports, wheel
+from rollouts.check.environments.rewards import echo, episode, no_op, oracle, repeatable, rewards
+from rollouts.check.environments.tasks import (
+    demonstrations,
+    plain_data,
+    random_state,
+    same_seed,
+    seeds_differ,
+    task_ids,
+    tasks,
+)
+from rollouts.check.environments.tokens import masks
+from rollouts.check.environments.tools import tool_arguments, tool_results, tool_schemas
+from rollouts.check.runner import Check
+
+_DRAWN = ("definition", "tasks", "demonstrations")
+_PLAYED = (*_DRAWN, "episode")
+_JUDGED = (*_PLAYED, "rewards", "oracle", "no-op")  # if doing nothing earns the reward, so does every trick
+
+CHECKS: tuple[Check, ...] = (
+    Check(imports),
+    Check(wheel, ("imports",)),
+    Check(definition),
+    Check(settings, ("definition",)),
+    Check(tasks, ("definition",)),
+    Check(demonstrations, ("definition", "tasks")),
+    Check(same_seed, ("definition", "tasks", "random-state")),
+    Check(task_ids, ("definition", "tasks")),
+    Check(seeds_differ, ("definition", "tasks", "same-seed")),
+    Check(random_state, _DRAWN),
+    Check(plain_data, _DRAWN),
+    Check(tool_schemas, ("definition",)),
+    Check(tool_results, _PLAYED),
+    Check(tool_arguments, _PLAYED),
+    Check(episode, _DRAWN),
+    Check(rewards, _PLAYED),
+    Check(repeatable, (*_PLAYED, "rewards", "random-state", "tool-results")),
+    Check(oracle, (*_PLAYED, "rewards")),
+    Check(no_op, (*_PLAYED, "rewards", "oracle")),
+    Check(echo, _JUDGED),
+    Check(answer_hidden, _JUDGED),
+    Check(forged_lists, _JUDGED),
+    Check(forged_verdicts, _JUDGED),
+    Check(forged_calls, _JUDGED),
+    Check(forged_code, _PLAYED),
+    Check(forged_files, _JUDGED),
+    Check(interleaved, (*_PLAYED, "repeatable")),
+    Check(cancelled, _PLAYED),
+    Check(deadlines, _PLAYED),
+    Check(close, _PLAYED),
+    Check(restore, (*_PLAYED, "repeatable")),
+    Check(masks, _PLAYED),
+)
+"""The checks, each with the checks that it needs."""

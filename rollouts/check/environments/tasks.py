@@ -1,0 +1,169 @@
+"""Checks of tasks and demonstrations."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from rollouts.author_code import place_of_function, shown
+from rollouts.check.environments.agents import play_each, says, script_for
+from rollouts.check.environments.subject import DRAWN, Subject
+from rollouts.check.environments.traces import draw_in_child, random_calls
+from rollouts.check.report import FailedError, SkippedError
+from rollouts.encoding import encode
+from rollouts.errors import counted
+from rollouts.types import Task
+
+IDS_MAX = 1000  # tasks whose ids are compared
+ENDLESS = 20_000  # an iterator with more tasks counts as endless
+ENDLESS_SECONDS = 5.0
+
+
+def tasks(subject: Subject) -> str:
+    """`tasks` gives tasks for training. Each has a prompt that a model can read."""
+    if not subject.drawn:
+        seen = f"tasks('train', rng) gave nothing{_at(subject)}"
+        raise FailedError("read the training tasks", seen, "yield at least one Task for the split 'train'")
+    for task in subject.drawn:
+        if not any(message.text.strip() for message in task.messages):
+            seen = f"a task has an empty prompt: {shown(task)}{_at(subject)}"
+            raise FailedError("read the training tasks", seen, "give each task a prompt")
+    return f"{_number(subject.drawn)} for training, {_number(subject.draw(DRAWN, 'eval'))} for evaluation"
+
+
+def demonstrations(subject: Subject) -> str:
+    """Demonstrations belong to tasks of the environment, so that they can be replayed."""
+    return f"{counted(len(subject.demonstrations), 'demonstration')} of known tasks"
+
+
+def same_seed(subject: Subject) -> str:
+    """The same seed gives the same tasks: again, in another object, and in processes with other hash seeds."""
+    wanted = [encode(task) for task in subject.drawn]
+    change = (
+        "draw only from `rng`; do not use the global `random`, the time, ids of objects, or the order of a set "
+        "(sort it first)"
+    )
+    again = [encode(task) for task in subject.draw(DRAWN)]
+    _compare(wanted, again, "draw the tasks twice with the same seed", _at(subject), change)
+    if not subject.is_importable:
+        return f"{counted(len(wanted), 'task')}; not in another process, because the class has no importable name"
+    for hash_seed in ("1", "2"):
+        other = draw_in_child(subject, DRAWN, hash_seed)
+        tried = f"draw the tasks in another process, with PYTHONHASHSEED={hash_seed}"
+        _compare(wanted, other, tried, _at(subject), change)
+    return f"{counted(len(wanted), 'task')}, in 3 processes"
+
+
+def task_ids(subject: Subject) -> str:
+    """Two different tasks never have the same id."""
+    known: dict[str, Task] = {}
+    for task in subject.draw(IDS_MAX):
+        if task.id is None:
+            continue
+        first = known.setdefault(task.id, task)
+        if encode(first) != encode(task):
+            seen = f"the id {task.id!r} belongs to {shown(first)} and to {shown(task)}{_at(subject)}"
+            change = "make the id from everything that distinguishes the task, or leave it out"
+            raise FailedError(f"compare the ids of the first {IDS_MAX} tasks", seen, change)
+    if not known:
+        raise SkippedError("the tasks have no ids")
+    return counted(len(known), "different id")
+
+
+def seeds_differ(subject: Subject) -> str:
+    """Endless tasks depend on the seed."""
+    drawn = [[encode(task) for task in subject.draw(DRAWN, purpose=f"seed {number}")] for number in range(3)]
+    if drawn[0] != drawn[1] or drawn[0] != drawn[2]:
+        return "3 seeds"
+    if len(set(drawn[0])) < len(drawn[0]) or not _is_endless(subject.environment.draw("train", subject.rng())):
+        raise SkippedError("the tasks are the same for each seed, and they end or repeat themselves")
+    seen = f"the first {counted(len(drawn[0]), 'task')} are the same for 3 seeds, and the tasks do not end"
+    change = "draw the tasks from the argument `rng`, or return a list"
+    raise FailedError("draw tasks with 3 seeds", seen + _at(subject), change)
+
+
+def random_state(subject: Subject) -> str:
+    """The global random generators are not used: not by tasks, not by an episode, not by rewards."""
+    with random_calls() as calls:
+        subject.draw(DRAWN)
+        first = subject.tasks[:1]
+        replies = [script_for(subject, task) for task in first]
+        play_each(subject, first, [says(*script) for script in replies], turns=max(map(len, replies)))
+    if calls:
+        change = (
+            "use the argument `rng` of `tasks`; in an episode, make a generator of your own from the task: "
+            "self.rng = random.Random(task.key)"
+        )
+        raise FailedError("draw tasks and play an episode", "; ".join(calls[:3]), change)
+    return "random, numpy" if "numpy" in sys.modules else "random"
+
+
+def plain_data(subject: Subject) -> str:
+    """Tasks are plain JSON data: text, numbers, booleans, None, lists, and dicts with text keys."""
+    for task in subject.drawn:
+        fields: list[tuple[str, Any]] = [("answer", task.answer), ("info", task.info)]
+        fields += [("prompt", [message.content for message in task.messages])]
+        for name, value in fields:
+            if fault := not_plain(value, f"task.{name}"):
+                change = "write lists for tuples, and text for other objects: task.answer of a worker is read from JSON"
+                raise FailedError("read the tasks", fault + _at(subject), change)
+    for demonstration in subject.expert:
+        arguments = [call.arguments for reply in demonstration.replies for call in reply.tool_calls]
+        if fault := not_plain(arguments, "the arguments of a demonstration's calls"):
+            raise FailedError("read the demonstrations", fault, "write the arguments as a model does: in plain JSON")
+    return counted(len(subject.drawn), "task")
+
+
+def not_plain(value: Any, place: str) -> str:
+    """What in a value JSON changes or cannot hold, with its place; empty for plain data."""
+    return next(_not_plain(value, place, 0), "")
+
+
+def _not_plain(value: Any, place: str, depth: int) -> Iterator[str]:
+    if value is None or type(value) in (bool, int, str):
+        return
+    if type(value) is float:
+        if not math.isfinite(value):
+            yield f"{place} is {value}, which JSON does not have"
+    elif type(value) is list and depth < 100:
+        for number, each in enumerate(value):
+            yield from _not_plain(each, f"{place}[{number}]", depth + 1)
+    elif type(value) is dict and depth < 100:
+        for key, each in value.items():
+            if type(key) is not str:
+                yield f"{place} has the key {shown(key)} ({type(key).__name__}), which becomes text"
+            yield from _not_plain(each, f"{place}[{key!r}]", depth + 1)
+    else:
+        yield f"{place} is {shown(value)} ({type(value).__name__})"
+
+
+def _compare(wanted: list[bytes], other: list[bytes], tried: str, place: str, change: str) -> None:
+    for number, (first, second) in enumerate(itertools.zip_longest(wanted, other), start=1):
+        if first != second:
+            texts = [each.decode() if each is not None else "nothing" for each in (first, second)]
+            raise FailedError(tried, f"task {number} was {_short(texts[0])}, then {_short(texts[1])}{place}", change)
+
+
+def _is_endless(given: Iterator[Task]) -> bool:
+    begun = time.monotonic()
+    for count, _ in enumerate(given):
+        if count >= ENDLESS or time.monotonic() - begun > ENDLESS_SECONDS:
+            return True
+    return False
+
+
+def _number(found: list[Task]) -> str:
+    return f"{DRAWN} or more" if len(found) >= DRAWN else str(len(found) or "none")
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 160 else f"{text[:160]}..."
+
+
+def _at(subject: Subject) -> str:
+    place = place_of_function(getattr(subject.component, "tasks", None))
+    return f" ({place})" if place else ""

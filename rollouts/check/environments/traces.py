@@ -1,0 +1,267 @@
+"""What an environment's code leaves behind or touches outside itself: threads, processes, files, random generators.
+
+Also draws tasks in another process. Files are watched with an audit hook of Python, so writes of other processes are
+not seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import linecache
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import msgspec
+
+from rollouts.author_code import CORE, STANDARD_LIBRARY, Place, is_file
+from rollouts.check.environments.subject import Subject
+from rollouts.check.report import FailedError, SkippedError
+from rollouts.config.convert import plain
+from rollouts.errors import counted
+
+CHILD_SECONDS = 120.0
+GRACE_SECONDS = 3.0  # how long threads and processes may take to end after the last episode
+PATH = "import sys; sys.path[:] = sys.argv[2:]; "
+BOOT = "import sys; from rollouts.check.environments.child import main; main(sys.argv[1])"
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+CHANGES = frozenset(
+    {"os.link", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.symlink", "os.truncate", "shutil.rmtree"}
+)
+"""Audit events of calls that change the file system. The first argument is a path."""
+
+OWN_CHILDREN = ("resource_tracker", "ps -axo")
+"""Child processes of Python itself and of this module."""
+
+OURS = ("rollouts", "Trio ", "MainThread", "pydevd", "ThreadPoolExecutor", "AnyIO")
+"""How the names of threads begin that belong to rollouts, trio and asyncio."""
+
+
+# --- random numbers ---------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def random_calls() -> Iterator[list[str]]:
+    """A list that has, after the block, each use of the global generators of `random` and numpy in it."""
+    calls: dict[str, None] = {}
+    found: list[str] = []
+    owner = random.random.__self__  # type: ignore[attr-defined]  # the hidden generator of the module
+    patched = {name: value for name, value in vars(random).items() if getattr(value, "__self__", None) is owner}
+    before, numpys = random.getstate(), _numpy_state()
+    for name, value in patched.items():
+        if name != "getstate":
+            setattr(random, name, _recorded(name, value, calls))
+    try:
+        yield found
+    finally:
+        for name, value in patched.items():
+            setattr(random, name, value)
+        if random.getstate() != before:
+            found += list(calls) or ["the state of the global `random` changed"]
+        if numpys is not None and _numpy_state() != numpys:
+            found.append("the state of the global `numpy.random` changed")
+        random.setstate(before)
+
+
+def _recorded(name: str, function: Callable[..., Any], calls: dict[str, None]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        place = place_of_frame(sys._getframe(1))
+        calls[f"random.{name} was called" + (f" ({place})" if place else "")] = None
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _numpy_state() -> str | None:
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else repr([str(part) for part in numpy.random.get_state()])
+
+
+def place_of_frame(frame: FrameType | None) -> Place | None:
+    """The innermost line of an author's code, from this frame outwards."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_file(file) and not file.startswith((CORE, STANDARD_LIBRARY)):
+            return Place(file, frame.f_lineno, linecache.getline(file, frame.f_lineno).strip())
+        frame = frame.f_back
+    return None
+
+
+# --- another process --------------------------------------------------------------------------------------------------
+
+
+def draw_in_child(subject: Subject, count: int, hash_seed: str) -> list[bytes]:
+    """The encoded training tasks that another process draws, with this PYTHONHASHSEED."""
+    found = draw_in(subject, sys.executable, subject.found.name, count, hash_seed=hash_seed, path=sys.path)
+    return [task.encode() for task in found["tasks"]]
+
+
+def draw_in(
+    subject: Subject, python: str, name: str, count: int, *, hash_seed: str = "0", path: list[str] | None = None
+) -> dict[str, Any]:
+    """The `tasks` that another Python draws from the environment of this name, and the `file` of its module. `path` is
+    its `sys.path`; None: its own, without the current folder.
+    """
+    answer = subject.scratch / "drawn.json"
+    settings = plain(subject.settings)
+    settings["env"] = settings["env"] | {"name": name} if isinstance(settings["env"], dict) else name
+    request = {"name": name, "settings": settings, "seed": subject.seed, "count": count, "answer": str(answer)}
+    run_child([python] if path else [python, "-P"], request, {"PYTHONHASHSEED": hash_seed}, path)
+    found: dict[str, Any] = json.loads(answer.read_text())
+    return found
+
+
+def run_child(python: list[str], request: dict[str, Any], variables: dict[str, str], path: list[str] | None) -> None:
+    """Run the program of `child` to its end. Raises FailedError if it fails, and SkippedError if a setting cannot be
+    sent to it.
+    """
+    try:
+        text = msgspec.json.encode(request).decode()
+    except (TypeError, ValueError) as error:
+        raise SkippedError(f"a setting cannot be sent to another process: {error}") from error
+    command = [*python, "-c", f"{PATH if path else ''}{BOOT}", text, *(path or ())]
+    done = subprocess.run(
+        command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=CHILD_SECONDS, check=False
+    )
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        tried = "import the environment in another process"
+        raise FailedError(tried, "\n".join(lines[-3:]), "make the module importable on its own")
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+_watching: list[Callable[[str, tuple[Any, ...]], None]] = []
+_is_hooked = False
+
+
+@contextlib.contextmanager
+def audited(listener: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
+    """Call `listener(event, arguments)` for each audit event of Python in the block."""
+    global _is_hooked
+    if not _is_hooked:  # a hook cannot be removed
+        _is_hooked = True
+        sys.addaudithook(_notify)
+    _watching.append(listener)
+    try:
+        yield
+    finally:
+        _watching.remove(listener)
+
+
+def _notify(event: str, arguments: tuple[Any, ...]) -> None:
+    for listener in _watching:
+        listener(event, arguments)
+
+
+@contextlib.contextmanager
+def writes_outside(allowed: Path) -> Iterator[list[str]]:
+    """A list of the files that the block changes outside of `allowed` and of the user's caches."""
+    caches = [os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache"), "/dev", "/proc"]
+    places = [os.path.realpath(each) for each in (str(allowed), *caches)]
+    found: dict[str, None] = {}
+
+    def listen(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open":
+            path, mode, flags = arguments
+            is_write = (flags or 0) & WRITES if mode is None else any(letter in str(mode) for letter in "wax+")
+        else:
+            path, is_write = arguments[0] if arguments else None, event in CHANGES
+            if is_write and event != "os.truncate" and isinstance(arguments[-1], int) and arguments[-1] >= 0:
+                return  # the path begins at an open folder, as in shutil.rmtree, which has an event of its own
+        if not is_write or not isinstance(path, str | bytes | Path):
+            return
+        name: str = os.fsdecode(path)
+        full = os.path.realpath(name)
+        if "__pycache__" in full or any(full == each or full.startswith(f"{each}{os.sep}") for each in places):
+            return
+        place = place_of_frame(sys._getframe(1))
+        if place is not None:
+            found[f"{full} ({place})"] = None
+
+    values: list[str] = []
+    with audited(listen):
+        yield values
+    values += found
+
+
+@contextlib.contextmanager
+def own_temporary_folder(folder: Path) -> Iterator[Path]:
+    """Make `folder` the temporary folder of this process and of its children."""
+    folder.mkdir(parents=True, exist_ok=True)
+    before, variable = tempfile.tempdir, os.environ.get("TMPDIR")
+    tempfile.tempdir, os.environ["TMPDIR"] = str(folder), str(folder)
+    try:
+        yield folder
+    finally:
+        tempfile.tempdir = before
+        if variable is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = variable
+
+
+# --- leftovers --------------------------------------------------------------------------------------------------------
+
+
+class Leftovers:
+    """Compares threads, child processes and temporary files with those at its creation."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._threads, self._processes, self._files = set(threading.enumerate()), _children(), self._temporary()
+
+    def found(self) -> list[str]:
+        """What is left and does not end within a few seconds."""
+        deadline = time.monotonic() + GRACE_SECONDS
+        while (left := self._left()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return left
+
+    def _left(self) -> list[str]:
+        threads = [
+            thread.name
+            for thread in threading.enumerate()
+            if thread not in self._threads and thread.is_alive() and not thread.name.startswith(OURS)
+        ]
+        processes = {pid: words for pid, words in _children().items() if pid not in self._processes}
+        files = sorted(self._temporary() - self._files)
+        found = {"thread": threads, "process": list(processes.values()), "temporary file": files}
+        return [f"{counted(len(each), word)}: {', '.join(each[:3])}" for word, each in found.items() if each]
+
+    def _temporary(self) -> set[str]:
+        return {each.name for each in self._folder.iterdir()} if self._folder.is_dir() else set()
+
+
+def _children() -> dict[int, str]:
+    """The command lines of the child processes of this process, by process id. Ended ones are left out."""
+    rows = _rows_of_proc() if Path("/proc/self/stat").exists() else _rows_of_ps()
+    return {
+        pid: words[:80]
+        for pid, parent, state, words in rows
+        if parent == os.getpid() and not state.startswith("Z") and not any(part in words for part in OWN_CHILDREN)
+    }
+
+
+def _rows_of_proc() -> Iterator[tuple[int, int, str, str]]:
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):  # the process has ended meanwhile
+            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            yield int(folder.name), int(parent), state, words
+
+
+def _rows_of_ps() -> Iterator[tuple[int, int, str, str]]:
+    done = subprocess.run(["ps", "-axo", "pid=,ppid=,stat=,args="], capture_output=True, text=True, check=False)
+    for line in done.stdout.splitlines():
+        pid, parent, state, words = [*line.split(None, 3), ""][:4]
+        yield int(pid), int(parent), state, words

@@ -1,0 +1,279 @@
+"""`rollouts env install`: install an environment's package into a virtual environment of its own.
+
+The virtual environment has the package, what it requires, and the light base of rollouts, which has no torch. `uv`
+installs it if it is on PATH, else pip. The installation is complete when its record is written (`installs`); one that
+fails or is killed leaves an earlier one as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import re
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Callable, Sequence
+from importlib.metadata import Distribution, distributions
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from rollouts.env.installs import (
+    LOCK,
+    VENV,
+    Install,
+    Installed,
+    envs_folder,
+    locked,
+    package_of,
+    python_of,
+    write_record,
+)
+from rollouts.env.wheels import BASE, base_wheel, dependency_wheels
+from rollouts.errors import PluginError, in_lines
+from rollouts.plugins.index import is_installed, normalize, scan
+from rollouts.supervisor import supervised
+
+LAST_LINES = 12  # how many lines of an installer's output an error shows
+CONTRACT_GROUP = "rollouts.contract"
+
+_NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
+_REQUIREMENT = re.compile(rf"({_NAME})\s*(\[[\w\s,.-]*\])?\s*($|[=<>!~;@(].*)")
+
+
+class Index(NamedTuple):
+    """Where packages come from. `lock` is a file of exact versions."""
+
+    index_url: str = ""
+    find_links: Sequence[str] = ()
+    no_index: bool = False
+    lock: Path | None = None
+
+    def arguments(self, more_links: Sequence[Path]) -> list[str]:
+        """The options of pip and uv."""
+        links = [*map(str, more_links), *self.find_links]
+        return [
+            *(["--index-url", self.index_url] if self.index_url else []),
+            *(word for link in links for word in ("--find-links", link)),
+            *(["--no-index"] if self.no_index else []),
+            *(["--constraint", str(self.lock)] if self.lock else []),
+        ]
+
+
+class Wanted(NamedTuple):
+    """What to install: the normalized name of its package, and how an installer writes it. `folder`: it is a source
+    folder.
+    """
+
+    name: str
+    requirement: str
+    folder: bool = False
+
+
+def install(
+    requested: str, index: Index, *, python: str = "", note: Callable[[str], None] = lambda line: None
+) -> Installed:
+    """Install a package: a requirement, a wheel, or a folder. `python` is an interpreter, by default the running one.
+
+    Raises PluginError, with the last lines of the installer.
+    """
+    wanted = read_wanted(requested)
+    folder = envs_folder() / wanted.name
+    with locked(folder):
+        venv = folder / f"{VENV}{secrets.token_hex(4)}"
+        try:
+            note(f"making {venv}")
+            _make_venv(venv, python or sys.executable)
+            note(f"installing {requested}")
+            _install_packages(venv, wanted, index)
+            record, lock = _read_venv(venv, wanted, requested)
+            (venv / LOCK).write_text(lock)
+            return write_record(folder, record)
+        except BaseException:
+            shutil.rmtree(venv, ignore_errors=True)
+            raise
+
+
+def read_wanted(requested: str) -> Wanted:
+    """What a user means: a wheel, a folder that exists, else a requirement. Raises PluginError."""
+    text, extras = re.fullmatch(r"(.*?)(\[[\w\s,.-]*\])?", requested.strip(), re.DOTALL).groups("")  # type: ignore[union-attr]
+    path = Path(text).expanduser()
+    if path.suffix == ".whl":
+        if not path.is_file():
+            raise PluginError(f"there is no wheel {text!r} (the full path: {path.resolve()})")
+        return Wanted(normalize(path.name.partition("-")[0]), f"{path.resolve()}{extras}")
+    if path.is_dir() and (os.sep in text or text in (".", "..", "~") or (path / "pyproject.toml").is_file()):
+        return Wanted(_name_of_folder(path), f"{path.resolve()}{extras}", folder=True)
+    if os.sep in text and "@" not in text:
+        raise PluginError(f"there is no folder {text!r} (the full path: {path.resolve()})")
+    if (match := _REQUIREMENT.fullmatch(requested.strip())) is None:
+        raise PluginError(
+            f"{requested!r} is not a requirement, a wheel or a folder\n"
+            "type one of: PACKAGE, PACKAGE==1.2, 'PACKAGE @ https://...', ./PACKAGE-1.2-py3-none-any.whl, ./FOLDER"
+        )
+    if (package := package_of(requested.strip())) and not is_installed(requested.strip()):
+        raise PluginError(
+            f"{requested} is the name of an environment; give the package that has it\n"
+            f"type: rollouts env install {package}"
+        )
+    return Wanted(normalize(match[1]), requested.strip())
+
+
+def _name_of_folder(folder: Path) -> str:
+    """The name of the package in a source folder. Raises PluginError."""
+    try:
+        project = tomllib.loads((folder / "pyproject.toml").read_text()).get("project", {})
+    except FileNotFoundError:
+        project = {}
+    except (OSError, ValueError) as error:
+        raise PluginError(f"{folder / 'pyproject.toml'} cannot be read: {error}") from error
+    if not isinstance(name := project.get("name"), str):
+        raise PluginError(
+            f"the folder {folder} has no pyproject.toml with a [project] name\n"
+            f"make a wheel of it (pip wheel --no-deps {folder}), and type: rollouts env install WHEEL"
+        )
+    return normalize(name)
+
+
+def _make_venv(venv: Path, python: str) -> None:
+    """Make an empty virtual environment. Raises PluginError."""
+    found = shutil.which(os.path.expanduser(python))
+    if uv := shutil.which("uv"):
+        _installer([uv, "venv", "--quiet", "--python", found or python, str(venv)], "uv")
+        return
+    if found is None:
+        raise PluginError(
+            f"--python {python}: there is no such interpreter; give its path, such as /usr/bin/python3.12"
+        )
+    has_pip = importlib.util.find_spec("pip") is not None
+    _installer([found, "-I", "-m", "venv", *(["--without-pip"] if has_pip else []), str(venv)], "python -m venv")
+
+
+def _install_packages(venv: Path, wanted: Wanted, index: Index) -> None:
+    """Install rollouts and the package. Raises PluginError."""
+    with tempfile.TemporaryDirectory() as made:
+        links, work = Path(made) / "links", Path(made) / "work"
+        links.mkdir()
+        work.mkdir()
+        base, requirement = base_wheel(links), wanted.requirement
+        if index.no_index:
+            dependency_wheels(links)
+            if wanted.folder:
+                requirement = _wheel_of_folder(wanted, work)
+        given = [*index.arguments([links]), str(base), requirement]
+        if uv := shutil.which("uv"):
+            command, name = [uv, "pip", "install", "--python", str(python_of(venv))], "uv"
+        elif importlib.util.find_spec("pip") is not None:
+            command = [sys.executable, "-I", "-m", "pip", "--python", str(python_of(venv)), "install", "--no-input"]
+            name = "pip"
+        else:
+            command, name = [str(python_of(venv)), "-I", "-m", "pip", "install", "--no-input"], "pip"
+        _installer([*command, *given], name, f"{wanted.name} cannot be installed")
+
+
+def _wheel_of_folder(wanted: Wanted, work: Path) -> str:
+    """Build a wheel by the build backend that is installed here: without an index, no other one is at hand."""
+    folder = wanted.requirement.partition("[")[0]
+    build = [sys.executable, "-I", "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index"]
+    _installer([*build, "--wheel-dir", str(work), folder], "pip", f"{folder} cannot be built without an index")
+    return str(next(work.glob("*.whl"))) + wanted.requirement[len(folder) :]
+
+
+def _installer(command: list[str], name: str, failed: str = "the virtual environment cannot be made") -> None:
+    """Run an installer. It ends when this process ends. Raises PluginError with its last lines."""
+    # Packages that PYTHONPATH shows would count as installed.
+    variables = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
+    lifeline, own_end = os.pipe()
+    try:
+        with subprocess.Popen(
+            supervised(command, lifeline),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=variables,
+            pass_fds=(lifeline,),
+            start_new_session=True,
+        ) as process:
+            try:
+                output, _ = process.communicate()
+            except BaseException:
+                process.terminate()
+                raise
+    finally:
+        os.close(lifeline)
+        os.close(own_end)
+    if process.returncode:
+        raise PluginError(in_lines(failed, *(f"  {line}" for line in _last_lines(output, name))))
+
+
+def _last_lines(output: bytes, name: str) -> list[str]:
+    """The last lines of an installer, without its remarks on itself."""
+    remarks = ("WARNING: Location", "[notice]", "DEPRECATION:")
+    lines = [line.rstrip() for line in output.decode(errors="replace").splitlines()]
+    said = [f"{name}: {line.strip()}" for line in lines if line.strip() and not line.lstrip().startswith(remarks)]
+    return said[-LAST_LINES:] or [f"{name} failed and wrote nothing"]
+
+
+# --- what is installed, from its metadata -----------------------------------------------------------------------------
+
+
+def _read_venv(venv: Path, wanted: Wanted, requested: str) -> tuple[Install, str]:
+    """The record of a virtual environment, and its lock. Raises PluginError if the package has no environment."""
+    path, python = _site_packages(venv)
+    packages = {normalize(each.metadata["Name"]): each for each in distributions(path=path)}
+    own = packages[wanted.name]
+    refs = [ref for ref in scan(path).components if normalize(ref.distribution) == wanted.name]
+    environments = [ref.name for ref in refs if ref.kind == "environments"]
+    if not environments:
+        others = ", ".join(sorted({ref.kind for ref in refs}))
+        raise PluginError(
+            in_lines(
+                f"{own.metadata['Name']} {own.version} has no environment",
+                f"it has components of these kinds: {others}" if others else "",
+                'an environment is an entry point of the group "rollouts.environments"',
+            )
+        )
+    lock = [
+        f"# rollouts env install {requested}",
+        f"# Python {python}",
+        *(_locked(packages[name], wanted) for name in sorted(packages)),
+    ]
+    contract = next((each.value for each in own.entry_points if each.group == CONTRACT_GROUP), "")
+    record = Install(
+        package=own.metadata["Name"],
+        version=own.version,
+        environments=environments,
+        requested=requested,
+        python=python,
+        rollouts=packages[BASE].version,
+        venv=venv.name,
+        bytes=sum(file.lstat().st_size for file in venv.rglob("*")),
+        contract=contract,
+    )
+    return record, "\n".join(lock) + "\n"
+
+
+def _site_packages(venv: Path) -> tuple[list[str], str]:
+    """The folders of the installed packages, and the version of Python."""
+    code = "import json, platform; from sysconfig import get_path as path; "
+    code += "print(json.dumps([path('purelib'), path('platlib'), platform.python_version()]))"
+    done = subprocess.run([python_of(venv), "-I", "-c", code], capture_output=True, check=True)
+    pure, platform, version = msgspec.json.decode(done.stdout, type=tuple[str, str, str])
+    return list(dict.fromkeys((pure, platform))), version
+
+
+def _locked(package: Distribution, wanted: Wanted) -> str:
+    """The line of a package in the lock: its version, and its address if it came from no index."""
+    name, origin = normalize(package.metadata["Name"]), ""
+    if name == wanted.name and wanted.requirement.startswith(os.sep):
+        origin = wanted.requirement
+    elif name != BASE:
+        with contextlib.suppress(msgspec.MsgspecError):
+            origin = str(msgspec.json.decode(package.read_text("direct_url.json") or "{}").get("url", ""))
+    return f"{package.metadata['Name']}=={package.version}" + (f"  # from {origin}" if origin else "")

@@ -1,0 +1,152 @@
+"""The worker's side: the `model` of an environment's own `rollout(task, model)`.
+
+The conversation is in the run, with its tokens, limits and engine. Each method asks the run, and each answer carries
+what the model then says of itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from rollouts.author_code import shown
+from rollouts.errors import EnvironmentDefinitionError, near_misses
+from rollouts.types import Message, Trajectory
+
+
+class ModelState(msgspec.Struct):
+    """What a model says of itself, or the model of a role. `place` is the index of the conversation with the last reply
+    among its own, and `trajectory` that conversation. `messages` are those of a conversation that has not begun.
+    """
+
+    tokens_left: int
+    turns_left: int
+    messages: list[Message] = []
+    place: int | None = None
+    trajectory: Trajectory | None = None
+
+
+class ModelAnswer(msgspec.Struct):
+    """The messages that a method of the model returns, and its state after it."""
+
+    messages: list[Message]
+    state: ModelState
+
+
+class ModelAsked(msgspec.Struct):
+    """Arguments of `chat`, `say` and `call_tools`. `role` is the name of the model's role. `tools` None: those
+    of the environment.
+    """
+
+    role: str
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+
+
+def no_role(name: Any, known: Collection[str]) -> EnvironmentDefinitionError:
+    """The error for a role that the environment does not have."""
+    near = "".join(f"; did you mean {each!r}?" for each in near_misses(str(name), known)[:1])
+    has = f"the roles are {', '.join(known)}" if known else "the environment has no roles"
+    return EnvironmentDefinitionError(f"model.role({shown(name)}): {has}{near}")
+
+
+class Run(Protocol):
+    """The run that a worker asks."""
+
+    async def ask(self, method: str, arguments: Any, kind: Any) -> Any:
+        """The answer of the run, as this type. Raises an exception that ends the episode if the run's function
+        failed.
+        """
+        ...
+
+
+class RemoteModel:
+    """The model as `rollouts.agent.model.ChatModel` shows it to an environment. `states` are by role; "" is the model
+    of none.
+    """
+
+    def __init__(self, run: Run, states: Mapping[str, ModelState], role: str = "") -> None:
+        self._run, self._state, self._role = run, states[role], role
+        self._trajectories: dict[int, Trajectory] = {}
+        self._roles = {} if role else {name: RemoteModel(run, states, name) for name in states if name}
+
+    @property
+    def roles(self) -> Mapping[str, RemoteModel]:
+        """The model of each role; empty in an environment without roles."""
+        return self._roles
+
+    def role(self, name: str) -> RemoteModel:
+        """The model as this role. Raises EnvironmentDefinitionError if the environment has no such role."""
+        if name not in self._roles:
+            raise no_role(name, self._roles)
+        return self._roles[name]
+
+    @property
+    def messages(self) -> list[Message]:
+        """The messages of the last conversation. Before the first turn: the role's system prompt, if there is one."""
+        return list(self._state.messages if self.trajectory is None else self.trajectory.messages)
+
+    @property
+    def trajectory(self) -> Trajectory | None:
+        """The conversation with the last reply; None before the first turn."""
+        return None if self._state.place is None else self._trajectories[self._state.place]
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """All conversations so far, in the order of their start."""
+        own = [self._trajectories[place] for place in sorted(self._trajectories)]
+        return [*own, *(each for model in self._roles.values() for each in model.trajectories)]
+
+    @property
+    def tokens_left(self) -> int:
+        """The number of tokens that may still be sampled in this episode."""
+        return self._state.tokens_left
+
+    @property
+    def turns_left(self) -> int:
+        """The number of replies that are left in this episode."""
+        return self._state.turns_left
+
+    async def chat(
+        self,
+        messages: str | Sequence[Message | Mapping[str, Any]],
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> Message:
+        """The model's reply."""
+        given = [messages] if isinstance(messages, str) else messages
+        (reply,) = await self._ask("chat", given, None if tools is None else list(tools))
+        return reply
+
+    async def say(self, messages: str | Message | Mapping[str, Any] | Sequence[str | Message | Any]) -> Message:
+        """Add messages to the last conversation, or begin one, and return the reply. Tool calls are run."""
+        given = [messages] if isinstance(messages, str | Message | Mapping) else messages
+        (reply,) = await self._ask("say", given)
+        return reply
+
+    async def call_tools(self, reply: Message) -> list[Message]:
+        """Run the calls of a reply in order. Returns the messages that answer them."""
+        return await self._ask("call_tools", [reply])
+
+    def place_of(self, trajectory: Any) -> tuple[str, int] | None:
+        """The role and the index of one of the model's conversations; None for any other object."""
+        models = (self, *self._roles.values())
+        known = ((model._role, place, each) for model in models for place, each in model._trajectories.items())
+        return next(((role, place) for role, place, each in known if each is trajectory), None)
+
+    async def _ask(self, method: str, given: Sequence[Any], tools: list[dict[str, Any]] | None = None) -> list[Message]:
+        texts = [Message("user", each) if isinstance(each, str) else each for each in given]
+        read = [each if isinstance(each, Message) else msgspec.convert(each, Message) for each in texts]
+        asked = ModelAsked(self._role, read, tools)
+        answer: ModelAnswer = await self._run.ask(method, asked, ModelAnswer)
+        self._state = answer.state
+        if answer.state.place is not None and answer.state.trajectory is not None:
+            self._keep(answer.state.place, answer.state.trajectory)
+        return answer.messages
+
+    def _keep(self, place: int, new: Trajectory) -> None:
+        """Update the object that the environment may hold already."""
+        known = self._trajectories.setdefault(place, new)
+        for name in new.__struct_fields__:
+            setattr(known, name, getattr(new, name))

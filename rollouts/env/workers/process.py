@@ -1,0 +1,149 @@
+"""A worker in a child process: `main` runs in the child, and `ProcessConnector` starts it.
+
+Messages go through the child's standard input and output. What the environment's code prints goes to standard error,
+which the run writes to a log file. The child runs under a supervisor (`rollouts.supervisor`), so that it and all
+processes that it starts end with the run, also if the run is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import trio
+
+from rollouts.env.workers.channel import Channel, PipeChannel
+from rollouts.errors import WorkerError, words_of_exit
+from rollouts.supervisor import supervised
+
+BOOT = "import sys; sys.path[:] = sys.argv[3:]; from rollouts.env.workers.process import main; main(*sys.argv[1:3])"
+VENV_BOOT = "import sys; from rollouts.env.workers.process import main; main(*sys.argv[1:])"
+END_SECONDS = 10.0  # how long to wait for the end of a killed process
+CHUNK = 1 << 16
+
+
+def main(memory_gib: str = "", only: str = "") -> None:
+    """Answer the requests on standard input until it is closed. `memory_gib` limits the memory of the process, and
+    `only` is the one environment that it loads.
+    """
+    from rollouts.env.shared import shared_values
+    from rollouts.env.workers.describe import Library
+    from rollouts.env.workers.server import serve
+
+    requests, answers = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a file
+    if memory_gib:
+        limit_memory(float(memory_gib))
+
+    async def run() -> None:
+        streams = trio.lowlevel.FdStream(answers), trio.lowlevel.FdStream(requests)
+        await serve(PipeChannel(*streams), Library(only))
+
+    with shared_values():
+        trio.run(run)
+    os._exit(0)  # threads of the environment's code may still run
+
+
+def limit_memory(gib: float) -> None:
+    """Limit the address space of this process and its children. An allocation beyond it raises MemoryError."""
+    import resource
+
+    most = int(gib * 2**30)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+class Connection(Protocol):
+    """An open channel to a worker."""
+
+    channel: Channel
+
+    async def end(self, grace_seconds: float = 0.0) -> str:
+        """Close the channel, end the worker if this connection started it, and say how it ended. The worker may clean
+        up what its environments share for `grace_seconds`.
+        """
+        ...
+
+
+class Connector(Protocol):
+    """Starts or finds workers."""
+
+    async def open(self, log: Callable[[bytes], None]) -> Connection:
+        """Connect to a new worker. `log` receives what the environment's code prints. Raises WorkerError."""
+        ...
+
+
+class ProcessConnector:
+    """Starts workers as child processes of this one. `python` is the interpreter of a virtual environment that has the
+    environment; without it, workers import what this process does. `only` is the one environment that they load.
+    """
+
+    def __init__(
+        self,
+        environment: dict[str, str],
+        *,
+        memory_gib: float | None = None,
+        only: str = "",
+        python: Path | None = None,
+        command: Sequence[str] = (),
+    ) -> None:
+        limit = "" if memory_gib is None else repr(memory_gib)
+        own = [sys.executable, "-c", BOOT, limit, only, *sys.path]
+        in_venv = [str(python), "-I", "-c", VENV_BOOT, limit, only]
+        self._command = list(command) or (own if python is None else in_venv)
+        self._environment = environment
+        self._lifeline = os.pipe()  # when this pipe closes, the processes end
+
+    async def open(self, log: Callable[[bytes], None]) -> _Process:
+        """Start a process. Raises WorkerError."""
+        try:
+            process = await trio.lowlevel.open_process(
+                supervised(self._command, self._lifeline[0]),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=self._lifeline[:1],
+                env=self._environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise WorkerError(f"no process could be started for a worker: {error}") from error
+        return _Process(process, log)
+
+
+class _Process:
+    def __init__(self, process: trio.Process, log: Callable[[bytes], None]) -> None:
+        assert process.stdin is not None and process.stdout is not None, "it was started with pipes"
+        self.channel: Channel = PipeChannel(process.stdin, process.stdout)
+        self._process, self._log, self._drained = process, log, trio.Event()
+        trio.lowlevel.spawn_system_task(self._drain)
+
+    async def _drain(self) -> None:
+        """Read what the environment's code prints, until the process has ended."""
+        assert self._process.stderr is not None, "it was started with pipes"
+        with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+            while chunk := await self._process.stderr.receive_some(CHUNK):
+                self._log(bytes(chunk))
+        self._drained.set()
+
+    async def end(self, grace_seconds: float = 0.0) -> str:
+        """Wait for the end of the process, then make the supervisor kill it and all its child processes."""
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + END_SECONDS + grace_seconds):
+            await self.channel.aclose()
+            with trio.move_on_after(grace_seconds):
+                await self._process.wait()
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+            await self._process.wait()
+            await self._drained.wait()  # its last words
+        if self._process.poll() is None:
+            self._process.kill()
+        return words_of_exit(self._process.returncode)

@@ -1,0 +1,319 @@
+"""The worker's side: one environment object, and what a run asks of it.
+
+Each method of `EnvironmentSession` whose name is in `METHODS` handles the requests of that name. The environment's code
+runs as in a run without a worker, by the same functions, so that its results, messages and deadlines are the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import trio
+
+from rollouts.author_code import with_place
+from rollouts.env import calls
+from rollouts.env.advice import CONTRACT, warnings_about
+from rollouts.env.author_thread import AuthorThread
+from rollouts.env.authoring import JudgeMethod, ToolMethod, environment_name, metrics_of, rewards_of, roles_of, tools_of
+from rollouts.env.checks import check_environment, check_task_source, line_of, requests_of
+from rollouts.env.inputs import names_input, with_inputs
+from rollouts.env.mixing import read_verdict, with_reason
+from rollouts.env.results import ToolOutcome
+from rollouts.env.returned import finite_metric, plain_state, reply_messages
+from rollouts.env.schema import schema_of
+from rollouts.env.shared import shared_value
+from rollouts.env.task_tools import read_tools
+from rollouts.env.tools import run_tool
+from rollouts.env.workers.describe import Loaded
+from rollouts.env.workers.model import ModelState, RemoteModel, Run
+from rollouts.env.workers.protocol import Error, encode_value, error_as_sent
+from rollouts.errors import EnvironmentDefinitionError, RewardError
+from rollouts.plugins.loading import install_hint
+from rollouts.training.datasets.buffer import as_conversation, as_task
+from rollouts.types import Message, Role, Score, Task, ToolCall, Trajectory
+
+BATCH_SECONDS = 0.05  # tasks that come within this time are sent together
+BATCH_MAX = 256
+
+
+class ToolSent(NamedTuple):
+    """A tool of an environment, with its schema."""
+
+    name: str
+    timeout_seconds: float
+    schema: dict[str, Any]
+    role: str | None = None
+
+
+class Shape(msgspec.Struct):
+    """What an environment object has: the methods that rollouts calls, its tools and roles, and warnings for its author
+    (file, line, words). `error` is its first mistake, if it has one; then there are no tools.
+    """
+
+    methods: list[str]
+    tools: list[ToolSent] = []
+    roles: list[Role] = []
+    warnings: list[tuple[str, int, str]] = []
+    error: Error | None = None
+
+
+class StreamStart(msgspec.Struct):
+    """The kind of what `tasks` or `demonstrations` returned: `list`, another `sequence`, or an `iterator`. `count` is
+    the length of a sequence.
+    """
+
+    kind: str
+    count: int = 0
+
+
+class Batch(msgspec.Struct):
+    """Some values of a stream. `over`: there are no more. `error`: the author's code raised after these values."""
+
+    items: list[msgspec.Raw]
+    over: bool = False
+    error: Error | None = None
+
+
+class StreamRequest(msgspec.Struct):
+    """Arguments of `stream`: `tasks` or `demonstrations`, and the state of the random numbers (`random.getstate`).
+    `label` names the call in messages.
+    """
+
+    method: str
+    split: str
+    rng: list[Any]
+    label: str
+
+
+class ToolRequest(msgspec.Struct):
+    """Arguments of `tool`. `seconds_max` None: no other deadline than the tool's own."""
+
+    call: ToolCall
+    characters_max: int
+    seconds_max: float | None = None
+
+
+class JudgeRequest(msgspec.Struct):
+    """Arguments of `reward` and `metric`."""
+
+    name: str
+    trajectory: Trajectory
+
+
+class RolloutRequest(msgspec.Struct):
+    """Arguments of `rollout`: the task, and what the model and its roles say of themselves before the first reply."""
+
+    task: Task
+    models: dict[str, ModelState]
+
+
+class EnvironmentSession:
+    """One environment object. `seconds` is the deadline of a request."""
+
+    def __init__(self, loaded: Loaded, settings: Mapping[str, Any]) -> None:
+        self._loaded, self._settings = loaded, settings
+        self._env: Any = None
+        self._task: Task | None = None
+        self._tools: dict[str, ToolMethod] | None = None
+        self._streams: dict[str, _Stream] = {}
+
+    def hint(self, error: BaseException) -> str:
+        """What to install, if the environment's code did not find a module."""
+        return install_hint(error, self._loaded.ref)
+
+    async def make(self, seconds: float) -> None:
+        """Build the environment object."""
+        self._env = await calls.call(self._new, timeout_seconds=seconds)
+
+    def _new(self) -> Any:
+        return self._loaded.component(**copy.deepcopy(dict(self._settings)))
+
+    async def _inputs_of(self, method: str, seconds: float = math.inf) -> dict[str, Any]:
+        """What a method of the environment names besides its arguments."""
+        if not names_input(self._env, method, "shared"):
+            return {}
+        return {"shared": await shared_value(self._loaded.component, self._settings, self._new).get(seconds)}
+
+    def shape(self) -> Shape:
+        """What the object has. Its mistake is data here: the run raises it when it checks its environments."""
+        methods = [name for name in CONTRACT if hasattr(self._env, name)]
+        try:
+            check_environment(self._env)
+            if names_input(self._env, "setup", "sandbox"):
+                raise EnvironmentDefinitionError(
+                    f"{environment_name(self._env)}.setup names `sandbox`, and sandboxes are opened in the process of "
+                    "the run; type --worker inline"
+                )
+            return Shape(methods, _as_sent(tools_of(self._env)), list(roles_of(self._env)), warnings_about(self._env))
+        except Exception as error:  # a descriptor of the author's class may raise anything
+            return Shape(methods, error=error_as_sent(error, hint=self.hint))
+
+    async def setup(self, task: Task, seconds: float) -> None:
+        """Run `setup` for the task of the episode."""
+        self._task = task
+        inputs = await self._inputs_of("setup", seconds)
+        await calls.call(*with_inputs(self._env.setup, [task], inputs), timeout_seconds=seconds)
+
+    async def tools(self, task: Task, seconds: float) -> list[ToolSent]:
+        """The tools that the environment's `tools` returns for a task."""
+        with line_of(self._env.tools):
+            read = functools.partial(read_tools, self._env)
+            found = await calls.call(self._env.tools, task, timeout_seconds=seconds, convert=read)
+        self._tools = {tool.name: tool for tool in found}
+        return _as_sent(found)
+
+    async def tool(self, asked: ToolRequest, seconds: float) -> ToolOutcome:
+        """Run a tool call of the model."""
+        if self._tools is None:
+            self._tools = {tool.name: tool for tool in tools_of(self._env)}
+        most = math.inf if asked.seconds_max is None else asked.seconds_max
+        return await run_tool(self._tools, asked.call, characters_max=asked.characters_max, seconds_max=most)
+
+    async def reply(self, trajectory: Trajectory, seconds: float) -> list[Message]:
+        """The environment's answer to a reply without tool calls."""
+        returned = await calls.call(self._env.reply, trajectory, timeout_seconds=seconds)
+        return reply_messages(self._env, returned)
+
+    async def rollout(self, asked: RolloutRequest, run: Run) -> tuple[str, int] | None:
+        """Run the environment's own `rollout`. Returns the role and the place of the trajectory that it returned, if
+        the model has it.
+        """
+        model = RemoteModel(run, asked.models)
+        returned = await calls.call(self._env.rollout, asked.task, model, async_library="trio")
+        return model.place_of(returned)
+
+    async def reward(self, asked: JudgeRequest, seconds: float) -> Score:
+        """The verdict of one of the environment's rewards, with the reason if there is one."""
+        method = _named(rewards_of(self._env), asked.name)
+        try:
+            verdict = await calls.call(
+                method.function,
+                *self._inputs(method, asked.trajectory),
+                timeout_seconds=seconds,
+                convert=functools.partial(read_verdict, method.name, 1.0),
+            )
+        except RewardError as error:
+            raise RewardError(with_place(error, method.function)) from error
+        verdict = with_reason(verdict, method.function)
+        return Score(verdict.value, dict(verdict.parts), verdict.why, {}, list(verdict.turns))
+
+    async def metric(self, asked: JudgeRequest, seconds: float) -> float:
+        """The number of one of the environment's metrics."""
+        method = _named(metrics_of(self._env), asked.name)
+        read = functools.partial(finite_metric, method)
+        inputs = self._inputs(method, asked.trajectory)
+        value: float = await calls.call(method.function, *inputs, timeout_seconds=seconds, convert=read)
+        return value
+
+    def _inputs(self, method: JudgeMethod, trajectory: Trajectory) -> list[Any]:
+        available = {"task": trajectory.task, "trajectory": trajectory, "env": self._env}
+        return [available[name] for name in requests_of(method.function)]
+
+    async def state(self, seconds: float) -> Any:
+        """The environment's state, as JSON data."""
+        return plain_state(environment_name(self._env), await calls.call(self._env.state, timeout_seconds=seconds))
+
+    async def restore(self, state: Any, seconds: float) -> None:
+        """Give a state back to the environment."""
+        await calls.call(self._env.restore, state, timeout_seconds=seconds)
+
+    async def close(self, seconds: float) -> None:
+        """Run `close`, if the environment has one."""
+        if hasattr(self._env, "close"):
+            # A separate limiter, so that `close` does not wait for other episodes' tools.
+            limiter = trio.CapacityLimiter(1)
+            await calls.call(self._env.close, timeout_seconds=seconds, limiter=limiter)
+
+    # --- tasks and demonstrations -----------------------------------------------------------------------------------
+
+    async def stream(self, asked: StreamRequest) -> StreamStart:
+        """Begin to read `tasks` or `demonstrations`. One object has at most one stream of each."""
+        version, numbers, gauss = asked.rng
+        rng = random.Random()
+        rng.setstate((version, tuple(numbers), gauss))
+        inputs = await self._inputs_of(asked.method)
+        method, *arguments = with_inputs(getattr(self._env, asked.method), [asked.split, rng], inputs)
+        stream = _Stream(functools.partial(method, *arguments), asked, self.hint)
+        self._streams[asked.method] = stream
+        return await stream.begin()
+
+    async def more(self, method: str, first: int, count: int) -> Batch:
+        """The values of a stream from `first` on, at most `count`. Those of an iterator before them are skipped."""
+        return await self._streams[method].more(first, count)
+
+
+def _as_sent(tools: Sequence[ToolMethod]) -> list[ToolSent]:
+    return [ToolSent(tool.name, tool.timeout_seconds, schema_of(tool), tool.role) for tool in tools]
+
+
+def _named(methods: Sequence[JudgeMethod], name: str) -> JudgeMethod:
+    return next(each for each in methods if each.name == name)
+
+
+class _Stream:
+    """The values of `tasks` or `demonstrations`, read in a thread of their own."""
+
+    def __init__(self, method: Callable[..., Any], asked: StreamRequest, hint: Callable[[BaseException], str]) -> None:
+        self._method, self._asked, self._hint = method, asked, hint
+        self._thread = AuthorThread()
+        self._values: Any = None
+        self._iterator: Iterator[Any] = iter(())
+        self._drawn = 0
+
+    async def begin(self) -> StreamStart:
+        """Call the method, and look at what it returns."""
+        label, is_tasks = self._asked.label, self._asked.method == "tasks"
+        values = await self._in_thread(self._method)
+        if is_tasks:
+            check_task_source(values, label)
+        self._values = values
+        if isinstance(values, Sequence):
+            kind = "list" if isinstance(values, list | tuple) else "sequence"
+            return StreamStart(kind, await self._in_thread(lambda: len(values)))
+        self._iterator = await self._in_thread(lambda: iter(values))
+        return StreamStart("iterator")
+
+    async def more(self, first: int, count: int) -> Batch:
+        """At most `count` values. It stops earlier if they come slowly."""
+        batch: Batch = await self._in_thread(functools.partial(self._draw, first, min(count, BATCH_MAX)))
+        return batch
+
+    def _draw(self, first: int, count: int) -> Batch:
+        items: list[msgspec.Raw] = []
+        begun, values = time.monotonic(), self._iterator
+        if isinstance(self._values, Sequence):
+            values = (self._values[place] for place in range(first, first + count))
+        try:
+            while not isinstance(self._values, Sequence) and self._drawn < first:
+                next(values)
+                self._drawn += 1
+            for value in itertools.islice(values, count):
+                self._drawn += 1
+                items.append(self._as_sent(value))
+                if time.monotonic() - begun > BATCH_SECONDS:
+                    return Batch(items)
+        except StopIteration:  # it ended earlier than before
+            return Batch(items, over=True)
+        except Exception as error:  # the author's code may raise anything; the values before it count
+            return Batch(items, error=error_as_sent(error, hint=self._hint))
+        return Batch(items, over=len(items) < count)
+
+    def _as_sent(self, value: Any) -> msgspec.Raw:
+        label = self._asked.label
+        if self._asked.method == "tasks":
+            task = as_task(value)
+            return encode_value(task, f"{label} gave a task that")
+        return encode_value(as_conversation(value, label), f"{label} gave a demonstration that")
+
+    async def _in_thread(self, function: Callable[[], Any]) -> Any:
+        """Call it in the stream's thread. The run stops waiting at its own deadline."""
+        call = functools.partial(self._thread.call, function, math.inf)
+        return await trio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=trio.CapacityLimiter(1))

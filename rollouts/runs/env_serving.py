@@ -1,0 +1,56 @@
+"""Serve an environment until a signal comes: finds it, asks a worker what it has, and says what is exposed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import trio
+
+from rollouts.child_environment import child_environment
+from rollouts.config.workers import WorkerSettings
+from rollouts.env.installs import find_installed
+from rollouts.env.workers.describe import Description
+from rollouts.env.workers.pool import WorkerPool
+from rollouts.env.workers.process import ProcessConnector
+from rollouts.env.workers.serving import Address, serve_environment
+from rollouts.env.workers.websocket import library
+from rollouts.errors import ConfigError, UnknownComponentError, WorkerError
+from rollouts.plugins.manager import PluginManager
+from rollouts.runs.workers import venv_connector
+
+
+def serve_until_signal(name: str, address: Address, say: Callable[[str], None]) -> None:
+    """Serve the environment of this name. `say` is called with one line that says what is exposed, and with later
+    messages. Raises ConfigError, and PluginError if the environment cannot be loaded.
+    """
+    library()
+    connector = _connector(name)
+    pool = WorkerPool(name, connector, WorkerSettings())
+    try:
+        about: Description = pool.call("describe", {"name": name}, kind=Description)
+    except WorkerError as error:
+        raise ConfigError(str(error)) from error
+    finally:
+        pool.close()
+
+    def ready(port: int) -> None:
+        url = address.url(port)
+        token, tls = ("yes" if each else "no" for each in (address.token, address.tls))
+        settings = ", ".join(about.settings) or "none"
+        say(f"serving {name} at {url} (settings that runs choose: {settings}; token: {token}; TLS: {tls})")
+        token_flag = " --worker.token-file FILE" if address.token else ""
+        say(f"type: rollouts run --env {name} --loss grpo --worker {url}{token_flag}")
+
+    trio.run(serve_environment, address, connector, say, ready)
+
+
+def _connector(name: str) -> ProcessConnector:
+    """How to start a worker of the environment: in this Python, else in the virtual environment that has it."""
+    try:
+        PluginManager().find("environments", name)
+    except UnknownComponentError as error:
+        try:
+            return venv_connector(find_installed(name), only=name)
+        except UnknownComponentError:
+            raise error from None
+    return ProcessConnector(child_environment(), only=name)

@@ -1,0 +1,28 @@
+"""Sandboxes, in which tools run commands that a model wrote.
+
+- `base.py`: the Protocols of a sandbox and of the component that opens it, limits, results
+- `subprocesses.py`: the sandbox `subprocess`, a temporary folder and limits of the operating system
+- `kept.py`: sandboxes with a keeper; `keeper.py`: the process that runs their commands and removes their folder
+- `paths.py`: reading and writing files of a workspace without following links out of it
+- `lease.py`: the sandbox of one episode, opened and closed also on cancellation
+
+The sandboxes `bubblewrap`, `podman` and `docker` are separate packages in `plugins/`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rollouts.lazy import lazy_face
+
+if TYPE_CHECKING:
+    from rollouts.errors import SandboxError as SandboxError
+    from rollouts.errors import SandboxLostError as SandboxLostError
+    from rollouts.sandboxes.base import Result as Result
+    from rollouts.sandboxes.base import Sandbox as Sandbox
+    from rollouts.sandboxes.base import Sandboxes as Sandboxes
+    from rollouts.sandboxes.base import SandboxLimits as SandboxLimits
+    from rollouts.sandboxes.kept import KeptSandboxes as KeptSandboxes
+    from rollouts.sandboxes.subprocesses import SubprocessSandboxes as SubprocessSandboxes
+
+__getattr__, __dir__ = lazy_face(__name__)

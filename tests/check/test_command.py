@@ -1,0 +1,209 @@
+"""`rollouts check`, its pytest plugin, and its page."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollouts import reward
+from rollouts.check import check_environment_class
+from rollouts.check.environments.table import CHECKS
+from rollouts.check.report import FailedError, Report, SkippedError
+from rollouts.check.runner import Check, run_checks
+from rollouts.cli import main
+from rollouts.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+FAULTS = Path(__file__).parent / "faults"
+
+
+def in_one_line(capsys):
+    """The output without line breaks."""
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_the_page_has_every_check_with_its_docstring():
+    text = (ROOT / "docs" / "check.md").read_text(encoding="utf-8")
+    section = text.partition("## The checks\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `([a-z-]+)` \| (.*) \|$", section, re.MULTILINE)
+    assert rows == [(check.name, check.doc) for check in CHECKS]
+    assert all(check.doc.endswith(".") for check in CHECKS)
+
+
+def test_the_table_is_consistent():
+    names = [check.name for check in CHECKS]
+    assert len(set(names)) == len(names)
+    for check in CHECKS:
+        assert set(check.needs) <= set(names) - {check.name}, check.name
+
+
+def well(subject):
+    """All is well."""
+    return f"well with {subject}"
+
+
+def ill(subject):
+    """It fails."""
+    raise FailedError("try it", "it broke\nin two lines", "mend it")
+
+
+def other(subject):
+    """It does not apply."""
+    raise SkippedError("it does not apply")
+
+
+def test_checks_that_need_a_failed_one_are_skipped():
+    table = (Check(well), Check(ill), Check(other, ("well",)))
+    later = (*table, Check(lambda subject: "never", ("other", "ill")))
+    results = run_checks(later, "a thing")
+    assert [result.status for result in results] == ["passed", "failed", "skipped", "skipped"]
+    assert results[0].remark == "well with a thing" and results[3].remark == "it needs ill, which failed"
+    report = Report("thing", "mine", results)
+    assert "breaks the contract in 1 check: 1 passed, 1 failed, 2 skipped" in report.verdict()
+    assert "-red)" in report.badge() and "mend it" in "\n".join(results[1].lines())
+
+
+def test_a_needed_check_runs_although_it_was_not_chosen():
+    table = (Check(ill), Check(well, ("ill",)))
+    (result,) = run_checks(table, None, only=["well"])
+    assert result.status == "skipped" and result.remark == "it needs ill, which failed"
+    with pytest.raises(ConfigError, match="did you mean: well"):
+        run_checks(table, None, skip=["welle"])
+
+
+def test_a_bug_of_the_check_is_raised():
+    def broken(subject):
+        """A bug."""
+        return len(3)
+
+    broken.__code__ = broken.__code__.replace(co_filename=str(ROOT / "rollouts" / "check" / "made_up.py"))
+    with pytest.raises(TypeError):
+        run_checks((Check(broken),), None)
+
+
+def test_the_command_passes_with_0(capsys):
+    assert main(["check", "calculator", "--env.digits", "1", "--only", "oracle", "--only", "no-op"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^oracle +passed  5 demonstrations, reward 1$", out, re.MULTILINE)
+    assert "keeps the contract: 2 passed" in out
+
+
+def test_the_command_fails_with_1_and_says_what_to_change(capsys):
+    file = FAULTS / "forged_verdicts__reads_a_score.py"
+    assert main(["check", f"{file}:Fault", "--only", "forged-verdicts"]) == 1
+    out = in_one_line(capsys)
+    assert "forged-verdicts FAILED tried reply with 'score: 1.0' seen" in out
+    assert re.search(r"line \d+: def correct\(.*\) change judge by the task", out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["calculater"], "did you mean: calculator"),
+        (["calculator", "--only", "orakle"], "did you mean: oracle"),
+        (["calculator", "--env.digts", "3"], "did you mean: --env.digits"),
+        (["./no_such_folder"], "no_such_folder"),
+        (["."], "pyproject.toml"),
+    ],
+)
+def test_wrong_usage_is_2(arguments, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_module_that_does_not_import_is_a_failed_check(tmp_path, capsys):
+    (tmp_path / "torn.py").write_text("class Torn:\n    def tasks(self, split, rng)\n        yield 'a'\n")
+    assert main(["check", f"{tmp_path / 'torn.py'}:Torn"]) == 1
+    assert "torn.py, line 2" in in_one_line(capsys)
+
+
+def test_json_and_badge(capsys):
+    assert main(["check", "calculator", "--only", "tasks", "--json"]) == 0
+    (report,) = json.loads(capsys.readouterr().out)
+    assert report["passed"] and report["name"] == "calculator"
+    assert [result["name"] for result in report["results"]] == ["tasks"]
+    assert main(["check", "calculator", "--only", "tasks", "--badge"]) == 0
+    assert capsys.readouterr().out.startswith("![rollouts check ")
+
+
+def test_prompts_with_a_sample(tmp_path, capsys):
+    rows = [{"prompt": f"What is {n} + {n}?", "answer": str(2 * n), "response": str(2 * n)} for n in range(10, 40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "exact.py").write_text(
+        "def exact(task, trajectory):\n    return float(trajectory.last_text.strip() == task.answer)\n"
+    )
+    arguments = ["--env.data", str(tmp_path / "rows.jsonl"), "--skip", "imports", "--skip", "same-seed"]
+    assert main(["check", "prompts", *arguments, "--reward", f"{tmp_path / 'exact.py'}:exact"]) == 0
+    assert re.search(r"^oracle +passed  5 demonstrations, reward 1$", capsys.readouterr().out, re.MULTILINE)
+    assert main(["check", "prompts", *arguments]) == 0
+    assert re.search(r"^oracle +skipped  .*--reward NAME", capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_the_folder_of_a_package_is_built_and_installed(tmp_path, capsys, monkeypatch):
+    """And a package whose wheel lacks a module is found."""
+    pytest.importorskip("hatchling")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    folder = tmp_path / "calculator"
+    shutil.copytree(ROOT / "environments" / "calculator", folder, ignore=shutil.ignore_patterns("tests", "__pycache__"))
+    assert main(["check", str(folder), "--only", "wheel"]) == 0, capsys.readouterr().out
+    assert "no index: dependencies of this environment" in capsys.readouterr().out
+    about = (folder / "pyproject.toml").read_text()
+    (folder / "pyproject.toml").write_text(f'{about}exclude = ["arithmetic.py"]\n')
+    assert main(["check", str(folder), "--only", "wheel"]) == 1
+    assert "No module named 'rollouts_calculator.arithmetic'" in in_one_line(capsys)
+
+
+def test_a_class_in_a_test_of_its_author():
+    from rollouts_calculator import Calculator
+
+    report = check_environment_class(Calculator, digits=1, only=["oracle", "settings"])
+    assert [result.status for result in report.results] == ["passed", "passed"]
+
+    class Silent(Calculator):
+        @reward
+        def correct(self, trajectory):
+            return 1.0
+
+    with pytest.raises(AssertionError, match=r"breaks the contract in 1 check(.|\n)*no-op +FAILED"):
+        check_environment_class(Silent, only=["oracle", "no-op", "echo"])
+    with pytest.raises(AssertionError, match="definition"):
+        check_environment_class(type("Empty", (), {}), only=["definition"])
+
+
+def run_pytest(folder, *arguments):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", *arguments]
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "120"}
+    )
+
+
+def test_the_plugin_of_pytest(tmp_path):
+    shutil.copy(FAULTS / "sums.py", tmp_path)
+    shutil.copy(FAULTS / "no_op__earned_by_silence.py", tmp_path / "mine.py")
+    done = run_pytest(tmp_path, "--rollouts-check", "./mine.py:Fault", "-k", "no-op or echo or schemas")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert re.search(r"1 failed, 1 passed, 1 skipped", done.stdout), done.stdout
+    assert "    tried   reply with an empty text" in done.stdout
+    assert "Traceback" not in done.stdout
+    unknown = run_pytest(tmp_path, "--rollouts-check", "calculater")
+    assert unknown.returncode == 4 and "did you mean: calculator" in unknown.stderr
+
+
+def test_the_plugin_is_silent_without_its_option(tmp_path):
+    (tmp_path / "test_mine.py").write_text(
+        "import sys\n\ndef test_mine():\n"
+        "    ours = {name for name in sys.modules if name.startswith('rollouts.')}\n"
+        "    assert ours <= {'rollouts.check', 'rollouts.check.pytest_plugin', 'rollouts.lazy', 'rollouts.version'}\n"
+    )
+    done = run_pytest(tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert "1 passed" in done.stdout

@@ -1,0 +1,74 @@
+"""Environments with one mistake each: exactly the expected check finds it. Environments without one pass."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rollouts.check.api import Options, check
+from rollouts.check.environments.subject import Found
+from rollouts.check.environments.table import CHECKS
+from rollouts.check.report import Report, Result
+
+FAULTS = Path(__file__).parent / "faults"
+FILES = sorted(path for path in FAULTS.glob("*__*.py"))
+SLOW = {"imports", "wheel", "same-seed"}  # they start processes
+LEAVES = {"cancelled", "deadlines", "tool-arguments"}
+
+
+def report_of(file: Path, name: str, *, wanted: str = ""):
+    given = f"{file}:{name}"
+    return check(Found(given, given), Options(skip=SLOW - {wanted}, tasks=2))
+
+
+def result_of(file: Path, wanted: str) -> list[Result]:
+    """The failed checks of a fault. Faults that leave threads run in another process: other tests count threads."""
+    if wanted not in LEAVES:
+        return report_of(file, "Fault", wanted=wanted).failed
+    skipped = [f"--skip={name}" for name in SLOW - {wanted}]
+    command = [sys.executable, "-m", "rollouts", "check", f"{file}:Fault", *skipped, "--tasks=2", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done.stderr
+    (report,) = msgspec.json.decode(done.stdout, type=list[Report])
+    return report.failed
+
+
+def test_there_are_enough_faults():
+    assert len(FILES) >= 15
+    assert sum(path.name.startswith(("forged", "answer_hidden")) for path in FILES) >= 5
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
+def test_exactly_the_expected_check_finds_a_fault(file):
+    wanted = file.stem.partition("__")[0].replace("_", "-")
+    failed = result_of(file, wanted)
+    assert [result.name for result in failed] == [wanted], "\n".join(map(str, failed))
+    (result,) = failed
+    assert result.tried and result.seen and result.change
+
+
+@pytest.mark.parametrize("wanted", sorted(SLOW))
+def test_an_environment_without_a_mistake_passes(wanted):
+    report = report_of(FAULTS / "sums.py", "Sums", wanted=wanted)
+    assert report.failed == []
+    skipped = {result.name for result in report.results if result.status == "skipped"}
+    assert skipped <= {"forged-files", "wheel"}
+
+
+def test_parts_of_a_score_are_no_second_judgment():
+    assert report_of(FAULTS / "choice.py", "Choice").failed == []
+
+
+def test_nearly_every_check_has_a_fault():
+    found = {path.stem.partition("__")[0].replace("_", "-") for path in FILES}
+    assert {check.name for check in CHECKS} - found == {"wheel"}  # its fault is a package: test_command.py
+
+
+def test_a_failure_names_the_author_s_line():
+    report = report_of(FAULTS / "tool_arguments__key_error.py", "Fault")
+    assert re.search(r"KeyError: .*tool_arguments__key_error\.py, line \d+: return", report.failed[0].seen)

@@ -1,0 +1,238 @@
+"""`rollouts new`: every package is built, installed and used for real, and says no word that the pages may not say."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import forks
+import pytest
+from test_words import found_in
+
+from rollouts.cli import main
+from rollouts.errors import UserError
+from rollouts.plugins.index import HOOKS, KINDS
+from rollouts.scaffold import kind_of, render_package
+from rollouts.scaffold.packages import KIND_NAMES, TEMPLATES
+
+ROOT = Path(__file__).parents[1]
+NAMES = {word: f"made_{word}" for word in KIND_NAMES}
+BUILD = """
+import os, sys
+from hatchling.build import build_wheel
+for folder in sys.argv[2:]:
+    os.chdir(folder)
+    build_wheel(sys.argv[1])
+"""
+
+
+def python(*arguments, cwd, site=None):
+    environment = {**os.environ, "PYTHONPATH": str(site or ""), "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+    done = forks.run([sys.executable, *arguments], cwd=cwd, env=environment, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder with one package of each kind, as the command makes them."""
+    folder = tmp_path_factory.mktemp("made")
+    for word, name in NAMES.items():
+        assert main(["new", word, name, "--dest", str(folder), "--author", 'Ada "Countess" L\'Ovelace']) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def site(made, tmp_path_factory):
+    """The packages as pip installs their wheels."""
+    pytest.importorskip("hatchling")
+    target = tmp_path_factory.mktemp("site")
+    work = tmp_path_factory.mktemp("wheels")
+    wheels, script = work / "wheels", work / "build.py"
+    script.write_text(BUILD)
+    python(str(script), str(wheels), *(str(made / name) for name in NAMES.values()), cwd=made)
+    files = [str(each) for each in sorted(wheels.glob("*.whl"))]
+    assert len(files) == len(NAMES)
+    python("-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", str(target), *files, cwd=made)
+    return target
+
+
+def test_every_kind_has_a_template():
+    """Nothing chooses a dataset by name."""
+    assert set(KIND_NAMES.values()) == {*KINDS, HOOKS} - {"datasets"}
+    assert {path.name for path in TEMPLATES.iterdir()} == {*KIND_NAMES.values(), "shared"}
+
+
+def test_the_page_lists_every_kind():
+    page = (ROOT / "docs" / "new.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \|", page.partition("## Every kind")[2], re.MULTILINE) == list(KIND_NAMES)
+    package = render_package("environments", "shop")
+    listed = re.search(r"rollouts-shop\n(.*?)\n\n", page, re.DOTALL)
+    assert listed and listed[1].split() == list(package.files) and package.command in page
+
+
+@pytest.mark.slow
+def test_every_package_is_found(site, tmp_path):
+    listed = python("-m", "rollouts", "plugins", "list", cwd=tmp_path, site=site)
+    rows = {tuple(line.split()[:4]) for line in listed.splitlines()}
+    for word, name in NAMES.items():
+        if kind_of(word) != HOOKS:
+            assert (kind_of(word), name, f"rollouts-{name.replace('_', '-')}", "0.1.0") in rows
+
+
+@pytest.mark.slow
+def test_every_package_passes_its_own_tests(made, site):
+    tests = [str(made / name / "tests") for name in NAMES.values()]
+    said = python("-m", "pytest", "-q", "-n", "0", "--import-mode=importlib", *tests, cwd=made, site=site)
+    assert re.search(r"\d+ passed", said)
+
+
+@pytest.mark.slow
+def test_the_code_is_clean(made):
+    packages = [str(made / name) for name in NAMES.values()]
+    python("-m", "ruff", "check", "--no-cache", *packages, cwd=made)
+    modules = [str(made / name / f"rollouts_{name}") for name in NAMES.values()]
+    config = str(ROOT / "pyproject.toml")
+    python("-m", "ruff", "check", "--no-cache", "--config", config, *modules, cwd=made)
+    python("-m", "ruff", "format", "--check", "--no-cache", *packages, cwd=made)
+    python(
+        "-m",
+        "mypy",
+        "--strict",
+        "--follow-imports=silent",
+        "--cache-dir",
+        str(ROOT / ".mypy_cache"),
+        *modules,
+        cwd=made,
+    )
+
+
+def test_the_words_are_plain(made):
+    for word, name in NAMES.items():
+        for path in render_package(kind_of(word), name).files:
+            text = (made / name / path).read_text()
+            assert found_in(text) == [], path
+            assert not re.search(r"\$\w", text), path
+
+
+SMALL = "--steps 1 --prompts-per-step 2 --samples-per-prompt 4 --eval-tasks 4 --max-tokens 64 --out run".split()
+
+
+def test_one_run_with_a_component_of_nearly_every_kind(site, tmp_path):
+    """All of them are used in two steps; the reference moves and the last reward counts."""
+    words = (
+        "tool reward loss advantage aggregation kl reference correction mix shaping filter optimizer logger training"
+    )
+    chosen = [part for word in words.split() for part in (f"--{word}", NAMES[word])]
+    settings = ["--env.items", "40", "--reference.steps", "1", f"--logger.{NAMES['logger']}.file", "table.csv"]
+    run = [
+        "run",
+        "--env",
+        NAMES["environment"],
+        "--reward",
+        "env:1",
+        "--logger",
+        "jsonl",
+        *chosen,
+        *settings,
+        *SMALL,
+        "--steps",
+        "2",
+    ]
+    python("-m", "rollouts", *run, cwd=tmp_path, site=site)
+    folder = tmp_path / "run"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["steps"] == 2
+    assert {"correct", NAMES["reward"]} <= set(summary["evaluation"]["after"]["parts"])
+    assert len((folder / "table.csv").read_text().splitlines()) == 2
+    assert (folder / "best.txt").read_text().startswith("step ")  # the hooks need no flag
+    config = (folder / "config.toml").read_text()
+    assert all(NAMES[word] in config for word in ("environment", *words.split()))
+    metric = python("-m", "rollouts", NAMES["command"], "run", cwd=tmp_path, site=site)
+    assert re.fullmatch(r"step 1: reward/mean \S+\n", metric)
+
+
+def test_demonstrations_then_reinforcement(site, tmp_path):
+    chosen = ["--env", NAMES["environment"], "--mode", "sft+rl", "--sft.steps", "1"]
+    python("-m", "rollouts", "run", *chosen, *SMALL, cwd=tmp_path, site=site)
+    summary = json.loads((tmp_path / "run" / "rl" / "summary.json").read_text())
+    assert summary["steps"] == 1 and "used_tool" in summary["evaluation"]["after"]["metrics"]
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        f"--env {NAMES['environment']} --loss dpo --pairs {NAMES['pairs']}",
+        f"--env {NAMES['environment']} --loss rft --select {NAMES['select']}",
+        f"--env {NAMES['environment']} --tool-parser {NAMES['tool_parser']}",
+        f"--env easy={NAMES['environment']} --env hard={NAMES['environment']} "
+        f"--env.hard.weight {NAMES['curriculum']} --env.hard.items 90",
+    ],
+)
+def test_a_dry_run_of_the_other_kinds(chosen, site, tmp_path):
+    said = python("-m", "rollouts", "run", *chosen.split(), "--dry-run", cwd=tmp_path, site=site)
+    assert said.rstrip().splitlines()[-1].startswith("ok")
+
+
+def test_an_evaluation_with_the_engine(site, tmp_path):
+    chosen = ["--env", NAMES["environment"], "--inference", NAMES["inference"], "--model", "any"]
+    python("-m", "rollouts", "eval", *chosen, "--eval-tasks", "4", "--out", "run", cwd=tmp_path, site=site)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["episodes"] == 4 and summary["parts"] == {"correct": 0.0}
+
+
+@pytest.mark.parametrize("word", ["environment", "env", "Environment", "environments"])
+def test_a_kind_has_several_words(word):
+    assert kind_of(word) == "environments"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["enviroments", "x"], ["no kind 'enviroments'", "did you mean: environment?"]),
+        (["dataset", "x"], ["rollouts run --data rows.jsonl", "rollouts new environment"]),
+        (["env", "my-env"], ["'my-env' cannot be", "type: my_env"]),
+        (["env", "MyEnv"], ["type: my_env"]),
+        (["env", "rollouts-cafe"], ["type: cafe"]),
+        (["env", "3d"], ["type: my_3d"]),
+        (["env", "class"], ["type: my_class"]),
+        (["env", ""], ["type: my_name"]),
+        (["env", "rl"], ["rollouts-rl", "type: my_rl"]),
+        (["env", "task"], ["uses the name task already", "type: my_task"]),
+        (["env", "here"], ["here exists already", "--dest"]),
+        (["env", "x", "--dest", "file"], ["cannot be written"]),
+    ],
+)
+def test_mistakes_say_what_to_type(arguments, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "file").write_text("")
+    assert main(["new", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and all(word in said for word in words), said
+    assert {path.name for path in tmp_path.iterdir()} == {"here", "file"}
+
+
+def test_a_suggested_name_is_accepted():
+    """The words of every template, which the names may not repeat, lead to a name that works."""
+    refused = []
+    for kind, name in itertools.product(
+        KIND_NAMES.values(), ["rl", "test", "trajectory", "rollouts_x", "reward", "import"]
+    ):
+        try:
+            render_package(kind, name)
+        except UserError as error:
+            refused.append(name)
+            render_package(kind, str(error).rpartition("type: ")[2])
+    assert {"rl", "trajectory", "import"} <= set(refused)
+
+
+def test_a_name_that_is_installed_gives_a_note(tmp_path, capsys):
+    assert main(["new", "loss", "grpo", "--dest", str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    assert "note: rollouts-rl/grpo is installed and has the same name" in said.err
+    assert "type rollouts-grpo/grpo" in said.err

@@ -1,0 +1,196 @@
+"""`rollouts env install | list | remove`, with real virtual environments, offline."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_wheels import clashing_wheels, write_wheel
+
+import rollouts
+from rollouts.cli import main
+from rollouts.env.installs import all_installed, find_installed
+from rollouts.errors import UnknownComponentError
+
+ROOT = Path(__file__).parents[2]
+SHORT = {"prompts_per_step": 2, "samples_per_prompt": 2, "eval_tasks": 2, "steps": 1, "max_tokens": 32}
+TIMED = ("time/", "perf/", "sync/seconds", "rollout/latency", "eval/latency", "eval/wall_", "eval/cpu_")
+NO_INDEX, OLD = "--no-index", "guess_old-0.3-py3-none-any.whl"
+
+
+@pytest.fixture(scope="module")
+def links(tmp_path_factory) -> Path:
+    """A folder with wheels."""
+    folder = tmp_path_factory.mktemp("links")
+    clashing_wheels(folder)
+    write_wheel(folder, "no_env", "1", "")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def installed(links, tmp_path_factory) -> Path:
+    """A folder of installations with two packages: one by its wheel, the other by its name."""
+    folder = tmp_path_factory.mktemp("envs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROLLOUTS_ENVS", str(folder))
+        patch.setenv("PYTHONPATH", str(links))  # what it shows is not installed
+        assert main(["env", "install", str(links / OLD), NO_INDEX, "--find-links", str(links)]) == 0
+        assert main(["env", "install", "guess-new", NO_INDEX, "--find-links", str(links)]) == 0
+    return folder
+
+
+@pytest.fixture
+def envs(installed, monkeypatch) -> Path:
+    monkeypatch.setenv("ROLLOUTS_ENVS", str(installed))
+    return installed
+
+
+@pytest.fixture
+def empty(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("ROLLOUTS_ENVS", str(tmp_path / "envs"))
+    return tmp_path / "envs"
+
+
+def logged(folder: str) -> list[dict[str, Any]]:
+    lines = map(json.loads, Path(folder, "metrics.jsonl").read_text().splitlines())
+    return [{key: value for key, value in line.items() if not key.startswith(TIMED)} for line in lines]
+
+
+def test_each_has_its_own_versions_and_no_torch(envs, capsys):
+    assert main(["env", "list"]) == 0
+    out = capsys.readouterr().out
+    assert [line.split()[:6] for line in out.splitlines()[2:]] == [
+        [f"guess-{word}", f"guess_{word}", "0.3", find_installed("guess-old").install.python, "0.1.0", "1"]
+        for word in ("new", "old")
+    ]
+    for name, version in (("guess-old", "1"), ("guess_new/guess-new", "2")):
+        found = find_installed(name)
+        code = "import clash, importlib.util as u, rollouts; print(clash.VERSION, u.find_spec('torch'))"
+        code += "; print(rollouts.__file__)"
+        done = subprocess.run([found.python, "-I", "-c", code], capture_output=True, text=True, check=True)
+        seen, torch, own = done.stdout.split()
+        assert (seen, torch) == (version, "None") and own.startswith(str(found.venv))
+        locked = found.lock.read_text().splitlines()
+        assert {f"clash=={version}", "rollouts-rl==0.1.0"} <= set(locked)
+        assert not any(line.startswith("torch") for line in locked)
+
+
+def test_environments_that_clash_train_in_one_run(envs, tmp_path, monkeypatch, quick_collections):
+    """Neither is installed in the Python of the run."""
+    monkeypatch.chdir(tmp_path)
+    envs_given = {"old": {"name": "guess-old"}, "new": {"name": "guess-new", "digits": 2}}
+    rollouts.run(env=envs_given, worker="venv", loss="grpo", out="run", **SHORT)
+    (last,) = (line for line in logged("run") if "reward/mean" in line)
+    assert {value for key, value in last.items() if key.endswith("clash_version")} == {1.0, 1.5, 2.0}
+    for word, version in (("old", "1"), ("new", "2")):
+        assert f"clash=={version}\n" in Path(f"run/workers/{word}.lock").read_text()
+
+
+def test_the_numbers_are_those_of_a_run_without_worker(envs, tmp_path, monkeypatch, quick_collections):
+    monkeypatch.chdir(tmp_path)
+    pytest.importorskip("hatchling")
+    assert main(["env", "install", str(ROOT / "environments" / "calculator"), NO_INDEX]) == 0
+    try:
+        for worker in ("inline", "venv"):
+            rollouts.run(env="calculator", worker=worker, loss="grpo", out=worker, **SHORT)
+    finally:
+        assert main(["env", "remove", "calculator"]) == 0
+    assert logged("venv") == logged("inline")
+
+
+def test_a_run_names_the_line_to_type(empty, capsys):
+    assert main(["run", "--env", "calculator", "--loss", "grpo", "--worker", "venv"]) == 2
+    error = capsys.readouterr().err
+    assert "type: rollouts env install" in error and "environments/calculator" in error
+
+
+def test_what_is_not_installed_names_the_line_to_type(envs):
+    with pytest.raises(UnknownComponentError, match=r"type: rollouts env install .*environments/calculator"):
+        find_installed("calculator")
+    with pytest.raises(UnknownComponentError, match="did you mean: guess-old"):
+        find_installed("guess-olds")
+
+
+def test_a_failed_installation_leaves_the_earlier_one(links, envs, capsys, tmp_path):
+    before = all_installed()
+    kept = tmp_path / "kept.lock"
+    kept.write_text(find_installed("guess-old").lock.read_text().replace("clash==1", "clash==2"))
+    given = ["env", "install", "guess-old", NO_INDEX, "--find-links", str(links), "--lock", str(kept)]
+    assert main(given) == 2
+    assert "clash==2" in capsys.readouterr().err  # the lock was read
+    wheel = write_wheel(tmp_path, "guess_old", "0.4", "", ["clash==3"], "[rollouts.environments]\nguess-old = a:b\n")
+    assert main(["env", "install", str(wheel), NO_INDEX, "--find-links", str(links)]) == 2
+    error = capsys.readouterr().err
+    assert "guess-old cannot be installed" in error and "clash==3" in error and "Traceback" not in error
+    assert all_installed() == before
+    assert [path.name for path in (envs / "guess-old").glob("venv-*")] == [before[1].venv.name]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("no-such-package-at-all", "No matching distribution found for no-such-package-at-all"),
+        ("no-env", "no_env 1 has no environment"),
+        ("calculator", "calculator is the name of an environment"),
+        ("./nowhere.whl", "there is no wheel './nowhere.whl'"),
+        ("./nowhere", "there is no folder './nowhere'"),
+        ("not a requirement", "is not a requirement, a wheel or a folder"),
+        (".", "has no pyproject.toml with a [project] name"),
+    ],
+)
+def test_what_cannot_be_installed(given, said, links, empty, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main(["env", "install", given, NO_INDEX, "--find-links", str(links)]) == 2
+    error = capsys.readouterr().err
+    assert said in error and "Traceback" not in error
+    assert all_installed() == [] and list(empty.glob("*/*")) == []
+
+
+def test_an_interpreter_that_does_not_exist(empty, capsys):
+    assert main(["env", "install", "guess-old", NO_INDEX, "--python", "python9.9"]) == 2
+    assert "python9.9" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_killed_installation_leaves_nothing_half(how, links, empty, capsys):
+    command = [sys.executable, "-m", "rollouts", "env", "install", "guess-old", NO_INDEX, "--find-links", str(links)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stderr is not None
+    while not process.stderr.readline().startswith(b"installing"):
+        pass
+    os.kill(process.pid, how)
+    process.communicate()
+    assert process.returncode in (-signal.SIGKILL, 130)
+    assert all_installed() == []
+    if how == signal.SIGINT:
+        assert list(empty.glob("*/*")) == []
+    else:  # the next command removes what is left
+        while _runs(empty):
+            time.sleep(0.05)
+        assert main(["env", "install", str(links / "guess_old-0.3-py3-none-any.whl"), NO_INDEX]) == 2
+        assert list(empty.glob("*/*")) == []
+    capsys.readouterr()
+
+
+def _runs(folder: Path) -> bool:
+    """Whether a process still installs something there."""
+    lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    return any(str(folder).encode() in line for line in lines)
+
+
+def test_remove(links, empty, capsys):
+    assert main(["env", "list"]) == 0
+    assert "no environment is installed" in capsys.readouterr().out
+    assert main(["env", "install", "guess-old", NO_INDEX, "--find-links", str(links)]) == 0
+    assert main(["env", "remove", "guess-old"]) == 0
+    assert "removed guess_old 0.3" in capsys.readouterr().out
+    assert all_installed() == [] and list(empty.glob("*/")) == []
+    assert main(["env", "remove", "guess-old"]) == 2
+    assert "type: rollouts env list" in capsys.readouterr().err

@@ -1,0 +1,251 @@
+"""Workers that die, hang, lie or take too much: only their own episodes fail, and the guilty one is named."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import trio
+
+import rollouts
+from rollouts.config.resolving import resolve
+from rollouts.config.workers import WorkerSettings
+from rollouts.env.workers import client
+from rollouts.env.workers.pool import WorkerPool
+from rollouts.env.workers.process import ProcessConnector
+from rollouts.errors import ConfigError, RunError, WorkerError, WorkersLostError
+from rollouts.runs.plan import make_plan
+from rollouts.types import Task
+
+pytestmark = pytest.mark.usefixtures("quick_collections")
+
+ENVS = Path(__file__).parent / "worker_envs.py"
+SHORT: dict[str, Any] = {"prompts_per_step": 4, "samples_per_prompt": 3, "eval_tasks": 3, "max_tokens": 64}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def workers() -> list[psutil.Process]:
+    """The worker processes of this process, without their supervisors."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            words = " ".join(child.cmdline())
+            found += [child] if "env.workers.process" in words and "supervisor.py" not in words else []
+    return found
+
+
+@contextlib.contextmanager
+def environment(name: str, **worker: Any):
+    """An environment of worker_envs.py in workers, as a run has it."""
+    env = {"name": f"{ENVS}:{name.partition('-')[0]}"} | ({"kind": name.partition("-")[2]} if "-" in name else {})
+    plan = make_plan(resolve({"env": env, "worker": {"kind": "process", **worker}, "eval_tasks": 0}))
+    (env,) = plan.environments
+    try:
+        yield env
+    finally:
+        env.remote.pool.close()
+        assert not workers()
+
+
+def set_up(env: Any) -> str:
+    """The words of the error of `setup` in a new episode."""
+
+    async def main() -> None:
+        made = await env.make_env.call()
+        await made.setup.call(Task("Say 1."), seconds=30.0)
+
+    with pytest.raises(WorkerError) as caught:
+        trio.run(main)
+    return str(caught.value)
+
+
+def test_a_worker_that_exits_is_named_and_started_again():
+    with environment("Hostile-exits") as env:
+        assert "the worker Hostile ended (exit code 7)" in set_up(env)
+        assert env.remote.pool.deaths == 1
+        made = env.make()
+        assert trio.run(made.close.call) is None
+
+
+def test_a_worker_whose_loop_is_blocked_is_killed():
+    with environment("Hostile-blocks", silent_seconds=1.0) as env:
+        assert "was silent for 1 seconds, so something blocks its event loop" in set_up(env)
+
+
+def test_a_worker_that_does_not_end_a_cancelled_call_is_killed(monkeypatch):
+    monkeypatch.setattr(client, "GRACE_SECONDS", 0.5)
+
+    async def main() -> None:
+        made = await env.make_env.call()
+        with trio.move_on_after(0.5):
+            await made.setup.call(Task("Say 1."))
+        with pytest.raises(WorkerError, match="did not end a cancelled request"):
+            await made.setup.call(Task("Say 1."))
+
+    with environment("Hostile-blocks") as env:
+        trio.run(main)
+
+
+def test_memory_has_a_limit():
+    with environment("Hostile-memory", memory_gib=2.0) as env:
+
+        async def main() -> str:
+            made = await env.make_env.call()
+            with pytest.raises(Exception, match="MemoryError") as caught:
+                await made.setup.call(Task("Say 1."), seconds=60.0)
+            await made.close.call()
+            return type(caught.value).__name__
+
+        assert trio.run(main) == "RemoteError"
+        assert env.remote.pool.deaths == 0
+
+
+def test_a_tool_that_forks_answers_once():
+    with environment("Hostile") as env:
+
+        async def main() -> list[Any]:
+            made = await env.make_env.call()
+            (fork,) = made.remote_tools()
+            outcomes = [await fork.function.run(rollouts.types.ToolCall("fork"), 100, 30.0) for _ in range(3)]
+            await made.close.call()
+            return outcomes
+
+        assert [outcome.text for outcome in trio.run(main)] == ["True"] * 3
+        assert env.remote.pool.deaths == 0
+
+
+def test_a_worker_has_one_shared_value_and_cleans_it_up():
+    env = {"name": f"{ENVS}:Sharing", "log": "cleaned"}
+    plan = make_plan(resolve({"env": env, "worker": "process", "eval_tasks": 2}))
+    (remote,) = plan.environments
+    task = plan.eval_tasks()[0]
+
+    async def episode() -> Any:
+        made = await remote.make_env.call()
+        await made.setup.call(task)
+        value = await made.state.call()
+        await made.close.call()
+        return value
+
+    values = [trio.run(episode) for _ in range(3)]
+    (worker,) = workers()
+    assert values == [{"pid": worker.pid}] * 3 and task.answer == worker.pid
+    assert not Path("cleaned").exists()
+    remote.remote.pool.close()
+    assert Path("cleaned").read_text() == f"{worker.pid}\n"
+
+
+CHANNELS = {
+    "nonsense": ("print('hello, world')", "is no worker of rollouts: it said 'hello, world'"),
+    "version": ('print(\'{"type":"hello","protocol":99,"rollouts":"9.1"}\')', "has rollouts 9.1, whose protocol"),
+    "no hello": ('print(\'{"type":"pong","number":1}\')', "begins with 'Pong' instead of hello"),
+    "exit": ("import sys; print('no space left', file=sys.stderr); sys.exit(3)", "exit code 3"),
+    "later nonsense": (
+        'print(\'{"type":"hello","protocol":1}\', flush=True); input(); print(\'{"type":"answer"\'); input()',
+        "sent something that is no message",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CHANNELS)
+def test_a_process_that_is_no_worker_is_named(what):
+    program, words = CHANNELS[what]
+    pool = WorkerPool("mine", ProcessConnector({}, command=[sys.executable, "-c", program]), WorkerSettings("process"))
+    with pytest.raises(WorkerError) as caught:
+        pool.call("describe", {"name": "calculator"})
+    assert "the worker mine" in str(caught.value) and words in str(caught.value)
+    assert what != "exit" or "its last words:\n  no space left" in str(caught.value)
+    with pytest.raises(WorkersLostError, match=r"(?s)10 workers of mine died one after another.*--worker inline"):
+        for _ in range(10):
+            with contextlib.suppress(WorkerError):
+                pool.call("describe", {"name": "calculator"})
+    pool.close()
+
+
+def test_an_environment_that_ends_its_process_at_import_is_a_mistake_of_the_user():
+    Path("bad.py").write_text(
+        "import os, sys\nprint('the last words')\nsys.stdout.flush()\nos._exit(5)\nclass Bad: ...\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        make_plan(resolve({"env": "./bad.py:Bad", "worker": "process"}))
+    assert "--worker process: the worker Bad ended (exit code 5); its last words:\n  the last words" in str(
+        caught.value
+    )
+
+
+def test_episodes_wait_if_the_workers_have_too_many():
+    with environment("Counting", count=2, episodes=2) as env:
+        order: list[str] = []
+
+        async def episode(number: int) -> None:
+            made = await env.make_env.call()
+            order.append("begin")
+            await made.setup.call(Task("What is 1 + 1?", answer=2))
+            held = len(order) - 2 * order.count("end")
+            assert held <= 4, order
+            order.append("end")
+            await made.close.call()
+
+        async def main() -> None:
+            async with trio.open_nursery() as nursery:
+                for number in range(12):
+                    nursery.start_soon(episode, number)
+
+        trio.run(main)
+        assert order.count("end") == 12 and len(workers()) == 2
+
+
+class Killer(threading.Thread):
+    """Kills a worker at random moments, `count` times."""
+
+    def __init__(self, count: int, seed: int = 0) -> None:
+        super().__init__(daemon=True)
+        self.count, self.killed, self.rng, self.over = count, 0, random.Random(seed), threading.Event()
+
+    def run(self) -> None:
+        while not Path("run/metrics.jsonl").exists() and not self.over.wait(0.05):
+            pass
+        while self.killed < self.count and not self.over.wait(self.rng.uniform(0.2, 0.9)):
+            for worker in self.rng.sample(found := workers(), min(1, len(found))):
+                with contextlib.suppress(psutil.Error):
+                    worker.send_signal(signal.SIGKILL)
+                    self.killed += 1
+
+
+def test_a_run_goes_on_while_workers_are_killed():
+    killer = Killer(4)
+    killer.start()
+    worker = {"kind": "process", "count": 2}
+    try:
+        summary = rollouts.run(env="calculator", worker=worker, out="run", steps=12, retries=3, **SHORT)
+    finally:
+        killer.over.set()
+        killer.join()
+    assert summary["status"] == "done" and summary["steps"] == 12
+    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert sum(line.get("perf/worker_deaths", 0) for line in lines) <= killer.killed
+    for step in range(12):
+        file = Path(f"run/trajectories/step_{step:06d}.jsonl")
+        episodes = [json.loads(line) for line in file.read_text().splitlines()]
+        assert len(episodes) == 4 * 3, "every prompt is accounted for"
+    assert not workers()
+
+
+def test_a_run_whose_workers_always_die_ends_with_the_reason():
+    env = {"name": f"{ENVS}:Hostile", "kind": "exits"}
+    with pytest.raises(RunError) as caught:
+        rollouts.run(env=env, worker="process", out="run", steps=2, retries=0, **SHORT)
+    assert "Hostile ended (exit code 7)" in str(caught.value) or "died one after another" in str(caught.value)
+    assert not workers()

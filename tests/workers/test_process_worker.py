@@ -1,0 +1,241 @@
+"""Environments in worker processes: the same numbers and the same messages as in the process of the run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import rollouts
+from rollouts.config.resolving import resolve
+from rollouts.errors import ConfigError, EnvironmentDefinitionError, RunError, UserError
+from rollouts.runs.dry_run import dry_run
+from rollouts.runs.plan import make_plan
+from rollouts.runs.workers import pools_of
+
+pytestmark = pytest.mark.usefixtures("quick_collections")
+
+ENVS = Path(__file__).parent / "worker_envs.py"
+TIMED = ("time/", "perf/", "sync/seconds", "rollout/latency", "eval/latency", "eval/wall_", "eval/cpu_")
+SHORT = {"prompts_per_step": 2, "samples_per_prompt": 2, "eval_tasks": 3, "steps": 2, "max_tokens": 64}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("config.toml", "metrics.jsonl"):
+        assert not Path(name).exists()
+
+
+def logged(folder: Path | str) -> list[dict[str, Any]]:
+    file = Path(folder) / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [{key: value for key, value in line.items() if not key.startswith(TIMED)} for line in lines]
+
+
+def said_in(folder: Path | str) -> Any:
+    """What a run's files say, without times and folders."""
+    summary = json.loads((Path(folder) / "summary.json").read_text())
+    files = sorted(Path(folder).rglob("trajectories/*.jsonl"))
+    episodes = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    for episode in episodes:
+        episode.pop("latency_seconds", None)
+        episode.get("metrics", {}).pop("latency_seconds", None)
+    evaluation = summary.get("evaluation") or {key: summary.get(key) for key in ("reward_mean", "rewards", "parts")}
+    return json.loads(json.dumps([episodes, [evaluation]], default=str))
+
+
+def workers_of_this_process() -> list[psutil.Process]:
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            found += [child] if "rollouts.env.workers.process" in " ".join(child.cmdline()) else []
+    return found
+
+
+def both(env: str, worker: Any = "process", **settings: Any) -> tuple[Path, Path]:
+    """The folders of one run without and one with workers, after comparing them."""
+    given = {**SHORT, **settings}
+    for out, where in (("inline", "inline"), ("apart", worker)):
+        rollouts.run(env=env, out=out, worker=where, **given)
+    inline, apart = (next(iter(Path(out).glob("rl")), Path(out)) for out in ("inline", "apart"))
+    assert logged(inline) == logged(apart)
+    assert said_in(inline)[0] == said_in(apart)[0]
+    assert not workers_of_this_process()
+    return Path("inline"), Path("apart")
+
+
+@pytest.mark.parametrize("worker", ["process", {"kind": "process", "count": 2}])
+def test_the_main_job_has_the_same_metrics(worker):
+    _, apart = both("calculator", worker, loss="grpo", steps=3)
+    assert len(logged(apart)) == 3
+    assert 'kind = "process"' in (apart / "config.toml").read_text()
+
+
+@pytest.mark.parametrize("name", ["Counting", "OwnRollout"])
+def test_other_environments_have_the_same_metrics(name):
+    both(f"{ENVS}:{name}")
+
+
+def test_demonstrations_are_the_same():
+    inline, apart = both(f"{ENVS}:Counting", mode="sft+rl", sft={"steps": 2})
+    assert logged(inline / "sft") == logged(apart / "sft") and len(logged(apart / "sft")) == 2
+
+
+def test_an_evaluation_is_the_same():
+    both(f"{ENVS}:Counting", mode="eval")
+
+
+def test_what_is_printed_is_in_the_folder_and_torch_is_not_in_the_worker(monkeypatch):
+    monkeypatch.setenv("ROLLOUTS_TEST_NO_TORCH", "1")
+    plan = make_plan(resolve({"env": f"{ENVS}:Counting", "worker": "process", "eval_tasks": 3}))
+    (pool,) = pools_of(plan.environments).values()
+    env = plan.environments[0].make()
+    assert [tool.name for tool in plan.environments[0].all_tools()] == ["add", "fail", "wait"]
+    assert type(env).__name__ == "Counting" and not hasattr(env, "rollout") and hasattr(env, "reply")
+    assert env.remote_warnings() == []
+    pool.close()
+    assert not workers_of_this_process()
+
+
+@pytest.mark.parametrize("kind", ["raise", "none", "metric", "setup"])
+def test_errors_of_the_author_are_the_same(kind):
+    given = {**SHORT, "env.kind": kind, "retries": 0}
+    del given["env.kind"]
+    found = []
+    for out, worker in (("inline", "inline"), ("apart", "process")):
+        env = {"name": f"{ENVS}:Broken", "kind": kind}
+        with contextlib.suppress(RunError):
+            rollouts.run(env=env, out=out, worker=worker, **given)
+        log = Path(out, "errors.log")
+        lines = log.read_text().splitlines() if log.exists() else []
+        mine = [line for line in lines if line.startswith("===") or "worker_envs.py" in line or " x " in line]
+        summary = json.loads(Path(out, "summary.json").read_text())
+        found.append((mine, logged(out), summary["status"], str(summary.get("error")).replace(out, "OUT")))
+    assert found[0] == found[1]
+    assert bool(found[0][0]) == (kind != "none")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"name": f"{ENVS}:Counting", "digits": "many"},
+        {"name": f"{ENVS}:Counting", "mood": "sad"},
+        {"name": f"{ENVS}:Counting", "digit": 3},
+        {"name": f"{ENVS}:Broken", "kind": "tasks"},
+        {"name": f"{ENVS}:Broken", "kind": "nan"},
+        {"name": f"{ENVS}:Nobody"},
+        {"name": "./nowhere.py:Nobody"},
+    ],
+)
+def test_mistakes_have_the_same_message(given):
+    messages = []
+    for out, worker in (("inline", "inline"), ("apart", "process")):
+        with pytest.raises((UserError, RunError)) as caught:
+            rollouts.run(env=given, out=out, worker=worker, **SHORT)
+        messages.append((type(caught.value), str(caught.value).replace(out, "OUT")))
+    assert messages[0] == messages[1]
+
+
+def test_a_dry_run_is_the_same(capsys):
+    texts = []
+    for worker in ("inline", "process"):
+        tree = {"env": f"{ENVS}:Counting", "worker": worker, "eval_tasks": 3}
+        lines = dry_run(resolve(tree)).splitlines()
+        texts.append(
+            [line for line in lines if line not in ("worker = {}", "[worker]", 'kind = "process"', 'kind = "inline"')]
+        )
+    assert [line for line in texts[0] if line] == [line for line in texts[1] if line]
+
+
+def test_an_object_of_the_program_is_refused():
+    class Here:
+        def tasks(self, split, rng):
+            return ["Say 1."]
+
+    with pytest.raises(ConfigError, match=r"--worker process: Here is an object of this program"):
+        rollouts.run(env=Here, worker="process", **SHORT)
+
+
+def test_an_alias_that_no_environment_has_is_refused():
+    with pytest.raises(ConfigError, match="no environment has the alias 'hard'; there are: calculator"):
+        make_plan(resolve({"env": "calculator", "worker": ["hard=process"]}))
+
+
+def test_a_reward_that_names_env_is_refused():
+    Path("mine.py").write_text("def nosy(trajectory, env):\n    return 1.0\n")
+    with pytest.raises(
+        ConfigError, match="the reward nosy names `env`, and the environment calculator runs in a worker"
+    ):
+        make_plan(resolve({"env": "calculator", "worker": "process", "reward": ["./mine.py:nosy"]}))
+
+
+def test_an_environment_that_names_a_sandbox_is_refused():
+    Path("mine.py").write_text("""
+class Boxed:
+    def tasks(self, split, rng):
+        return ["Say 1."]
+    def setup(self, task, sandbox): ...
+""")
+    with pytest.raises(EnvironmentDefinitionError, match=r"Boxed.setup names `sandbox`.*type --worker inline"):
+        make_plan(resolve({"env": "./mine.py:Boxed", "worker": "process"}))
+
+
+def test_tasks_are_read_on_in_another_worker():
+    plan = make_plan(resolve({"env": f"{ENVS}:Hostile", "worker": "process", "eval_tasks": 3}))
+    source = plan.environments[0].training_source()
+    drawn = iter(source(0))
+    first = [next(drawn).prompt for _ in range(5)]
+    for worker in workers_of_this_process():
+        worker.send_signal(signal.SIGKILL)
+    rest = [next(drawn).prompt for _ in range(995)]
+    assert first + rest == [f"Say {n}." for n in range(1000)]
+    (pool,) = pools_of(plan.environments).values()
+    assert pool.deaths == 1
+    pool.close()
+
+
+RUN = """\
+import sys
+import rollouts
+rollouts.run(env="calculator", worker="process", out="run", steps=1000, prompts_per_step=2, samples_per_prompt=2,
+    eval_tasks=2)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_worker_outlives_its_run(number):
+    process = subprocess.Popen([sys.executable, "-c", RUN], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    of_run = psutil.Process(process.pid)
+    begun = time.monotonic()
+    while not (Path("run/metrics.jsonl").exists() and Path("run/metrics.jsonl").read_text()):
+        assert time.monotonic() - begun < 60 and process.poll() is None
+        time.sleep(0.05)
+    children = of_run.children(recursive=True)
+    assert any("rollouts.env.workers.process" in " ".join(child.cmdline()) for child in children)
+    os.kill(process.pid, number)
+    process.wait(60)
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert not alive
+
+
+def test_the_constructor_may_fail():
+    file = Path("bad.py")
+    file.write_text(
+        "class Bad:\n    def __init__(self):\n        raise OSError('no disk')\n    def tasks(self, split, rng): ...\n"
+    )
+    messages = []
+    for worker in ("inline", "process"):
+        with pytest.raises(EnvironmentDefinitionError) as caught:
+            make_plan(resolve({"env": "./bad.py:Bad", "worker": worker}))
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1] and "building the environment ./bad.py:Bad raised OSError: no disk" in messages[0]
