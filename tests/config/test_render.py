@@ -36,7 +36,9 @@ WORKER = st.fixed_dictionaries(
         "certificate": TEXT,
     },
 )
-WORKERS = st.tuples(WORKER, st.dictionaries(WORD.filter(lambda word: word not in ("kind", "count")), WORKER, max_size=2))
+WORKERS = st.tuples(
+    WORKER, st.dictionaries(WORD.filter(lambda word: word not in ("kind", "count")), WORKER, max_size=2)
+)
 
 
 def core_value(info):

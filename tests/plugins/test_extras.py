@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pytest
 
 from rollouts.errors import BrokenPluginError
@@ -65,7 +64,7 @@ def test_a_hint_is_for_missing_modules_only(make_distribution):
     assert install_hint(ValueError("x"), ref) == ""
     other_versions = "if it needs other versions of packages, type: rollouts env install acme-envs, then --worker venv"
     assert install_hint(ImportError("x"), ref) == other_versions == install_hint(ModuleNotFoundError("x"), ref)
-    assert install_hint(ImportError("x"), dataclasses.replace(ref, kind="rewards")) == ""
+    assert install_hint(ImportError("x"), ComponentRef("rewards", "acme", ref.value, ref.distribution)) == ""
     assert install_hint(ModuleNotFoundError("x", name="absent.part"), ref) == UNKNOWN
 
 
