@@ -2,7 +2,10 @@
 
 report         the result of one check, and of all checks of a component
 runner         runs a table of checks
+packages       the component before it is imported, and the wheel of its package
+finding        components by a name, a file or a folder
 environments   the checks of environments
+components     the checks of all other kinds
 api            checks by a name or a path, and in the tests of an author
 pytest_plugin  `pytest --rollouts-check NAME`
 
@@ -17,6 +20,7 @@ from typing import TYPE_CHECKING
 from rollouts.lazy import lazy_face
 
 if TYPE_CHECKING:
+    from rollouts.check.api import check_component as check_component
     from rollouts.check.api import check_environment_class as check_environment_class
 
 __getattr__, __dir__ = lazy_face(__name__)

@@ -1,35 +1,48 @@
-"""Check environments by a name or a path, or a class in the tests of its author.
+"""Check components by a name or a path, or an object in the tests of its author.
 
-from rollouts.check import check_environment_class
+from rollouts.check import check_component, check_environment_class
 
 def test_contract():
     check_environment_class(MyEnv, digits=1)
+
+def test_loss():
+    check_component(my_loss, "loss", cap=3.0)
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from rollouts.author_code import message_of
-from rollouts.check.environments.subject import TASKS, Found, find_environments, make_subject
-from rollouts.check.environments.table import CHECKS
+from rollouts.check.components import subject as components
+from rollouts.check.components.subject import KEYS, WORDS
+from rollouts.check.components.table import FAMILIES, checks_of
+from rollouts.check.environments.subject import TASKS, make_subject
+from rollouts.check.finding import find_components
+from rollouts.check.packages import Found
 from rollouts.check.report import Report, Result, failure_text
-from rollouts.check.runner import run_checks, select
-from rollouts.config.flags import Tree
+from rollouts.check.runner import Check, run_checks, select
+from rollouts.config.flags import Tree, flag_name
+from rollouts.config.objects import import_name, label_of
+from rollouts.config.settings import MULTIPLE
 from rollouts.env.shared import shared_values
-from rollouts.errors import BrokenPluginError, SignatureError
+from rollouts.errors import BrokenPluginError, ConfigError, SignatureError
+from rollouts.plugins.index import ANY_KIND
 from rollouts.plugins.manager import PluginManager
+from rollouts.scaffold.packages import kind_of
 
-KIND = "environment"
+MORE_SETTINGS = {"environments": ("reward", "sandbox"), "rewards": ("env",)}
+"""The settings of other kinds that the checks of a kind use: an environment's reward, the tasks of a reward."""
+
 IMPORTED = "imports"  # the check that fails if the component cannot be imported
 
 
 class Options(NamedTuple):
-    """Which checks run, on how many tasks. `settings` is a tree with `env` and `reward`."""
+    """Which checks run, on how many tasks. `settings` is a tree with the settings of each kind: `env`, `reward`, ..."""
 
     only: Collection[str] = ()
     skip: Collection[str] = ()
@@ -38,29 +51,113 @@ class Options(NamedTuple):
     settings: Mapping[str, Any] = MappingProxyType({})
 
 
-def find(name: str, options: Options) -> list[Found]:
-    """The environments that a name or a path means. Raises UserError for an unknown name, also of a check."""
-    select(CHECKS, options.only, options.skip)
-    return find_environments(name, PluginManager())
+def find(name: str, options: Options, kind: str | None = None) -> list[Found]:
+    """The components that a name or a path means; of any kind if `kind` is None. Raises UserError for an unknown name,
+    also of a check.
+    """
+    found = find_components(name, None if kind is None else kind_of(kind), PluginManager())
+    kinds = list(dict.fromkeys(each.kind for each in found))
+    known = {check.name: check for each in kinds for check in checks_of(each)}
+    select(tuple(known.values()), options.only, options.skip)
+    if ANY_KIND not in kinds:
+        _refuse_other_settings(kinds, options.settings)
+    return found
+
+
+def _refuse_other_settings(kinds: Sequence[str], settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError for settings of a kind that is not checked."""
+    keys = {KEYS[kind] for kind in kinds if kind in KEYS}
+    for kind, more in MORE_SETTINGS.items():
+        keys |= set(more) if kind in kinds else set()
+    for key in settings:
+        if key not in keys:
+            flags = (f"--{each}.NAME.SETTING" if each in MULTIPLE else f"--{each}.SETTING" for each in sorted(keys))
+            words = " and ".join(flags) or "no settings"
+            checked = " and ".join(WORDS[kind] for kind in kinds)
+            raise ConfigError(f"{flag_name((key,))}: the check of a {checked} takes {words}")
+
+
+def checks_for(found: Found, options: Options) -> list[Check]:
+    """The checks of this component that `options` choose. They may choose none of a component of a folder."""
+    names = {check.name for check in checks_of(found.kind)}
+    if options.only and names.isdisjoint(options.only):
+        return []
+    return select(checks_of(found.kind), names & set(options.only), names & set(options.skip))
 
 
 def check(found: Found, options: Options, observe: Callable[[Result], None] = lambda result: None) -> Report:
-    """Check one environment. `observe` receives each result when it is known. Raises UserError for a wrong setting."""
-    report = Report(KIND, found.label)
+    """Check one component. `observe` receives each result when it is known. Raises UserError for a wrong setting."""
+    return _check(found, options, observe)
+
+
+def _check(
+    found: Found, options: Options, observe: Callable[[Result], None] = lambda result: None, component: Any = None
+) -> Report:
+    report = Report(WORDS.get(found.kind, found.kind), found.label)
     temporary = tempfile.TemporaryDirectory(prefix="rollouts-check-", ignore_cleanup_errors=True)
     with temporary as folder, shared_values():
         try:
-            subject = make_subject(
-                found, dict(options.settings), Path(folder).resolve(), seed=options.seed, tasks=options.tasks
-            )
+            subject = _subject_of(found, options, Path(folder).resolve(), component)
         except (BrokenPluginError, SignatureError) as error:
             change = "correct the module; the other checks need it"
-            seen = message_of(error)
-            report.results.append(Result(IMPORTED, "failed", tried="import the environment", seen=seen, change=change))
+            tried, seen = f"import the {report.kind}", message_of(error)
+            report.results.append(Result(IMPORTED, "failed", tried=tried, seen=seen, change=change))
             observe(report.results[0])
             return report
-        report.results += run_checks(CHECKS, subject, only=options.only, skip=options.skip, observe=observe)
+        chosen = [each.name for each in checks_for(found, options)]
+        if chosen:
+            report.results += run_checks(checks_of(found.kind), subject, only=chosen, observe=observe)
     return report
+
+
+def _subject_of(found: Found, options: Options, scratch: Path, component: Any) -> Any:
+    if found.kind == "environments":
+        return make_subject(found, dict(options.settings), scratch, seed=options.seed, tasks=options.tasks)
+    return components.make_subject(
+        found, options.settings, scratch, families=FAMILIES, component=component, seed=options.seed
+    )
+
+
+def check_component(
+    component: Any,
+    kind: str,
+    *,
+    only: Collection[str] = (),
+    skip: Collection[str] = (),
+    seed: int = 0,
+    **settings: Any,
+) -> Report:
+    """Check a component of any kind in a test of its author. `component` is the object, or a name as for `rollouts
+    check`. `kind` is its kind, such as "loss".
+
+    Args:
+        only: names of the checks to run; empty: all
+        skip: names of checks to leave out
+        seed: the seed of the random numbers
+        settings: those of the component
+
+    Raises:
+        AssertionError: a check failed. The message has the failed checks, what they saw, and what to change.
+        UserError: there is no such component, kind or check, or a setting is wrong.
+    """
+    chosen = kind_of(kind)
+    if chosen == "environments":
+        return check_environment_class(component, only=only, skip=skip, seed=seed, **settings)
+    options = Options(only, skip, seed, settings={KEYS[chosen]: settings} if settings else {})
+    if isinstance(component, str):
+        return _assert_passed([check(found, options) for found in find(component, options, kind)])
+    select(checks_of(chosen), only, skip)
+    name = import_name(component) or f"<{label_of(component)}>"
+    return _assert_passed([_check(Found(label_of(component), name, kind=chosen), options, component=component)])
+
+
+def _assert_passed(reports: Sequence[Report]) -> Report:
+    """The first report. Raises AssertionError if a check failed."""
+    failed = [report for report in reports if not report.has_passed]
+    texts = [f"{report.verdict()}\n{failure_text(report.results)}" for report in failed]
+    if failed:  # no `assert`: pytest rewrites its message
+        raise AssertionError("\n".join(texts))
+    return reports[0]
 
 
 def check_environment_class(
@@ -91,14 +188,11 @@ def check_environment_class(
     options = Options(only, skip, seed, tasks, tree)
     if isinstance(environment, str):
         tree["env"] = dict(settings)
-        reports = [check(found, options) for found in find(environment, options)]
+        reports = [check(found, options) for found in find(environment, options, "environment")]
     else:
-        select(CHECKS, only, skip)
+        select(checks_of("environments"), only, skip)
         from rollouts.config.objects import take_objects
 
         plain, _ = take_objects(tree)
         reports = [check(Found(environment.__name__, plain["env"]["name"]), options)]
-    failed = [report for report in reports if not report.has_passed]
-    texts = [f"{report.verdict()}\n{failure_text(report.results)}" for report in failed]
-    assert not failed, "\n".join(texts)
-    return reports[0]
+    return _assert_passed(reports)

@@ -1,6 +1,6 @@
-"""A pytest plugin: `pytest --rollouts-check NAME` adds one test for each check of an environment.
+"""A pytest plugin: `pytest --rollouts-check NAME` adds one test for each check of a component.
 
-NAME is what `rollouts check` takes. Without the option, the plugin only adds its two options to pytest.
+NAME is what `rollouts check` takes. Without the option, the plugin only adds its options to pytest.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="check this environment: an installed name, the folder of a package, or ./file.py:Class",
+        help="check this component: an installed name, the folder of a package, or ./file.py:Name",
+    )
+    group.addoption(
+        "--rollouts-check-kind", metavar="KIND", help="the kind, if components of several kinds have this name"
     )
     group.addoption("--rollouts-check-skip", action="append", default=[], metavar="CHECK", help="leave out this check")
 
@@ -28,43 +31,41 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
     """Add the checks after the tests of files. `-k` chooses among them."""
     for name in config.getoption("--rollouts-check"):
-        items.extend(_Environment.from_parent(session, name=f"rollouts-check {name}", given=name).collect())
+        items.extend(_Component.from_parent(session, name=f"rollouts-check {name}", given=name).collect())
 
 
-class _Environment(pytest.Collector):
-    """The checks of one name. The environment is checked once, when the first of them runs."""
+class _Component(pytest.Collector):
+    """The checks of one name. Each component is checked once, when the first of its checks runs."""
 
     def __init__(self, *, given: str, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.given = given
-        self._results: dict[str, dict[str, Any]] = {}
+        self._results: dict[Any, dict[str, Any]] = {}
 
     def collect(self) -> Iterable[pytest.Item]:
-        """One item for each environment and check."""
+        """One item for each component and check."""
         from rollouts.check import api
-        from rollouts.check.environments.table import CHECKS
-        from rollouts.check.runner import select
         from rollouts.errors import UserError
 
         skip = self.config.getoption("--rollouts-check-skip")
         try:
-            found = api.find(self.given, api.Options(skip=skip))
+            found = api.find(self.given, api.Options(skip=skip), self.config.getoption("--rollouts-check-kind"))
         except UserError as error:
             raise pytest.UsageError(f"--rollouts-check {self.given}: {error}") from error
         for each in found:
-            for check in select(CHECKS, (), skip):
+            for check in api.checks_for(each, api.Options(skip=skip)):
                 name = f"{each.label}::{check.name}"
                 yield _CheckItem.from_parent(self, name=name, found=each, check=check.name)
 
     def result_of(self, found: Any, check: str) -> Any:
-        """The result of one check; None if the environment cannot be imported and another check says so."""
+        """The result of one check; None if the component cannot be imported and another check says so."""
         from rollouts.check import api
 
-        if found.label not in self._results:
+        if found not in self._results:
             skip = self.config.getoption("--rollouts-check-skip")
             report = api.check(found, api.Options(skip=skip))
-            self._results[found.label] = {result.name: result for result in report.results}
-        return self._results[found.label].get(check)
+            self._results[found] = {result.name: result for result in report.results}
+        return self._results[found].get(check)
 
 
 class _CheckItem(pytest.Item):
@@ -79,10 +80,10 @@ class _CheckItem(pytest.Item):
         from rollouts.check.report import FailedError
 
         parent = self.parent
-        assert isinstance(parent, _Environment), "only _Environment makes items"
+        assert isinstance(parent, _Component), "only _Component makes items"
         result = parent.result_of(self.found, self.check)
         if result is None:
-            pytest.skip("the environment cannot be imported")
+            pytest.skip("the component cannot be imported")
         if result.status == "skipped":
             pytest.skip(result.remark)
         if result.status == "failed":

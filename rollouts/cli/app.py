@@ -37,7 +37,7 @@ COMMANDS = {
     "chat": ("rollouts.cli.chat:chat", "Talk to a run's model, with the tools of its environment."),
     "play": ("rollouts.cli.play:play", "Take the model's place in an environment."),
     "serve": ("rollouts.cli.serve:serve", "Serve a run's model at an address that speaks OpenAI's API."),
-    "check": ("rollouts.cli.check:check", "Check whether an environment keeps its contract."),
+    "check": ("rollouts.cli.check:check", "Check whether a component keeps the contract of its kind."),
     "config": ("rollouts.cli.config:config", "Print a complete settings file."),
     "env": ("rollouts.cli.env:env", "Install environments in virtual environments of their own."),
     "new": ("rollouts.cli.new:new", "Make a package, ready to publish: an environment, a reward, a loss, ..."),

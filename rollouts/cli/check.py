@@ -1,8 +1,10 @@
-"""`rollouts check NAME|PATH`: does an environment keep its contract?"""
+"""`rollouts check NAME|PATH`: does a component keep the contract of its kind?"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,28 +17,36 @@ if TYPE_CHECKING:
 
 def _check(
     name: str,
+    kind: str | None,
     only: tuple[str, ...],
     skip: tuple[str, ...],
     seed: int,
     tasks: int,
     reward: tuple[str, ...],
+    env: str | None,
     as_json: bool,
     badge: bool,
 ) -> int:
     from rollouts.check import api
+    from rollouts.check.components.subject import WORDS
     from rollouts.config.merging import merge
 
     dotted = click.get_current_context().obj or {}
-    settings = merge({"reward": list(reward)} if reward else {}, dotted)
+    own: dict[str, Any] = ({"reward": list(reward)} if reward else {}) | ({"env": env} if env else {})
+    settings = merge(own, dotted)
     options = api.Options(_names(only), _names(skip), seed, tasks, settings)
     is_shown = not as_json and not badge
     reports: list[Report] = []
-    for found in api.find(name, options):
-        if is_shown:
-            click.echo(f"environment {found.label}")
-        reports.append(api.check(found, options, _show if is_shown else lambda result: None))
-        if is_shown:
-            click.echo(reports[-1].verdict())
+    # What a component prints must not get into the JSON.
+    with contextlib.nullcontext() if is_shown else contextlib.redirect_stdout(sys.stderr):
+        for found in api.find(name, options, kind):
+            if not api.checks_for(found, options):
+                continue
+            if is_shown:
+                click.echo(f"{WORDS.get(found.kind, found.kind)} {found.label}")
+            reports.append(api.check(found, options, _show if is_shown else lambda result: None))
+            if is_shown:
+                click.echo(reports[-1].verdict())
     if as_json:
         click.echo(json.dumps([report.as_json() for report in reports], indent=2))
     if badge:
@@ -63,22 +73,29 @@ check = NamedCommand(
     callback=_check,
     params=[
         click.Argument(["name"], metavar="NAME|PATH"),
+        click.Option(["--kind"], metavar="KIND", help="The kind, if components of several kinds have this name."),
         click.Option(["--only"], multiple=True, metavar="CHECK", help="Run only this check. Repeat it for several."),
         click.Option(["--skip"], multiple=True, metavar="CHECK", help="Leave this check out. Repeat it for several."),
         click.Option(["--seed"], type=int, default=0, show_default=True, help="The seed of all random numbers."),
         click.Option(
-            ["--tasks"], type=click.IntRange(1), default=5, show_default=True, help="How many tasks are played."
+            ["--tasks"],
+            type=click.IntRange(1),
+            default=5,
+            show_default=True,
+            help="How many tasks of an environment are played.",
         ),
         click.Option(
             ["--reward"], multiple=True, metavar="NAME", help="The reward of an environment that has none of its own."
         ),
+        click.Option(["--env"], metavar="NAME", help="The environment whose tasks a reward judges."),
         click.Option(["--json", "as_json"], is_flag=True, help="Print the results as JSON."),
         click.Option(["--badge"], is_flag=True, help="Print a line of Markdown for a README."),
     ],
     epilog="The exit code is 0 if no check failed, 1 if a check failed, and 2 for an unknown name or a wrong setting.",
-    help="Check whether an environment keeps its contract.\n\n"
-    "NAME is an installed environment. PATH is the folder of a package, or ./file.py:Class. Each check is one line; a "
-    "failed one says what was tried, what was seen, and what to change. Settings are dotted flags: --env.digits 3.\n\n"
-    "\b\nExamples:\n  rollouts check calculator --env.digits 3\n  rollouts check ./my_env.py:MyEnv --only oracle\n"
-    "  rollouts check . --badge",
+    help="Check whether a component keeps the contract of its kind: an environment, a reward, a loss, ...\n\n"
+    "NAME is an installed component. PATH is the folder of a package, all of whose components are checked, or "
+    "./file.py:Name. Each check is one line; a failed one says what was tried, what was seen, and what to change. "
+    "Settings are dotted flags: --env.digits 3, --loss.clip-high 0.3.\n\n"
+    "\b\nExamples:\n  rollouts check calculator --env.digits 3\n  rollouts check group_mean --kind advantage\n"
+    "  rollouts check ./my_loss.py:my_loss --only gradient\n  rollouts check . --badge",
 )

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import re
 import shutil
@@ -14,32 +13,20 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
-import msgspec
 
 from rollouts.author_code import unwrapped
 from rollouts.cli.app import NamedGroup
 from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE, REQUIRED
-from rollouts.errors import SignatureError, UnknownComponentError, UserError, counted, near_misses
+from rollouts.errors import counted
 from rollouts.plugins.descriptions import first_sentence
 
 if TYPE_CHECKING:
-    from rollouts.plugins.index import ComponentRef
-    from rollouts.plugins.manager import PluginManager
     from rollouts.plugins.signature import Signature
     from rollouts.training.algorithms.algorithm import Algorithm
 
 _LEGEND = (
     "(pi is the policy, r = pi / pi_old its ratio, A the advantage, R the reward; [T] is one value for each token)"
 )
-_METHODS = {
-    "tasks": "environments",
-    "log": "loggers",
-    "generate": "inference",
-    "forward_backward": "training",
-    "not_stopped": "sandboxes",
-}
-"""A method or attribute by which a class is recognized, and its kind."""
-
 _DESCRIPTION_CHARACTERS_MIN = 20  # the narrowest column; in a narrower terminal, lines wrap
 
 
@@ -83,11 +70,12 @@ def show(name: str, kind: str | None) -> int:
     from rollouts.plugins.descriptions import find_definition
     from rollouts.plugins.index import KIND_WORDS
     from rollouts.plugins.manager import PluginManager
+    from rollouts.runs.any_kind import find_of_any_kind
     from rollouts.runs.components import signed
     from rollouts.training.algorithms.algorithm import Algorithm
 
     manager = PluginManager()
-    ref = _find(manager, kind, name)
+    ref = find_of_any_kind(manager, kind, name, "rollouts plugins show")
     component = manager.load(ref)
     place = find_definition(ref)
     label = f"{KIND_WORDS[ref.kind]} {ref.name}"
@@ -137,67 +125,6 @@ def doctor() -> int:
     verdict = counted(len(faults), "fault") if faults else "all well"
     click.echo(f"{counted(len(refs), 'component')} of {counted(len(distributions), 'distribution')}: {verdict}")
     return 1 if faults else 0
-
-
-def _find(manager: PluginManager, kind: str | None, name: str) -> ComponentRef:
-    """The only component of that name, of any kind if `kind` is None."""
-    from rollouts.plugins.index import KINDS, find_in_file, names_file
-
-    if kind is not None:
-        return manager.find(COMPONENT_KINDS.get(kind, kind), name)  # `reward` means `rewards`
-    found: list[ComponentRef] = []
-    if names_file(name):
-        try:
-            ref = find_in_file(name)
-            component = manager.load(ref)
-        except UnknownComponentError as error:
-            error.args = (f"{error}\nthe kinds of components: {', '.join(KINDS)}",)
-            raise
-        if not (kinds := kinds_of(component)):
-            again = f"type: --kind KIND ({', '.join(KINDS)}), and read why it is not one"
-            raise UserError(f"{name} fits no kind of component\n{again}")
-        found = [msgspec.structs.replace(ref, kind=kind) for kind in kinds]
-        if len(found) > 1:
-            typed = "\n".join(f"  rollouts plugins show {name} --kind {kind}" for kind in kinds)
-            raise UserError(f"{name} fits several kinds of components\ntype one of:\n{typed}")
-        return found[0]
-    for each in KINDS:
-        try:
-            found.append(manager.find(each, name))
-        except UnknownComponentError:
-            continue
-    if len(found) > 1:
-        typed = "\n".join(f"  rollouts plugins show {name} --kind {ref.kind}" for ref in found)
-        raise UserError(f"{name} is the name of several components\ntype one of:\n{typed}")
-    if not found:
-        known = [ref.name for ref in manager.list(hooks=True)]
-        near = near_misses(name.rpartition("/")[2], known)
-        hint = f"did you mean: {', '.join(near)}?\n" if near else ""
-        raise UnknownComponentError(f"no component of any kind is named {name!r}\n{hint}type: rollouts plugins list")
-    return found[0]
-
-
-def kinds_of(component: Any) -> list[str]:
-    """The kinds that an object of a file fits: by its type, by the methods of a class, else by the inputs it names."""
-    from rollouts.env.authoring import metrics_of, rewards_of, tools_of
-    from rollouts.plugins.index import KIND_WORDS
-    from rollouts.plugins.signature import check_signature
-    from rollouts.plugins.vocabulary import VOCABULARY
-    from rollouts.training.algorithms.algorithm import Algorithm
-
-    if isinstance(component, click.Command | Algorithm):
-        return ["losses" if isinstance(component, Algorithm) else "commands"]
-    if inspect.isclass(component):
-        if any(of(component) for of in (tools_of, rewards_of, metrics_of)):
-            return ["environments"]
-        found = [kind for method, kind in _METHODS.items() if hasattr(component, method)]
-        return found[:1]
-    fits = []
-    for kind in VOCABULARY.keys() & KIND_WORDS.keys():
-        with contextlib.suppress(SignatureError):
-            if check_signature(component, kind, "").requests:
-                fits.append(kind)
-    return sorted(fits) or (["tools"] if inspect.isroutine(component) else [])
 
 
 def _algorithm_lines(algorithm: Algorithm) -> list[str]:

@@ -60,17 +60,17 @@ class PluginManager:
     """Finds, lists and loads components, and calls hooks.
 
     `faults` holds the failures so far of loading hook plugins and of finding components, each once, in order. `objects`
-    are components in memory, by their names.
+    are components in memory, by their names. With `installed` False, the installed hook plugins are never loaded.
     """
 
-    def __init__(self, objects: Mapping[str, Any] = MappingProxyType({})) -> None:
+    def __init__(self, objects: Mapping[str, Any] = MappingProxyType({}), *, installed: bool = True) -> None:
         self.faults: Faults = []
         self._objects = objects
         self._pluggy = _Pluggy()
         self._pluggy.add_hookspecs(hookspecs)
         self._owners: dict[str, tuple[str, str]] = {}
         self._made: dict[ComponentRef, Any] = {}
-        self._hooks_loaded = False
+        self._hooks_loaded = not installed
 
     def register(self, plugin: object, *, distribution: str, version: str = "") -> Faults:
         """Add a hook plugin (a module or an object with `@hookimpl` functions), and return its faults.
@@ -84,6 +84,16 @@ class PluginManager:
         self._owners[name] = (distribution, version)
         causes = self._pluggy.register_checked(plugin, name)
         return self._note([PluginFault(distribution, version, cause) for cause in causes])
+
+    @property
+    def remarks(self) -> Faults:
+        """The functions of hook plugins that look like hooks and are not, each with the reason."""
+        return [PluginFault(*self._owners[name], remark) for name, remark in self._pluggy.remarks]
+
+    @property
+    def hooks(self) -> list[str]:
+        """The names of the hooks that plugins implement."""
+        return [name for name in _HOOKS if self._implementations(name)]
 
     def load_hooks(self) -> Faults:
         """Load every installed hook plugin, and return the faults. A second call does nothing."""
@@ -186,8 +196,7 @@ class PluginManager:
             elif error is not None:
                 reports.append(str(error))
         self.load_hooks()
-        remarks = [PluginFault(*self._owners[name], remark) for name, remark in self._pluggy.remarks]
-        faults = [*reports, *map(str, self.faults), *map(str, remarks), *_clashes(scanned.components)]
+        faults = [*reports, *map(str, self.faults), *map(str, self.remarks), *_clashes(scanned.components)]
         return Diagnosis(faults, lacking)
 
     def _implementations(self, name: str) -> Sequence[pluggy.HookImpl]:

@@ -502,7 +502,7 @@ async def _step(plan: Plan, stage: Stage, score: Score, backend: Any) -> str:
 
     settings, algorithm = plan.settings, stage.algorithm
     is_rl = settings.mode == "rl"
-    groups = [_invented_group(number, settings.samples_per_prompt if is_rl else 2, score) for number in range(2)]
+    groups = [invented_group(number, settings.samples_per_prompt if is_rl else 2, score) for number in range(2)]
     config = RLTrainingConfig(
         1,
         temperature=settings.temperature,
@@ -524,7 +524,7 @@ async def _step(plan: Plan, stage: Stage, score: Score, backend: Any) -> str:
     return batch.unit
 
 
-def _invented_group(number: int, size: int, score: Score) -> Group:
+def invented_group(number: int, size: int, score: Score) -> Group:
     """Up to four short rollouts with the rewards 1, 0, 1 and 0, whose parts are named as those of `score`."""
     task = Task("?", id=str(number))
     episodes = []

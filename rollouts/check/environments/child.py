@@ -6,6 +6,7 @@ prints does not matter.
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import tempfile
@@ -33,7 +34,8 @@ def main(text: str) -> None:
 
 def _draw(request: dict[str, Any]) -> dict[str, Any]:
     """The encoded training tasks, and the file of the class."""
-    from rollouts.check.environments.subject import Found, make_subject
+    from rollouts.check.environments.subject import make_subject
+    from rollouts.check.packages import Found
     from rollouts.encoding import encode
 
     found = Found(request["name"], request["name"])
@@ -45,17 +47,25 @@ def _draw(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _import_watched(request: dict[str, Any]) -> dict[str, Any]:
-    """The seconds of the import, and its forbidden modules and sockets, each with the author's line."""
+    """The seconds of the import, its forbidden modules and sockets, each with the author's line, and the file of the
+    component's module.
+    """
+    from rollouts.check.finding import find_ref, load
     from rollouts.plugins.manager import PluginManager
 
     manager = PluginManager()
-    ref = manager.find("environments", request["name"])
+    ref = find_ref(manager, request["kind"], request["name"])
+    for module in request["first"]:
+        importlib.import_module(module)
     watch = _Watch(frozenset(request["forbidden"]))
     sys.meta_path.insert(0, watch)
     sys.addaudithook(lambda event, _: watch.use_socket(event))
     begun = time.perf_counter()
-    manager.load(ref)
-    return {"seconds": time.perf_counter() - begun, "modules": watch.modules, "sockets": watch.sockets}
+    component = load(manager, ref)
+    seconds = time.perf_counter() - begun
+    own = ref.value.partition(":")[0] or getattr(component, "__module__", "")
+    file = getattr(sys.modules.get(own.strip()), "__file__", "") or ""
+    return {"seconds": seconds, "modules": watch.modules, "sockets": watch.sockets, "file": file}
 
 
 class _Watch:

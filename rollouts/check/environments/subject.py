@@ -8,18 +8,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import json
-import sys
-import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.metadata import Distribution, PackageNotFoundError
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
-from urllib.parse import unquote, urlparse
 
+from rollouts.check.packages import Found
 from rollouts.check.report import SkippedError
 from rollouts.config.files import Source
 from rollouts.config.flags import Tree
@@ -30,7 +26,6 @@ from rollouts.encoding import encode
 from rollouts.env.authoring import rewards_of
 from rollouts.env.mixing import RewardTerm
 from rollouts.errors import ConfigError, counted
-from rollouts.plugins.index import HELD
 from rollouts.plugins.manager import PluginManager
 from rollouts.runs.components import choose
 from rollouts.runs.environments import Environment, plan_environments
@@ -38,7 +33,6 @@ from rollouts.runs.plan import reward_terms
 from rollouts.runs.sandboxes import make_sandboxes
 from rollouts.types import Message, Task
 
-GROUP = "rollouts.environments"
 TASKS = 5  # tasks that are played, unless the user says otherwise
 DRAWN = 50  # tasks that are compared
 READ_MAX = 1000  # tasks and demonstrations that are read to find a demonstration's task
@@ -56,17 +50,6 @@ class Demonstration(NamedTuple):
     def replies(self) -> list[Message]:
         """The expert's messages."""
         return [message for message in self.messages if message.role == "assistant"]
-
-
-class Found(NamedTuple):
-    """An environment before it is imported: its name for the report, the name that finds it, and the folder of its
-    package if there is one. `path` is added to `sys.path`.
-    """
-
-    label: str
-    name: str
-    folder: Path | None = None
-    path: tuple[str, ...] = ()
 
 
 @dataclass(eq=False)
@@ -96,7 +79,7 @@ class Subject:
     @property
     def is_importable(self) -> bool:
         """Whether another process can find the environment by its name."""
-        return HELD.fullmatch(self.found.name) is None
+        return self.found.is_importable
 
     @property
     def reward_range(self) -> tuple[float, float] | None:
@@ -183,60 +166,13 @@ class _TasksByPrompt:
         return None
 
 
-def find_environments(given: str, manager: PluginManager) -> list[Found]:
-    """The environments of a name, a file (`./file.py:Class`) or the folder of a package. Nothing is imported.
-
-    Raises UserError if there is none.
-    """
-    folder = Path(given).expanduser()
-    is_folder = folder.is_dir() and given.startswith((".", "/", "~"))
-    if is_folder or (folder / "pyproject.toml").is_file():
-        if not (folder / "pyproject.toml").is_file():
-            raise ConfigError(
-                f"{given}: there is no pyproject.toml in this folder\ntype the folder of a package, the name of an "
-                "installed environment, or ./file.py:Class"
-            )
-        return _in_folder(given, folder.resolve())
-    ref = manager.find("environments", given)
-    return [Found(given, given, _source_of(ref.distribution))]
-
-
-def _in_folder(given: str, folder: Path) -> list[Found]:
-    try:
-        about = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{given}/pyproject.toml cannot be read: {error}") from error
-    points: Mapping[str, str] = about.get("project", {}).get("entry-points", {}).get(GROUP, {})
-    if not points:
-        raise ConfigError(
-            f'{given}/pyproject.toml names no environment\nwrite:\n[project.entry-points."{GROUP}"]\n'
-            'my_env = "my_package:MyEnv"'
-        )
-    path = tuple(str(each) for each in (folder, folder / "src") if each.is_dir())
-    return [Found(name, value.partition("[")[0].replace(" ", ""), folder, path) for name, value in points.items()]
-
-
-def _source_of(distribution: str) -> Path | None:
-    """The folder from which a distribution was installed in editable mode; None if there is none."""
-    try:
-        about = json.loads(Distribution.from_name(distribution).read_text("direct_url.json") or "{}")
-    except (PackageNotFoundError, ValueError):
-        return None
-    if not about.get("dir_info", {}).get("editable"):
-        return None
-    folder = Path(unquote(urlparse(about["url"]).path))
-    return folder if (folder / "pyproject.toml").is_file() else None
-
-
 def make_subject(found: Found, settings: Tree, scratch: Path, *, seed: int = 0, tasks: int = TASKS) -> Subject:
     """Import the environment and read its settings: a tree with `env` and perhaps `reward`, which may hold classes and
     functions.
 
     Raises UserError if the environment cannot be imported, or if a setting is wrong.
     """
-    for folder in reversed(found.path):
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
+    found.use_path()
     given, objects = take_objects(settings)
     tree = merge({"env": found.name}, given)
     resolved = resolve(tree, Source().with_objects(objects))

@@ -1,0 +1,452 @@
+"""Functions with one mistake each: exactly the expected check finds it. The same function without it passes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from rollouts.check import check_component
+from rollouts.check.components.table import FAMILIES
+from rollouts.plugins.index import KINDS
+from rollouts.scaffold.packages import KIND_NAMES
+from rollouts.training.algorithms import Algorithm, Term
+from rollouts.training.algorithms.aggregation import TokenWeights
+
+OF_PACKAGE = ("imports", "wheel")
+
+
+# --- losses -----------------------------------------------------------------------------------------------------------
+
+
+def good_loss(logprobs, old_logprobs, advantages, *, cap: float = 2.0):
+    """The weight is detached, so its gradient is not that of its values."""
+    ratio = (logprobs - old_logprobs).detach().clamp(-20, 20).exp()
+    return -ratio.clamp(max=cap) * advantages * logprobs, {"capped": (ratio > cap).float()}
+
+
+def good_rollout_loss(logprobs, advantages, mask, rollout_index):
+    rollouts, place = torch.unique(rollout_index, return_inverse=True)
+    terms = torch.where(mask > 0, advantages * logprobs, 0.0)
+    return -torch.zeros(len(rollouts)).to(terms).index_add(0, place, terms)
+
+
+def reduced(logprobs, advantages):
+    return (-logprobs * advantages).mean()
+
+
+def wrong_metric(logprobs, advantages):
+    return -logprobs * advantages, {"metric": [1.0, 2.0]}
+
+
+def unknown_input(logprobs, advantage):
+    return -logprobs * advantage
+
+
+class _Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient * x  # the 2 is missing
+
+
+class _RightSquare(_Square):
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient * 2 * x
+
+
+def good_custom_backward(logprobs, advantages):
+    return _RightSquare.apply(logprobs) * advantages
+
+
+def wrong_backward(logprobs, advantages):
+    return _Square.apply(logprobs) * advantages
+
+
+def no_gradient(logprobs, advantages):
+    return -logprobs.detach() * advantages
+
+
+def mean_with_masked(logprobs, old_logprobs, advantages, rollout_index):
+    apart = (logprobs - old_logprobs).clamp(-20, 20)
+    rollouts, place = torch.unique(rollout_index, return_inverse=True)
+    sums = torch.zeros(len(rollouts)).to(apart).index_add(0, place, apart)
+    counts = torch.zeros(len(rollouts)).to(apart).index_add(0, place, torch.ones_like(apart))
+    return -(sums / counts)[place].exp() * advantages
+
+
+def sum_with_masked(logprobs, rollout_index):
+    rollouts, place = torch.unique(rollout_index, return_inverse=True)
+    return -torch.zeros(len(rollouts)).to(logprobs).index_add(0, place, logprobs)
+
+
+def whitened(logprobs, advantages):
+    return -logprobs * (advantages - advantages.mean()) / (advantages.std() + 1e-6)
+
+
+def positions(logprobs, advantages):
+    return -logprobs * advantages * torch.arange(1, len(logprobs) + 1)
+
+
+def unbounded(logprobs, old_logprobs, advantages):
+    return -(logprobs - old_logprobs).exp() * advantages
+
+
+def infinite_gradient(logprobs, advantages):
+    return -torch.where(logprobs < 0, (-logprobs).sqrt(), 0.0) * advantages
+
+
+def in_place(logprobs, advantages):
+    return -logprobs * advantages.mul_(2.0)
+
+
+def noisy(logprobs, advantages):
+    return -logprobs * advantages + torch.rand(1)
+
+
+class _Counts:
+    """A loss with a state."""
+
+    count = 0
+
+    def __call__(self, logprobs, advantages):
+        self.count += 1
+        return -logprobs * advantages * (1 + 1e-3 * self.count)
+
+
+def bad_advantage(rewards):
+    return (rewards - rewards.mean()) / rewards.std(correction=0)
+
+
+BAD_PARTS = Algorithm(bad_advantage, "token_mean", (Term(good_loss),))
+
+
+# --- KL estimators and corrections ------------------------------------------------------------------------------------
+
+
+def kl_scalar(logprobs, ref_logprobs):
+    return (logprobs - ref_logprobs).sum()
+
+
+def kl_not_zero(logprobs, ref_logprobs):
+    apart = (ref_logprobs - logprobs).clamp(-20, 20)
+    return apart.exp() - apart
+
+
+def kl_infinite(logprobs, ref_logprobs):
+    apart = ref_logprobs - logprobs
+    return apart.expm1() - apart
+
+
+def negative_weight(old_logprobs, rollout_logprobs):
+    return old_logprobs - rollout_logprobs
+
+
+def zero_at_agreement(old_logprobs, rollout_logprobs):
+    return (old_logprobs - rollout_logprobs).abs()
+
+
+def normalized_weight(old_logprobs, rollout_logprobs, mask):
+    ratio = (old_logprobs - rollout_logprobs).where(mask > 0, 0.0).clamp(-5, 5).exp()
+    return ratio / ratio.mean()
+
+
+# --- functions of a group ---------------------------------------------------------------------------------------------
+
+
+def good_advantage(rewards):
+    centered = rewards - rewards.mean()
+    return centered / (centered.square().mean().sqrt() + 1e-4)
+
+
+def not_per_rollout(rewards):
+    return rewards.mean()
+
+
+def divides_by_zero(rewards):
+    return rewards * 0 if len(rewards) < 2 else (rewards - rewards.mean()) / rewards.std()
+
+
+def needs_two(rewards):
+    return (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+
+
+def per_token(rewards, lengths):
+    return rewards / lengths
+
+
+def against_the_first(rewards):
+    return rewards - rewards[0]
+
+
+def wrong_sign(rewards):
+    return rewards.mean() - rewards
+
+
+def good_batch_advantage(batch, rewards, rollout_index):
+    judged = rewards[~rewards.isnan()]
+    return (rewards - judged.mean())[rollout_index]
+
+
+def masked_in_mean(batch, rewards, values, rollout_index):
+    return rewards.nan_to_num(0.0)[rollout_index] - values.mean()
+
+
+def nan_in_mean(batch, rewards, rollout_index):
+    return (rewards - rewards.mean())[rollout_index]
+
+
+def changes_rewards(rewards):
+    rewards -= rewards.mean()
+    return rewards.clone()
+
+
+def shape_of_parts(parts, weights):
+    return parts * weights
+
+
+def against_the_weights(parts, weights):
+    return -(parts @ weights)
+
+
+def price_of_length(rewards, lengths):
+    return rewards - 1 / lengths
+
+
+def penalty_for_rewards(rewards):
+    return -rewards
+
+
+def floats(rewards):
+    return rewards * 1.0
+
+
+def first_half(rewards):
+    return torch.arange(len(rewards)) < (len(rewards) + 1) // 2
+
+
+def pairs_with_itself(rewards):
+    return [(int(rewards.argmax()), int(rewards.argmax()))]
+
+
+def worst_is_chosen(rewards):
+    if float(rewards.max()) == float(rewards.min()):
+        return []
+    return [(int(rewards.argmin()), int(rewards.argmax()))]
+
+
+# --- aggregations, filters, rewards, curricula ------------------------------------------------------------------------
+
+
+def only_weights(masks):
+    return [list(mask) for mask in masks]
+
+
+def counts_masked(masks):
+    return TokenWeights([[1.0] * len(mask) for mask in masks], float(sum(map(len, masks))))
+
+
+def divides_by_live(masks):
+    return TokenWeights([[value / sum(mask) for value in mask] for mask in masks], float(len(masks)))
+
+
+def by_place(masks):
+    weights = [[value * (place + 1) for value in mask] for place, mask in enumerate(masks)]
+    return TokenWeights(weights, float(sum(map(sum, weights))))
+
+
+def returns_count(rewards):
+    return len(rewards)
+
+
+def compares_none(rewards):
+    return max(rewards) > min(rewards)
+
+
+def first_is_best(rewards):
+    return rewards[0] == max(reward for reward in rewards if reward is not None)
+
+
+def sorts(rewards):
+    rewards.sort(key=lambda reward: -1 if reward is None else reward)
+    return True
+
+
+def good_reward(trajectory):
+    return min(1.0, 20 / max(len(trajectory.last_text.split()), 1))
+
+
+def good_group_reward(trajectories):
+    shortest = min(len(each.last_text) for each in trajectories)
+    return [float(len(each.last_text) == shortest) for each in trajectories]
+
+
+async def good_async_reward(trajectory):
+    return float(len(trajectory.last_text))
+
+
+def not_a_number(trajectory):
+    return float("nan")
+
+
+def needs_words(trajectory):
+    return 1.0 / len(trajectory.last_text.split())
+
+
+def reads_unicode(trajectory):
+    return float(len(trajectory.last_text.encode()))
+
+
+def takes_the_reply(trajectory):
+    return float(len(trajectory.messages.pop().text))
+
+
+def throws_dice(trajectory):
+    return random.random()
+
+
+def one_for_all(trajectories):
+    return [1.0]
+
+
+def negative_later(step):
+    return 1.0 - step / 50
+
+
+def never(step):
+    return 0
+
+
+class _Grows:
+    """A curriculum that counts its calls."""
+
+    weight = 0.0
+
+    def __call__(self, step):
+        self.weight += 1.0
+        return self.weight
+
+
+FAULTS = [
+    ("losses", unknown_input, "definition"),
+    ("losses", reduced, "values"),
+    ("losses", wrong_metric, "values"),
+    ("losses", wrong_backward, "gradient"),
+    ("losses", no_gradient, "gradient"),
+    ("losses", mean_with_masked, "masked"),
+    ("losses", sum_with_masked, "masked"),
+    ("losses", whitened, "rows"),
+    ("losses", positions, "rows"),
+    ("losses", unbounded, "finite"),
+    ("losses", infinite_gradient, "finite"),
+    ("losses", in_place, "unchanged"),
+    ("losses", noisy, "repeatable"),
+    ("losses", BAD_PARTS, "parts"),
+    ("kl", kl_scalar, "values"),
+    ("kl", kl_not_zero, "equal"),
+    ("kl", kl_infinite, "finite"),
+    ("corrections", negative_weight, "values"),
+    ("corrections", zero_at_agreement, "agreement"),
+    ("corrections", normalized_weight, "rows"),
+    ("advantages", not_per_rollout, "values"),
+    ("advantages", divides_by_zero, "equal-rewards"),
+    ("advantages", needs_two, "one-rollout"),
+    ("advantages", per_token, "finite"),
+    ("advantages", against_the_first, "order"),
+    ("advantages", wrong_sign, "better"),
+    ("advantages", masked_in_mean, "masked"),
+    ("advantages", nan_in_mean, "masked"),
+    ("advantages", changes_rewards, "unchanged"),
+    ("mixers", shape_of_parts, "values"),
+    ("mixers", against_the_weights, "better"),
+    ("shapings", price_of_length, "finite"),
+    ("shapings", penalty_for_rewards, "better"),
+    ("selectors", floats, "values"),
+    ("selectors", first_half, "order"),
+    ("pairings", pairs_with_itself, "values"),
+    ("pairings", worst_is_chosen, "better"),
+    ("aggregations", only_weights, "values"),
+    ("aggregations", counts_masked, "masked"),
+    ("aggregations", divides_by_live, "nothing-live"),
+    ("aggregations", by_place, "order"),
+    ("filters", returns_count, "values"),
+    ("filters", compares_none, "any-group"),
+    ("filters", first_is_best, "order"),
+    ("filters", sorts, "unchanged"),
+    ("rewards", not_a_number, "values"),
+    ("rewards", one_for_all, "values"),
+    ("rewards", needs_words, "any-reply"),
+    ("rewards", reads_unicode, "any-reply"),
+    ("rewards", takes_the_reply, "unchanged"),
+    ("rewards", throws_dice, "repeatable"),
+    ("curricula", negative_later, "values"),
+    ("curricula", never, "values"),
+    ("curricula", _Grows(), "repeatable"),
+]
+GOOD = [
+    ("losses", good_loss),
+    ("losses", good_rollout_loss),
+    ("losses", good_custom_backward),
+    ("advantages", good_advantage),
+    ("advantages", good_batch_advantage),
+    ("rewards", good_reward),
+    ("rewards", good_group_reward),
+    ("rewards", good_async_reward),
+]
+
+
+def name_of(value):
+    return value if isinstance(value, str) else getattr(value, "__name__", type(value).__name__)
+
+
+def failed(kind, component, **options):
+    """The names of the failed checks, and the message."""
+    try:
+        check_component(component, kind, skip=OF_PACKAGE, **options)
+    except AssertionError as error:
+        lines = [line for line in str(error).splitlines() if " FAILED" in line]
+        return [line.split()[0] for line in lines], str(error)
+    return [], ""
+
+
+@pytest.mark.parametrize(("kind", "component", "expected"), FAULTS, ids=name_of)
+def test_exactly_the_expected_check_finds_a_fault(kind, component, expected):
+    found, message = failed(kind, component)
+    assert found == [expected], message
+    assert all(f"\n    {word} " in message for word in ("tried", "seen", "change"))
+    assert "test_faults_of_functions.py, line " in " ".join(message.split()) or expected == "definition"
+
+
+@pytest.mark.parametrize(("kind", "component"), GOOD, ids=name_of)
+def test_a_function_without_a_mistake_passes(kind, component):
+    assert failed(kind, component) == ([], "")
+
+
+def test_a_state_is_found():
+    """A check before it may fail too: it calls the function several times."""
+    assert "repeatable" in failed("losses", _Counts(), only=["repeatable"])[0]
+
+
+def test_each_family_of_functions_has_faults():
+    faults = [kind for kind, _, _ in FAULTS]
+    functions = {kind for kind, family in FAMILIES.items() if family.trial is not None}
+    assert functions - set(faults) == {"optimizers", "references", "tool_parsers"}  # test_faults_of_objects.py
+    assert all(faults.count(kind) >= 2 for kind in set(faults))
+
+
+def test_every_kind_has_a_table():
+    assert {*FAMILIES, "environments"} == set(KIND_NAMES.values())
+    assert set(KINDS) - {*FAMILIES, "environments"} == {"datasets"}
+
+
+def test_another_seed_finds_the_same(pytestconfig):
+    for component, expected in ((good_loss, []), (wrong_backward, ["gradient"]), (whitened, ["rows"])):
+        assert failed("losses", component, seed=7)[0] == expected
