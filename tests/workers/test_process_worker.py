@@ -20,7 +20,8 @@ from rollouts.config.resolving import resolve
 from rollouts.errors import ConfigError, EnvironmentDefinitionError, RunError, UserError
 from rollouts.runs.dry_run import dry_run
 from rollouts.runs.plan import make_plan
-from rollouts.runs.workers import pools_of
+from rollouts.runs.rank import without_episodes
+from rollouts.runs.workers import pools_of, worker_pools
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
 
@@ -32,8 +33,9 @@ SHORT = {"prompts_per_step": 2, "samples_per_prompt": 2, "eval_tasks": 3, "steps
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("config.toml", "metrics.jsonl"):
-        assert not Path(name).exists()
+    with worker_pools():
+        yield
+    assert not workers_of_this_process()
 
 
 def logged(folder: Path | str) -> list[dict[str, Any]]:
@@ -164,6 +166,36 @@ def test_an_object_of_the_program_is_refused():
 
     with pytest.raises(ConfigError, match=r"--worker process: Here is an object of this program"):
         rollouts.run(env=Here, worker="process", **SHORT)
+
+
+def test_rows_in_memory_are_refused():
+    with pytest.raises(ConfigError, match=r'--worker process: the rows of `prompts` .*\n.*data="rows.jsonl"'):
+        rollouts.run(env="prompts", prompts=["Say 1.", "Say 2."], reward="match", worker="process", **SHORT)
+    assert not workers_of_this_process()
+
+
+def test_no_worker_is_left_of_a_run_that_is_refused_or_tried():
+    Path("mine.py").write_text("def nosy(trajectory, env):\n    return 1.0\n")
+    given = {"env": f"{ENVS}:Counting", "worker": "process"}
+    with pytest.raises(ConfigError, match="names `env`"):  # it needs the description of a worker
+        rollouts.run(reward="./mine.py:nosy", **given, **SHORT)
+    assert not workers_of_this_process()
+    dry_run(resolve({**given, "eval_tasks": 3}))
+    assert not workers_of_this_process()
+
+
+def test_a_rank_above_0_starts_no_worker():
+    given = {"env": f"{ENVS}:Counting", "worker": {"kind": "process", "Counting": "process"}, "loss": "grpo"}
+    resolved = resolve({**given, "data": "", "steps": 7})
+    plan = make_plan(without_episodes(resolved), needs_environment=False)
+    assert not workers_of_this_process() and not plan.environments
+    of_rank_0 = make_plan(resolved)
+    assert workers_of_this_process()
+    ours, theirs = plan.training_arguments(), of_rank_0.training_arguments()
+    assert ours.keys() == theirs.keys()
+    for name in set(ours) - {"algorithms"}:
+        assert ours[name] == theirs[name], name
+    assert list(ours["algorithms"]) == list(theirs["algorithms"]) and plan.needs == of_rank_0.needs
 
 
 def test_an_alias_that_no_environment_has_is_refused():
