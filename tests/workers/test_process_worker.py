@@ -247,17 +247,19 @@ rollouts.run(env="calculator", worker="process", out="run", steps=1000, prompts_
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_worker_outlives_its_run(number):
     process = subprocess.Popen([sys.executable, "-c", RUN], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    of_run = psutil.Process(process.pid)
-    begun = time.monotonic()
-    while not (Path("run/metrics.jsonl").exists() and Path("run/metrics.jsonl").read_text()):
-        assert time.monotonic() - begun < 60 and process.poll() is None
-        time.sleep(0.05)
-    children = of_run.children(recursive=True)
-    assert any("rollouts.env.workers.process" in " ".join(child.cmdline()) for child in children)
-    os.kill(process.pid, number)
-    process.wait(60)
-    _, alive = psutil.wait_procs(children, timeout=20)
-    assert not alive
+    try:
+        while not (Path("run/metrics.jsonl").exists() and Path("run/metrics.jsonl").read_text()):
+            assert process.poll() is None
+            time.sleep(0.05)
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert any("rollouts.env.workers.process" in " ".join(child.cmdline()) for child in children)
+        os.kill(process.pid, number)
+        process.wait()
+        _, alive = psutil.wait_procs(children, timeout=60)
+        assert not alive
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_the_constructor_may_fail():
