@@ -125,7 +125,9 @@ def run(tmp_path_factory):
 def test_a_model_is_not_asked_without_torch(without_torch, run, tmp_path, typed):
     done = without_torch(*typed.replace("RUN", run).split())
     assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("error: the engine hf needs torch and transformers, which are not installed\ntype: pip")
+    assert done.stderr.startswith(
+        "error: the engine hf needs torch and transformers, which are not installed\ntype: pip"
+    )
     assert [line for line in [*INSTALL, "--inference openai --inference.url URL"] if line not in done.stderr] == []
     assert not (tmp_path / "out").exists()
 
