@@ -30,7 +30,7 @@ CREATE TABLE products (id INTEGER PRIMARY KEY, name TEXT, price INTEGER);
 CREATE TABLE orders (id INTEGER PRIMARY KEY, customer_id INTEGER REFERENCES customers,
   product_id INTEGER REFERENCES products, amount INTEGER);
 """
-NAMES = "Ada Ben Cleo Dan Eva Finn Gus Hana Ines Jon Kai Lena Mia Nils Olga Paul Rosa Sven Tara Uwe".split()
+NAMES = "Ada Ben Cleo Dan Eva Finn Gus Hana Iris Jon Kai Lena Mia Nils Olga Paul Rosa Sven Tara Uwe".split()
 CITIES = ("Bonn", "Kiel", "Lyon", "Oslo", "Turin")
 PRODUCTS = ("chair", "clock", "desk", "lamp", "mirror", "rug", "shelf", "sofa", "table", "vase")
 STEPS_MAX = 1_000_000  # instructions of SQLite's virtual machine; a query above is interrupted
