@@ -101,7 +101,7 @@ class TicTacToe:
         return float(self.lost_by_rule == trajectory.role)
 
     def _opened(self, rng: random.Random) -> str:
-        """A board after the opening, on which nobody has won."""
+        """A board after the opening, without three in a line."""
         while True:
             board = EMPTY
             for _ in range(self.opening):
