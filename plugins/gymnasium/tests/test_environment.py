@@ -227,7 +227,7 @@ def test_an_environment_of_a_module(tmp_path, monkeypatch):
     code = "import gymnasium; gymnasium.register('Own-v0', 'gymnasium.envs.toy_text.frozen_lake:FrozenLakeEnv')"
     (tmp_path / "own_environments.py").write_text(code)
     monkeypatch.chdir(tmp_path)
-    assert episode("gym/own_environments:Own-v0", ["left"], max_turns=2).metrics["metric/steps"] == 2
+    assert episode("gym/own_environments:Own-v0", ["0"], max_turns=2).metrics["metric/steps"] == 2
     del gymnasium.registry["Own-v0"]
 
 
