@@ -154,7 +154,7 @@ def test_the_command_finds_the_kind(capsys):
     [
         (["group_mean"], ["is the name of several components", "rollouts check group_mean --kind aggregations"]),
         (["group_meen"], ["no component of any kind is named", "did you mean: group_mean"]),
-        (["grpo", "--only", "gradiant"], ["did you mean: gradient"]),
+        (["grpo", "--only", "gradints"], ["did you mean: gradient"]),
         (["grpo", "--only", "oracle"], ["there is no check of this name"]),
         (["grpo", "--loss.clip-hihg", "0.3"], ["did you mean: --loss.clip-high"]),
         (["any_success", "--loss.clip-high", "0.3"], ["the check of a filter takes --filter.NAME.SETTING"]),
