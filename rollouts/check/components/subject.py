@@ -142,12 +142,13 @@ def make_subject(
         subject.fault = error
         return subject
     key = KEYS[found.kind]
-    own = given.get(key, {})
-    if key in MULTIPLE and isinstance(own, Mapping):  # a run names one of several by its alias
-        alias = re.split("[:/]", found.label)[-1]
-        own = own[alias] if isinstance(own.get(alias), Mapping) else own
+    own: Any = given.get(key, {})
+    path: tuple[str, ...] = (key,)
+    alias = re.split("[:/]", found.label)[-1]
+    if key in MULTIPLE and isinstance(own, Mapping) and isinstance(own.get(alias), Mapping):
+        own, path = own[alias], (key, alias)  # a run names one of several by its alias
     own = own if isinstance(own, Mapping) else {}
-    subject.settings = converted(subject.signature, own, label, Source(), (key,))
+    subject.settings = converted(subject.signature, own, label, Source(), path)
     return subject
 
 
