@@ -75,7 +75,7 @@ def validate_arguments(
     """The arguments converted to the tool's types, ready for `fn(**arguments)`. If the arguments do not fit the types:
     the reason, as text for the model.
 
-    Numbers and booleans may be written as text. A float without a fraction may be an int.
+    Numbers and booleans may be written as text, lists and tables as JSON. A float without a fraction may be an int.
 
     >>> def add(a: int, b: int = 0) -> int: ...
     >>> validate_arguments(add, {"a": "3"})
@@ -131,10 +131,20 @@ def _validated(parameters: Mapping[str, _Parameter], arguments: Mapping[str, Any
         parameter = parameters[given]
         try:
             with authors_code():
-                converted[given] = msgspec.convert(value, parameter.hint, strict=False)
+                converted[given] = _converted(value, parameter.hint)
         except Exception as error:  # ValidationError, or an error of a dataclass's __post_init__
             return f"argument {given!r} of {label} must be {_type_words(parameter.schema)}: {message_of(error)}"
     return converted
+
+
+def _converted(value: Any, hint: Any) -> Any:
+    try:
+        return msgspec.convert(value, hint, strict=False)
+    except msgspec.ValidationError:
+        with contextlib.suppress(ValueError):
+            if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):  # in XML, every value is text
+                return msgspec.json.decode(value, type=hint, strict=False)
+        raise
 
 
 # --- reading a function ---------------------------------------------------------------------------------------------

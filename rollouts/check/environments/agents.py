@@ -7,6 +7,7 @@ runs in a thread with a deadline, because an environment that blocks the event l
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import sys
 import threading
@@ -114,6 +115,14 @@ def watched(cls: Any) -> Any:
     return type(cls)(cls.__name__, (cls,), {**names, "close": close})
 
 
+def copied(task: Task) -> Task:
+    """A copy of the task for one episode, so that an episode that changes its task changes no other one."""
+    try:
+        return copy.deepcopy(task)
+    except Exception:  # an author's object may refuse to be copied; `plain_data` reports it
+        return task
+
+
 async def play(
     subject: Subject,
     task: Task,
@@ -132,6 +141,7 @@ async def play(
         engine.backend = inner
     limits = EpisodeLimits(max_tokens=CONTEXT_TOKENS, max_turns=turns, episode_seconds=seconds)
     try:
+        task = copied(task)
         episode = await run_episode(
             task,
             make_env=functools.partial(watch.make, subject),
@@ -178,7 +188,7 @@ async def ready(subject: Subject, task: Task | None = None) -> EpisodeRun:
     """An environment object with its tools, after `setup` of the task (None: the first one). Raises RunError."""
     engine = SuspendableEngine(_AgentEngine(says("")), None, (0, 0), "")
     engine.clock.begin()
-    chosen, env = subject.tasks[0] if task is None else task, subject.environment
+    chosen, env = copied(subject.tasks[0] if task is None else task), subject.environment
     limits = EpisodeLimits(setup_seconds=60, cleanup_seconds=CLOSE_SECONDS)
     run = EpisodeRun(engine, chosen, env.make, None, limits, subject.seed, (), env.sandboxes, env.shared)
     try:

@@ -216,6 +216,8 @@ def close(subject: Subject) -> str:
             late = f"it took longer than 10 seconds ({place})"
             why = late if isinstance(error, calls.CallTimeoutError) else words_of(error)
             change = "give each attribute that `close` uses a value in the constructor, and check it"
+            if function is twice:
+                change = "let the second call do nothing: set what `close` has closed to None, and check it first"
             raise FailedError(tried, why, change) from error
     return "twice, and without setup"
 

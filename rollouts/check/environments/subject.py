@@ -20,7 +20,7 @@ from random import Random
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlparse
 
-from rollouts.check.report import SkippedError
+from rollouts.check.report import SkippedError, UntestedError
 from rollouts.config.files import Source
 from rollouts.config.flags import Tree
 from rollouts.config.merging import merge
@@ -44,6 +44,7 @@ DRAWN = 50  # tasks that are compared
 READ_MAX = 1000  # tasks and demonstrations that are read to find a demonstration's task
 TASKS_SECONDS = 60.0
 CONCURRENCY = 8  # sandboxes at the same time
+DEMONSTRATE = "write `demonstrations(self, split, rng)`: docs/check.md, Demonstrations"
 
 
 class Demonstration(NamedTuple):
@@ -98,6 +99,10 @@ class Subject:
         """Whether another process can find the environment by its name."""
         return HELD.fullmatch(self.found.name) is None
 
+    def has(self, method: str) -> bool:
+        """Whether the environment has this optional method."""
+        return hasattr(self.component, method)
+
     @property
     def reward_range(self) -> tuple[float, float] | None:
         """The range that the class declares, or None. The attribute is checked by `rewards`."""
@@ -126,7 +131,7 @@ class Subject:
     def demonstrations(self) -> list[Demonstration]:
         """Demonstrations of different tasks, each with its task. Raises SkippedError if there are none."""
         if not hasattr(self.component, "demonstrations"):
-            raise SkippedError("the environment has no demonstrations")
+            raise UntestedError("the environment has no demonstrations", DEMONSTRATE)
         found: dict[bytes, Demonstration] = {}
         tasks = _TasksByPrompt(self.environment.draw("train", self.rng()))
         with contextlib.suppress(ConfigError):  # the rows of `prompts` need no responses
@@ -136,9 +141,9 @@ class Subject:
                 if len(found) >= self.tasks_max:
                     break
         if not found:
-            raise SkippedError(
-                f"none of the first {counted(READ_MAX, 'task')} has the prompt of a demonstration; draw both in the "
-                "same way from `rng`"
+            raise UntestedError(
+                f"none of the first {counted(READ_MAX, 'task')} has the prompt of a demonstration",
+                "draw tasks and demonstrations in the same way from `rng`: docs/check.md, Demonstrations",
             )
         return list(found.values())
 
@@ -150,10 +155,15 @@ class Subject:
         except SkippedError:
             return []
 
+    @property
+    def is_judged(self) -> bool:
+        """Whether a reward judges the rollouts."""
+        return bool(rewards_of(self.component)) or any(term.function is not None for term in self.rewards)
+
     def require_rewards(self) -> None:
         """Raise SkippedError if nothing judges the rollouts."""
-        if not rewards_of(self.component) and all(term.function is None for term in self.rewards):
-            raise SkippedError("the environment has no @reward; name one: --reward NAME")
+        if not self.is_judged:
+            raise UntestedError("the environment has no @reward", "name a reward: --reward NAME")
 
 
 class _TasksByPrompt:

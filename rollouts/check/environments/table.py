@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from rollouts.check.environments.answers import answer_hidden
 from rollouts.check.environments.definition import definition, settings
 from rollouts.check.environments.forger import (
-    answer_hidden,
     forged_calls,
     forged_code,
     forged_files,
@@ -29,7 +29,8 @@ from rollouts.check.runner import Check
 
 _DRAWN = ("definition", "tasks", "demonstrations")
 _PLAYED = (*_DRAWN, "episode")
-_JUDGED = (*_PLAYED, "rewards", "oracle", "no-op")  # if doing nothing earns the reward, so does every trick
+_JUDGED = (*_PLAYED, "rewards", "repeatable", "oracle", "no-op")
+"""What a trick needs: if doing nothing earns the reward, so does every trick."""
 
 CHECKS: tuple[Check, ...] = (
     Check(imports),
@@ -41,16 +42,16 @@ CHECKS: tuple[Check, ...] = (
     Check(same_seed, ("definition", "tasks", "random-state")),
     Check(task_ids, ("definition", "tasks")),
     Check(seeds_differ, ("definition", "tasks", "same-seed")),
-    Check(random_state, _DRAWN),
+    Check(random_state, _PLAYED),
     Check(plain_data, _DRAWN),
-    Check(tool_schemas, ("definition",)),
+    Check(tool_schemas, _PLAYED),
     Check(tool_results, _PLAYED),
     Check(tool_arguments, _PLAYED),
     Check(episode, _DRAWN),
     Check(rewards, _PLAYED),
     Check(repeatable, (*_PLAYED, "rewards", "random-state", "tool-results")),
-    Check(oracle, (*_PLAYED, "rewards")),
-    Check(no_op, (*_PLAYED, "rewards", "oracle")),
+    Check(oracle, (*_PLAYED, "rewards", "repeatable")),
+    Check(no_op, (*_PLAYED, "rewards", "repeatable", "oracle")),
     Check(echo, _JUDGED),
     Check(answer_hidden, _JUDGED),
     Check(forged_lists, _JUDGED),
