@@ -56,6 +56,11 @@ def random_calls() -> Iterator[list[str]]:
     found: list[str] = []
     owner = random.random.__self__  # type: ignore[attr-defined]  # the hidden generator of the module
     patched = {name: value for name, value in vars(random).items() if getattr(value, "__self__", None) is owner}
+    numpy = sys.modules.get("numpy")
+    saved = random.getstate(), numpy and numpy.random.get_state()
+    random.seed("rollouts check")  # a state that no environment sets, because an earlier episode may have seeded it
+    if numpy is not None:
+        numpy.random.seed(list(b"rollouts check"))
     before, numpys = random.getstate(), _numpy_state()
     for name, value in patched.items():
         if name != "getstate":
@@ -69,7 +74,9 @@ def random_calls() -> Iterator[list[str]]:
             found += list(calls) or ["the state of the global `random` changed"]
         if numpys is not None and _numpy_state() != numpys:
             found.append("the state of the global `numpy.random` changed")
-        random.setstate(before)
+        random.setstate(saved[0])
+        if numpy is not None:
+            numpy.random.set_state(saved[1])
 
 
 def _recorded(name: str, function: Callable[..., Any], calls: dict[str, None]) -> Callable[..., Any]:
