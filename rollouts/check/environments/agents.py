@@ -15,6 +15,7 @@ import traceback
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import outcome
@@ -144,7 +145,7 @@ async def play(
         task = copied(task)
         episode = await run_episode(
             task,
-            make_env=functools.partial(watch.make, subject),
+            make_env=subject.environment.make_env if subject.environment.remote else partial(watch.make, subject),
             chat=None,
             inference=engine or inner,
             limits=limits,
@@ -178,7 +179,7 @@ def tools_for(subject: Subject) -> list[ToolMethod]:
         if subject.environment.chooses_tools:
             with contextlib.suppress(RunError):  # `episode` reports the failure
                 env, engine = subject.environment, _AgentEngine(says(""))
-                arguments = (subject.tasks[0], env.make, engine, EpisodeLimits(), env.sandboxes, env.shared)
+                arguments = (subject.tasks[0], env.make_env, engine, EpisodeLimits(), env.sandboxes, env.shared)
                 subject.kept["tools"] = in_trio(tools_of_task, *arguments)
     found: list[ToolMethod] = subject.kept["tools"]
     return found
@@ -190,7 +191,7 @@ async def ready(subject: Subject, task: Task | None = None) -> EpisodeRun:
     engine.clock.begin()
     chosen, env = copied(subject.tasks[0] if task is None else task), subject.environment
     limits = EpisodeLimits(setup_seconds=60, cleanup_seconds=CLOSE_SECONDS)
-    run = EpisodeRun(engine, chosen, env.make, None, limits, subject.seed, (), env.sandboxes, env.shared)
+    run = EpisodeRun(engine, chosen, env.make_env, None, limits, subject.seed, (), env.sandboxes, env.shared)
     try:
         await run.set_up()
     except Exception as error:  # outcome_of raises errors of the core again

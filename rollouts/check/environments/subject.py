@@ -29,13 +29,14 @@ from rollouts.config.resolving import Resolved, resolve
 from rollouts.encoding import encode
 from rollouts.env.authoring import rewards_of
 from rollouts.env.mixing import RewardTerm
-from rollouts.errors import ConfigError, counted
+from rollouts.errors import ConfigError, PluginError, counted
 from rollouts.plugins.index import HELD
 from rollouts.plugins.manager import PluginManager
 from rollouts.runs.components import choose
 from rollouts.runs.environments import Environment, plan_environments
 from rollouts.runs.plan import reward_terms
 from rollouts.runs.sandboxes import make_sandboxes
+from rollouts.runs.workers import Workers, pools_of, refuse_env_of_rewards
 from rollouts.types import Message, Task
 
 GROUP = "rollouts.environments"
@@ -83,11 +84,12 @@ class Subject:
     tasks_max: int = TASKS
     settings: Tree = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)  # what a check computes for others
+    inline: Subject | None = None  # of an environment in a worker: the same one here, if it is installed here
 
     @property
     def component(self) -> Any:
-        """The class."""
-        return self.environment.chosen.component
+        """The class; of an environment in a worker that is not installed here, the class in its place."""
+        return self.inline.component if self.inline is not None else self.environment.chosen.component
 
     @property
     def label(self) -> str:
@@ -101,7 +103,23 @@ class Subject:
 
     def has(self, method: str) -> bool:
         """Whether the environment has this optional method."""
+        if self.inline is None and self.environment.remote is not None:
+            return hasattr(self.made, method)
         return hasattr(self.component, method)
+
+    @cached_property
+    def made(self) -> Any:
+        """An environment object that plays no episode."""
+        return self.environment.make_checked()
+
+    def deaths(self) -> int:
+        """How many of its workers have died."""
+        return sum(pool.deaths for pool in pools_of([self.environment]).values())
+
+    def close(self) -> None:
+        """End its workers."""
+        for pool in pools_of([self.environment]).values():
+            pool.close()
 
     @property
     def reward_range(self) -> tuple[float, float] | None:
@@ -130,7 +148,7 @@ class Subject:
     @cached_property
     def demonstrations(self) -> list[Demonstration]:
         """Demonstrations of different tasks, each with its task. Raises SkippedError if there are none."""
-        if not hasattr(self.component, "demonstrations"):
+        if not self.has("demonstrations"):
             raise UntestedError("the environment has no demonstrations", DEMONSTRATE)
         found: dict[bytes, Demonstration] = {}
         tasks = _TasksByPrompt(self.environment.draw("train", self.rng()))
@@ -251,10 +269,18 @@ def make_subject(found: Found, settings: Tree, scratch: Path, *, seed: int = 0, 
     tree = merge({"env": found.name}, given)
     resolved = resolve(tree, Source().with_objects(objects))
     resolved = resolved._replace(components={key: resolved.components[key] for key in ("env", "reward", "sandbox")})
-    manager = PluginManager(objects.components)
-    chosen = choose(manager, resolved.components, resolved.source)
+    manager, workers = PluginManager(objects.components), Workers(resolved)
+    chosen = choose(manager, resolved.components, resolved.source, workers=workers)
     core = dataclasses.replace(resolved.settings, tasks_seconds=TASKS_SECONDS)
     (environment,) = plan_environments(manager, resolved.components["env"], chosen["env"], core, resolved.source)
     environment = environment._replace(sandboxes=make_sandboxes(chosen["sandbox"][0], (environment,), CONCURRENCY))
     rewards = reward_terms(resolved.components["reward"], chosen["reward"])
-    return Subject(found, resolved, environment, rewards, scratch, seed, tasks, tree)
+    refuse_env_of_rewards([environment], rewards)
+    subject = Subject(found, resolved, environment, rewards, scratch, seed, tasks, tree)
+    (own,) = resolved.components["env"]
+    if workers.has(own):
+        here = {name: value for name, value in settings.items() if name != "worker"}
+        absent = (PluginError,) if workers.is_elsewhere(own) else ()
+        with contextlib.suppress(*absent):
+            subject.inline = make_subject(found, here, scratch, seed=seed, tasks=tasks)
+    return subject

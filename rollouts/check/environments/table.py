@@ -23,6 +23,7 @@ from rollouts.check.environments.tasks import (
     task_ids,
     tasks,
 )
+from rollouts.check.environments.through_worker import worker_data, worker_episodes, worker_lives, worker_tasks
 from rollouts.check.environments.tokens import masks
 from rollouts.check.environments.tools import tool_arguments, tool_results, tool_schemas
 from rollouts.check.runner import Check
@@ -67,3 +68,22 @@ CHECKS: tuple[Check, ...] = (
     Check(masks, _PLAYED),
 )
 """The checks, each with the checks that it needs."""
+
+IN_WORKER: tuple[Check, ...] = (
+    Check(definition),
+    Check(tasks, ("definition",)),
+    Check(demonstrations, ("definition", "tasks")),
+    Check(worker_tasks, _DRAWN),
+    Check(worker_data, _DRAWN),
+    Check(episode, _DRAWN),
+    Check(worker_episodes, (*_PLAYED, "worker-tasks")),
+    Check(rewards, _PLAYED),
+    Check(repeatable, (*_PLAYED, "rewards")),
+    Check(oracle, (*_PLAYED, "rewards", "repeatable")),
+    Check(interleaved, (*_PLAYED, "repeatable")),
+    Check(cancelled, _PLAYED),
+    Check(deadlines, _PLAYED),
+    Check(restore, (*_PLAYED, "repeatable")),
+    Check(worker_lives, _PLAYED),
+)
+"""The checks of an environment that runs in a worker."""

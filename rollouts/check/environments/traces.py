@@ -39,8 +39,8 @@ CHANGES = frozenset(
 )
 """Audit events of calls that change the file system. The first argument is a path."""
 
-OWN_CHILDREN = ("resource_tracker", "ps -axo")
-"""Child processes of Python itself and of this module."""
+OWN_CHILDREN = ("resource_tracker", "ps -axo", "rollouts.env.workers")
+"""Child processes of Python itself, of this module and of workers."""
 
 OURS = ("rollouts", "Trio ", "MainThread", "pydevd", "ThreadPoolExecutor", "AnyIO")
 """How the names of threads begin that belong to rollouts, trio and asyncio."""
