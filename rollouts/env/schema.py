@@ -75,7 +75,7 @@ def validate_arguments(
     """The arguments converted to the tool's types, ready for `fn(**arguments)`. If the arguments do not fit the types:
     the reason, as text for the model.
 
-    Numbers and booleans may be written as text, lists and tables as JSON. A float without a fraction may be an int.
+    Numbers, booleans, lists and objects may be written as text. A float without a fraction may be an int.
 
     >>> def add(a: int, b: int = 0) -> int: ...
     >>> validate_arguments(add, {"a": "3"})
@@ -138,13 +138,19 @@ def _validated(parameters: Mapping[str, _Parameter], arguments: Mapping[str, Any
 
 
 def _converted(value: Any, hint: Any) -> Any:
+    """The value as its type. A text that does not fit may be a list or an object as JSON: XML formats of calls have
+    only text.
+    """
     try:
         return msgspec.convert(value, hint, strict=False)
     except msgspec.ValidationError:
-        with contextlib.suppress(ValueError):
-            if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):  # in XML, every value is text
-                return msgspec.json.decode(value, type=hint, strict=False)
-        raise
+        if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
+            raise
+        try:
+            data = msgspec.json.decode(value)
+        except msgspec.DecodeError:
+            data = value
+        return msgspec.convert(data, hint, strict=False)
 
 
 # --- reading a function ---------------------------------------------------------------------------------------------
