@@ -32,21 +32,26 @@ ENVS = Path(__file__).parent / "worker_envs.py"
 SHORT: dict[str, Any] = {"prompts_per_step": 4, "samples_per_prompt": 3, "eval_tasks": 3, "max_tokens": 64}
 
 
+EARLIER: set[int] = set()  # process numbers of idle workers that another file's tests left in this process
+
+
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    EARLIER.clear()
+    EARLIER.update(each.pid for each in workers())
     with worker_pools():
         yield
 
 
 def workers() -> list[psutil.Process]:
-    """The worker processes of this process, without their supervisors."""
+    """The worker processes that this test started, without their supervisors."""
     found = []
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             words = " ".join(child.cmdline())
             found += [child] if "env.workers.process" in words and "supervisor.py" not in words else []
-    return found
+    return [each for each in found if each.pid not in EARLIER]
 
 
 @contextlib.contextmanager
