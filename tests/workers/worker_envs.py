@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -110,6 +111,36 @@ class OwnRollout:
     @reward
     def turns(self, trajectory):
         return trajectory.turns / 5 + trajectory.metrics["turns"]
+
+
+class Boxed:
+    """Runs commands in a sandbox. If `kind` is `lost`, judging every second task kills the sandbox, and hides it."""
+
+    def __init__(self, *, kind: str = ""):
+        self.kind = kind
+
+    def tasks(self, split, rng):
+        yield from (Task(f"Say {n}.", answer=n) for n in range(40))
+
+    def setup(self, task, sandbox):
+        self.sandbox = sandbox
+        sandbox.write("answer", f"{task.answer}")
+
+    @tool
+    def run(self, command: str) -> str:
+        """Run a command."""
+        return self.sandbox.exec(command).text
+
+    @reward
+    def right(self, task, trajectory):
+        if self.kind == "lost" and task.answer % 2:
+            with contextlib.suppress(Exception):
+                self.sandbox.exec("kill -9 $PPID; sleep 60")
+            return 0.0
+        return float(self.sandbox.exec("cat answer").stdout) + len(trajectory.last_text) / 7
+
+    def close(self):
+        self.sandbox.exec("rm answer")
 
 
 class Broken:
