@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -15,8 +16,11 @@ from made_wheels import clashing_wheels, write_wheel
 
 import rollouts
 from rollouts.cli import main
+from rollouts.config.resolving import resolve
 from rollouts.env.installs import all_installed, find_installed
 from rollouts.errors import UnknownComponentError
+from rollouts.runs.plan import make_plan
+from rollouts.runs.workers import worker_pools
 
 ROOT = Path(__file__).parents[2]
 SHORT = {"prompts_per_step": 2, "samples_per_prompt": 2, "eval_tasks": 2, "steps": 1, "max_tokens": 32}
@@ -75,6 +79,25 @@ def test_each_has_its_own_versions_and_no_torch(envs, capsys):
         assert {f"clash=={version}", "rollouts-rl==0.1.0"} <= set(locked)
         assert any(line.startswith("no_env==1") for line in locked) == (name == "guess-old")
         assert not any(line.startswith("torch") for line in locked)
+
+
+def test_a_worker_in_a_virtual_environment_has_no_torch(envs, links, monkeypatch):
+    """The same question, asked in the process of the run, in a worker of its Python, and in a virtual environment."""
+    import torch
+
+    def torch_in(env: str, worker: str) -> list[bool]:
+        (found,) = make_plan(resolve({"env": env, "worker": worker, "eval_tasks": 0})).environments
+        info = next(found.draw("train", random.Random(0))).info
+        assert (info["executable"] == sys.executable) == (worker != "venv")
+        return info["torch is imported, can be imported"]
+
+    for wheel in (links / OLD, links / "clash-1-py3-none-any.whl"):
+        monkeypatch.syspath_prepend(wheel)
+    with worker_pools():
+        assert torch.__name__ in sys.modules
+        assert torch_in("guess_old:Guess", "inline") == [True, True]
+        assert torch_in("guess_old:Guess", "process") == [False, True]
+        assert torch_in("guess-old", "venv") == [False, False]
 
 
 def test_environments_that_clash_train_in_one_run(envs, tmp_path, monkeypatch, quick_collections):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from comparing import ENVS, SHORT, both, logged, workers
+from comparing import ENVS, SHORT, both, episodes_of, logged, workers
 
 import rollouts
 from rollouts.config.resolving import resolve
@@ -46,6 +46,19 @@ def test_other_environments_have_the_same_metrics(name):
     both(f"{ENVS}:{name}")
 
 
+def test_roles_tools_by_task_and_rewards_by_turn_are_the_same():
+    Path("advantages.py").write_text("""
+def discounted(rewards, turn_rewards):
+    sums = [sum(0.9**turn * reward for turn, reward in enumerate(turns)) for turns in turn_rewards]
+    return [each - sum(sums) / len(sums) for each in sums]
+""")
+    _, apart = both(f"{ENVS}:Market", loss="grpo", advantage="./advantages.py:discounted", steps=3, seed=3)
+    episodes, last = episodes_of(apart), logged(apart)[-1]
+    assert {episode["role"] for episode in episodes} == {"seller", "buyer"}
+    assert any(episode["metrics"]["tool_calls"] for episode in episodes)
+    assert {"role/seller/reward", "role/buyer/reward", "role/seller/reward_part/turns"} <= last.keys()
+
+
 def test_demonstrations_are_the_same():
     inline, apart = both(f"{ENVS}:Counting", mode="sft+rl", sft={"steps": 2})
     assert logged(inline / "sft") == logged(apart / "sft") and len(logged(apart / "sft")) == 2
@@ -55,8 +68,7 @@ def test_an_evaluation_is_the_same():
     both(f"{ENVS}:Counting", mode="eval")
 
 
-def test_what_is_printed_is_in_the_folder_and_torch_is_not_in_the_worker(monkeypatch):
-    monkeypatch.setenv("ROLLOUTS_TEST_NO_TORCH", "1")
+def test_an_object_in_a_worker_has_what_the_environment_has():
     plan = make_plan(resolve({"env": f"{ENVS}:Counting", "worker": "process", "eval_tasks": 3}))
     (pool,) = pools_of(plan.environments).values()
     env = plan.environments[0].make()
