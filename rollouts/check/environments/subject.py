@@ -35,7 +35,7 @@ from rollouts.plugins.manager import PluginManager
 from rollouts.runs.components import choose
 from rollouts.runs.environments import Environment, plan_environments
 from rollouts.runs.plan import reward_terms
-from rollouts.runs.sandboxes import make_sandboxes
+from rollouts.runs.sandboxes import with_sandboxes
 from rollouts.types import Message, Task
 
 GROUP = "rollouts.environments"
@@ -245,6 +245,6 @@ def make_subject(found: Found, settings: Tree, scratch: Path, *, seed: int = 0, 
     chosen = choose(manager, resolved.components, resolved.source)
     core = dataclasses.replace(resolved.settings, tasks_seconds=TASKS_SECONDS)
     (environment,) = plan_environments(manager, resolved.components["env"], chosen["env"], core, resolved.source)
-    environment = environment._replace(sandboxes=make_sandboxes(chosen["sandbox"][0], (environment,), CONCURRENCY))
+    (environment,) = with_sandboxes(chosen["sandbox"][0], (environment,), CONCURRENCY)
     rewards = reward_terms(resolved.components["reward"], chosen["reward"])
     return Subject(found, resolved, environment, rewards, scratch, seed, tasks, tree)

@@ -37,7 +37,8 @@ from rollouts.errors import RunError, WorkerError, WorkersLostError
 
 DEATHS_MAX = 10  # workers that die one after another, without an answer of an environment object in between
 CLOSE_SECONDS = 25.0
-REPEATED = ("describe", "configure", "make")  # while a run is composed, if the worker dies
+# Requests while a run is composed, which are repeated if the worker dies.
+REPEATED = ("describe", "configure", "make", "show_sandbox", "try_sandbox")
 
 
 @dataclass(eq=False)

@@ -21,6 +21,7 @@ import msgspec
 import trio
 
 from rollouts.env.workers.channel import Channel, PipeChannel
+from rollouts.env.workers.describe import SandboxSent
 from rollouts.errors import WorkerError, words_of_exit
 from rollouts.supervisor import supervised
 
@@ -32,18 +33,20 @@ CHUNK = 1 << 16
 
 class Options(msgspec.Struct, omit_defaults=True):
     """What a worker process may do. `memory_gib` and `cpu_seconds` are limits of the operating system. `only` is the
-    one environment that it loads; empty: any.
+    one environment that it loads; empty: any. With `only`, `sandbox` is the one sandbox that it opens; None: none.
     """
 
     memory_gib: float | None = None
     cpu_seconds: float | None = None
     only: str = ""
+    sandbox: SandboxSent | None = None
 
 
 def main(given: str) -> None:
     """Answer the requests on standard input until it is closed. `given` are Options as JSON."""
     from rollouts.env.shared import shared_values
     from rollouts.env.workers.describe import Library
+    from rollouts.env.workers.sandboxing import OpenSandboxes
     from rollouts.env.workers.server import serve
 
     options = msgspec.json.decode(given, type=Options)
@@ -57,7 +60,7 @@ def main(given: str) -> None:
 
     async def run() -> None:
         streams = trio.lowlevel.FdStream(answers), trio.lowlevel.FdStream(requests)
-        await serve(PipeChannel(*streams), Library(options.only))
+        await serve(PipeChannel(*streams), Library(options.only), OpenSandboxes(options.only, options.sandbox))
 
     with shared_values():
         trio.run(run)
