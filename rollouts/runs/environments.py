@@ -34,7 +34,7 @@ from rollouts.env.schema import schema_of
 from rollouts.env.shared import SharedValue, shared_value
 from rollouts.env.workers.proxy import RemoteEnvironment
 from rollouts.env.workers.remote_sandboxes import RemoteSandboxes
-from rollouts.errors import EnvironmentDefinitionError, RolloutsError, said_of, words_of
+from rollouts.errors import EnvironmentDefinitionError, RolloutsError, in_lines, said_of, words_of
 from rollouts.plugins.loading import install_hint
 from rollouts.plugins.manager import PluginManager
 from rollouts.plugins.signature import bind
@@ -277,8 +277,9 @@ class Environment(NamedTuple):
         except RolloutsError:
             raise
         except Exception as error:  # the author's code may raise anything
-            hint = install_hint(error, self.chosen.ref) if self.chosen.ref else ""
-            raise EnvironmentDefinitionError(f"{label} raised {words_of(error)}" + (hint and f"\n{hint}")) from error
+            install = install_hint(error, self.chosen.ref) if self.chosen.ref else ""
+            words = in_lines(f"{label} raised {words_of(error)}", install, _setup_hint(error))
+            raise EnvironmentDefinitionError(words) from error
 
     def _in_time(self, thread: AuthorThread, function: Callable[[], Any], label: str) -> Any:
         """Call the environment's own code, with a deadline of `tasks_seconds`. Returns its result."""
@@ -339,6 +340,17 @@ def plan_environments(
         return ()
     shares = mixing.mean_shares({env.alias: env.weight for env in environments}, settings.steps)
     return tuple(env._replace(share=share) for env, share in zip(environments, shares, strict=True))
+
+
+def _setup_hint(error: Exception) -> str:
+    """What to type if `tasks` or `demonstrations` reads an attribute that `setup` sets. Empty for another error."""
+    owner = getattr(error, "obj", None) if isinstance(error, AttributeError) else None
+    if not callable(getattr(owner, "setup", None)):
+        return ""
+    return (
+        "`setup` does not run before `tasks` and `demonstrations`: write what they need as `shared(self)`, and name "
+        "`shared` among their parameters"
+    )
 
 
 def held_out_tasks(environments: Sequence[Environment], count: int) -> list[Task]:
