@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import trio
 
@@ -35,12 +34,7 @@ def main(memory_gib: str = "", only: str = "") -> None:
     from rollouts.env.workers.describe import Library
     from rollouts.env.workers.server import serve
 
-    requests, answers = os.dup(0), os.dup(1)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    os.dup2(2, 1)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a file
+    requests, answers = take_streams()
     if memory_gib:
         limit_memory(float(memory_gib))
 
@@ -53,6 +47,27 @@ def main(memory_gib: str = "", only: str = "") -> None:
     os._exit(0)  # threads of the environment's code may still run
 
 
+def take_streams() -> tuple[int, int]:
+    """Take the standard input and output of this process for messages. From now on, its input is empty, and what it
+    prints goes to standard error.
+    """
+    requests, answers = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a file
+    return requests, answers
+
+
+def worker_command(memory_gib: float | None = None, only: str = "", python: Path | None = None) -> list[str]:
+    """The command of a worker that reads requests from its standard input; see `ProcessConnector`."""
+    limit = "" if memory_gib is None else repr(memory_gib)
+    if python is not None:
+        return [str(python), "-I", "-c", VENV_BOOT, limit, only]
+    return [sys.executable, "-c", BOOT, limit, only, *sys.path]
+
+
 def limit_memory(gib: float) -> None:
     """Limit the address space of this process and its children. An allocation beyond it raises MemoryError."""
     import resource
@@ -61,29 +76,10 @@ def limit_memory(gib: float) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
-class Connection(Protocol):
-    """An open channel to a worker."""
-
-    channel: Channel
-
-    async def end(self, grace_seconds: float = 0.0) -> str:
-        """Close the channel, end the worker if this connection started it, and say how it ended. The worker may clean
-        up what its environments share for `grace_seconds`.
-        """
-        ...
-
-
-class Connector(Protocol):
-    """Starts or finds workers."""
-
-    async def open(self, log: Callable[[bytes], None]) -> Connection:
-        """Connect to a new worker. `log` receives what the environment's code prints. Raises WorkerError."""
-        ...
-
-
 class ProcessConnector:
     """Starts workers as child processes of this one. `python` is the interpreter of a virtual environment that has the
     environment; without it, workers import what this process does. `only` is the one environment that they load.
+    `command` is another command that speaks the protocol.
     """
 
     def __init__(
@@ -95,10 +91,7 @@ class ProcessConnector:
         python: Path | None = None,
         command: Sequence[str] = (),
     ) -> None:
-        limit = "" if memory_gib is None else repr(memory_gib)
-        own = [sys.executable, "-c", BOOT, limit, only, *sys.path]
-        in_venv = [str(python), "-I", "-c", VENV_BOOT, limit, only]
-        self._command = list(command) or (own if python is None else in_venv)
+        self._command = list(command) or worker_command(memory_gib, only, python)
         self._environment = environment
         self._lifeline = os.pipe()  # when this pipe closes, the processes end
 
