@@ -48,7 +48,8 @@ class WorkerSettings:
         count: how many workers there are
         episodes: how many episodes a worker plays at the same time; others wait
         memory_gib: the largest address space of a worker, in GiB; `none` for no limit
-        silent_seconds: a worker whose event loop does not answer for this long is killed
+        cpu_seconds: the CPU time of one worker process, which then ends and is started again; `none` for no limit
+        silent_seconds: a worker, or a host, that does not answer for this long is lost
         token_file: a file with the token for an address; else the environment variable ROLLOUTS_WORKER_TOKEN has it
         certificate: a file with certificates to trust for a `wss://` address, besides those of the system
         own: the settings of a package's kind, not checked yet
@@ -58,6 +59,7 @@ class WorkerSettings:
     count: int = 1
     episodes: int = 256
     memory_gib: float | None = None
+    cpu_seconds: float | None = None
     silent_seconds: float = 60.0
     token_file: str = ""
     certificate: str = ""
@@ -79,7 +81,8 @@ def _is_component(kind: str) -> bool:
 
 
 _FIELDS = {each.name: each for each in dataclasses.fields(WorkerSettings) if each.name != "own"}
-_ABOVE_ZERO = ("count", "episodes", "memory_gib", "silent_seconds")
+_ABOVE_ZERO = ("count", "episodes", "memory_gib", "cpu_seconds", "silent_seconds")
+_OF_THE_HOST = ("memory_gib", "cpu_seconds")
 
 
 def worker_table(value: Any) -> Table:
@@ -171,7 +174,10 @@ def workers_of(table: Mapping[str, Any], environments: Iterable[tuple[str, str]]
         raise ConfigError(
             f"worker.{others[0]}: no environment has the alias {others[0]!r}; there are: {', '.join(known) or 'none'}"
         )
-    return {alias: _settings_of(common, table.get(alias or name, {})) for alias, name in environments}
+    found = {alias: _settings_of(common, table.get(alias or name, {})) for alias, name in environments}
+    for settings in found.values():
+        _check_limits(settings)
+    return found
 
 
 def _settings_of(common: Table, own: Table) -> WorkerSettings:
@@ -181,6 +187,16 @@ def _settings_of(common: Table, own: Table) -> WorkerSettings:
     merged = {name: value for name, value in common.items() if name in _FIELDS or is_same} | own
     fields = {name: value for name, value in merged.items() if name in _FIELDS}
     return WorkerSettings(**fields, own={name: value for name, value in merged.items() if name not in _FIELDS})
+
+
+def _check_limits(settings: WorkerSettings) -> None:
+    """Raise ConfigError if a worker at an address has limits, which only its own host can set."""
+    for name in _OF_THE_HOST:
+        if settings.is_url and (value := getattr(settings, name)) is not None:
+            raise ConfigError(
+                f"worker.{name}: the limits of a worker at an address are those of its server\n"
+                f"leave it out here, and type there: rollouts env serve NAME --{name.replace('_', '-')} {value:g}"
+            )
 
 
 def _check_url(url: str) -> None:

@@ -140,7 +140,7 @@ VOCABULARY: dict[str, dict[str, str]] = {
     "workers": {
         "environment": "the name of the environment, which the workers find by this name where they run",
         "count": "the number of workers",
-        "memory_gib": "the largest address space of a worker, in GiB; None: no limit",
+        "options": "the limits of a worker's process, as `rollouts.env.workers.process.Options`",
     },
     "inference": {
         "model": "the name or path of the model",

@@ -5,8 +5,10 @@ Not here: workers (`rollouts.env.workers`), and the setting (`rollouts.config.wo
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from rollouts.env.installs import Installed, find_installed
 from rollouts.env.mixing import RewardTerm
 from rollouts.env.workers.channel import Connector
 from rollouts.env.workers.pool import WorkerPool
-from rollouts.env.workers.process import ProcessConnector
+from rollouts.env.workers.process import Options, ProcessConnector
 from rollouts.env.workers.proxy import RemoteEnvironment, configured, remote_class
 from rollouts.env.workers.serving import read_token
 from rollouts.env.workers.websocket import URLConnector
@@ -43,6 +45,27 @@ TOKEN = "ROLLOUTS_WORKER_TOKEN"
 KIND = "workers"
 """The kind of the components that start workers."""
 
+_pools: ContextVar[list[WorkerPool] | None] = ContextVar("rollouts-worker-pools", default=None)
+
+
+@contextlib.contextmanager
+def worker_pools() -> Iterator[None]:
+    """A block that composes runs. Its workers have ended at its end, also if a run was refused."""
+    opened: list[WorkerPool] = []
+    token = _pools.set(opened)
+    try:
+        yield
+    finally:
+        _pools.reset(token)
+        for pool in opened:
+            pool.close()
+
+
+def has_workers(resolved: Resolved) -> bool:
+    """Whether an environment of a run has workers. Raises ConfigError for an alias that no environment has."""
+    workers = Workers(resolved, PluginManager())
+    return any(workers.has(each) for each in resolved.components["env"])
+
 
 class Workers:
     """Which environments of a run have workers. Raises ConfigError for an alias that no environment has."""
@@ -50,7 +73,7 @@ class Workers:
     def __init__(self, resolved: Resolved, manager: PluginManager) -> None:
         names = [(each.alias, parse_component("filter", each.name).alias) for each in resolved.components["env"]]
         self._settings = workers_of(resolved.settings.worker, names)
-        self._source, self._manager = resolved.source, manager
+        self._source, self._manager, self._rows = resolved.source, manager, resolved.source.objects.rows
         self._classes: dict[tuple[str, str], type[RemoteEnvironment]] = {}
 
     def has(self, component: Component) -> bool:
@@ -76,6 +99,8 @@ class Workers:
         if key not in self._classes:
             name = component.alias or parse_component("filter", component.name).alias
             pool = WorkerPool(name, self._connector(component, settings), settings)
+            if (opened := _pools.get()) is not None:
+                opened.append(pool)
             if settings.kind == VENV:
                 pool.lock = find_installed(component.name).lock
             self._classes[key] = remote_class(pool, component.name)
@@ -84,18 +109,24 @@ class Workers:
     def settings(self, component: Component, source: Source, path: Sequence[str]) -> dict[str, Any]:
         """All settings of an environment that `load` has loaded, checked. Raises ConfigError."""
         loaded = self._classes[component.alias, component.name]
+        if component.settings.get("data") in self._rows:
+            raise ConfigError(
+                f"--worker {loaded.pool.settings.kind}: the rows of `prompts` are in the memory of this program, and a "
+                'worker reads files\nwrite them to a file, and give data="rows.jsonl" instead; or give worker="inline"'
+            )
         return configured(loaded.pool, component.name, component.settings, source, path)
 
     def _connector(self, component: Component, settings: WorkerSettings) -> Connector:
-        if settings.is_component:
-            return self._connector_of_package(component, settings)
         if settings.is_url:
             return URLConnector(settings.kind, token=_token(settings), certificate=settings.certificate)
+        options = Options(settings.memory_gib, settings.cpu_seconds)
+        if settings.is_component:
+            return self._connector_of_package(component, settings, options)
         if settings.kind == VENV:
-            return venv_connector(find_installed(component.name), memory_gib=settings.memory_gib)
-        return ProcessConnector(child_environment(), memory_gib=settings.memory_gib)
+            return venv_connector(find_installed(component.name), options)
+        return own_connector(options)
 
-    def _connector_of_package(self, component: Component, settings: WorkerSettings) -> Connector:
+    def _connector_of_package(self, component: Component, settings: WorkerSettings, options: Options) -> Connector:
         """What starts workers of a package's kind."""
         kind = settings.kind
         try:
@@ -105,7 +136,7 @@ class Workers:
         label = f"the worker {kind}"
         found, signature = signed(self._manager.load(ref), KIND, label)
         given = converted(signature, settings.own, label, self._source, ("worker",))
-        available = {"environment": component.name, "count": settings.count, "memory_gib": settings.memory_gib}
+        available = {"environment": component.name, "count": settings.count, "options": options}
         made = make_component("worker", Chosen(kind, found, given, ref), available)
         if not isinstance(made, Connector):
             raise SignatureError(
@@ -121,14 +152,19 @@ def _token(settings: WorkerSettings) -> str:
     return os.environ.get(TOKEN, "")
 
 
-def venv_connector(installed: Installed, *, memory_gib: float | None = None, only: str = "") -> ProcessConnector:
+def own_connector(options: Options) -> ProcessConnector:
+    """Starts workers in the Python of this process."""
+    return ProcessConnector(child_environment(), options)
+
+
+def venv_connector(installed: Installed, options: Options) -> ProcessConnector:
     """Starts workers in a virtual environment."""
     environment, venv = child_environment(), installed.venv
     environment |= {
         "VIRTUAL_ENV": str(venv),
         "PATH": f"{installed.python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
     }
-    return ProcessConnector(environment, memory_gib=memory_gib, only=only, python=installed.python)
+    return ProcessConnector(environment, options, python=installed.python)
 
 
 def pools_of(environments: Iterable[Environment]) -> dict[str, WorkerPool]:

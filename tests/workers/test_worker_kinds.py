@@ -16,7 +16,7 @@ from rollouts.config.resolving import resolve
 from rollouts.config.workers import WorkerSettings, read_workers, workers_of
 from rollouts.env.workers import pool as pools
 from rollouts.env.workers.pool import Lease, WorkerPool
-from rollouts.env.workers.process import ProcessConnector, worker_command
+from rollouts.env.workers.process import Options, ProcessConnector, worker_command
 from rollouts.errors import ConfigError, SignatureError, UserError, WorkerError
 from rollouts.runs.plan import make_plan
 
@@ -31,7 +31,7 @@ import json
 import os
 
 from rollouts.child_environment import child_environment
-from rollouts.env.workers.process import ProcessConnector, worker_command
+from rollouts.env.workers.process import Options, ProcessConnector, worker_command
 
 
 class Noted:
@@ -40,7 +40,7 @@ class Noted:
     def __init__(self, count, environment, *, place: str = "here", sizes: dict[str, float] = {}):
         with open("noted.jsonl", "a") as file:
             file.write(json.dumps([environment, count, place, sizes]) + "\\n")
-        self._processes = ProcessConnector(child_environment(), command=worker_command())
+        self._processes = ProcessConnector(child_environment(), command=worker_command(Options()))
 
     async def open(self, log):
         return await self._processes.open(log)
@@ -138,7 +138,7 @@ class Scarce:
 
     def __init__(self) -> None:
         self.room, self.refused = 1, 0
-        self._processes = ProcessConnector({}, command=worker_command())
+        self._processes = ProcessConnector({}, command=worker_command(Options()))
 
     async def open(self, log):
         if self.room == 0:

@@ -20,7 +20,7 @@ import trio
 
 from rollouts.child_environment import child_environment, passed_on
 from rollouts.env.workers.channel import ChannelClosedError, Connection
-from rollouts.env.workers.process import ProcessConnector
+from rollouts.env.workers.process import Options, ProcessConnector
 from rollouts.errors import ConfigError, WorkerError
 from rollouts_ray.driver import CONNECT_SECONDS, LOAD_SECONDS, Placed, Wanted
 
@@ -46,7 +46,7 @@ class RayWorkers:
         self,
         environment: str,
         count: int,
-        memory_gib: float | None,
+        options: Options,
         *,
         address: str = "auto",
         num_cpus: float = 1.0,
@@ -68,12 +68,12 @@ class RayWorkers:
             count=count,
             needs={name: amount for name, amount in needs.items() if amount},
             wait_seconds=wait_seconds,
-            memory_gib=memory_gib,
+            options=msgspec.structs.replace(options, only=environment),
             folder=os.getcwd(),
             variables=passed_on(),
         )
         command = [sys.executable, "-c", BOOT, *sys.path]
-        self._drivers = ProcessConnector(child_environment(("RAY_*",)), command=command)
+        self._drivers = ProcessConnector(child_environment(("RAY_*",)), options, command=command)
         self._has_started = False
 
     async def open(self, log: Callable[[bytes], None]) -> Connection:

@@ -16,7 +16,7 @@ import msgspec
 
 from rollouts.child_environment import child_environment
 from rollouts.env.workers.channel import MESSAGE_BYTES_MAX
-from rollouts.env.workers.process import worker_command
+from rollouts.env.workers.process import Options, worker_command
 from rollouts.env.workers.protocol import (
     Answer,
     Failure,
@@ -48,7 +48,7 @@ class WorkerActor:
 
         return str(ray.util.get_node_ip_address())
 
-    async def start(self, environment: str, memory_gib: float | None, folder: str, variables: dict[str, str]) -> str:
+    async def start(self, environment: str, options: Options, folder: str, variables: dict[str, str]) -> str:
         """Start the process, and make it load the environment. Returns why it cannot; empty if it can.
 
         `folder` is the working directory, if it exists on this node. `variables` are added to those that a worker gets
@@ -56,7 +56,7 @@ class WorkerActor:
         """
         cwd = folder if os.path.isdir(folder) else None  # noqa: ASYNC240 - it is quick
         self._process = await asyncio.create_subprocess_exec(
-            *supervised(worker_command(memory_gib, environment), self._lifeline[0]),
+            *supervised(worker_command(options), self._lifeline[0]),
             stdin=PIPE,
             stdout=PIPE,
             stderr=PIPE,

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from rollouts.env.workers.process import take_streams
+from rollouts.env.workers.process import Options, take_streams
 
 CONNECT_SECONDS = 60.0  # how long Ray may take to connect
 REACH_SECONDS = 5.0  # how long the host of an address may take to answer
@@ -42,7 +42,7 @@ class Wanted(msgspec.Struct):
     count: int
     needs: dict[str, float]
     wait_seconds: float
-    memory_gib: float | None
+    options: Options
     folder: str
     variables: dict[str, str]
     is_first: bool = True
@@ -166,7 +166,7 @@ def place(wanted: Wanted) -> tuple[Any, str]:
             f"the Ray cluster at {address} cannot start a worker: {words(error)}\ntype, on each node, in the Python of "
             "Ray: pip install rollouts-ray, and the package of the environment"
         ) from error
-    started = actor.start.remote(wanted.environment, wanted.memory_gib, wanted.folder, wanted.variables)
+    started = actor.start.remote(wanted.environment, wanted.options, wanted.folder, wanted.variables)
     try:
         problem = ray.get(started, timeout=LOAD_SECONDS)
     except RayError as error:

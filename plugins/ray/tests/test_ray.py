@@ -27,6 +27,7 @@ from rollouts_ray.driver import lack
 import rollouts
 from rollouts.config.workers import WorkerSettings
 from rollouts.env.workers.pool import Lease, WorkerPool
+from rollouts.env.workers.process import Options
 from rollouts.errors import ConfigError, WorkerError
 
 needs_ray = [
@@ -192,7 +193,7 @@ class TestCluster:
         ],
     )
     def test_the_error_of_a_dead_worker_names_the_node(self, how, said, cluster):
-        made = rollouts_ray.RayWorkers("./fragile.py:Fragile", 1, None, address=cluster.address)
+        made = rollouts_ray.RayWorkers("./fragile.py:Fragile", 1, Options(), address=cluster.address)
         pool, lease = WorkerPool("there", made, WorkerSettings(kind="ray")), Lease(is_episode=True)
         pool.call("make", {"name": "./fragile.py:Fragile", "settings": {}}, lease=lease)
         Path(how).touch()
@@ -226,7 +227,7 @@ class TestCluster:
 
     def test_what_is_in_use(self, cluster):
         def pool(**own: Any) -> WorkerPool:
-            made = rollouts_ray.RayWorkers("calculator", 1, None, address=cluster.address, **own)
+            made = rollouts_ray.RayWorkers("calculator", 1, Options(), address=cluster.address, **own)
             return WorkerPool("there", made, WorkerSettings(kind="ray"))
 
         first, second = pool(resources={"home": 2.0}), pool(resources={"home": 1.0}, wait_seconds=2.0)
@@ -265,13 +266,13 @@ def test_addresses_without_a_cluster(address, said):
 def test_ray_is_missing(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs the package ray\ntype: pip install 'ray=="):
-        rollouts_ray.RayWorkers("calculator", 1, None)
+        rollouts_ray.RayWorkers("calculator", 1, Options())
 
 
 def test_a_negative_amount(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     with pytest.raises(ConfigError, match="big_disk must be 0 or more; got -1"):
-        rollouts_ray.RayWorkers("calculator", 1, None, resources={"big_disk": -1.0})
+        rollouts_ray.RayWorkers("calculator", 1, Options(), resources={"big_disk": -1.0})
 
 
 @pytest.mark.parametrize("count", [1, 6, 7])

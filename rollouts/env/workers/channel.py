@@ -48,6 +48,10 @@ class Connection(Protocol):
         """
         ...
 
+    async def words_of_silence(self) -> str:
+        """Why a worker that does not answer may be silent. It takes a few seconds at most."""
+        ...
+
 
 @runtime_checkable
 class Connector(Protocol):
