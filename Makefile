@@ -1,10 +1,13 @@
-.PHONY: run test test-engines lint docs site
+.PHONY: run test test-adapters test-engines lint docs site
 
 run:  ## the main job: an agent learns to use a tool
 	rollouts run --env calculator --loss grpo
 
 test:
 	pytest
+
+test-adapters:  ## every environment of the upstream packages, played beside upstream's own loop
+	pytest -n 0 -m adapters plugins
 
 test-engines:  ## against real vLLM and SGLang servers, each installed once into $$ROLLOUTS_ENGINES (about 3 GB each)
 	pytest -n 0 -m engines tests/engines

@@ -12,6 +12,7 @@ distributions takes one or two milliseconds.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -83,6 +84,8 @@ class ComponentRef(msgspec.Struct, frozen=True):
         """The unambiguous name of the component: `dist/name`, or `path.py:attr` for a file."""
         return f"{self.distribution}/{self.name}" if self.distribution else self.value
 
+
+PACK_MAX = 10  # an error lists the names of a pack, such as `gym/<id>`, if it has no more
 
 ANY_KIND = "component"
 """In place of a kind, for a file whose kind is not known yet."""
@@ -214,7 +217,7 @@ def unknown_component(
     if theirs:
         near = suggestion(rest, theirs, f"{owner}/{{}}".format)
     else:
-        near = suggestion(name, [ref.qualified if slash else ref.name for ref in of_kind])
+        near = suggestion(name, [ref.qualified if slash and "/" not in ref.name else ref.name for ref in of_kind])
     is_distribution = not slash and is_installed(name)
     is_whole = any(normalize(ref.distribution) == "rollouts-rl" for ref in known)
     # Only a guess: an attacker may have published a package under a misspelled name.
@@ -235,11 +238,11 @@ def unknown_component(
         *other_names,
         near,
         _REWARD_HINT if kind == "rewards" else "",
-        f"installed ({kind}): {', '.join(_names(of_kind)) or 'none'}",
+        f"installed ({kind}): {', '.join(_grouped(_names(of_kind))) or 'none'}",
         f"other components with this name: {', '.join(elsewhere)}" if elsewhere else "",
         *notes,
         "" if is_whole else _NOT_INSTALLED,
-        "to see everything: rollouts plugins list",
+        "to see everything: rollouts plugins list" + (" --all" if any("/" in ref.name for ref in of_kind) else ""),
         f"{_IN_CLONE}: pip install ./plugins/{name}" if (kind, name) in _WITH_PLUGIN else "",
         f"{_GUESS}: pip install {package}" if guess and (kind, name) not in _WITH_PLUGIN else "",
     )
@@ -357,3 +360,14 @@ def _names(refs: Sequence[ComponentRef]) -> list[str]:
     """The bare names, or `dist/name` where the bare name is ambiguous."""
     bare = [ref.name for ref in refs]
     return sorted(ref.name if bare.count(ref.name) == 1 else ref.qualified for ref in refs)
+
+
+def _grouped(names: Sequence[str]) -> list[str]:
+    """The names; those of a pack with many, such as `gym/CartPole-v1`, as one entry with their number.
+
+    >>> _grouped(["calculator", *(f"gym/{number}" for number in range(20))])
+    ['calculator', 'gym/... (20)']
+    """
+    packs = Counter(name.partition("/")[0] for name in names if "/" in name)
+    large = {pack: f"{pack}/... ({count})" for pack, count in packs.items() if count > PACK_MAX}
+    return list(dict.fromkeys(large.get(name.partition("/")[0], name) if "/" in name else name for name in names))
