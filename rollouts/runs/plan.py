@@ -263,7 +263,7 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True, may_be_abse
     is_evaluation, given = settings.mode == "eval", settings.model
     keys = [key for key in resolved.components if key in EVAL or not is_evaluation]
     manager = manager_for(resolved, keys)
-    workers = Workers(resolved)
+    workers = Workers(resolved, manager)
     resolved = with_data(resolved, manager, workers)
     own = {key: resolved.components[key] for key in keys}
     with naming_copies(Path(source.path).parent if source.path else None):

@@ -1,7 +1,7 @@
 """Workers: environments that run in another process, in a virtual environment of their own, or on another machine.
 
 protocol.py   the messages between a run and a worker, and how values and errors are written
-channel.py    `Channel`: what carries the messages; `PipeChannel`
+channel.py    `Connector`: what starts workers; `Channel`: what carries the messages; `PipeChannel`
 server.py     the worker's side: answers requests
 sessions.py   the worker's side: one environment object, and what a run asks of it
 describe.py   the worker's side: finds an environment and reads its settings

@@ -15,7 +15,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import trio
@@ -50,12 +49,7 @@ def main(given: str) -> None:
     from rollouts.env.workers.server import serve
 
     options = msgspec.json.decode(given, type=Options)
-    requests, answers = os.dup(0), os.dup(1)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    os.dup2(2, 1)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a file
+    requests, answers = take_streams()
     set_limits(options)
 
     async def run() -> None:
@@ -65,6 +59,27 @@ def main(given: str) -> None:
     with shared_values():
         trio.run(run)
     os._exit(0)  # threads of the environment's code may still run
+
+
+def take_streams() -> tuple[int, int]:
+    """Take the standard input and output of this process for messages. From now on, its input is empty, and what it
+    prints goes to standard error.
+    """
+    requests, answers = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a file
+    return requests, answers
+
+
+def worker_command(options: Options, python: Path | None = None) -> list[str]:
+    """The command of a worker that reads requests from its standard input; see `ProcessConnector`."""
+    given = msgspec.json.encode(options).decode()
+    if python is not None:
+        return [str(python), "-I", "-c", VENV_BOOT, given]
+    return [sys.executable, "-c", BOOT, given, *sys.path]
 
 
 def set_limits(options: Options) -> None:
@@ -82,33 +97,10 @@ def set_limits(options: Options) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-class Connection(Protocol):
-    """An open channel to a worker."""
-
-    channel: Channel
-
-    async def end(self, grace_seconds: float = 0.0) -> str:
-        """Close the channel, end the worker if this connection started it, and say how it ended. The worker may clean
-        up what its environments share for `grace_seconds`.
-        """
-        ...
-
-    async def words_of_silence(self) -> str:
-        """Why a worker that does not answer may be silent. It takes a few seconds at most."""
-        ...
-
-
-class Connector(Protocol):
-    """Starts or finds workers."""
-
-    async def open(self, log: Callable[[bytes], None]) -> Connection:
-        """Connect to a new worker. `log` receives what the environment's code prints. Raises WorkerError."""
-        ...
-
-
 class ProcessConnector:
     """Starts workers as child processes of this one. `python` is the interpreter of a virtual environment that has the
-    environment; without it, workers import what this process does.
+    environment; without it, workers import what this process does. `command` is another command that speaks the
+    protocol, and ends with the exit code of its worker.
     """
 
     def __init__(
@@ -119,10 +111,7 @@ class ProcessConnector:
         python: Path | None = None,
         command: Sequence[str] = (),
     ) -> None:
-        given = msgspec.json.encode(options).decode()
-        own = [sys.executable, "-c", BOOT, given, *sys.path]
-        in_venv = [str(python), "-I", "-c", VENV_BOOT, given]
-        self._command = list(command) or (own if python is None else in_venv)
+        self._command = list(command) or worker_command(options, python)
         self._options = options
         self._environment = environment
         self._lifeline = os.pipe()  # when this pipe closes, the processes end
