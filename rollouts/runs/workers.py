@@ -92,8 +92,8 @@ class Workers:
         key, settings = (component.alias, component.name), self._settings[component.alias]
         if HELD.fullmatch(component.name if ref is None else ref.value):
             raise ConfigError(
-                f"--worker {settings.kind}: {component.name.strip("<>")} is an object of this program, and a worker imports the "
-                "environment by its name\nwrite it at the top of a module, and name it: --env my_envs:NAME; or type: "
+                f"--worker {settings.kind}: {component.name.strip('<>')} is an object of this program, and a worker "
+                "imports the environment by its name\nwrite it at the top of a module, and name it: --env my_envs:NAME; or type: "
                 "--worker inline"
             )
         if key not in self._classes:
