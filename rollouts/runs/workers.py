@@ -93,8 +93,8 @@ class Workers:
         if HELD.fullmatch(component.name if ref is None else ref.value):
             raise ConfigError(
                 f"--worker {settings.kind}: {component.name.strip('<>')} is an object of this program, and a worker "
-                "imports the environment by its name\nwrite it at the top of a module, and name it: --env my_envs:NAME; "
-                "or type: --worker inline"
+                "imports the environment by its name\nwrite it at the top of a module, and name it: --env my_envs:NAME;"
+                " or type: --worker inline"
             )
         if key not in self._classes:
             name = component.alias or parse_component("filter", component.name).alias
