@@ -109,10 +109,10 @@ def test_a_flag_with_a_table():
 @pytest.mark.parametrize(
     ("worker", "error", "said"),
     [
-        ("proces", ConfigError, r"got 'proces'\ndid you mean: process\?"),
+        ("procss", ConfigError, r"got 'procss'\ndid you mean: process\?"),
         ({"kind": "process", "cout": 2}, ConfigError, r"a worker has no setting 'cout'\ndid you mean: count\?"),
         ({"kind": "process", "easy": {"count": 2}}, ConfigError, "no environment has the alias 'easy'"),
-        ({"kind": "./kinds.py:Noted", "plcae": "there"}, ConfigError, r"has no setting 'plcae'\ndid you mean: place\?"),
+        ({"kind": "./kinds.py:Noted", "plqce": "there"}, ConfigError, r"has no setting 'plqce'\ndid you mean: place\?"),
         ({"kind": "./kinds.py:Noted", "sizes": {"a": "big"}}, ConfigError, r"worker\.sizes: expected a table"),
         ("./kinds.py:nothing", SignatureError, r"made int, which has no `open`\nwrite `async def open\(self, log\)`"),
         ("./kinds.py:curious", SignatureError, "secrets"),
