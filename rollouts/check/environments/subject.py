@@ -35,7 +35,7 @@ from rollouts.plugins.manager import PluginManager
 from rollouts.runs.components import choose
 from rollouts.runs.environments import Environment, plan_environments
 from rollouts.runs.plan import reward_terms
-from rollouts.runs.sandboxes import make_sandboxes
+from rollouts.runs.sandboxes import with_sandboxes
 from rollouts.runs.workers import Workers, pools_of, refuse_env_of_rewards
 from rollouts.types import Message, Task
 
@@ -269,11 +269,12 @@ def make_subject(found: Found, settings: Tree, scratch: Path, *, seed: int = 0, 
     tree = merge({"env": found.name}, given)
     resolved = resolve(tree, Source().with_objects(objects))
     resolved = resolved._replace(components={key: resolved.components[key] for key in ("env", "reward", "sandbox")})
-    manager, workers = PluginManager(objects.components), Workers(resolved)
+    manager = PluginManager(objects.components)
+    workers = Workers(resolved, manager)
     chosen = choose(manager, resolved.components, resolved.source, workers=workers)
     core = dataclasses.replace(resolved.settings, tasks_seconds=TASKS_SECONDS)
     (environment,) = plan_environments(manager, resolved.components["env"], chosen["env"], core, resolved.source)
-    environment = environment._replace(sandboxes=make_sandboxes(chosen["sandbox"][0], (environment,), CONCURRENCY))
+    (environment,) = with_sandboxes(chosen["sandbox"][0], (environment,), CONCURRENCY)
     rewards = reward_terms(resolved.components["reward"], chosen["reward"])
     refuse_env_of_rewards([environment], rewards)
     subject = Subject(found, resolved, environment, rewards, scratch, seed, tasks, tree)
