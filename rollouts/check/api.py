@@ -22,6 +22,7 @@ from rollouts.check.components import subject as components
 from rollouts.check.components.subject import KEYS, WORDS
 from rollouts.check.components.table import FAMILIES, checks_of
 from rollouts.check.environments.subject import TASKS, make_subject
+from rollouts.check.environments.table import IN_WORKER
 from rollouts.check.finding import find_components
 from rollouts.check.packages import Found
 from rollouts.check.report import Report, Result, failure_text
@@ -29,20 +30,23 @@ from rollouts.check.runner import Check, run_checks, select
 from rollouts.config.flags import Tree, flag_name
 from rollouts.config.objects import import_name, label_of
 from rollouts.config.settings import MULTIPLE
+from rollouts.config.workers import INLINE, worker_table
 from rollouts.env.shared import shared_values
-from rollouts.errors import BrokenPluginError, ConfigError, SignatureError
+from rollouts.errors import BrokenPluginError, ConfigError, PluginError, SignatureError
 from rollouts.plugins.index import ANY_KIND
 from rollouts.plugins.manager import PluginManager
 from rollouts.scaffold.packages import kind_of
 
-MORE_SETTINGS = {"environments": ("reward", "sandbox"), "rewards": ("env",)}
+MORE_SETTINGS = {"environments": ("reward", "sandbox", "worker"), "rewards": ("env",)}
 """The settings of other kinds that the checks of a kind use: an environment's reward, the tasks of a reward."""
 
+ENVIRONMENTS = "environments"
+PROCESS = "process"
 IMPORTED = "imports"  # the check that fails if the component cannot be imported
 
 
 class Options(NamedTuple):
-    """Which checks run, on how many tasks. `settings` is a tree with the settings of each kind: `env`, `reward`, ..."""
+    """Which checks run, on how many tasks. `settings` is a tree with the settings of each kind: `env`, `loss`, ..."""
 
     only: Collection[str] = ()
     skip: Collection[str] = ()
@@ -50,14 +54,27 @@ class Options(NamedTuple):
     tasks: int = TASKS
     settings: Mapping[str, Any] = MappingProxyType({})
 
+    @property
+    def worker(self) -> str:
+        """Where the environment runs: the kind of its worker; empty for this process."""
+        kind = str(worker_table(self.settings.get("worker", INLINE)).get("kind", INLINE))
+        return "" if kind == INLINE else kind
+
 
 def find(name: str, options: Options, kind: str | None = None) -> list[Found]:
     """The components that a name or a path means; of any kind if `kind` is None. Raises UserError for an unknown name,
     also of a check.
     """
-    found = find_components(name, None if kind is None else kind_of(kind), PluginManager())
+    try:
+        found = find_components(name, None if kind is None else kind_of(kind), PluginManager())
+    except PluginError:
+        if options.worker in ("", PROCESS):
+            raise
+        found = [Found(name, name)]  # the worker may have packages that this Python has not
+    if options.worker:
+        found = [each._replace(label=f"{each.label} in a worker") for each in found if each.kind == ENVIRONMENTS]
     kinds = list(dict.fromkeys(each.kind for each in found))
-    known = {check.name: check for each in kinds for check in checks_of(each)}
+    known = {check.name: check for each in kinds for check in table_of(each, options)}
     select(tuple(known.values()), options.only, options.skip)
     if ANY_KIND not in kinds:
         _refuse_other_settings(kinds, options.settings)
@@ -77,12 +94,18 @@ def _refuse_other_settings(kinds: Sequence[str], settings: Mapping[str, Any]) ->
             raise ConfigError(f"{flag_name((key,))}: the check of a {checked} takes {words}")
 
 
+def table_of(kind: str, options: Options) -> tuple[Check, ...]:
+    """All checks of a kind that apply."""
+    return IN_WORKER if kind == ENVIRONMENTS and options.worker else checks_of(kind)
+
+
 def checks_for(found: Found, options: Options) -> list[Check]:
     """The checks of this component that `options` choose. They may choose none of a component of a folder."""
-    names = {check.name for check in checks_of(found.kind)}
+    table = table_of(found.kind, options)
+    names = {check.name for check in table}
     if options.only and names.isdisjoint(options.only):
         return []
-    return select(checks_of(found.kind), names & set(options.only), names & set(options.skip))
+    return select(table, names & set(options.only), names & set(options.skip))
 
 
 def check(found: Found, options: Options, observe: Callable[[Result], None] = lambda result: None) -> Report:
@@ -104,9 +127,14 @@ def _check(
             report.results.append(Result(IMPORTED, "failed", tried=tried, seen=seen, change=change))
             observe(report.results[0])
             return report
+        table = table_of(found.kind, options)
         chosen = [each.name for each in checks_for(found, options)]
-        if chosen:
-            report.results += run_checks(checks_of(found.kind), subject, only=chosen, observe=observe)
+        try:
+            if chosen:
+                report.results += run_checks(table, subject, only=chosen, observe=observe)
+        finally:
+            if found.kind == ENVIRONMENTS:
+                subject.close()
     return report
 
 

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 from rollouts.author_code import CORE, INSTALLED
 from rollouts.check.report import FailedError, SkippedError
 from rollouts.env.wheels import base_wheel
-from rollouts.plugins.index import HELD
+from rollouts.plugins.index import HELD, normalize
+from rollouts.scaffold.packages import example_description
 
 COMMAND_SECONDS = 600.0
 LEFT_OUT = {".git", ".venv", "venv", "node_modules", "build", "dist", ".tox", "runs"}
@@ -57,7 +58,14 @@ class Package:
 
     def qualified(self, name: str) -> str:
         """The name of a component in full: `distribution/name`."""
-        return f"{self._about()['project']['name']}/{name.rpartition('/')[2]}"
+        distribution = self._about()["project"]["name"]
+        owner, _, rest = name.partition("/")
+        return f"{distribution}/{rest if normalize(owner) == normalize(distribution) else name}"
+
+    def stale(self, kind: str) -> str:
+        """A remark if the package still has the description that `rollouts new` wrote for this kind; else empty."""
+        is_example = self._about()["project"].get("description") == example_description(kind)
+        return "; `description` in pyproject.toml is still that of the example: replace it" if is_example else ""
 
     def entry_points(self) -> dict[str, dict[str, str]]:
         """The entry points of the package by group and name."""

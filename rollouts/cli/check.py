@@ -24,6 +24,7 @@ def _check(
     tasks: int,
     reward: tuple[str, ...],
     env: str | None,
+    worker: str,
     as_json: bool,
     badge: bool,
 ) -> int:
@@ -33,7 +34,7 @@ def _check(
 
     dotted = click.get_current_context().obj or {}
     own: dict[str, Any] = ({"reward": list(reward)} if reward else {}) | ({"env": env} if env else {})
-    settings = merge(own, dotted)
+    settings = merge(own | ({"worker": {"kind": worker}} if worker else {}), dotted)
     options = api.Options(_names(only), _names(skip), seed, tasks, settings)
     is_shown = not as_json and not badge
     reports: list[Report] = []
@@ -88,6 +89,12 @@ check = NamedCommand(
             ["--reward"], multiple=True, metavar="NAME", help="The reward of an environment that has none of its own."
         ),
         click.Option(["--env"], metavar="NAME", help="The environment whose tasks a reward judges."),
+        click.Option(
+            ["--worker"],
+            default="",
+            metavar="KIND",
+            help="Check an environment in a worker: process, venv, or ws://HOST:PORT.",
+        ),
         click.Option(["--json", "as_json"], is_flag=True, help="Print the results as JSON."),
         click.Option(["--badge"], is_flag=True, help="Print a line of Markdown for a README."),
     ],
@@ -96,6 +103,7 @@ check = NamedCommand(
     "NAME is an installed component. PATH is the folder of a package, all of whose components are checked, or "
     "./file.py:Name. Each check is one line; a failed one says what was tried, what was seen, and what to change. "
     "Settings are dotted flags: --env.digits 3, --loss.clip-high 0.3.\n\n"
+    "--worker compares the environment in another process with the one in this process.\n\n"
     "\b\nExamples:\n  rollouts check calculator --env.digits 3\n  rollouts check group_mean --kind advantage\n"
     "  rollouts check ./my_loss.py:my_loss --only gradient\n  rollouts check . --badge",
 )

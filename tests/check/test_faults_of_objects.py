@@ -19,6 +19,8 @@ import trio.lowlevel
 from rollouts import Message, ToolCall, hookimpl
 from rollouts.check import check_component
 from rollouts.check.components.table import FAMILIES
+from rollouts.child_environment import child_environment
+from rollouts.env.workers.process import Options, ProcessConnector
 from rollouts.errors import ConfigError, UserError
 from rollouts.inference.base import Capabilities, Generation, Health, VersionSpan
 from rollouts.inference.chatting import ChatReply, evaluation_only
@@ -204,10 +206,10 @@ def an_object(query: str):
     return object()
 
 
-@fault("tools", "tool-arguments")
-def looks_up(query: str) -> str:
+@fault("tools", "tool-schemas")
+def no_name(query: dict[int, str]) -> str:
     """Search."""
-    return {"1": "one"}[query]
+    return "found"
 
 
 @fault("tools", "tool-arguments")
@@ -468,6 +470,31 @@ fault("training", "weights")(trained_by(load_weights=_nothing))
 fault("training", "checkpoint")(trained_by(load=_nothing))
 
 
+# --- workers ----------------------------------------------------------------------------------------------------------
+
+
+class GoodWorker:
+    """The core's process."""
+
+    def __init__(self, options: Options):
+        self.processes = ProcessConnector(child_environment(), options)
+
+    async def open(self, log):
+        return await self.processes.open(log)
+
+
+@fault("workers", "connects")
+class NoConnector:
+    """It has no `open`."""
+
+
+@fault("workers", "leaves-nothing")
+class LeavesAProcess(GoodWorker):
+    def __init__(self, options: Options):
+        super().__init__(options)
+        self.__class__.left = subprocess.Popen(["sleep", "5"])
+
+
 # --- commands and hooks -----------------------------------------------------------------------------------------------
 
 
@@ -552,7 +579,7 @@ def failed(kind, component, **options):
     return [], ""
 
 
-SLOW = ("sandboxes", "training")  # they start processes, and load a model
+SLOW = ("sandboxes", "training", "workers")  # they start processes, and load a model
 
 
 def marked(*row):
@@ -573,6 +600,7 @@ def test_exactly_the_expected_check_finds_a_fault(kind, component, expected):
         ("tool_parsers", good_parser),
         marked("sandboxes", _Wrapped),
         ("inference", GoodEngine),
+        marked("workers", GoodWorker),
         marked("training", trained_by()),
     ],
     ids=name_of,

@@ -18,6 +18,7 @@ trainers       training backends
 loggers        loggers
 tools          tools and tool parsers
 sandboxes      sandboxes
+workers        workers
 engines        inference backends
 programs       commands and hooks
 """

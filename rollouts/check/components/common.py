@@ -45,7 +45,7 @@ def wheel(subject: Subject) -> str:
     request = {"kind": subject.kind, "name": name, "first": [], "forbidden": []}
     request["answer"] = str(subject.scratch / "wheel.json")
     installed.check_module(import_in([str(installed.python), "-P"], request, None)["file"])
-    return installed.remark
+    return f"{installed.remark}{package.stale(subject.kind)}"
 
 
 def definition(subject: Subject) -> str:

@@ -22,6 +22,7 @@ from rollouts.plugins.signature import read_signature
 from rollouts.types import Trajectory
 
 REWARD_SECONDS = 30.0
+ENABLE = "name an environment whose tasks it knows: --env NAME"
 GROUP_REWARD = ("tasks", "trajectories")
 
 
@@ -41,10 +42,7 @@ def values(subject: Subject) -> str:
     except FailedError as error:  # a reward may need a certain environment's tasks
         if error.__cause__ is None or isinstance(error.__cause__, RolloutsError) or "env" in subject.given:
             raise
-        name = f"rollouts check {subject.found.label} --env NAME"
-        raise subject.skipped(
-            f"it cannot judge an invented task ({error.seen}); name an environment with its tasks: {name}"
-        ) from error
+        raise subject.skipped(f"it cannot judge an invented task: {error.seen}", ENABLE) from error
     shown_values = ", ".join("none" if value is None else f"{value:g}" for value in found)
     return f"{shown_values} for {' and '.join(each.words for each in usual)}"
 
@@ -105,7 +103,7 @@ def _episodes(subject: Subject) -> list[Played]:
             tasks, env = own.tasks, own.environment.make()
         requests = read_signature(subject.function, "rewards").requests
         if "env" in requests and env is None:
-            raise subject.skipped(f"it names `env`; name one: rollouts check {subject.found.label} --env NAME")
+            raise subject.skipped("it names `env`", ENABLE)
         answered = str(tasks[0].answer) if tasks[0].answer is not None else REPLIES["a plain reply"]
         replies = {**REPLIES, "a plain reply": answered}
         found = [

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from rollouts.author_code import authors_code, message_of, place_of, place_of_function
 from rollouts.check.finding import find_ref, load
 from rollouts.check.packages import Found
-from rollouts.check.report import FailedError, SkippedError
+from rollouts.check.report import FailedError, SkippedError, UntestedError
 from rollouts.check.runner import Check
 from rollouts.config.files import Source
 from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE
@@ -31,7 +31,7 @@ Function = Callable[..., Any]
 WORDS = {**KIND_WORDS, HOOKS: "hook plugin"}
 """The name of one component of each kind."""
 
-KEYS = {kind: key for key, kind in COMPONENT_KINDS.items()} | {"curricula": "curriculum"}
+KEYS = {kind: key for key, kind in COMPONENT_KINDS.items()} | {"curricula": "curriculum", "workers": "worker"}
 """The first part of the flags of a kind's settings: `--loss.clip-high`."""
 
 NO_SIGNATURE = Signature((), ())
@@ -101,11 +101,13 @@ class Subject:
         """Random numbers that depend on `--seed` and the purpose alone."""
         return Random(f"{self.seed}/{purpose}")
 
-    def skipped(self, reason: str) -> SkippedError:
-        """The error that skips a check. If several checks are skipped for one reason, only the first one says it."""
+    def skipped(self, reason: str, enable: str = "do what the reason says") -> UntestedError:
+        """The error that skips a check which cannot run here. If several checks are skipped for one reason, only the
+        first one says it.
+        """
         is_known = reason in self.kept.setdefault("reasons", [])
         self.kept["reasons"].append(reason)
-        return SkippedError("for the same reason" if is_known else reason)
+        return UntestedError("for the same reason" if is_known else reason, enable)
 
     def try_out(self, function: Function) -> Any:
         """What a function returns for usual inputs."""
@@ -155,7 +157,7 @@ def make_subject(
 def need_torch() -> None:
     """Raise SkippedError if torch is not installed."""
     if find_spec("torch") is None:
-        raise SkippedError("torch is not installed; type: pip install 'rollouts-rl[train]'")
+        raise UntestedError("torch is not installed", "type: pip install 'rollouts-rl[train]'")
 
 
 def at(function: Any) -> str:

@@ -20,10 +20,12 @@ from rollouts.check.components import (
     trainers,
     updates,
     weights,
+    workers,
 )
 from rollouts.check.components.common import definition, imports, repeatable, settings, unchanged, wheel
 from rollouts.check.components.subject import Family, Trial
 from rollouts.check.environments import table as environments
+from rollouts.check.report import Passed
 from rollouts.check.runner import Check
 from rollouts.plugins.index import HOOKS
 
@@ -36,7 +38,7 @@ SIGNED = (Check(definition), Check(settings, ("definition",)))
 CALLED = (unchanged, repeatable)
 """The checks of most kinds of functions: after the first one of the kind, and before the others, which need them."""
 
-Function = Callable[[Any], str]
+Function = Callable[[Any], str | Passed]
 
 
 def _family(first: Function, *others: Function, then: tuple[Function, ...] = (), trial: Trial | None = None) -> Family:
@@ -124,6 +126,7 @@ FAMILIES: dict[str, Family] = {
         trainers.checkpoint,
         trainers.closes,
     ),
+    "workers": _family(workers.connects, workers.leaves_nothing, workers.plays),
     "commands": _unsigned(programs.command, programs.help_text, programs.wrong_usage),
     HOOKS: _unsigned(programs.hooks, programs.events, programs.components),
 }

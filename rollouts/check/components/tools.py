@@ -15,7 +15,7 @@ from rollouts.check.components.subject import Function, Subject, at, trying
 from rollouts.check.environments import subject as environments
 from rollouts.check.environments import tools as checks
 from rollouts.check.packages import Found
-from rollouts.check.report import FailedError, SkippedError
+from rollouts.check.report import FailedError, Passed, SkippedError
 from rollouts.env.added_tools import added_tool
 from rollouts.env.authoring import TOOL_MARK
 from rollouts.env.schema import check_tool, schema_of
@@ -54,8 +54,8 @@ def tool_results(subject: Subject) -> str:
     return checks.tool_results(_environment(subject))
 
 
-def tool_arguments(subject: Subject) -> str:
-    """Strange arguments do no harm: no exception but a refusal, no hang, no file outside, no process that is left."""
+def tool_arguments(subject: Subject) -> str | Passed:
+    """Strange arguments do no harm: no hang, no crash, no file outside, no process that is left."""
     return checks.tool_arguments(_environment(subject))
 
 

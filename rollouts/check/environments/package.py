@@ -61,4 +61,4 @@ def wheel(subject: Subject) -> str:
     installed = package.installed()
     name = package.qualified(subject.label)
     installed.check_module(draw_in(subject, str(installed.python), name, 3)["file"])
-    return installed.remark
+    return f"{installed.remark}{package.stale('environments')}"
