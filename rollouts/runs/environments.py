@@ -33,6 +33,7 @@ from rollouts.env.inputs import inputs_of, with_inputs
 from rollouts.env.schema import schema_of
 from rollouts.env.shared import SharedValue, shared_value
 from rollouts.env.workers.proxy import RemoteEnvironment
+from rollouts.env.workers.remote_sandboxes import RemoteSandboxes
 from rollouts.errors import EnvironmentDefinitionError, RolloutsError, in_lines, said_of, words_of
 from rollouts.plugins.loading import install_hint
 from rollouts.plugins.manager import PluginManager
@@ -57,7 +58,7 @@ class Environment(NamedTuple):
     weight, if the weight is a curriculum. `text_only`: the model reads no images, so a task with an image is an error.
     `trains`: the tasks are or were also used for training, so not all of them are held out; runs of earlier versions
     held them out. `tools` are those that the run adds to the environment's own; `sandboxes` opens a sandbox for an
-    episode, and is None if no environment of the run asks for one.
+    episode, and is None if the environment does not ask for one.
     """
 
     chosen: Chosen
@@ -70,7 +71,7 @@ class Environment(NamedTuple):
     text_only: bool = True
     trains: bool = True
     tools: tuple[ToolMethod, ...] = ()
-    sandboxes: Sandboxes | None = None
+    sandboxes: Sandboxes | RemoteSandboxes | None = None
 
     @property
     def alias(self) -> str:

@@ -23,6 +23,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 KIND_NAMES = {("environment" if key == "env" else key): kind for key, kind in COMPONENT_KINDS.items()} | {
     "curriculum": "curricula",
+    "worker": "workers",
     "command": "commands",
     "hooks": HOOKS,
 }
@@ -39,6 +40,7 @@ _TRY = {
     "inference": "rollouts eval --env calculator --inference {name} --model any",
     "tool_parsers": "rollouts plugins show {name}",
     "sandboxes": "rollouts plugins show {name}",
+    "workers": f"{_RUN} --worker {{name}}",
     "loggers": f"{_RUN} --logger jsonl --logger {{name}}",
     "curricula": f"{_RUN.replace('calculator', 'easy=calculator')} --env hard=calculator --env.hard.weight {{name}}",
     "commands": "rollouts {name} runs/first",
