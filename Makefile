@@ -1,4 +1,6 @@
-.PHONY: run test test-engines lint docs site
+.PHONY: run test test-engines test-adapters lint docs site
+
+ADAPTERS ?= $(HOME)/.cache/rollouts/adapters
 
 run:  ## the main job: an agent learns to use a tool
 	rollouts run --env calculator --loss grpo
@@ -8,6 +10,11 @@ test:
 
 test-engines:  ## against real vLLM and SGLang servers, each installed once into $$ROLLOUTS_ENGINES (about 3 GB each)
 	pytest -n 0 -m engines tests/engines
+
+test-adapters:  ## every environment of the adapters against its real package, installed into $(ADAPTERS)
+	python -m venv $(ADAPTERS)
+	$(ADAPTERS)/bin/pip install -q -r requirements-adapters.txt
+	$(ADAPTERS)/bin/python -m pytest -m "not engines" plugins
 
 lint:  ## style, types, and American spelling (the exceptions are in pyproject.toml)
 	ruff check

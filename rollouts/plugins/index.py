@@ -12,6 +12,7 @@ distributions takes one or two milliseconds.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -82,6 +83,8 @@ class ComponentRef(msgspec.Struct, frozen=True):
         """The unambiguous name of the component: `dist/name`, or `path.py:attr` for a file."""
         return f"{self.distribution}/{self.name}" if self.distribution else self.value
 
+
+PACK_NAMES_MAX = 8  # how many names of one pack, such as gym/..., an error lists
 
 ANY_KIND = "component"
 """In place of a kind, for a file whose kind is not known yet."""
@@ -205,15 +208,16 @@ def unknown_component(
     of_owner = [ref for ref in known if slash and normalize(ref.distribution) == normalize(owner)]
     theirs = [ref.name for ref in of_owner if ref.kind == kind]
     without = ""
-    if slash and (theirs or is_installed(owner)):
+    is_pack = any(ref.name.startswith(f"{owner}/") for ref in of_kind)
+    if slash and (theirs or (is_installed(owner) and not is_pack)):
         others = theirs or [f"{KIND_WORDS[ref.kind]} {ref.name}" for ref in of_owner]
         package = of_owner[0].distribution if theirs else owner
-        has = ", ".join(others) or "no components"
+        has = ", ".join(_in_packs(others)) or "no components"
         without = f"{package} is installed but has no {KIND_WORDS[kind]} of that name (it has: {has})"
     if theirs:
         near = suggestion(rest, theirs, f"{owner}/{{}}".format)
     else:
-        near = suggestion(name, [ref.qualified if slash else ref.name for ref in of_kind])
+        near = suggestion(name, [ref.qualified if slash and "/" not in ref.name else ref.name for ref in of_kind])
     is_distribution = not slash and is_installed(name)
     is_whole = any(normalize(ref.distribution) == "rollouts-rl" for ref in known)
     # Only a guess: an attacker may have published a package under a misspelled name.
@@ -234,11 +238,11 @@ def unknown_component(
         *other_names,
         near,
         _REWARD_HINT if kind == "rewards" else "",
-        f"installed ({kind}): {', '.join(_names(of_kind)) or 'none'}",
+        f"installed ({kind}): {', '.join(_in_packs(_names(of_kind))) or 'none'}",
         f"other components with this name: {', '.join(elsewhere)}" if elsewhere else "",
         *notes,
         "" if is_whole else _NOT_INSTALLED,
-        "to see everything: rollouts plugins list",
+        f"to see everything: rollouts plugins list{' --all' if is_pack else ''}",
         f"{_IN_CLONE}: pip install ./plugins/{name}" if (kind, name) in _WITH_PLUGIN else "",
         f"{_GUESS}: pip install {package}" if guess and (kind, name) not in _WITH_PLUGIN else "",
     )
@@ -350,6 +354,18 @@ def _matches(refs: Sequence[ComponentRef], name: str) -> list[ComponentRef]:
         if qualified:
             return qualified
     return [ref for ref in refs if ref.name == name]
+
+
+def _in_packs(names: Sequence[str]) -> list[str]:
+    """The names, where more than a few of one pack become one entry.
+
+    >>> _in_packs(["calculator", *(f"gym/Level-v{number}" for number in range(40))])
+    ['calculator', 'gym/... (40 names)']
+    """
+    packs = [name.partition("/")[0] if "/" in name else "" for name in names]
+    counts = Counter(packs)
+    many = {pack: f"{pack}/... ({count} names)" for pack, count in counts.items() if pack and count > PACK_NAMES_MAX}
+    return list(dict.fromkeys(many.get(pack, name) for pack, name in zip(packs, names, strict=True)))
 
 
 def _names(refs: Sequence[ComponentRef]) -> list[str]:
