@@ -14,6 +14,7 @@ from rollouts.config.render import to_toml
 from rollouts.config.resolving import resolve
 from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE, REQUIRED, SCHEDULED, SFT, SINGLE, Setting, setting_infos
 from rollouts.config.stopping import OPERATORS
+from rollouts.config.workers import KINDS
 from rollouts.errors import ConfigError
 
 WORD = st.from_regex(r"[a-z]{1,6}", fullmatch=True).filter(lambda word: word not in ("none", "name", "weight", "alias"))
@@ -26,6 +27,18 @@ VALUE = st.recursive(
 )
 SIGN = st.sampled_from(sorted(OPERATORS))
 TABLE = st.dictionaries(WORD, VALUE, max_size=3)
+WORKER = st.fixed_dictionaries(
+    {},
+    optional={
+        "kind": st.sampled_from((*KINDS, "wss://host:80")),
+        "count": st.integers(1, 9),
+        "memory_gib": st.none() | st.floats(1e-3, 1e3),
+        "certificate": TEXT,
+    },
+)
+WORKERS = st.tuples(
+    WORKER, st.dictionaries(WORD.filter(lambda word: word not in ("kind", "count")), WORKER, max_size=2)
+)
 
 
 def core_value(info):
@@ -37,6 +50,8 @@ def core_value(info):
         return st.lists(st.builds("{} {} {:g}".format, st.sampled_from(["reward/mean", "m"]), SIGN, FLOAT), max_size=2)
     if info.name == "sft":
         return st.deferred(lambda: PHASES)
+    if info.name == "worker":
+        return WORKERS.map(lambda pair: pair[0] | pair[1])
     if info.default is None:
         return st.none() | st.floats(1e-9, 1.0, exclude_max=True)
     if isinstance(info.default, float):

@@ -61,7 +61,10 @@ def test_a_module_that_is_missing(make_distribution, value, source, hint):
 def test_a_hint_is_for_missing_modules_only(make_distribution):
     make_distribution("acme-envs", {"rollouts.environments": {"acme": "acme_env:Env"}}, {"acme_env": SOURCE})
     ref = find_component("environments", "acme")
-    assert install_hint(ValueError("x"), ref) == "" == install_hint(ModuleNotFoundError("x"), ref)
+    assert install_hint(ValueError("x"), ref) == ""
+    other_versions = "if it needs other versions of packages, type: rollouts env install acme-envs, then --worker venv"
+    assert install_hint(ImportError("x"), ref) == other_versions == install_hint(ModuleNotFoundError("x"), ref)
+    assert install_hint(ImportError("x"), ComponentRef("rewards", "acme", ref.value, ref.distribution)) == ""
     assert install_hint(ModuleNotFoundError("x", name="absent.part"), ref) == UNKNOWN
 
 

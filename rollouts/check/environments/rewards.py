@@ -10,9 +10,9 @@ from rollouts.check.environments.subject import Subject
 from rollouts.check.report import FailedError
 from rollouts.encoding import encode
 from rollouts.env.authoring import rewards_of
-from rollouts.env.mixing import RETURNED_NONE
+from rollouts.env.mixing import RETURNED_NONE, RewardTerm
 from rollouts.errors import counted
-from rollouts.types import Message, Score, Task
+from rollouts.types import Message, Score, Task, Trajectory
 
 SLACK = 1e-6  # rounding of a reward
 JUNK_REPLIES = ("", "?", "I do not know.", "0", "-1", "nan", "x" * 20_000, "é 👩‍🚀 \u202e", "[[]] {} ()", "\n\n\n")
@@ -87,11 +87,8 @@ def rewards(subject: Subject) -> str:
         for task, script in pairs:
             turns = len(script)
             once = await play(subject, task, says(*script), turns=turns)
-            unjudged = await play(subject, task, says(*script), turns=turns, rewards=())
-            if not once.fault and encode(once.episode.trajectories) != encode(unjudged.episode.trajectories):
-                seen = f"the trajectory was another one than without rewards{_at(subject)}"
-                change = "do not change the trajectory or its task in a reward"
-                raise FailedError("play an episode with rewards and without", seen, change)
+            if not once.fault:
+                await _require_unchanged(subject, task, script)
             twice = await play(subject, task, says(*script), turns=turns, rewards=(*subject.rewards, *again))
             found.append((once, twice))
         return found
@@ -116,6 +113,25 @@ def rewards(subject: Subject) -> str:
             raise FailedError(tried, seen, "correct the reward, or the class attribute reward_range")
     within = f", in {declared}" if declared else ""
     return f"{counted(len(pairs), 'episode')}{within}"
+
+
+async def _require_unchanged(subject: Subject, task: Task, script: Sequence[Message | str]) -> None:
+    """Play an episode. Raises FailedError if its rewards or metrics changed its trajectory."""
+    before: dict[str, bytes] = {}
+
+    def record(trajectory: Trajectory) -> float:
+        before[trajectory.role] = encode(trajectory)
+        return 0.0
+
+    first = RewardTerm("rollouts_before", record, 0.0, {}, ("trajectory",))
+    played = await play(subject, task, says(*script), turns=len(script), rewards=(first, *subject.rewards))
+    if played.fault or played.episode.status.is_infrastructure:
+        return  # other checks report it
+    for each in played.episode.by_role:
+        if encode(each.trajectory) != before[each.role]:
+            seen = f"the trajectory was another one afterwards{_at(subject)}"
+            change = "do not change the trajectory or its task in a reward or a metric"
+            raise FailedError("compare the trajectory of an episode before and after its rewards", seen, change)
 
 
 def _pairs(score: Score) -> Iterator[tuple[tuple[str, float | None], tuple[str, float | None]]]:
