@@ -234,7 +234,7 @@ def test_face_is_complete():
 def test_an_error_counts_the_names_of_a_pack_and_suggests_near_ones():
     refs = [ComponentRef("environments", f"gym/Level-v{number}", "", "rollouts-gym") for number in range(40)]
     message = str(
-        unknown_component("environments", "gym/Levle-v7", [ComponentRef("environments", "lone", "a:B"), *refs])
+        unknown_component("environments", "gym/Leevl-v7", [ComponentRef("environments", "lone", "a:B"), *refs])
     )
     assert "installed (environments): gym/... (40 names), lone\n" in message
     assert "did you mean: gym/Level-v7" in message and "rollouts plugins list --all" in message
