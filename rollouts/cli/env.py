@@ -117,6 +117,10 @@ def _words(installed: Installed) -> str:
     show_default=True,
     help="How many connections there may be at the same time. Each has a process of its own.",
 )
+@click.option("--memory-gib", type=click.FloatRange(0, min_open=True), help="The largest address space of a process.")
+@click.option(
+    "--cpu-seconds", type=click.FloatRange(0, min_open=True), help="The CPU time of a process, which then ends."
+)
 def serve(
     name: str,
     host: str,
@@ -126,6 +130,8 @@ def serve(
     key: Path | None,
     insecure: bool,
     count: int,
+    memory_gib: float | None,
+    cpu_seconds: float | None,
 ) -> int:
     """Serve an environment to runs, also on other hosts.
 
@@ -138,11 +144,13 @@ def serve(
       rollouts env serve calculator --host 0.0.0.0 --token-file token --certificate cert.pem --key key.pem
       rollouts run --env calculator --loss grpo --worker ws://127.0.0.1:8100 --worker.token-file token
     """
+    from rollouts.env.workers.process import Options
     from rollouts.env.workers.serving import Address, check_exposure, read_token, tls_context
     from rollouts.runs.env_serving import serve_until_signal
 
     has_token, has_tls = token_file is not None, certificate is not None
     check_exposure(host, has_token=has_token, has_tls=has_tls, is_insecure=insecure)
     token = "" if token_file is None else read_token(token_file, "--token-file")
-    serve_until_signal(name, Address(host, port, token, tls_context(certificate, key), count), click.echo)
+    address = Address(host, port, token, tls_context(certificate, key), count)
+    serve_until_signal(name, address, Options(memory_gib, cpu_seconds, only=name), click.echo)
     return 0

@@ -45,7 +45,8 @@ class WorkerSettings:
         count: how many workers there are
         episodes: how many episodes a worker plays at the same time; others wait
         memory_gib: the largest address space of a worker, in GiB; `none` for no limit
-        silent_seconds: a worker whose event loop does not answer for this long is killed
+        cpu_seconds: the CPU time of one worker process, which then ends and is started again; `none` for no limit
+        silent_seconds: a worker, or a host, that does not answer for this long is lost
         token_file: a file with the token for an address; else the environment variable ROLLOUTS_WORKER_TOKEN has it
         certificate: a file with certificates to trust for a `wss://` address, besides those of the system
     """
@@ -54,6 +55,7 @@ class WorkerSettings:
     count: int = 1
     episodes: int = 256
     memory_gib: float | None = None
+    cpu_seconds: float | None = None
     silent_seconds: float = 60.0
     token_file: str = ""
     certificate: str = ""
@@ -65,7 +67,8 @@ class WorkerSettings:
 
 
 _FIELDS = {each.name: each for each in dataclasses.fields(WorkerSettings)}
-_ABOVE_ZERO = ("count", "episodes", "memory_gib", "silent_seconds")
+_ABOVE_ZERO = ("count", "episodes", "memory_gib", "cpu_seconds", "silent_seconds")
+_OF_THE_HOST = ("memory_gib", "cpu_seconds")
 
 
 def worker_table(value: Any) -> Table:
@@ -142,6 +145,7 @@ def workers_of(table: Mapping[str, Any], environments: Iterable[tuple[str, str]]
     found = {}
     for alias, name in environments:
         found[alias] = WorkerSettings(**{**common, **own.pop(alias or name, {})})
+        _check_limits(found[alias])
     if own:
         known = [alias or name for alias, name in environments]
         first = next(iter(own))
@@ -149,6 +153,16 @@ def workers_of(table: Mapping[str, Any], environments: Iterable[tuple[str, str]]
             f"worker.{first}: no environment has the alias {first!r}; there are: {', '.join(known) or 'none'}"
         )
     return found
+
+
+def _check_limits(settings: WorkerSettings) -> None:
+    """Raise ConfigError if a worker at an address has limits, which only its own host can set."""
+    for name in _OF_THE_HOST:
+        if settings.is_url and (value := getattr(settings, name)) is not None:
+            raise ConfigError(
+                f"worker.{name}: the limits of a worker at an address are those of its server\n"
+                f"leave it out here, and type there: rollouts env serve NAME --{name.replace('_', '-')} {value:g}"
+            )
 
 
 def _check_url(url: str) -> None:

@@ -63,6 +63,7 @@ def run(
     from rollouts.runs.observer import NullObserver
     from rollouts.runs.plan import make_plan
     from rollouts.runs.resume import finished, finished_words, named_checkpoint, run_to_resume
+    from rollouts.runs.workers import has_workers, worker_pools
     from rollouts.training.models import remote_code
 
     settings, observer = resolved.settings, observer or NullObserver()
@@ -76,7 +77,7 @@ def run(
     if folder is not None:
         check_model_is_here(folder, settings.model)
     pass_on(settings.pass_env)
-    with shared_values(settings.cleanup_seconds), remote_code(settings.trust_remote_code):
+    with shared_values(settings.cleanup_seconds), worker_pools(), remote_code(settings.trust_remote_code):
         if settings.mode == "eval":
             from rollouts.runs.jobs.evaluate import evaluate
 
@@ -87,6 +88,12 @@ def run(
             return train_phases(resolved, observer, started, home, resume=folder, checkpoint=checkpoint)
         from rollouts.runs.jobs.train import train
 
+        if os.environ.get("RANK", "0") != "0" and has_workers(resolved):  # only rank 0 plays episodes
+            from rollouts.runs.rank import serve_rank
+
+            with naming_copies(folder):
+                serve_rank(resolved)
+            return {}
         with naming_copies(folder):
             plan = make_plan(resolved)
         make_folder = choose_folder(settings.out, default_out(plan.env_name, plan.one("loss").name), home, folder)

@@ -23,6 +23,7 @@ from rollouts.runs.held_objects import ranks_of
 from rollouts.runs.plan import Plan, make_plan
 from rollouts.runs.rehearsal import rehearse
 from rollouts.runs.resume import run_to_resume
+from rollouts.runs.workers import worker_pools
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, function_label, is_reward_placed
 from rollouts.training.batches import AuxiliaryModels
 from rollouts.training.datasets.mixing import shares_at
@@ -39,7 +40,7 @@ def dry_run(resolved: Resolved, *more: str) -> str:
     Raises the first UserError that the run would raise.
     """
     settings, absent = resolved.settings, _absent_packages()
-    with shared_values(settings.cleanup_seconds), remote_code(settings.trust_remote_code):
+    with shared_values(settings.cleanup_seconds), worker_pools(), remote_code(settings.trust_remote_code):
         if settings.mode == "sft+rl":
             found = _describe_phases(resolved, absent)
         else:

@@ -6,25 +6,24 @@ from collections.abc import Callable
 
 import trio
 
-from rollouts.child_environment import child_environment
 from rollouts.config.workers import WorkerSettings
 from rollouts.env.installs import find_installed
 from rollouts.env.workers.describe import Description
 from rollouts.env.workers.pool import WorkerPool
-from rollouts.env.workers.process import ProcessConnector
+from rollouts.env.workers.process import Options, ProcessConnector
 from rollouts.env.workers.serving import Address, serve_environment
 from rollouts.env.workers.websocket import library
 from rollouts.errors import ConfigError, UnknownComponentError, WorkerError
 from rollouts.plugins.manager import PluginManager
-from rollouts.runs.workers import venv_connector
+from rollouts.runs.workers import own_connector, venv_connector
 
 
-def serve_until_signal(name: str, address: Address, say: Callable[[str], None]) -> None:
-    """Serve the environment of this name. `say` is called with one line that says what is exposed, and with later
-    messages. Raises ConfigError, and PluginError if the environment cannot be loaded.
+def serve_until_signal(name: str, address: Address, options: Options, say: Callable[[str], None]) -> None:
+    """Serve the environment of this name. `options` are those of its workers. `say` is called with one line that says
+    what is exposed, and with later messages. Raises ConfigError, and PluginError if the environment cannot be loaded.
     """
     library()
-    connector = _connector(name)
+    connector = _connector(name, options)
     pool = WorkerPool(name, connector, WorkerSettings())
     try:
         about: Description = pool.call("describe", {"name": name}, kind=Description)
@@ -44,13 +43,13 @@ def serve_until_signal(name: str, address: Address, say: Callable[[str], None]) 
     trio.run(serve_environment, address, connector, say, ready)
 
 
-def _connector(name: str) -> ProcessConnector:
+def _connector(name: str, options: Options) -> ProcessConnector:
     """How to start a worker of the environment: in this Python, else in the virtual environment that has it."""
     try:
         PluginManager().find("environments", name)
     except UnknownComponentError as error:
         try:
-            return venv_connector(find_installed(name), only=name)
+            return venv_connector(find_installed(name), options)
         except UnknownComponentError:
             raise error from None
-    return ProcessConnector(child_environment(), only=name)
+    return own_connector(options)

@@ -28,6 +28,7 @@ from rollouts.inference.suspend import SuspendableEngine
 from rollouts.runs.plan import Plan, make_plan
 from rollouts.runs.rehearsal import DEMONSTRATIONS_MAX, ScriptedEngine, first_tasks, script_of, with_tasks
 from rollouts.runs.session import Player
+from rollouts.runs.workers import worker_pools
 from rollouts.training.models import remote_code
 from rollouts.training.rollout_gen.groups import group_scorer
 from rollouts.training.rollout_gen.pool import Job
@@ -71,7 +72,7 @@ def play_plan(given: Tree) -> Iterator[Plan]:
     """The plan of episodes without a model, from the given settings, of which `env` is one. Raises UserError."""
     resolved = resolve(merge(given, {"mode": "eval", "inference": _ENGINE}), NOWHERE)
     pass_on(resolved.settings.pass_env)
-    with remote_code(resolved.settings.trust_remote_code):
+    with worker_pools(), remote_code(resolved.settings.trust_remote_code):
         yield make_plan(resolved)
 
 

@@ -7,16 +7,33 @@ is the command with which rank 0 starts a rank on its own machine. A launcher st
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import tomllib
 import traceback
 
-from rollouts.config.resolving import resolve
+from rollouts.config.resolving import Resolved, resolve
 from rollouts.runs.jobs.backend import make_training
 from rollouts.runs.plan import make_plan
 from rollouts.training.batches import RankServer
 from rollouts.training.models import remote_code
+
+
+def without_episodes(resolved: Resolved) -> Resolved:
+    """The configuration without what only rank 0 uses, because it plays all episodes: environments with their workers,
+    rewards, tools and data.
+    """
+    components = resolved.components | {"env": [], "reward": [], "tool": []}
+    settings = dataclasses.replace(resolved.settings, data="", worker={})
+    return resolved._replace(settings=settings, components=components)
+
+
+def serve_rank(resolved: Resolved) -> None:
+    """Compose the training of a run that rank 0 has checked, and serve rank 0 until it ends. Raises UserError."""
+    backend = make_training(make_plan(without_episodes(resolved), needs_environment=False))
+    assert isinstance(backend, RankServer), f"{backend} on a rank above 0"
+    backend.serve()
 
 
 def main() -> int:
@@ -32,9 +49,7 @@ def main() -> int:
     try:
         resolved = resolve(tomllib.loads(text.decode()))
         with remote_code(resolved.settings.trust_remote_code):
-            backend = make_training(make_plan(resolved, needs_environment=False))  # rank 0 has checked it
-            assert isinstance(backend, RankServer), f"{backend} on a rank above 0"
-            backend.serve()
+            serve_rank(resolved)
     except Exception as error:  # only rank 0 reports errors
         if os.environ.get("ROLLOUTS_TRACEBACK") == "1":
             traceback.print_exception(error)

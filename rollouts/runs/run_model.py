@@ -20,6 +20,7 @@ from rollouts.inference.base import InferenceBackend
 from rollouts.runs.environments import Environment
 from rollouts.runs.plan import Plan, make_plan
 from rollouts.runs.session import make_inference
+from rollouts.runs.workers import worker_pools
 from rollouts.training.models import remote_code
 
 
@@ -43,7 +44,7 @@ def model_plan(model: str, given: Tree, settings: Sequence[str]) -> Iterator[Pla
     resolved = resolve(merge(tree, chosen), source)
     own = resolved.settings
     pass_on(own.pass_env)
-    with shared_values(own.cleanup_seconds), remote_code(own.trust_remote_code):
+    with shared_values(own.cleanup_seconds), worker_pools(), remote_code(own.trust_remote_code):
         try:
             plan = make_plan(resolved, needs_environment=False)
         except PluginError as error:

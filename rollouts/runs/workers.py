@@ -5,8 +5,10 @@ Not here: workers (`rollouts.env.workers`), and the setting (`rollouts.config.wo
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from rollouts.disk import write_whole
 from rollouts.env.installs import Installed, find_installed
 from rollouts.env.mixing import RewardTerm
 from rollouts.env.workers.pool import WorkerPool
-from rollouts.env.workers.process import Connector, ProcessConnector
+from rollouts.env.workers.process import Connector, Options, ProcessConnector
 from rollouts.env.workers.proxy import RemoteEnvironment, configured, remote_class
 from rollouts.env.workers.serving import read_token
 from rollouts.env.workers.websocket import URLConnector
@@ -36,6 +38,27 @@ LOGS = "workers"
 TOKEN = "ROLLOUTS_WORKER_TOKEN"
 """The environment variable with the token for workers at an address."""
 
+_pools: ContextVar[list[WorkerPool] | None] = ContextVar("rollouts-worker-pools", default=None)
+
+
+@contextlib.contextmanager
+def worker_pools() -> Iterator[None]:
+    """A block that composes runs. Its workers have ended at its end, also if a run was refused."""
+    opened: list[WorkerPool] = []
+    token = _pools.set(opened)
+    try:
+        yield
+    finally:
+        _pools.reset(token)
+        for pool in opened:
+            pool.close()
+
+
+def has_workers(resolved: Resolved) -> bool:
+    """Whether an environment of a run has workers. Raises ConfigError for an alias that no environment has."""
+    workers = Workers(resolved)
+    return any(workers.has(each) for each in resolved.components["env"])
+
 
 class Workers:
     """Which environments of a run have workers. Raises ConfigError for an alias that no environment has."""
@@ -43,6 +66,7 @@ class Workers:
     def __init__(self, resolved: Resolved) -> None:
         names = [(each.alias, parse_component("filter", each.name).alias) for each in resolved.components["env"]]
         self._settings = workers_of(resolved.settings.worker, names)
+        self._rows = resolved.source.objects.rows
         self._classes: dict[tuple[str, str], type[RemoteEnvironment]] = {}
 
     def has(self, component: Component) -> bool:
@@ -68,6 +92,8 @@ class Workers:
         if key not in self._classes:
             name = component.alias or parse_component("filter", component.name).alias
             pool = WorkerPool(name, _connector(component.name, settings), settings)
+            if (opened := _pools.get()) is not None:
+                opened.append(pool)
             if settings.kind == VENV:
                 pool.lock = find_installed(component.name).lock
             self._classes[key] = remote_class(pool, component.name)
@@ -76,15 +102,19 @@ class Workers:
     def settings(self, component: Component, source: Source, path: Sequence[str]) -> dict[str, Any]:
         """All settings of an environment that `load` has loaded, checked. Raises ConfigError."""
         loaded = self._classes[component.alias, component.name]
+        if component.settings.get("data") in self._rows:
+            raise ConfigError(
+                f"--worker {loaded.pool.settings.kind}: the rows of `prompts` are in the memory of this program, and a "
+                'worker reads files\nwrite them to a file, and give data="rows.jsonl" instead; or give worker="inline"'
+            )
         return configured(loaded.pool, component.name, component.settings, source, path)
 
 
 def _connector(name: str, settings: WorkerSettings) -> Connector:
     if settings.is_url:
         return URLConnector(settings.kind, token=_token(settings), certificate=settings.certificate)
-    if settings.kind == VENV:
-        return venv_connector(find_installed(name), memory_gib=settings.memory_gib)
-    return ProcessConnector(child_environment(), memory_gib=settings.memory_gib)
+    options = Options(settings.memory_gib, settings.cpu_seconds)
+    return venv_connector(find_installed(name), options) if settings.kind == VENV else own_connector(options)
 
 
 def _token(settings: WorkerSettings) -> str:
@@ -93,14 +123,19 @@ def _token(settings: WorkerSettings) -> str:
     return os.environ.get(TOKEN, "")
 
 
-def venv_connector(installed: Installed, *, memory_gib: float | None = None, only: str = "") -> ProcessConnector:
+def own_connector(options: Options) -> ProcessConnector:
+    """Starts workers in the Python of this process."""
+    return ProcessConnector(child_environment(), options)
+
+
+def venv_connector(installed: Installed, options: Options) -> ProcessConnector:
     """Starts workers in a virtual environment."""
     environment, venv = child_environment(), installed.venv
     environment |= {
         "VIRTUAL_ENV": str(venv),
         "PATH": f"{installed.python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
     }
-    return ProcessConnector(environment, memory_gib=memory_gib, only=only, python=installed.python)
+    return ProcessConnector(environment, options, python=installed.python)
 
 
 def pools_of(environments: Iterable[Environment]) -> dict[str, WorkerPool]:

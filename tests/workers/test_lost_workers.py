@@ -23,6 +23,7 @@ from rollouts.env.workers.pool import WorkerPool
 from rollouts.env.workers.process import ProcessConnector
 from rollouts.errors import ConfigError, RunError, WorkerError, WorkersLostError
 from rollouts.runs.plan import make_plan
+from rollouts.runs.workers import worker_pools
 from rollouts.types import Task
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
@@ -34,6 +35,8 @@ SHORT: dict[str, Any] = {"prompts_per_step": 4, "samples_per_prompt": 3, "eval_t
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    with worker_pools():
+        yield
 
 
 def workers() -> list[psutil.Process]:
@@ -81,7 +84,25 @@ def test_a_worker_that_exits_is_named_and_started_again():
 
 def test_a_worker_whose_loop_is_blocked_is_killed():
     with environment("Hostile-blocks", silent_seconds=1.0) as env:
-        assert "was silent for 1 seconds, so something blocks its event loop" in set_up(env)
+        words = set_up(env)
+        assert "the worker Hostile was silent for 1 seconds (worker.silent_seconds)" in words
+        assert "something blocks its event loop" in words
+
+
+def test_a_worker_whose_process_is_stopped_is_killed():
+    with environment("Counting", silent_seconds=1.0) as env:
+        made = env.make()
+        (worker,) = workers()
+        worker.send_signal(signal.SIGSTOP)
+        with pytest.raises(WorkerError, match=r"was silent for 1 seconds .*: its process is stopped"):
+            trio.run(made.setup.call, Task("Say 1."))
+
+
+def test_a_worker_that_uses_all_its_cpu_time_is_named_and_started_again():
+    with environment("Hostile-spins", cpu_seconds=3.0) as env:
+        assert "the worker Hostile ended (it used more than the 3 CPU seconds of worker.cpu_seconds" in set_up(env)
+        assert env.remote.pool.deaths == 1
+        assert trio.run(env.make().close.call) is None
 
 
 def test_a_worker_that_does_not_end_a_cancelled_call_is_killed(monkeypatch):

@@ -20,7 +20,8 @@ from rollouts.config.resolving import resolve
 from rollouts.errors import ConfigError, EnvironmentDefinitionError, RunError, UserError
 from rollouts.runs.dry_run import dry_run
 from rollouts.runs.plan import make_plan
-from rollouts.runs.workers import pools_of
+from rollouts.runs.rank import without_episodes
+from rollouts.runs.workers import pools_of, worker_pools
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
 
@@ -32,8 +33,9 @@ SHORT = {"prompts_per_step": 2, "samples_per_prompt": 2, "eval_tasks": 3, "steps
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("config.toml", "metrics.jsonl"):
-        assert not Path(name).exists()
+    with worker_pools():
+        yield
+    assert not workers_of_this_process()
 
 
 def logged(folder: Path | str) -> list[dict[str, Any]]:
@@ -166,6 +168,36 @@ def test_an_object_of_the_program_is_refused():
         rollouts.run(env=Here, worker="process", **SHORT)
 
 
+def test_rows_in_memory_are_refused():
+    with pytest.raises(ConfigError, match=r'--worker process: the rows of `prompts` .*\n.*data="rows.jsonl"'):
+        rollouts.run(env="prompts", prompts=["Say 1.", "Say 2."], reward="match", worker="process", **SHORT)
+    assert not workers_of_this_process()
+
+
+def test_no_worker_is_left_of_a_run_that_is_refused_or_tried():
+    Path("mine.py").write_text("def nosy(trajectory, env):\n    return 1.0\n")
+    given = {"env": f"{ENVS}:Counting", "worker": "process"}
+    with pytest.raises(ConfigError, match="names `env`"):  # it needs the description of a worker
+        rollouts.run(reward="./mine.py:nosy", **given, **SHORT)
+    assert not workers_of_this_process()
+    dry_run(resolve({**given, "eval_tasks": 3}))
+    assert not workers_of_this_process()
+
+
+def test_a_rank_above_0_starts_no_worker():
+    given = {"env": f"{ENVS}:Counting", "worker": {"kind": "process", "Counting": "process"}, "loss": "grpo"}
+    resolved = resolve({**given, "data": "", "steps": 7})
+    plan = make_plan(without_episodes(resolved), needs_environment=False)
+    assert not workers_of_this_process() and not plan.environments
+    of_rank_0 = make_plan(resolved)
+    assert workers_of_this_process()
+    ours, theirs = plan.training_arguments(), of_rank_0.training_arguments()
+    assert ours.keys() == theirs.keys()
+    for name in set(ours) - {"algorithms"}:
+        assert ours[name] == theirs[name], name
+    assert list(ours["algorithms"]) == list(theirs["algorithms"]) and plan.needs == of_rank_0.needs
+
+
 def test_an_alias_that_no_environment_has_is_refused():
     with pytest.raises(ConfigError, match="no environment has the alias 'hard'; there are: calculator"):
         make_plan(resolve({"env": "calculator", "worker": ["hard=process"]}))
@@ -215,17 +247,19 @@ rollouts.run(env="calculator", worker="process", out="run", steps=1000, prompts_
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_worker_outlives_its_run(number):
     process = subprocess.Popen([sys.executable, "-c", RUN], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    of_run = psutil.Process(process.pid)
-    begun = time.monotonic()
-    while not (Path("run/metrics.jsonl").exists() and Path("run/metrics.jsonl").read_text()):
-        assert time.monotonic() - begun < 60 and process.poll() is None
-        time.sleep(0.05)
-    children = of_run.children(recursive=True)
-    assert any("rollouts.env.workers.process" in " ".join(child.cmdline()) for child in children)
-    os.kill(process.pid, number)
-    process.wait(60)
-    _, alive = psutil.wait_procs(children, timeout=20)
-    assert not alive
+    try:
+        while not (Path("run/metrics.jsonl").exists() and Path("run/metrics.jsonl").read_text()):
+            assert process.poll() is None
+            time.sleep(0.05)
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert any("rollouts.env.workers.process" in " ".join(child.cmdline()) for child in children)
+        os.kill(process.pid, number)
+        process.wait()
+        _, alive = psutil.wait_procs(children, timeout=60)
+        assert not alive
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_the_constructor_may_fail():

@@ -244,6 +244,47 @@ def test_a_message_that_is_too_big(monkeypatch):
         pool_at(url).call("describe", {"name": "calculator"})
 
 
+def test_a_silent_host_and_a_silent_worker_have_different_messages(serve):
+    with fake_worker(msgspec.json.encode(Hello(VERSION))) as url:
+        pool = pool_at(url, silent_seconds=0.5)
+        with pytest.raises(WorkerError, match=rf"was silent for 0.5 seconds .*the server at {url} answers, and its"):
+            pool.call("stream")
+    _, url = serve("calculator")
+    is_frozen = threading.Event()
+
+    def freezing(source: socket.socket, target: socket.socket) -> None:
+        while (data := source.recv(900)) and not is_frozen.is_set():
+            target.sendall(data)
+        is_frozen.wait()
+
+    def relay(connection: socket.socket) -> None:
+        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as target:
+            threading.Thread(target=freezing, args=(target, connection), daemon=True).start()
+            freezing(connection, target)
+            over.wait()
+
+    over = threading.Event()
+    with fake_server(relay) as slow:
+        pool = pool_at(slow, silent_seconds=0.5)
+        assert pool.call("describe", {"name": "calculator"})["class_name"] == "Calculator"
+        is_frozen.set()
+        with pytest.raises(WorkerError, match=rf"there was silent .*the host at {slow} does not answer: it is"):
+            pool.call("more")
+        over.set()
+
+
+def test_limits_of_a_worker_at_an_address_are_set_there(serve):
+    with pytest.raises(ConfigError, match=r"type there: rollouts env serve NAME --cpu-seconds 2"):
+        rollouts.run(env="calculator", worker={"kind": "ws://127.0.0.1:1", "cpu_seconds": 2}, **SHORT)
+    Path("holds.py").write_text(ENV.replace('print("opened")', "while True: pass"))
+    _, url = serve("./holds.py:Holds", "--cpu-seconds", "3", "--memory-gib", "8")
+    pool, lease = pool_at(url), Lease(is_episode=True)
+    pool.call("make", {"name": "./holds.py:Holds", "settings": {"file": "mine.txt"}}, lease=lease)
+    with pytest.raises(WorkerError, match=r"its worker ended \(it used more than the 3 CPU seconds"):
+        pool.call("setup", {"prompt": "Say 1.", "messages": []}, lease=lease)
+    pool.close()
+
+
 def test_a_server_that_vanishes_loses_only_its_episodes(serve):
     server, url = serve("calculator")
     port = url.rpartition(":")[2]

@@ -155,6 +155,8 @@ class Hostile:
             time.sleep(60)  # noqa: ASYNC251 - that is the harm
         if self.kind == "exits":
             os._exit(7)
+        while self.kind == "spins":
+            await trio.lowlevel.checkpoint()
         if self.kind == "memory":
             held = []
             while True:

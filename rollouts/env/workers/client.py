@@ -249,10 +249,8 @@ class Worker:
                 self.kill(IDLE)
             self.send(Ping(number))
             if now - self._heard > self._silent:
-                self.kill(
-                    f"was silent for {self._silent:g} seconds, so something blocks its event loop: an async function "
-                    "that does not await, such as one with time.sleep"
-                )
+                why = await self._connection.words_of_silence()
+                self.kill(f"was silent for {self._silent:g} seconds (worker.silent_seconds): {why}")
             for call in self._calls.values():
                 if now > call.overdue:
                     late = (

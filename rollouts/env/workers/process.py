@@ -8,57 +8,75 @@ processes that it starts end with the run, also if the run is killed.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import trio
 
 from rollouts.env.workers.channel import Channel, PipeChannel
 from rollouts.errors import WorkerError, words_of_exit
 from rollouts.supervisor import supervised
 
-BOOT = "import sys; sys.path[:] = sys.argv[3:]; from rollouts.env.workers.process import main; main(*sys.argv[1:3])"
-VENV_BOOT = "import sys; from rollouts.env.workers.process import main; main(*sys.argv[1:])"
+BOOT = "import sys; sys.path[:] = sys.argv[2:]; from rollouts.env.workers.process import main; main(sys.argv[1])"
+VENV_BOOT = "import sys; from rollouts.env.workers.process import main; main(sys.argv[1])"
 END_SECONDS = 10.0  # how long to wait for the end of a killed process
 CHUNK = 1 << 16
 
 
-def main(memory_gib: str = "", only: str = "") -> None:
-    """Answer the requests on standard input until it is closed. `memory_gib` limits the memory of the process, and
-    `only` is the one environment that it loads.
+class Options(msgspec.Struct, omit_defaults=True):
+    """What a worker process may do. `memory_gib` and `cpu_seconds` are limits of the operating system. `only` is the
+    one environment that it loads; empty: any.
     """
+
+    memory_gib: float | None = None
+    cpu_seconds: float | None = None
+    only: str = ""
+
+
+def main(given: str) -> None:
+    """Answer the requests on standard input until it is closed. `given` are Options as JSON."""
     from rollouts.env.shared import shared_values
     from rollouts.env.workers.describe import Library
     from rollouts.env.workers.server import serve
 
+    options = msgspec.json.decode(given, type=Options)
     requests, answers = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
     os.dup2(2, 1)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a file
-    if memory_gib:
-        limit_memory(float(memory_gib))
+    set_limits(options)
 
     async def run() -> None:
         streams = trio.lowlevel.FdStream(answers), trio.lowlevel.FdStream(requests)
-        await serve(PipeChannel(*streams), Library(only))
+        await serve(PipeChannel(*streams), Library(options.only))
 
     with shared_values():
         trio.run(run)
     os._exit(0)  # threads of the environment's code may still run
 
 
-def limit_memory(gib: float) -> None:
-    """Limit the address space of this process and its children. An allocation beyond it raises MemoryError."""
+def set_limits(options: Options) -> None:
+    """Set the limits of this process, which each of its children has too. An allocation beyond the memory raises
+    MemoryError; the signal SIGXCPU, and SIGKILL soon after it, ends a process that used all its CPU time.
+    """
     import resource
 
-    most = int(gib * 2**30)
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    if options.memory_gib is not None:
+        most = int(options.memory_gib * 2**30)
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    if options.cpu_seconds is not None:
+        seconds = math.ceil(options.cpu_seconds)
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 class Connection(Protocol):
@@ -72,6 +90,10 @@ class Connection(Protocol):
         """
         ...
 
+    async def words_of_silence(self) -> str:
+        """Why a worker that does not answer may be silent. It takes a few seconds at most."""
+        ...
+
 
 class Connector(Protocol):
     """Starts or finds workers."""
@@ -83,22 +105,22 @@ class Connector(Protocol):
 
 class ProcessConnector:
     """Starts workers as child processes of this one. `python` is the interpreter of a virtual environment that has the
-    environment; without it, workers import what this process does. `only` is the one environment that they load.
+    environment; without it, workers import what this process does.
     """
 
     def __init__(
         self,
         environment: dict[str, str],
+        options: Options = Options(),  # noqa: B008 - it is not changed
         *,
-        memory_gib: float | None = None,
-        only: str = "",
         python: Path | None = None,
         command: Sequence[str] = (),
     ) -> None:
-        limit = "" if memory_gib is None else repr(memory_gib)
-        own = [sys.executable, "-c", BOOT, limit, only, *sys.path]
-        in_venv = [str(python), "-I", "-c", VENV_BOOT, limit, only]
+        given = msgspec.json.encode(options).decode()
+        own = [sys.executable, "-c", BOOT, given, *sys.path]
+        in_venv = [str(python), "-I", "-c", VENV_BOOT, given]
         self._command = list(command) or (own if python is None else in_venv)
+        self._options = options
         self._environment = environment
         self._lifeline = os.pipe()  # when this pipe closes, the processes end
 
@@ -116,14 +138,15 @@ class ProcessConnector:
             )
         except OSError as error:
             raise WorkerError(f"no process could be started for a worker: {error}") from error
-        return _Process(process, log)
+        return _Process(process, log, self._options)
 
 
 class _Process:
-    def __init__(self, process: trio.Process, log: Callable[[bytes], None]) -> None:
+    def __init__(self, process: trio.Process, log: Callable[[bytes], None], options: Options) -> None:
         assert process.stdin is not None and process.stdout is not None, "it was started with pipes"
         self.channel: Channel = PipeChannel(process.stdin, process.stdout)
         self._process, self._log, self._drained = process, log, trio.Event()
+        self._options = options
         trio.lowlevel.spawn_system_task(self._drain)
 
     async def _drain(self) -> None:
@@ -146,4 +169,16 @@ class _Process:
             await self._drained.wait()  # its last words
         if self._process.poll() is None:
             self._process.kill()
+        if self._process.returncode == 128 + signal.SIGXCPU and self._options.cpu_seconds is not None:
+            return (
+                f"it used more than the {self._options.cpu_seconds:g} CPU seconds of worker.cpu_seconds; "
+                "to raise them, type --worker.cpu-seconds N"
+            )
         return words_of_exit(self._process.returncode)
+
+    async def words_of_silence(self) -> str:
+        """Why the worker may be silent."""
+        return (
+            "its process is stopped or has no CPU, or something blocks its event loop: an async function that does not "
+            "await, such as one with time.sleep"
+        )

@@ -26,6 +26,7 @@ CONNECT_SECONDS = 20.0  # how long a server may take to accept a connection
 AGAIN_SECONDS = 60.0  # for how long a server that has vanished is tried again
 PAUSE_SECONDS, PAUSE_SECONDS_MAX = 0.1, 5.0  # between two tries; it doubles
 END_SECONDS = 2.0
+PING_SECONDS = 3.0  # how long the server of a silent worker may take to answer
 LOST, TOO_BIG = 1006, 1009  # codes of RFC 6455: the connection broke; a message is too big
 
 
@@ -223,6 +224,17 @@ class _Socket:
         if dict(getattr(self._error, "headers", None) or ()).get(b"x-rollouts") is not None:
             return f"{self._url} refuses the connection: {body}"
         return f"{self._url} is no worker of rollouts: it answers with HTTP status {status} {shown(body[:80])}"
+
+    async def words_of_silence(self) -> str:
+        """Whether the server is silent too, or only its worker."""
+        assert self._connection is not None, "it was opened"
+        with trio.move_on_after(PING_SECONDS), contextlib.suppress(library().ConnectionClosed):
+            await self._connection.ping()
+            return (
+                f"the server at {self._url} answers, and its worker does not: something blocks its event loop, such as "
+                "an async function with time.sleep"
+            )
+        return f"the host at {self._url} does not answer: it is down, stopped or not reachable"
 
     async def end(self, grace_seconds: float = 0.0) -> str:
         """Close the connection, and say why it was closed."""
