@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,6 +36,9 @@ INSTALL_TORCH = (
     "or, without gigabytes of CUDA libraries, first: pip install torch --index-url https://download.pytorch.org/whl/cpu"
 )
 """How to install what the core needs to load a model. On Linux, pip's default build of torch includes CUDA."""
+
+MODEL_PACKAGES = ("torch", "transformers")
+"""The packages that load a model. `transformers` alone loads a tokenizer."""
 
 _VALUE = re.compile(r"^\s*(?P<module>\w+(?:\.\w+)*)\s*(?::\s*(?P<attr>\w+(?:\.\w+)*)\s*)?(?:\[.*\]\s*)?$")
 
@@ -65,8 +68,7 @@ def load_component(ref: ComponentRef) -> Any:
     ]
     if absent:
         hint = f"type: pip install '{ref.distribution}[{','.join(extras)}]'"
-        words = f"{owner} needs {' and '.join(absent)}, which {'is' if len(absent) == 1 else 'are'} not installed"
-        raise MissingExtraError(in_lines(words, hint), package=absent[0], hint=hint)
+        raise MissingExtraError(in_lines(_not_installed(owner, absent), hint), package=absent[0], hint=hint)
     try:
         with authors_code():
             return _import(ref)
@@ -75,6 +77,24 @@ def load_component(ref: ComponentRef) -> Any:
         if isinstance(exc, ModuleNotFoundError) and _extra_of_module(exc, ref):
             raise MissingExtraError(message, package=_top(exc), hint=install_hint(exc, ref)) from exc
         raise BrokenPluginError(message) from exc
+
+
+def absent_packages(packages: Sequence[str] = MODEL_PACKAGES) -> list[str]:
+    """Which of these packages are not installed. Imports none of them."""
+    return [name for name in packages if importlib.util.find_spec(name) is None]
+
+
+def require_packages(what: str, packages: Sequence[str] = MODEL_PACKAGES, *, otherwise: str = "") -> None:
+    """Raise MissingExtraError if one of the packages that `what` needs is not installed. `otherwise` is a line with
+    another way.
+    """
+    if absent := absent_packages(packages):
+        words = in_lines(_not_installed(what, absent), INSTALL_TORCH, otherwise)
+        raise MissingExtraError(words, package=absent[0], hint=INSTALL_TORCH)
+
+
+def _not_installed(what: str, packages: Sequence[str]) -> str:
+    return f"{what} needs {' and '.join(packages)}, which {'is' if len(packages) == 1 else 'are'} not installed"
 
 
 def cause_of(exc: BaseException, ref: ComponentRef) -> str:

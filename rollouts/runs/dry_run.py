@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from rollouts.config.resolving import Resolved
 from rollouts.config.settings import OWN, without_secrets
 from rollouts.env.shared import shared_values
 from rollouts.errors import ModelError, RolloutsError, counted, first_line, said_of
-from rollouts.plugins.loading import INSTALL_TORCH
+from rollouts.plugins.loading import INSTALL_TORCH, absent_packages
 from rollouts.plugins.signature import read_signature
 from rollouts.runs.components import Chosen
 from rollouts.runs.environments import demonstrations, few_held_out_notes, task_buffer
@@ -39,7 +38,7 @@ def dry_run(resolved: Resolved, *more: str) -> str:
     """Describe the run of this configuration, as text; the last line is the verdict, and `more` lines come before it.
     Raises the first UserError that the run would raise.
     """
-    settings, absent = resolved.settings, _absent_packages()
+    settings, absent = resolved.settings, absent_packages()
     with shared_values(settings.cleanup_seconds), worker_pools(), remote_code(settings.trust_remote_code):
         if settings.mode == "sft+rl":
             found = _describe_phases(resolved, absent)
@@ -56,11 +55,6 @@ class Described(NamedTuple):
     text: str
     warnings: list[str]
     is_partial: bool
-
-
-def _absent_packages() -> list[str]:
-    """Which of the packages that load a model are not installed."""
-    return [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
 
 
 def _verdict(found: Described, mode: str, absent: Sequence[str]) -> list[str]:

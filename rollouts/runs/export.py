@@ -15,6 +15,7 @@ from typing import NamedTuple
 from rollouts.config.files import runs_inside
 from rollouts.disk import new_folder
 from rollouts.errors import ConfigError, ModelError, OutputError, counted, first_line
+from rollouts.plugins.loading import require_packages
 from rollouts.runs.folder import CONFIG, SUMMARY, holds_run, read_json
 from rollouts.runs.publish import CARD, model_card
 from rollouts.runs.usage import write_usage
@@ -122,6 +123,7 @@ def find_checkpoint(source: str) -> Path:
 
 def _write_model(folder: Path, inside: Path, dtype: str) -> Exported:
     """The whole model and its tokenizer."""
+    require_packages(f"the model in {folder}")
     whole, adapters = models.adapters_beneath(str(folder))
     chosen = dtype or str(getattr(models.load_config(whole), "dtype", None) or "float32").removeprefix("torch.")
     model = models.load_hf_model(str(folder), dtype=chosen, device="cpu")

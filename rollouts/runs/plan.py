@@ -32,6 +32,7 @@ from rollouts.inference.chatting import is_evaluation_only
 from rollouts.loggers.base import plain_settings
 from rollouts.plugins.checks import run_check
 from rollouts.plugins.index import ComponentRef
+from rollouts.plugins.loading import MODEL_PACKAGES, require_packages
 from rollouts.plugins.manager import PluginManager
 from rollouts.runs.algorithms import Composed, compose
 from rollouts.runs.components import (
@@ -54,6 +55,7 @@ from rollouts.runs.workers import Workers, refuse_env_of_rewards
 from rollouts.sandboxes.base import Sandboxes
 from rollouts.training.algorithms.algorithm import Algorithm, Stage, function_label, needs
 from rollouts.training.batches import AuxiliaryModels, TrainingBackend
+from rollouts.training.estimates import how_estimated
 from rollouts.training.models import bundled, resolve_model_name
 from rollouts.training.rollout_gen.groups import Filter
 from rollouts.types import Task
@@ -322,6 +324,8 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True, may_be_abse
     if not is_evaluation:
         training = plan.one("training")
         run_check(training.component, plan.training_arguments(), training.settings)
+    elif not may_be_absent:
+        _require_packages(inference)
     run_check(inference.component, plan.inference_arguments(None, ""), inference.settings)
     return plan
 
@@ -431,6 +435,20 @@ def _models_of_runs(settings: Settings) -> tuple[Settings, tuple[str, ...]]:
                 resolve_model_name(given[name])
     changes: dict[str, Any] = {name: str(path) for name, path in found.items()}
     return dataclasses.replace(settings, **changes), notes
+
+
+def _require_packages(inference: Chosen) -> None:
+    """Raise MissingExtraError if the engine of an evaluation needs packages that are not installed: a tokenizer if it
+    takes token ids, and torch if it runs in this process.
+    """
+    if not is_evaluation_only(inference.component):
+        is_embedded = how_estimated(inference.component) == "embedded"
+        require_packages(
+            f"the engine {inference.name}",
+            MODEL_PACKAGES if is_embedded else ("transformers",),
+            otherwise="or evaluate a model behind a server, which needs no such package: "
+            "--inference openai --inference.url URL",
+        )
 
 
 def _check_parser(parser: Chosen, inference: Chosen) -> None:

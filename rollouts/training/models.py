@@ -20,6 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from rollouts.errors import ConfigError, ModelError, first_line, named
+from rollouts.plugins.loading import require_packages
 from rollouts.training.weights.store import nearest_checkpoints
 
 TINY_PATH = Path(__file__).resolve().parent.parent / "tiny"
@@ -39,6 +40,7 @@ _SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers",
 
 ADAPTER_CONFIG = "adapter_config.json"
 
+_OF_TOKENIZERS = ("transformers",)
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _TOKENIZER = (
@@ -264,6 +266,7 @@ def load_hf_model(name: str, *, dtype: str = "float32", device: str = "auto", at
     """Load a causal LM in evaluation mode on `device`, with adapters merged in. `attention` is an implementation of
     transformers (auto: transformers chooses). Raises ModelError, ConfigError.
     """
+    require_packages(f"the model {name}")
     import torch
 
     if dtype not in _DTYPES:
@@ -303,6 +306,7 @@ def load_tokenizer(name: str, **settings: Any) -> Any:
     """Load the tokenizer of a model, or of an adapter if it has one. `settings` are those of transformers, such as
     `local_files_only`. Raises ModelError.
     """
+    require_packages(f"the tokenizer of {name}", _OF_TOKENIZERS)
     from transformers import AutoTokenizer
 
     whole, adapters = adapters_beneath(name)
@@ -313,6 +317,7 @@ def load_tokenizer(name: str, **settings: Any) -> Any:
 @one_at_a_time()
 def load_config(whole: str, **settings: Any) -> Any:
     """The transformers configuration of a whole model, from a folder or a hub name. Raises ModelError."""
+    require_packages(f"the configuration of {whole}", _OF_TOKENIZERS)
     from transformers import AutoConfig
 
     return _from_pretrained(AutoConfig, whole, "configuration", **settings)

@@ -1,4 +1,4 @@
-"""A dry run and `plugins doctor` on a machine without torch and transformers."""
+"""The commands on a machine without torch and transformers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import subprocess
 import sys
 
 import pytest
+
+from rollouts.cli import main
+from rollouts.training.models import TINY_PATH
 
 ENV = '''\
 from rollouts import Message, Task, ToolCall, reward, tool
@@ -40,9 +43,9 @@ class Raising(MyEnv):
 
 WITHOUT = """\
 import sys
-sys.modules.update(dict.fromkeys(("torch", "transformers", "tokenizers", "safetensors", "numpy"), None))
+sys.modules.update(dict.fromkeys(ABSENT, None))
 from rollouts.cli import main
-sys.exit(main(sys.argv[1:]))
+sys.exit(main())
 """
 
 
@@ -50,8 +53,8 @@ sys.exit(main(sys.argv[1:]))
 def without_torch(tmp_path):
     (tmp_path / "my_env.py").write_text(ENV)
 
-    def command(*arguments):
-        typed = [sys.executable, "-c", WITHOUT, *arguments]
+    def command(*arguments, absent=("torch", "transformers", "tokenizers", "safetensors", "numpy")):
+        typed = [sys.executable, "-c", WITHOUT.replace("ABSENT", repr(absent)), *arguments]
         return subprocess.run(typed, cwd=tmp_path, capture_output=True, text=True, check=False)
 
     return command
@@ -96,6 +99,64 @@ def test_a_run_says_how_to_install_torch(without_torch):
     done = without_torch("run", "--env", "./my_env.py:MyEnv", "--out", "out")
     assert done.returncode == 2 and "does not import" in done.stderr
     assert [line for line in INSTALL if line not in done.stderr] == []
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a run with a checkpoint."""
+    folder = tmp_path_factory.mktemp("trained") / "first"
+    small = "--steps 1 --prompts-per-step 1 --samples-per-prompt 2 --max-tokens 8 --eval-tasks 2 --concurrency 2"
+    assert main(["run", "--env", "calculator", "--out", str(folder), *small.split()]) == 0
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "eval --env ./my_env.py:MyEnv --out out",
+        "eval RUN --out out",
+        "eval --env ./my_env.py:MyEnv --model RUN --out out",
+        "chat RUN",
+        "chat tiny",
+        "serve RUN --port 0",
+        "serve tiny --port 0",
+    ],
+)
+def test_a_model_is_not_asked_without_torch(without_torch, run, tmp_path, typed):
+    done = without_torch(*typed.replace("RUN", run).split())
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith(
+        "error: the engine hf needs torch and transformers, which are not installed\ntype: pip"
+    )
+    assert [line for line in [*INSTALL, "--inference openai --inference.url URL"] if line not in done.stderr] == []
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("typed", ["export RUN out", "export TINY out --dtype bfloat16"])
+def test_a_model_is_not_exported_without_torch(without_torch, run, tmp_path, typed):
+    done = without_torch(*typed.replace("RUN", run).replace("TINY", str(TINY_PATH)).split())
+    assert done.returncode == 2, done.stderr
+    assert " needs torch and transformers, which are not installed\ntype: pip" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["my_env.py"]
+
+
+def test_an_episode_without_a_model_needs_torch_only_for_its_text(without_torch):
+    play = ["play", "./my_env.py:MyEnv", "--agent", "scripted"]
+    assert without_torch(*play).returncode == 0
+    done = without_torch(*play, "--show-text")
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: the tokenizer of tiny needs transformers, which is not installed\ntype: pip")
+
+
+def test_each_missing_package_is_named(without_torch):
+    """transformers alone reads a tokenizer, which is all that an engine behind a server needs."""
+    evaluation = ["eval", "--env", "./my_env.py:MyEnv", "--out", "out"]
+    alone = without_torch(*evaluation, absent=("torch",)).stderr
+    assert alone.startswith("error: the engine hf needs torch, which is not installed\n")
+    behind = without_torch(*evaluation, "--inference", "vllm").stderr
+    assert behind.startswith("error: the engine vllm needs transformers, which is not installed\n")
+    training = without_torch("run", *evaluation[1:], absent=("transformers", "tokenizers")).stderr
+    assert training.startswith("error: the tokenizer of tiny needs transformers, which is not installed\n")
 
 
 def test_the_doctor_lists_what_lacks_torch_apart_from_faults(without_torch):
