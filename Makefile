@@ -1,4 +1,4 @@
-.PHONY: run test test-engines test-adapters lint docs site
+.PHONY: run test test-adapters test-engines lint docs site
 
 ADAPTERS ?= $(HOME)/.cache/rollouts/adapters
 
@@ -8,13 +8,13 @@ run:  ## the main job: an agent learns to use a tool
 test:
 	pytest
 
-test-engines:  ## against real vLLM and SGLang servers, each installed once into $$ROLLOUTS_ENGINES (about 3 GB each)
-	pytest -n 0 -m engines tests/engines
-
-test-adapters:  ## every environment of the adapters against its real package, installed into $(ADAPTERS)
+test-adapters:  ## every environment of the upstream packages, which it installs, played beside upstream's own loop
 	python -m venv $(ADAPTERS)
 	$(ADAPTERS)/bin/pip install -q -r requirements-adapters.txt
-	$(ADAPTERS)/bin/python -m pytest -m "not engines" plugins
+	$(ADAPTERS)/bin/python -m pytest -n 0 -m "not engines" plugins
+
+test-engines:  ## against real vLLM and SGLang servers, each installed once into $$ROLLOUTS_ENGINES (about 3 GB each)
+	pytest -n 0 -m engines tests/engines
 
 lint:  ## style, types, and American spelling (the exceptions are in pyproject.toml)
 	ruff check

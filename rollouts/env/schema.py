@@ -75,7 +75,7 @@ def validate_arguments(
     """The arguments converted to the tool's types, ready for `fn(**arguments)`. If the arguments do not fit the types:
     the reason, as text for the model.
 
-    Numbers and booleans may be written as text. A float without a fraction may be an int.
+    Numbers, booleans, lists and objects may be written as text. A float without a fraction may be an int.
 
     >>> def add(a: int, b: int = 0) -> int: ...
     >>> validate_arguments(add, {"a": "3"})
@@ -131,10 +131,26 @@ def _validated(parameters: Mapping[str, _Parameter], arguments: Mapping[str, Any
         parameter = parameters[given]
         try:
             with authors_code():
-                converted[given] = msgspec.convert(value, parameter.hint, strict=False)
+                converted[given] = _converted(value, parameter.hint)
         except Exception as error:  # ValidationError, or an error of a dataclass's __post_init__
             return f"argument {given!r} of {label} must be {_type_words(parameter.schema)}: {message_of(error)}"
     return converted
+
+
+def _converted(value: Any, hint: Any) -> Any:
+    """The value as its type. A text that does not fit may be a list or an object as JSON: XML formats of calls have
+    only text.
+    """
+    try:
+        return msgspec.convert(value, hint, strict=False)
+    except msgspec.ValidationError:
+        if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
+            raise
+        try:
+            data = msgspec.json.decode(value)
+        except msgspec.DecodeError:
+            data = value
+        return msgspec.convert(data, hint, strict=False)
 
 
 # --- reading a function ---------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ class ComponentRef(msgspec.Struct, frozen=True):
         return f"{self.distribution}/{self.name}" if self.distribution else self.value
 
 
-PACK_NAMES_MAX = 8  # how many names of one pack, such as gym/..., an error lists
+PACK_MAX = 10  # an error lists the names of a pack, such as `gym/<id>`, if it has no more
 
 ANY_KIND = "component"
 """In place of a kind, for a file whose kind is not known yet."""
@@ -212,7 +212,7 @@ def unknown_component(
     if slash and (theirs or (is_installed(owner) and not is_pack)):
         others = theirs or [f"{KIND_WORDS[ref.kind]} {ref.name}" for ref in of_owner]
         package = of_owner[0].distribution if theirs else owner
-        has = ", ".join(_in_packs(others)) or "no components"
+        has = ", ".join(_grouped(others)) or "no components"
         without = f"{package} is installed but has no {KIND_WORDS[kind]} of that name (it has: {has})"
     if theirs:
         near = suggestion(rest, theirs, f"{owner}/{{}}".format)
@@ -238,11 +238,11 @@ def unknown_component(
         *other_names,
         near,
         _REWARD_HINT if kind == "rewards" else "",
-        f"installed ({kind}): {', '.join(_in_packs(_names(of_kind))) or 'none'}",
+        f"installed ({kind}): {', '.join(_grouped(_names(of_kind))) or 'none'}",
         f"other components with this name: {', '.join(elsewhere)}" if elsewhere else "",
         *notes,
         "" if is_whole else _NOT_INSTALLED,
-        f"to see everything: rollouts plugins list{' --all' if is_pack else ''}",
+        "to see everything: rollouts plugins list" + (" --all" if any("/" in ref.name for ref in of_kind) else ""),
         f"{_IN_CLONE}: pip install ./plugins/{name}" if (kind, name) in _WITH_PLUGIN else "",
         f"{_GUESS}: pip install {package}" if guess and (kind, name) not in _WITH_PLUGIN else "",
     )
@@ -356,19 +356,18 @@ def _matches(refs: Sequence[ComponentRef], name: str) -> list[ComponentRef]:
     return [ref for ref in refs if ref.name == name]
 
 
-def _in_packs(names: Sequence[str]) -> list[str]:
-    """The names, where more than a few of one pack become one entry.
-
-    >>> _in_packs(["calculator", *(f"gym/Level-v{number}" for number in range(40))])
-    ['calculator', 'gym/... (40 names)']
-    """
-    packs = [name.partition("/")[0] if "/" in name else "" for name in names]
-    counts = Counter(packs)
-    many = {pack: f"{pack}/... ({count} names)" for pack, count in counts.items() if pack and count > PACK_NAMES_MAX}
-    return list(dict.fromkeys(many.get(pack, name) for pack, name in zip(packs, names, strict=True)))
-
-
 def _names(refs: Sequence[ComponentRef]) -> list[str]:
     """The bare names, or `dist/name` where the bare name is ambiguous."""
     bare = [ref.name for ref in refs]
     return sorted(ref.name if bare.count(ref.name) == 1 else ref.qualified for ref in refs)
+
+
+def _grouped(names: Sequence[str]) -> list[str]:
+    """The names; those of a pack with many, such as `gym/CartPole-v1`, as one entry with their number.
+
+    >>> _grouped(["calculator", *(f"gym/{number}" for number in range(20))])
+    ['calculator', 'gym/... (20)']
+    """
+    packs = Counter(name.partition("/")[0] for name in names if "/" in name)
+    large = {pack: f"{pack}/... ({count})" for pack, count in packs.items() if count > PACK_MAX}
+    return list(dict.fromkeys(large.get(name.partition("/")[0], name) if "/" in name else name for name in names))

@@ -193,3 +193,28 @@ JSON = st.recursive(
 @given(st.dictionaries(st.sampled_from(["where", "color", "mode", "tags", "widths", "size", "x"]), JSON))
 def test_no_arguments_raise(arguments: dict[str, Any]) -> None:
     assert isinstance(validate_arguments(Env().paint, arguments), dict | str)
+
+
+@pytest.mark.parametrize(
+    ("hint", "text", "expected"),
+    [
+        (list[int], "[1, 2]", [1, 2]),
+        (list[float], " [0.5]", [0.5]),
+        (dict[str, int], '{"a": 1}', {"a": 1}),
+        (list[int] | None, "[1]", [1]),
+        (str, "[1]", "[1]"),
+        (list[str], '["a"]', ["a"]),
+    ],
+)
+def test_a_list_or_an_object_may_be_written_as_text(hint, text, expected):
+    def act(value): ...
+
+    act.__annotations__ = {"value": hint}
+    assert validate_arguments(act, {"value": text}) == {"value": expected}
+
+
+@pytest.mark.parametrize("text", ["[1, 'a']", "[", "[1", '{"a": 1}', "1, 2", "x"])
+def test_a_text_that_is_no_list_is_refused(text):
+    def act(value: list[int]): ...
+
+    assert "argument 'value' of act must be array of integer" in validate_arguments(act, {"value": text})

@@ -236,5 +236,5 @@ def test_an_error_counts_the_names_of_a_pack_and_suggests_near_ones():
     message = str(
         unknown_component("environments", "gym/Leevl-v7", [ComponentRef("environments", "lone", "a:B"), *refs])
     )
-    assert "installed (environments): gym/... (40 names), lone\n" in message
+    assert "installed (environments): gym/... (40), lone\n" in message
     assert "did you mean: gym/Level-v7" in message and "rollouts plugins list --all" in message

@@ -1,0 +1,32 @@
+"""The names `gym/<id>`. Importing this module does not import gymnasium."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.util import find_spec
+from typing import Any
+
+from rollouts import hookimpl
+
+PACKS = {
+    "gym": ("gymnasium", "rollouts_gymnasium.environment", "rollouts_gymnasium.registry"),
+}
+"""For each pack: the package that it needs, the module with `environment_class(id)`, and that with `served_ids()`."""
+
+
+@hookimpl
+def rollouts_find_component(kind: str, name: str) -> Any:
+    """The environment class of `gym/<id>`."""
+    pack, _, env_id = name.partition("/")
+    if kind != "environments" or pack not in PACKS or not env_id:
+        return None
+    return importlib.import_module(PACKS[pack][1]).environment_class(env_id)
+
+
+@hookimpl
+def rollouts_list_components(kind: str) -> list[str] | None:
+    """The names of the environments whose packages are installed."""
+    if kind != "environments":
+        return None
+    listed = [pack for pack, (package, _, _) in PACKS.items() if find_spec(package) is not None]
+    return [f"{pack}/{name}" for pack in listed for name in importlib.import_module(PACKS[pack][2]).served_ids()]
