@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rollouts_textarena.host import BEGIN_SECONDS
+
 PLAYERS = {"SinglePlayerState": 1, "TwoPlayerState": 2}
 MANY = 3
 """In place of a number of players: three or more, or unknown."""
@@ -22,7 +24,8 @@ MANY = 3
 TEXT_REWARDS = {"Countdown", "Cryptarithm", "Slitherlink"}
 """Games that give a text as the reward of an invalid move: their calls of upstream swap two arguments."""
 
-PROBE_SECONDS = 120.0
+START_SECONDS = 120.0
+"""How long a probe may take to import upstream."""
 
 
 def registry() -> dict[str, Any]:
@@ -55,13 +58,16 @@ def refusal(game: str) -> str:
 
 
 def probe(games: list[str]) -> dict[str, dict[str, str] | None]:
-    """The exception that making each game raises in another process without downloads; None if it raises none."""
-    command = [sys.executable, "-m", "rollouts_textarena.host", "--probe", *games]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
+    """The exception that beginning each game raises, in another process without downloads; None if it raises none."""
+    request = json.dumps({game: players_by_game()[game] for game in games})
+    command = [sys.executable, "-m", "rollouts_textarena.host", "--probe", request]
+    seconds = START_SECONDS + len(games) * 2 * BEGIN_SECONDS
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
     if done.returncode != 0:
         error = {"type": f"exit code {done.returncode}", "message": done.stderr.strip()[-200:]}
         return {game: error for game in games}
-    return dict(zip(games, json.loads(done.stdout.splitlines()[-1]), strict=True))
+    found: dict[str, dict[str, str] | None] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def _why_not_made(error: dict[str, str] | None) -> str:

@@ -1,7 +1,8 @@
 """A program that plays games of TextArena, each in a process of its own.
 
     python -m rollouts_textarena.host FD            serve the games whose sockets come through this socket
-    python -m rollouts_textarena.host --probe ID..  print why each game cannot be made, as JSON; null if it can
+    python -m rollouts_textarena.host --probe '{"ID": PLAYERS, ...}'
+                                                    print why each game cannot begin, as JSON; null if it can
 
 Upstream seeds and uses the global `random`, so two games cannot share a process. This process imports upstream once,
 and forks for each game. The run sends one end of a socket pair for each game; the game ends when the other end closes.
@@ -24,11 +25,14 @@ from typing import Any
 LITERALS_MIN = 3
 """From so many moves in the last message on, the opponent takes one as it is."""
 
+BEGIN_SECONDS = 5
+"""How long a probe waits for the first observation of a game."""
+
 
 def main() -> None:
     _prepare()
     if sys.argv[1] == "--probe":
-        print(json.dumps([_probe(game) for game in sys.argv[2:]]))
+        print(json.dumps({game: _probe(game, players) for game, players in json.loads(sys.argv[2]).items()}))
         return
     control = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for the games
@@ -52,21 +56,31 @@ def _prepare() -> None:
     import textarena  # noqa: F401
 
 
-def _probe(game: str) -> dict[str, str] | None:
-    """The exception that making the game raises."""
+def _probe(game: str, players: int) -> dict[str, str] | None:
+    """The exception that making the game and beginning it raises. A game that takes long to begin counts as good."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"longer than {BEGIN_SECONDS} s")
+
     import textarena
 
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(BEGIN_SECONDS)
     try:
-        textarena.make(game)
+        env = textarena.make(game)
+        env.reset(num_players=players, seed=0)
+        env.get_observation()
+    except TimeoutError:
+        return None
     except Exception as exc:
         return {"type": type(exc).__name__, "message": str(exc)}
+    finally:
+        signal.alarm(0)
     return None
 
 
 def _serve(connection: socket.socket) -> None:
     """Play one game: a line of JSON in, a line of JSON out."""
-    null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 1)  # some games print
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(connection, lines), daemon=True).start()
     try:

@@ -295,6 +295,7 @@ def test_names_are_found_and_near_misses_are_shown():
         ("TwentyQuestions-v0", "API of OpenRouter"),
         ("Hangman-v0", "type: python -m nltk.downloader words"),
         ("UsedCarNegotiation-v0", "upstream cannot make it: FileNotFoundError"),
+        ("LightsOut-v0-train", "upstream cannot make it: ValueError"),
     ],
 )
 def test_a_game_that_cannot_be_played_is_refused_with_the_reason(game, reason, tmp_path, monkeypatch):
