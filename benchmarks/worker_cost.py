@@ -1,10 +1,11 @@
 """What a call into an environment costs, in the process of the run, in a worker process, and in a worker at an address.
 
-    python benchmarks/worker_cost.py [--calls 2000] [--concurrency 16] [--characters 2000]
+    python benchmarks/worker_cost.py [--calls 2000] [--concurrency 16] [--characters 2000] [--ray ADDRESS]
 
 One environment with a tool that returns text. It prints calls per second, and CPU time for each call of all processes
 together: for a plain tool, and for a reward that gets a trajectory of `--characters` characters. The ways are measured
-in turn in one run, so that the ratio does not depend on what else the machine does.
+in turn in one run, so that the ratio does not depend on what else the machine does. With `--ray`, also a worker on that
+Ray cluster, whose processes are not counted in the CPU time.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ async def make_calls(env: Any, characters: int) -> dict[str, Callable[[], Awaita
     }
 
 
-async def main(count: int, concurrency: int, characters: int) -> None:
+async def main(count: int, concurrency: int, characters: int, ray: str) -> None:
     """Measure each way in turn, and print the medians."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "echo.py"
@@ -97,9 +98,12 @@ async def main(count: int, concurrency: int, characters: int) -> None:
         server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)  # noqa: ASYNC220 - nothing else runs yet
         assert server.stdout is not None
         url = server.stdout.readline().partition(" at ")[2].split()[0]
+        workers: dict[str, Any] = {"inline": "inline", "process": "process", "URL": url}
+        if ray:
+            workers["ray"] = {"kind": "ray", "address": ray}
         plans = {
             kind: await trio.to_thread.run_sync(make_plan, resolve({"env": f"{file}:Echo", "worker": worker}))
-            for kind, worker in (("inline", "inline"), ("process", "process"), ("URL", url))
+            for kind, worker in workers.items()
         }
         ways = {kind: await make_calls(plan.environments[0], characters) for kind, plan in plans.items()}
         for number in range(ROUNDS + 1):
@@ -116,7 +120,7 @@ async def main(count: int, concurrency: int, characters: int) -> None:
         for kind, (rate, cpu) in medians.items():
             print(f"{name:<7} {kind:<8} {rate:8.0f} calls/s   {cpu * 1e6:6.0f} µs of CPU each")
         inline = medians["inline"]
-        for kind in ("process", "URL"):
+        for kind in list(workers)[1:]:
             rate, cpu = medians[kind]
             print(f"{name:<7} {kind} is {inline[0] / rate:.1f} times slower, with {cpu / inline[1]:.1f} times the CPU")
     for plan in plans.values():
@@ -132,5 +136,6 @@ if __name__ == "__main__":
     parser.add_argument("--calls", type=int, default=2000)
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--characters", type=int, default=2000)
+    parser.add_argument("--ray", default="", metavar="ADDRESS")
     given = parser.parse_args()
-    trio.run(main, given.calls, given.concurrency, given.characters)
+    trio.run(main, given.calls, given.concurrency, given.characters, given.ray)

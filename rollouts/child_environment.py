@@ -49,6 +49,11 @@ def child_environment(more: Iterable[str] = ()) -> dict[str, str]:
     }
 
 
+def passed_on() -> dict[str, str]:
+    """The variables that `--pass-env` names, for a child process on another host."""
+    return {name: value for name, value in os.environ.items() if _matches(name, _passed_on.get())}
+
+
 def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 

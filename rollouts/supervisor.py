@@ -9,9 +9,9 @@ receives SIGTERM, SIGINT or SIGHUP, the supervisor sends SIGTERM to the child if
 seconds, and kills all processes that are left.
 
 On Linux, the supervisor also ends daemons with their own session: it is a child subreaper, so it adopts the orphans
-among its descendants. On other systems it ends only the process group of the child. It exits with the exit code of the
-child, or with 128 + n if signal n killed the child. It runs by its path and imports nothing of rollouts, so it starts
-in a few milliseconds.
+among its descendants. Another supervisor among them, with a `GRACE` of its own, has that time to end its processes. On
+other systems it ends only the process group of the child. It exits with the exit code of the child, or with 128 + n if
+signal n killed the child. It runs by its path and imports nothing of rollouts, so it starts in a few milliseconds.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import time
 
 LOOK_SECONDS = 0.5  # the time between checks that the owner lives, because another process may hold the pipe open
 KILL_SECONDS = 4.0  # the shortest deadline for killing processes that start more processes
+GRACE_SECONDS_MAX = 60.0  # the longest time that another supervisor may take
 PAUSE_SECONDS = 0.005
 ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
@@ -85,31 +86,48 @@ def _end(child: subprocess.Popen[bytes], grace: float) -> None:
             child.wait(grace)
     # Repeat until `_reap` finds no process: the list of processes may miss one that has just started. Give up at the
     # deadline, because some processes cannot be killed.
-    deadline = time.monotonic() + max(grace, KILL_SECONDS)
+    begun = time.monotonic()
+    deadline = begun + max(grace, KILL_SECONDS)
     while _reap(child) and time.monotonic() < deadline:
-        for pid in _left(child, grace):
+        left, others = _left(child, grace, time.monotonic() - begun)
+        deadline = max([deadline, *(begun + seconds + KILL_SECONDS for seconds in others.values())])
+        for pid in (*left, *others):
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGTERM if pid in others else signal.SIGKILL)
         time.sleep(PAUSE_SECONDS)
     if sys.platform != "linux":
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(0 if grace else child.pid, signal.SIGKILL)
 
 
-def _left(child: subprocess.Popen[bytes], grace: float) -> list[int]:
-    """The processes to kill. On Linux: all descendants, also zombies, because their other threads may still run. On
-    other systems: the child or its process group.
+def _left(child: subprocess.Popen[bytes], grace: float, passed: float) -> tuple[list[int], dict[int, float]]:
+    """The processes to kill, and other supervisors that still have time, each with its seconds. On Linux: all
+    descendants, also zombies, because their other threads may still run. On other systems: the child or its process
+    group.
     """
     if sys.platform != "linux":
-        return [] if child.returncode is not None else [child.pid] if grace else [-child.pid]
+        return [] if child.returncode is not None else [child.pid] if grace else [-child.pid], {}
     parents: dict[int, int] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
             parents[int(name)] = int(file.read().rpartition(b")")[2].split()[1])
-    found = [os.getpid()]
+    found, others = [os.getpid()], dict[int, float]()
     for pid in found:
-        found += [each for each, parent in parents.items() if parent == pid]
-    return found[1:]
+        if pid != found[0] and passed < (seconds := _seconds_of_supervisor(pid)):
+            others[pid] = seconds
+        else:
+            found += [each for each, parent in parents.items() if parent == pid]
+    return [pid for pid in found[1:] if pid not in others], others
+
+
+def _seconds_of_supervisor(pid: int) -> float:
+    """How long this process may take to end its own processes; 0 if it is no supervisor with a grace."""
+    with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/cmdline", "rb") as file:
+        words = file.read().split(b"\0")
+        if words[1:3] == [b"-I", b"-S"] and os.path.basename(words[3]) == os.path.basename(os.fsencode(__file__)):
+            grace = float(words[6])
+            return min(grace + max(grace, KILL_SECONDS), GRACE_SECONDS_MAX) if grace else 0.0
+    return 0.0
 
 
 def _prctl(option: int, value: int) -> None:

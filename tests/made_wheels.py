@@ -9,6 +9,9 @@ from pathlib import Path
 GUESS = '''\
 """An environment that was made for a test."""
 
+import importlib.util
+import sys
+
 import clash
 import rollouts
 
@@ -22,7 +25,9 @@ class Guess:
     def tasks(self, split, rng):
         while True:
             number = rng.randrange(10**self.digits)
-            yield {"id": f"n{number}", "prompt": f"Say {number}.", "answer": str(number)}
+            torch = ["torch" in sys.modules, importlib.util.find_spec("torch") is not None]
+            info = {"executable": sys.executable, "torch is imported, can be imported": torch}
+            yield rollouts.Task(f"Say {number}.", answer=str(number), info=info, id=f"n{number}")
 
     @rollouts.reward
     def says(self, task, trajectory) -> float:

@@ -13,15 +13,18 @@ from typing import Any, ClassVar
 import pytest
 import trio
 
-from rollouts import Message, Role, Score, Task, metric, reward, tool
+from rollouts import Message, Role, Score, Task, ToolCall, metric, reward, tool
 from rollouts.agent.episode import run_episode
 from rollouts.agent.model import EpisodeLimits
+from rollouts.check import check_environment_class
 from rollouts.config.resolving import resolve
 from rollouts.env.advice import CONTRACT
+from rollouts.env.authoring import tools_of
 from rollouts.env.checks import METHODS
 from rollouts.env.inputs import INPUTS
 from rollouts.env.mixing import env_term
 from rollouts.env.shared import shared_values
+from rollouts.env.tools import run_tool
 from rollouts.errors import RewardError
 from rollouts.plugins.contract import VERSIONS
 from rollouts.runs.plan import make_plan
@@ -281,3 +284,60 @@ def test_the_settings_of_two_objects_share_no_list_and_tasks_has_an_object_of_it
     assert other.names == ["a"]
     first, again = ([task.prompt for task in environment.training_source()] for _ in range(2))  # type: ignore[union-attr]
     assert first == again and all(" 2 " in prompt for prompt in first)  # a new object, and equal random numbers
+
+
+class Refusing:
+    """Add numbers. `takes` says how a reply is judged."""
+
+    reward_range = (0.0, 1.0)
+    takes: ClassVar[Any] = staticmethod(lambda text, answer: text == answer)
+
+    def tasks(self, split: str, rng: random.Random) -> Any:
+        while True:
+            a, b = rng.randrange(100), rng.randrange(100)
+            yield Task(f"What is {a} plus {b}?", answer=str(a + b), info={"numbers": [a, b]})
+
+    def demonstrations(self, split: str, rng: random.Random) -> Any:
+        for task in self.tasks(split, rng):
+            yield [*task.messages, Message("assistant", task.answer)]
+
+    @tool
+    def total(self, numbers: list[int]) -> int:
+        """Add numbers. It refuses an empty list by accident."""
+        return numbers[0] + sum(numbers[1:])
+
+    @reward
+    def correct(self, task: Task, trajectory: Any) -> float:
+        return float(self.takes(trajectory.last_text, task.answer))
+
+
+class Containing(Refusing):
+    takes = staticmethod(lambda text, answer: answer in text)
+
+
+class Doubled(Refusing):
+    takes = staticmethod(lambda text, answer: 2 * (text == answer))
+
+
+def test_a_tool_may_refuse_a_call_with_any_exception_and_a_list_may_be_text() -> None:
+    tools = {each.name: each for each in tools_of(Refusing())}
+    refused, read = (
+        trio.run(run_tool, tools, ToolCall("total", {"numbers": numbers}, id="1")) for numbers in ([], "[1, 2]")
+    )
+    assert refused.text.startswith("Error: IndexError") and refused.failure == "exception"
+    assert read.text == "3" and read.failure is None
+    report = check_environment_class(Refusing, only=["tool-arguments"], tasks=1)
+    (note,) = report.results[0].notes
+    assert "total raised IndexError" in note and "raise a ValueError" in note
+
+
+@pytest.mark.parametrize(("environment", "check"), [(Containing, "forged-lists"), (Doubled, "rewards")])
+def test_a_reward_judges_one_answer_and_stays_in_its_range(environment: type, check: str) -> None:
+    check_environment_class(Refusing, only=[check], tasks=2)
+    with pytest.raises(AssertionError, match=check):
+        check_environment_class(environment, only=[check], tasks=2)
+
+
+def test_the_page_links_what_belongs_to_it() -> None:
+    assert {"roles.md", "check.md", "environments.md", "workers.md"} <= set(re.findall(r"\((\w+\.md)[#)]?", PAGE))
+    assert "`reward_range = (smallest, largest)`" in PAGE

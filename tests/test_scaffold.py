@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 import forks
@@ -17,7 +18,7 @@ from rollouts.cli import main
 from rollouts.errors import UserError
 from rollouts.plugins.index import HOOKS, KINDS
 from rollouts.scaffold import kind_of, render_package
-from rollouts.scaffold.packages import KIND_NAMES, TEMPLATES
+from rollouts.scaffold.packages import KIND_NAMES, TEMPLATES, example_description
 
 ROOT = Path(__file__).parents[1]
 NAMES = {word: f"made_{word}" for word in KIND_NAMES}
@@ -117,6 +118,47 @@ def test_the_words_are_plain(made):
             text = (made / name / path).read_text()
             assert found_in(text) == [], path
             assert not re.search(r"\$\w", text), path
+
+
+FILES_MAX, README_LINES_MAX = 8, 10
+
+
+@pytest.mark.parametrize("kind", KIND_NAMES.values())
+def test_the_readme_is_for_users_and_the_next_steps_are_for_the_author(kind):
+    """README.md is short and has no instructions for the author. NEXT.md has all of them."""
+    package = render_package(kind, "made")
+    assert len(package.files) <= FILES_MAX
+    readme, steps, about = (package.files[name] for name in ("README.md", "NEXT.md", "pyproject.toml"))
+    assert len(readme.splitlines()) <= README_LINES_MAX
+    assert "pip install rollouts-made" in readme and package.command in readme
+    assert [word for word in ("Make it yours", "Publish", "pytest", "twine") if word in readme] == []
+    assert [word for word in ("## Make it yours", "## Publish", "pytest", "twine upload") if word not in steps] == []
+    project = tomllib.loads(about)["project"]
+    assert project["readme"] == "README.md" and project["description"] == example_description(kind)
+    described = f"{example_description(kind)}."
+    assert described in readme and package.files["rollouts_made/__init__.py"].startswith(f'"""{described}"""')
+    assert "`description` in pyproject.toml" in readme and "`description` of `pyproject.toml`" in steps
+
+
+def test_every_line_to_change_is_a_line_of_the_package():
+    """The table of NEXT.md names code of the module, and the recipe for `tiny` is that of the page."""
+    package = render_package("environments", "shop")
+    steps, module = package.files["NEXT.md"], package.files["rollouts_shop/__init__.py"]
+    rows = re.findall(r"^\| (.+?) \|", steps.partition("|---|")[2], re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`(.+?)`", row)}
+    assert {name for name in named if name not in module and name not in package.files} == {"description"}
+    (recipe,) = re.findall(r"^ +(rollouts run .*--sft.steps 300.*)$", steps, re.MULTILINE)
+    page = (ROOT / "docs" / "environments.md").read_text()
+    assert recipe.partition("--mode")[2].partition(" --steps")[0] in page
+
+
+@pytest.mark.parametrize("name", ["a", "warehouse_of_many_things"])
+def test_comments_are_aligned(name):
+    """Names have different lengths."""
+    commands = render_package("environments", name).files["NEXT.md"].partition("Before you train:\n\n")[2]
+    lines = commands.partition("\n\n")[0].splitlines()
+    assert len(lines) == 3 and len({line.index("# ") for line in lines}) == 1
+    assert min(line.index("# ") - len(line.partition("#")[0].rstrip()) for line in lines) == 2
 
 
 SMALL = "--steps 1 --prompts-per-step 2 --samples-per-prompt 4 --eval-tasks 4 --max-tokens 64 --out run".split()

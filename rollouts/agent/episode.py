@@ -23,6 +23,7 @@ from rollouts.author_code import message_of, shown, with_place
 from rollouts.env import calls
 from rollouts.env.authoring import (
     JudgeMethod,
+    Remote,
     ToolMethod,
     environment_name,
     metrics_of,
@@ -39,6 +40,7 @@ from rollouts.env.returned import finite_metric, plain_state, reply_messages
 from rollouts.env.schema import schema_of
 from rollouts.env.shared import SharedValue, shared_value
 from rollouts.env.task_tools import read_tools
+from rollouts.env.workers.remote_sandboxes import RemoteSandboxes
 from rollouts.error_log import report
 from rollouts.errors import (
     EnvironmentDefinitionError,
@@ -77,7 +79,7 @@ async def run_episode(
     seed: int,
     on_invalid_reward: InvalidPolicy = "drop",
     tools: Sequence[ToolMethod] = (),
-    sandboxes: Sandboxes | None = None,
+    sandboxes: Sandboxes | RemoteSandboxes | None = None,
     shared: Callable[[], SharedValue] | None = None,
 ) -> Episode:
     """Run one episode in a new environment, and judge it. `tools` are added to those of the environment. If its `setup`
@@ -133,7 +135,7 @@ async def tools_of_task(
     make_env: Callable[[], Any],
     inference: InferenceBackend,
     limits: EpisodeLimits,
-    sandboxes: Sandboxes | None = None,
+    sandboxes: Sandboxes | RemoteSandboxes | None = None,
     shared: Callable[[], SharedValue] | None = None,
 ) -> list[ToolMethod]:
     """The environment's tools in an episode of this task: builds the environment, sets it up and closes it. Raises
@@ -170,7 +172,7 @@ class EpisodeRun:
     limits: EpisodeLimits
     seed: int
     tools: Sequence[ToolMethod] = ()
-    sandboxes: Sandboxes | None = None
+    sandboxes: Sandboxes | RemoteSandboxes | None = None
     shared: Callable[[], SharedValue] | None = None
     role: str = ""  # the role of a conversation with a person
     stage: str = BUILDING
@@ -181,7 +183,7 @@ class EpisodeRun:
     chosen: Trajectory | None = None  # the trajectory that the environment's `rollout` returned
     trajectories: list[Trajectory] = field(default_factory=list)
     judged: dict[str, Trajectory] = field(default_factory=dict)  # by role; "" in an environment without roles
-    lease: Lease | None = None
+    lease: Any = None  # a Lease, or that of an environment in a worker
 
     @property
     def can_restore(self) -> bool:
@@ -250,13 +252,23 @@ class EpisodeRun:
             self.stage = "running shared"
             shared = self.shared() if self.shared is not None else shared_value(self.make_env, {}, self.make_env)
             inputs["shared"] = await shared.get(seconds)
-        if names_input(self.env, "setup", "sandbox"):
-            assert self.sandboxes is not None, f"no sandboxes were given for {environment_name(self.env)}"
-            self.stage, self.lease = OPENING, Lease(self.sandboxes)
+        if (lease := self._new_lease()) is not None:
+            self.stage, self.lease = OPENING, lease
             # A separate limiter, so that tools do not wait for sandboxes that start.
             limiter = trio.CapacityLimiter(1)
-            inputs["sandbox"] = await _call_env(self.lease.open, seconds=seconds, limiter=limiter)
+            sandbox = await _call_env(lease.open, seconds=seconds, limiter=limiter)
+            if sandbox is not None:  # None: it is in the worker of the environment
+                inputs["sandbox"] = sandbox
         return inputs
+
+    def _new_lease(self) -> Any:
+        """What opens the sandbox of this episode; None if `setup` names none."""
+        if isinstance(self.env, Remote):
+            return self.env.remote_lease(self.sandboxes)
+        if not names_input(self.env, "setup", "sandbox"):
+            return None
+        assert isinstance(self.sandboxes, Sandboxes), f"no sandboxes were given for {environment_name(self.env)}"
+        return Lease(self.sandboxes)
 
     async def _tools_of_task(self) -> list[ToolMethod]:
         """The tools that the environment's `tools` returns. Raises EnvironmentDefinitionError with the line of `tools`
@@ -285,10 +297,9 @@ class EpisodeRun:
         lease, self.lease = self.lease, None
         if lease is None:
             return why
-        lost = lease.lost
-        self.may_retry = self.may_retry or bool(lost)
         failed = await _close_sandbox(lease, seconds)
-        return lost or why or failed
+        self.may_retry = self.may_retry or bool(lease.lost)
+        return lease.lost or why or failed
 
     def new_model(self) -> ChatModel:
         """A new model with all tools. In an environment with roles, each role has a model with its tools."""
@@ -451,7 +462,7 @@ async def close_environment(env: Any, seconds: float) -> str | None:
     return why and f"running close: {why}"
 
 
-async def _close_sandbox(lease: Lease, seconds: float) -> str | None:
+async def _close_sandbox(lease: Any, seconds: float) -> str | None:
     """Close the sandbox, also under cancellation. Returns the reason if it failed, else None."""
     try:
         why = await _close(lease.close, "closing the sandbox", seconds)

@@ -43,6 +43,9 @@ class Parsed(NamedTuple):
     faithful: bool
 
 
+UNREADABLE, EXAMPLE = "The tool call could not be read: ", ". Write it like this:"
+"""The words around the reason, in the text for a model whose call is malformed. An example follows."""
+
 _THINK = re.compile(r"\s*<think>(.*?)(?:</think>\s*|\Z)", re.DOTALL)
 _NAME = re.compile(r'"name"\s*:\s*"([^"\\]*)"')
 _CALL_KEYS = {"name", "arguments", "parameters", "id", "type", "function"}
@@ -315,8 +318,7 @@ def _own_reading(visible: str, reasoning: str, opened: re.Match[str], call_forma
 
 
 def _explained(call: ToolCall, example: str) -> ToolCall:
-    words = f"The tool call could not be read: {call.error}. Write it like this:\n{example}"
-    return msgspec.structs.replace(call, error=words)
+    return msgspec.structs.replace(call, error=f"{UNREADABLE}{call.error}{EXAMPLE}\n{example}")
 
 
 def with_ids(calls: list[ToolCall], text: str) -> list[ToolCall]:

@@ -15,6 +15,7 @@ from rollouts.author_code import authors_code, shown
 from rollouts.chat.template_style import PROBE_TOOL, probe_call
 from rollouts.chat.tool_call_formats import (
     TOOL_CALL_FORMATS,
+    UNREADABLE,
     Parsed,
     parse_reply,
     read_call,
@@ -98,7 +99,7 @@ def parse_with(
             calls, rest = parser.calls(visible, tools)
         except Exception as error:
             report(error, f"the tool parser {parser.name}")
-            calls = [ToolCall("", error=f"The tool call could not be read: {named(error)}")]
+            calls = [ToolCall("", error=f"{UNREADABLE}{named(error)}")]
     is_raw = keeps_text or not calls or any(call.error for call in calls)
     content = visible if is_raw else rest.strip()
     calls = _numbered(calls, visible) if keeps_text else with_ids(calls, visible)

@@ -16,20 +16,22 @@ from typing import Any, NamedTuple
 
 from rollouts.author_code import message_of
 from rollouts.check.environments.subject import TASKS, Found, find_environments, make_subject
-from rollouts.check.environments.table import CHECKS
+from rollouts.check.environments.table import CHECKS, IN_WORKER
 from rollouts.check.report import Report, Result, failure_text
-from rollouts.check.runner import run_checks, select
+from rollouts.check.runner import Check, run_checks, select
 from rollouts.config.flags import Tree
+from rollouts.config.workers import INLINE, worker_table
 from rollouts.env.shared import shared_values
-from rollouts.errors import BrokenPluginError, SignatureError
+from rollouts.errors import BrokenPluginError, PluginError, SignatureError
 from rollouts.plugins.manager import PluginManager
 
 KIND = "environment"
+PROCESS = "process"
 IMPORTED = "imports"  # the check that fails if the component cannot be imported
 
 
 class Options(NamedTuple):
-    """Which checks run, on how many tasks. `settings` is a tree with `env` and `reward`."""
+    """Which checks run, on how many tasks. `settings` is a tree with `env`, `reward` and `worker`."""
 
     only: Collection[str] = ()
     skip: Collection[str] = ()
@@ -37,11 +39,28 @@ class Options(NamedTuple):
     tasks: int = TASKS
     settings: Mapping[str, Any] = MappingProxyType({})
 
+    @property
+    def worker(self) -> str:
+        """Where the environment runs: the kind of its worker; empty for this process."""
+        kind = str(worker_table(self.settings.get("worker", INLINE)).get("kind", INLINE))
+        return "" if kind == INLINE else kind
+
+    @property
+    def checks(self) -> tuple[Check, ...]:
+        """All checks that apply."""
+        return IN_WORKER if self.worker else CHECKS
+
 
 def find(name: str, options: Options) -> list[Found]:
     """The environments that a name or a path means. Raises UserError for an unknown name, also of a check."""
-    select(CHECKS, options.only, options.skip)
-    return find_environments(name, PluginManager())
+    select(options.checks, options.only, options.skip)
+    try:
+        found = find_environments(name, PluginManager())
+    except PluginError:
+        if options.worker in ("", PROCESS):
+            raise
+        found = [Found(name, name)]  # the worker may have packages that this Python has not
+    return [each._replace(label=f"{each.label} in a worker") for each in found] if options.worker else found
 
 
 def check(found: Found, options: Options, observe: Callable[[Result], None] = lambda result: None) -> Report:
@@ -59,7 +78,10 @@ def check(found: Found, options: Options, observe: Callable[[Result], None] = la
             report.results.append(Result(IMPORTED, "failed", tried="import the environment", seen=seen, change=change))
             observe(report.results[0])
             return report
-        report.results += run_checks(CHECKS, subject, only=options.only, skip=options.skip, observe=observe)
+        try:
+            report.results += run_checks(options.checks, subject, only=options.only, skip=options.skip, observe=observe)
+        finally:
+            subject.close()
     return report
 
 

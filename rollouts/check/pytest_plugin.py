@@ -85,6 +85,8 @@ class _CheckItem(pytest.Item):
             pytest.skip("the environment cannot be imported")
         if result.status == "skipped":
             pytest.skip(result.remark)
+        for note in result.notes:
+            self.add_report_section("call", "note", note)
         if result.status == "failed":
             raise FailedError(result.tried, result.seen, result.change)
 

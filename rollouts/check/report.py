@@ -1,13 +1,14 @@
 """The result of a check, and the report on all checks of one component: for a person, as JSON, as a badge.
 
-A check returns a short remark if the component passes. It raises `FailedError` or `SkippedError` otherwise.
+A check returns a short remark if the component passes, or `Passed` with notes for its author. It raises `FailedError`
+or `SkippedError` otherwise.
 """
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -33,24 +34,45 @@ class SkippedError(Exception):
     """The check does not apply to this component, or cannot run here. The message says why."""
 
 
+class UntestedError(SkippedError):
+    """The check applies to this component, but something is missing to run it. `enable` says what to do."""
+
+    def __init__(self, why: str, enable: str) -> None:
+        super().__init__(why)
+        self.enable = enable
+
+
+class Passed(NamedTuple):
+    """A component passes a check, and its author should read the notes: what the contract allows, but is probably a
+    mistake.
+    """
+
+    remark: str
+    notes: Sequence[str] = ()
+
+
 class Result(msgspec.Struct, frozen=True):
-    """The result of one check. `remark` is a short text: what was checked, or why the check was skipped. `tried`,
-    `seen` and `change` explain a failure.
+    """The result of one check. `remark` is a short text: what was checked, or why the check was skipped. `notes` are
+    for the author of a component that passes. `enable` says how to run a check that was skipped although it applies.
+    `tried`, `seen` and `change` explain a failure.
     """
 
     name: str
     status: Status
     remark: str = ""
+    notes: list[str] = []
+    enable: str = ""
     tried: str = ""
     seen: str = ""
     change: str = ""
     seconds: float = 0.0
 
     def lines(self) -> Iterator[str]:
-        """One line, and three more paragraphs for a failure."""
+        """One line; one more paragraph for each note, and three for a failure."""
         word = "FAILED" if self.status == "failed" else self.status
         yield f"{self.name:<20} {word}{f'  {printable(self.remark)}' if self.remark else ''}"
-        for label, text in (("tried", self.tried), ("seen", self.seen), ("change", self.change)):
+        notes = [("note", note) for note in self.notes]
+        for label, text in (*notes, ("tried", self.tried), ("seen", self.seen), ("change", self.change)):
             if text:
                 yield from _paragraph(label, printable(text))
 
@@ -76,13 +98,21 @@ class Report(msgspec.Struct):
         """The numbers of passed, failed and skipped checks, in words."""
         numbers = {word: sum(r.status == word for r in self.results) for word in ("passed", "failed", "skipped")}
         words = [f"{number} {word}" for word, number in numbers.items() if number or word == "passed"]
-        return ", ".join(words)
+        notes = sum(len(result.notes) for result in self.results)
+        return ", ".join([*words, counted(notes, "note")] if notes else words)
 
     def verdict(self) -> str:
-        """The last line of the report."""
-        failed = counted(len(self.failed), "check")
-        end = "keeps the contract" if self.has_passed else f"breaks the contract in {failed}"
-        return f"the {self.kind} {self.name} {end}: {self.counts()}"
+        """The end of the report: whether the component keeps the contract, and what was not tested."""
+        untested = dict[str, list[str]]()
+        for result in self.results:
+            if result.enable:
+                untested.setdefault(result.enable, []).append(result.name)
+        end = "keeps the contract" + (", as far as it was tested" if untested else "")
+        if not self.has_passed:
+            end = f"breaks the contract in {counted(len(self.failed), 'check')}"
+        lines = [f"the {self.kind} {self.name} {end}: {self.counts()}"]
+        lines += [f"not tested: {', '.join(names)}; {enable}" for enable, names in untested.items()]
+        return "\n".join(lines)
 
     def badge(self) -> str:
         """A line of Markdown for a README: a picture that says how many checks passed, with this version."""

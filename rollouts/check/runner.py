@@ -11,14 +11,14 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from rollouts.author_code import message_of, place_of
-from rollouts.check.report import FailedError, Result, SkippedError
+from rollouts.check.report import FailedError, Passed, Result, SkippedError, UntestedError
 from rollouts.errors import ConfigError, RolloutsError, in_lines, leaves_of, suggestion, words_of
 
 
 class Check(NamedTuple):
     """One check: a function of a subject, and the names of checks. If one of these fails, this check is skipped."""
 
-    function: Callable[[Any], str]
+    function: Callable[[Any], str | Passed]
     needs: tuple[str, ...] = ()
 
     @property
@@ -78,9 +78,12 @@ def _run(check: Check, subject: Any) -> Result:
         return Result(check.name, seconds=round(time.perf_counter() - begun, 3), **fields)
 
     try:
-        return result(status="passed", remark=check.function(subject))
+        passed = check.function(subject)
+        remark, notes = passed if isinstance(passed, Passed) else (passed, ())
+        return result(status="passed", remark=remark, notes=list(notes))
     except SkippedError as reason:
-        return result(status="skipped", remark=str(reason))
+        enable = reason.enable if isinstance(reason, UntestedError) else ""
+        return result(status="skipped", remark=str(reason), enable=enable)
     except FailedError as failure:
         return result(status="failed", tried=failure.tried, seen=failure.seen, change=failure.change)
     except Exception as error:  # the author's code may raise anything

@@ -127,7 +127,7 @@ class RolloutsGroup(NamedGroup):
         name = args[0]
         if name.endswith((".toml", ".json", ".py")) and self.get_command(ctx, name) is None:
             args, name = ["run", *args], "run"
-        if ctx.obj and name in COMMANDS and name not in TAKES_SETTINGS:
+        if ctx.obj and name in COMMANDS and name not in TAKES_SETTINGS and args[:2] != ["env", "serve"]:
             raise UserError(f"`rollouts {name}` takes no settings, and dotted flags are settings: {', '.join(ctx.obj)}")
         return super().resolve_command(ctx, args)
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
+from rollouts.author_code import shown
+from rollouts.chat.tool_call_formats import EXAMPLE, UNREADABLE
 from rollouts.cli.app import SIGNALS
 from rollouts.cli.options import SettingsCommand, given_flags
 from rollouts.config.settings import setting_infos
@@ -42,7 +44,7 @@ def _chat(model: str, task: int | None, role: str | None, out: str | None, **opt
     with contextlib.ExitStack() as stack:
         plan = stack.enter_context(model_plan(model, given, SETTINGS))
         transcript = stack.enter_context(_transcript(out))
-        chat = stack.enter_context(open_chat(plan, task, show_message, role))
+        chat = stack.enter_context(open_chat(plan, task, _shown_once(), role))
         for note in chat.notes:
             click.echo(f"note: {note}", err=True)
         click.echo(f"{chat.title} · {NEW} forgets what was said, Ctrl-C stops a reply, Ctrl-D ends", err=True)
@@ -134,17 +136,40 @@ def read_line(prompt: str) -> str | None:
 
 
 def show_message(message: Message) -> None:
-    """One message as `role: text`; thoughts, calls and results are dimmed in a terminal."""
+    """One message as `role: text`; thoughts, calls and results are dimmed in a terminal. A call that was not
+    run is one line: the reason, and what the model wrote.
+    """
+    unread = [call for call in message.tool_calls if call.error]
     if message.reasoning:
         click.secho(f"(thinks) {visible(message.reasoning.strip())}", dim=True)
     if message.role == "tool":
         click.secho(f"tool: {visible(message.text.strip())}", dim=True)
-    elif message.text.strip() or not message.tool_calls:
+    elif (message.text.strip() and not unread) or not message.tool_calls:
         click.echo(f"{message.role}: {visible(message.text.strip())}")
     for call in message.tool_calls:
         arguments = ", ".join(f"{name}={value!r}" for name, value in call.arguments.items())
-        words = f"(a call that cannot be read: {call.error})" if call.error else f"[{call.name}({arguments})]"
+        words = f"[{call.name}({arguments})]"
+        if call.error:
+            reason = call.error.partition("\n")[0].removeprefix(UNREADABLE).removesuffix(EXAMPLE)
+            text = f" {shown(message.text.strip())}" if call is unread[0] and message.text.strip() else ""
+            words = f"(a call that was not run: {reason}){text}"
         click.secho(f"{message.role}: {visible(words)}", dim=True)
+
+
+def _shown_once() -> Callable[[Message], None]:
+    """Shows the messages of a conversation, without the answers to unreadable calls: these repeat what is wrong, and
+    tell the model how a call is written.
+    """
+    unread: set[str | None] = set()
+
+    def show(message: Message) -> None:
+        if message.role == "assistant":
+            unread.clear()
+            unread.update(call.id for call in message.tool_calls if call.error)
+        if message.role != "tool" or message.tool_call_id not in unread:
+            show_message(message)
+
+    return show
 
 
 def show_score(score: Score) -> None:

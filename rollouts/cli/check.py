@@ -20,6 +20,7 @@ def _check(
     seed: int,
     tasks: int,
     reward: tuple[str, ...],
+    worker: str,
     as_json: bool,
     badge: bool,
 ) -> int:
@@ -27,7 +28,8 @@ def _check(
     from rollouts.config.merging import merge
 
     dotted = click.get_current_context().obj or {}
-    settings = merge({"reward": list(reward)} if reward else {}, dotted)
+    given: dict[str, Any] = {"reward": list(reward)} if reward else {}
+    settings = merge(given | ({"worker": {"kind": worker}} if worker else {}), dotted)
     options = api.Options(_names(only), _names(skip), seed, tasks, settings)
     is_shown = not as_json and not badge
     reports: list[Report] = []
@@ -72,6 +74,9 @@ check = NamedCommand(
         click.Option(
             ["--reward"], multiple=True, metavar="NAME", help="The reward of an environment that has none of its own."
         ),
+        click.Option(
+            ["--worker"], default="", metavar="KIND", help="Check it in a worker: process, venv, or ws://HOST:PORT."
+        ),
         click.Option(["--json", "as_json"], is_flag=True, help="Print the results as JSON."),
         click.Option(["--badge"], is_flag=True, help="Print a line of Markdown for a README."),
     ],
@@ -79,6 +84,7 @@ check = NamedCommand(
     help="Check whether an environment keeps its contract.\n\n"
     "NAME is an installed environment. PATH is the folder of a package, or ./file.py:Class. Each check is one line; a "
     "failed one says what was tried, what was seen, and what to change. Settings are dotted flags: --env.digits 3.\n\n"
+    "--worker compares the environment in another process with the one in this process.\n\n"
     "\b\nExamples:\n  rollouts check calculator --env.digits 3\n  rollouts check ./my_env.py:MyEnv --only oracle\n"
     "  rollouts check . --badge",
 )

@@ -24,6 +24,7 @@ def env() -> None:
 
 @env.command()
 @click.argument("name")
+@click.option("--with", "more", multiple=True, metavar="NAME", help="Another package beside it, such as a sandbox.")
 @click.option("--python", default="", metavar="PYTHON", help="The interpreter.  [default: the one that runs rollouts]")
 @click.option("--index-url", default="", metavar="URL", help="The package index.")
 @click.option("--find-links", multiple=True, metavar="PATH", help="A folder with packages, or the URL of a list.")
@@ -34,7 +35,15 @@ def env() -> None:
     metavar="FILE",
     help="Install these exact versions: the lock file of an earlier installation or run.",
 )
-def install(name: str, python: str, index_url: str, find_links: tuple[str, ...], no_index: bool, lock: Path) -> int:
+def install(
+    name: str,
+    more: tuple[str, ...],
+    python: str,
+    index_url: str,
+    find_links: tuple[str, ...],
+    no_index: bool,
+    lock: Path,
+) -> int:
     """Install a package into a virtual environment of its own.
 
     NAME is a package, with or without versions, a wheel, or a folder. The virtual environment has the package, what it
@@ -45,14 +54,14 @@ def install(name: str, python: str, index_url: str, find_links: tuple[str, ...],
     Examples:
       rollouts env install rollouts-calculator
       rollouts env install 'my-env[web]>=1.2' --python python3.12
-      rollouts env install ./my-env
+      rollouts env install ./my-env --with rollouts-bubblewrap
       rollouts run --env my-env --loss grpo --worker venv
     """
     from rollouts.env.installing import Index
     from rollouts.env.installing import install as install_package
 
     index = Index(index_url, find_links, no_index, lock)
-    installed = install_package(name, index, python=python, note=lambda line: click.echo(line, err=True))
+    installed = install_package(name, index, more=more, python=python, note=lambda line: click.echo(line, err=True))
     click.echo(f"installed {_words(installed)}\nlock: {installed.lock}")
     for each in installed.install.environments:
         click.echo(f"type: rollouts run --env {each} --loss grpo --worker venv")
@@ -121,6 +130,9 @@ def _words(installed: Installed) -> str:
 @click.option(
     "--cpu-seconds", type=click.FloatRange(0, min_open=True), help="The CPU time of a process, which then ends."
 )
+@click.option(
+    "--sandbox", default="", metavar="NAME", help="The sandbox that the environment may open, with these settings only."
+)
 def serve(
     name: str,
     host: str,
@@ -132,6 +144,7 @@ def serve(
     count: int,
     memory_gib: float | None,
     cpu_seconds: float | None,
+    sandbox: str,
 ) -> int:
     """Serve an environment to runs, also on other hosts.
 
@@ -142,15 +155,17 @@ def serve(
     Examples:
       rollouts env serve calculator --token-file token
       rollouts env serve calculator --host 0.0.0.0 --token-file token --certificate cert.pem --key key.pem
+      rollouts env serve my-env --token-file token --sandbox bubblewrap --sandbox.memory-gib 1
       rollouts run --env calculator --loss grpo --worker ws://127.0.0.1:8100 --worker.token-file token
     """
     from rollouts.env.workers.process import Options
     from rollouts.env.workers.serving import Address, check_exposure, read_token, tls_context
-    from rollouts.runs.env_serving import serve_until_signal
+    from rollouts.runs.env_serving import serve_until_signal, served_sandbox
 
     has_token, has_tls = token_file is not None, certificate is not None
     check_exposure(host, has_token=has_token, has_tls=has_tls, is_insecure=insecure)
     token = "" if token_file is None else read_token(token_file, "--token-file")
     address = Address(host, port, token, tls_context(certificate, key), count)
-    serve_until_signal(name, address, Options(memory_gib, cpu_seconds, only=name), click.echo)
+    allowed = served_sandbox(sandbox, click.get_current_context().obj or {})
+    serve_until_signal(name, address, Options(memory_gib, cpu_seconds, name, allowed), click.echo)
     return 0

@@ -50,8 +50,8 @@ new = NamedCommand(
         ),
     ],
     help="Make a package, ready to publish, with one component.\n\n"
-    "The package is the folder NAME, with the distribution rollouts-NAME: a component that works, its tests, a README "
-    "with the lines to change, a license and a workflow for GitHub.\n\n"
+    "The package is the folder NAME, with the distribution rollouts-NAME: a component that works, its tests, a "
+    "README, a license and a workflow for GitHub. NEXT.md has the lines to change.\n\n"
     f"KIND is {', '.join(KIND_NAMES)}.\n\n"
     "\b\nExamples:\n  rollouts new environment shop\n  rollouts new reward brevity --dest packages",
 )

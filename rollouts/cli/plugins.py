@@ -37,6 +37,7 @@ _METHODS = {
     "generate": "inference",
     "forward_backward": "training",
     "not_stopped": "sandboxes",
+    "open": "workers",
 }
 """A method or attribute by which a class is recognized, and its kind."""
 

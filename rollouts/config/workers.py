@@ -9,7 +9,10 @@
     [worker.easy]                         # the environment with the alias `easy`
     kind = "inline"
 
-As flags: `--worker process --worker.count 2 --worker easy=inline`. Not here: workers (`rollouts.env.workers`).
+As flags: `--worker process --worker.count 2 --worker easy=inline`. A kind may come from a package (a component of the
+kind `workers`), and has settings of its own: `--worker ray --worker.num-cpus 2`. They are kept as they are, because
+only the component knows their types. Not here: workers (`rollouts.env.workers`), and which kinds are installed
+(`rollouts.runs.workers`).
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from rollouts.config.convert import convert_value, plain
 from rollouts.config.files import NOWHERE, Source, refusal, unknown_key
 from rollouts.config.flags import Flag
 from rollouts.config.hints import argument_docs
-from rollouts.errors import ConfigError, suggestion
+from rollouts.errors import ConfigError, in_lines, suggestion
 
 INLINE = "inline"
 VENV = "venv"
@@ -41,7 +44,7 @@ class WorkerSettings:
     Args:
         kind: `inline`: in the process of the run. `process`: in another process. `venv`: in a process of the virtual
             environment that `rollouts env install` made. `ws://HOST:PORT` or `wss://...`: at the address of `rollouts
-            env serve`.
+            env serve`. Or a kind of a package.
         count: how many workers there are
         episodes: how many episodes a worker plays at the same time; others wait
         memory_gib: the largest address space of a worker, in GiB; `none` for no limit
@@ -49,6 +52,7 @@ class WorkerSettings:
         silent_seconds: a worker, or a host, that does not answer for this long is lost
         token_file: a file with the token for an address; else the environment variable ROLLOUTS_WORKER_TOKEN has it
         certificate: a file with certificates to trust for a `wss://` address, besides those of the system
+        own: the settings of a package's kind, not checked yet
     """
 
     kind: str = INLINE
@@ -59,14 +63,24 @@ class WorkerSettings:
     silent_seconds: float = 60.0
     token_file: str = ""
     certificate: str = ""
+    own: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def is_url(self) -> bool:
         """Whether the workers are at an address."""
         return self.kind.startswith(URLS)
 
+    @property
+    def is_component(self) -> bool:
+        """Whether the kind comes from a package."""
+        return _is_component(self.kind)
 
-_FIELDS = {each.name: each for each in dataclasses.fields(WorkerSettings)}
+
+def _is_component(kind: str) -> bool:
+    return kind not in KINDS and not kind.startswith(URLS)
+
+
+_FIELDS = {each.name: each for each in dataclasses.fields(WorkerSettings) if each.name != "own"}
 _ABOVE_ZERO = ("count", "episodes", "memory_gib", "cpu_seconds", "silent_seconds")
 _OF_THE_HOST = ("memory_gib", "cpu_seconds")
 
@@ -103,14 +117,24 @@ def worker_table(value: Any) -> Table:
 def read_workers(value: Any, source: Source = NOWHERE) -> Table:
     """The checked table of the setting, as plain data. Raises ConfigError."""
     table = worker_table(value)
-    own = {name: each for name, each in table.items() if name in _FIELDS}
-    others = {name: each for name, each in table.items() if name not in _FIELDS}
-    for name, value in others.items():
-        if not isinstance(value, dict):
-            raise _unknown(("worker", name), value, source)
-    return _checked(own, ("worker",), source) | {
-        alias: _checked(each, ("worker", alias), source) for alias, each in others.items()
-    }
+    checked = _checked({name: each for name, each in table.items() if name in _FIELDS}, ("worker",), source)
+    kind = checked.get("kind", INLINE)
+    for name, each in table.items():
+        if name in _FIELDS:
+            continue
+        if isinstance(each, dict) and not (_is_component(kind) and _is_text_setting(each, kind)):
+            checked[name] = _checked(each, ("worker", name), source, kind)
+        elif _is_component(kind):
+            checked[name] = plain(each["kind"] if isinstance(each, dict) else each)
+        else:
+            raise _unknown(("worker", name), each, source)
+    return checked
+
+
+def _is_text_setting(table: Table, kind: str) -> bool:
+    """Whether `worker_table` took a text for the kind of an alias, and it is a setting of the package's kind."""
+    text = plain(table.get("kind"))
+    return table.keys() == {"kind"} and isinstance(text, str) and _is_component(text) and text != kind
 
 
 def _unknown(path: tuple[str, ...], value: Any, source: Source) -> ConfigError:
@@ -119,10 +143,15 @@ def _unknown(path: tuple[str, ...], value: Any, source: Source) -> ConfigError:
     return unknown_key(path, value, source, f"a worker has no setting {path[-1]!r}", _FIELDS, listing)
 
 
-def _checked(table: Table, path: tuple[str, ...], source: Source) -> Table:
+def _checked(table: Table, path: tuple[str, ...], source: Source, common: str = INLINE) -> Table:
+    """A checked table. `common` is the kind of workers of an alias that has none of its own."""
     hints, found = typing.get_type_hints(WorkerSettings), Table()
+    kind = plain(table.get("kind", common))
     for name, value in table.items():
         place = (*path, name)
+        if name not in _FIELDS and isinstance(kind, str) and _is_component(kind):
+            found[name] = plain(value)
+            continue
         if name not in _FIELDS:
             raise _unknown(place, value, source)
         found[name] = converted = convert_value(value, hints[name], place, source)
@@ -130,9 +159,6 @@ def _checked(table: Table, path: tuple[str, ...], source: Source) -> Table:
             raise refusal(place, value, source, f"must be more than 0; got {converted}")
         if name == "kind" and converted.startswith(URLS):
             _check_url(converted)
-        elif name == "kind" and converted not in KINDS:
-            hint = suggestion(converted, KINDS)
-            raise refusal(place, value, source, f"expected {_expected()}; got {converted!r}", hint)
     return found
 
 
@@ -140,19 +166,27 @@ def workers_of(table: Mapping[str, Any], environments: Iterable[tuple[str, str]]
     """The workers of each environment, by its alias. `environments` are pairs of an alias, which is empty for a single
     environment, and the last part of the name. Raises ConfigError for an alias that no environment has.
     """
-    common = {name: value for name, value in table.items() if name in _FIELDS}
-    own = {name: value for name, value in table.items() if name not in _FIELDS}
-    found = {}
-    for alias, name in environments:
-        found[alias] = WorkerSettings(**{**common, **own.pop(alias or name, {})})
-        _check_limits(found[alias])
-    if own:
-        known = [alias or name for alias, name in environments]
-        first = next(iter(own))
+    environments = list(environments)
+    known = [alias or name for alias, name in environments]
+    common = {name: value for name, value in table.items() if name not in known or name in _FIELDS}
+    others = [name for name, value in common.items() if name not in _FIELDS and isinstance(value, dict)]
+    if others and not _is_component(common.get("kind", INLINE)):
         raise ConfigError(
-            f"worker.{first}: no environment has the alias {first!r}; there are: {', '.join(known) or 'none'}"
+            f"worker.{others[0]}: no environment has the alias {others[0]!r}; there are: {', '.join(known) or 'none'}"
         )
+    found = {alias: _settings_of(common, table.get(alias or name, {})) for alias, name in environments}
+    for settings in found.values():
+        _check_limits(settings)
     return found
+
+
+def _settings_of(common: Table, own: Table) -> WorkerSettings:
+    """The settings of one environment. Those of a package's kind are common only to workers of that kind."""
+    kind = common.get("kind", INLINE)
+    is_same = own.get("kind", kind) == kind
+    merged = {name: value for name, value in common.items() if name in _FIELDS or is_same} | own
+    fields = {name: value for name, value in merged.items() if name in _FIELDS}
+    return WorkerSettings(**fields, own={name: value for name, value in merged.items() if name not in _FIELDS})
 
 
 def _check_limits(settings: WorkerSettings) -> None:
@@ -183,3 +217,10 @@ def _check_url(url: str) -> None:
 
 def _expected() -> str:
     return f"where the environment runs, [ALIAS=]KIND, with a kind of: {', '.join(KINDS)}, ws://HOST:PORT"
+
+
+def unknown_kind(kind: str, installed: Iterable[str]) -> ConfigError:
+    """The error for a kind that is neither built in nor installed."""
+    kinds = (*KINDS, *installed)
+    text = f"worker: expected {_expected()}{''.join(f', {each}' for each in installed)}; got {kind!r}"
+    return ConfigError(in_lines(text, suggestion(kind, kinds)))

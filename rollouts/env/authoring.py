@@ -96,6 +96,12 @@ class Remote:
         """The warnings of `advice` in the other process: file, line, words."""
         raise NotImplementedError
 
+    def remote_lease(self, sandboxes: Any) -> Any:
+        """The sandbox of an episode in the other process, with the methods of `rollouts.sandboxes.lease.Lease`; None if
+        `setup` names none. `sandboxes` are those that the run has for this environment.
+        """
+        raise NotImplementedError
+
 
 def _remote_class(env: Any) -> type[Remote] | None:
     owner = env if inspect.isclass(env) else type(env)

@@ -77,21 +77,27 @@ class Wanted(NamedTuple):
 
 
 def install(
-    requested: str, index: Index, *, python: str = "", note: Callable[[str], None] = lambda line: None
+    requested: str,
+    index: Index,
+    *,
+    more: Sequence[str] = (),
+    python: str = "",
+    note: Callable[[str], None] = lambda line: None,
 ) -> Installed:
-    """Install a package: a requirement, a wheel, or a folder. `python` is an interpreter, by default the running one.
+    """Install a package: a requirement, a wheel, or a folder; and `more` packages beside it. `python` is an
+    interpreter, by default the running one.
 
     Raises PluginError, with the last lines of the installer.
     """
-    wanted = read_wanted(requested)
+    wanted, others = read_wanted(requested), [read_wanted(each) for each in more]
     folder = envs_folder() / wanted.name
     with locked(folder):
         venv = folder / f"{VENV}{secrets.token_hex(4)}"
         try:
             note(f"making {venv}")
             _make_venv(venv, python or sys.executable)
-            note(f"installing {requested}")
-            _install_packages(venv, wanted, index)
+            note(f"installing {', '.join([requested, *more])}")
+            _install_packages(venv, [wanted, *others], index)
             record, lock = _read_venv(venv, wanted, requested)
             (venv / LOCK).write_text(lock)
             return write_record(folder, record)
@@ -155,18 +161,17 @@ def _make_venv(venv: Path, python: str) -> None:
     _installer([found, "-I", "-m", "venv", *(["--without-pip"] if has_pip else []), str(venv)], "python -m venv")
 
 
-def _install_packages(venv: Path, wanted: Wanted, index: Index) -> None:
-    """Install rollouts and the package. Raises PluginError."""
+def _install_packages(venv: Path, wanted: Sequence[Wanted], index: Index) -> None:
+    """Install rollouts and the packages. Raises PluginError."""
     with tempfile.TemporaryDirectory() as made:
         links, work = Path(made) / "links", Path(made) / "work"
         links.mkdir()
         work.mkdir()
-        base, requirement = base_wheel(links), wanted.requirement
+        base, requirements = base_wheel(links), [each.requirement for each in wanted]
         if index.no_index:
             dependency_wheels(links)
-            if wanted.folder:
-                requirement = _wheel_of_folder(wanted, work)
-        given = [*index.arguments([links]), str(base), requirement]
+            requirements = [_wheel_of_folder(each, work) if each.folder else each.requirement for each in wanted]
+        given = [*index.arguments([links]), str(base), *requirements]
         if uv := shutil.which("uv"):
             command, name = [uv, "pip", "install", "--python", str(python_of(venv))], "uv"
         elif importlib.util.find_spec("pip") is not None:
@@ -174,7 +179,7 @@ def _install_packages(venv: Path, wanted: Wanted, index: Index) -> None:
             name = "pip"
         else:
             command, name = [str(python_of(venv)), "-I", "-m", "pip", "install", "--no-input"], "pip"
-        _installer([*command, *given], name, f"{wanted.name} cannot be installed")
+        _installer([*command, *given], name, f"{wanted[0].name} cannot be installed")
 
 
 def _wheel_of_folder(wanted: Wanted, work: Path) -> str:
@@ -182,7 +187,8 @@ def _wheel_of_folder(wanted: Wanted, work: Path) -> str:
     folder = wanted.requirement.partition("[")[0]
     build = [sys.executable, "-I", "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index"]
     _installer([*build, "--wheel-dir", str(work), folder], "pip", f"{folder} cannot be built without an index")
-    return str(next(work.glob("*.whl"))) + wanted.requirement[len(folder) :]
+    (wheel,) = work.glob(f"{wanted.name.replace('-', '_')}-*.whl")
+    return str(wheel) + wanted.requirement[len(folder) :]
 
 
 def _installer(command: list[str], name: str, failed: str = "the virtual environment cannot be made") -> None:

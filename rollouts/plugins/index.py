@@ -47,6 +47,7 @@ KIND_WORDS = {
     "tools": "tool",
     "tool_parsers": "tool parser",
     "sandboxes": "sandbox",
+    "workers": "worker",
     "commands": "command",
 }
 """Every kind, with the name of one component of it."""

@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import re
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -41,6 +42,8 @@ MODEL_PACKAGES = ("torch", "transformers")
 """The packages that load a model. `transformers` alone loads a tokenizer."""
 
 _VALUE = re.compile(r"^\s*(?P<module>\w+(?:\.\w+)*)\s*(?::\s*(?P<attr>\w+(?:\.\w+)*)\s*)?(?:\[.*\]\s*)?$")
+
+_importing = threading.RLock()  # again by the same thread: a file may load another one
 
 
 def load_component(ref: ComponentRef) -> Any:
@@ -275,12 +278,13 @@ def beside(path: Path) -> None:
 
 
 def _module_of(path: Path) -> ModuleType:
-    """The module of a file."""
+    """The module of a file. If several threads ask for it at the same time, one imports it, and the others wait."""
     name = module_name(path, path.read_bytes())
-    if name in sys.modules:
-        return sys.modules[name]
-    beside(path)
-    return import_file(name, str(path))
+    with _importing:
+        if name in sys.modules:
+            return sys.modules[name]
+        beside(path)
+        return import_file(name, str(path))
 
 
 # --- modules --------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ inputs from the vocabulary of the kind (`rollouts.plugins.VOCABULARY`). Type che
     checked: Reward = brevity
 
 Inference and training backends are described in `rollouts.inference.base` and `rollouts.training.batches`, sandboxes in
-`rollouts.sandboxes.base`.
+`rollouts.sandboxes.base`, and workers in `rollouts.env.workers.channel`.
 """
 
 from __future__ import annotations

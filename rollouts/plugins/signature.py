@@ -31,7 +31,7 @@ SIGNED_KINDS = frozenset(VOCABULARY) | {"environments", "tools"}
 """The kinds for which `check_signature` has rules. For other kinds it refuses only an unreadable signature."""
 
 _CLASS_KINDS = frozenset(
-    {"environments", "inference", "training", "loggers", "optimizers", "sandboxes", "datasets", "commands"}
+    {"environments", "inference", "training", "loggers", "optimizers", "sandboxes", "workers", "datasets", "commands"}
 )
 _CALLED_DIRECTLY = frozenset(VOCABULARY) - _CLASS_KINDS - {"rewards", "metrics"}  # the trainer never awaits
 _NOTHING: Mapping[str, Any] = {}

@@ -137,6 +137,11 @@ VOCABULARY: dict[str, dict[str, str]] = {
         "lr": "the learning rate; each step multiplies that of each group by the schedule's factor",
     },
     "sandboxes": {"concurrency": "the number of episodes that run at the same time, each with at most one sandbox"},
+    "workers": {
+        "environment": "the name of the environment, which the workers find by this name where they run",
+        "count": "the number of workers",
+        "options": "the limits of a worker's process, as `rollouts.env.workers.process.Options`",
+    },
     "inference": {
         "model": "the name or path of the model",
         "training": "the training backend; None: nothing is trained",

@@ -140,9 +140,9 @@ async def _conversation(
     async with backend:
         engine = SuspendableEngine(backend, None, (0, 0), backend.open_session((0, 0)))
         engine.clock.begin()
-        make_env, shared = (_NoEnvironment, None) if env is None else (env.make_env, env.shared)
-        first, words, more = task or Task(""), role.system or settings.system, (plan.tools, plan.sandboxes, shared)
-        run = EpisodeRun(engine, first, make_env, chat, limits, settings.seed, *more, role=role.name)
+        make_env, own = (_NoEnvironment, (None, None)) if env is None else (env.make_env, (env.sandboxes, env.shared))
+        first, words = task or Task(""), role.system or settings.system
+        run = EpisodeRun(engine, first, make_env, chat, limits, settings.seed, plan.tools, own[0], own[1], role.name)
         system = [Message("system", words)] if words and task is None else []
         conversation = Conversation(run, show, system)
         try:

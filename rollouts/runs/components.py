@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from rollouts.author_code import place_of, with_place
+from rollouts.author_code import with_place
 from rollouts.config.files import Source, where
 from rollouts.config.flags import flag_name
 from rollouts.config.merging import Component
@@ -21,19 +21,17 @@ from rollouts.env.added_tools import added_tool
 from rollouts.env.authoring import ToolMethod, tools_of
 from rollouts.env.schema import check_tool
 from rollouts.errors import (
-    BrokenPluginError,
     ConfigError,
     MissingExtraError,
-    RolloutsError,
     SignatureError,
     UnknownComponentError,
     said_of,
-    words_of,
 )
 from rollouts.plugins.index import HELD, KIND_WORDS, ComponentRef
+from rollouts.plugins.making import make
 from rollouts.plugins.manager import PluginManager
 from rollouts.plugins.settings import check_defaults, converted, refuse_without_hint
-from rollouts.plugins.signature import Signature, bind, call_with, check_signature, keywords_of, read_signature
+from rollouts.plugins.signature import Signature, bind, check_signature, keywords_of, read_signature
 from rollouts.training.algorithms.aggregation import aggregation_function
 from rollouts.training.algorithms.algorithm import KL, Algorithm, algorithm_settings, as_algorithm, bind_own
 from rollouts.training.algorithms.corrections import truncated
@@ -167,17 +165,8 @@ def chosen_optimizer(chosen: Mapping[str, list[Chosen]]) -> Any:
 
 
 def make_component(word: str, chosen: Chosen, available: Mapping[str, Any]) -> Any:
-    """Call the component's factory. Raises BrokenPluginError, with the line, if an author's code raises an
-    exception.
-    """
-    try:
-        return call_with(chosen.component, available, chosen.settings)
-    except RolloutsError:
-        raise
-    except Exception as error:
-        if place_of(error) is None:  # a bug in rollouts
-            raise
-        raise BrokenPluginError(f"the {word} {chosen.name} cannot be made: {words_of(error)}") from error
+    """Call the component's factory; see `rollouts.plugins.making.make`."""
+    return make(word, chosen.name, chosen.component, available, chosen.settings)
 
 
 def _choose(

@@ -48,13 +48,14 @@ def dry_run(resolved: Resolved, *more: str) -> str:
 
 
 class Described(NamedTuple):
-    """The description of a plan. `warnings` are what the trial found that is probably a mistake. `is_partial`: what
-    needs torch or transformers was left out.
+    """The description of a plan, and its `lines` after the settings. `warnings` are what the trial found that is
+    probably a mistake. `is_partial`: what needs torch or transformers was left out.
     """
 
     text: str
     warnings: list[str]
     is_partial: bool
+    lines: list[str]
 
 
 def _verdict(found: Described, mode: str, absent: Sequence[str]) -> list[str]:
@@ -84,13 +85,13 @@ def _describe_phases(resolved: Resolved, absent: Sequence[str]) -> Described:
     plans = compose_phases(resolved, may_be_absent=bool(absent))
     with said_of(SUPERVISED):
         first = describe(plans.sft, absent=absent)
-    second = describe(plans.rl, before=plans.sft, absent=absent)
+    second = describe(plans.rl, before=plans.sft, absent=absent, described=first.lines)
     text = (
         f"# The supervised phase, in OUT/{SFT}\n{first.text}\n\n# Reinforcement, in OUT/{RL}; its model is the last "
-        f"checkpoint of the supervised phase\n# Settings that are not here are as above.\n"
+        f"checkpoint of the supervised phase\n# What is not here is as above.\n"
         f"{second.text}"
     )
-    return Described(text, list(dict.fromkeys([*first.warnings, *second.warnings])), second.is_partial)
+    return Described(text, list(dict.fromkeys([*first.warnings, *second.warnings])), second.is_partial, second.lines)
 
 
 def _differing(before: str, text: str) -> str:
@@ -101,10 +102,36 @@ def _differing(before: str, text: str) -> str:
     return "\n\n".join(filter(None, ["\n".join(lines), *(each for each in tables if each not in tables_before)]))
 
 
-def describe(plan: Plan, *, before: Plan | None = None, absent: Sequence[str] = ()) -> Described:
+def _differing_blocks(before: Sequence[str], lines: Sequence[str]) -> list[str]:
+    """The lines without those that are also in `before`. An indented line belongs to the line above it, and is left out
+    only with it. Headings stay.
+
+    >>> _differing_blocks(["# Tried out", "an episode", "  a call"], ["# Tried out", "an episode", "  a call"])
+    ['# Tried out']
+    >>> _differing_blocks(["an episode", "  a call"], ["an episode", "  another call"])
+    ['an episode', '  another call']
+    """
+    known = _blocks(before)
+    return [line for block in _blocks(lines) if block not in known or block[0][:1] in ("", "#") for line in block]
+
+
+def _blocks(lines: Sequence[str]) -> list[list[str]]:
+    """Each line that is not indented, with the indented lines below it."""
+    blocks: list[list[str]] = []
+    for line in lines:
+        if line.startswith(" ") and blocks:
+            blocks[-1].append(line)
+        else:
+            blocks.append([line])
+    return blocks
+
+
+def describe(
+    plan: Plan, *, before: Plan | None = None, absent: Sequence[str] = (), described: Sequence[str] = ()
+) -> Described:
     """Describe settings, components with their distributions, and tasks; for a training run also the loss and its
-    inputs, and an estimate of memory. After a phase `before`, the settings are only those that differ from its own.
-    `absent` are packages that are not installed; what needs them is left out.
+    inputs, and an estimate of memory. After a phase `before`, whose lines are `described`, only what differs is
+    described. `absent` are packages that are not installed; what needs them is left out.
 
     Draws the first tasks, reads the model's configuration, and tries the components out (`rehearsal`). Raises the first
     UserError that the run would raise there.
@@ -126,7 +153,6 @@ def describe(plan: Plan, *, before: Plan | None = None, absent: Sequence[str] = 
     takes = "messages: no tokenizer, no chat template" if plan.is_chat else "token ids"
     settings, *earlier = (to_toml(each.resolved.without_secrets()).rstrip() for each in (plan, before) if each)
     lines = [
-        _differing(earlier[0], settings) if earlier else settings,
         "",
         "# Composed",
         *(_environment_lines(plan) if trains else (_component_line("env", each) for each in plan.chosen["env"])),
@@ -145,7 +171,9 @@ def describe(plan: Plan, *, before: Plan | None = None, absent: Sequence[str] = 
         "# Tried out",
         *found.lines,
     ]
-    return Described("\n".join(lines), found.warnings, is_partial)
+    settings = _differing(earlier[0], settings) if earlier else settings
+    text = "\n".join([settings, *_differing_blocks(described, lines)])
+    return Described(text, found.warnings, is_partial, lines)
 
 
 def _training_lines(plan: Plan, absent: Sequence[str]) -> Iterator[str]:

@@ -52,7 +52,7 @@ def overlap_notes(
     components = resolved.components["env"]
     try:
         give_rows(manager, resolved, with_rows(run))
-        workers = Workers(run)
+        workers = Workers(run, manager)
         run = with_data(run, manager, workers)
         theirs_given = run.components["env"]
         if components_without_secrets(components) == components_without_secrets(theirs_given):

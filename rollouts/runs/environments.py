@@ -33,7 +33,8 @@ from rollouts.env.inputs import inputs_of, with_inputs
 from rollouts.env.schema import schema_of
 from rollouts.env.shared import SharedValue, shared_value
 from rollouts.env.workers.proxy import RemoteEnvironment
-from rollouts.errors import EnvironmentDefinitionError, RolloutsError, said_of, words_of
+from rollouts.env.workers.remote_sandboxes import RemoteSandboxes
+from rollouts.errors import EnvironmentDefinitionError, RolloutsError, in_lines, said_of, words_of
 from rollouts.plugins.loading import install_hint
 from rollouts.plugins.manager import PluginManager
 from rollouts.plugins.signature import bind
@@ -57,7 +58,7 @@ class Environment(NamedTuple):
     weight, if the weight is a curriculum. `text_only`: the model reads no images, so a task with an image is an error.
     `trains`: the tasks are or were also used for training, so not all of them are held out; runs of earlier versions
     held them out. `tools` are those that the run adds to the environment's own; `sandboxes` opens a sandbox for an
-    episode, and is None if no environment of the run asks for one.
+    episode, and is None if the environment does not ask for one.
     """
 
     chosen: Chosen
@@ -70,7 +71,7 @@ class Environment(NamedTuple):
     text_only: bool = True
     trains: bool = True
     tools: tuple[ToolMethod, ...] = ()
-    sandboxes: Sandboxes | None = None
+    sandboxes: Sandboxes | RemoteSandboxes | None = None
 
     @property
     def alias(self) -> str:
@@ -276,8 +277,9 @@ class Environment(NamedTuple):
         except RolloutsError:
             raise
         except Exception as error:  # the author's code may raise anything
-            hint = install_hint(error, self.chosen.ref) if self.chosen.ref else ""
-            raise EnvironmentDefinitionError(f"{label} raised {words_of(error)}" + (hint and f"\n{hint}")) from error
+            install = install_hint(error, self.chosen.ref) if self.chosen.ref else ""
+            words = in_lines(f"{label} raised {words_of(error)}", install, _setup_hint(error))
+            raise EnvironmentDefinitionError(words) from error
 
     def _in_time(self, thread: AuthorThread, function: Callable[[], Any], label: str) -> Any:
         """Call the environment's own code, with a deadline of `tasks_seconds`. Returns its result."""
@@ -338,6 +340,17 @@ def plan_environments(
         return ()
     shares = mixing.mean_shares({env.alias: env.weight for env in environments}, settings.steps)
     return tuple(env._replace(share=share) for env, share in zip(environments, shares, strict=True))
+
+
+def _setup_hint(error: Exception) -> str:
+    """What to type if `tasks` or `demonstrations` reads an attribute that `setup` sets. Empty for another error."""
+    owner = getattr(error, "obj", None) if isinstance(error, AttributeError) else None
+    if not callable(getattr(owner, "setup", None)):
+        return ""
+    return (
+        "`setup` does not run before `tasks` and `demonstrations`: write what they need as `shared(self)`, and name "
+        "`shared` among their parameters"
+    )
 
 
 def held_out_tasks(environments: Sequence[Environment], count: int) -> list[Task]:

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rollouts.config.files import runs_inside
+from rollouts.config.settings import Settings
 from rollouts.disk import new_folder
 from rollouts.errors import ConfigError, ModelError, OutputError, counted, first_line
 from rollouts.plugins.loading import require_packages
-from rollouts.runs.folder import CONFIG, SUMMARY, holds_run, read_json
+from rollouts.runs.folder import CONFIG, PHASES, SUMMARY, holds_run, load_config, read_json, writer_of
 from rollouts.runs.publish import CARD, model_card
 from rollouts.runs.usage import write_usage
 from rollouts.training import models
@@ -101,7 +102,7 @@ def find_checkpoint(source: str) -> Path:
         raise ConfigError(f"{source} {what}; {hint}")
     if (path / "config.json").is_file() or models.is_adapter(path):
         return path
-    phases = [path / phase for phase in ("rl", "sft") if (path / phase).is_dir()]  # of a run of mode sft+rl
+    phases = [path / phase for phase in PHASES if (path / phase).is_dir()]  # of a run of mode sft+rl
     for run in (*phases, path):
         found = newest_checkpoint(run / "checkpoints") or newest_checkpoint(run)
         if found is not None:
@@ -114,11 +115,25 @@ def find_checkpoint(source: str) -> Path:
             f"{summary['model']}\nto repeat the evaluation, type: rollouts eval {again}"
         )
     if holds_run(path):
+        if writer := writer_of(path):
+            first = _first_checkpoint(next(filter(holds_run, phases), path))
+            raise ConfigError(f"the run in {source} is still running ({writer}), and has no checkpoint yet\n{first}")
         raise ConfigError(f"the run in {source} has no checkpoint yet; to continue it, type: rollouts resume {source}")
     runs = runs_inside(path)
     give = "give a folder that a run wrote, such as runs/first or runs/first/checkpoints/step_000120"
     advice = f"\ndid you mean: {', '.join(runs[:3])}?" if runs else f"; {give}"
     raise ConfigError(f"the folder {source} holds no run, no checkpoint, no model and no adapter{advice}")
+
+
+def _first_checkpoint(run: Path) -> str:
+    """When a run writes its first checkpoint."""
+    tree, _ = load_config(run)
+    steps, every, seconds = (
+        tree.get(name, getattr(Settings, name)) for name in ("steps", "checkpoint_every", "checkpoint_seconds")
+    )
+    of = f" of the phase {run.name}" if run.name in PHASES else ""
+    at = f"its first checkpoint comes after step {min(every or steps, steps)} of {steps}{of}"
+    return f"{at}, or earlier, {seconds:g} seconds after its begin" if seconds and not every else at
 
 
 def _write_model(folder: Path, inside: Path, dtype: str) -> Exported:

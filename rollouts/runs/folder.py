@@ -39,6 +39,7 @@ from rollouts.types import Episode
 CONFIG = "config.toml"
 SUMMARY = "summary.json"
 LOCK = ".lock"
+PHASES = ("rl", "sft")  # the folders of a run of mode sft+rl, the last one first
 PARTS = ("trajectories", "checkpoints")
 STEP, EVALUATED = "step_", "eval_"  # the prefixes of file names in trajectories/; steps count from 0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # the errors of a file system without locks
@@ -75,6 +76,27 @@ def check_out(out: str, home: Path | None = None) -> Path:
 def holds_run(path: Path) -> bool:
     """Whether a run has begun in this folder."""
     return (path / CONFIG).is_file()
+
+
+def run_name(folder: Path) -> str:
+    """The name of the run in a folder. A phase of mode sft+rl has the name of the whole run."""
+    folder = folder.absolute()
+    return (folder.parent if folder.name in PHASES and holds_run(folder.parent) else folder).name
+
+
+def writer_of(folder: Path) -> str:
+    """The process that writes to a run's folder, as the lock names it; "" if there is none."""
+    try:
+        import fcntl
+
+        with open(folder / LOCK, "rb") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return lock.read(200).decode(errors="replace").strip() or "another process"
+    except (ImportError, OSError):  # Windows; or no lock file, or a file system without locks
+        pass
+    return ""
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -42,8 +42,11 @@ class Observer(Protocol):
         """Called with hooks that failed. The run continues."""
 
     def end(self, summary: dict[str, Any]) -> None:
-        """Called when the run has ended: done, failed or interrupted. `summary` is the content of summary.json. In the
-        second phase of sft+rl it may also have `before_sft`, the first evaluation of the first phase.
+        """Called when the run has ended: done, failed or interrupted. `summary` is the content of summary.json.
+
+        In a phase of sft+rl it also has `whole`, the folder of the whole run. `checkpoint` is None at the end of the
+        first phase. In the second phase, `before_sft` is the first evaluation of the first phase (None: not
+        comparable).
         """
 
     def finished(self, words: str) -> None:

@@ -49,10 +49,9 @@ from rollouts.runs.earlier_run import overlap_notes, run_of, trained_before, unu
 from rollouts.runs.environments import Environment, held_out_tasks, plan_environments
 from rollouts.runs.held_objects import manager_for, refuse_ranks, unread_notes, with_rows
 from rollouts.runs.manifest import changed_code, code_files, is_older, naming_copies
-from rollouts.runs.sandboxes import make_sandboxes, unused_sandbox
+from rollouts.runs.sandboxes import unused_sandbox, with_sandboxes
 from rollouts.runs.session import model_words
 from rollouts.runs.workers import Workers, refuse_env_of_rewards
-from rollouts.sandboxes.base import Sandboxes
 from rollouts.training.algorithms.algorithm import Algorithm, Stage, function_label, needs
 from rollouts.training.batches import AuxiliaryModels, TrainingBackend
 from rollouts.training.estimates import how_estimated
@@ -131,11 +130,6 @@ class Plan(NamedTuple):
     def tools(self) -> tuple[ToolMethod, ...]:
         """The tools that the run adds to those of its environments."""
         return added_tools(self.chosen["tool"])
-
-    @property
-    def sandboxes(self) -> Sandboxes | None:
-        """What opens the sandboxes of episodes; None if no environment asks for one."""
-        return self.environments[0].sandboxes if self.environments else None
 
     @property
     def tool_parser(self) -> ToolParser | None:
@@ -269,7 +263,7 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True, may_be_abse
     is_evaluation, given = settings.mode == "eval", settings.model
     keys = [key for key in resolved.components if key in EVAL or not is_evaluation]
     manager = manager_for(resolved, keys)
-    workers = Workers(resolved)
+    workers = Workers(resolved, manager)
     resolved = with_data(resolved, manager, workers)
     own = {key: resolved.components[key] for key in keys}
     with naming_copies(Path(source.path).parent if source.path else None):
@@ -337,10 +331,9 @@ def _of_run(
     keeps_all = bool(settings.out) and is_older(Path(settings.out))  # what it evaluates is never trained
     text_only = not is_evaluation_only(chosen["inference"][0].component)
     tools = added_tools(chosen["tool"])
-    sandboxes = make_sandboxes(chosen["sandbox"][0], environments, settings.concurrency)
     return tuple(
-        env._replace(text_only=text_only, trains=env.trains and not keeps_all, tools=tools, sandboxes=sandboxes)
-        for env in environments
+        env._replace(text_only=text_only, trains=env.trains and not keeps_all, tools=tools)
+        for env in with_sandboxes(chosen["sandbox"][0], environments, settings.concurrency)
     )
 
 

@@ -191,13 +191,15 @@ class Progress:
         """Print the scores before and after, if the run is done."""
         if summary["status"] != "done":
             return
+        whole = Path(summary.get("whole", self._folder))
+        folder = shlex.quote(str(whole))
         if "stopped" in summary:
             self._say(f"stopped before step {summary['steps'] + 1} of {self._total}: {summary['stopped']['why']}")
             if summary["stopped"]["by"] == "max_hours":
-                self._say(f"to continue, type: rollouts resume {shlex.quote(str(self._folder))}")
+                self._say(f"to continue, type: rollouts resume {folder}")
         before, after = summary["evaluation"]["before"], summary["evaluation"]["after"]
         if before and after:
-            first = [summary["before_sft"]] if "before_sft" in summary else []
+            first = [summary["before_sft"]] if summary.get("before_sft") else []
             self._console.print(_comparison_table(*first, before, after))
             self._say_if_noise(before, after, summary.get("eval_tasks", 0))
         for name, count in summary.get("zero_parts", {}).items():
@@ -211,8 +213,8 @@ class Progress:
             f"{steps} in {summary['wall_seconds']:.0f} s ({summary['cpu_seconds']:.0f} s of CPU) · {self._folder}"
         )
         if summary.get("checkpoint"):
-            folder, name = shlex.quote(str(self._folder)), shlex.quote(self._folder.name)
-            self._say(f"next: rollouts chat {folder}, rollouts eval {folder}, rollouts export {folder} models/{name}")
+            models = shlex.quote(f"models/{whole.name}")
+            self._say(f"next: rollouts chat {folder}, rollouts eval {folder}, rollouts export {folder} {models}")
 
     def _say_if_noise(self, before: dict[str, Any], after: dict[str, Any], asked: int) -> None:
         """Print that the change is within the noise, if it is. `asked` is --eval-tasks."""

@@ -65,7 +65,7 @@ def rehearse(plan: Plan, held_out: Sequence[Task], *, without_model: bool = Fals
     chat, missing = (None, "") if without_model else _chat_of(plan)
     plan = plan._replace(filters=()) if without_model else plan  # a filter may see rewards as tensors
     lines, warnings = [missing] if missing else [], list[str]()
-    lines += sandbox_lines(plan.one("sandbox").name, plan.sandboxes)
+    lines += sandbox_lines(plan.one("sandbox").name, plan.environments)
     groups: list[Group] = []
     if settings.mode != "sft" or (held_out and plan.rewards):
         for env in plan.environments:

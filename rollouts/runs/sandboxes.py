@@ -4,34 +4,55 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rollouts.author_code import authors_code
 from rollouts.config.settings import Settings
 from rollouts.env.inputs import names_input
-from rollouts.errors import ConfigError, SignatureError, words_of
-from rollouts.runs.components import Chosen, make_component
+from rollouts.env.workers.describe import SandboxSent, settings_as_sent
+from rollouts.env.workers.remote_sandboxes import RemoteSandboxes
+from rollouts.errors import ConfigError
+from rollouts.plugins.index import HELD
+from rollouts.runs.components import Chosen
 from rollouts.runs.environments import Environment
-from rollouts.sandboxes.base import Sandbox, Sandboxes
-
-TRY = ["true"]
-TRY_SECONDS = 60.0
+from rollouts.sandboxes.base import Sandboxes
+from rollouts.sandboxes.making import make_sandboxes, try_sandbox
 
 
 def asks_for_sandbox(env: Environment) -> bool:
     """Whether the environment's `setup` names `sandbox`."""
+    if env.remote is not None:
+        return bool(env.make_checked().has_sandbox)
     component = env.chosen.component
     return names_input(component if hasattr(component, "setup") else env.make_checked(), "setup", "sandbox")
 
 
-def make_sandboxes(chosen: Chosen, environments: Sequence[Environment], concurrency: int) -> Sandboxes | None:
-    """The chosen sandboxes, checked; None if no environment asks for one. Raises UserError."""
-    if not any(map(asks_for_sandbox, environments)):
-        return None
-    made = make_component("sandbox", chosen, {"concurrency": concurrency})
-    if not isinstance(made, Sandboxes):
-        lacks = [name for name in ("words", "not_stopped", "check", "open") if not hasattr(made, name)]
-        raise SignatureError(f"the sandbox {chosen.name} made {type(made).__name__}, which has no {', '.join(lacks)}")
-    made.check()
-    return made
+def with_sandboxes(chosen: Chosen, environments: Sequence[Environment], concurrency: int) -> tuple[Environment, ...]:
+    """The environments, each with what opens its sandboxes if it asks for one. An environment with workers has them
+    there. The sandboxes are checked. Raises UserError.
+    """
+    asking = {env.alias for env in environments if asks_for_sandbox(env)}
+    here: Sandboxes | None = None
+    found = []
+    for env in environments:
+        if env.alias in asking and env.remote is not None:
+            env = env._replace(sandboxes=RemoteSandboxes(env.remote.pool, _as_sent(chosen, concurrency)))
+        elif env.alias in asking:
+            here = here or make_sandboxes(chosen.name, chosen.component, chosen.settings, concurrency)
+            env = env._replace(sandboxes=here)
+        found.append(env)
+    return tuple(found)
+
+
+def _as_sent(chosen: Chosen, concurrency: int) -> SandboxSent:
+    if chosen.ref is not None and HELD.fullmatch(chosen.ref.value):
+        raise ConfigError(
+            f"sandbox: {chosen.ref.name} is an object of this program, and a worker imports it by its name\n"
+            'write it at the top of a module, and name it: sandbox="my_sandboxes:NAME"; or give worker="inline"'
+        )
+    try:
+        return SandboxSent(chosen.name, settings_as_sent(chosen.settings), concurrency)
+    except TypeError as error:
+        raise ConfigError(
+            f"--sandbox {chosen.name}: a worker opens it, so its settings must be plain data: {error}"
+        ) from error
 
 
 def unused_sandbox(chosen: Chosen, environments: Sequence[Environment]) -> tuple[str, ...]:
@@ -41,22 +62,14 @@ def unused_sandbox(chosen: Chosen, environments: Sequence[Environment]) -> tuple
     return (f"--sandbox {chosen.name} is not used: no environment asks for one with `def setup(self, task, sandbox)`",)
 
 
-def sandbox_lines(name: str, sandboxes: Sandboxes | None) -> Iterator[str]:
-    """Open a sandbox, run `true` in it, and say what it is and what it does not stop. Nothing without sandboxes. Raises
-    ConfigError.
+def sandbox_lines(name: str, environments: Sequence[Environment]) -> Iterator[str]:
+    """Open a sandbox of each kind that the environments have, run `true` in it, and say what it is and what it does not
+    stop. Raises ConfigError.
     """
-    if sandboxes is None:
-        return
-    try:
-        with authors_code():
-            sandbox: Sandbox = sandboxes.open()
-            try:
-                result = sandbox.exec(TRY, seconds=TRY_SECONDS)
-            finally:
-                sandbox.close()
-    except Exception as error:  # any package's sandbox may raise anything
-        raise ConfigError(f"--sandbox {name}: {words_of(error)}") from error
-    if result.exit_code:
-        raise ConfigError(f"--sandbox {name}: the command `true` failed: {result.text}")
-    yield f"sandbox {name}: opened, and ran `true`; {sandboxes.words}"
-    yield f"  it does not stop: {'; '.join(sandboxes.not_stopped) or 'nothing that is known'}"
+    for sandboxes in dict.fromkeys(env.sandboxes for env in environments if env.sandboxes is not None):
+        if isinstance(sandboxes, RemoteSandboxes):
+            sandboxes.try_one()
+        else:
+            try_sandbox(name, sandboxes)
+        yield f"sandbox {name}: opened, and ran `true`; {sandboxes.words}"
+        yield f"  it does not stop: {'; '.join(sandboxes.not_stopped) or 'nothing that is known'}"

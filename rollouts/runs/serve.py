@@ -13,6 +13,7 @@ import trio
 
 from rollouts.errors import ConfigError
 from rollouts.inference.base import members_of
+from rollouts.runs.folder import run_name
 from rollouts.runs.plan import Plan
 from rollouts.runs.run_model import temporary_engine
 from rollouts.runs.session import load_chat
@@ -77,15 +78,16 @@ async def _serve(
 
 
 def served_name(model: str) -> str:
-    """The name of a model for clients: the name of the run for a run's folder or checkpoint, else the given name.
+    """The name of a model for clients: the name of the run for a run's folder or checkpoint, also of one of its phases;
+    else the given name.
 
     >>> served_name("runs/first/checkpoints/step_000010"), served_name("Qwen/Qwen3-0.6B")
     ('first', 'Qwen/Qwen3-0.6B')
     """
     path = Path(model)
     if path.parent.name == "checkpoints":
-        return path.parents[1].absolute().name
-    return path.absolute().name if path.expanduser().is_dir() else model
+        return run_name(path.parents[1])
+    return run_name(path) if path.expanduser().is_dir() else model
 
 
 async def _stop(stopping: trio.Event, everything: trio.CancelScope) -> None:

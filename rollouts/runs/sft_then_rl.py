@@ -23,7 +23,7 @@ from rollouts.config.settings import COMPONENT_KINDS, Settings
 from rollouts.errors import ConfigError, DamagedCheckpointError, RolloutsError, UserError, said_of
 from rollouts.runs.clock import Start
 from rollouts.runs.environments import demonstrations, task_buffer
-from rollouts.runs.folder import SUMMARY, RunFolder, choose_folder, default_out, holds_run, read_json
+from rollouts.runs.folder import PHASES, SUMMARY, RunFolder, choose_folder, default_out, holds_run, read_json
 from rollouts.runs.held_objects import refuse_lost
 from rollouts.runs.jobs.train import train
 from rollouts.runs.observer import NullObserver, Observer
@@ -33,7 +33,7 @@ from rollouts.runs.session import Session
 from rollouts.training.weights.store import check_folder, newest_checkpoint
 from rollouts.types import Task
 
-SFT, RL = "sft", "rl"
+RL, SFT = PHASES
 SUPERVISED = "the supervised phase"
 
 _SHARED = ("env", "tool", "tool_parser", "reward", "inference", "training", "optimizer", "logger")
@@ -107,7 +107,8 @@ def train_phases(
         try:
             with _worded_for_both(folder):
                 if not holds_run(folder.path / RL):
-                    _train_phase(sft, observer, started, started, home, checkpoint, job.begin, plans.rl.eval_tasks())
+                    first = cast(Observer, _PhaseObserver(observer, {"whole": str(folder.shown), "checkpoint": None}))
+                    _train_phase(sft, first, started, started, home, checkpoint, job.begin, plans.rl.eval_tasks())
                     checkpoint, now = "", Start.now()
                     if _summary_of_finished(sft) is None:  # its hours are over
                         return job.summary
@@ -118,7 +119,8 @@ def train_phases(
                     )
                 # The default learning rate depends on the run's model, not on the checkpoint, so it is set explicitly.
                 rl = _with(rl, model=str(begins_with), lr=rl.lr)
-                second = cast(Observer, _SecondPhase(observer, _evaluated_first(sft, rl)))
+                both = {"whole": str(folder.shown), "before_sft": _evaluated_first(sft, rl)}
+                second = cast(Observer, _PhaseObserver(observer, both))
                 _train_phase(rl, second, now, started, home, checkpoint, job.begin)
                 job.begin()  # both phases were already finished
         finally:
@@ -224,20 +226,17 @@ class _BothPhases:
         return str(failure)
 
 
-class _SecondPhase:
-    """The observer of the second phase, which also sees the first evaluation of the first phase (None: not
-    comparable).
-    """
+class _PhaseObserver:
+    """The observer of a phase. At its end, it sees the phase's summary with these `changes`."""
 
-    def __init__(self, observer: Observer, before_sft: dict[str, Any] | None) -> None:
-        self._observer, self._before_sft = observer, before_sft
+    def __init__(self, observer: Observer, changes: dict[str, Any]) -> None:
+        self._observer, self._changes = observer, changes
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._observer, name)
 
     def end(self, summary: dict[str, Any]) -> None:
-        more = {"before_sft": self._before_sft} if self._before_sft else {}
-        self._observer.end(summary | more)
+        self._observer.end(summary | self._changes)
 
 
 def _evaluated_first(sft: Plan, rl: Plan) -> dict[str, Any] | None:

@@ -112,7 +112,7 @@ def _is_path(value: Any) -> bool:
 def _schemas(run: Resolved) -> dict[str, list[dict[str, Any]]]:
     """The schemas of the tools of each environment, by its alias. Raises UserError."""
     manager = PluginManager()
-    workers = Workers(run)
+    workers = Workers(run, manager)
     run = with_data(run, manager, workers)
     chosen = choose(manager, {key: run.components[key] for key in ("env", "tool")}, run.source, workers=workers)
     environments = plan_environments(manager, run.components["env"], chosen["env"], run.settings, run.source)

@@ -16,17 +16,21 @@ from rollouts.child_environment import child_environment
 from rollouts.config.files import Source
 from rollouts.config.merging import Component, parse_component
 from rollouts.config.resolving import Resolved
-from rollouts.config.workers import INLINE, VENV, WorkerSettings, workers_of
+from rollouts.config.workers import INLINE, VENV, WorkerSettings, unknown_kind, workers_of
 from rollouts.disk import write_whole
 from rollouts.env.installs import Installed, find_installed
 from rollouts.env.mixing import RewardTerm
+from rollouts.env.workers.channel import Connector
 from rollouts.env.workers.pool import WorkerPool
-from rollouts.env.workers.process import Connector, Options, ProcessConnector
+from rollouts.env.workers.process import Options, ProcessConnector
 from rollouts.env.workers.proxy import RemoteEnvironment, configured, remote_class
 from rollouts.env.workers.serving import read_token
 from rollouts.env.workers.websocket import URLConnector
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, SignatureError, UnknownComponentError
 from rollouts.plugins.index import HELD, ComponentRef
+from rollouts.plugins.manager import PluginManager
+from rollouts.plugins.settings import converted
+from rollouts.runs.components import Chosen, make_component, signed
 from rollouts.runs.environments import Environment
 from rollouts.runs.folder import PARTS, MakeFolder, RunFolder
 from rollouts.runs.session import Session
@@ -37,6 +41,9 @@ LOGS = "workers"
 
 TOKEN = "ROLLOUTS_WORKER_TOKEN"
 """The environment variable with the token for workers at an address."""
+
+KIND = "workers"
+"""The kind of the components that start workers."""
 
 _pools: ContextVar[list[WorkerPool] | None] = ContextVar("rollouts-worker-pools", default=None)
 
@@ -56,17 +63,17 @@ def worker_pools() -> Iterator[None]:
 
 def has_workers(resolved: Resolved) -> bool:
     """Whether an environment of a run has workers. Raises ConfigError for an alias that no environment has."""
-    workers = Workers(resolved)
+    workers = Workers(resolved, PluginManager())
     return any(workers.has(each) for each in resolved.components["env"])
 
 
 class Workers:
     """Which environments of a run have workers. Raises ConfigError for an alias that no environment has."""
 
-    def __init__(self, resolved: Resolved) -> None:
+    def __init__(self, resolved: Resolved, manager: PluginManager) -> None:
         names = [(each.alias, parse_component("filter", each.name).alias) for each in resolved.components["env"]]
         self._settings = workers_of(resolved.settings.worker, names)
-        self._rows = resolved.source.objects.rows
+        self._source, self._manager, self._rows = resolved.source, manager, resolved.source.objects.rows
         self._classes: dict[tuple[str, str], type[RemoteEnvironment]] = {}
 
     def has(self, component: Component) -> bool:
@@ -76,22 +83,22 @@ class Workers:
     def is_elsewhere(self, component: Component) -> bool:
         """Whether this environment runs in workers that have packages of their own, so this Python may lack it."""
         settings = self._settings.get(component.alias, WorkerSettings())
-        return settings.kind == VENV or settings.is_url
+        return settings.kind == VENV or settings.is_url or settings.is_component
 
     def load(self, component: Component, ref: ComponentRef | None) -> type[RemoteEnvironment]:
         """The class that behaves as the environment, loaded once. Raises PluginError, and ConfigError if no worker
         starts, or if another process cannot find the environment.
         """
         key, settings = (component.alias, component.name), self._settings[component.alias]
-        if ref is not None and HELD.fullmatch(ref.value):
+        if HELD.fullmatch(component.name if ref is None else ref.value):
             raise ConfigError(
-                f"--worker {settings.kind}: {ref.name} is an object of this program, and a worker imports the "
-                "environment by its name\nwrite it at the top of a module, and name it: --env my_envs:NAME; or type: "
-                "--worker inline"
+                f"--worker {settings.kind}: {component.name.strip('<>')} is an object of this program, and a worker "
+                "imports the environment by its name\nwrite it at the top of a module, and name it: --env my_envs:NAME;"
+                " or type: --worker inline"
             )
         if key not in self._classes:
             name = component.alias or parse_component("filter", component.name).alias
-            pool = WorkerPool(name, _connector(component.name, settings), settings)
+            pool = WorkerPool(name, self._connector(component, settings), settings)
             if (opened := _pools.get()) is not None:
                 opened.append(pool)
             if settings.kind == VENV:
@@ -109,12 +116,34 @@ class Workers:
             )
         return configured(loaded.pool, component.name, component.settings, source, path)
 
+    def _connector(self, component: Component, settings: WorkerSettings) -> Connector:
+        if settings.is_url:
+            return URLConnector(settings.kind, token=_token(settings), certificate=settings.certificate)
+        options = Options(settings.memory_gib, settings.cpu_seconds)
+        if settings.is_component:
+            return self._connector_of_package(component, settings, options)
+        if settings.kind == VENV:
+            return venv_connector(find_installed(component.name), options)
+        return own_connector(options)
 
-def _connector(name: str, settings: WorkerSettings) -> Connector:
-    if settings.is_url:
-        return URLConnector(settings.kind, token=_token(settings), certificate=settings.certificate)
-    options = Options(settings.memory_gib, settings.cpu_seconds)
-    return venv_connector(find_installed(name), options) if settings.kind == VENV else own_connector(options)
+    def _connector_of_package(self, component: Component, settings: WorkerSettings, options: Options) -> Connector:
+        """What starts workers of a package's kind."""
+        kind = settings.kind
+        try:
+            ref = self._manager.find(KIND, kind)
+        except UnknownComponentError as error:
+            raise unknown_kind(kind, [each.name for each in self._manager.list(KIND)]) from error
+        label = f"the worker {kind}"
+        found, signature = signed(self._manager.load(ref), KIND, label)
+        given = converted(signature, settings.own, label, self._source, ("worker",))
+        available = {"environment": component.name, "count": settings.count, "options": options}
+        made = make_component("worker", Chosen(kind, found, given, ref), available)
+        if not isinstance(made, Connector):
+            raise SignatureError(
+                f"{label} made {type(made).__name__}, which has no `open`\nwrite `async def open(self, log)`, as "
+                "rollouts.env.workers.channel.Connector describes it"
+            )
+        return made
 
 
 def _token(settings: WorkerSettings) -> str:

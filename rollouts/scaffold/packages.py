@@ -23,6 +23,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 KIND_NAMES = {("environment" if key == "env" else key): kind for key, kind in COMPONENT_KINDS.items()} | {
     "curriculum": "curricula",
+    "worker": "workers",
     "command": "commands",
     "hooks": HOOKS,
 }
@@ -39,6 +40,7 @@ _TRY = {
     "inference": "rollouts eval --env calculator --inference {name} --model any",
     "tool_parsers": "rollouts plugins show {name}",
     "sandboxes": "rollouts plugins show {name}",
+    "workers": f"{_RUN} --worker {{name}}",
     "loggers": f"{_RUN} --logger jsonl --logger {{name}}",
     "curricula": f"{_RUN.replace('calculator', 'easy=calculator')} --env hard=calculator --env.hard.weight {{name}}",
     "commands": "rollouts {name} runs/first",
@@ -47,11 +49,12 @@ _TRY = {
 """The command that uses a component of each kind. For the other kinds, it is `--flag NAME`."""
 
 NAME_CHARACTERS_MAX = 40
-_README_CHARACTERS = 100
+_LINE_CHARACTERS = 100
 _EXAMPLE = "a_name_that_no_template_has"
 _SHARED = {
     "pyproject.toml": "pyproject.toml.txt",
     "README.md": "README.md.txt",
+    "NEXT.md": "NEXT.md.txt",
     "LICENSE": "LICENSE.txt",
     ".gitignore": "gitignore.txt",
     ".github/workflows/test.yml": "test.yml.txt",
@@ -117,16 +120,21 @@ def render_package(kind: str, name: str, author: str = "") -> NewPackage:
         "year": str(datetime.date.today().year),
         "run": command,
     }
-    first, _, _ = ast.get_docstring(ast.parse(_fill(module, values))).partition("\n")  # type: ignore[union-attr]
     values |= {
-        "description": first.rstrip("."),
-        "about": first,
-        "readme": _wrapped(_fill(_text(kind, "readme.md.txt"), values)),
+        "description": example_description(kind),
+        "about": f"{example_description(kind)}.",
+        "next": _wrapped(_fill(_text(kind, "next.md.txt"), values)),
     }
     files = {path: _fill(_text("shared", file), values) for path, file in _SHARED.items()}
     files[f"{package}/__init__.py"] = _fill(module, values)
     files[f"tests/test_{name}.py"] = _fill(test, values)
     return NewPackage(kind, name, files, command)
+
+
+def example_description(kind: str) -> str:
+    """What the example of this kind is, in one line: the description of every new package of the kind."""
+    first = _text(kind, "module.py.txt").partition("\n")[0]
+    return first.strip('"').rstrip(".")
 
 
 def write_package(package: NewPackage, folder: Path) -> None:
@@ -199,13 +207,20 @@ def _text(folder: str, file: str) -> str:
 
 
 def _wrapped(text: str) -> str:
-    """Markdown with paragraphs of lines of equal length, because names have different lengths."""
-    paragraphs = text.rstrip().split("\n\n")
+    """Markdown with paragraphs of lines of equal length and aligned comments, because names have different lengths."""
+    paragraphs = [_aligned(each) if each.startswith("    ") else each for each in text.rstrip().split("\n\n")]
     is_prose = [each.lstrip("\n")[:1] not in ("", " ", "|", "#") for each in paragraphs]
     return "\n\n".join(
-        textwrap.fill(each, _README_CHARACTERS, break_long_words=False, break_on_hyphens=False) if prose else each
+        textwrap.fill(each, _LINE_CHARACTERS, break_long_words=False, break_on_hyphens=False) if prose else each
         for each, prose in zip(paragraphs, is_prose, strict=True)
     )
+
+
+def _aligned(code: str) -> str:
+    """Code whose comments begin in one column."""
+    lines = [line.partition("  # ") for line in code.splitlines()]
+    width = max(len(command.rstrip()) for command, _, _ in lines)
+    return "\n".join(f"{command.rstrip():{width}}{mark}{comment}".rstrip() for command, mark, comment in lines)
 
 
 def _fill(text: str, values: dict[str, str]) -> str:

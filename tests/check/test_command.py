@@ -19,6 +19,7 @@ from rollouts.check.report import FailedError, Report, SkippedError
 from rollouts.check.runner import Check, run_checks
 from rollouts.cli import main
 from rollouts.errors import ConfigError
+from rollouts.scaffold.packages import example_description
 
 ROOT = Path(__file__).parents[2]
 FAULTS = Path(__file__).parent / "faults"
@@ -144,7 +145,9 @@ def test_prompts_with_a_sample(tmp_path, capsys):
     assert main(["check", "prompts", *arguments, "--reward", f"{tmp_path / 'exact.py'}:exact"]) == 0
     assert re.search(r"^oracle +passed  5 demonstrations, reward 1$", capsys.readouterr().out, re.MULTILINE)
     assert main(["check", "prompts", *arguments]) == 0
-    assert re.search(r"^oracle +skipped  .*--reward NAME", capsys.readouterr().out, re.MULTILINE)
+    out = capsys.readouterr().out
+    assert "keeps the contract, as far as it was tested: " in out
+    assert re.search(r"^not tested: .*oracle.*; name a reward: --reward NAME$", out, re.MULTILINE)
 
 
 @pytest.mark.slow
@@ -155,8 +158,13 @@ def test_the_folder_of_a_package_is_built_and_installed(tmp_path, capsys, monkey
     folder = tmp_path / "calculator"
     shutil.copytree(ROOT / "environments" / "calculator", folder, ignore=shutil.ignore_patterns("tests", "__pycache__"))
     assert main(["check", str(folder), "--only", "wheel"]) == 0, capsys.readouterr().out
-    assert "no index: dependencies of this environment" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "no index: dependencies of this environment" in said and "description" not in said
     about = (folder / "pyproject.toml").read_text()
+    example = f'description = "{example_description("environments")}"'
+    (folder / "pyproject.toml").write_text(re.sub(r'description = ".*"', example, about))
+    assert main(["check", str(folder), "--only", "wheel"]) == 0, capsys.readouterr().out
+    assert "`description` in pyproject.toml is still that of the example" in capsys.readouterr().out
     (folder / "pyproject.toml").write_text(f'{about}exclude = ["arithmetic.py"]\n')
     assert main(["check", str(folder), "--only", "wheel"]) == 1
     assert "No module named 'rollouts_calculator.arithmetic'" in in_one_line(capsys)

@@ -134,6 +134,33 @@ def test_what_a_terminal_would_obey_is_shown_as_text(run, monkeypatch, capsys):
     assert r"reward: – (fails –): fails could not judge: ValueError: \x1b[31mred" in out, out
 
 
+PARSER = """\
+from rollouts import ToolCall
+from rollouts.chat.tool_call_formats import EXAMPLE, UNREADABLE
+
+
+def unreadable(text):
+    if "without calls" in text:  # of the check before the conversation
+        return [], text
+    return [ToolCall("look", error=f"{UNREADABLE}no JSON{EXAMPLE}\\n<tool_call>\\n{{}}\\n</tool_call>")], text
+"""
+
+
+def test_a_call_that_cannot_be_read_is_one_line(run, tmp_path, monkeypatch, capsys):
+    """The answer to it repeats the reason, and an example of a call. The transcript has it."""
+    (tmp_path / "parser.py").write_text(PARSER)
+    say(monkeypatch, "Hello")
+    parser = ["--tool-parser", f"{tmp_path / 'parser.py'}:unreadable", "--out", str(tmp_path / "talk.jsonl")]
+    assert main(["chat", str(run), *parser, "--max-turns", "3", "--max-tokens", "60", "--temperature", "0"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "user: Hello"
+    assert 1 <= len(out[1:]) <= 3, out
+    assert all(line.startswith("assistant: (a call that was not run: no JSON)") for line in out[1:])
+    written = [json.loads(line) for line in (tmp_path / "talk.jsonl").read_text().splitlines()]
+    answers = [message["content"] for message in written if message["role"] == "tool"]
+    assert answers and all("Write it like this:\n<tool_call>" in answer for answer in answers)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -36,7 +36,7 @@ def groups():
     return [Group(0, task, (Episode((0, 0), task, [trajectory], Score(1.0), {}),))]
 
 
-def watch(*, terminal=False, status="done", steps=4, first=0, checkpoint=None, **changed):
+def watch(*, terminal=False, status="done", steps=4, first=0, checkpoint=None, more=None, **changed):
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=terminal, width=100, highlight=False, soft_wrap=True)
     progress = Progress(console)
@@ -54,6 +54,7 @@ def watch(*, terminal=False, status="done", steps=4, first=0, checkpoint=None, *
         "evaluation": {"before": EVALUATION, "after": EVALUATION | {"reward_mean": 0.75, "parts": {"right": 0.75}}},
     }
     summary |= {"checkpoint": checkpoint} if checkpoint else {}
+    summary |= {} if more is None else more
     progress.end(summary | ({"resumed_from": first} if first else {}))
     return stream.getvalue()
 
@@ -87,6 +88,13 @@ def test_the_last_line_says_what_to_type_next(mode):
     line = "next: rollouts chat runs/x, rollouts eval runs/x, rollouts export runs/x models/x"
     assert watch(mode=mode, checkpoint="checkpoints/step_000004").splitlines()[-1] == line
     assert "rollouts chat" not in watch(mode=mode)
+
+
+def test_the_last_line_of_a_phase_names_the_whole_run():
+    line = "next: rollouts chat runs/both, rollouts eval runs/both, rollouts export runs/both models/both"
+    assert watch(checkpoint="checkpoints/step_000004", more={"whole": "runs/both"}).splitlines()[-1] == line
+    stopped = watch(more={"whole": "runs/both", "stopped": {"by": "max_hours", "why": "its hours are over"}})
+    assert "to continue, type: rollouts resume runs/both\n" in stopped
 
 
 def test_step_lines_have_the_metrics_of_the_environment_if_there_is_room(monkeypatch):

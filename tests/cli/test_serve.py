@@ -140,3 +140,9 @@ def test_the_name_for_clients(tmp_path):
     assert served_name(str(tmp_path / "first" / "checkpoints" / "step_000010")) == "first"
     assert served_name(str(tmp_path)) == tmp_path.name
     assert served_name("tiny") == "tiny"
+    both = tmp_path / "both"
+    (both / "rl").mkdir(parents=True)
+    (both / "config.toml").write_text('mode = "sft+rl"')
+    phases = [both, both / "rl", both / "sft" / "checkpoints" / "step_000010"]
+    assert [served_name(str(path)) for path in phases] == ["both"] * 3
+    assert served_name(str(tmp_path / "rl" / "checkpoints" / "step_000010")) == "rl"  # another run of this name

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pickle
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 
@@ -143,3 +146,21 @@ def test_file_that_does_not_import(here, source, expected):
     with pytest.raises(BrokenPluginError, match=expected):
         load_component(ref)
     assert not [name for name in set(sys.modules) - before if "raises" in name], "nothing half-loaded stays"
+
+
+def test_threads_that_load_one_file_at_the_same_time_get_the_same_class(here):
+    reached, may_go_on = threading.Event(), threading.Event()
+    sys.modules["gate_of_this_test"] = SimpleNamespace(reached=reached, may_go_on=may_go_on)  # type: ignore[assignment]
+    waits = "import gate_of_this_test as gate\ngate.reached.set()\ngate.may_go_on.wait()\n"
+    (here / "slow.py").write_text(f"{waits}class Slow: ...\n")
+    ref = find_component("environments", "./slow.py:Slow")
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(load_component, ref)
+        reached.wait()
+        try:
+            second = threads.submit(load_component, ref)
+            with pytest.raises(TimeoutError):
+                second.result(0.2)
+        finally:
+            may_go_on.set()
+        assert first.result() is second.result()

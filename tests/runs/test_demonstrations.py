@@ -136,6 +136,49 @@ def test_a_conversation_that_teaches_nothing_is_refused(capsys):
     assert "teaches no reply; expected a list of Message" in capsys.readouterr().err
 
 
+LATE = """\
+from rollouts import Message, Task, reward
+
+
+class Late:
+    def tasks(self, split, rng):
+        return [Task(f"Say {word}.") for word in self.OWN]
+
+    def setup(self, task):
+        self.words = ["tea", "salt"]
+
+    def demonstrations(self, split, rng):
+        for word in self.words:
+            yield [Message("user", f"Say {word}."), Message("assistant", word)]
+
+    @reward
+    def length(self, trajectory):
+        return float(len(trajectory.last_text))
+"""
+
+
+@pytest.mark.parametrize(("own", "method"), [("words", "tasks"), ("__class__.__name__", "demonstrations")])
+def test_an_attribute_that_only_setup_sets_is_explained(own, method, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("late.py").write_text(LATE.replace("OWN", own))
+    for command in (["sft", "--env", "./late.py:Late", "--dry-run"], ["check", "./late.py:Late", "--only", method]):
+        assert main(command) == (2 if command[0] == "sft" else 1)
+        said = " ".join("".join(capsys.readouterr()).split())
+        assert f"Late.{method}('" in said and "raised AttributeError: 'Late' object has no attribute 'words'" in said
+        assert (
+            "`setup` does not run before `tasks` and `demonstrations`: write what they need as `shared(self)`" in said
+        )
+
+
+def test_another_missing_attribute_is_only_shown(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("late.py").write_text(LATE.replace("OWN", "setup.words"))
+    assert main(["sft", "--env", "./late.py:Late", "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert "'method' object has no attribute 'words'" in said or "'function' object has no attribute 'words'" in said
+    assert "does not run before" not in said
+
+
 def ask(*texts: str) -> list[Message]:
     return [Message(role, text) for role, text in (text.split(": ", 1) for text in texts)]
 

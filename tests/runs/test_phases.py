@@ -233,6 +233,9 @@ def test_the_command_announces_both_phases(capsys):
     assert "./parts.py:Teacher · sft · tiny · 1 step of 2 prompts" in out
     assert "writing to out/sft" in out and "writing to out/rl" in out and "calculator · grpo" in out
     assert 'word = "nine"' in Path("out/config.toml").read_text()
+    following = [line for line in out.splitlines() if line.startswith("next: ")]
+    assert following == ["next: rollouts chat out, rollouts eval out, rollouts export out models/out"]
+    assert out.splitlines()[-1] == following[0]
 
 
 def test_a_dry_run_describes_both(here, capsys):
@@ -244,6 +247,11 @@ def test_a_dry_run_describes_both(here, capsys):
     assert 'model = "tiny"' in first and 'model = "tiny"' not in second and "[env]" not in second
     settings = [line for line in second.partition("# Composed")[0].splitlines() if " = " in line]
     assert not set(settings) & set(first.partition("# Composed")[0].split("\n\n")[0].splitlines())
+    tried = [text.partition("# Tried out\n")[2] for text in (first, second)]
+    assert "a scripted episode" in tried[0] and "a demonstration, replayed" in tried[0]
+    assert "a scripted episode" not in tried[1] and tried[1].startswith("a small training step")
+    composed = second.partition("# Composed\n")[2].partition("\n\n")[0].splitlines()
+    assert "loss: grpo (rollouts-rl 0.1.0)" in composed and not set(composed) & set(first.splitlines())
     assert '[loss]\nname = "sft"' in first and '[loss]\nname = "grpo"' in second
     assert [path.name for path in here.iterdir()] == ["parts.py"]
 

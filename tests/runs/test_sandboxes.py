@@ -129,10 +129,10 @@ def test_a_dry_run_opens_one_and_says_what_it_does_not_stop(here, capsys):
 
 
 def test_without_an_environment_that_asks_none_is_made(here):
-    assert plan(sandbox="./other.py:Missing").sandboxes is None
+    assert plan(sandbox="./other.py:Missing").environments[0].sandboxes is None
     assert any("--sandbox ./other.py:Missing is not used" in note for note in plan(sandbox="./other.py:Missing").notes)
     assert not any("--sandbox" in note for note in plan().notes)
-    assert list(sandbox_lines("subprocess", None)) == []
+    assert list(sandbox_lines("subprocess", ())) == []
 
 
 def test_what_is_wrong_is_said_before_a_model_loads(here):
@@ -148,7 +148,7 @@ def test_one_that_fails_in_a_dry_run_is_the_users_mistake(here):
     Path("broken.py").write_text(OTHER.replace("return super().open()", "raise OSError('no room')"))
     made = make_plan(resolve({"env": "./mine.py:Python", "sandbox": "./broken.py:Counted"}))
     with pytest.raises(ConfigError, match=r"--sandbox \./broken\.py:Counted: .*no room"):
-        list(sandbox_lines("./broken.py:Counted", made.sandboxes))
+        list(sandbox_lines("./broken.py:Counted", made.environments))
 
 
 def test_a_conversation_about_a_task_has_one(here):

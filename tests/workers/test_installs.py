@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
+from comparing import logged
 from made_wheels import clashing_wheels, write_wheel
 
 import rollouts
 from rollouts.cli import main
+from rollouts.config.resolving import resolve
 from rollouts.env.installs import all_installed, find_installed
 from rollouts.errors import UnknownComponentError
+from rollouts.runs.plan import make_plan
+from rollouts.runs.workers import worker_pools
 
 ROOT = Path(__file__).parents[2]
 SHORT = {"prompts_per_step": 2, "samples_per_prompt": 2, "eval_tasks": 2, "steps": 1, "max_tokens": 32}
-TIMED = ("time/", "perf/", "sync/seconds", "rollout/latency", "eval/latency", "eval/wall_", "eval/cpu_")
 NO_INDEX, OLD = "--no-index", "guess_old-0.3-py3-none-any.whl"
 
 
@@ -41,7 +43,8 @@ def installed(links, tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROLLOUTS_ENVS", str(folder))
         patch.setenv("PYTHONPATH", str(links))  # what it shows is not installed
-        assert main(["env", "install", str(links / OLD), NO_INDEX, "--find-links", str(links)]) == 0
+        more = ["--with", str(links / "no_env-1-py3-none-any.whl")]
+        assert main(["env", "install", str(links / OLD), NO_INDEX, "--find-links", str(links), *more]) == 0
         assert main(["env", "install", "guess-new", NO_INDEX, "--find-links", str(links)]) == 0
     return folder
 
@@ -56,11 +59,6 @@ def envs(installed, monkeypatch) -> Path:
 def empty(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("ROLLOUTS_ENVS", str(tmp_path / "envs"))
     return tmp_path / "envs"
-
-
-def logged(folder: str) -> list[dict[str, Any]]:
-    lines = map(json.loads, Path(folder, "metrics.jsonl").read_text().splitlines())
-    return [{key: value for key, value in line.items() if not key.startswith(TIMED)} for line in lines]
 
 
 def test_each_has_its_own_versions_and_no_torch(envs, capsys):
@@ -79,7 +77,27 @@ def test_each_has_its_own_versions_and_no_torch(envs, capsys):
         assert (seen, torch) == (version, "None") and own.startswith(str(found.venv))
         locked = found.lock.read_text().splitlines()
         assert {f"clash=={version}", "rollouts-rl==0.1.0"} <= set(locked)
+        assert any(line.startswith("no_env==1") for line in locked) == (name == "guess-old")
         assert not any(line.startswith("torch") for line in locked)
+
+
+def test_a_worker_in_a_virtual_environment_has_no_torch(envs, links, monkeypatch):
+    """The same question, asked in the process of the run, in a worker of its Python, and in a virtual environment."""
+    import torch
+
+    def torch_in(env: str, worker: str) -> list[bool]:
+        (found,) = make_plan(resolve({"env": env, "worker": worker, "eval_tasks": 0})).environments
+        info = next(found.draw("train", random.Random(0))).info
+        assert (info["executable"] == sys.executable) == (worker != "venv")
+        return info["torch is imported, can be imported"]
+
+    for wheel in (links / OLD, links / "clash-1-py3-none-any.whl"):
+        monkeypatch.syspath_prepend(wheel)
+    with worker_pools():
+        assert torch.__name__ in sys.modules
+        assert torch_in("guess_old:Guess", "inline") == [True, True]
+        assert torch_in("guess_old:Guess", "process") == [False, True]
+        assert torch_in("guess-old", "venv") == [False, False]
 
 
 def test_environments_that_clash_train_in_one_run(envs, tmp_path, monkeypatch, quick_collections):

@@ -11,9 +11,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import trio
+from comparing import ENVS
+from comparing import workers as all_workers
 
 import rollouts
 from rollouts.config.resolving import resolve
@@ -21,6 +24,7 @@ from rollouts.config.workers import WorkerSettings
 from rollouts.env.workers import client
 from rollouts.env.workers.pool import WorkerPool
 from rollouts.env.workers.process import ProcessConnector
+from rollouts.env.workers.protocol import VERSION, Hello
 from rollouts.errors import ConfigError, RunError, WorkerError, WorkersLostError
 from rollouts.runs.plan import make_plan
 from rollouts.runs.workers import worker_pools
@@ -28,25 +32,22 @@ from rollouts.types import Task
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
 
-ENVS = Path(__file__).parent / "worker_envs.py"
 SHORT: dict[str, Any] = {"prompts_per_step": 4, "samples_per_prompt": 3, "eval_tasks": 3, "max_tokens": 64}
+EARLIER: set[int] = set()  # process numbers of idle workers that another file's tests left in this process
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    EARLIER.clear()
+    EARLIER.update(each.pid for each in all_workers())
     with worker_pools():
         yield
 
 
 def workers() -> list[psutil.Process]:
-    """The worker processes of this process, without their supervisors."""
-    found = []
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            words = " ".join(child.cmdline())
-            found += [child] if "env.workers.process" in words and "supervisor.py" not in words else []
-    return found
+    """The worker processes that this test started."""
+    return [each for each in all_workers() if each.pid not in EARLIER]
 
 
 @contextlib.contextmanager
@@ -168,13 +169,14 @@ def test_a_worker_has_one_shared_value_and_cleans_it_up():
     assert Path("cleaned").read_text() == f"{worker.pid}\n"
 
 
+HELLO = msgspec.json.encode(Hello(VERSION)).decode()
 CHANNELS = {
     "nonsense": ("print('hello, world')", "is no worker of rollouts: it said 'hello, world'"),
     "version": ('print(\'{"type":"hello","protocol":99,"rollouts":"9.1"}\')', "has rollouts 9.1, whose protocol"),
     "no hello": ('print(\'{"type":"pong","number":1}\')', "begins with 'Pong' instead of hello"),
     "exit": ("import sys; print('no space left', file=sys.stderr); sys.exit(3)", "exit code 3"),
     "later nonsense": (
-        'print(\'{"type":"hello","protocol":1}\', flush=True); input(); print(\'{"type":"answer"\'); input()',
+        f"print('{HELLO}', flush=True); input(); print('{{'); input()",
         "sent something that is no message",
     ),
 }

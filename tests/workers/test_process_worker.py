@@ -10,10 +10,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
+from comparing import ENVS, SHORT, both, episodes_of, logged, workers
 
 import rollouts
 from rollouts.config.resolving import resolve
@@ -25,55 +25,13 @@ from rollouts.runs.workers import pools_of, worker_pools
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
 
-ENVS = Path(__file__).parent / "worker_envs.py"
-TIMED = ("time/", "perf/", "sync/seconds", "rollout/latency", "eval/latency", "eval/wall_", "eval/cpu_")
-SHORT = {"prompts_per_step": 2, "samples_per_prompt": 2, "eval_tasks": 3, "steps": 2, "max_tokens": 64}
-
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with worker_pools():
         yield
-    assert not workers_of_this_process()
-
-
-def logged(folder: Path | str) -> list[dict[str, Any]]:
-    file = Path(folder) / "metrics.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    return [{key: value for key, value in line.items() if not key.startswith(TIMED)} for line in lines]
-
-
-def said_in(folder: Path | str) -> Any:
-    """What a run's files say, without times and folders."""
-    summary = json.loads((Path(folder) / "summary.json").read_text())
-    files = sorted(Path(folder).rglob("trajectories/*.jsonl"))
-    episodes = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    for episode in episodes:
-        episode.pop("latency_seconds", None)
-        episode.get("metrics", {}).pop("latency_seconds", None)
-    evaluation = summary.get("evaluation") or {key: summary.get(key) for key in ("reward_mean", "rewards", "parts")}
-    return json.loads(json.dumps([episodes, [evaluation]], default=str))
-
-
-def workers_of_this_process() -> list[psutil.Process]:
-    found = []
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            found += [child] if "rollouts.env.workers.process" in " ".join(child.cmdline()) else []
-    return found
-
-
-def both(env: str, worker: Any = "process", **settings: Any) -> tuple[Path, Path]:
-    """The folders of one run without and one with workers, after comparing them."""
-    given = {**SHORT, **settings}
-    for out, where in (("inline", "inline"), ("apart", worker)):
-        rollouts.run(env=env, out=out, worker=where, **given)
-    inline, apart = (next(iter(Path(out).glob("rl")), Path(out)) for out in ("inline", "apart"))
-    assert logged(inline) == logged(apart)
-    assert said_in(inline)[0] == said_in(apart)[0]
-    assert not workers_of_this_process()
-    return Path("inline"), Path("apart")
+    assert not workers()
 
 
 @pytest.mark.parametrize("worker", ["process", {"kind": "process", "count": 2}])
@@ -88,6 +46,19 @@ def test_other_environments_have_the_same_metrics(name):
     both(f"{ENVS}:{name}")
 
 
+def test_roles_tools_by_task_and_rewards_by_turn_are_the_same():
+    Path("advantages.py").write_text("""
+def discounted(rewards, turn_rewards):
+    sums = [sum(0.9**turn * reward for turn, reward in enumerate(turns)) for turns in turn_rewards]
+    return [each - sum(sums) / len(sums) for each in sums]
+""")
+    _, apart = both(f"{ENVS}:Market", loss="grpo", advantage="./advantages.py:discounted", steps=3, seed=3)
+    episodes, last = episodes_of(apart), logged(apart)[-1]
+    assert {episode["role"] for episode in episodes} == {"seller", "buyer"}
+    assert any(episode["metrics"]["tool_calls"] for episode in episodes)
+    assert {"role/seller/reward", "role/buyer/reward", "role/seller/reward_part/turns"} <= last.keys()
+
+
 def test_demonstrations_are_the_same():
     inline, apart = both(f"{ENVS}:Counting", mode="sft+rl", sft={"steps": 2})
     assert logged(inline / "sft") == logged(apart / "sft") and len(logged(apart / "sft")) == 2
@@ -97,8 +68,7 @@ def test_an_evaluation_is_the_same():
     both(f"{ENVS}:Counting", mode="eval")
 
 
-def test_what_is_printed_is_in_the_folder_and_torch_is_not_in_the_worker(monkeypatch):
-    monkeypatch.setenv("ROLLOUTS_TEST_NO_TORCH", "1")
+def test_an_object_in_a_worker_has_what_the_environment_has():
     plan = make_plan(resolve({"env": f"{ENVS}:Counting", "worker": "process", "eval_tasks": 3}))
     (pool,) = pools_of(plan.environments).values()
     env = plan.environments[0].make()
@@ -106,7 +76,7 @@ def test_what_is_printed_is_in_the_folder_and_torch_is_not_in_the_worker(monkeyp
     assert type(env).__name__ == "Counting" and not hasattr(env, "rollout") and hasattr(env, "reply")
     assert env.remote_warnings() == []
     pool.close()
-    assert not workers_of_this_process()
+    assert not workers()
 
 
 @pytest.mark.parametrize("kind", ["raise", "none", "metric", "setup"])
@@ -171,7 +141,7 @@ def test_an_object_of_the_program_is_refused():
 def test_rows_in_memory_are_refused():
     with pytest.raises(ConfigError, match=r'--worker process: the rows of `prompts` .*\n.*data="rows.jsonl"'):
         rollouts.run(env="prompts", prompts=["Say 1.", "Say 2."], reward="match", worker="process", **SHORT)
-    assert not workers_of_this_process()
+    assert not workers()
 
 
 def test_no_worker_is_left_of_a_run_that_is_refused_or_tried():
@@ -179,18 +149,18 @@ def test_no_worker_is_left_of_a_run_that_is_refused_or_tried():
     given = {"env": f"{ENVS}:Counting", "worker": "process"}
     with pytest.raises(ConfigError, match="names `env`"):  # it needs the description of a worker
         rollouts.run(reward="./mine.py:nosy", **given, **SHORT)
-    assert not workers_of_this_process()
+    assert not workers()
     dry_run(resolve({**given, "eval_tasks": 3}))
-    assert not workers_of_this_process()
+    assert not workers()
 
 
 def test_a_rank_above_0_starts_no_worker():
     given = {"env": f"{ENVS}:Counting", "worker": {"kind": "process", "Counting": "process"}, "loss": "grpo"}
     resolved = resolve({**given, "data": "", "steps": 7})
     plan = make_plan(without_episodes(resolved), needs_environment=False)
-    assert not workers_of_this_process() and not plan.environments
+    assert not workers() and not plan.environments
     of_rank_0 = make_plan(resolved)
-    assert workers_of_this_process()
+    assert workers()
     ours, theirs = plan.training_arguments(), of_rank_0.training_arguments()
     assert ours.keys() == theirs.keys()
     for name in set(ours) - {"algorithms"}:
@@ -211,23 +181,12 @@ def test_a_reward_that_names_env_is_refused():
         make_plan(resolve({"env": "calculator", "worker": "process", "reward": ["./mine.py:nosy"]}))
 
 
-def test_an_environment_that_names_a_sandbox_is_refused():
-    Path("mine.py").write_text("""
-class Boxed:
-    def tasks(self, split, rng):
-        return ["Say 1."]
-    def setup(self, task, sandbox): ...
-""")
-    with pytest.raises(EnvironmentDefinitionError, match=r"Boxed.setup names `sandbox`.*type --worker inline"):
-        make_plan(resolve({"env": "./mine.py:Boxed", "worker": "process"}))
-
-
 def test_tasks_are_read_on_in_another_worker():
     plan = make_plan(resolve({"env": f"{ENVS}:Hostile", "worker": "process", "eval_tasks": 3}))
     source = plan.environments[0].training_source()
     drawn = iter(source(0))
     first = [next(drawn).prompt for _ in range(5)]
-    for worker in workers_of_this_process():
+    for worker in workers():
         worker.send_signal(signal.SIGKILL)
     rest = [next(drawn).prompt for _ in range(995)]
     assert first + rest == [f"Say {n}." for n in range(1000)]

@@ -18,6 +18,7 @@ from typing import IO, Any
 import msgspec
 import pytest
 import trio
+from comparing import ENVS, SHORT, logged
 
 import rollouts
 from rollouts.cli import main
@@ -31,8 +32,6 @@ from rollouts.errors import ConfigError, PluginError, WorkerError
 trio_websocket = pytest.importorskip("trio_websocket")
 pytestmark = pytest.mark.usefixtures("quick_collections")
 
-SHORT = {"prompts_per_step": 2, "samples_per_prompt": 2, "eval_tasks": 3, "steps": 2, "max_tokens": 64}
-TIMED = ("time/", "perf/", "sync/seconds", "rollout/latency", "eval/latency", "eval/wall_", "eval/cpu_")
 ENV = '''\
 """An environment that was made for a test."""
 
@@ -147,11 +146,6 @@ def fake_worker(*messages: bytes) -> Iterator[str]:
     yield f"ws://127.0.0.1:{ports[0]}"
     over.set()
     thread.join()
-
-
-def logged(folder: str) -> list[dict[str, Any]]:
-    lines = map(json.loads, Path(folder, "metrics.jsonl").read_text().splitlines())
-    return [{key: value for key, value in line.items() if not key.startswith(TIMED)} for line in lines]
 
 
 def slowly(source: socket.socket, target: socket.socket) -> None:
@@ -285,6 +279,20 @@ def test_limits_of_a_worker_at_an_address_are_set_there(serve):
     pool.close()
 
 
+def test_a_server_opens_the_sandbox_that_it_was_started_with(serve):
+    given = {**SHORT, "env": f"{ENVS}:Boxed", "steps": 1}
+    _, closed = serve(given["env"])
+    with pytest.raises(ConfigError, match=r"its server opens none\n.*rollouts env serve .*:Boxed --sandbox subprocess"):
+        rollouts.run(worker=closed, **given)
+    _, url = serve(given["env"], "--sandbox", "subprocess", "--sandbox.memory-gib", "1")
+    with pytest.raises(ConfigError, match=r"type: --sandbox subprocess --sandbox.memory-gib 1"):
+        rollouts.run(worker=url, **given)
+    sandbox = {"name": "subprocess", "memory_gib": 1.0}
+    for out, worker in (("inline", "inline"), ("url", url)):
+        rollouts.run(worker=worker, sandbox=sandbox, out=out, **given)
+    assert logged("url") == logged("inline") and len(logged("url")) == 1
+
+
 def test_a_server_that_vanishes_loses_only_its_episodes(serve):
     server, url = serve("calculator")
     port = url.rpartition(":")[2]
@@ -334,6 +342,9 @@ def test_the_end_of_a_server_or_a_run_closes_the_episodes(how, serve):
         (["--token-file", "none"], "--token-file none cannot be read"),
         (["--token-file", "empty"], "expected one line with a token"),
         (["--key", "token"], "give its certificate too"),
+        (["--sandbox.memory-gib", "1"], "--sandbox.memory-gib: name the sandbox too: --sandbox NAME"),
+        (["--sandbox", "subprocess", "--sandbox.memory-gb", "1"], "did you mean: --sandbox.memory-gib"),
+        (["--env.digits", "3"], "--env.digits: runs choose it; leave it out here"),
         (["--certificate", "token", "--key", "token"], "cannot be used"),
     ],
 )

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-import sys
 import time
 from typing import Literal
 
 import trio
 
-from rollouts import Message, Score, Task, metric, reward, tool
+from rollouts import Message, Role, Score, Task, Tool, metric, reward, tool
 
 
 @dataclasses.dataclass
@@ -110,6 +110,87 @@ class OwnRollout:
     @reward
     def turns(self, trajectory):
         return trajectory.turns / 5 + trajectory.metrics["turns"]
+
+
+class Boxed:
+    """Runs commands in a sandbox. If `kind` is `lost`, judging every second task kills the sandbox, and hides it."""
+
+    def __init__(self, *, kind: str = ""):
+        self.kind = kind
+
+    def tasks(self, split, rng):
+        yield from (Task(f"Say {n}.", answer=n) for n in range(40))
+
+    def setup(self, task, sandbox):
+        self.sandbox = sandbox
+        sandbox.write("answer", f"{task.answer}")
+
+    @tool
+    def run(self, command: str) -> str:
+        """Run a command."""
+        return self.sandbox.exec(command).text
+
+    @reward
+    def right(self, task, trajectory):
+        if self.kind == "lost" and task.answer % 2:
+            with contextlib.suppress(Exception):
+                self.sandbox.exec("kill -9 $PPID; sleep 60")
+            return 0.0
+        return float(self.sandbox.exec("cat answer").stdout) + len(trajectory.last_text) / 7
+
+    def close(self):
+        self.sandbox.exec("rm answer")
+
+
+class Market:
+    """Two roles that talk about a price, with tools for each task and rewards by turn."""
+
+    roles = (Role("seller", system="You sell a lamp."), Role("buyer", system="You buy a lamp."))
+
+    def tasks(self, split, rng):
+        while True:
+            yield Task(f"lamp {rng.random()}", answer=rng.randrange(100))
+
+    def setup(self, task):
+        self.asked = 0
+
+    def tools(self, task):
+        schema = {"type": "object", "properties": {"price": {"type": "number"}}, "required": ["price"]}
+        offer = Tool("offer", lambda price: f"{price + task.answer}", "Offer a price.", schema)
+        return [self.stock, offer] if task.answer % 2 else [self.haggle]
+
+    @tool(role="seller")
+    def stock(self) -> int:
+        """How many lamps are left."""
+        self.asked += 1
+        return 3
+
+    @tool(role="buyer")
+    def haggle(self, price: float = 1.0) -> str:
+        """Ask for a lower price."""
+        self.asked += 1
+        return f"{price - 1}"
+
+    async def rollout(self, task, model):
+        seller, buyer = model.role("seller"), model.role("buyer")
+        offer = await seller.say(f"You need {task.answer}. What is your price?")
+        bid = await buyer.say(["The seller says:", offer.text])
+        await seller.say(f"The buyer says: {bid.text}")
+
+    @reward(role="seller")
+    def profit(self, trajectory):
+        texts = [message.text for message in trajectory.messages if message.role == "assistant"]
+        return Score(
+            None, {"turns": float(len(texts))}, turns=[len(text) / 7 - place for place, text in enumerate(texts)]
+        )
+
+    @reward(role="buyer", weight=0.3)
+    def saving(self, task, trajectory):
+        return (self.asked + len(trajectory.last_text)) / (1 + task.answer)
+
+    @metric
+    def length(self, trajectory):
+        return trajectory.sampled_count / 3
 
 
 class Broken:
@@ -223,7 +304,3 @@ class Sharing:
     @reward
     def one(self, trajectory):
         return 1.0
-
-
-if "torch" in sys.modules and os.environ.get("ROLLOUTS_TEST_NO_TORCH"):
-    raise RuntimeError("torch is imported in a worker")

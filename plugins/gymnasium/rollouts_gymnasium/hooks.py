@@ -1,4 +1,4 @@
-"""The names `gym/<id>`. Importing this module does not import gymnasium."""
+"""The names `gym/<id>` and `gem/<id>`. Importing this module imports neither gymnasium nor gem."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from rollouts import hookimpl
 
 PACKS = {
     "gym": ("gymnasium", "rollouts_gymnasium.environment", "rollouts_gymnasium.registry"),
+    "gem": ("gem", "rollouts_gymnasium.gem", "rollouts_gymnasium.gem"),
 }
 """For each pack: the package that it needs, the module with `environment_class(id)`, and that with `served_ids()`."""
 
 
 @hookimpl
 def rollouts_find_component(kind: str, name: str) -> Any:
-    """The environment class of `gym/<id>`."""
+    """The environment class of `gym/<id>` or `gem/<id>`."""
     pack, _, env_id = name.partition("/")
     if kind != "environments" or pack not in PACKS or not env_id:
         return None

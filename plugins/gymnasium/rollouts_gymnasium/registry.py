@@ -132,15 +132,15 @@ def facts_of(env: gymnasium.Env[Any, Any], info: Mapping[str, Any]) -> Facts:
 class explained:
     """A context in which an environment is made: an exception becomes a ConfigError that says what to type."""
 
-    def __init__(self, env_id: str, kwargs: Mapping[str, Any]) -> None:
-        self._id, self._kwargs = env_id, dict(kwargs)
+    def __init__(self, env_id: str, kwargs: Mapping[str, Any], *, pack: str = "gym") -> None:
+        self._name, self._kwargs = f"{pack}/{env_id}", dict(kwargs)
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if not isinstance(error, Exception) or isinstance(error, ConfigError):
             return
-        words = f"gym/{self._id}: gymnasium cannot make it: {type(error).__name__}: {' '.join(str(error).split())}"
+        words = f"{self._name} cannot be made: {type(error).__name__}: {' '.join(str(error).split())}"
         if isinstance(error, ImportError):  # gymnasium's DependencyNotInstalled says itself what to install
             hint = "install what it names, or choose another: rollouts plugins list --all"
         else:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import string
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypedDict
 
@@ -24,6 +25,34 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Sp
 NUMBERS_MAX = 1000  # a Box with more numbers, such as an image, has no codec
 CHOICES_MAX = 64  # a Discrete space with more values is described by its limits
 CHARACTERS_MAX = 80  # of a wrong action that an error quotes
+TEXT_MAX = 1_000_000  # characters of a text of any characters
+SAMPLED_MAX = 20  # characters of a random one
+
+
+class AnyText(Text):
+    """Texts of any characters. Samples are short and have ASCII characters only."""
+
+    def __init__(self, max_length: int = TEXT_MAX, *, seed: int | None = None) -> None:
+        super().__init__(max_length, min_length=0, charset=string.printable, seed=seed)
+
+    def contains(self, x: Any) -> bool:
+        """Whether `x` is a text that is not too long."""
+        return isinstance(x, str) and len(x) <= self.max_length
+
+    def sample(self, mask: Any = None, probability: Any = None) -> str:
+        """A random text; see `gymnasium.spaces.Text`."""
+        if mask is not None or probability is not None:
+            return super().sample(mask, probability)
+        count = int(self.np_random.integers(min(self.max_length, SAMPLED_MAX) + 1))
+        return "".join(self.np_random.choice(list(self.character_list), size=count))
+
+    def __repr__(self) -> str:
+        return f"AnyText({self.max_length})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AnyText) and self.max_length == other.max_length
+
+    __hash__ = None  # type: ignore[assignment]  # as the other spaces
 
 
 def without_codec(space: Space[Any]) -> str:
@@ -167,6 +196,8 @@ def _real(data: Any) -> float:
 def legal(space: Space[Any], names: Sequence[str] = ()) -> str:
     """The legal actions in words, such as `one of: left, right`."""
     match space:
+        case AnyText():
+            return "a text"
         case Discrete() if names:
             return f"one of: {', '.join(names)}"
         case Discrete():
@@ -218,6 +249,8 @@ def hint(space: Space[Any], names: Sequence[str] = (), label: str = "Action") ->
             return Literal[tuple(range(int(space.start), int(space.start + space.n)))]
         case Discrete():
             return Annotated[int, msgspec.Meta(ge=int(space.start), le=int(space.start + space.n) - 1)]
+        case AnyText():
+            return str
         case Text():
             return Annotated[str, msgspec.Meta(min_length=space.min_length, max_length=space.max_length)]
         case Tuple():

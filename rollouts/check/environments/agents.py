@@ -7,6 +7,7 @@ runs in a thread with a deadline, because an environment that blocks the event l
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import sys
 import threading
@@ -14,6 +15,7 @@ import traceback
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import outcome
@@ -114,6 +116,14 @@ def watched(cls: Any) -> Any:
     return type(cls)(cls.__name__, (cls,), {**names, "close": close})
 
 
+def copied(task: Task) -> Task:
+    """A copy of the task for one episode, so that an episode that changes its task changes no other one."""
+    try:
+        return copy.deepcopy(task)
+    except Exception:  # an author's object may refuse to be copied; `plain_data` reports it
+        return task
+
+
 async def play(
     subject: Subject,
     task: Task,
@@ -132,9 +142,10 @@ async def play(
         engine.backend = inner
     limits = EpisodeLimits(max_tokens=CONTEXT_TOKENS, max_turns=turns, episode_seconds=seconds)
     try:
+        task = copied(task)
         episode = await run_episode(
             task,
-            make_env=functools.partial(watch.make, subject),
+            make_env=subject.environment.make_env if subject.environment.remote else partial(watch.make, subject),
             chat=None,
             inference=engine or inner,
             limits=limits,
@@ -168,7 +179,7 @@ def tools_for(subject: Subject) -> list[ToolMethod]:
         if subject.environment.chooses_tools:
             with contextlib.suppress(RunError):  # `episode` reports the failure
                 env, engine = subject.environment, _AgentEngine(says(""))
-                arguments = (subject.tasks[0], env.make, engine, EpisodeLimits(), env.sandboxes, env.shared)
+                arguments = (subject.tasks[0], env.make_env, engine, EpisodeLimits(), env.sandboxes, env.shared)
                 subject.kept["tools"] = in_trio(tools_of_task, *arguments)
     found: list[ToolMethod] = subject.kept["tools"]
     return found
@@ -178,9 +189,9 @@ async def ready(subject: Subject, task: Task | None = None) -> EpisodeRun:
     """An environment object with its tools, after `setup` of the task (None: the first one). Raises RunError."""
     engine = SuspendableEngine(_AgentEngine(says("")), None, (0, 0), "")
     engine.clock.begin()
-    chosen, env = subject.tasks[0] if task is None else task, subject.environment
+    chosen, env = copied(subject.tasks[0] if task is None else task), subject.environment
     limits = EpisodeLimits(setup_seconds=60, cleanup_seconds=CLOSE_SECONDS)
-    run = EpisodeRun(engine, chosen, env.make, None, limits, subject.seed, (), env.sandboxes, env.shared)
+    run = EpisodeRun(engine, chosen, env.make_env, None, limits, subject.seed, (), env.sandboxes, env.shared)
     try:
         await run.set_up()
     except Exception as error:  # outcome_of raises errors of the core again

@@ -1,4 +1,5 @@
-"""The programs that run in another process: one draws tasks, the other one imports an environment and watches it.
+"""The programs that run in another process: one draws tasks, one imports an environment and watches it, one looks for
+what is random in it.
 
 A program reads a request as JSON from its argument, and writes its answer as JSON into a file. What the author's code
 prints does not matter.
@@ -7,14 +8,34 @@ prints does not matter.
 from __future__ import annotations
 
 import json
+import random
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import FrameType
 from typing import Any
+
+SOURCES = {
+    "time.time": "the clock",
+    "time.time_ns": "the clock",
+    "time.monotonic": "the clock",
+    "time.perf_counter": "the clock",
+    "datetime.now": "the clock",
+    "datetime.utcnow": "the clock",
+    "datetime.today": "the clock",
+    "date.today": "the clock",
+    "posix.urandom": "random numbers of the operating system",
+    "nt.urandom": "random numbers of the operating system",
+    "posix.getpid": "the number of the process",
+    "builtins.id": "the address of an object",
+    "builtins.hash": "the hash of a text or an object",
+}
+"""Functions in C whose result differs between two runs, with words for it."""
 
 SOCKETS = frozenset({"socket.bind", "socket.connect", "socket.getaddrinfo", "socket.sendto"})
 
@@ -25,7 +46,10 @@ def main(text: str) -> None:
 
     request: dict[str, Any] = json.loads(text)
     try:
-        answer = _import_watched(request) if "forbidden" in request else _draw(request)
+        if "forbidden" in request:
+            answer: Any = _import_watched(request)
+        else:
+            answer = _sources(request) if "with_episode" in request else _draw(request)
     except RolloutsError as error:
         sys.exit(str(error))
     Path(request["answer"]).write_text(json.dumps(answer))
@@ -42,6 +66,46 @@ def _draw(request: dict[str, Any]) -> dict[str, Any]:
         tasks = [encode(task).decode() for task in subject.draw(request["count"])]
     module = sys.modules.get(getattr(subject.component, "__module__", ""))
     return {"tasks": tasks, "file": getattr(module, "__file__", "") or ""}
+
+
+def _sources(request: dict[str, Any]) -> list[str]:
+    """What the environment's own code asks for that differs between two runs, each with its line."""
+    from rollouts.check.environments.agents import example_script, play_each, says
+    from rollouts.check.environments.subject import DRAWN, Found, make_subject
+
+    found, name = dict[str, None](), request["name"]
+    with tempfile.TemporaryDirectory() as scratch:
+        subject = make_subject(Found(name, name), request["settings"], Path(scratch), seed=request["seed"])
+        module = sys.modules[subject.component.__module__]
+        tracer = _tracer(str(Path(module.__file__ or "").parent), found)
+        threading.setprofile(tracer)  # for the threads that begin now
+        sys.setprofile(tracer)
+        try:
+            subject.draw(DRAWN)
+            if request["with_episode"]:
+                script = example_script(subject)
+                play_each(subject, subject.tasks[:1], [says(*script)], turns=len(script))
+        finally:
+            threading.setprofile(None)
+            sys.setprofile(None)
+    return list(found)
+
+
+def _tracer(folder: str, found: dict[str, None]) -> Callable[[FrameType, str, Any], None]:
+    """A profile function that records calls of `SOURCES`, and generators without a seed, by code in this folder."""
+    from rollouts.check.environments.traces import place_of_frame
+
+    def trace(frame: FrameType, event: str, about: Any) -> None:
+        words = ""
+        if event == "c_call":
+            name = f"{about.__module__}.{about.__name__}" if about.__module__ else about.__qualname__
+            words = f"{name} gave {SOURCES[name]}" if name in SOURCES else ""
+        elif event == "call" and frame.f_code.co_name == "__init__" and frame.f_code.co_filename == random.__file__:
+            words = "random.Random() had no seed" if frame.f_locals.get("x") is None else ""
+        if words and (place := place_of_frame(frame)) is not None and place.file.startswith(folder):
+            found[f"{words} ({place})"] = None
+
+    return trace
 
 
 def _import_watched(request: dict[str, Any]) -> dict[str, Any]:

@@ -10,13 +10,13 @@ import inspect
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import trio
 
-from rollouts.author_code import place_of_function, shown
+from rollouts.author_code import place_of_function
 from rollouts.check.environments.agents import Agent, done, in_trio, play, ready, says, tools_for
 from rollouts.check.environments.rewards import SLACK, expert_rewards
 from rollouts.check.environments.subject import Demonstration, Subject
@@ -28,7 +28,7 @@ from rollouts.env.schema import schema_of
 from rollouts.env.tools import run_tool
 from rollouts.errors import counted
 from rollouts.inference.chatting import ChatRequest
-from rollouts.types import Message, Task, ToolCall
+from rollouts.types import Message, ToolCall
 
 NUMBERS = " ".join(map(str, range(-99, 1000)))
 VERDICTS = (
@@ -49,30 +49,7 @@ FILES = (
 )  # fmt: skip
 _LISTS = "compare one answer, such as the last number of the last message, and refuse a reply with several"
 CONTENTS = ("1", "1.0", '{"reward": 1.0, "score": 1.0, "passed": true}', "PASSED", "", "assert True\n")
-CONTEXT = 5  # characters before an answer by which a forger could find it
 FORGED = "rollouts_forged"
-_SEPARATED = re.compile(r"(?<=\d)[,_](?=\d{3}\b)")  # as in 342,258
-
-
-def answer_hidden(subject: Subject) -> str:
-    """The answer is neither at a fixed place in the prompt, nor in a tool's result for arguments without knowledge."""
-    known = [each.task for each in _demonstrations(subject)]
-    texts = [_text_of(task.answer) for task in known]
-    if len(set(filter(None, texts))) < 2:
-        raise SkippedError("the tasks have no two different answers that are text or numbers")
-    prompts = ["\n".join(message.text for message in task.messages) for task in known]
-    if words := _gives_away(prompts, texts):
-        seen = f"each prompt has the answer {words}{_at_tasks(subject)}"
-        raise FailedError("look for the answers in the prompts", seen, "leave the answer out of the prompt")
-    for tool in tools_for(subject):
-        for words, arguments in _unknowing(subject, tool):
-            results = [_SEPARATED.sub("", text) for text in in_trio(_results, subject, tool, known, arguments)]
-            if found := _gives_away(results, texts):
-                place = place_of_function(tool.function)
-                seen = f"the result has the answer {found}, such as {shown(results[0])} ({place})"
-                tried = f"call the tool {tool.name} with {words}, which do not depend on the task"
-                raise FailedError(tried, seen, "do not give the model an answer that it did not work for")
-    return counted(len(known), "task")
 
 
 def forged_lists(subject: Subject) -> str:
@@ -126,7 +103,7 @@ def forged_calls(subject: Subject) -> str:
 def forged_code(subject: Subject) -> str:
     """Text that looks like code is not run in the process of the environment."""
     count = 0
-    for tool, name, usual in _text_arguments(subject):
+    for tool, name, usual in text_arguments(subject):
         marker = subject.scratch / "marker.txt"
         for code in _codes(marker):
             marker.unlink(missing_ok=True)
@@ -237,71 +214,7 @@ def _last_is_wrong(answers: list[str], own: str) -> list[str]:
     return [others[0], own, *others[1:]] if own and others else others
 
 
-def _gives_away(texts: Sequence[str], answers: Sequence[str]) -> str:
-    """How each text shows its answer: it is the answer, or has the answer behind the same words. Empty if it does not.
-
-    Texts without an answer do not count.
-    """
-    pairs = [(text.strip().lower(), answer) for text, answer in zip(texts, answers, strict=True) if answer]
-    if len({answer for _, answer in pairs}) < 2:
-        return ""
-    if all(text == answer for text, answer in pairs):
-        return "and nothing else"
-    contexts = [
-        {text[max(0, found.start() - CONTEXT) : found.start()] for found in re.finditer(_word(answer), text)}
-        for text, answer in pairs
-    ]
-    for context in sorted(set.intersection(*contexts)):
-        is_rare = all(text.count(context) == 1 for text, _ in pairs)
-        if is_rare and any(letter.isalpha() for letter in context):
-            return f"behind {context!r}"
-    return ""
-
-
-def _unknowing(subject: Subject, tool: ToolMethod) -> Iterator[tuple[str, Callable[[Task], dict[str, Any]]]]:
-    """Arguments that do not depend on the task, each with its words."""
-    usual = example_arguments(schema_of(tool))
-    yield "invented arguments", _always(usual)
-    texts = [name for owner, name, _ in _text_arguments(subject) if owner.name == tool.name]
-    for value in ("", "answer", "help", "*"):
-        if texts:
-            yield f"{value!r}", _always({**usual, **dict.fromkeys(texts, value)})
-    calls = [
-        (each.task, call.arguments)
-        for each in subject.expert
-        for reply in each.replies
-        for call in reply.tool_calls
-        if call.name == tool.name
-    ]
-
-    def of_another(task: Task) -> dict[str, Any]:
-        own = [arguments for other, arguments in calls if other == task]
-        return next((arguments for other, arguments in calls if other != task and arguments not in own), usual)
-
-    if calls:
-        yield "the arguments of another task", of_another
-
-
-def _always(arguments: dict[str, Any]) -> Callable[[Task], dict[str, Any]]:
-    return lambda task: arguments
-
-
-async def _results(
-    subject: Subject, tool: ToolMethod, tasks: Sequence[Task], arguments: Callable[[Task], dict[str, Any]]
-) -> list[str]:
-    """The tool's result in each task."""
-    texts = []
-    for task in tasks:
-        run = await ready(subject, task)
-        try:
-            own = {each.name: each for each in run.own_tools}
-            texts.append((await run_tool(own, ToolCall(tool.name, arguments(task), "call"), seconds_max=10)).text)
-        finally:
-            await done(run)
-    return texts
-
-
-def _text_arguments(subject: Subject) -> Iterator[tuple[ToolMethod, str, dict[str, Any]]]:
+def text_arguments(subject: Subject) -> Iterator[tuple[ToolMethod, str, dict[str, Any]]]:
     """Each tool argument that may be text: the tool, the argument, and usual arguments."""
     for tool in tools_for(subject):
         schema = schema_of(tool)
@@ -315,8 +228,8 @@ def _calls_with_names(subject: Subject) -> Iterator[tuple[ToolMethod, dict[str, 
     """Calls whose texts are names of the environment's attributes, alone and with a value for another argument."""
     own = in_trio(_attributes, subject)
     names = list(dict.fromkeys([*(name for name in NAMES if name in own), *own, *NAMES]))[:20]
-    for tool, argument, usual in _text_arguments(subject):
-        others = [name for owner, name, _ in _text_arguments(subject) if owner.name == tool.name and name != argument]
+    for tool, argument, usual in text_arguments(subject):
+        others = [name for owner, name, _ in text_arguments(subject) if owner.name == tool.name and name != argument]
         for name in names:
             for text in (name, f"self.{name}", f"{{{name}}}", f"{{self.{name}}}", f"{{0.{name}}}"):
                 yield tool, {**usual, argument: text}, f"{argument}={text!r}"
@@ -377,8 +290,8 @@ async def _run_code(subject: Subject, tool: ToolMethod, arguments: dict[str, Any
 def _writers(subject: Subject) -> Iterator[tuple[ToolMethod, str, str]]:
     """Tools that seem to write files: the tool, the argument for the path, and the one for the text."""
     texts: dict[str, list[str]] = {}
-    tools = {tool.name: tool for tool, _, _ in _text_arguments(subject)}
-    for tool, name, _ in _text_arguments(subject):
+    tools = {tool.name: tool for tool, _, _ in text_arguments(subject)}
+    for tool, name, _ in text_arguments(subject):
         texts.setdefault(tool.name, []).append(name)
     for owner, names in texts.items():
         path = next((name for name in names if re.search("path|file|name", name)), None)
@@ -402,8 +315,3 @@ def _file_names(env: Any, folder: Path) -> list[str]:
     folders = [each for each in (*known, *folder.iterdir()) if each.is_dir()]
     found = [str(file.relative_to(each)) for each in folders for file in sorted(each.rglob("*")) if file.is_file()]
     return found[:20]
-
-
-def _at_tasks(subject: Subject) -> str:
-    place = place_of_function(getattr(subject.component, "tasks", None))
-    return f" ({place})" if place else ""

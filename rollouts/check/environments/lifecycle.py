@@ -36,6 +36,7 @@ from rollouts.types import Message, Status, Task
 
 CANCELLED_MAX = 24  # places at which an episode is cancelled
 WRONG = ("0", "1", "?", "2")  # replies that are probably wrong, so that an episode lasts longer than an expert's
+WORKER_SECONDS = 0.05  # how long after a step an episode in a worker is cancelled
 MODEL_SECONDS = 0.3  # the deadline of an episode whose model never replies
 
 
@@ -129,22 +130,28 @@ def cancelled(subject: Subject) -> str:
 
 
 class _CancelAtStep(trio.abc.Instrument):
-    """Cancels a task before one of its steps. `steps` counts them."""
+    """Cancels a task before one of its steps, or this many seconds after it. `steps` counts them."""
 
-    def __init__(self, step: int) -> None:
-        self.steps, self._step, self.scope = 0, step, trio.CancelScope()
+    def __init__(self, step: int, seconds: float) -> None:
+        self.steps, self._step, self._seconds, self.scope = 0, step, seconds, trio.CancelScope()
         self.task: trio.lowlevel.Task | None = None
 
     def before_task_step(self, task: trio.lowlevel.Task) -> None:
         if task is self.task:
             self.steps += 1
-            if self.steps == self._step:
+            if self.steps == self._step and not self._seconds:
                 self.scope.cancel()
+
+    def after_task_step(self, task: trio.lowlevel.Task) -> None:
+        if task is self.task and self.steps == self._step and self._seconds:
+            self.scope.deadline = trio.current_time() + self._seconds
 
 
 async def _cancelled_at(subject: Subject, task: Task, script: list[Message], watch: Watch, step: int) -> int:
-    """Play an episode and cancel it before this step of its task. Returns the number of steps."""
-    instrument = _CancelAtStep(step)
+    """Play an episode and cancel it at this step of its task, or a little later, when a worker has begun what the step
+    asked for. Returns the number of steps.
+    """
+    instrument = _CancelAtStep(step, WORKER_SECONDS if subject.environment.remote else 0.0)
 
     async def episode() -> None:
         instrument.task = trio.lowlevel.current_task()
@@ -216,6 +223,8 @@ def close(subject: Subject) -> str:
             late = f"it took longer than 10 seconds ({place})"
             why = late if isinstance(error, calls.CallTimeoutError) else words_of(error)
             change = "give each attribute that `close` uses a value in the constructor, and check it"
+            if function is twice:
+                change = "let the second call do nothing: set what `close` has closed to None, and check it first"
             raise FailedError(tried, why, change) from error
     return "twice, and without setup"
 
@@ -223,9 +232,9 @@ def close(subject: Subject) -> str:
 def restore(subject: Subject) -> str:
     """An episode that is saved with `state` and restored in another object goes on as before."""
     component = subject.component
-    if not (hasattr(component, "state") and hasattr(component, "restore")):
+    if not (subject.has("state") and subject.has("restore")):
         raise SkippedError("the environment has no `state` and `restore`")
-    if hasattr(component, "rollout"):
+    if subject.has("rollout"):
         raise SkippedError("an environment with its own `rollout` cannot be restored")
     pairs = [(each.task, each.replies) for each in subject.expert[:2]]
     pairs = pairs or [(subject.tasks[0], script_for(subject, subject.tasks[0]))]
@@ -238,12 +247,12 @@ def restore(subject: Subject) -> str:
             count += 1
             tried = f"save an episode after {said} of {len(script)} replies"
             if saved != again:
-                place = place_of_function(component.restore)
+                place = place_of_function(getattr(component, "restore", None))
                 seen = f"the first object gave {shown(saved)}, the second {shown(again)} ({place})"
                 change = "set in `restore` everything that `state` returned"
                 raise FailedError(f"{tried}, restore it in a new object, and call `state` there", seen, change)
             if difference := difference_of(whole, restored):
-                place = place_of_function(component.state)
+                place = place_of_function(getattr(component, "state", None))
                 seen = f"{difference} ({place})"
                 change = "return from `state` everything that the rest of the episode needs, and set it in `restore`"
                 raise FailedError(f"{tried}, restore it in a new object, and play the rest", seen, change)

@@ -23,6 +23,7 @@ from rollouts.check.environments.traces import draw_in, run_child
 from rollouts.check.report import FailedError, SkippedError
 from rollouts.env.wheels import base_wheel
 from rollouts.plugins.index import normalize
+from rollouts.scaffold.packages import example_description
 
 FORBIDDEN = ("torch", "transformers", "tensorflow", "jax", "vllm", "sglang")
 IMPORT_SECONDS = 3.0
@@ -84,7 +85,8 @@ def wheel(subject: Subject) -> str:
     if str(work.resolve()) not in str(Path(found["file"]).resolve()):
         seen = f"its module is {found['file']}, not a file of the wheel"
         raise FailedError("import the environment from its wheel", seen, "add the module to the wheel's packages")
-    return f"{own.name}; {remark}"
+    stale = "; `description` in pyproject.toml is still that of the example: replace it" if _is_example(folder) else ""
+    return f"{own.name}; {remark}{stale}"
 
 
 def _imported(subject: Subject) -> dict[str, Any]:
@@ -140,6 +142,12 @@ def _extras(subject: Subject) -> list[str]:
     points = about.get("project", {}).get("entry-points", {}).get("rollouts.environments", {})
     found = re.search(r"\[(.*)\]", str(points.get(subject.label, "")))
     return [extra.strip() for extra in found[1].split(",")] if found else []
+
+
+def _is_example(folder: Path) -> bool:
+    """Whether the package still has the description that `rollouts new` wrote."""
+    about = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
+    return bool(about["project"].get("description") == example_description("environments"))
 
 
 def _qualified(folder: Path, name: str) -> str:

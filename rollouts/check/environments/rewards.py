@@ -2,43 +2,147 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-from rollouts.author_code import place_of_function, shown
-from rollouts.check.environments.agents import Agent, Played, example_script, in_trio, play, play_each, says
+from rollouts.author_code import message_of, place_of_function, shown
+from rollouts.check.environments.agents import (
+    Agent,
+    Played,
+    done,
+    example_script,
+    in_trio,
+    play,
+    play_each,
+    ready,
+    says,
+)
 from rollouts.check.environments.subject import Subject
+from rollouts.check.environments.traces import first_difference, random_sources
 from rollouts.check.report import FailedError
 from rollouts.encoding import encode
 from rollouts.env.authoring import rewards_of
 from rollouts.env.mixing import RETURNED_NONE, RewardTerm
-from rollouts.errors import counted
+from rollouts.errors import RolloutsError, counted
 from rollouts.types import Message, Score, Task, Trajectory
 
+SET_UP_SECONDS = 5.0  # how long other tasks are set up
 SLACK = 1e-6  # rounding of a reward
 JUNK_REPLIES = ("", "?", "I do not know.", "0", "-1", "nan", "x" * 20_000, "é 👩‍🚀 \u202e", "[[]] {} ()", "\n\n\n")
 
 
+class First(NamedTuple):
+    """One of the first episodes that a subject plays."""
+
+    words: str
+    task: Task
+    script: list[Message]
+    played: Played
+
+
 def episode(subject: Subject) -> str:
-    """An episode runs to its end: with a call of each tool, and with a text."""
+    """An episode runs to its end, with a call of each tool, and keeps its task. Other tasks can be set up."""
+    first_episodes(subject)
     task = subject.tasks[0]
     script = example_script(subject)
-    (played,) = play_each(subject, [task], [says(*script)], turns=len(script))
-    require_end(played, "play an episode with a call of each tool, then a text")
-    return f"{counted(len(played.trajectory.messages), 'message')}, {played.episode.status.value}"
+    judged: list[bytes] = []
+
+    def record(task: Task) -> float:
+        judged.append(encode(task))
+        return 0.0
+
+    term = RewardTerm("rollouts_task", record, 0.0, {}, ("task",))
+    (played,) = play_each(subject, [task], [says(*script)], turns=len(script), rewards=(term,))
+    tried = "play an episode with a call of each tool, then a text"
+    require_end(played, tried)
+    if difference := next((path for each in judged if (path := first_difference(encode(task), each))), ""):
+        place = place_of_function(getattr(subject.component, "setup", None))
+        seen = f"the task changed: {difference}" + (f" ({place})" if place else "")
+        raise FailedError(tried, seen, "do not change the task: in `setup`, copy what an episode changes")
+    count = _set_up_each(subject)
+    remark = f"{counted(len(played.trajectory.messages), 'message')}, {played.episode.status.value}"
+    return f"{remark}; {counted(count, 'task')} set up" if count else remark
+
+
+def _set_up_each(subject: Subject) -> int:
+    """Run `setup`, `tools` and `close` for each drawn task, for a few seconds. Returns the number of tasks. Raises
+    FailedError for the first task that fails.
+    """
+    if not (subject.has("setup") or subject.has("tools")):
+        return 0
+    tasks = list({task.key: task for task in subject.drawn}.values())
+    deadline = time.monotonic() + SET_UP_SECONDS
+
+    async def each() -> int:
+        for number, task in enumerate(tasks, start=1):
+            try:
+                run = await ready(subject, task)
+                await done(run)
+            except RolloutsError as error:
+                change = "correct `setup` or `tools`; they must work for every task"
+                raise FailedError(f"set up the task {shown(task.key)}", message_of(error), change) from error
+            if time.monotonic() > deadline:
+                return number
+        return len(tasks)
+
+    return in_trio(each)
+
+
+def first_episodes(subject: Subject) -> list[First]:
+    """An idle agent, the experts, and a call of each tool, before the subject plays anything else. `repeatable` plays
+    them again after other episodes.
+    """
+    if "first" not in subject.kept:
+        scripts = [("an empty text", subject.tasks[0], [Message("assistant", "")])]
+        scripts += [
+            (f"the demonstration of {shown(each.task.key)}", each.task, each.replies) for each in subject.expert
+        ]
+        scripts += [("a call of each tool, then a text", subject.tasks[0], example_script(subject))]
+
+        async def play_all() -> list[First]:
+            return [
+                First(words, task, script, await play(subject, task, says(*script), turns=len(script)))
+                for words, task, script in scripts
+            ]
+
+        subject.kept["first"] = in_trio(play_all)
+    found: list[First] = subject.kept["first"]
+    return found
 
 
 def repeatable(subject: Subject) -> str:
-    """The same task and the same replies give the same messages and the same reward."""
-    pairs = [(each.task, each.replies) for each in subject.expert[:2]]
-    for task, script in [*pairs, (subject.tasks[0], example_script(subject))]:
-        first, second = play_each(subject, [task] * 2, [says(*script), says(*script)], turns=len(script))
-        if difference := difference_of(first, second):
-            change = (
-                "keep the state of an episode on `self`, set it in `setup`, and draw random numbers from a generator "
-                "that `setup` makes from the task"
-            )
-            raise FailedError("play the same replies to the same task twice", difference, change)
-    return "2 episodes each"
+    """The same task and the same replies give the same messages and the same reward, also after other episodes."""
+    known = first_episodes(subject)
+    for each in known:
+        agents = [says(*each.script), says(*each.script)]
+        again = play_each(subject, [each.task] * 2, agents, turns=len(each.script))
+        for earlier, later in ((each.played, again[0]), (again[0], again[1])):
+            if difference := difference_of(earlier, later):
+                raise _not_repeatable(subject, each, difference, again)
+    return counted(len(known), "episode")
+
+
+def _not_repeatable(subject: Subject, first: First, difference: str, again: Sequence[Played]) -> FailedError:
+    """The failure with its probable cause: what other episodes left, or something random."""
+    tried = f"play {first.words} to the same task again, after other episodes"
+    if not difference_of(*again):
+        change = (
+            "an episode left something that a later one sees; keep its state on `self`, not in the class, in a module, "
+            "in `shared` or on disk"
+        )
+        return FailedError(tried, difference, change)
+    if sources := random_sources(subject, with_episode=True):
+        return FailedError(
+            tried,
+            f"{difference}; {'; '.join(sources)}",
+            "decide it from the task, or with a generator that `setup` makes from it: random.Random(task.key)",
+        )
+    change = (
+        "keep the state of an episode on `self`, set it in `setup`, and draw random numbers from a generator that "
+        "`setup` makes from the task"
+    )
+    return FailedError(tried, difference, change)
 
 
 def oracle(subject: Subject) -> str:
@@ -187,15 +291,7 @@ def expert_rewards(subject: Subject) -> list[float]:
 
 def _experts(subject: Subject) -> list[Played]:
     """The replayed demonstrations, played once for all checks."""
-    if "experts" not in subject.kept:
-        known = subject.demonstrations
-
-        async def replay() -> list[Played]:
-            return [await play(subject, e.task, says(*e.replies), turns=len(e.replies)) for e in known]
-
-        subject.kept["experts"] = in_trio(replay)
-    found: list[Played] = subject.kept["experts"]
-    return found
+    return [each.played for each in first_episodes(subject)[1:-1]]
 
 
 def _below(subject: Subject, tried: str, agents: list[Agent]) -> str:

@@ -20,7 +20,7 @@ from random import Random
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlparse
 
-from rollouts.check.report import SkippedError
+from rollouts.check.report import SkippedError, UntestedError
 from rollouts.config.files import Source
 from rollouts.config.flags import Tree
 from rollouts.config.merging import merge
@@ -29,13 +29,14 @@ from rollouts.config.resolving import Resolved, resolve
 from rollouts.encoding import encode
 from rollouts.env.authoring import rewards_of
 from rollouts.env.mixing import RewardTerm
-from rollouts.errors import ConfigError, counted
+from rollouts.errors import ConfigError, PluginError, counted
 from rollouts.plugins.index import HELD
 from rollouts.plugins.manager import PluginManager
 from rollouts.runs.components import choose
 from rollouts.runs.environments import Environment, plan_environments
 from rollouts.runs.plan import reward_terms
-from rollouts.runs.sandboxes import make_sandboxes
+from rollouts.runs.sandboxes import with_sandboxes
+from rollouts.runs.workers import Workers, pools_of, refuse_env_of_rewards
 from rollouts.types import Message, Task
 
 GROUP = "rollouts.environments"
@@ -44,6 +45,7 @@ DRAWN = 50  # tasks that are compared
 READ_MAX = 1000  # tasks and demonstrations that are read to find a demonstration's task
 TASKS_SECONDS = 60.0
 CONCURRENCY = 8  # sandboxes at the same time
+DEMONSTRATE = "write `demonstrations(self, split, rng)`: docs/check.md, Demonstrations"
 
 
 class Demonstration(NamedTuple):
@@ -82,11 +84,12 @@ class Subject:
     tasks_max: int = TASKS
     settings: Tree = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)  # what a check computes for others
+    inline: Subject | None = None  # of an environment in a worker: the same one here, if it is installed here
 
     @property
     def component(self) -> Any:
-        """The class."""
-        return self.environment.chosen.component
+        """The class; of an environment in a worker that is not installed here, the class in its place."""
+        return self.inline.component if self.inline is not None else self.environment.chosen.component
 
     @property
     def label(self) -> str:
@@ -97,6 +100,26 @@ class Subject:
     def is_importable(self) -> bool:
         """Whether another process can find the environment by its name."""
         return HELD.fullmatch(self.found.name) is None
+
+    def has(self, method: str) -> bool:
+        """Whether the environment has this optional method."""
+        if self.inline is None and self.environment.remote is not None:
+            return hasattr(self.made, method)
+        return hasattr(self.component, method)
+
+    @cached_property
+    def made(self) -> Any:
+        """An environment object that plays no episode."""
+        return self.environment.make_checked()
+
+    def deaths(self) -> int:
+        """How many of its workers have died."""
+        return sum(pool.deaths for pool in pools_of([self.environment]).values())
+
+    def close(self) -> None:
+        """End its workers."""
+        for pool in pools_of([self.environment]).values():
+            pool.close()
 
     @property
     def reward_range(self) -> tuple[float, float] | None:
@@ -125,8 +148,8 @@ class Subject:
     @cached_property
     def demonstrations(self) -> list[Demonstration]:
         """Demonstrations of different tasks, each with its task. Raises SkippedError if there are none."""
-        if not hasattr(self.component, "demonstrations"):
-            raise SkippedError("the environment has no demonstrations")
+        if not self.has("demonstrations"):
+            raise UntestedError("the environment has no demonstrations", DEMONSTRATE)
         found: dict[bytes, Demonstration] = {}
         tasks = _TasksByPrompt(self.environment.draw("train", self.rng()))
         with contextlib.suppress(ConfigError):  # the rows of `prompts` need no responses
@@ -136,9 +159,9 @@ class Subject:
                 if len(found) >= self.tasks_max:
                     break
         if not found:
-            raise SkippedError(
-                f"none of the first {counted(READ_MAX, 'task')} has the prompt of a demonstration; draw both in the "
-                "same way from `rng`"
+            raise UntestedError(
+                f"none of the first {counted(READ_MAX, 'task')} has the prompt of a demonstration",
+                "draw tasks and demonstrations in the same way from `rng`: docs/check.md, Demonstrations",
             )
         return list(found.values())
 
@@ -150,10 +173,15 @@ class Subject:
         except SkippedError:
             return []
 
+    @property
+    def is_judged(self) -> bool:
+        """Whether a reward judges the rollouts."""
+        return bool(rewards_of(self.component)) or any(term.function is not None for term in self.rewards)
+
     def require_rewards(self) -> None:
         """Raise SkippedError if nothing judges the rollouts."""
-        if not rewards_of(self.component) and all(term.function is None for term in self.rewards):
-            raise SkippedError("the environment has no @reward; name one: --reward NAME")
+        if not self.is_judged:
+            raise UntestedError("the environment has no @reward", "name a reward: --reward NAME")
 
 
 class _TasksByPrompt:
@@ -242,9 +270,18 @@ def make_subject(found: Found, settings: Tree, scratch: Path, *, seed: int = 0, 
     resolved = resolve(tree, Source().with_objects(objects))
     resolved = resolved._replace(components={key: resolved.components[key] for key in ("env", "reward", "sandbox")})
     manager = PluginManager(objects.components)
-    chosen = choose(manager, resolved.components, resolved.source)
+    workers = Workers(resolved, manager)
+    chosen = choose(manager, resolved.components, resolved.source, workers=workers)
     core = dataclasses.replace(resolved.settings, tasks_seconds=TASKS_SECONDS)
     (environment,) = plan_environments(manager, resolved.components["env"], chosen["env"], core, resolved.source)
-    environment = environment._replace(sandboxes=make_sandboxes(chosen["sandbox"][0], (environment,), CONCURRENCY))
+    (environment,) = with_sandboxes(chosen["sandbox"][0], (environment,), CONCURRENCY)
     rewards = reward_terms(resolved.components["reward"], chosen["reward"])
-    return Subject(found, resolved, environment, rewards, scratch, seed, tasks, tree)
+    refuse_env_of_rewards([environment], rewards)
+    subject = Subject(found, resolved, environment, rewards, scratch, seed, tasks, tree)
+    (own,) = resolved.components["env"]
+    if workers.has(own):
+        here = {name: value for name, value in settings.items() if name != "worker"}
+        absent = (PluginError,) if workers.is_elsewhere(own) else ()
+        with contextlib.suppress(*absent):
+            subject.inline = make_subject(found, here, scratch, seed=seed, tasks=tasks)
+    return subject

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from rollouts.check.environments.answers import answer_hidden
 from rollouts.check.environments.definition import definition, settings
 from rollouts.check.environments.forger import (
-    answer_hidden,
     forged_calls,
     forged_code,
     forged_files,
@@ -23,13 +23,15 @@ from rollouts.check.environments.tasks import (
     task_ids,
     tasks,
 )
+from rollouts.check.environments.through_worker import worker_data, worker_episodes, worker_lives, worker_tasks
 from rollouts.check.environments.tokens import masks
 from rollouts.check.environments.tools import tool_arguments, tool_results, tool_schemas
 from rollouts.check.runner import Check
 
 _DRAWN = ("definition", "tasks", "demonstrations")
 _PLAYED = (*_DRAWN, "episode")
-_JUDGED = (*_PLAYED, "rewards", "oracle", "no-op")  # if doing nothing earns the reward, so does every trick
+_JUDGED = (*_PLAYED, "rewards", "repeatable", "oracle", "no-op")
+"""What a trick needs: if doing nothing earns the reward, so does every trick."""
 
 CHECKS: tuple[Check, ...] = (
     Check(imports),
@@ -41,16 +43,16 @@ CHECKS: tuple[Check, ...] = (
     Check(same_seed, ("definition", "tasks", "random-state")),
     Check(task_ids, ("definition", "tasks")),
     Check(seeds_differ, ("definition", "tasks", "same-seed")),
-    Check(random_state, _DRAWN),
+    Check(random_state, _PLAYED),
     Check(plain_data, _DRAWN),
-    Check(tool_schemas, ("definition",)),
+    Check(tool_schemas, _PLAYED),
     Check(tool_results, _PLAYED),
     Check(tool_arguments, _PLAYED),
     Check(episode, _DRAWN),
     Check(rewards, _PLAYED),
     Check(repeatable, (*_PLAYED, "rewards", "random-state", "tool-results")),
-    Check(oracle, (*_PLAYED, "rewards")),
-    Check(no_op, (*_PLAYED, "rewards", "oracle")),
+    Check(oracle, (*_PLAYED, "rewards", "repeatable")),
+    Check(no_op, (*_PLAYED, "rewards", "repeatable", "oracle")),
     Check(echo, _JUDGED),
     Check(answer_hidden, _JUDGED),
     Check(forged_lists, _JUDGED),
@@ -66,3 +68,22 @@ CHECKS: tuple[Check, ...] = (
     Check(masks, _PLAYED),
 )
 """The checks, each with the checks that it needs."""
+
+IN_WORKER: tuple[Check, ...] = (
+    Check(definition),
+    Check(tasks, ("definition",)),
+    Check(demonstrations, ("definition", "tasks")),
+    Check(worker_tasks, _DRAWN),
+    Check(worker_data, _DRAWN),
+    Check(episode, _DRAWN),
+    Check(worker_episodes, (*_PLAYED, "worker-tasks")),
+    Check(rewards, _PLAYED),
+    Check(repeatable, (*_PLAYED, "rewards")),
+    Check(oracle, (*_PLAYED, "rewards", "repeatable")),
+    Check(interleaved, (*_PLAYED, "repeatable")),
+    Check(cancelled, _PLAYED),
+    Check(deadlines, _PLAYED),
+    Check(restore, (*_PLAYED, "repeatable")),
+    Check(worker_lives, _PLAYED),
+)
+"""The checks of an environment that runs in a worker."""

@@ -12,7 +12,7 @@ from typing import Any
 from rollouts.author_code import place_of_function, shown
 from rollouts.check.environments.agents import play_each, says, script_for
 from rollouts.check.environments.subject import DRAWN, Subject
-from rollouts.check.environments.traces import draw_in_child, random_calls
+from rollouts.check.environments.traces import draw_in_child, first_difference, random_calls, random_sources
 from rollouts.check.report import FailedError, SkippedError
 from rollouts.encoding import encode
 from rollouts.errors import counted
@@ -42,19 +42,19 @@ def demonstrations(subject: Subject) -> str:
 
 def same_seed(subject: Subject) -> str:
     """The same seed gives the same tasks: again, in another object, and in processes with other hash seeds."""
-    wanted = [encode(task) for task in subject.drawn]
+    wanted = [encode(task) for task in subject.drawn]  # no episode changes these: each plays a copy
     change = (
         "draw only from `rng`; do not use the global `random`, the time, ids of objects, or the order of a set "
         "(sort it first)"
     )
     again = [encode(task) for task in subject.draw(DRAWN)]
-    _compare(wanted, again, "draw the tasks twice with the same seed", _at(subject), change)
+    _compare(subject, wanted, again, "draw the tasks twice with the same seed", change)
     if not subject.is_importable:
         return f"{counted(len(wanted), 'task')}; not in another process, because the class has no importable name"
     for hash_seed in ("1", "2"):
         other = draw_in_child(subject, DRAWN, hash_seed)
         tried = f"draw the tasks in another process, with PYTHONHASHSEED={hash_seed}"
-        _compare(wanted, other, tried, _at(subject), change)
+        _compare(subject, wanted, other, tried, change)
     return f"{counted(len(wanted), 'task')}, in 3 processes"
 
 
@@ -141,11 +141,12 @@ def _not_plain(value: Any, place: str, depth: int) -> Iterator[str]:
         yield f"{place} is {shown(value)} ({type(value).__name__})"
 
 
-def _compare(wanted: list[bytes], other: list[bytes], tried: str, place: str, change: str) -> None:
+def _compare(subject: Subject, wanted: list[bytes], other: list[bytes], tried: str, change: str) -> None:
     for number, (first, second) in enumerate(itertools.zip_longest(wanted, other), start=1):
         if first != second:
-            texts = [each.decode() if each is not None else "nothing" for each in (first, second)]
-            raise FailedError(tried, f"task {number} was {_short(texts[0])}, then {_short(texts[1])}{place}", change)
+            sources = [f"; {each}" for each in random_sources(subject)]
+            seen = f"task {number} differs: {first_difference(first, second)}{_at(subject)}{''.join(sources)}"
+            raise FailedError(tried, seen, change)
 
 
 def _is_endless(given: Iterator[Task]) -> bool:
@@ -158,10 +159,6 @@ def _is_endless(given: Iterator[Task]) -> bool:
 
 def _number(found: list[Task]) -> str:
     return f"{DRAWN} or more" if len(found) >= DRAWN else str(len(found) or "none")
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 160 else f"{text[:160]}..."
 
 
 def _at(subject: Subject) -> str:

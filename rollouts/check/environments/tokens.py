@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from rollouts.agent.episode import run_episode
 from rollouts.agent.model import EpisodeLimits
 from rollouts.author_code import shown
-from rollouts.check.environments.agents import in_trio, script_for, tools_for
+from rollouts.check.environments.agents import copied, in_trio, script_for, tools_for
 from rollouts.check.environments.subject import Subject
-from rollouts.check.report import FailedError, SkippedError
+from rollouts.check.report import FailedError, UntestedError
 from rollouts.env.authoring import ToolMethod
 from rollouts.env.schema import schema_of
 from rollouts.runs.rehearsal import CONTEXT_TOKENS, ScriptedEngine
@@ -41,7 +41,7 @@ def masks(subject: Subject) -> str:
     """The trained tokens are exactly the model's, under four chat templates."""
     formats = chat_formats()
     if not formats:
-        raise SkippedError("tokens need transformers: pip install 'rollouts-rl[train]'")
+        raise UntestedError("tokens need transformers", "type: pip install 'rollouts-rl[train]'")
     task = subject.tasks[0]
     script = script_for(subject, task)
     for family, chat in formats.items():
@@ -97,7 +97,7 @@ async def _play(
     engine = Engine(script, schemas, chat)
     limits = EpisodeLimits(max_tokens=CONTEXT_TOKENS, max_turns=len(script), episode_seconds=60)
     episode = await run_episode(
-        task,
+        copied(task),
         make_env=subject.environment.make,
         chat=chat,
         inference=engine,

@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from rollouts.author_code import CORE, STANDARD_LIBRARY, Place, is_file
+from rollouts.author_code import CORE, STANDARD_LIBRARY, Place, is_file, shown
 from rollouts.check.environments.subject import Subject
 from rollouts.check.report import FailedError, SkippedError
 from rollouts.config.convert import plain
@@ -39,8 +39,8 @@ CHANGES = frozenset(
 )
 """Audit events of calls that change the file system. The first argument is a path."""
 
-OWN_CHILDREN = ("resource_tracker", "ps -axo")
-"""Child processes of Python itself and of this module."""
+OWN_CHILDREN = ("resource_tracker", "ps -axo", "rollouts.env.workers")
+"""Child processes of Python itself, of this module and of workers."""
 
 OURS = ("rollouts", "Trio ", "MainThread", "pydevd", "ThreadPoolExecutor", "AnyIO")
 """How the names of threads begin that belong to rollouts, trio and asyncio."""
@@ -56,6 +56,11 @@ def random_calls() -> Iterator[list[str]]:
     found: list[str] = []
     owner = random.random.__self__  # type: ignore[attr-defined]  # the hidden generator of the module
     patched = {name: value for name, value in vars(random).items() if getattr(value, "__self__", None) is owner}
+    numpy = sys.modules.get("numpy")
+    saved = random.getstate(), numpy and numpy.random.get_state()
+    random.seed("rollouts check")  # a state that no environment sets, because an earlier episode may have seeded it
+    if numpy is not None:
+        numpy.random.seed(list(b"rollouts check"))
     before, numpys = random.getstate(), _numpy_state()
     for name, value in patched.items():
         if name != "getstate":
@@ -69,7 +74,9 @@ def random_calls() -> Iterator[list[str]]:
             found += list(calls) or ["the state of the global `random` changed"]
         if numpys is not None and _numpy_state() != numpys:
             found.append("the state of the global `numpy.random` changed")
-        random.setstate(before)
+        random.setstate(saved[0])
+        if numpy is not None:
+            numpy.random.set_state(saved[1])
 
 
 def _recorded(name: str, function: Callable[..., Any], calls: dict[str, None]) -> Callable[..., Any]:
@@ -118,6 +125,42 @@ def draw_in(
     run_child([python] if path else [python, "-P"], request, {"PYTHONHASHSEED": hash_seed}, path)
     found: dict[str, Any] = json.loads(answer.read_text())
     return found
+
+
+def random_sources(subject: Subject, *, with_episode: bool = False) -> list[str]:
+    """What another process saw the environment's code ask for that differs between two runs: the clock, the operating
+    system's random numbers, generators without a seed. Empty if it cannot tell.
+    """
+    if not subject.is_importable:
+        return []
+    answer = subject.scratch / "sources.json"
+    settings = plain(subject.settings)
+    request = {"name": subject.found.name, "settings": settings, "seed": subject.seed, "answer": str(answer)}
+    try:
+        run_child([sys.executable], {**request, "with_episode": with_episode}, {}, sys.path)
+    except (FailedError, SkippedError):
+        return []
+    found: list[str] = json.loads(answer.read_text())
+    return found[:3]
+
+
+def first_difference(first: bytes | None, second: bytes | None) -> str:
+    """Where two encoded values differ: "answer was 3, then 4". Empty if they are equal."""
+    if first is None or second is None:
+        texts = ["nothing" if each is None else shown(each.decode()) for each in (first, second)]
+        return f"it was {texts[0]}, then {texts[1]}"
+    return _difference(json.loads(first), json.loads(second), "")
+
+
+def _difference(first: Any, second: Any, path: str) -> str:
+    if type(first) is type(second) is dict and first.keys() == second.keys():
+        inside = [_difference(first[key], second[key], f"{path}.{key}" if path else key) for key in first]
+    elif type(first) is type(second) is list and len(first) == len(second):
+        pairs = enumerate(zip(first, second, strict=True))
+        inside = [_difference(one, other, f"{path}[{number}]") for number, (one, other) in pairs]
+    else:
+        inside = [] if first == second else [f"{path or 'it'} was {shown(first)}, then {shown(second)}"]
+    return next(filter(None, inside), "")
 
 
 def run_child(python: list[str], request: dict[str, Any], variables: dict[str, str], path: list[str] | None) -> None:

@@ -1,8 +1,13 @@
-"""`Channel`: carries messages, one bytes object each, between a run and a worker."""
+"""How a run reaches its workers: `Connector` starts or finds one, and `Channel` carries the messages to it.
+
+A component of the kind `workers` is a class or function that returns a Connector. A run chooses it with `--worker
+NAME`.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 import trio
 
@@ -29,6 +34,33 @@ class Channel(Protocol):
 
     async def aclose(self) -> None:
         """Close both directions. It does not wait for the other side."""
+        ...
+
+
+class Connection(Protocol):
+    """An open channel to a worker. A channel that closes by itself is the death of the worker."""
+
+    channel: Channel
+
+    async def end(self, grace_seconds: float = 0.0) -> str:
+        """Close the channel, end the worker if this connection started it, and say how it ended. The worker may clean
+        up what its environments share for `grace_seconds`.
+        """
+        ...
+
+    async def words_of_silence(self) -> str:
+        """Why a worker that does not answer may be silent. It takes a few seconds at most."""
+        ...
+
+
+@runtime_checkable
+class Connector(Protocol):
+    """Starts or finds workers. It is called in a trio loop, in a thread of its own."""
+
+    async def open(self, log: Callable[[bytes], None]) -> Connection:
+        """Connect to a new worker. `log` receives what the environment's code prints. Raises WorkerError, which says
+        why there is none. If the call is cancelled, it leaves no worker.
+        """
         ...
 
 

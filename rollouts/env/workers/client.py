@@ -21,8 +21,7 @@ import msgspec
 import trio
 
 from rollouts.author_code import message_of, printable, shown
-from rollouts.env.workers.channel import ChannelClosedError
-from rollouts.env.workers.process import Connection, Connector
+from rollouts.env.workers.channel import ChannelClosedError, Connection, Connector
 from rollouts.env.workers.protocol import (
     VERSION,
     Answer,

@@ -58,6 +58,23 @@ class Given(msgspec.Struct):
     text: str = ""
 
 
+class SandboxSent(msgspec.Struct, frozen=True):
+    """The sandbox that a run chose: its name, all its settings as `settings_as_sent` writes them, and how many
+    episodes run at the same time.
+    """
+
+    name: str
+    settings: dict[str, Any]
+    concurrency: int = 1
+
+
+class SandboxShown(msgspec.Struct):
+    """What a sandbox is, and what it does not stop."""
+
+    words: str
+    not_stopped: list[str]
+
+
 class Loaded(NamedTuple):
     """An environment that this process has imported."""
 

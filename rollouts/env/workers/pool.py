@@ -1,9 +1,10 @@
 """The run's side: the workers of one environment.
 
-Workers start when they are needed. An episode goes to the worker with the fewest. A worker that dies is started again
-at the next request; what it was doing fails with a WorkerError, and its other environment objects are lost. If workers
-die again and again before they answer a request of an environment object, every further request fails with
-WorkersLostError. Not here: the messages of one worker (`client`), and the class that a run sees (`proxy`).
+Workers start when they are needed. An episode goes to the worker with the fewest. If a worker cannot be started, one
+request fails and says why; the others go to workers that run, and it is tried again after a while. A worker that dies
+is started again at the next request; what it was doing fails with a WorkerError, and its other environment objects are
+lost. If workers die again and again before they answer a request of an environment object, every further request fails
+with WorkersLostError. Not here: the messages of one worker (`client`), and the class that a run sees (`proxy`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import trio
+
 from rollouts.config.workers import WorkerSettings
+from rollouts.env.workers.channel import Connector
 from rollouts.env.workers.client import (
     CLOSED,
     IDLE,
@@ -31,13 +35,14 @@ from rollouts.env.workers.client import (
     request,
     request_async,
 )
-from rollouts.env.workers.process import Connector
 from rollouts.env.workers.protocol import Answer, Error, Failure, decode_value, encode_value
 from rollouts.errors import RunError, WorkerError, WorkersLostError
 
 DEATHS_MAX = 10  # workers that die one after another, without an answer of an environment object in between
 CLOSE_SECONDS = 25.0
-REPEATED = ("describe", "configure", "make")  # while a run is composed, if the worker dies
+REST_SECONDS = 60.0  # after a worker could not be started, while others run
+# Requests while a run is composed, which are repeated if the worker dies.
+REPEATED = ("describe", "configure", "make", "show_sandbox", "try_sandbox")
 
 
 @dataclass(eq=False)
@@ -59,6 +64,7 @@ class _Slot:
     worker: Worker | None = None
     queued: list[tuple[Call, Lease | None]] = field(default_factory=list)
     is_starting: bool = False
+    rests_until: float = -math.inf
 
     @property
     def episodes(self) -> int:
@@ -169,7 +175,8 @@ class WorkerPool:
 
     def _place(self, call: Call, lease: Lease) -> None:
         """Give a new environment object to the worker with the fewest. An episode waits if all have too many."""
-        slot = min(self._slots, key=lambda slot: slot.episodes)
+        now = trio.current_time()
+        slot = min(self._slots, key=lambda slot: (now < slot.rests_until, slot.episodes))
         if lease.is_episode and slot.episodes >= self.settings.episodes:
             self._waiting.append((call, lease))
         else:
@@ -209,8 +216,13 @@ class WorkerPool:
             slot.is_starting = False
             queued, slot.queued = slot.queued, []
             self._count_death(error)
-            for call, _ in queued:
-                call.deliver(error)
+            slot.rests_until = trio.current_time() + REST_SECONDS
+            others = [each for each in self._slots if each.worker is not None]
+            for place, (call, lease) in enumerate(queued):
+                if place and others:
+                    self._give(min(others, key=lambda slot: slot.episodes), call, lease)
+                else:
+                    call.deliver(error)
             self._ended()
             return
         slot.worker, slot.is_starting = worker, False

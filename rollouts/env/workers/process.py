@@ -15,12 +15,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import trio
 
 from rollouts.env.workers.channel import Channel, PipeChannel
+from rollouts.env.workers.describe import SandboxSent
 from rollouts.errors import WorkerError, words_of_exit
 from rollouts.supervisor import supervised
 
@@ -32,36 +32,54 @@ CHUNK = 1 << 16
 
 class Options(msgspec.Struct, omit_defaults=True):
     """What a worker process may do. `memory_gib` and `cpu_seconds` are limits of the operating system. `only` is the
-    one environment that it loads; empty: any.
+    one environment that it loads; empty: any. With `only`, `sandbox` is the one sandbox that it opens; None: none.
     """
 
     memory_gib: float | None = None
     cpu_seconds: float | None = None
     only: str = ""
+    sandbox: SandboxSent | None = None
 
 
 def main(given: str) -> None:
     """Answer the requests on standard input until it is closed. `given` are Options as JSON."""
     from rollouts.env.shared import shared_values
     from rollouts.env.workers.describe import Library
+    from rollouts.env.workers.sandboxing import OpenSandboxes
     from rollouts.env.workers.server import serve
 
     options = msgspec.json.decode(given, type=Options)
+    requests, answers = take_streams()
+    set_limits(options)
+
+    async def run() -> None:
+        streams = trio.lowlevel.FdStream(answers), trio.lowlevel.FdStream(requests)
+        await serve(PipeChannel(*streams), Library(options.only), OpenSandboxes(options.only, options.sandbox))
+
+    with shared_values():
+        trio.run(run)
+    os._exit(0)  # threads of the environment's code may still run
+
+
+def take_streams() -> tuple[int, int]:
+    """Take the standard input and output of this process for messages. From now on, its input is empty, and what it
+    prints goes to standard error.
+    """
     requests, answers = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
     os.dup2(2, 1)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a file
-    set_limits(options)
+    return requests, answers
 
-    async def run() -> None:
-        streams = trio.lowlevel.FdStream(answers), trio.lowlevel.FdStream(requests)
-        await serve(PipeChannel(*streams), Library(options.only))
 
-    with shared_values():
-        trio.run(run)
-    os._exit(0)  # threads of the environment's code may still run
+def worker_command(options: Options, python: Path | None = None) -> list[str]:
+    """The command of a worker that reads requests from its standard input; see `ProcessConnector`."""
+    given = msgspec.json.encode(options).decode()
+    if python is not None:
+        return [str(python), "-I", "-c", VENV_BOOT, given]
+    return [sys.executable, "-c", BOOT, given, *sys.path]
 
 
 def set_limits(options: Options) -> None:
@@ -79,33 +97,10 @@ def set_limits(options: Options) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-class Connection(Protocol):
-    """An open channel to a worker."""
-
-    channel: Channel
-
-    async def end(self, grace_seconds: float = 0.0) -> str:
-        """Close the channel, end the worker if this connection started it, and say how it ended. The worker may clean
-        up what its environments share for `grace_seconds`.
-        """
-        ...
-
-    async def words_of_silence(self) -> str:
-        """Why a worker that does not answer may be silent. It takes a few seconds at most."""
-        ...
-
-
-class Connector(Protocol):
-    """Starts or finds workers."""
-
-    async def open(self, log: Callable[[bytes], None]) -> Connection:
-        """Connect to a new worker. `log` receives what the environment's code prints. Raises WorkerError."""
-        ...
-
-
 class ProcessConnector:
     """Starts workers as child processes of this one. `python` is the interpreter of a virtual environment that has the
-    environment; without it, workers import what this process does.
+    environment; without it, workers import what this process does. `command` is another command that speaks the
+    protocol, and ends with the exit code of its worker.
     """
 
     def __init__(
@@ -116,10 +111,7 @@ class ProcessConnector:
         python: Path | None = None,
         command: Sequence[str] = (),
     ) -> None:
-        given = msgspec.json.encode(options).decode()
-        own = [sys.executable, "-c", BOOT, given, *sys.path]
-        in_venv = [str(python), "-I", "-c", VENV_BOOT, given]
-        self._command = list(command) or (own if python is None else in_venv)
+        self._command = list(command) or worker_command(options, python)
         self._options = options
         self._environment = environment
         self._lifeline = os.pipe()  # when this pipe closes, the processes end

@@ -24,6 +24,7 @@ from rollouts.env.workers.describe import Description, Given, JudgeSent, setting
 from rollouts.env.workers.model import ModelAnswer, ModelAsked, ModelState
 from rollouts.env.workers.pool import DEATHS_MAX, Lease, WorkerPool
 from rollouts.env.workers.protocol import Ask, decode_value, error_received
+from rollouts.env.workers.remote_sandboxes import RemoteLease, RemoteSandboxes
 from rollouts.env.workers.sessions import (
     BATCH_MAX,
     Batch,
@@ -148,6 +149,18 @@ class RemoteEnvironment(Remote):
     def remote_warnings(self) -> list[tuple[str, int, str]]:
         """The warnings for its author."""
         return self._shape.warnings
+
+    @property
+    def has_sandbox(self) -> bool:
+        """Whether `setup` names a sandbox."""
+        return self._shape.has_sandbox
+
+    def remote_lease(self, sandboxes: Any) -> RemoteLease | None:
+        """The sandbox of an episode; None if `setup` names none."""
+        if not self.has_sandbox:
+            return None
+        assert isinstance(sandboxes, RemoteSandboxes), f"no sandboxes were given for {self._name}"
+        return RemoteLease(self.call, sandboxes)
 
     # --- what a run calls -------------------------------------------------------------------------------------------
 

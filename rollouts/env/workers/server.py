@@ -23,7 +23,7 @@ import trio
 
 from rollouts.env.workers import sessions
 from rollouts.env.workers.channel import Channel, ChannelClosedError
-from rollouts.env.workers.describe import Description, Given, Library, settings_as_sent
+from rollouts.env.workers.describe import Description, Given, Library, SandboxSent, settings_as_sent
 from rollouts.env.workers.protocol import (
     VERSION,
     Answer,
@@ -42,6 +42,7 @@ from rollouts.env.workers.protocol import (
     error_as_sent,
     read_from_run,
 )
+from rollouts.env.workers.sandboxing import OpenSandboxes
 from rollouts.env.workers.sessions import EnvironmentSession
 from rollouts.error_log import ErrorLog, Fault
 from rollouts.errors import leaves_of, words_of
@@ -90,11 +91,11 @@ class More(msgspec.Struct):
     count: int
 
 
-async def serve(channel: Channel, library: Library | None = None) -> None:
+async def serve(channel: Channel, library: Library | None = None, sandboxes: OpenSandboxes | None = None) -> None:
     """Say hello, and answer requests until the run closes the channel. Environment objects that are left then are
     closed.
     """
-    server = _Server(channel, library or Library())
+    server = _Server(channel, library or Library(), sandboxes or OpenSandboxes())
     with server.reporting():
         with contextlib.suppress(ChannelClosedError):
             await server.run()
@@ -102,8 +103,8 @@ async def serve(channel: Channel, library: Library | None = None) -> None:
 
 
 class _Server:
-    def __init__(self, channel: Channel, library: Library) -> None:
-        self._channel, self._library = channel, library
+    def __init__(self, channel: Channel, library: Library, sandboxes: OpenSandboxes) -> None:
+        self._channel, self._library, self._sandboxes = channel, library, sandboxes
         self._sessions: dict[int, EnvironmentSession] = {}
         self._scopes: dict[int, trio.CancelScope] = {}
         self._asked: dict[int, tuple[trio.Event, list[Answer | Failure]]] = {}
@@ -125,10 +126,13 @@ class _Server:
             pass
 
     async def close_sessions(self) -> None:
-        """Close the environment objects that are left. Their errors are printed, because the run is gone."""
+        """Close the environment objects that are left, and their sandboxes. Their errors are printed, because the run
+        is gone.
+        """
         async with trio.open_nursery() as nursery:
             for session in self._sessions.values():
                 nursery.start_soon(_close, session)
+        await self._sandboxes.close_all(CLOSE_SECONDS)
 
     def send(self, message: Any) -> None:
         """Send a message after those that are waiting."""
@@ -192,10 +196,17 @@ class _Server:
             return settings_as_sent(loaded.configure(asked.given))
         if method == "make":
             return await self._make(request.session, decode_value(arguments, Make), seconds)
-        if method in ("close", "forget"):
+        if method in ("show_sandbox", "try_sandbox", "open_sandbox", "close_sandbox"):
+            return await self._of_sandbox(request, seconds)
+        if method == "forget":
+            self._sessions.pop(request.session, None)
+            return await self._sandboxes.close(request.session)
+        if method == "close":
             session = self._sessions.pop(request.session, None)
-            return await session.close(seconds) if session is not None and method == "close" else None
+            return await session.close(seconds) if session is not None else None
         session = self._sessions[request.session]
+        if method == "setup":
+            return await session.setup(decode_value(arguments, Task), seconds, self._sandboxes.inputs(request.session))
         if method == "stream":
             return await session.stream(decode_value(arguments, sessions.StreamRequest))
         if method == "more":
@@ -211,7 +222,6 @@ class _Server:
     def _calls(self, session: EnvironmentSession) -> dict[str, tuple[Any, Callable[[Any, float], Awaitable[Any]]]]:
         """The requests with one argument: its type, and the method of the session."""
         return {
-            "setup": (Task, session.setup),
             "tools": (Task, session.tools),
             "tool": (sessions.ToolRequest, session.tool),
             "reply": (Trajectory, session.reply),
@@ -219,6 +229,17 @@ class _Server:
             "metric": (sessions.JudgeRequest, session.metric),
             "restore": (Any, session.restore),
         }
+
+    async def _of_sandbox(self, request: Request, seconds: float) -> Any:
+        """Do what a request about a sandbox asks for."""
+        if request.method == "close_sandbox":
+            return await self._sandboxes.close(request.session, seconds)
+        sent = decode_value(request.arguments, SandboxSent)
+        if request.method == "show_sandbox":
+            return await self._sandboxes.show(sent)
+        if request.method == "try_sandbox":
+            return await self._sandboxes.try_one(sent)
+        return await self._sandboxes.open(request.session, sent, seconds)
 
     async def _describe(self, name: str) -> Description:
         loaded = await trio.to_thread.run_sync(self._library.load, name)  # an import may take long

@@ -35,8 +35,9 @@ from rollouts.env.tools import run_tool
 from rollouts.env.workers.describe import Loaded
 from rollouts.env.workers.model import ModelState, RemoteModel, Run
 from rollouts.env.workers.protocol import Error, encode_value, error_as_sent
-from rollouts.errors import EnvironmentDefinitionError, RewardError
+from rollouts.errors import RewardError
 from rollouts.plugins.loading import install_hint
+from rollouts.sandboxes.base import Sandbox
 from rollouts.training.datasets.buffer import as_conversation, as_task
 from rollouts.types import Message, Role, Score, Task, ToolCall, Trajectory
 
@@ -55,7 +56,8 @@ class ToolSent(NamedTuple):
 
 class Shape(msgspec.Struct):
     """What an environment object has: the methods that rollouts calls, its tools and roles, and warnings for its author
-    (file, line, words). `error` is its first mistake, if it has one; then there are no tools.
+    (file, line, words). `error` is its first mistake, if it has one; then there are no tools. `has_sandbox`: its
+    `setup` names one.
     """
 
     methods: list[str]
@@ -63,6 +65,7 @@ class Shape(msgspec.Struct):
     roles: list[Role] = []
     warnings: list[tuple[str, int, str]] = []
     error: Error | None = None
+    has_sandbox: bool = False
 
 
 class StreamStart(msgspec.Struct):
@@ -147,19 +150,20 @@ class EnvironmentSession:
         methods = [name for name in CONTRACT if hasattr(self._env, name)]
         try:
             check_environment(self._env)
-            if names_input(self._env, "setup", "sandbox"):
-                raise EnvironmentDefinitionError(
-                    f"{environment_name(self._env)}.setup names `sandbox`, and sandboxes are opened in the process of "
-                    "the run; type --worker inline"
-                )
-            return Shape(methods, _as_sent(tools_of(self._env)), list(roles_of(self._env)), warnings_about(self._env))
+            return Shape(
+                methods,
+                _as_sent(tools_of(self._env)),
+                list(roles_of(self._env)),
+                warnings_about(self._env),
+                has_sandbox=names_input(self._env, "setup", "sandbox"),
+            )
         except Exception as error:  # a descriptor of the author's class may raise anything
             return Shape(methods, error=error_as_sent(error, hint=self.hint))
 
-    async def setup(self, task: Task, seconds: float) -> None:
-        """Run `setup` for the task of the episode."""
+    async def setup(self, task: Task, seconds: float, sandbox: dict[str, Sandbox]) -> None:
+        """Run `setup` for the task of the episode. `sandbox` is the input of this name, if `setup` names it."""
         self._task = task
-        inputs = await self._inputs_of("setup", seconds)
+        inputs = await self._inputs_of("setup", seconds) | sandbox
         await calls.call(*with_inputs(self._env.setup, [task], inputs), timeout_seconds=seconds)
 
     async def tools(self, task: Task, seconds: float) -> list[ToolSent]:

@@ -21,7 +21,7 @@ from rollouts.evaluate import numbers_of
 from rollouts.inference.base import InferenceBackend
 from rollouts.runs.clock import Start
 from rollouts.runs.environments import few_held_out_notes
-from rollouts.runs.folder import CONFIG, choose_folder, default_out, episode_records
+from rollouts.runs.folder import CONFIG, choose_folder, default_out, episode_records, run_name
 from rollouts.runs.manifest import MANIFEST, code_files, keep_code, make_manifest
 from rollouts.runs.observer import Observer
 from rollouts.runs.plan import Plan
@@ -76,7 +76,7 @@ def evaluate(plan: Plan, observer: Observer, started: Start, home: Path) -> dict
 def _model_name(model: str) -> str:
     """The name of a model in a folder's name; of a checkpoint, the run's folder and the step."""
     path = Path(model)
-    return f"{path.parents[1].name}-{path.name}" if path.parent.name == "checkpoints" else path.name
+    return f"{run_name(path.parents[1])}-{path.name}" if path.parent.name == "checkpoints" else path.name
 
 
 class EvaluationJob:

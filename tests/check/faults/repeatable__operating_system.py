@@ -1,6 +1,8 @@
-"""A tool raises KeyError for a word that it does not know."""
+"""A tool draws from the operating system's random numbers."""
 
 from __future__ import annotations
+
+import uuid
 
 from sums import Sums
 
@@ -11,4 +13,4 @@ class Fault(Sums):
     @tool
     def define(self, word: str) -> str:
         """The meaning of a word."""
-        return {"1": "one", "plus": "to add"}[word]
+        return f"ticket {uuid.uuid4()}"
