@@ -22,6 +22,7 @@ from rollouts.check.environments.subject import Subject
 from rollouts.check.environments.traces import draw_in, run_child
 from rollouts.check.report import FailedError, SkippedError
 from rollouts.env.wheels import base_wheel
+from rollouts.plugins.index import normalize
 from rollouts.scaffold.packages import example_description
 
 FORBIDDEN = ("torch", "transformers", "tensorflow", "jax", "vllm", "sglang")
@@ -151,7 +152,9 @@ def _is_example(folder: Path) -> bool:
 
 def _qualified(folder: Path, name: str) -> str:
     about = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
-    return f"{about['project']['name']}/{name.rpartition('/')[2]}"
+    distribution = about["project"]["name"]
+    owner, _, rest = name.partition("/")
+    return f"{distribution}/{rest if normalize(owner) == normalize(distribution) else name}"
 
 
 def _pip(*arguments: str) -> subprocess.CompletedProcess[str]:
