@@ -1,13 +1,17 @@
 .PHONY: run test test-adapters test-engines lint docs site
 
+ADAPTERS ?= $(HOME)/.cache/rollouts/adapters
+
 run:  ## the main job: an agent learns to use a tool
 	rollouts run --env calculator --loss grpo
 
 test:
 	pytest
 
-test-adapters:  ## every environment of the upstream packages, played beside upstream's own loop
-	pytest -n 0 -m adapters plugins
+test-adapters:  ## every environment of the upstream packages, which it installs, played beside upstream's own loop
+	python -m venv $(ADAPTERS)
+	$(ADAPTERS)/bin/pip install -q -r requirements-adapters.txt
+	$(ADAPTERS)/bin/python -m pytest -n 0 -m "not engines" plugins
 
 test-engines:  ## against real vLLM and SGLang servers, each installed once into $$ROLLOUTS_ENGINES (about 3 GB each)
 	pytest -n 0 -m engines tests/engines

@@ -66,6 +66,8 @@ def test_every_kind_has_a_template():
     """Nothing chooses a dataset by name."""
     assert set(KIND_NAMES.values()) == {*KINDS, HOOKS} - {"datasets"}
     assert {path.name for path in TEMPLATES.iterdir()} == {*KIND_NAMES.values(), "shared"}
+    for kind in KIND_NAMES.values():
+        assert {path.name for path in (TEMPLATES / kind).iterdir()} == {"module.py.txt", "next.md.txt", "test.py.txt"}
 
 
 def test_the_page_lists_every_kind():

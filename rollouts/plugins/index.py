@@ -209,10 +209,11 @@ def unknown_component(
     of_owner = [ref for ref in known if slash and normalize(ref.distribution) == normalize(owner)]
     theirs = [ref.name for ref in of_owner if ref.kind == kind]
     without = ""
-    if slash and (theirs or is_installed(owner)):
+    is_pack = any(ref.name.startswith(f"{owner}/") for ref in of_kind)
+    if slash and (theirs or (is_installed(owner) and not is_pack)):
         others = theirs or [f"{KIND_WORDS[ref.kind]} {ref.name}" for ref in of_owner]
         package = of_owner[0].distribution if theirs else owner
-        has = ", ".join(others) or "no components"
+        has = ", ".join(_grouped(others)) or "no components"
         without = f"{package} is installed but has no {KIND_WORDS[kind]} of that name (it has: {has})"
     if theirs:
         near = suggestion(rest, theirs, f"{owner}/{{}}".format)

@@ -229,3 +229,12 @@ def test_face_is_complete():
     assert all(getattr(face, name) is not None for name in face.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = face.nothing
+
+
+def test_an_error_counts_the_names_of_a_pack_and_suggests_near_ones():
+    refs = [ComponentRef("environments", f"gym/Level-v{number}", "", "rollouts-gym") for number in range(40)]
+    message = str(
+        unknown_component("environments", "gym/Leevl-v7", [ComponentRef("environments", "lone", "a:B"), *refs])
+    )
+    assert "installed (environments): gym/... (40), lone\n" in message
+    assert "did you mean: gym/Level-v7" in message and "rollouts plugins list --all" in message
