@@ -24,20 +24,14 @@ from rollouts.scaffold.packages import KIND_NAMES, render_package, write_package
 
 ROOT = Path(__file__).parents[2]
 OF_PACKAGE = ("imports", "wheel")
-OF_THIS_REPOSITORY = re.compile(r"rollouts-(rl|bubblewrap|containers|tensorboard|trackio|wandb)")
+OURS = {"rollouts-rl", *(f"rollouts-{path.parent.name}" for path in ROOT.glob("plugins/*/pyproject.toml"))}
 APART = {"trackio", "wandb", "fsdp"}
 """Components that change the process, or write to a place of the user."""
 
 SLOW = {"bubblewrap", "hf", "subprocess", "torch"}
-SKIPPED = {"docker", "openai", "podman", "sglang", "vllm"}  # they need what is not on this machine
+SKIPPED = {"docker", "openai", "podman", "ray", "sglang", "vllm"}  # they need what is not on this machine
 
-SHIPPED = [
-    ref
-    for kind in FAMILIES
-    if kind != HOOKS
-    for ref in installed_components(kind)
-    if OF_THIS_REPOSITORY.fullmatch(ref.distribution)
-]
+SHIPPED = [ref for kind in FAMILIES if kind != HOOKS for ref in installed_components(kind) if ref.distribution in OURS]
 
 
 def report_of(ref, **settings):
@@ -158,7 +152,7 @@ def test_the_command_finds_the_kind(capsys):
         (["grpo", "--only", "oracle"], ["there is no check of this name"]),
         (["grpo", "--loss.clip-hihg", "0.3"], ["did you mean: --loss.clip-high"]),
         (["any_success", "--loss.clip-high", "0.3"], ["the check of a filter takes --filter.NAME.SETTING"]),
-        (["any_success", "--filter.any_success.treshold", "1"], ["did you mean: --filter.any_success.threshold"]),
+        (["any_success", "--filter.any_success.treshold", "1"], ["did you mean: --filter.any-success.threshold"]),
         (["grpo", "--los.clip-high", "0.3"], ["the check of a loss takes --loss.SETTING"]),
         (["grpo", "--kind", "lose"], ["did you mean: loss"]),
         (["./mine.py:both"], ["fits several kinds", "rollouts check ./mine.py:both --kind advantages"]),

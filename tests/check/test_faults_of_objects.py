@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import threading
 import time
@@ -207,9 +208,9 @@ def an_object(query: str):
 
 
 @fault("tools", "tool-schemas")
-def no_name(query: dict[int, str]) -> str:
+def a_name_that_has_more_characters_than_the_sixty_four_that_models_accept(query: str) -> str:
     """Search."""
-    return "found"
+    return query
 
 
 @fault("tools", "tool-arguments")
@@ -492,7 +493,7 @@ class NoConnector:
 class LeavesAProcess(GoodWorker):
     def __init__(self, options: Options):
         super().__init__(options)
-        self.__class__.left = subprocess.Popen(["sleep", "5"])
+        LEFT.append(os.posix_spawnp("sleep", ["sleep", "60"], os.environ))
 
 
 # --- commands and hooks -----------------------------------------------------------------------------------------------
@@ -560,6 +561,18 @@ hook_plugin("events", rollouts_step_end=_raises_an_event)
 hook_plugin("events", rollouts_step_end=_changes_metrics)
 hook_plugin("components", rollouts_list_components=_lists, rollouts_find_component=_finds_nothing)
 hook_plugin("components", rollouts_find_component=_finds_everything)
+
+
+LEFT = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    yield
+    while LEFT:
+        pid = LEFT.pop()
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 # --- tests ------------------------------------------------------------------------------------------------------------

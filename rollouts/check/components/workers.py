@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import trio
 
-from rollouts.author_code import shown
+from rollouts.author_code import message_of, shown
 from rollouts.check.components.subject import Subject, at, trying
 from rollouts.check.environments import subject as environments
 from rollouts.check.environments.agents import in_trio
@@ -99,12 +99,14 @@ def plays(subject: Subject) -> str:
     file.write_text(NUMBERS, encoding="utf-8")
     found = Found("Numbers in the worker", f"{file}:Numbers")
     given = {"worker": {"kind": subject.found.name, **subject.settings}}
-    with trying("play an environment in the worker"):
+    try:
         played = environments.make_subject(found, given, subject.scratch, seed=subject.seed, tasks=2)
-        try:
-            results = run_checks(IN_WORKER, played, only=PLAYED)
-        finally:
-            played.close()
+    except UserError as error:
+        raise subject.skipped(f"it cannot be made with these settings: {message_of(error)}") from error
+    try:
+        results = run_checks(IN_WORKER, played, only=PLAYED)
+    finally:
+        played.close()
     for result in results:
         if result.status == "failed":
             raise FailedError(
