@@ -139,7 +139,7 @@ def test_a_process_that_a_list_of_processes_misses_is_killed_all_the_same():
     code = """if True:
         import os, sys
         from rollouts import supervisor
-        lists, left = [[]], supervisor._left
+        lists, left = [([], {})], supervisor._left
         supervisor._left = lambda *given: lists.pop() if lists else left(*given)
         sys.exit(supervisor.main(0, os.getppid(), 0.0, ["sh", "-c", "sleep 60 & echo $!; exit 3"]))
     """
