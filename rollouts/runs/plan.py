@@ -24,9 +24,10 @@ from rollouts.config.resolving import Resolved
 from rollouts.config.secrets import tree_without_secrets
 from rollouts.config.settings import EVAL, OWN, Settings, without_secrets
 from rollouts.env.advice import warn_about
-from rollouts.env.authoring import ToolMethod, rewards_of, roles_of
+from rollouts.env.authoring import rewards_of, roles_of
 from rollouts.env.checks import check_environment, reward_term
 from rollouts.env.mixing import RewardTerm, env_term
+from rollouts.env.toolsets import AddedTool
 from rollouts.errors import ConfigError, EnvironmentDefinitionError, counted, said_of
 from rollouts.inference.chatting import is_evaluation_only
 from rollouts.loggers.base import plain_settings
@@ -127,7 +128,7 @@ class Plan(NamedTuple):
         return is_evaluation_only(self.one("inference").component)
 
     @property
-    def tools(self) -> tuple[ToolMethod, ...]:
+    def tools(self) -> tuple[AddedTool, ...]:
         """The tools that the run adds to those of its environments."""
         return added_tools(self.chosen["tool"])
 
