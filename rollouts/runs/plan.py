@@ -321,6 +321,9 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True, may_be_abse
     elif not may_be_absent:
         _require_packages(inference)
     run_check(inference.component, plan.inference_arguments(None, ""), inference.settings)
+    for reward in chosen["reward"]:
+        if reward.component is not None:  # not the environment's own rewards
+            run_check(reward.component, {}, reward.settings)
     return plan
 
 
