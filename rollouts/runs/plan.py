@@ -316,13 +316,22 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True, may_be_abse
         manager,
         None if is_evaluation else chosen_optimizer(chosen),
     )
-    if not is_evaluation:
+    if is_evaluation and not may_be_absent:
+        _require_packages(inference)
+    _run_checks(plan)
+    return plan
+
+
+def _run_checks(plan: Plan) -> None:
+    """Let the backends and the rewards check their settings. Raises ConfigError."""
+    if plan.settings.mode != "eval":
         training = plan.one("training")
         run_check(training.component, plan.training_arguments(), training.settings)
-    elif not may_be_absent:
-        _require_packages(inference)
+    inference = plan.one("inference")
     run_check(inference.component, plan.inference_arguments(None, ""), inference.settings)
-    return plan
+    for reward in plan.chosen["reward"]:
+        if reward.component is not None:  # not the environment's own rewards
+            run_check(reward.component, {}, reward.settings)
 
 
 def _of_run(
