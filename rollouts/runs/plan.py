@@ -339,8 +339,7 @@ def _of_run(
 ) -> tuple[Environment, ...]:
     """The environments with what the run gives to each of them. Raises UserError."""
     keeps_all = bool(settings.out) and is_older(Path(settings.out))  # what it evaluates is never trained
-    text_only = not is_evaluation_only(chosen["inference"][0].component)
-    tools = added_tools(chosen["tool"])
+    text_only, tools = not is_evaluation_only(chosen["inference"][0].component), added_tools(chosen["tool"])
     return tuple(
         env._replace(text_only=text_only, trains=env.trains and not keeps_all, tools=tools)
         for env in with_sandboxes(chosen["sandbox"][0], environments, settings.concurrency)
