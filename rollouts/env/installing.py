@@ -242,7 +242,7 @@ def _read_venv(venv: Path, wanted: Wanted, requested: str) -> tuple[Install, str
             in_lines(
                 f"{own.metadata['Name']} {own.version} has no environment",
                 f"it has components of these kinds: {others}" if others else "",
-                'an environment is an entry point of the group "rollouts.environments", or a name that a hook plugin lists',
+                'an environment is an entry point of the group "rollouts.environments", or a name that a hook lists',
                 "if another package makes environments of it, add that one: --with PACKAGE",
             )
         )
@@ -267,7 +267,7 @@ def _read_venv(venv: Path, wanted: Wanted, requested: str) -> tuple[Install, str
 
 
 def _listed_by_hooks(venv: Path) -> list[str]:
-    """The environments that hook plugins in a virtual environment list, such as `gym/CartPole-v1`. Raises PluginError."""
+    """The environments that hook plugins in a virtual environment list, as `gym/CartPole-v1`. Raises PluginError."""
     code = "import json; from rollouts.plugins import PluginManager; "
     code += "found = PluginManager().list('environments', hooks=True); "
     code += "print(json.dumps([ref.name for ref in found if not ref.value]))"

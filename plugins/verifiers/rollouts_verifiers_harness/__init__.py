@@ -52,12 +52,18 @@ class _Here:
             f"{flag}{self._runtime.workdir / text.removeprefix(flag)}" if text.startswith(flag) else text
             for text in arguments
         ]
+        names, opened = _program(self._source, given), list[Any]()
+        connect = names["AsyncOpenAI"]
+        names["AsyncOpenAI"] = lambda **how: opened.append(connect(**how)) or opened[-1]
         try:
-            await _program(self._source, given)["main"]()
+            await names["main"]()
         except SystemExit as error:
             return ProgramResult(exit_code=int(error.code or 0), stdout="", stderr=f"exit code {error.code}")
         except Exception:
             return ProgramResult(exit_code=1, stdout="", stderr=traceback.format_exc())
+        finally:
+            for client in opened:  # the end of a process would close it
+                await client.close()
         return ProgramResult(exit_code=0, stdout="", stderr="")
 
 
