@@ -29,7 +29,7 @@ APART = {"trackio", "wandb", "fsdp"}
 """Components that change the process, or write to a place of the user."""
 
 SLOW = {"bubblewrap", "hf", "subprocess", "torch"}
-SKIPPED = {"docker", "openai", "podman", "ray", "sglang", "vllm"}  # they need what is not on this machine
+SKIPPED = {"bubblewrap", "docker", "openai", "podman", "ray", "sglang", "vllm"}  # a machine may lack what they need
 
 SHIPPED = [ref for kind in FAMILIES if kind != HOOKS for ref in installed_components(kind) if ref.distribution in OURS]
 
