@@ -4,10 +4,10 @@
     python benchmarks/learn_environments.py --only countdown --seeds 0 1
 
 The embedded model knows nothing of these environments, so a short supervised phase on the environment's own
-demonstrations comes first. Three arms begin with that model. `grpo` trains on the environment's reward, `coin` on the
-result of a coin, and `entropy` has a loss that lowers the entropy and knows no reward. The table has the reward on
-held-out tasks, sampled at temperature 1, at the start and after each arm. The script exits with 1 if `grpo` rises by
-less than 0.2 in a seed, or a control by 0.1 or more.
+demonstrations comes first. For FrozenLake these are of a lake without holes. Three arms begin with that model. `grpo`
+trains on the environment's reward, `coin` on the result of a coin, and `entropy` has a loss that lowers the entropy and
+knows no reward. The table has the reward on held-out tasks, sampled at temperature 1, at the start and after each arm.
+The script exits with 1 if `grpo` rises by less than 0.2 in a seed, or a control by 0.1 or more.
 
 An environment whose package is not installed is left out, and named.
 """
@@ -35,7 +35,9 @@ WARM_UP = "--prompts-per-step 32 --eval-tasks 0 --lr 1e-3".split()
 
 
 class Case(NamedTuple):
-    """An environment: its module, its flags, its reward, the steps of the two phases, and the tokens of an episode."""
+    """An environment: its module, its flags, its reward, the steps of the two phases, the tokens of an episode, and the
+    flags of the supervised phase alone.
+    """
 
     module: str
     env: str
@@ -43,9 +45,20 @@ class Case(NamedTuple):
     warm_up: int
     steps: int
     max_tokens: int
+    only_warm_up: str = ""
 
 
 CASES = {
+    "frozen_lake": Case(
+        "rollouts_gymnasium",
+        "--env gym/FrozenLake-v1 --env.kwargs.is_slippery false --env.observe observation --env.instructions= "
+        "--max-turns 12",
+        "upstream",
+        100,
+        20,
+        80,
+        '--env.kwargs.desc ["SFFF","FFFF","FFFF","FFFG"]',
+    ),
     "countdown": Case("rollouts_countdown", "--env countdown --env.numbers 2 --env.largest 20", "solved", 120, 40, 16),
     "twenty_questions": Case(
         "rollouts_twenty_questions",
@@ -86,7 +99,9 @@ def train(case: Case, seed: int, folder: Path) -> dict[str, tuple[float, float]]
     """Each arm's held-out reward before and after."""
     env, seeded = case.env.split(), ["--seed", str(seed)]
     warm_up = folder / "warm-up"
-    rollouts("sft", *env, *seeded, *WARM_UP, "--steps", str(case.warm_up), "--out", str(warm_up))
+    rollouts(
+        "sft", *env, *case.only_warm_up.split(), *seeded, *WARM_UP, "--steps", str(case.warm_up), "--out", str(warm_up)
+    )
     found = {}
     for arm, flags in ARMS.items():
         out = folder / arm
