@@ -11,7 +11,10 @@ test:
 test-adapters:  ## every environment of the upstream packages, which it installs, played beside upstream's own loop
 	python -m venv $(ADAPTERS)
 	$(ADAPTERS)/bin/pip install -q -r requirements-adapters.txt
-	$(ADAPTERS)/bin/python -m pytest -n 0 -m "not engines" --equal-at-least 300 plugins tests/adapters
+	python -m venv $(ADAPTERS)/mcp-1
+	$(ADAPTERS)/mcp-1/bin/pip install -q "mcp==1.30.0" uvicorn
+	ROLLOUTS_MCP_1=$(ADAPTERS)/mcp-1/bin/python \
+	  $(ADAPTERS)/bin/python -m pytest -n 0 -m "not engines" --equal-at-least 300 plugins tests/adapters
 
 test-engines:  ## against real vLLM and SGLang servers, each installed once into $$ROLLOUTS_ENGINES (about 3 GB each)
 	pytest -n 0 -m engines tests/engines

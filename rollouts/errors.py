@@ -21,6 +21,7 @@
         ├── SandboxError          a sandbox cannot be opened; in an episode this becomes Status.ENVIRONMENT_ERROR
         │   └── SandboxLostError      an open sandbox does not exist any more
         ├── WorkerError           a worker died; in an episode this becomes Status.ENVIRONMENT_ERROR
+        ├── ServiceLostError      a server that an environment or a tool needs was lost; in an episode the same
         ├── WorkersLostError      the workers of an environment die again and again
         └── InferenceError        an engine failed; in an episode this becomes Status.INFERENCE_ERROR
 
@@ -139,6 +140,14 @@ class SandboxLostError(SandboxError):
 
 class WorkerError(RunError):
     """A worker of an environment died, hung or answered nonsense. The episode may be played again."""
+
+
+class ServiceLostError(RunError):
+    """A service that an environment or a tool needs was lost, such as a server that died or that answers nothing.
+
+    Raised in a method of an environment or in a tool, it ends the episode with Status.ENVIRONMENT_ERROR: nothing is
+    scored, and the episode may be played again.
+    """
 
 
 class WorkersLostError(RunError):

@@ -40,6 +40,7 @@ from rollouts.env.returned import finite_metric, plain_state, reply_messages
 from rollouts.env.schema import schema_of
 from rollouts.env.shared import SharedValue, shared_value
 from rollouts.env.task_tools import read_tools
+from rollouts.env.toolsets import AddedTool, Toolset, two_of_one_name
 from rollouts.env.workers.remote_sandboxes import RemoteSandboxes
 from rollouts.error_log import report
 from rollouts.errors import (
@@ -50,6 +51,7 @@ from rollouts.errors import (
     RolloutsError,
     RunError,
     SandboxError,
+    ServiceLostError,
     WorkerError,
     WorkersLostError,
     leaves_of,
@@ -78,7 +80,7 @@ async def run_episode(
     order: tuple[int, int],
     seed: int,
     on_invalid_reward: InvalidPolicy = "drop",
-    tools: Sequence[ToolMethod] = (),
+    tools: Sequence[AddedTool] = (),
     sandboxes: Sandboxes | RemoteSandboxes | None = None,
     shared: Callable[[], SharedValue] | None = None,
 ) -> Episode:
@@ -137,13 +139,15 @@ async def tools_of_task(
     limits: EpisodeLimits,
     sandboxes: Sandboxes | RemoteSandboxes | None = None,
     shared: Callable[[], SharedValue] | None = None,
+    *,
+    tools: Sequence[AddedTool] = (),
 ) -> list[ToolMethod]:
-    """The environment's tools in an episode of this task: builds the environment, sets it up and closes it. Raises
+    """All tools in an episode of this task: builds the environment, sets it up and closes it. Raises
     EnvironmentDefinitionError, and RunError if the environment fails.
     """
     engine = SuspendableEngine(inference, None, (0, 0), "")
     engine.clock.begin()
-    run = EpisodeRun(engine, task, make_env, None, limits, 0, (), sandboxes, shared)
+    run = EpisodeRun(engine, task, make_env, None, limits, 0, tools, sandboxes, shared)
     try:
         await run.set_up()
     except Exception as error:  # outcome_of raises errors of the core again
@@ -152,13 +156,13 @@ async def tools_of_task(
         why = await run.close()
     if why is not None:
         raise RunError(why)
-    return run.own_tools
+    return run.all_tools
 
 
 # --- running --------------------------------------------------------------------------------------------------------
 
 BUILDING, OPENING = "building the environment", "opening a sandbox"
-SETUP, TOOLS = "running setup", "running tools"
+SETUP, TOOLS, ADDING = "running setup", "running tools", "opening the added tools"
 
 
 @dataclass(eq=False)
@@ -171,7 +175,7 @@ class EpisodeRun:
     chat: ChatFormat | None
     limits: EpisodeLimits
     seed: int
-    tools: Sequence[ToolMethod] = ()
+    tools: Sequence[AddedTool] = ()
     sandboxes: Sandboxes | RemoteSandboxes | None = None
     shared: Callable[[], SharedValue] | None = None
     role: str = ""  # the role of a conversation with a person
@@ -179,6 +183,8 @@ class EpisodeRun:
     may_retry: bool = False
     env: Any = None
     own_tools: list[ToolMethod] = field(default_factory=list)
+    added: list[ToolMethod] = field(default_factory=list)  # those of `tools`
+    opened: list[Any] = field(default_factory=list)  # the objects of the classes in `tools`
     model: ChatModel | None = None
     chosen: Trajectory | None = None  # the trajectory that the environment's `rollout` returned
     trajectories: list[Trajectory] = field(default_factory=list)
@@ -187,14 +193,16 @@ class EpisodeRun:
 
     @property
     def can_restore(self) -> bool:
-        """Whether another process can continue the episode. An environment with its own `rollout` cannot be resumed."""
-        env = self.env
-        return hasattr(env, "state") and hasattr(env, "restore") and not hasattr(env, "rollout")
+        """Whether another process can continue the episode. An environment with its own `rollout` cannot be resumed,
+        nor an episode with a class of tools, whose objects have no state that is kept.
+        """
+        env, opens = self.env, any(isinstance(each, Toolset) for each in self.tools)
+        return not opens and hasattr(env, "state") and hasattr(env, "restore") and not hasattr(env, "rollout")
 
     @property
     def all_tools(self) -> list[ToolMethod]:
         """The tools of the environment for this task, and those that the run adds."""
-        return [*self.own_tools, *self.tools]
+        return [*self.own_tools, *self.added]
 
     async def run(self) -> tuple[Status, str | None]:
         """Run under the episode's deadline. A failure becomes a status with a reason."""
@@ -237,7 +245,8 @@ class EpisodeRun:
             self.own_tools = tools_of(self.env)
             if for_task and hasattr(self.env, "tools"):
                 self.stage = TOOLS
-                self.own_tools = await self._tools_of_task()
+                self.own_tools = await self._tools_of(self.env)
+            await self._add_tools()
             self.model = self.new_model()
             if saved is not None:
                 self.model.load_state_dict(saved.model)
@@ -270,30 +279,44 @@ class EpisodeRun:
         assert isinstance(self.sandboxes, Sandboxes), f"no sandboxes were given for {environment_name(self.env)}"
         return Lease(self.sandboxes)
 
-    async def _tools_of_task(self) -> list[ToolMethod]:
-        """The tools that the environment's `tools` returns. Raises EnvironmentDefinitionError with the line of `tools`
-        for a value that is no tool, and if an added tool has the name of one of them.
+    async def _tools_of(self, env: Any) -> list[ToolMethod]:
+        """The tools that the `tools` of an object returns: the environment, or one of a class of tools. Raises
+        EnvironmentDefinitionError with the line of `tools` for a value that is no tool.
         """
-        with line_of(self.env.tools):
-            read = functools.partial(read_tools, self.env)
+        with line_of(env.tools):
+            read = functools.partial(read_tools, env)
             found: list[ToolMethod] = await _call_env(
-                self.env.tools, self.task, seconds=self.limits.setup_seconds, convert=read
+                env.tools, self.task, seconds=self.limits.setup_seconds, convert=read
             )
-            twice = {tool.name for tool in found} & {tool.name for tool in self.tools}
-            if twice:
-                name = min(twice)
-                raise EnvironmentDefinitionError(
-                    f"{environment_name(self.env)}.tools(task) returned a tool named {name!r}, and --tool adds one of "
-                    f"this name too; give the added one another name: --tool other_{name}=..."
-                )
             return found
+
+    async def _add_tools(self) -> None:
+        """Add the tools of the run. An object of each class of tools is made and set up. Raises
+        EnvironmentDefinitionError if two tools have one name.
+        """
+        self.added, seconds = [], self.limits.setup_seconds
+        for each in self.tools:
+            found = [each] if isinstance(each, ToolMethod) else []
+            if isinstance(each, Toolset):
+                self.stage = ADDING
+                self.opened.append(made := await _call_env(each.make, seconds=seconds))
+                if hasattr(made, "setup"):
+                    is_shared = names_input(made, "setup", "shared")
+                    inputs = {"shared": await each.shared().get(seconds)} if is_shared else {}
+                    await _call_env(*with_inputs(made.setup, [self.task], inputs), seconds=seconds)
+                found = await self._tools_of(made) if hasattr(made, "tools") else tools_of(made)
+            twice = {tool.name for tool in found} & {tool.name for tool in self.all_tools}
+            if twice:
+                raise EnvironmentDefinitionError(two_of_one_name(min(twice), each, environment_name(self.env)))
+            self.added += found
 
     async def close(self) -> str | None:
         """Run the environment's `close` and close the sandbox, also under cancellation. Returns the reason if one of
         them failed, or if the sandbox was lost, which the environment's code may have hidden.
         """
-        seconds = self.limits.cleanup_seconds
-        why = await close_environment(self.env, seconds)
+        seconds, opened, self.opened = self.limits.cleanup_seconds, self.opened, []
+        failures = [await close_environment(each, seconds) for each in (*reversed(opened), self.env)]
+        why = next(filter(None, failures), None)
         lease, self.lease = self.lease, None
         if lease is None:
             return why
@@ -440,14 +463,15 @@ def outcome_of(error: Exception, stage: str) -> tuple[Status, str, bool]:
     failures = [leaf for leaf in leaves if isinstance(leaf, InferenceError)]
     if failures:
         return Status.INFERENCE_ERROR, message_of(failures[0]), all(leaf.is_transient for leaf in failures)
-    infrastructure = calls.AbandonedCallsError | ProcessError | SandboxError | WorkerError
+    transient = SandboxError | ServiceLostError | WorkerError
+    infrastructure = calls.AbandonedCallsError | ProcessError | transient
     known = _EnvironmentFault | ModelError | infrastructure
     if not all(isinstance(leaf, known) for leaf in ours):
         raise error
     first = inner[0]
     words = words_of(first) if isinstance(first, RolloutsError) else report(first, stage)
-    is_transient = any(isinstance(leaf, SandboxError | WorkerError) for leaf in leaves)
-    may_retry = stage in (BUILDING, OPENING, SETUP, TOOLS) or is_transient
+    is_transient = any(isinstance(leaf, transient) for leaf in leaves)
+    may_retry = stage in (BUILDING, OPENING, SETUP, TOOLS, ADDING) or is_transient
     return Status.ENVIRONMENT_ERROR, f"{stage}: {words}", may_retry
 
 

@@ -376,8 +376,8 @@ _TOKENS = ("bos", "cls", "eos", "mask", "pad", "sep", "stop", "unk")
 def is_secret(name: str) -> bool:
     """Whether the name of a component's setting means that its value is a secret.
 
-    It does if its last word is `secret`, `password`, `passphrase` or `apikey`, if it is `key` or ends in a word of
-    `_KEYS` and `key`, or if it ends in a word outside `_TOKENS` and `token`.
+    It does if its last word is `secret`, `password`, `passphrase`, `apikey`, `authorization` or `cookie`, if it is
+    `key` or ends in a word of `_KEYS` and `key`, or if it ends in a word outside `_TOKENS` and `token`.
 
     >>> [is_secret(name) for name in ("key", "openai_api_key", "x-api-key", "client-secret", "password", "hf_token")]
     [True, True, True, True, True, True]
@@ -389,7 +389,7 @@ def is_secret(name: str) -> bool:
         return not before or before[-1] in _KEYS
     if last == "token":
         return bool(before) and before[-1] not in _TOKENS
-    return last in ("secret", "password", "passphrase", "apikey")
+    return last in ("secret", "password", "passphrase", "apikey", "authorization", "cookie")
 
 
 def without_secrets(settings: Any, name: str = "") -> Any:

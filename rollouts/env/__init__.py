@@ -2,6 +2,7 @@
 
 authoring      the marks `@tool`, `@reward`, `@metric`, and how they are collected from a class
 added_tools    a function as a tool that a run adds to those of its environments
+toolsets       a class of tools that a run adds to those of its environments
 task_tools     the tools of one task, and `Tool`, which has a schema of its own
 schema         a tool's JSON schema, and the conversion of the model's arguments
 checks         finds an environment that cannot work, before a model loads

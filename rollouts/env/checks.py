@@ -89,14 +89,7 @@ def _check_class(env: Any) -> None:
         raise EnvironmentDefinitionError(
             f"{label} has no method `tasks`{near}; write `def tasks(self, split, rng)` that yields Task objects"
         )
-    for name, arguments in METHODS.items():
-        with line_of(getattr(env, name, None)):
-            _check_method(env, label, name, arguments)
-            if names_input(env, name, "shared") and not hasattr(env, "shared"):
-                raise EnvironmentDefinitionError(
-                    f"{label}.{name} names `shared`, and {label} has no method `shared`; write `def shared(self)` that "
-                    "returns what all episodes use"
-                )
+    check_methods(env, METHODS)
     if not inspect.isclass(env):
         async_library_of(env.tasks)  # refuses a misspelt `async_library`
     has_rollout = hasattr(env, "rollout")
@@ -109,7 +102,6 @@ def _check_class(env: Any) -> None:
             f'{label}.async_library is "asyncio", but {UNDER_TRIO}; remove `async_library`, and each method runs under '
             "the library that it names"
         )
-    _check_selves(env, label)
     tools, own, metrics = tools_of(env), rewards_of(env), metrics_of(env)
     for tool in tools:
         check_tool(tool)
@@ -120,6 +112,22 @@ def _check_class(env: Any) -> None:
         for method in methods:
             with line_of(method.function):
                 _check_own(env, label, kind, method.name, method.function)
+
+
+def check_methods(env: Any, names: Iterable[str]) -> None:
+    """Raise EnvironmentDefinitionError for the first of these methods that does not fit how it is called, and for a
+    marked method without `self`. `env` is an environment, or a class of tools (`toolsets`).
+    """
+    label = environment_name(env)
+    for name in names:
+        with line_of(getattr(env, name, None)):
+            _check_method(env, label, name, METHODS[name])
+            if names_input(env, name, "shared") and not hasattr(env, "shared"):
+                raise EnvironmentDefinitionError(
+                    f"{label}.{name} names `shared`, and {label} has no method `shared`; write `def shared(self)` that "
+                    "returns what all episodes use"
+                )
+    _check_selves(env, label)
 
 
 def _check_roles(env: Any, label: str) -> None:

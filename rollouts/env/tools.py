@@ -17,7 +17,7 @@ from rollouts.env.processes import ProcessError, call_isolated
 from rollouts.env.results import ToolOutcome, result_text, shortened
 from rollouts.env.schema import read_arguments
 from rollouts.error_log import report
-from rollouts.errors import EnvironmentDefinitionError, SandboxError, named, near_misses
+from rollouts.errors import EnvironmentDefinitionError, SandboxError, ServiceLostError, named, near_misses
 from rollouts.types import ToolCall
 
 
@@ -31,8 +31,8 @@ async def run_tool(
     """Run one call. The result is text: text unchanged, None as "", and anything else as JSON, cut to `characters_max`.
 
     The deadline is the tool's own, but at most `seconds_max`. Raises AbandonedCallsError if too many tools hang,
-    ProcessError if no process could start, SandboxError if the tool's sandbox was lost, and
-    EnvironmentDefinitionError if the tool's code is not valid.
+    ProcessError if no process could start, SandboxError if the tool's sandbox was lost, ServiceLostError if the tool
+    raised it, and EnvironmentDefinitionError if the tool's code is not valid.
     """
     if tool_call.error is not None:
         return ToolOutcome(shortened(f"Error: {tool_call.error}", characters_max), "malformed")
@@ -60,7 +60,7 @@ async def run_tool(
         return ToolOutcome(shortened(text, characters_max))
     except calls.CallTimeoutError:
         return ToolOutcome(f"Error: {tool.name} took longer than {seconds:g} seconds", "timeout")
-    except (calls.AbandonedCallsError, EnvironmentDefinitionError, ProcessError, SandboxError):
+    except (calls.AbandonedCallsError, EnvironmentDefinitionError, ProcessError, SandboxError, ServiceLostError):
         raise
     except Exception as error:  # whatever a tool raises is for the model to read
         # A ValueError is how a tool refuses a call of the model, so it is in errors.log without a note.

@@ -1,7 +1,8 @@
 """Read the inputs and the settings of a component from its signature.
 
 The positional parameters of a component are its inputs: it receives those that it names, from the vocabulary of its
-kind. Its keyword-only parameters are its settings. For an environment, all parameters of the constructor are settings.
+kind. Its keyword-only parameters are its settings. For an environment and for a class of tools, all parameters of the
+constructor are settings.
 If the default of a keyword-only parameter is a dataclass instance, each field of it is a setting.
 
 `rollouts.config` converts the values of settings. `rollouts.env.schema` reads the parameters of tools.
@@ -31,7 +32,8 @@ SIGNED_KINDS = frozenset(VOCABULARY) | {"environments", "tools"}
 """The kinds for which `check_signature` has rules. For other kinds it refuses only an unreadable signature."""
 
 _CLASS_KINDS = frozenset(
-    {"environments", "inference", "training", "loggers", "optimizers", "sandboxes", "workers", "datasets", "commands"}
+    {"environments", "tools", "inference", "training", "loggers", "optimizers", "sandboxes", "workers", "datasets"}
+    | {"commands"}
 )
 _CALLED_DIRECTLY = frozenset(VOCABULARY) - _CLASS_KINDS - {"rewards", "metrics"}  # the trainer never awaits
 _NOTHING: Mapping[str, Any] = {}
@@ -65,12 +67,12 @@ def read_signature(component: Any, kind: str) -> Signature:
     if terms is not None:
         return _union(terms, kind)
     parameters = _parameters(component, _label_of(component))
-    positional = () if kind == "environments" else _POSITIONAL
+    positional = () if _has_only_settings(component, kind) else _POSITIONAL
     requests = tuple(parameter.name for parameter in parameters if parameter.kind in positional)
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     chosen = [each for each in parameters if each.name not in requests and each.kind not in variadic]
     docs = setting_docs(component) if chosen else {}
-    records = {} if kind == "environments" else _records(component, chosen)
+    records = {} if _has_only_settings(component, kind) else _records(component, chosen)
     settings: list[Setting] = []
     for parameter in chosen:
         if parameter.name in records:
@@ -183,6 +185,11 @@ def call_with(component: Any, available: Mapping[str, Any], settings: Mapping[st
         ) from exc
     with authors_code():
         return component(*arguments, **(keywords_of(component, settings) if settings else _NOTHING))
+
+
+def _has_only_settings(component: Any, kind: str) -> bool:
+    """Whether all parameters are settings: those of an environment, and of a class of tools."""
+    return kind == "environments" or (kind == "tools" and inspect.isclass(component))
 
 
 class _Inputs(NamedTuple):

@@ -78,6 +78,8 @@ def kinds_of(component: Any) -> list[str]:
     if isinstance(component, click.Command | Algorithm):
         return ["losses" if isinstance(component, Algorithm) else "commands"]
     if inspect.isclass(component):
+        if hasattr(component, "tools") and not hasattr(component, "tasks"):
+            return ["tools"]
         if any(of(component) for of in (tools_of, rewards_of, metrics_of)):
             return ["environments"]
         found = [kind for method, kind in _METHODS.items() if hasattr(component, method)]

@@ -18,8 +18,9 @@ from rollouts.config.merging import Component
 from rollouts.config.resolving import Resolved
 from rollouts.config.settings import AUTO, COMPONENT_KINDS, MULTIPLE, OWN, OWN_KEYS, Setting
 from rollouts.env.added_tools import added_tool
-from rollouts.env.authoring import ToolMethod, tools_of
+from rollouts.env.authoring import tools_of
 from rollouts.env.schema import check_tool
+from rollouts.env.toolsets import AddedTool, Toolset, check_toolset, is_toolset
 from rollouts.errors import (
     ConfigError,
     MissingExtraError,
@@ -121,14 +122,21 @@ def _absent(model: Any, auxiliary_models: Any, make_optimizer: Any) -> None:
     """Replaces a component that is not installed. It takes what any training backend may take."""
 
 
-def added_tools(chosen: Sequence[Chosen]) -> tuple[ToolMethod, ...]:
+def added_tools(chosen: Sequence[Chosen]) -> tuple[AddedTool, ...]:
     """The tools that a run adds to those of its environments. Raises EnvironmentDefinitionError for one without a
-    schema.
+    schema, and for a mistake in a class of tools.
     """
-    tools = tuple(added_tool(each.alias, each.component, each.settings) for each in chosen)
-    for tool in tools:
-        check_tool(tool)
-    return tools
+    tools: list[AddedTool] = []
+    for each in chosen:
+        if is_toolset(each.component):
+            toolset = Toolset(each.alias, each.component, each.settings)
+            check_toolset(toolset)
+            tools.append(toolset)
+        else:
+            tool = added_tool(each.alias, each.component, each.settings)
+            check_tool(tool)
+            tools.append(tool)
+    return tuple(tools)
 
 
 def check_tool_names(chosen: Sequence[Chosen], env: Any, name: str) -> None:
@@ -137,7 +145,10 @@ def check_tool_names(chosen: Sequence[Chosen], env: Any, name: str) -> None:
     """
     own = {tool.name for tool in tools_of(env)}
     for each in chosen:
-        if each.alias in own:
+        if is_toolset(each.component):
+            if same := own & {tool.name for tool in tools_of(each.component)}:
+                raise ConfigError(f"--tool {each.name}: the environment {name} has a tool named {min(same)!r} too")
+        elif each.alias in own:
             raise ConfigError(
                 f"--tool {each.name}: the environment {name} has a tool named {each.alias!r} too\n"
                 f"give the added one another name: --tool other_{each.alias}={each.name}"

@@ -32,6 +32,7 @@ from rollouts.env.checks import check_task_source, check_text
 from rollouts.env.inputs import inputs_of, with_inputs
 from rollouts.env.schema import schema_of
 from rollouts.env.shared import SharedValue, shared_value
+from rollouts.env.toolsets import AddedTool, Toolset, known_tools
 from rollouts.env.workers.proxy import RemoteEnvironment
 from rollouts.env.workers.remote_sandboxes import RemoteSandboxes
 from rollouts.errors import EnvironmentDefinitionError, RolloutsError, in_lines, said_of, words_of
@@ -70,7 +71,7 @@ class Environment(NamedTuple):
     tasks_seconds: float = math.inf
     text_only: bool = True
     trains: bool = True
-    tools: tuple[ToolMethod, ...] = ()
+    tools: tuple[AddedTool, ...] = ()
     sandboxes: Sandboxes | RemoteSandboxes | None = None
 
     @property
@@ -112,12 +113,15 @@ class Environment(NamedTuple):
 
     @property
     def chooses_tools(self) -> bool:
-        """Whether each task has its own tools, which the environment's `tools(task)` returns."""
-        return hasattr(self.make_checked(), "tools")
+        """Whether each episode has its own tools, which `tools(task)` of the environment or of a class of tools
+        returns.
+        """
+        opened = [each.component for each in self.tools if isinstance(each, Toolset)]
+        return any(hasattr(each, "tools") for each in (self.make_checked(), *opened))
 
     def all_tools(self) -> list[ToolMethod]:
-        """The marked tools of the environment, and those that the run adds."""
-        return [*tools_of(self.make_checked()), *self.tools]
+        """The marked tools of the environment, and those that the run adds and that are known before an episode."""
+        return [*tools_of(self.make_checked()), *known_tools(self.tools)]
 
     def schemas(self) -> list[dict[str, Any]]:
         """The schemas of `all_tools`."""
@@ -128,7 +132,7 @@ class Environment(NamedTuple):
         the role whose system prompt begins the conversation. It raises EnvironmentDefinitionError for no such role.
         """
         made = self.make_checked()
-        tools, roles = [*tools_of(made), *self.tools], roles_of(made)
+        tools, roles = [*tools_of(made), *known_tools(self.tools)], roles_of(made)
         all_schemas = [schema_of(tool) for tool in tools]
         own = {role.name: [schema_of(tool) for tool in of_role(tools, role.name)] for role in roles}
 

@@ -24,9 +24,10 @@ from rollouts.config.resolving import Resolved
 from rollouts.config.secrets import tree_without_secrets
 from rollouts.config.settings import EVAL, OWN, Settings, without_secrets
 from rollouts.env.advice import warn_about
-from rollouts.env.authoring import ToolMethod, rewards_of, roles_of
+from rollouts.env.authoring import rewards_of, roles_of
 from rollouts.env.checks import check_environment, reward_term
 from rollouts.env.mixing import RewardTerm, env_term
+from rollouts.env.toolsets import AddedTool
 from rollouts.errors import ConfigError, EnvironmentDefinitionError, counted, said_of
 from rollouts.inference.chatting import is_evaluation_only
 from rollouts.loggers.base import plain_settings
@@ -127,7 +128,7 @@ class Plan(NamedTuple):
         return is_evaluation_only(self.one("inference").component)
 
     @property
-    def tools(self) -> tuple[ToolMethod, ...]:
+    def tools(self) -> tuple[AddedTool, ...]:
         """The tools that the run adds to those of its environments."""
         return added_tools(self.chosen["tool"])
 
@@ -338,8 +339,7 @@ def _of_run(
 ) -> tuple[Environment, ...]:
     """The environments with what the run gives to each of them. Raises UserError."""
     keeps_all = bool(settings.out) and is_older(Path(settings.out))  # what it evaluates is never trained
-    text_only = not is_evaluation_only(chosen["inference"][0].component)
-    tools = added_tools(chosen["tool"])
+    text_only, tools = not is_evaluation_only(chosen["inference"][0].component), added_tools(chosen["tool"])
     return tuple(
         env._replace(text_only=text_only, trains=env.trains and not keeps_all, tools=tools)
         for env in with_sandboxes(chosen["sandbox"][0], environments, settings.concurrency)

@@ -249,8 +249,9 @@ async def _schemas_of(env: Environment, task: Task, settings: Settings) -> list[
     if env.chooses_tools:
         limits = episode_limits(settings, settings.temperature)
         with contextlib.suppress(RunError):
-            own = await tools_of_task(task, env.make, ScriptedEngine([]), limits, env.sandboxes, env.shared)
-            return [schema_of(tool) for tool in (*own, *env.tools)]
+            engine, places = ScriptedEngine([]), (env.sandboxes, env.shared)
+            tools = await tools_of_task(task, env.make, engine, limits, *places, tools=env.tools)
+            return [schema_of(tool) for tool in tools]
     return env.schemas()
 
 

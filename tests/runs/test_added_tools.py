@@ -11,17 +11,81 @@ import trio
 
 from rollouts.cli import main
 from rollouts.env.schema import tool_schema
+from rollouts.env.shared import shared_values
 from rollouts.env.tools import run_tool
 from rollouts.errors import ConfigError, EnvironmentDefinitionError, SignatureError, UnknownComponentError
+from rollouts.inference.chatting import ChatReply
 from rollouts.runs.chat import open_chat
 from rollouts.runs.jobs.demonstrations import demonstration_samples
+from rollouts.runs.play import play_episode
 from rollouts.runs.run_model import model_plan
 from rollouts.runs.session import load_chat
 from rollouts.training.models import load_tokenizer
-from rollouts.types import ToolCall
+from rollouts.types import Message, Status, ToolCall
 
 sys.path.insert(0, str(Path(__file__).parent))
 from composing import plan, refused
+
+TOOLBOX = '''\
+from pathlib import Path
+
+from rollouts import Tool, tool
+from rollouts.errors import ServiceLostError
+
+
+class Desk:
+    """A desk with notes."""
+
+    def __init__(self, folder: str = "notes", twice: bool = False):
+        self.folder, self.twice = folder, twice
+
+    def shared(self):
+        yield ["shared"]
+        Path("ended.txt").write_text("the clean-up ran")
+
+    def setup(self, task, shared):
+        self.task, self.seen = task, list(shared)
+
+    @tool
+    def note(self, name: str) -> str:
+        """Read a note."""
+        if name == "lost":
+            raise ServiceLostError("the desk is gone")
+        self.seen.append(name)
+        return f"{self.folder}: {self.seen}"
+
+    def tools(self, task):
+        counted = Tool("count", lambda: len(self.seen), "How many were read.")
+        return [self.note, counted, *([Tool("calculator", lambda: 0)] if self.twice else [])]
+
+    def close(self):
+        with open("closed.txt", "a") as file:
+            file.write(f"{self.seen}\\n")
+
+
+class Marked:
+    """Two tools."""
+
+    @tool
+    def one(self) -> str:
+        """One."""
+        return "one"
+
+    @tool
+    def two(self) -> str:
+        """Two."""
+        return "two"
+
+
+class WithSandbox(Marked):
+    def setup(self, task, sandbox):
+        pass
+
+
+class WithoutTask(Marked):
+    def setup(self):
+        pass
+'''
 
 TOOLS = '''\
 from __future__ import annotations
@@ -96,6 +160,7 @@ def variadic(*queries: str) -> str:
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     (tmp_path / "parts.py").write_text(TOOLS)
+    (tmp_path / "toolbox.py").write_text(TOOLBOX)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -150,7 +215,7 @@ def test_bad_tools_are_refused():
         EnvironmentDefinitionError, "'without_hint'", "'query'", "has no type hint", tool=["./parts.py:without_hint"]
     )
     refused(SignatureError, "*queries", tool=["./parts.py:variadic"])
-    refused(SignatureError, "Counter is a class, but a tool must be a function", tool=["./parts.py:Counter"])
+    refused(SignatureError, "Counter is a class without tools", "counter = Counter()", tool=["./parts.py:Counter"])
     refused(UnknownComponentError, "no tool is named 'seerch'", tool=["seerch"])
     refused(ConfigError, "no setting 'topk'", "top_k", tool={"search": {"name": "./parts.py:search", "topk": 5}})
 
@@ -186,3 +251,57 @@ def test_a_conversation_and_a_server_have_the_flags(capsys):
         assert main([command, "--help"]) == 0
         shown = capsys.readouterr().out
         assert all(flag in shown for flag in flags), command
+
+
+# --- classes of tools -------------------------------------------------------------------------------------------------
+
+DESK = ("--env", "calculator", "--tool", "desk=./toolbox.py:Desk")
+
+
+def play(*replies, tool="./toolbox.py:Desk"):
+    """An episode of the calculator with the class of tools and these replies."""
+    made = plan(tool={"desk": {"name": tool}})
+    given = iter([*replies, Message("assistant", "Done.")])
+    with shared_values():
+        return play_episode(made, made.environments[0].held_out(1)[0], 0, lambda _: ChatReply(next(given), "stop"))
+
+
+def called(name, /, **arguments):
+    return Message("assistant", "", [ToolCall(name, arguments, "c1")])
+
+
+def test_a_class_offers_several_tools_with_an_object_for_each_episode():
+    for _ in range(2):
+        episode = play(called("note", name="a"), called("note", name="b"), called("count"))
+        results = [message.text for message in episode.trajectory.messages if message.role == "tool"]
+        assert results == ["notes: ['shared', 'a']", "notes: ['shared', 'a', 'b']", "3"]
+    assert Path("closed.txt").read_text() == "['shared', 'a', 'b']\n" * 2
+    assert Path("ended.txt").is_file()
+
+
+def test_a_lost_service_fails_the_episode_and_is_not_scored():
+    episode = play(called("note", name="lost"))
+    assert episode.trajectory.status is Status.ENVIRONMENT_ERROR and "the desk is gone" in episode.trajectory.error
+    assert episode.score.value is None and episode.may_retry
+    assert Path("closed.txt").read_text() == "['shared']\n"
+
+
+def test_the_dry_run_calls_the_tools_of_a_class(capsys):
+    assert main(["run", *DESK, "--tool.desk.folder", "books", "--steps", "1", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "answer: \"books: ['shared', '1']\"" in shown and "call: count()" in shown
+    assert main(["run", *DESK, "--tool.desk.twice", "true", "--steps", "1", "--dry-run"]) == 2
+    assert "has a tool named 'calculator' already, and --tool desk adds one" in capsys.readouterr().err
+    assert main(["check", "./toolbox.py:Marked", "--kind", "tool"]) == 0
+    assert "tools: one, two" in capsys.readouterr().out
+
+
+def test_marked_methods_of_a_class_are_tools_of_demonstrations_too():
+    (env,) = plan(tool=["./toolbox.py:Marked"]).environments
+    assert [each["function"]["name"] for each in env.schemas()] == ["calculator", "one", "two"]
+
+
+def test_mistakes_of_a_class_are_found_before_a_model_loads():
+    refused(EnvironmentDefinitionError, "names `sandbox`, which only env", tool=["./toolbox.py:WithSandbox"])
+    refused(EnvironmentDefinitionError, "def setup(self, task)", tool=["./toolbox.py:WithoutTask"])
+    refused(ConfigError, "no setting 'foldr'", "folder", tool={"desk": {"name": "./toolbox.py:Desk", "foldr": "x"}})

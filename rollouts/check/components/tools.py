@@ -14,12 +14,14 @@ from rollouts.chat.tool_parsers import ToolParser
 from rollouts.check.components.subject import Function, Subject, at, trying
 from rollouts.check.environments import subject as environments
 from rollouts.check.environments import tools as checks
+from rollouts.check.environments.agents import tools_for
 from rollouts.check.packages import Found
 from rollouts.check.report import FailedError, Passed, SkippedError
 from rollouts.env.added_tools import added_tool
 from rollouts.env.authoring import TOOL_MARK
 from rollouts.env.schema import check_tool, schema_of
-from rollouts.errors import ConfigError, EnvironmentDefinitionError, counted
+from rollouts.env.toolsets import Toolset, check_toolset, is_toolset
+from rollouts.errors import ConfigError, EnvironmentDefinitionError, SignatureError, counted
 from rollouts.types import Task, ToolCall
 
 READ_SECONDS = 2.0  # how long reading one reply may take
@@ -31,6 +33,8 @@ LONG = 100_000
 
 def tool_definition(subject: Subject) -> str:
     """It has a schema: each argument of the model has a name and a type, and the docstring says what it does."""
+    if is_toolset(subject.component):
+        return _definitions(subject)
     tool = added_tool(subject.found.label, subject.component, subject.settings)
     try:
         check_tool(tool)
@@ -42,6 +46,20 @@ def tool_definition(subject: Subject) -> str:
         raise FailedError("read its schema", seen, "write a docstring: the model reads it")
     arguments = ", ".join(function["parameters"]["properties"])
     return f"arguments: {arguments or 'none'}"
+
+
+def _definitions(subject: Subject) -> str:
+    toolset = Toolset(subject.found.label, subject.component, subject.settings)
+    try:
+        check_toolset(toolset)
+        tools = tools_for(_environment(subject))
+    except (EnvironmentDefinitionError, SignatureError) as error:
+        raise FailedError("read the schemas of its tools", str(error), "correct the class") from error
+    for tool in tools:
+        if not str(schema_of(tool)["function"].get("description", "")).strip():
+            seen = f"the tool {tool.name} has no description{at(subject.component)}"
+            raise FailedError("read the schemas of its tools", seen, "describe the tool: the model reads it")
+    return f"tools: {', '.join(tool.name for tool in tools) or 'none'}"
 
 
 def tool_schemas(subject: Subject) -> str:
@@ -61,6 +79,12 @@ def tool_arguments(subject: Subject) -> str | Passed:
 
 def _environment(subject: Subject) -> environments.Subject:
     """An environment that has the tool."""
+    if "environment" not in subject.kept and is_toolset(subject.component):
+        # A class of tools has the methods of an environment, except `tasks`.
+        one_task = {"tasks": lambda self, split, rng: [Task("Use the tools.")], "__doc__": "Offers the tools."}
+        toolbox = type(subject.component.__name__, (subject.component,), one_task)
+        found, given = Found(subject.found.label, "<Toolbox>"), {"env": {"name": toolbox, **subject.settings}}
+        subject.kept["environment"] = environments.make_subject(found, given, subject.scratch, seed=subject.seed)
     if "environment" not in subject.kept:
         tool = added_tool(subject.found.label, subject.component, subject.settings)
         offered: Any = subject.component if tool.isolate else tool.function
