@@ -34,6 +34,7 @@ AFTER = {
     "environments/prompts": "--data rows.jsonl --reward constant",
     "rewards/judge": "--reward.judge.model gpt-5-mini",
     "rewards/pattern": "--reward.pattern.regex 'Answer: .*'",
+    "tools/mcp": "--tool.mcp.server 'npx -y @modelcontextprotocol/server-everything'",
     "losses/opd": "--teacher tiny",
     "losses/opd_topk": "--teacher tiny",
     "losses/ppo": "--critic head",

@@ -56,9 +56,9 @@ def test_every_package_with_dynamic_names_has_a_pack(script):
     assert all(example.startswith(pack["prefix"]) for pack in script["packs"]() for example in pack["examples"])
 
 
-# Only read: what they choose needs an upstream package, a program, a cluster, or a loss of your own.
+# Only read: what they choose needs an upstream package, a program, a server, or a loss of your own.
 ELSEWHERE = re.compile(
-    r" (gym|gem|reasoning_gym|textarena|textarena_self)/| --(sandbox|worker|logger) | --loss ./my_loss"
+    r" (gym|gem|reasoning_gym|textarena|textarena_self)/| --(sandbox|worker|logger|tool) | --loss ./my_loss"
 )
 
 
