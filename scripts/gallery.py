@@ -96,6 +96,11 @@ def command(kind: str, name: str) -> str:
     return f"rollouts run --env calculator {before}--{key.replace('_', '-')} {name}{after}"
 
 
+def pack_command(pack: Mapping[str, Any]) -> str:
+    """A command that uses the first example of a pack."""
+    return " ".join(["rollouts run --env", pack["examples"][0], *([pack["after"]] if "after" in pack else [])])
+
+
 def gallery() -> str:
     """The page."""
     found = packages()
@@ -134,7 +139,7 @@ def section(
         tables.append("\n".join(["| kind | name | what it is | command |", "|---|---|---|---|", *rows]))
     rows = [
         f"| `{pack['prefix']}<{pack['word']}>` | {pack.get('count', 'any')} | {cell(pack['about'])} | "
-        f"{', '.join(f'`{each}`' for each in pack['examples'])} | `{command('environments', pack['examples'][0])}` |"
+        f"{', '.join(f'`{each}`' for each in pack['examples'])} | `{pack_command(pack)}` |"
         for pack in own[package.name]
     ]
     if rows:

@@ -58,7 +58,7 @@ def test_every_package_with_dynamic_names_has_a_pack(script):
 
 # Only read: what they choose needs an upstream package, a program, a server, or a loss of your own.
 ELSEWHERE = re.compile(
-    r" (gym|gem|reasoning_gym|textarena|textarena_self)/| --(sandbox|worker|logger|tool) | --loss ./my_loss"
+    r" (gym|gem|reasoning_gym|textarena|textarena_self|verifiers|verifiers-v0)/| --(sandbox|worker|logger|tool) | --loss ./my_loss"
 )
 
 

@@ -17,8 +17,11 @@ from rollouts.check.report import Report, Result
 
 FAULTS = Path(__file__).parent / "faults"
 FILES = sorted(path for path in FAULTS.glob("*__*.py") if "__in_worker_" not in path.name)
-SLOW = {"imports", "wheel", "same-seed"}  # they start processes
+SLOW = {"imports", "wheel", "same-seed", "other-process"}  # they start processes
 CAUSES = {
+    "cancelled__catches_asyncio_cancellation": r"method caught .* define \(.*, line 14: .*let asyncio.Cancelled",
+    "other_process__hash_of_a_text": r"builtins.hash gave the hash .*, line 14: return .* use nothing that",
+    "other_process__keeps_the_first_task": "an episode left something that a later one sees",
     "repeatable__operating_system": r"posix.urandom gave random numbers of the operating system \(.*, line 16: return",
     "repeatable__remembers_in_the_class": "an episode left something that a later one sees",
     "repeatable__uses_up_what_is_shared": "an episode left something that a later one sees",
@@ -79,6 +82,20 @@ def test_what_only_looks_like_a_mistake_passes_with_a_note():
     (note,) = [note for result in report.results for note in result.notes]
     assert re.search(r"define raised KeyError: .*words\.py, line \d+: return .* raise a ValueError", note)
     assert report.verdict().endswith(", 1 note")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("haystack", r"the answer behind 'e is ' .*, in changing lines; leave it out, unless the task is to find it"),
+        ("orders", r"two tasks without ids have the prompt 'prompt:What do you want\?' and differ .* give them ids"),
+    ],
+)
+def test_what_may_be_meant_passes_with_a_note(name, words):
+    report = report_of(FAULTS / f"{name}.py", name.title())
+    assert report.failed == []
+    (note,) = [note for result in report.results for note in result.notes]
+    assert re.search(words, note), note
 
 
 def test_nearly_every_check_has_a_fault():

@@ -133,15 +133,21 @@ def random_sources(subject: Subject, *, with_episode: bool = False) -> list[str]
     """
     if not subject.is_importable:
         return []
-    answer = subject.scratch / "sources.json"
-    settings = plain(subject.settings)
-    request = {"name": subject.found.name, "settings": settings, "seed": subject.seed, "answer": str(answer)}
     try:
-        run_child([sys.executable], {**request, "with_episode": with_episode}, {}, sys.path)
+        found: list[str] = run_child_of(subject, {"with_episode": with_episode}, {})
     except (FailedError, SkippedError):
         return []
-    found: list[str] = json.loads(answer.read_text())
     return found[:3]
+
+
+def run_child_of(subject: Subject, what: dict[str, Any], variables: dict[str, str]) -> Any:
+    """The answer of a program of `child` for this environment. Raises FailedError and SkippedError like `run_child`."""
+    answer = subject.scratch / "answer.json"
+    request = {"name": subject.found.name, "settings": plain(subject.settings), "seed": subject.seed}
+    run_child(
+        [sys.executable], {**request, "tasks": subject.tasks_max, "answer": str(answer), **what}, variables, sys.path
+    )
+    return json.loads(answer.read_text())
 
 
 def first_difference(first: bytes | None, second: bytes | None) -> str:
@@ -206,8 +212,8 @@ def audited(listener: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
         _watching.remove(listener)
 
 
-def _notify(event: str, arguments: tuple[Any, ...]) -> None:
-    for listener in _watching:
+def _notify(event: str, arguments: tuple[Any, ...], watching: list[Any] = _watching) -> None:
+    for listener in watching:  # a default, because the variables of a module are None when Python ends
         listener(event, arguments)
 
 
