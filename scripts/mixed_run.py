@@ -88,18 +88,27 @@ def take_steps(folder: Path, watch: Stopwatch) -> None:
 
 
 def table_of(lines: Sequence[dict[str, float]]) -> str:
-    """The last value of each reward and metric by environment. Raises StepError if an environment has none."""
-    last = {key: value for line in lines for key, value in line.items()}
+    """For each environment: its share of the last step, its reward, the parts of the reward, and its metrics. Raises
+    StepError if an environment has no part of its own or not those of both rewards.
+    """
     rows = []
     for alias, name in ENVIRONMENTS.items():
-        own = {key.removeprefix(f"{alias}/"): value for key, value in last.items() if key.startswith(f"{alias}/")}
-        expect(bool(own), f"no metric of {alias}, only: {', '.join(sorted(last))}")
-        rows += [f"{name:<26}{key:<34}{value:8.3f}" for key, value in sorted(own.items()) if _is_shown(key)]
+        own = {key: value for line in lines for key, value in line.items() if key.startswith(f"env/{alias}/")}
+        parts, metrics = (
+            {key.rpartition("/")[2]: value for key, value in own.items() if f"/{kind}/" in key}
+            for kind in ("reward_part", "metric")
+        )
+        expect({"length", "repetition"} < set(parts), f"{alias} has only these parts of the reward: {sorted(parts)}")
+        rows += [
+            f"{name}: reward {own[f'env/{alias}/reward']:.3f}",
+            f"    {_written(parts)}",
+            f"    {_written(metrics)}",
+        ]
     return "\n".join(rows)
 
 
-def _is_shown(key: str) -> bool:
-    return key.startswith(("reward", "metric", "env"))
+def _written(values: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.3f}" for name, value in sorted(values.items()))
 
 
 if __name__ == "__main__":

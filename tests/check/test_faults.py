@@ -106,3 +106,12 @@ def test_nearly_every_check_has_a_fault():
 def test_a_failure_names_the_author_s_line():
     report = report_of(FAULTS / "rewards__raises.py", "Fault")
     assert re.search(r"Error: .*rewards__raises\.py, line \d+: ", report.failed[0].seen)
+
+
+def test_a_process_that_does_not_end_is_a_failure_with_a_reason(monkeypatch):
+    from rollouts.check.environments import traces
+
+    monkeypatch.setattr(traces, "CHILD_SECONDS", 0.01)
+    seen = "took longer than 0.01 seconds"
+    with pytest.raises(traces.FailedError, match=seen):
+        traces.run_child([sys.executable], {"answer": "x"}, {}, None)

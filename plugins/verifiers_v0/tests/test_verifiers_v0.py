@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,10 @@ def load_environment(kind, **kwargs):
         return vf.EnvGroup([vf_capitals.load_environment(), vf_shop.load_environment()], ["one", "two"])
     if kind == "gym":
         return vf.GymEnv(Counter, action_parser=int, num_train_episodes=3, num_eval_episodes=1, max_episode_steps=4)
+    if kind == "reasoning":
+        from verifiers.envs.integrations.reasoninggym_env import ReasoningGymEnv
+
+        return ReasoningGymEnv("chain_sum", num_train_examples=3, num_eval_examples=1, seed=3)
     if kind == "think":
         parser = vf.ThinkParser()
         def right(parser, completion, answer):
@@ -192,12 +197,14 @@ SCRIPTS = {
         [call("price", 1, item="bread"), say("8")],
     ],
     ("vf-own", '{"kind": "gym"}'): [[say("5")], [say("1"), say("1"), say("2")], [say("none")], [say("0")] * 6],
+    ("vf-own", '{"kind": "reasoning"}'): [[say("<think>x</think><answer>12</answer>")], [say("<answer>-8</answer>")]],
     ("vf-own", '{"kind": "think"}'): [[say("<think>So.</think>4")], [thinks]],
     ("vf-own", '{"kind": "math"}'): [[say("It is \\boxed{4}.")], [say("\\boxed{7}")]],
     ("vf-own", '{"kind": "judge"}'): [[say("Paris")]],
 }
+NEEDS = {'{"kind": "reasoning"}': pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="no reasoning-gym")}
 CASES = [
-    pytest.param(package, json.loads(args), index, replies, id=f"{package}-{args}-{index}")
+    pytest.param(package, json.loads(args), index, replies, id=f"{package}-{args}-{index}", marks=NEEDS.get(args, ()))
     for (package, args), scripts in SCRIPTS.items()
     for index, replies in enumerate(scripts)
 ]

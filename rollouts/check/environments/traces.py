@@ -29,7 +29,7 @@ from rollouts.check.report import FailedError, SkippedError
 from rollouts.config.convert import plain
 from rollouts.errors import counted
 
-CHILD_SECONDS = 120.0
+CHILD_SECONDS = 300.0
 GRACE_SECONDS = 3.0  # how long threads and processes may take to end after the last episode
 PATH = "import sys; sys.path[:] = sys.argv[2:]; "
 BOOT = "import sys; from rollouts.check.environments.child import main; main(sys.argv[1])"
@@ -170,20 +170,25 @@ def _difference(first: Any, second: Any, path: str) -> str:
 
 
 def run_child(python: list[str], request: dict[str, Any], variables: dict[str, str], path: list[str] | None) -> None:
-    """Run the program of `child` to its end. Raises FailedError if it fails, and SkippedError if a setting cannot be
-    sent to it.
+    """Run the program of `child` to its end. Raises FailedError if it fails or takes longer than CHILD_SECONDS, and
+    SkippedError if a setting cannot be sent to it.
     """
+    tried = "import the environment in another process"
     try:
         text = msgspec.json.encode(request).decode()
     except (TypeError, ValueError) as error:
         raise SkippedError(f"a setting cannot be sent to another process: {error}") from error
     command = [*python, "-c", f"{PATH if path else ''}{BOOT}", text, *(path or ())]
-    done = subprocess.run(
-        command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=CHILD_SECONDS, check=False
-    )
+    environment = {**os.environ, **variables}
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=CHILD_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        seen = f"the import and the tasks took longer than {CHILD_SECONDS:g} seconds"
+        raise FailedError(tried, seen, "load heavy things in `shared`, and make a task when it is drawn") from None
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        tried = "import the environment in another process"
         raise FailedError(tried, "\n".join(lines[-3:]), "make the module importable on its own")
 
 
