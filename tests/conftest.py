@@ -35,14 +35,21 @@ def forget_modules_of_tests(tmp_path_factory):
     sys.path[:] = [folder for folder in sys.path if folder in path or not folder.startswith(written)]
 
 
-@pytest.fixture(scope="module")
-def quick_collections():
-    """Runs in this process do not walk through what is imported, which takes each of them a quarter of a second."""
-    unfreeze, gc.unfreeze = gc.unfreeze, lambda: None
-    gc.freeze()
-    yield
-    gc.unfreeze = unfreeze
-    gc.unfreeze()
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections(request):
+    """Garbage collections do not visit what existed before the module, such as imported packages: a quarter of a second
+    each. A module with `WHOLE_COLLECTIONS` tests them.
+    """
+    if getattr(request.module, "WHOLE_COLLECTIONS", False):
+        gc.unfreeze()
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        gc.freeze()
+        patch.setattr(gc, "freeze", lambda: None)
+        patch.setattr(gc, "unfreeze", lambda: None)
+        yield
+        gc.collect()
 
 
 @pytest.fixture

@@ -16,8 +16,6 @@ import pytest
 
 from rollouts.cli import main
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
 SMALL = ["--prompts-per-step", "2", "--samples-per-prompt", "4", "--eval-tasks", "4", "--max-tokens", "64"]
 
 PARTS = '''\

@@ -45,7 +45,7 @@ import mock_engine  # noqa: E402
 from agent_fakes import END, FakeChat  # noqa: E402
 from isolated_tools import Isolated  # noqa: E402
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_collections")]
+pytestmark = pytest.mark.slow
 
 CHANCE = 0.2
 PROMPTS, MEMBERS = 250, 8

@@ -18,7 +18,7 @@ import pytest
 
 import rollouts
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_collections")]
+pytestmark = pytest.mark.slow
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 SHORT = {"prompts_per_step": 4, "samples_per_prompt": 4, "eval_tasks": 8, "steps": 3}

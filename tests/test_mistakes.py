@@ -20,8 +20,6 @@ import pytest
 from rollouts.cli import main
 from rollouts.env.advice import EnvironmentWarning
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
 SMALL = "--steps 1 --prompts-per-step 2 --samples-per-prompt 2 --eval-tasks 2 --max-tokens 16 --out out"
 CALC = f"run --env calculator {SMALL}"
 DICE = f"run --env ./e.py:Dice {SMALL}"

@@ -39,6 +39,7 @@ class Signaled:
                 os.kill(os.getpid(), getattr(signal, name))
         return 1.0
 """
+WHOLE_COLLECTIONS = True
 SMALL = ["--env", "calculator", "--env.digits", "1", "--steps", "2", "--prompts-per-step", "2"]
 SMALL += ["--samples-per-prompt", "2", "--eval-tasks", "2", "--max-tokens", "16", "--out", "out"]
 

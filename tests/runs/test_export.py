@@ -41,7 +41,7 @@ def logits(model):
         return model(PROBE.to(model.device)).logits
 
 
-def test_the_card_asks_the_model_as_the_run_did(tmp_path, monkeypatch, quick_collections):
+def test_the_card_asks_the_model_as_the_run_did(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     more = {"system": "Be brief.", "out": "run"}
     rollouts.run(**SMALL | {"steps": 1, "samples_per_prompt": 2} | more)
@@ -57,7 +57,7 @@ def test_the_card_asks_the_model_as_the_run_did(tmp_path, monkeypatch, quick_col
     assert known["prompt"]["input_ids"][0].tolist() == segment["tokens"][: segment["loss_mask"].index(1)]
 
 
-def test_an_exported_model_knows_its_environment(tmp_path, monkeypatch, quick_collections, capsys):
+def test_an_exported_model_knows_its_environment(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text("from rollouts_calculator import Calculator as Mine\n")
     rollouts.run(**SMALL | {"steps": 1, "samples_per_prompt": 2, "env": "./mine.py:Mine", "out": "run"})

@@ -146,7 +146,7 @@ CAUSES = {
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch, quick_collections):
+def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "parts.py").write_text(PARTS)
     return tmp_path

@@ -82,9 +82,6 @@ SMALL = {
 TIMED = ("time/", "perf/", "sync/seconds", "rollout/latency")
 
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
-
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     (tmp_path / "parts.py").write_text(PARTS)

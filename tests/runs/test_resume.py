@@ -96,7 +96,7 @@ KINDS = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("quick_collections", "forked_ranks")
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ SHORT = (
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch, quick_collections):
+def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 

@@ -40,7 +40,7 @@ class Fails:
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch, quick_collections):
+def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "parts.py").write_text(PARTS)
     return tmp_path

@@ -16,7 +16,7 @@ SHORT = "--env calculator --prompts-per-step 2 --samples-per-prompt 4 --max-toke
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch, quick_collections):
+def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 

@@ -100,7 +100,7 @@ def test_a_worker_in_a_virtual_environment_has_no_torch(envs, links, monkeypatch
         assert torch_in("guess-old", "venv") == [False, False]
 
 
-def test_environments_that_clash_train_in_one_run(envs, tmp_path, monkeypatch, quick_collections):
+def test_environments_that_clash_train_in_one_run(envs, tmp_path, monkeypatch):
     """Neither is installed in the Python of the run."""
     monkeypatch.chdir(tmp_path)
     envs_given = {"old": {"name": "guess-old"}, "new": {"name": "guess-new", "digits": 2}}
@@ -111,7 +111,7 @@ def test_environments_that_clash_train_in_one_run(envs, tmp_path, monkeypatch, q
         assert f"clash=={version}\n" in Path(f"run/workers/{word}.lock").read_text()
 
 
-def test_the_numbers_are_those_of_a_run_without_worker(envs, tmp_path, monkeypatch, quick_collections):
+def test_the_numbers_are_those_of_a_run_without_worker(envs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pytest.importorskip("hatchling")
     assert main(["env", "install", str(ROOT / "environments" / "calculator"), NO_INDEX]) == 0

@@ -30,8 +30,6 @@ from rollouts.runs.plan import make_plan
 from rollouts.runs.workers import worker_pools
 from rollouts.types import Task
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
 SHORT: dict[str, Any] = {"prompts_per_step": 4, "samples_per_prompt": 3, "eval_tasks": 3, "max_tokens": 64}
 EARLIER: set[int] = set()  # process numbers of idle workers that another file's tests left in this process
 

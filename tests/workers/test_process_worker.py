@@ -23,8 +23,6 @@ from rollouts.runs.plan import make_plan
 from rollouts.runs.rank import without_episodes
 from rollouts.runs.workers import pools_of, worker_pools
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):

@@ -31,7 +31,6 @@ from rollouts.sandboxes import SubprocessSandboxes
 from rollouts.types import Task
 
 pytestmark = [
-    pytest.mark.usefixtures("quick_collections"),
     pytest.mark.skipif(sys.platform != "linux", reason="supervisors spare each other on Linux only"),
 ]
 

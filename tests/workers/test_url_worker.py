@@ -30,7 +30,6 @@ from rollouts.env.workers.websocket import URLConnector
 from rollouts.errors import ConfigError, PluginError, WorkerError
 
 trio_websocket = pytest.importorskip("trio_websocket")
-pytestmark = pytest.mark.usefixtures("quick_collections")
 
 ENV = '''\
 """An environment that was made for a test."""

@@ -20,8 +20,6 @@ from rollouts.env.workers.process import Options, ProcessConnector, worker_comma
 from rollouts.errors import ConfigError, SignatureError, UserError, WorkerError
 from rollouts.runs.plan import make_plan
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
 SHORT = {"prompts_per_step": 2, "samples_per_prompt": 2, "eval_tasks": 3, "steps": 2, "max_tokens": 64}
 TIMED = ("time/", "perf/", "sync/seconds", "rollout/latency", "eval/latency", "eval/wall_", "eval/cpu_")
 KINDS = '''\

@@ -171,7 +171,7 @@ def _difference(first: Any, second: Any, path: str) -> str:
 
 def run_child(python: list[str], request: dict[str, Any], variables: dict[str, str], path: list[str] | None) -> None:
     """Run the program of `child` to its end. Raises FailedError if it fails or takes longer than CHILD_SECONDS, and
-    SkippedError if a setting cannot be sent to it.
+    SkippedError if a setting cannot be sent to it, or if it is its episodes that take longer.
     """
     tried = "import the environment in another process"
     try:
@@ -185,6 +185,8 @@ def run_child(python: list[str], request: dict[str, Any], variables: dict[str, s
             command, env=environment, capture_output=True, text=True, timeout=CHILD_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
+        if request.get("plays"):
+            raise SkippedError(f"its episodes took longer than {CHILD_SECONDS:g} seconds in another process") from None
         seen = f"the import and the tasks took longer than {CHILD_SECONDS:g} seconds"
         raise FailedError(tried, seen, "load heavy things in `shared`, and make a task when it is drawn") from None
     if done.returncode != 0:
