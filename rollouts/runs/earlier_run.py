@@ -119,4 +119,5 @@ def unused_of_run(run: Resolved, resolved: Resolved, model: str) -> tuple[str, .
     folder = Path(run.source.path).parent
     again = f"rollouts eval {shlex.quote(os.path.relpath(folder))}"
     again += "" if Path(model).absolute() == folder else f" --model {shlex.quote(model)}"
-    return (f"the run used {', '.join(unused)}, which this evaluation does not use; to use them, type: {again}",)
+    them = "it" if len(unused) == 1 else "them"
+    return (f"the run used {', '.join(unused)}, which this evaluation does not use; to use {them}, type: {again}",)
