@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -294,8 +293,7 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True, may_be_abse
     notes += () if is_evaluation else trained_before(manager, environments, resolved)
     if run is not None:
         notes += overlap_notes(manager, run, environments, resolved)
-        if os.path.abspath(source.path) != run.source.path:  # with the run's own file, only what was typed differs
-            notes += unused_of_run(run, resolved, given)
+        notes += unused_of_run(run, resolved, given)
         used = [each.ref for each in (*chosen["env"], *chosen["reward"]) if each.ref is not None]
         notes += tuple(changed_code(Path(run.source.path).parent, code_files(used, source)))
     rewards = reward_terms(components["reward"], chosen["reward"])
