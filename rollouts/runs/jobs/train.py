@@ -86,9 +86,9 @@ def train(
     """Run the plan to its end; returns the content of summary.json. On a rank above 0 it serves rank 0, and returns {}.
 
     `started` is the start of the run; `--max-hours` count from `hours_from`, if that was earlier. A run that `resumes`
-    continues from `checkpoint`, or from the last one in the folder (with `--resume auto`: the last
-    undamaged one). Tasks in `also_held_out` are neither demonstrated nor evaluated. `on_begin` is called after all
-    checks, before the folder changes. `advice` is what to do if the model cannot call tools.
+    continues from `checkpoint`, or from the last one in the folder (with `--resume auto`: the last undamaged one).
+    Tasks in `also_held_out` are neither demonstrated nor evaluated. `on_begin` is called after all checks, before the
+    folder changes. `advice` is what to do if the model cannot call tools.
 
     Raises:
         UserError: before anything is written; also later, if only playing an environment shows its mistake.
@@ -113,8 +113,7 @@ def train(
         engine_gets = plan.inference_arguments(backend, str(folder.path))
         inference = make_inference(plan.one("inference"), engine_gets, environments, must_train=settings.mode == "rl")
         session.backends = [(plan.one("training"), backend), (plan.one("inference"), inference)]
-        own = [each for each in loggers if each.component is JSONLLogger]
-        resumed, first = None, 0
+        own, resumed, first = [each for each in loggers if each.component is JSONLLogger], None, 0
         if resumes:
             resumed = restore(backend, folder, settings, plan.flat, _logged(folder.path, own), checkpoint)
             resumed = resumed._replace(notes=(*resumed.notes, *changed_code(folder.path, code, folder.shown)))
