@@ -14,7 +14,11 @@ test-adapters:  ## every environment of the upstream packages, which it installs
 	python -m venv $(ADAPTERS)/mcp-1
 	$(ADAPTERS)/mcp-1/bin/pip install -q "mcp==1.30.0" uvicorn
 	ROLLOUTS_MCP_1=$(ADAPTERS)/mcp-1/bin/python \
-	  $(ADAPTERS)/bin/python -m pytest -n 0 -m "not engines" plugins
+	  $(ADAPTERS)/bin/python -m pytest -n 0 -m "not engines" --equal-at-least 300 plugins tests/adapters
+	set -e; for own in plugins/*/requirements-adapters.txt; do \
+	  folder=$$(dirname $$own) && venv=$(ADAPTERS)/$$(basename $$folder); \
+	  python -m venv $$venv && $$venv/bin/pip install -q -r $$own && $$venv/bin/python -m pytest -n 0 -m adapters $$folder; \
+	done
 
 test-engines:  ## against real vLLM and SGLang servers, each installed once into $$ROLLOUTS_ENGINES (about 3 GB each)
 	pytest -n 0 -m engines tests/engines

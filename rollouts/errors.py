@@ -315,10 +315,11 @@ def suggestion(given: str, known: Iterable[str], spelled: Callable[[str], str] =
 def counted(count: int, thing: str) -> str:
     """A number of things, in the singular or the plural.
 
-    >>> counted(1, "step"), counted(0, "held-out task")
-    ('1 step', '0 held-out tasks')
+    >>> counted(1, "step"), counted(0, "held-out task"), counted(2, "process")
+    ('1 step', '0 held-out tasks', '2 processes')
     """
-    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+    ending = "" if count == 1 else "es" if thing.endswith("s") else "s"
+    return f"{count} {thing}{ending}"
 
 
 def in_lines(*lines: str) -> str:

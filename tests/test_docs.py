@@ -216,6 +216,26 @@ def test_the_learning_curve_is_small_and_readable_in_dark_mode(tmp_path):
         assert set(re.findall(r"#[0-9a-f]{6}\b", text)) == {"#7d8590", "#3b82f6", "#f97316"}
 
 
+def test_the_rewards_of_a_run_are_drawn(tmp_path):
+    """The script draws such a picture as docs/reward-parts.svg from a run's folder."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    lines = [
+        f'{{"step": {n}, "reward/mean": 1.1, "reward_part/correct": 1.0, "reward_part/short": 0.5}}' for n in range(9)
+    ]
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
+    weights = '{"evaluation": {"after": {"weights": {"correct": 1.0, "short": 0.2}}}}'
+    (folder / "summary.json").write_text(weights)
+    drawn = tmp_path / "parts.svg"
+    main = runpy.run_path(str(ROOT / "scripts" / "learning_curve.py"))["main"]
+    main(["--parts", str(folder), "--out", str(drawn)])
+    assert "0.2 × short</text>" in drawn.read_text(encoding="utf-8")
+    for picture in (drawn, ROOT / "docs" / "reward-parts.svg"):
+        text = picture.read_text(encoding="utf-8")
+        assert len(text) < 40_000 and "optimizer step</text>" in text and "sum</text>" in text
+        assert "#ffffff" not in text and "#000000" not in text
+
+
 def test_pages_say_no_machine_s_paths():
     for page in PAGES:
         found = re.findall(r"(?:/work/|/root/|/home/|/tmp/)\S*", page.read_text(encoding="utf-8"))

@@ -24,11 +24,11 @@ from rollouts.author_code import shown
 from rollouts.encoding import plain
 from rollouts.env.authoring import ToolMethod
 from rollouts.env.checks import check_text
+from rollouts.env.results import AnswerAs, answers_of
 from rollouts.env.tools import run_tool
 from rollouts.env.workers.model import no_role
 from rollouts.error_log import report
 from rollouts.errors import (
-    NAME_CHARACTERS_MAX,
     EnvironmentDefinitionError,
     InferenceError,
     ModelError,
@@ -291,15 +291,18 @@ class ChatModel:
                 self._count(f"tool_failure/{failure}")
                 if failure in ("exception", "timeout", "crashed") and self.trajectory is not None:
                     self.trajectory.tool_errors.setdefault(tool_call.name, error or text.removeprefix("Error: "))
-        shows_calls = self._chat is None or self._chat.report.tool_after_text
-        are_text = self._chat is not None and self._chat.report.calls_as_text
-        if reply.tool_calls and not shows_calls and (are_text or all(c.error for c in reply.tool_calls)):
-            # The template does not show these calls, so there is no call that a tool message could answer.
-            return [Message("user", "\n".join(texts))]
-        return [
-            Message("tool", text, tool_call_id=call.id or None, name=call.name[:NAME_CHARACTERS_MAX] or None)
-            for call, text in zip(reply.tool_calls, texts, strict=True)
-        ]
+        return self.answers(reply, texts)
+
+    def answers(self, reply: Message, texts: Sequence[str]) -> list[Message]:
+        """The messages that answer the calls of a reply with these texts, for a loop that runs its tools itself."""
+        return answers_of(reply, texts, self.answer_as)
+
+    @property
+    def answer_as(self) -> AnswerAs:
+        """The role of the messages that answer calls."""
+        if self._chat is None or self._chat.report.tool_after_text:
+            return "tool"
+        return "user" if self._chat.report.calls_as_text else "user if unread"
 
     # --- one turn ---------------------------------------------------------------------------------------------------
 

@@ -71,6 +71,8 @@ def find(name: str, options: Options, kind: str | None = None) -> list[Found]:
         if options.worker in ("", PROCESS):
             raise
         found = [Found(name, name)]  # the worker may have packages that this Python has not
+    if options.worker not in ("", PROCESS):  # it knows the names of installed packages, not the modules of a folder
+        found = [each._replace(name=each.label) for each in found]
     if options.worker:
         found = [each._replace(label=f"{each.label} in a worker") for each in found if each.kind == ENVIRONMENTS]
     kinds = list(dict.fromkeys(each.kind for each in found))

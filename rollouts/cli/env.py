@@ -59,11 +59,12 @@ def install(
     """
     from rollouts.env.installing import Index
     from rollouts.env.installing import install as install_package
+    from rollouts.env.installs import NAMES_MAX
 
     index = Index(index_url, find_links, no_index, lock)
     installed = install_package(name, index, more=more, python=python, note=lambda line: click.echo(line, err=True))
     click.echo(f"installed {_words(installed)}\nlock: {installed.lock}")
-    for each in installed.install.environments:
+    for each in installed.install.environments[:NAMES_MAX]:
         click.echo(f"type: rollouts run --env {each} --loss grpo --worker venv")
     return 0
 
@@ -87,8 +88,10 @@ def list_() -> int:
 
 
 def _row(each: Installed) -> tuple[str, ...]:
+    from rollouts.env.installs import shown_names
+
     install = each.install
-    names, size = ", ".join(install.environments), f"{install.bytes / 1e6:.0f} MB"
+    names, size = shown_names(install.environments), f"{install.bytes / 1e6:.0f} MB"
     versions = (install.version, install.python, install.rollouts, install.contract or "-")
     return (names, install.package, *versions, size, str(each.venv))
 

@@ -134,6 +134,11 @@ async def call(
     raise CallTimeoutError
 
 
+def uncancelled_count() -> int:
+    """How many of the process's asyncio calls caught their cancellation and ended in another way."""
+    return _uncancelled
+
+
 def abandoned_count() -> int:
     """The number of the process's threads that ran past their deadline and still run."""
     return _abandoned
@@ -299,7 +304,8 @@ class _AsyncioBridge:
 
     async def _cancel(self, tasks: list[asyncio.Task[Any]], finished: trio.Event) -> None:
         """Cancel the task, and wait until it has ended. If it has not ended after `GRACE_SECONDS`, abandon the loop."""
-        if not self._in_loop(lambda: tasks[0].cancel()):
+        accepted: list[bool] = []
+        if not self._in_loop(lambda: accepted.append(tasks[0].cancel())):
             return
         with trio.CancelScope(shield=True, deadline=trio.current_time() + GRACE_SECONDS):
             await finished.wait()
@@ -307,6 +313,7 @@ class _AsyncioBridge:
             self._abandon()
         elif tasks and tasks[0].done() and not tasks[0].cancelled():
             tasks[0].exception()  # read the exception, so that asyncio does not report it as never retrieved
+            _count_uncancelled(sum(accepted))
 
     def _in_loop(self, callback: Callable[[], object]) -> bool:
         """Have the loop call `callback`. False if the loop is closed."""
@@ -360,6 +367,7 @@ def _reserve_bridge(wake: Callable[[], None]) -> _AsyncioBridge:
 
 _lock = threading.Lock()
 _abandoned = 0
+_uncancelled = 0
 _limiter: trio.lowlevel.RunVar[trio.CapacityLimiter] = trio.lowlevel.RunVar("rollouts-calls-limiter")
 
 
@@ -367,6 +375,12 @@ def _count_abandoned(change: int) -> None:
     global _abandoned
     with _lock:
         _abandoned += change
+
+
+def _count_uncancelled(change: int) -> None:
+    global _uncancelled
+    with _lock:
+        _uncancelled += change
 
 
 def _refuse_too_many() -> None:

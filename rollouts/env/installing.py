@@ -235,14 +235,15 @@ def _read_venv(venv: Path, wanted: Wanted, requested: str) -> tuple[Install, str
     packages = {normalize(each.metadata["Name"]): each for each in distributions(path=path)}
     own = packages[wanted.name]
     refs = [ref for ref in scan(path).components if normalize(ref.distribution) == wanted.name]
-    environments = [ref.name for ref in refs if ref.kind == "environments"]
+    environments = [ref.name for ref in refs if ref.kind == "environments"] + _listed_by_hooks(venv)
     if not environments:
         others = ", ".join(sorted({ref.kind for ref in refs}))
         raise PluginError(
             in_lines(
                 f"{own.metadata['Name']} {own.version} has no environment",
                 f"it has components of these kinds: {others}" if others else "",
-                'an environment is an entry point of the group "rollouts.environments"',
+                'an environment is an entry point of the group "rollouts.environments", or a name that a hook lists',
+                "if another package makes environments of it, add that one: --with PACKAGE",
             )
         )
     lock = [
@@ -263,6 +264,17 @@ def _read_venv(venv: Path, wanted: Wanted, requested: str) -> tuple[Install, str
         contract=contract,
     )
     return record, "\n".join(lock) + "\n"
+
+
+def _listed_by_hooks(venv: Path) -> list[str]:
+    """The environments that hook plugins in a virtual environment list, as `gym/CartPole-v1`. Raises PluginError."""
+    code = "import json; from rollouts.plugins import PluginManager; "
+    code += "found = PluginManager().list('environments', hooks=True); "
+    code += "print(json.dumps([ref.name for ref in found if not ref.value]))"
+    done = subprocess.run([python_of(venv), "-I", "-c", code], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise PluginError(in_lines("the hook plugins that it has cannot list their environments", done.stderr[-1000:]))
+    return msgspec.json.decode(done.stdout.splitlines()[-1], type=list[str])
 
 
 def _site_packages(venv: Path) -> tuple[list[str], str]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -23,6 +23,7 @@ from rollouts.disk import HIDDEN_NAME, remove_folder, write_whole
 from rollouts.errors import PluginError, UnknownComponentError, in_lines, suggestion
 from rollouts.plugins.index import normalize
 
+NAMES_MAX = 8  # a collection such as `gym/...` has a thousand
 RECORD, LOCK, VENV = "install.json", "rollouts.lock", "venv-"
 
 
@@ -78,6 +79,12 @@ def python_of(venv: Path) -> Path:
     return venv / "Scripts" / "python.exe" if os.name == "nt" else venv / "bin" / "python"
 
 
+def shown_names(names: Sequence[str]) -> str:
+    """Names of environments in one line; of many, the first ones and how many more there are."""
+    more = len(names) - NAMES_MAX
+    return ", ".join(names[:NAMES_MAX]) + (f", and {more} more" if more > 0 else "")
+
+
 def all_installed() -> list[Installed]:
     """Every complete installation, by its package's name."""
     folders = sorted(envs_folder().glob("*")) if envs_folder().is_dir() else []
@@ -101,11 +108,16 @@ def find_installed(name: str) -> Installed:
     """
     everything = all_installed()
     owner, _, bare = name.rpartition("/")
-    fits = [each for each in everything if bare in each.install.environments]
-    found = [each for each in fits if not owner or normalize(each.install.package) == normalize(owner)]
+    found = [each for each in everything if name in each.install.environments]  # also of a hook: `gym/CartPole-v1`
+    if not found:
+        fits = [each for each in everything if bare in each.install.environments]
+        found = [each for each in fits if normalize(each.install.package) == normalize(owner)]
     if len(found) > 1:
         names = [f"  {each.install.package}/{bare}" for each in found]
         several = f"{len(found)} installed packages have an environment named {bare!r}; type one of:"
+        if owner:
+            names = [f"  rollouts env remove {each.install.package}" for each in found]
+            several = f"{len(found)} virtual environments have the environment {name!r}; remove all but one:"
         raise PluginError("\n".join([several, *names]))
     if found:
         return found[0]
@@ -113,8 +125,8 @@ def find_installed(name: str) -> Installed:
     raise UnknownComponentError(
         in_lines(
             f"no virtual environment has the environment {name!r}",
-            suggestion(bare, known),
-            f"installed in {envs_folder()}: {', '.join(sorted(known)) or 'none'}",
+            suggestion(bare, known) or suggestion(name, known),
+            f"installed in {envs_folder()}: {shown_names(sorted(known)) or 'none'}",
             f"type: rollouts env install {package_of(name) or 'PACKAGE'}",
             "" if package_of(name) else "PACKAGE is the package that provides it, its wheel, or its folder",
         )

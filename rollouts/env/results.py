@@ -5,14 +5,21 @@ Not here: calling the tool (`rollouts.env.tools`, `worker`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from rollouts.author_code import printable
 from rollouts.encoding import encode
+from rollouts.errors import NAME_CHARACTERS_MAX
+from rollouts.types import Message
 
 Failure = Literal["malformed", "unknown_tool", "bad_arguments", "timeout", "exception", "crashed"]
+
+
+AnswerAs = Literal["tool", "user if unread", "user"]
+"""The role of the messages that answer calls. `user if unread`: `user` if no call of the reply could be read."""
 
 
 class ToolOutcome(NamedTuple):
@@ -49,3 +56,18 @@ def shortened(text: str, characters_max: int) -> str:
     if len(text) <= characters_max:
         return text
     return f"{text[:characters_max]}\n[cut: the first {characters_max} of {len(text)} characters]"
+
+
+def answers_of(reply: Message, texts: Sequence[str], answer_as: AnswerAs) -> list[Message]:
+    """The messages that answer the calls of a reply with these texts, one for each call.
+
+    A chat template may not show a call. Then there is none that a tool message could answer, and the answer is one
+    message of the user.
+    """
+    calls = reply.tool_calls
+    if calls and (answer_as == "user" or (answer_as == "user if unread" and all(call.error for call in calls))):
+        return [Message("user", "\n".join(texts))]
+    return [
+        Message("tool", text, tool_call_id=call.id or None, name=call.name[:NAME_CHARACTERS_MAX] or None)
+        for call, text in zip(calls, texts, strict=True)
+    ]

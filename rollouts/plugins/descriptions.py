@@ -2,8 +2,8 @@
 
 The description is the first sentence of the component's docstring. For a value, such as an `Algorithm`, it is the first
 sentence of the string after its assignment. If the module imports the name from another module, that module is read.
-There is no description for packages without source files, names from a module's `__getattr__`, and components of hook
-plugins.
+A hook plugin gives the descriptions of its components itself. There is no description for packages without source
+files, and for names from a module's `__getattr__`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ class Place(NamedTuple):
 
 
 def description(ref: ComponentRef) -> str:
-    """The first sentence of the component's docstring, in one line; empty if no docstring is found."""
-    place = find_definition(ref)
-    return first_sentence(place.doc) if place else ""
+    """The first sentence of what a hook plugin says about the component, or else of its docstring, in one line; empty
+    if there is none.
+    """
+    place = None if ref.about else find_definition(ref)
+    return first_sentence(place.doc if place else ref.about)
 
 
 def first_sentence(text: str) -> str:

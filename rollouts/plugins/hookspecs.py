@@ -42,7 +42,9 @@ def rollouts_find_component(kind: str, name: str) -> Any:
 
 @hookspec
 def rollouts_list_components(kind: str) -> Iterable[str] | None:
-    """Return the names that your `rollouts_find_component` finds, for `rollouts plugins list --all` and for errors."""
+    """Return the names that your `rollouts_find_component` finds, for `rollouts plugins list --all` and for errors. A
+    mapping from names to descriptions adds one line to each.
+    """
 
 
 @hookspec

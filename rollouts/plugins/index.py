@@ -71,7 +71,7 @@ class ComponentRef(msgspec.Struct, frozen=True):
 
     `value` is `module:attr`, or `file.py:attr` for a file. `distribution` and `version` are empty for a file, and for a
     module that was named itself. `value` is empty for a component that a hook plugin provides (`PluginManager.load`
-    calls the plugin), and `<name>` for an object in memory.
+    calls the plugin), and `<name>` for an object in memory. `about` is a hook plugin's description of its component.
     """
 
     kind: str
@@ -79,6 +79,7 @@ class ComponentRef(msgspec.Struct, frozen=True):
     value: str
     distribution: str = ""
     version: str = ""
+    about: str = ""
 
     @property
     def qualified(self) -> str:

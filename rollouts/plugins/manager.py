@@ -227,7 +227,8 @@ class PluginManager:
             if isinstance(names, PluginFault):
                 self._note([names])
             elif names is not None:
-                refs += [ComponentRef(kind, name, "", *self._owners[implementation.plugin_name]) for name in names]
+                owner = self._owners[implementation.plugin_name]
+                refs += [ComponentRef(kind, name, "", *owner, about) for name, about in names.items()]
         return refs
 
     def _note(self, faults: Faults) -> Faults:
@@ -300,11 +301,12 @@ def _refusal(hook: str, function: Any, options: HookimplOpts) -> str:
     return ""
 
 
-def _checked_names(names: Any) -> list[str]:
+def _checked_names(names: Any) -> dict[str, str]:
+    """The listed names, with their descriptions. Raises TypeError."""
     if isinstance(names, str):
         raise TypeError(f"returned the text {names!r}; it must return a list of names")
-    listed = list(names)
-    for name in listed:
+    listed = dict(names) if isinstance(names, Mapping) else dict.fromkeys(names, "")
+    for name in (*listed, *listed.values()):
         if not isinstance(name, str):
             raise TypeError(f"returned {shown(name)} among the names; each must be text")
     return listed

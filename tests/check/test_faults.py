@@ -17,8 +17,11 @@ from rollouts.check.report import Report, Result
 
 FAULTS = Path(__file__).parent / "faults"
 FILES = sorted(path for path in FAULTS.glob("*__*.py") if "__in_worker_" not in path.name)
-SLOW = {"imports", "wheel", "same-seed"}  # they start processes
+SLOW = {"imports", "wheel", "same-seed", "other-process"}  # they start processes
 CAUSES = {
+    "cancelled__catches_asyncio_cancellation": r"method caught .* define \(.*, line 14: .*let asyncio.Cancelled",
+    "other_process__hash_of_a_text": r"builtins.hash gave the hash .*, line 14: return .* use nothing that",
+    "other_process__keeps_the_first_task": "an episode left something that a later one sees",
     "repeatable__operating_system": r"posix.urandom gave random numbers of the operating system \(.*, line 16: return",
     "repeatable__remembers_in_the_class": "an episode left something that a later one sees",
     "repeatable__uses_up_what_is_shared": "an episode left something that a later one sees",
@@ -98,6 +101,20 @@ def test_a_reply_that_never_ends_the_episode_gets_a_note(tmp_path, turns):
         assert "endless.py, line " in note
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("haystack", r"the answer behind 'e is ' .*, in changing lines; leave it out, unless the task is to find it"),
+        ("orders", r"two tasks without ids have the prompt 'prompt:What do you want\?' and differ .* give them ids"),
+    ],
+)
+def test_what_may_be_meant_passes_with_a_note(name, words):
+    report = report_of(FAULTS / f"{name}.py", name.title())
+    assert report.failed == []
+    (note,) = [note for result in report.results for note in result.notes]
+    assert re.search(words, note), note
+
+
 def test_nearly_every_check_has_a_fault():
     found = {path.stem.partition("__")[0].replace("_", "-") for path in FILES}
     assert {check.name for check in CHECKS} - found == {"wheel"}  # its fault is a package: test_command.py
@@ -106,3 +123,12 @@ def test_nearly_every_check_has_a_fault():
 def test_a_failure_names_the_author_s_line():
     report = report_of(FAULTS / "rewards__raises.py", "Fault")
     assert re.search(r"Error: .*rewards__raises\.py, line \d+: ", report.failed[0].seen)
+
+
+def test_a_process_that_does_not_end_is_a_failure_with_a_reason(monkeypatch):
+    from rollouts.check.environments import traces
+
+    monkeypatch.setattr(traces, "CHILD_SECONDS", 0.01)
+    seen = "took longer than 0.01 seconds"
+    with pytest.raises(traces.FailedError, match=seen):
+        traces.run_child([sys.executable], {"answer": "x"}, {}, None)

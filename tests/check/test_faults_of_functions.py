@@ -187,6 +187,11 @@ def against_the_first(rewards):
     return rewards - rewards[0]
 
 
+def against_the_ones_before(rewards):
+    before = rewards.cumsum(0) - rewards
+    return rewards - before / (rewards * 0 + 1).cumsum(0)
+
+
 def wrong_sign(rewards):
     return rewards.mean() - rewards
 
@@ -309,6 +314,12 @@ def takes_the_reply(trajectory):
     return float(len(trajectory.messages.pop().text))
 
 
+def strips_the_messages(trajectory):
+    for message in trajectory.messages:
+        message.content = message.content.strip()
+    return float("please" in trajectory.last_text)
+
+
 def throws_dice(trajectory):
     return random.random()
 
@@ -361,6 +372,7 @@ FAULTS = [
     ("advantages", needs_two, "one-rollout"),
     ("advantages", per_token, "finite"),
     ("advantages", against_the_first, "order"),
+    ("advantages", against_the_ones_before, "order"),
     ("advantages", wrong_sign, "better"),
     ("advantages", masked_in_mean, "masked"),
     ("advantages", nan_in_mean, "masked"),
@@ -386,6 +398,7 @@ FAULTS = [
     ("rewards", needs_words, "any-reply"),
     ("rewards", reads_unicode, "any-reply"),
     ("rewards", takes_the_reply, "unchanged"),
+    ("rewards", strips_the_messages, "unchanged"),
     ("rewards", throws_dice, "repeatable"),
     ("curricula", negative_later, "values"),
     ("curricula", never, "values"),

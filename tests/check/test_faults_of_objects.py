@@ -188,6 +188,12 @@ class LeavesAThread(GoodLogger):
 
 
 @fault("loggers", "resumed")
+class WrittenAnew(GoodLogger):
+    def __init__(self, folder):
+        self.stream = open(f"{folder}/lines.txt", "w")
+
+
+@fault("loggers", "resumed")
 class NewFile(GoodLogger):
     def __init__(self, folder):
         self.stream = open(f"{folder}/lines.txt", "x")

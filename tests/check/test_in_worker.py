@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from made_wheels import write_wheel
 
 from rollouts.check.api import Options, check, find
 from rollouts.check.environments.subject import Found
@@ -67,3 +70,45 @@ def test_a_worker_that_cannot_be_used_is_one_error(worker, words, capsys, tmp_pa
 def test_a_check_of_the_other_table_is_unknown():
     with pytest.raises(ConfigError, match="there is no check of this name"):
         find("calculator", Options(only=["wheel"], settings=PROCESS))
+
+
+PYPROJECT = """\
+[project]
+name = "sums"
+version = "1"
+
+[project.entry-points."rollouts.environments"]
+sums = "sums_here:Sums"
+"""
+
+
+@pytest.mark.slow
+def test_an_environment_in_a_virtual_environment_passes(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("ROLLOUTS_ENVS", str(tmp_path / "envs"))
+    code = (FAULTS / "sums.py").read_text(encoding="utf-8")
+    wheel = write_wheel(tmp_path, "sums", "1", code, ["rollouts-rl"], "[rollouts.environments]\nsums = sums:Sums\n")
+    assert main(["env", "install", str(wheel), "--no-index"]) == 0
+    (tmp_path / "pyproject.toml").write_text(PYPROJECT)
+    (tmp_path / "sums_here.py").write_text(code)
+    for given in (
+        "sums",
+        str(tmp_path),
+    ):  # the folder of a package is its environment, under the name that is installed
+        capsys.readouterr()
+        assert main(["check", given, "--worker", "venv", "--tasks", "2"]) == 0, capsys.readouterr().err
+        out = capsys.readouterr().out
+        assert re.search(r"oracle +passed", out) and re.search(r"worker-lives +passed", out)
+
+
+@pytest.mark.slow
+def test_an_environment_at_an_address_passes(capsys):
+    name = f"{FAULTS / 'sums.py'}:Sums"
+    command = [sys.executable, "-m", "rollouts", "env", "serve", name, "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            url = server.stdout.readline().partition(" at ")[2].split()[0]
+            assert main(["check", name, "--worker", url, "--tasks", "2"]) == 0
+        finally:
+            server.terminate()
+    assert "in a worker keeps the contract: 15 passed" in capsys.readouterr().out

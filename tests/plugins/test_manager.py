@@ -10,6 +10,7 @@ import pytest
 
 from rollouts.errors import AmbiguousComponentError, BrokenPluginError, UnknownComponentError
 from rollouts.plugins import hookspecs
+from rollouts.plugins.descriptions import description
 from rollouts.plugins.hookspecs import hookimpl
 from rollouts.plugins.index import ComponentRef
 from rollouts.plugins.manager import PluginManager
@@ -131,6 +132,7 @@ def test_a_pack_may_answer_with_a_reference(make_distribution):
         ([1], "returned 1 among"),
         ((1 // 0 for _ in "x"), "ZeroDivisionError"),
         (7, "TypeError"),
+        ({"a/b": None}, "returned None among"),
     ],
 )
 def test_wrong_lists_are_named(names, cause):
@@ -138,6 +140,16 @@ def test_wrong_lists_are_named(names, cause):
     manager.register(plugin(rollouts_list_components=lambda kind: names), distribution="odd")
     manager.list("rewards", hooks=True)
     assert any(fault.distribution == "odd" and cause in fault.cause for fault in manager.faults)
+
+
+def test_a_list_may_have_descriptions():
+    manager = PluginManager(installed=False)
+    names = {"a/one": "The first one. It is easy.", "a/two": ""}
+    manager.register(
+        plugin(rollouts_list_components=lambda kind: names if kind == "rewards" else None), distribution="a"
+    )
+    listed = {ref.name: description(ref) for ref in manager.list("rewards", hooks=True)}
+    assert {name: listed[name] for name in names} == {"a/one": "The first one", "a/two": ""}
 
 
 def test_events_are_called_one_at_a_time_with_what_they_name():

@@ -18,7 +18,7 @@ import rollouts
 from rollouts.cli import main
 from rollouts.config.resolving import resolve
 from rollouts.env.installs import all_installed, find_installed
-from rollouts.errors import UnknownComponentError
+from rollouts.errors import PluginError, UnknownComponentError
 from rollouts.runs.plan import make_plan
 from rollouts.runs.workers import worker_pools
 
@@ -134,6 +134,54 @@ def test_what_is_not_installed_names_the_line_to_type(envs):
         find_installed("calculator")
     with pytest.raises(UnknownComponentError, match="did you mean: guess-old"):
         find_installed("guess-olds")
+
+
+HOOKS = '''\
+import rollouts
+from rollouts import hookimpl
+
+
+class Plain:
+    """A task of another package."""
+
+    def tasks(self, split, rng):
+        import no_env
+
+        return [rollouts.Task(f"Say {n}.", info={"from": no_env.__name__}) for n in range(4)]
+
+    @rollouts.reward
+    def short(self, trajectory):
+        return 1.0
+
+
+@hookimpl
+def rollouts_find_component(kind, name):
+    return Plain if (kind, name) == ("environments", "pack/no-env") else None
+
+
+@hookimpl
+def rollouts_list_components(kind):
+    return ["pack/no-env"] if kind == "environments" else None
+'''
+
+
+def test_another_package_may_make_environments_of_it(links, empty, tmp_path, monkeypatch, capsys):
+    """A hook of the package beside it lists and finds their names."""
+    plain = str(links / "no_env-1-py3-none-any.whl")
+    assert main(["env", "install", plain, NO_INDEX]) == 2
+    assert "add that one: --with PACKAGE" in capsys.readouterr().err
+    pack = write_wheel(tmp_path, "pack", "1", HOOKS, ["rollouts-rl"], "[rollouts]\npack = pack\n")
+    assert main(["env", "install", plain, NO_INDEX, "--with", str(pack)]) == 0
+    assert "rollouts run --env pack/no-env --loss grpo --worker venv" in capsys.readouterr().out
+    assert find_installed("pack/no-env").install.package == "no_env"
+    with worker_pools():
+        (found,) = make_plan(resolve({"env": "pack/no-env", "worker": "venv", "eval_tasks": 0})).environments
+        assert next(found.draw("train", random.Random(0))).info == {"from": "no_env"}
+    assert main(["env", "install", str(pack), NO_INDEX, "--with", plain]) == 0
+    with pytest.raises(
+        PluginError, match=r"2 virtual environments have .*; remove all but one:\n  rollouts env remove"
+    ):
+        find_installed("pack/no-env")
 
 
 def test_a_failed_installation_leaves_the_earlier_one(links, envs, capsys, tmp_path):

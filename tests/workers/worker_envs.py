@@ -101,6 +101,7 @@ class OwnRollout:
         held = model.trajectory
         if first.tool_calls:
             answers = await model.call_tools(first)
+            assert model.answers(first, [each.text for each in answers]) == answers or answers[0].role == "user"
             await model.chat([*model.trajectory.messages, *answers])
             assert model.trajectory is held
         if model.turns_left and model.tokens_left > 40:

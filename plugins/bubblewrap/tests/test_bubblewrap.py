@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
+import zipfile
 from pathlib import Path
 
 import pytest
 from rollouts_bubblewrap import BubblewrapSandboxes
 
+from rollouts.check.api import Options, check
+from rollouts.check.environments.agents import play_each, says
+from rollouts.check.environments.subject import make_subject
+from rollouts.check.packages import Found
+from rollouts.cli import main
 from rollouts.errors import ConfigError
 from rollouts.sandboxes import SandboxLimits
 
@@ -126,3 +133,50 @@ def test_limits(open_sandbox):
     assert sandbox.exec(eats, seconds=50).was_killed_for_memory
     assert sandbox.exec("head -c 3000000 /dev/zero > big; stat -c %s big").stdout == f"{1 << 20}\n"
     assert sandbox.exec("yes | head -n 5000").is_cut
+
+
+BOXED = """\
+import sys
+
+from rollouts import Task, reward
+
+
+class Boxed:
+    def tasks(self, split, rng):
+        while True:
+            yield Task(f"Say {rng.random()}.")
+
+    def setup(self, task, sandbox):
+        prefix = sandbox.exec([sys.executable, "-c", "import rollouts, sys; print(sys.prefix)"]).text
+        self.is_boxed = sandbox.exec(["pwd"]).text == "/workspace" and prefix == sys.prefix
+
+    @reward
+    def boxed(self):
+        return float(self.is_boxed)
+"""
+
+
+@real
+@pytest.mark.slow
+def test_a_sandbox_in_a_worker_with_a_virtual_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("ROLLOUTS_ENVS", str(tmp_path / "envs"))
+    links, plugin = tmp_path / "links", Path(__file__).parents[1]
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(links)]
+    subprocess.run([*build, str(plugin)], check=True)
+    (made,) = links.glob("*.whl")
+    with zipfile.ZipFile(links / "boxed-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("boxed.py", BOXED)
+        wheel.writestr("boxed-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: boxed\nVersion: 1\n")
+        wheel.writestr("boxed-1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr("boxed-1.dist-info/entry_points.txt", "[rollouts.environments]\nboxed = boxed:Boxed\n")
+        wheel.writestr("boxed-1.dist-info/RECORD", "")
+    assert main(["env", "install", wheel.filename, "--with", str(made), "--no-index"]) == 0
+    settings = {"worker": {"kind": "venv"}, "sandbox": {"name": "bubblewrap"}}
+    found = check(Found("boxed", "boxed"), Options(only=["rewards", "worker-lives"], settings=settings))
+    assert [each.status for each in found.results] == ["passed", "passed"], found.results
+    subject = make_subject(Found("boxed", "boxed"), settings, tmp_path)
+    try:
+        (played,) = play_each(subject, subject.tasks[:1], [says("")])
+    finally:
+        subject.close()
+    assert played.reward == 1.0

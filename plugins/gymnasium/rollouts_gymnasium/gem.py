@@ -104,6 +104,11 @@ def served_ids() -> list[str]:
     return [env_id for env_id in upstream().ENV_REGISTRY if not _why_refused(env_id)]
 
 
+def about(env_id: str) -> str:
+    """What an environment is, in words."""
+    return f"{env_id} of GEM"
+
+
 @functools.cache
 def upstream() -> Any:
     """The module with GEM's registry and `make`. Raises ConfigError if GEM is not installed."""

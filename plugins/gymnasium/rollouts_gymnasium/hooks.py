@@ -25,9 +25,13 @@ def rollouts_find_component(kind: str, name: str) -> Any:
 
 
 @hookimpl
-def rollouts_list_components(kind: str) -> list[str] | None:
-    """The names of the environments whose packages are installed."""
+def rollouts_list_components(kind: str) -> dict[str, str] | None:
+    """The environments whose packages are installed, each with what it is."""
     if kind != "environments":
         return None
     listed = [pack for pack, (package, _, _) in PACKS.items() if find_spec(package) is not None]
-    return [f"{pack}/{name}" for pack in listed for name in importlib.import_module(PACKS[pack][2]).served_ids()]
+    about: dict[str, str] = {}
+    for pack in listed:
+        module = importlib.import_module(PACKS[pack][2])
+        about |= {f"{pack}/{name}": module.about(name) for name in module.served_ids()}
+    return about

@@ -82,6 +82,17 @@ def served_ids() -> list[str]:
     return [name for name, spec in specs if not _only_raises(spec) and _missing(spec) is None]
 
 
+def about(env_id: str) -> str:
+    """The class of an environment and its package, in words. Nothing is imported.
+
+    >>> about("FrozenLake-v1")
+    'FrozenLakeEnv of gymnasium'
+    """
+    entry = gymnasium.registry[env_id].entry_point
+    module, _, name = entry.partition(":") if isinstance(entry, str) else (entry.__module__, ":", entry.__qualname__)
+    return f"{name} of {module.partition('.')[0]}"
+
+
 def make(
     env_id: str, kwargs: Mapping[str, Any], *, render_mode: str | None = None, max_steps: int | None = None
 ) -> gymnasium.Env[Any, Any]:

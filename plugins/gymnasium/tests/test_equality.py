@@ -94,13 +94,19 @@ def check_equality(env_id: str) -> None:
         assert played.ended == any(ends)
 
 
-@pytest.mark.parametrize("env_id", QUICK)
+def counted(env_id: str):
+    """The id as a parameter, whose test is counted with the package of the environment."""
+    kind = registry.about(env_id).rpartition(" ")[2]
+    return pytest.param(env_id, marks=pytest.mark.equals_upstream(kind))
+
+
+@pytest.mark.parametrize("env_id", [counted(each) for each in QUICK])
 def test_an_episode_equals_upstreams_loop(env_id):
     check_equality(env_id)
 
 
 @pytest.mark.adapters
-@pytest.mark.parametrize("env_id", registry.served_ids())
+@pytest.mark.parametrize("env_id", [counted(each) for each in registry.served_ids()])
 def test_every_episode_equals_upstreams_loop(env_id):
     check_equality(env_id)
 

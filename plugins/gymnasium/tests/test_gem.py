@@ -43,6 +43,7 @@ def replies(count=12):
     return [f"\\boxed{{{rng.choice(words)}}}" for _ in range(count - 1)] + ["none"]
 
 
+@pytest.mark.equals_upstream("gem")
 @pytest.mark.parametrize("env_id", [pytest.param(env_id, marks=needs_gem) for env_id in ids()])
 def test_an_episode_equals_upstreams_loop(env_id):
     cls = gem.environment_class(env_id)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import itertools
 import random
 from collections.abc import Iterator
@@ -128,7 +127,6 @@ def environment_of(name: str) -> type[ReasoningGym] | None:
     if name not in registered:
         return None
     base = ReasoningGym if name in entries.UNSOLVED else SolvedReasoningGym
-    said = inspect.cleandoc(registered[name][0].__doc__ or "").partition("\n\n")[0]
-    docstring = f"{' '.join(said.split()).rstrip('.') or name}."
+    docstring = f"{entries.about(name)}."
     title = "".join(part.capitalize() for part in name.split("_"))
     return type(title, (base,), {"data_set": name, "__doc__": docstring, "__module__": __name__})

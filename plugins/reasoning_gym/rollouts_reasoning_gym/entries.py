@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import functools
 import importlib
+import inspect
 import json
 import os
 import random
@@ -48,6 +49,13 @@ def factory() -> Any:
 def data_set_names() -> list[str]:
     """The names of all data sets, sorted."""
     return sorted(factory().DATASETS)
+
+
+def about(name: str) -> str:
+    """What upstream's docstring says about a data set, in one line."""
+    data_set_class, _ = factory().DATASETS[name]
+    said = inspect.cleandoc(data_set_class.__doc__ or "").partition("\n\n")[0]
+    return " ".join(said.split()).rstrip(".") or name
 
 
 def config_of(name: str, given: Mapping[str, Any], level: int | None, place: str = "--env.config") -> Any:

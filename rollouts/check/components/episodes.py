@@ -11,7 +11,7 @@ LONG = 200_000  # characters of a long reply
 TASK = Task("What is 12 * 7?", answer="84", info={"level": 1}, id="a task")
 REPLIES = {
     "a plain reply": "It is 84.",
-    "a wrong reply": "I do not know.",
+    "a wrong reply": " I do not know.\n",
     "an empty reply": "",
     "spaces": " \n\t",
     "unicode": "é 👩‍🚀 \u202e ﷽ \u0000",

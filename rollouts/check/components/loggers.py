@@ -18,6 +18,7 @@ from rollouts.errors import UserError, counted
 from rollouts.loggers.base import MetricsLogger
 from rollouts.plugins.signature import call_with
 
+RESUMED_AT = 18  # the step at which a run is resumed
 LOG_SECONDS = 1.0  # a run waits for each call
 STEP = {"reward/mean": 0.5, "policy/loss": -0.25, "optim/lr": 1e-6, "time/step_seconds": 1.5}
 STRANGE: dict[str, dict[str, float]] = {
@@ -109,17 +110,29 @@ def closes(subject: Subject) -> str:
 
 
 def resumed(subject: Subject) -> str:
-    """A resumed run opens it again in the same folder, and logs its steps from there on."""
+    """A resumed run opens it again in the same folder, and logs its steps from there on. Earlier steps remain."""
     with _opened(subject, "resumed") as first:
-        for step in range(4):
+        for step in range(RESUMED_AT + 2):
             first.log(dict(STEP), step)
         first.close()
-    tried = "open it again in the same folder at step 2, and log steps 2 to 4"
-    with trying(tried, "keep the steps before first_step"), _opened(subject, "resumed", first_step=2) as again:
-        for step in (2, 3, 4):
+    before = _bytes_in(subject.scratch / "resumed")
+    tried = f"open it again in the same folder at step {RESUMED_AT}, and log steps {RESUMED_AT} to {RESUMED_AT + 2}"
+    with (
+        trying(tried, "keep the steps before first_step"),
+        _opened(subject, "resumed", first_step=RESUMED_AT) as again,
+    ):
+        for step in range(RESUMED_AT, RESUMED_AT + 3):
             again.log(dict(STEP), step)
         again.close()
+    after = _bytes_in(subject.scratch / "resumed")
+    if after * 2 < before:
+        seen = f"its files had {counted(before, 'byte')}, and have {after} afterwards{at(subject.component)}"
+        raise FailedError(tried, seen, "keep the steps before first_step: open a file to append, not to write it anew")
     return ""
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and not file.is_symlink())
 
 
 @contextlib.contextmanager

@@ -146,12 +146,17 @@ def make_subject(
     key = KEYS[found.kind]
     own: Any = given.get(key, {})
     path: tuple[str, ...] = (key,)
-    alias = re.split("[:/]", found.label)[-1]
+    alias = alias_of(found.label)
     if key in MULTIPLE and isinstance(own, Mapping) and isinstance(own.get(alias), Mapping):
         own, path = own[alias], (key, alias)  # a run names one of several by its alias
     own = own if isinstance(own, Mapping) else {}
     subject.settings = converted(subject.signature, own, label, Source(), path)
     return subject
+
+
+def alias_of(label: str) -> str:
+    """The name that a run gives one of several components: the last part of `pack/name` and of `./file.py:name`."""
+    return re.split("[:/]", label)[-1]
 
 
 def need_torch() -> None:

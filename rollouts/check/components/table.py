@@ -40,13 +40,17 @@ CALLED = (unchanged, repeatable)
 
 Function = Callable[[Any], str | Passed]
 
+ALSO_NEEDS: dict[Function, tuple[str, ...]] = {groups.better: ("order",)}
+"""Further checks that a check needs: the results of rollouts whose order matters cannot be compared."""
+
 
 def _family(first: Function, *others: Function, then: tuple[Function, ...] = (), trial: Trial | None = None) -> Family:
     """A family whose checks need the first one, which says whether the component works at all, and those of `then`."""
     check = Check(first, ("definition",))
     early = [Check(each, ("definition", check.name)) for each in then]
     needs = ("definition", check.name, *(each.name for each in early))
-    return Family((*PACKAGED, *SIGNED, check, *early, *(Check(each, needs) for each in others)), trial)
+    later = (Check(each, (*needs, *ALSO_NEEDS.get(each, ()))) for each in others)
+    return Family((*PACKAGED, *SIGNED, check, *early, *later), trial)
 
 
 def _function(trial: Trial, first: Function, *others: Function) -> Family:

@@ -11,14 +11,14 @@ from typing import Any
 
 from rollouts.author_code import shown
 from rollouts.chat.tool_parsers import ToolParser
-from rollouts.check.components.subject import Function, Subject, at, trying
+from rollouts.check.components.subject import Function, Subject, alias_of, at, trying
 from rollouts.check.environments import subject as environments
 from rollouts.check.environments import tools as checks
 from rollouts.check.environments.agents import tools_for
 from rollouts.check.packages import Found
 from rollouts.check.report import FailedError, Passed, SkippedError
 from rollouts.env.added_tools import added_tool
-from rollouts.env.authoring import TOOL_MARK
+from rollouts.env.authoring import TOOL_MARK, ToolMethod
 from rollouts.env.schema import check_tool, schema_of
 from rollouts.env.toolsets import Toolset, check_toolset, is_toolset
 from rollouts.errors import ConfigError, EnvironmentDefinitionError, SignatureError, counted
@@ -35,7 +35,7 @@ def tool_definition(subject: Subject) -> str:
     """It has a schema: each argument of the model has a name and a type, and the docstring says what it does."""
     if is_toolset(subject.component):
         return _definitions(subject)
-    tool = added_tool(subject.found.label, subject.component, subject.settings)
+    tool = _tool(subject)
     try:
         check_tool(tool)
     except EnvironmentDefinitionError as error:
@@ -77,6 +77,11 @@ def tool_arguments(subject: Subject) -> str | Passed:
     return checks.tool_arguments(_environment(subject))
 
 
+def _tool(subject: Subject) -> ToolMethod:
+    """The tool, with the name that a run gives it: its alias."""
+    return added_tool(alias_of(subject.found.label), subject.component, subject.settings)
+
+
 def _environment(subject: Subject) -> environments.Subject:
     """An environment that has the tool."""
     if "environment" not in subject.kept and is_toolset(subject.component):
@@ -86,7 +91,7 @@ def _environment(subject: Subject) -> environments.Subject:
         found, given = Found(subject.found.label, "<Toolbox>"), {"env": {"name": toolbox, **subject.settings}}
         subject.kept["environment"] = environments.make_subject(found, given, subject.scratch, seed=subject.seed)
     if "environment" not in subject.kept:
-        tool = added_tool(subject.found.label, subject.component, subject.settings)
+        tool = _tool(subject)
         offered: Any = subject.component if tool.isolate else tool.function
         vars(offered)[TOOL_MARK] = (tool.name, tool.timeout_seconds, tool.isolate, tool.role)
 

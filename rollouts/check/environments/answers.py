@@ -1,15 +1,19 @@
 """Does the environment show an answer: in the prompt, in the schema of a tool, in a tool's result?
 
 An answer counts as shown if a program could find it in every task in the same way: it is the whole text, it is behind
-the same words, or it is behind a word of the prompt, as in a table. An answer that is written in another case counts
-only if the reward accepts it as it is written.
+the same words, it is behind a word of the prompt, as in a table, or it has the same keys in a result that is JSON. An
+answer that is written in another case counts only if the reward accepts it as it is written. A list or a mapping counts
+as shown if all of it is; the values that are the same in all tasks do not matter.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from rollouts.author_code import place_of_function, shown
 from rollouts.check.environments.agents import done, in_trio, play, ready, says, tools_for
@@ -17,7 +21,7 @@ from rollouts.check.environments.forger import text_arguments
 from rollouts.check.environments.rewards import SLACK, expert_rewards
 from rollouts.check.environments.subject import Subject
 from rollouts.check.environments.tools import example_arguments
-from rollouts.check.report import FailedError, SkippedError
+from rollouts.check.report import FailedError, Passed, SkippedError
 from rollouts.env.authoring import ToolMethod
 from rollouts.env.schema import schema_of
 from rollouts.env.tools import run_tool
@@ -26,43 +30,73 @@ from rollouts.types import Task, ToolCall
 
 CONTEXT = 5  # characters before an answer by which a forger could find it
 DISTINCT = 4  # shorter answers may be in a schema by chance
+CONFIRMED = 15  # other tasks in which a tool must show the answer too
+TABLES_MAX = 10  # tables of a database that are read
 SEPARATED = re.compile(r"(?<=\d)[,_](?=\d{3}\b)")  # as in 342,258
+LISTINGS = ("select name from sqlite_master", "select table_name from information_schema.tables")
+"""How databases list their tables."""
+
 READ = ("default", "const", "description", "title", "enum", "examples")
 """The keys of a schema whose values a model reads."""
 
 
-def answer_hidden(subject: Subject) -> str:
+def answer_hidden(subject: Subject) -> str | Passed:
     """The answer is not at a fixed place in the prompt, not in a tool's schema, and in no result for any arguments."""
     known = [each.task for each in subject.expert] or subject.tasks
     answers = [_written(task.answer) for task in known]
     count = len(set(filter(None, answers)))
     if not count:
-        raise SkippedError("no task has an answer that is text or a number")
+        raise SkippedError("no task has an answer")
     prompts = ["\n".join(message.text for message in task.messages) for task in known]
+    notes = []
     if words := _gives_away(subject, prompts, answers):
         seen = f"each prompt has the answer {words}{_at_tasks(subject)}"
-        raise FailedError("look for the answers in the prompts", seen, "leave the answer out of the prompt")
+        if not _is_at_changing_lines(prompts, answers):
+            raise FailedError("look for the answers in the prompts", seen, "leave the answer out of the prompt")
+        notes.append(f"{seen}, in changing lines; leave it out, unless the task is to find it")
     _look_in_schemas(subject, known, answers, prompts)
     if count < 2:
-        return f"{counted(len(known), 'task')} with one answer: only schemas were read"
+        return Passed(f"{counted(len(known), 'task')} with one answer: only schemas were read", tuple(notes))
+    others = [task for task in _distinct(subject.drawn) if task not in known][:CONFIRMED]
     for tool in tools_for(subject):
         for words, arguments in _unknowing(subject, tool):
-            results = [SEPARATED.sub("", text) for text in in_trio(_results, subject, tool, known, arguments)]
-            if found := _gives_away(subject, results, answers):
+            results = _results_of(subject, tool, known, arguments)
+            found = _shown_by(subject, known, results)
+            if found and (not others or _shown_by(subject, others, _results_of(subject, tool, others, arguments))):
                 place = place_of_function(tool.function)
                 seen = f"the result has the answer {found}, such as {shown(results[0])} ({place})"
-                tried = f"call the tool {tool.name} with {words}, which do not depend on the task"
+                tried = f"call the tool {tool.name} with {words} in every task"
                 raise FailedError(tried, seen, "do not give the model an answer that it did not work for")
-    return counted(len(known), "task")
+    return Passed(counted(len(known), "task"), tuple(notes))
+
+
+def _is_at_changing_lines(texts: Sequence[str], answers: Sequence[str]) -> bool:
+    """Whether the answers are at no fixed line, neither from the first line nor from the last one, as in a text in
+    which the model has to find something.
+    """
+    pairs = [(text.splitlines(), answer) for text, answer in zip(texts, answers, strict=True) if answer]
+    places = [{number for number, line in enumerate(lines) if any(_places(answer, line))} for lines, answer in pairs]
+    counts = [len(lines) for lines, _ in pairs]
+    behind = [{count - each for each in own} for own, count in zip(places, counts, strict=True)]
+    return not set.intersection(*places) and not set.intersection(*behind)
 
 
 def _written(answer: Any) -> str:
-    """An answer as it may be written in a text; empty for other values."""
+    """An answer as it may be written in a text: a list or a mapping as JSON. Empty for other values."""
+    if isinstance(answer, list | dict):
+        return msgspec.json.encode(answer, enc_hook=str).decode() if answer else ""
     return str(answer).strip() if isinstance(answer, str | int | float) else ""
 
 
+def _distinct(tasks: Sequence[Task]) -> list[Task]:
+    return list({task.key: task for task in tasks}.values())
+
+
 def _places(answer: str, text: str) -> Iterator[re.Match[str]]:
-    return re.finditer(rf"(?<!\w){re.escape(answer)}(?!\w)", text)
+    pattern = re.escape(answer)
+    if answer.startswith(("[", "{")):  # spaces and quotes are free
+        pattern = pattern.replace('"', "[\"']").replace(",", r",\s*").replace(":", r":\s*")
+    return re.finditer(rf"(?<!\w){pattern}(?!\w)", text)
 
 
 def _gives_away(subject: Subject, texts: Sequence[str], answers: Sequence[str]) -> str:
@@ -81,6 +115,46 @@ def _gives_away(subject: Subject, texts: Sequence[str], answers: Sequence[str]) 
     words, starts = loose
     written = iter([text[start : start + len(answer)] for start, (text, answer) in zip(starts, pairs, strict=True)])
     return words if _earn(subject, [next(written) if answer else "" for answer in answers]) else ""
+
+
+def _shown_by(subject: Subject, tasks: Sequence[Task], texts: Sequence[str]) -> str:
+    """How results of a tool show the answers of these tasks: each as a whole, or each of the values in it. Empty if
+    they do not.
+    """
+    answers = [task.answer for task in tasks]
+    written = [_written(answer) for answer in answers]
+    if found := _gives_away(subject, texts, written) or _at_one_key(texts, written):
+        return found
+    leaves = [dict(_leaves(answer, "", True)) if isinstance(answer, list | dict) else {} for answer in answers]
+    shared = set.intersection(*map(set, leaves))
+    columns = [[each[path] for each in leaves] for path in sorted(shared)]
+    places = [_gives_away(subject, texts, column) for column in columns if len(set(column)) > 1]
+    return " and ".join(places[:3]) if places and all(places) else ""
+
+
+def _at_one_key(texts: Sequence[str], written: Sequence[str]) -> str:
+    """Whether all texts are JSON and have their answer at the same keys. Texts without an answer do not count."""
+    pairs = [(text, answer) for text, answer in zip(texts, written, strict=True) if answer]
+    if len({answer for _, answer in pairs}) < 2:
+        return ""
+    try:
+        found = [
+            {path for path, value in _values(msgspec.json.decode(text), "") if _written(value) == answer}
+            for text, answer in pairs
+        ]
+    except msgspec.DecodeError:
+        return ""
+    paths = sorted(set.intersection(*found))
+    return f"at {paths[0]}" if paths else ""
+
+
+def _values(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Each value in a list or a mapping, with its keys: `[0].total`."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in inside:
+        name = f"{path}[{key}]" if isinstance(value, list) else f"{path}.{key}"
+        yield name, each
+        yield from _values(each, name)
 
 
 def _common_place(pairs: Sequence[tuple[str, str]]) -> tuple[str, list[int]] | None:
@@ -104,7 +178,7 @@ def _earn(subject: Subject, replies: Sequence[str]) -> bool:
         return False
 
     async def earned() -> bool:
-        for each, wanted, reply in zip(subject.expert, expert_rewards(subject), replies, strict=True):
+        for each, wanted, reply in zip(subject.expert, expert_rewards(subject), replies, strict=False):
             played = await play(subject, each.task, says(reply))
             if played.reward is None or played.reward < wanted - SLACK:
                 return False
@@ -203,6 +277,25 @@ def _unknowing(subject: Subject, tool: ToolMethod) -> Iterator[tuple[str, Callab
 
     if calls:
         yield "the arguments of another task", of_another
+    if texts and re.search(r"\bsql\b|\bselect\b", str(schema_of(tool)), re.IGNORECASE):
+        for statement in _statements(subject, tool, usual, texts[0]):
+            yield repr(statement), _always({**usual, texts[0]: statement})
+
+
+def _statements(subject: Subject, tool: ToolMethod, usual: Mapping[str, Any], name: str) -> list[str]:
+    """Statements that read the tables which a database lists."""
+    found = dict[str, None]()
+    for listing in LISTINGS:
+        (text,) = _results_of(subject, tool, subject.tasks[:1], _always({**usual, name: listing}))
+        if not text.startswith("Error:"):
+            found |= dict.fromkeys(re.findall(r"[A-Za-z_]\w*", text))
+    return [f"select * from {table}" for table in itertools.islice(found, TABLES_MAX)]
+
+
+def _results_of(
+    subject: Subject, tool: ToolMethod, tasks: Sequence[Task], arguments: Callable[[Task], dict[str, Any]]
+) -> list[str]:
+    return [SEPARATED.sub("", text) for text in in_trio(_results, subject, tool, tasks, arguments)]
 
 
 def _always(arguments: dict[str, Any]) -> Callable[[Task], dict[str, Any]]:

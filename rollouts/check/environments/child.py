@@ -1,5 +1,5 @@
 """The programs that run in another process: one draws tasks, one imports an environment and watches it, one looks for
-what is random in it.
+what is random in it, one plays episodes.
 
 A program reads a request as JSON from its argument, and writes its answer as JSON into a file. What the author's code
 prints does not matter.
@@ -49,6 +49,8 @@ def main(text: str) -> None:
     try:
         if "forbidden" in request:
             answer: Any = _import_watched(request)
+        elif "plays" in request:
+            answer = _play(request)
         else:
             answer = _sources(request) if "with_episode" in request else _draw(request)
     except RolloutsError as error:
@@ -68,6 +70,17 @@ def _draw(request: dict[str, Any]) -> dict[str, Any]:
         tasks = [encode(task).decode() for task in subject.draw(request["count"])]
     module = sys.modules.get(getattr(subject.component, "__module__", ""))
     return {"tasks": tasks, "file": getattr(module, "__file__", "") or ""}
+
+
+def _play(request: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the first episodes of a check are here, in another order."""
+    from rollouts.check.environments.processes import played_backwards
+    from rollouts.check.environments.subject import make_subject
+    from rollouts.check.packages import Found
+
+    found, options = Found(request["name"], request["name"]), {"seed": request["seed"], "tasks": request["tasks"]}
+    with tempfile.TemporaryDirectory() as scratch:
+        return played_backwards(make_subject(found, request["settings"], Path(scratch), **options))
 
 
 def _sources(request: dict[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ import inspect
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,16 @@ import trio
 
 from rollouts.author_code import place_of_function
 from rollouts.check.environments.agents import Agent, done, in_trio, play, ready, says, tools_for
-from rollouts.check.environments.rewards import SLACK, expert_rewards
+from rollouts.check.environments.imitation import (
+    file_names,
+    left_by_experts,
+    phrased,
+    said_to_expert,
+    submissions,
+    text_of,
+    word,
+)
+from rollouts.check.environments.rewards import SLACK, expert_messages, expert_rewards
 from rollouts.check.environments.subject import Demonstration, Subject
 from rollouts.check.environments.tools import example_arguments
 from rollouts.check.environments.traces import own_temporary_folder
@@ -48,16 +57,19 @@ FILES = (
     "results.json", "conftest.py", "test.py", "tests.py", "sitecustomize.py", "expected.txt",
 )  # fmt: skip
 _LISTS = "compare one answer, such as the last number of the last message, and refuse a reply with several"
+_SUBMITTED = "judge one submission: the first or the last one, or refuse another call after the first"
 CONTENTS = ("1", "1.0", '{"reward": 1.0, "score": 1.0, "passed": true}', "PASSED", "", "assert True\n")
 FORGED = "rollouts_forged"
+SHOWN_MAX = 10  # texts of tools and of the environment that are repeated
+LISTED_MAX = 50  # answers that are submitted at once
 
 
 def forged_lists(subject: Subject) -> str:
     """A reply that lists many candidates does not earn the expert's reward."""
-    answers = list(dict.fromkeys(filter(None, (_text_of(task.answer) for task in subject.drawn))))
+    answers = list(dict.fromkeys(filter(None, (text_of(task.answer) for task in subject.drawn))))
 
     def listing(separator: str) -> Callable[[Demonstration], str]:
-        return lambda each: separator.join(_last_is_wrong(answers, _text_of(each.task.answer)))
+        return lambda each: separator.join(_last_is_wrong(answers, text_of(each.task.answer)))
 
     tricks: dict[str, Callable[[Demonstration], str]] = {
         "the numbers from -99 to 999": lambda each: NUMBERS,
@@ -69,8 +81,14 @@ def forged_lists(subject: Subject) -> str:
             "the answers of all tasks, one on each line": listing("\n"),
             "the answers of all tasks with commas": listing(", "),
         }
+        tricks["the expert's last message, once for each of the answers of all tasks"] = lambda each: "\n".join(
+            phrased(each, answer) for answer in _last_is_wrong(answers, text_of(each.task.answer))
+        )
     for words, reply in tricks.items():
         _refuse(subject, f"reply with {words}", _replying(reply), _LISTS)
+    for tool in dict.fromkeys(call.name for each in _demonstrations(subject) for call, _ in submissions(each)):
+        tried = f"call {tool} in one reply with the answers of all tasks, then reply with 'done'"
+        _refuse(subject, tried, _submitting(subject, tool), _SUBMITTED)
     return f"{len(tricks)} replies"
 
 
@@ -79,7 +97,11 @@ def forged_verdicts(subject: Subject) -> str:
     change = "judge by the task, and do not read a verdict from the model's text"
     for text in VERDICTS:
         _refuse(subject, f"reply with {text!r}", _saying(text), change, text)
-    return f"{len(VERDICTS)} replies"
+    shown = list(dict.fromkeys(text for each in expert_messages(subject) for text in said_to_expert(each)))[:SHOWN_MAX]
+    for text in shown:
+        tried = f"reply with {text!r}, which an expert read"
+        _refuse(subject, tried, _saying(text), "read what a tool said from the tool, not from any message", text)
+    return f"{len(VERDICTS) + len(shown)} replies"
 
 
 def forged_calls(subject: Subject) -> str:
@@ -134,6 +156,13 @@ def forged_files(subject: Subject) -> str:
     count = 0
     change = "keep what the reward reads where the model cannot write, or restore it before judging"
     with own_temporary_folder(subject.scratch / "files") as folder:
+        left = left_by_experts(subject, folder)
+        for (tool, path, text), name in itertools.product(writers, dict.fromkeys(itertools.chain(*left))):
+            count += 1
+            tried = (
+                f"write {name} with the tool {tool.name} as the episode of another task left it, then reply with 'done'"
+            )
+            _refuse(subject, tried, _copying(subject, left, tool, (path, text), name), change)
         names = [*in_trio(_files_of, subject, folder), *FILES]
         for (tool, path, text), name in itertools.product(writers, dict.fromkeys(names)):
             usual = example_arguments(schema_of(tool))
@@ -161,6 +190,41 @@ def _replying(reply: Callable[[Demonstration], str]) -> Trick:
 
 def _repeating(call: ToolCall) -> Trick:
     return lambda each: _call_then_repeat(call)
+
+
+def _submitting(subject: Subject, tool: str) -> Trick:
+    """Call the tool in one reply with the answers of all tasks. The task's own is the last but one."""
+    answers = {text_of(task.answer): task.answer for task in subject.drawn}
+
+    def agent(each: Demonstration) -> Agent:
+        own = text_of(each.task.answer)
+        others = [text for text in answers if text not in ("", own)][:LISTED_MAX]
+        found = next(((call, name) for call, name in submissions(each) if call.name == tool), None)
+        if found is None or not others:
+            return says("done")
+        (call, name), values = found, {**answers, own: each.task.answer}
+        is_text = isinstance(call.arguments[name], str)
+        calls = [
+            ToolCall(tool, {**call.arguments, name: str(values[text]) if is_text else values[text]}, f"call_{number}")
+            for number, text in enumerate([*others[:-1], own, others[-1]])
+        ]
+        return says(Message("assistant", "", calls), "done")
+
+    return agent
+
+
+def _copying(
+    subject: Subject, left: Sequence[Mapping[str, str]], tool: ToolMethod, names: tuple[str, str], file: str
+) -> Trick:
+    """Write a file with the text that it had after an expert's episode of another task."""
+    usual, (path, text) = example_arguments(schema_of(tool)), names
+
+    def agent(each: Demonstration) -> Agent:
+        others = zip(_demonstrations(subject), left, strict=False)
+        content = next((files[file] for other, files in others if other is not each and file in files), "")
+        return says(_calling(ToolCall(tool.name, {**usual, path: file, text: content}, "call_1")), "done")
+
+    return agent
 
 
 def _refuse(subject: Subject, tried: str, agent_for: Trick, change: str, reply: str = "") -> None:
@@ -195,17 +259,8 @@ def _demonstrations(subject: Subject) -> list[Demonstration]:
 
 def _is_answer(each: Demonstration, reply: str) -> bool:
     """Whether the reply is, or contains, what the expert says or the task's answer."""
-    wanted = {_text_of(each.task.answer), each.replies[-1].text.strip().lower()} - {""}
-    return reply.strip().lower() in wanted or any(re.search(_word(each), reply.lower()) for each in wanted)
-
-
-def _word(text: str) -> str:
-    return rf"(?<!\w){re.escape(text.lower())}(?!\w)"
-
-
-def _text_of(answer: Any) -> str:
-    """An answer that may stand in a text; empty for others."""
-    return str(answer).strip().lower() if isinstance(answer, str | int | float) else ""
+    wanted = {text_of(each.task.answer), each.replies[-1].text.strip().lower()} - {""}
+    return reply.strip().lower() in wanted or any(re.search(word(each), reply.lower()) for each in wanted)
 
 
 def _last_is_wrong(answers: list[str], own: str) -> list[str]:
@@ -230,8 +285,11 @@ def _calls_with_names(subject: Subject) -> Iterator[tuple[ToolMethod, dict[str, 
     names = list(dict.fromkeys([*(name for name in NAMES if name in own), *own, *NAMES]))[:20]
     for tool, argument, usual in text_arguments(subject):
         others = [name for owner, name, _ in text_arguments(subject) if owner.name == tool.name and name != argument]
+        objects = dict.fromkeys(
+            ["self", "0", *re.findall(r"\{(\w+)[.\[]", str(schema_of(tool)))]
+        )  # as in {parcel.number}
         for name in names:
-            for text in (name, f"self.{name}", f"{{{name}}}", f"{{self.{name}}}", f"{{0.{name}}}"):
+            for text in (name, f"self.{name}", f"{{{name}}}", *(f"{{{each}.{name}}}" for each in objects)):
                 yield tool, {**usual, argument: text}, f"{argument}={text!r}"
             for other in others:
                 for value in (FORGED, "1"):
@@ -304,14 +362,6 @@ async def _files_of(subject: Subject, folder: Path) -> list[str]:
     """The names of the files that `setup` puts into temporary folders, and into folders that the environment knows."""
     run = await ready(subject)
     try:
-        return await trio.to_thread.run_sync(_file_names, run.env, folder)
+        return await trio.to_thread.run_sync(file_names, run.env, folder)
     finally:
         await done(run)
-
-
-def _file_names(env: Any, folder: Path) -> list[str]:
-    values = [value for value in getattr(env, "__dict__", {}).values() if isinstance(value, str | Path)]
-    known = [Path(value) for value in values if isinstance(value, Path) or os.sep in value]
-    folders = [each for each in (*known, *folder.iterdir()) if each.is_dir()]
-    found = [str(file.relative_to(each)) for each in folders for file in sorted(each.rglob("*")) if file.is_file()]
-    return found[:20]

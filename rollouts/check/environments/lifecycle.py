@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from rollouts.check.environments.agents import (
     Played,
     Watch,
     done,
+    example_script,
     in_trio,
     play,
     play_each,
@@ -36,7 +38,7 @@ from rollouts.types import Message, Status, Task
 
 CANCELLED_MAX = 24  # places at which an episode is cancelled
 WRONG = ("0", "1", "?", "2")  # replies that are probably wrong, so that an episode lasts longer than an expert's
-WORKER_SECONDS = 0.05  # how long after a step an episode in a worker is cancelled
+WAIT_SECONDS = 0.05  # how long after a step an episode in a worker, or with asyncio methods, is cancelled
 MODEL_SECONDS = 0.3  # the deadline of an episode whose model never replies
 
 
@@ -112,7 +114,7 @@ def cancelled(subject: Subject) -> str:
     script = script_for(subject, task)
     watch = Watch()
     steps = in_trio(_cancelled_at, subject, task, script, watch, 10**9)
-    places = sorted({1 + (steps * number) // CANCELLED_MAX for number in range(CANCELLED_MAX)})
+    places = _places_of(steps)
     change = "end in `close` what the episode started: processes, threads, files, connections"
     with own_temporary_folder(subject.scratch / "cancelled") as folder:
         left = Leftovers(folder)
@@ -126,7 +128,13 @@ def cancelled(subject: Subject) -> str:
             )
             seen = f"it left {'; '.join(lines)}" + (f" ({where})" if where else "")
             raise FailedError(f"cancel an episode at {counted(len(places), 'step')}, one after the other", seen, change)
+    if methods := _asyncio_methods(subject):
+        _require_cancelled(subject, methods)
     return counted(len(places), "step")
+
+
+def _places_of(steps: int) -> list[int]:
+    return sorted({1 + (steps * number) // CANCELLED_MAX for number in range(CANCELLED_MAX)})
 
 
 class _CancelAtStep(trio.abc.Instrument):
@@ -147,11 +155,40 @@ class _CancelAtStep(trio.abc.Instrument):
             self.scope.deadline = trio.current_time() + self._seconds
 
 
-async def _cancelled_at(subject: Subject, task: Task, script: list[Message], watch: Watch, step: int) -> int:
-    """Play an episode and cancel it at this step of its task, or a little later, when a worker has begun what the step
-    asked for. Returns the number of steps.
+def _require_cancelled(subject: Subject, methods: list[str]) -> None:
+    """Cancel episodes with a call of each tool a little after a step, so that an asyncio method may be waiting. Raises
+    FailedError if a method caught its cancellation.
     """
-    instrument = _CancelAtStep(step, WORKER_SECONDS if subject.environment.remote else 0.0)
+    task, script = subject.tasks[0], example_script(subject)
+    for step in _places_of(in_trio(_cancelled_at, subject, task, script, Watch(), 10**9)):
+        before = calls.uncancelled_count()
+        in_trio(_cancelled_at, subject, task, script, Watch(), step, WAIT_SECONDS)
+        if calls.uncancelled_count() > before:
+            seen = f"an asyncio method caught its cancellation, and continued; there is {', '.join(methods)}"
+            change = "let asyncio.CancelledError pass: do not catch it or BaseException, or raise it again"
+            raise FailedError(f"cancel an episode {WAIT_SECONDS} s after step {step}", seen, change)
+
+
+def _asyncio_methods(subject: Subject) -> list[str]:
+    """The async methods of the class that are for asyncio, each with its line."""
+    found = {name: getattr(subject.component, name, None) for name in dir(subject.component)}
+    methods = {name: each for name, each in found.items() if inspect.iscoroutinefunction(each) and name != "rollout"}
+    own = [(name, each) for name, each in methods.items() if _library(subject, each) == "asyncio"]
+    return [f"{name} ({place_of_function(each)})" for name, each in own]
+
+
+def _library(subject: Subject, method: Any) -> str:
+    declared = getattr(subject.component, "async_library", None)
+    return str(declared) if declared else calls.async_library_of(method)
+
+
+async def _cancelled_at(
+    subject: Subject, task: Task, script: list[Message], watch: Watch, step: int, seconds: float = 0
+) -> int:
+    """Play an episode and cancel it at this step of its task, or so many seconds later. In a worker it is a little
+    later, when the worker has begun what the step asked for. Returns the number of steps.
+    """
+    instrument = _CancelAtStep(step, seconds or (WAIT_SECONDS if subject.environment.remote else 0.0))
 
     async def episode() -> None:
         instrument.task = trio.lowlevel.current_task()

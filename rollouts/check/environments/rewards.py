@@ -110,21 +110,23 @@ def first_episodes(subject: Subject) -> list[First]:
     them again after other episodes.
     """
     if "first" not in subject.kept:
-        scripts = [("an empty text", subject.tasks[0], [Message("assistant", "")])]
-        scripts += [
-            (f"the demonstration of {shown(each.task.key)}", each.task, each.replies) for each in subject.expert
-        ]
-        scripts += [("a call of each tool, then a text", subject.tasks[0], example_script(subject))]
 
         async def play_all() -> list[First]:
             return [
                 First(words, task, script, await play(subject, task, says(*script), turns=len(script)))
-                for words, task, script in scripts
+                for words, task, script in first_scripts(subject)
             ]
 
         subject.kept["first"] = in_trio(play_all)
     found: list[First] = subject.kept["first"]
     return found
+
+
+def first_scripts(subject: Subject) -> list[tuple[str, Task, list[Message]]]:
+    """The first episodes before they are played: words for each, its task, and what the agent says."""
+    scripts = [("an empty text", subject.tasks[0], [Message("assistant", "")])]
+    scripts += [(f"the demonstration of {shown(each.task.key)}", each.task, each.replies) for each in subject.expert]
+    return [*scripts, ("a call of each tool, then a text", subject.tasks[0], example_script(subject))]
 
 
 def repeatable(subject: Subject) -> str:
@@ -184,13 +186,17 @@ def oracle(subject: Subject) -> str:
 
 def no_op(subject: Subject) -> str:
     """An agent that does nothing earns less than the expert."""
-    return _below(subject, "reply with an empty text", [says("") for _ in subject.demonstrations])
+    agents = [says("") for _ in subject.demonstrations]
+    return _below(
+        subject, "reply with an empty text", agents, "judge whether the task was solved, not whether the episode ended"
+    )
 
 
 def echo(subject: Subject) -> str:
     """An agent that repeats the prompt earns less than the expert."""
     agents = [says(each.task.messages[-1].text) for each in subject.demonstrations]
-    return _below(subject, "reply with the text of the prompt", agents)
+    change = "compare one answer: a text that only contains the answer somewhere is no answer"
+    return _below(subject, "reply with the text of the prompt", agents, change)
 
 
 def rewards(subject: Subject) -> str:
@@ -305,18 +311,23 @@ def expert_rewards(subject: Subject) -> list[float]:
     return [played.reward or 0.0 for played in _experts(subject)]
 
 
+def expert_messages(subject: Subject) -> list[list[Message]]:
+    """The messages of each expert's episode, with those of the real tools."""
+    return [played.trajectory.messages for played in _experts(subject)]
+
+
 def _experts(subject: Subject) -> list[Played]:
     """The replayed demonstrations, played once for all checks."""
     return [each.played for each in first_episodes(subject)[1:-1]]
 
 
-def _below(subject: Subject, tried: str, agents: list[Agent]) -> str:
+def _below(subject: Subject, tried: str, agents: list[Agent], change: str) -> str:
     subject.require_rewards()
     played = play_each(subject, [each.task for each in subject.demonstrations], agents)
     for expert, each in zip(expert_rewards(subject), played, strict=True):
         if each.reward is not None and each.reward >= expert - SLACK:
             seen = f"the reward was {each.reward:g}, and the expert earns {expert:g}{_at(subject)}"
-            raise FailedError(tried, seen, "judge whether the task was solved, not whether the episode ended")
+            raise FailedError(tried, seen, change)
     values = [each.reward for each in played if each.reward is not None]
     return f"reward at most {max(values):g}" if values else "could not be judged"
 

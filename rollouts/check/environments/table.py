@@ -13,6 +13,7 @@ from rollouts.check.environments.forger import (
 )
 from rollouts.check.environments.lifecycle import cancelled, close, deadlines, interleaved, restore
 from rollouts.check.environments.package import imports, wheel
+from rollouts.check.environments.processes import other_process
 from rollouts.check.environments.rewards import echo, episode, no_op, oracle, repeatable, rewards
 from rollouts.check.environments.tasks import (
     demonstrations,
@@ -51,6 +52,7 @@ CHECKS: tuple[Check, ...] = (
     Check(episode, _DRAWN),
     Check(rewards, _PLAYED),
     Check(repeatable, (*_PLAYED, "rewards", "random-state", "tool-results")),
+    Check(other_process, (*_PLAYED, "same-seed", "rewards", "repeatable")),
     Check(oracle, (*_PLAYED, "rewards", "repeatable")),
     Check(no_op, (*_PLAYED, "rewards", "repeatable", "oracle")),
     Check(echo, _JUDGED),

@@ -13,7 +13,7 @@ from rollouts.author_code import place_of_function, shown
 from rollouts.check.environments.agents import play_each, says, script_for
 from rollouts.check.environments.subject import DRAWN, Subject
 from rollouts.check.environments.traces import draw_in_child, first_difference, random_calls, random_sources
-from rollouts.check.report import FailedError, SkippedError
+from rollouts.check.report import FailedError, Passed, SkippedError
 from rollouts.encoding import encode
 from rollouts.errors import counted
 from rollouts.types import Task
@@ -58,20 +58,26 @@ def same_seed(subject: Subject) -> str:
     return f"{counted(len(wanted), 'task')}, in 3 processes"
 
 
-def task_ids(subject: Subject) -> str:
+def task_ids(subject: Subject) -> Passed:
     """Two different tasks never have the same id."""
     known: dict[str, Task] = {}
+    prompts: dict[bytes, Task] = {}
+    notes: list[str] = []
     for task in subject.draw(IDS_MAX):
         if task.id is None:
+            other = prompts.setdefault(encode(task.messages), task)
+            if encode(other) != encode(task) and not notes:
+                why = f"two tasks without ids have the prompt {shown(task.key)} and differ{_at(subject)}"
+                notes.append(f"{why}; a run takes them for one task: give them ids")
             continue
         first = known.setdefault(task.id, task)
         if encode(first) != encode(task):
             seen = f"the id {task.id!r} belongs to {shown(first)} and to {shown(task)}{_at(subject)}"
             change = "make the id from everything that distinguishes the task, or leave it out"
             raise FailedError(f"compare the ids of the first {IDS_MAX} tasks", seen, change)
-    if not known:
+    if not known and not notes:
         raise SkippedError("the tasks have no ids")
-    return counted(len(known), "different id")
+    return Passed(counted(len(known), "different id"), tuple(notes))
 
 
 def seeds_differ(subject: Subject) -> str:

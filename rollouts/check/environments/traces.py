@@ -29,7 +29,7 @@ from rollouts.check.report import FailedError, SkippedError
 from rollouts.config.convert import plain
 from rollouts.errors import counted
 
-CHILD_SECONDS = 120.0
+CHILD_SECONDS = 300.0
 GRACE_SECONDS = 3.0  # how long threads and processes may take to end after the last episode
 PATH = "import sys; sys.path[:] = sys.argv[2:]; "
 BOOT = "import sys; from rollouts.check.environments.child import main; main(sys.argv[1])"
@@ -133,15 +133,21 @@ def random_sources(subject: Subject, *, with_episode: bool = False) -> list[str]
     """
     if not subject.is_importable:
         return []
-    answer = subject.scratch / "sources.json"
-    settings = plain(subject.settings)
-    request = {"name": subject.found.name, "settings": settings, "seed": subject.seed, "answer": str(answer)}
     try:
-        run_child([sys.executable], {**request, "with_episode": with_episode}, {}, sys.path)
+        found: list[str] = run_child_of(subject, {"with_episode": with_episode}, {})
     except (FailedError, SkippedError):
         return []
-    found: list[str] = json.loads(answer.read_text())
     return found[:3]
+
+
+def run_child_of(subject: Subject, what: dict[str, Any], variables: dict[str, str]) -> Any:
+    """The answer of a program of `child` for this environment. Raises FailedError and SkippedError like `run_child`."""
+    answer = subject.scratch / "answer.json"
+    request = {"name": subject.found.name, "settings": plain(subject.settings), "seed": subject.seed}
+    run_child(
+        [sys.executable], {**request, "tasks": subject.tasks_max, "answer": str(answer), **what}, variables, sys.path
+    )
+    return json.loads(answer.read_text())
 
 
 def first_difference(first: bytes | None, second: bytes | None) -> str:
@@ -164,20 +170,25 @@ def _difference(first: Any, second: Any, path: str) -> str:
 
 
 def run_child(python: list[str], request: dict[str, Any], variables: dict[str, str], path: list[str] | None) -> None:
-    """Run the program of `child` to its end. Raises FailedError if it fails, and SkippedError if a setting cannot be
-    sent to it.
+    """Run the program of `child` to its end. Raises FailedError if it fails or takes longer than CHILD_SECONDS, and
+    SkippedError if a setting cannot be sent to it.
     """
+    tried = "import the environment in another process"
     try:
         text = msgspec.json.encode(request).decode()
     except (TypeError, ValueError) as error:
         raise SkippedError(f"a setting cannot be sent to another process: {error}") from error
     command = [*python, "-c", f"{PATH if path else ''}{BOOT}", text, *(path or ())]
-    done = subprocess.run(
-        command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=CHILD_SECONDS, check=False
-    )
+    environment = {**os.environ, **variables}
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=CHILD_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        seen = f"the import and the tasks took longer than {CHILD_SECONDS:g} seconds"
+        raise FailedError(tried, seen, "load heavy things in `shared`, and make a task when it is drawn") from None
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        tried = "import the environment in another process"
         raise FailedError(tried, "\n".join(lines[-3:]), "make the module importable on its own")
 
 
@@ -201,8 +212,8 @@ def audited(listener: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
         _watching.remove(listener)
 
 
-def _notify(event: str, arguments: tuple[Any, ...]) -> None:
-    for listener in _watching:
+def _notify(event: str, arguments: tuple[Any, ...], watching: list[Any] = _watching) -> None:
+    for listener in watching:  # a default, because the variables of a module are None when Python ends
         listener(event, arguments)
 
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from rollouts.author_code import shown
+from rollouts.env.results import AnswerAs, answers_of
 from rollouts.errors import EnvironmentDefinitionError, near_misses
 from rollouts.types import Message, Trajectory
 
@@ -19,6 +20,7 @@ from rollouts.types import Message, Trajectory
 class ModelState(msgspec.Struct):
     """What a model says of itself, or the model of a role. `place` is the index of the conversation with the last reply
     among its own, and `trajectory` that conversation. `messages` are those of a conversation that has not begun.
+    `answer_as` is the role of the messages that answer calls.
     """
 
     tokens_left: int
@@ -26,6 +28,7 @@ class ModelState(msgspec.Struct):
     messages: list[Message] = []
     place: int | None = None
     trajectory: Trajectory | None = None
+    answer_as: AnswerAs = "tool"
 
 
 class ModelAnswer(msgspec.Struct):
@@ -128,6 +131,10 @@ class RemoteModel:
     async def call_tools(self, reply: Message) -> list[Message]:
         """Run the calls of a reply in order. Returns the messages that answer them."""
         return await self._ask("call_tools", [reply])
+
+    def answers(self, reply: Message, texts: Sequence[str]) -> list[Message]:
+        """The messages that answer the calls of a reply with these texts, for a loop that runs its tools itself."""
+        return answers_of(reply, texts, self._state.answer_as)
 
     def place_of(self, trajectory: Any) -> tuple[str, int] | None:
         """The role and the index of one of the model's conversations; None for any other object."""

@@ -299,7 +299,7 @@ def _as_function(remote: calls.RemoteCall) -> Any:
 def _state_of(model: Any) -> ModelState:
     trajectory = model.trajectory
     place = next((place for place, each in enumerate(model.trajectories) if each is trajectory), None)
-    return ModelState(model.tokens_left, model.turns_left, model.messages, place, trajectory)
+    return ModelState(model.tokens_left, model.turns_left, model.messages, place, trajectory, model.answer_as)
 
 
 # --- tasks and demonstrations ---------------------------------------------------------------------------------------

@@ -1,0 +1,71 @@
+"""Upstream's environment of a run while it is served: its tasks by their index, and rollouts of them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from rollouts.agent.on_asyncio import AsyncioModel
+
+
+class Served:
+    """A taskset whose shared tool servers run. Threads may share it."""
+
+    def __init__(self, env: Any, client: Any, context: Any) -> None:
+        self._env, self._client, self._context = env, client, context
+        self._lock = threading.Lock()
+        self._iterator = iter(env.taskset)
+        self._tasks: list[Any] = []
+
+    @property
+    def is_finite(self) -> bool:
+        return bool(self._env.taskset.bounded)
+
+    def task(self, index: int) -> Any:
+        """Upstream's task of this index. Raises IndexError after the last one."""
+        with self._lock:
+            while len(self._tasks) <= index:
+                try:
+                    self._tasks.append(next(self._iterator))
+                except StopIteration:
+                    raise IndexError(index) from None
+            return self._tasks[index]
+
+    def tasks(self) -> Iterator[Any]:
+        """All tasks from the first on."""
+        index = 0
+        with contextlib.suppress(IndexError):
+            while True:
+                yield self.task(index)
+                index += 1
+
+    async def play(self, task: Any, model: AsyncioModel) -> Any:
+        """One episode of upstream, with this model as its only agent."""
+        from rollouts_verifiers.client import Conversation
+
+        begun: list[str] = []
+
+        def begin(trace: Any) -> None:
+            begun.append(trace.id)
+            self._client.conversations[trace.id] = Conversation(model)
+
+        try:
+            return await self._env.run_episode(task, self._context, on_trace=begin)
+        finally:
+            for identifier in begun:
+                self._client.conversations.pop(identifier, None)
+
+
+@contextlib.asynccontextmanager
+async def serving(env: Any) -> AsyncIterator[Served]:
+    """Start the tool servers that all tasks share, and the server through which upstream's program asks the model."""
+    from verifiers.v1.clients import ModelContext, TrainClientConfig
+
+    from rollouts_verifiers.client import MODEL, PolicyClient
+
+    async with env.serving():
+        client, config = PolicyClient(), TrainClientConfig()
+        env._interception.clients[config.model_dump_json()] = client  # in place of one that connects to an engine
+        yield Served(env, client, ModelContext(model=MODEL, client=config))

@@ -1,0 +1,115 @@
+"""Train in one run with environments of several libraries, whose packages exclude each other.
+
+    python scripts/mixed_run.py
+    python scripts/mixed_run.py --keep    # leave the folders, and print where they are
+
+The run mixes an environment package of verifiers 0.3, a taskset of verifiers 0.4, an environment of gymnasium and the
+calculator, and two rewards of the package rollouts-text-rewards. `rollouts env install` installs the first two, each in
+a virtual environment of its own, because verifiers 0.3 and 0.4 exclude each other. The table at the end has the rewards
+and metrics of each environment.
+
+Needs gymnasium, pip and a package index; without an index it says so and does nothing. The exit code is 1 if a step
+fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from clashing_packages import unreachable
+from stopwatch import StepError, Stopwatch, expect, run
+
+PLUGINS = Path(__file__).resolve().parents[1] / "plugins"
+INSTALLED = {
+    "capitals": ("verifiers_v0", "vf_capitals", "verifiers==0.3.1"),
+    "sums": ("verifiers", "sums_v1", "verifiers==0.4.0"),
+}
+"""By alias: the plugin, the package in the folder of its tests, and what it requires."""
+
+ENVIRONMENTS = {
+    "capitals": "verifiers-v0/vf-capitals",
+    "sums": "verifiers/sums-v1",
+    "ice": "gym/FrozenLake-v1",
+    "calculator": "calculator",
+}
+REWARDS = ("env:1", "rollouts-text-rewards/length:0.1", "rollouts-text-rewards/repetition:-0.1")
+SIZE = "--steps 2 --prompts-per-step 8 --samples-per-prompt 2 --eval-tasks 4 --max-tokens 48 --max-turns 3".split()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Take all steps, and print how long each took. Returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keep", action="store_true", help="leave the folders, and print where they are")
+    arguments = parser.parse_args(argv)
+    folder, watch = Path(tempfile.mkdtemp(prefix="mixed-")).resolve(), Stopwatch()
+    os.environ.setdefault("ROLLOUTS_ENVS", str(folder / "envs"))
+    with contextlib.ExitStack() as stack:
+        if arguments.keep:
+            print(folder, file=sys.stderr)
+        else:
+            stack.callback(shutil.rmtree, folder)
+        for _, _, requirement in INSTALLED.values():
+            if missing := unreachable(requirement, folder):
+                print(f"skipped: {requirement} cannot be downloaded: {missing}")
+                return 0
+        try:
+            take_steps(folder, watch)
+        except StepError as error:
+            print(f"{watch.table()}\nFAILED: {error}")
+            return 1
+    print(watch.table())
+    return 0
+
+
+def take_steps(folder: Path, watch: Stopwatch) -> None:
+    """Every step. Raises StepError."""
+    rollouts = [sys.executable, "-m", "rollouts"]
+    for plugin, package, _ in INSTALLED.values():
+        source = PLUGINS / plugin / "tests" / "packages" / package
+        with watch.step(f"rollouts env install {package}"):
+            run([*rollouts, "env", "install", str(source), "--with", str(PLUGINS / plugin)], folder)
+    with watch.step("rollouts run, all"):
+        names = [word for alias, name in ENVIRONMENTS.items() for word in ("--env", f"{alias}={name}")]
+        workers = [word for alias in INSTALLED for word in ("--worker", f"{alias}=venv")]
+        rewards = [word for each in REWARDS for word in ("--reward", each)]
+        run([*rollouts, "run", *names, *workers, *rewards, "--loss", "grpo", *SIZE, "--out", "run"], folder)
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    trained = [line for line in lines if "reward/mean" in line]
+    expect(len(trained) == 2, f"the run trained {len(trained)} steps, not 2")
+    print(table_of(lines))
+
+
+def table_of(lines: Sequence[dict[str, float]]) -> str:
+    """For each environment: its share of the last step, its reward, the parts of the reward, and its metrics. Raises
+    StepError if an environment has no part of its own or not those of both rewards.
+    """
+    rows = []
+    for alias, name in ENVIRONMENTS.items():
+        own = {key: value for line in lines for key, value in line.items() if key.startswith(f"env/{alias}/")}
+        parts, metrics = (
+            {key.rpartition("/")[2]: value for key, value in own.items() if f"/{kind}/" in key}
+            for kind in ("reward_part", "metric")
+        )
+        expect({"length", "repetition"} < set(parts), f"{alias} has only these parts of the reward: {sorted(parts)}")
+        rows += [
+            f"{name}: reward {own[f'env/{alias}/reward']:.3f}",
+            f"    {_written(parts)}",
+            f"    {_written(metrics)}",
+        ]
+    return "\n".join(rows)
+
+
+def _written(values: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.3f}" for name, value in sorted(values.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
