@@ -13,7 +13,12 @@ test-adapters:  ## every environment of the upstream packages, which it installs
 	$(ADAPTERS)/bin/pip install -q -r requirements-adapters.txt
 	python -m venv $(ADAPTERS)/mcp-1
 	$(ADAPTERS)/mcp-1/bin/pip install -q "mcp==1.30.0" uvicorn
-	ROLLOUTS_MCP_1=$(ADAPTERS)/mcp-1/bin/python \
+	python -m venv $(ADAPTERS)/openenv
+	$(ADAPTERS)/openenv/bin/pip install -q openenv==0.10.0
+	python -m venv $(ADAPTERS)/ors
+	$(ADAPTERS)/ors/bin/pip install -q ors-sdk==0.1.0
+	ROLLOUTS_MCP_1=$(ADAPTERS)/mcp-1/bin/python ROLLOUTS_ORS=$(ADAPTERS)/ors/bin/python \
+	ROLLOUTS_OPENENV=$(ADAPTERS)/openenv/bin/python \
 	  $(ADAPTERS)/bin/python -m pytest -n 0 -m "not engines" --equal-at-least 300 plugins tests/adapters
 	set -e; for own in plugins/*/requirements-adapters.txt; do \
 	  folder=$$(dirname $$own) && venv=$(ADAPTERS)/$$(basename $$folder); \

@@ -85,6 +85,7 @@ HEAVY = {"torch", "transformers", "numpy", "peft", "datasets"}
 ASYNC = {"trio", "httpx"}
 MAY_IMPORT_TORCH = {"rollouts.training.algorithms.logprobs"}  # it defines a torch.autograd.Function
 MAY_IMPORT_TRIO = {
+    "rollouts.env.background",
     "rollouts.env.calls",
     "rollouts.env.checks",
     "rollouts.env.processes",

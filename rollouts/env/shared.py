@@ -32,7 +32,7 @@ from rollouts.author_code import Place, authors_code, place_of_function
 from rollouts.env.advice import EnvironmentWarning
 from rollouts.env.authoring import environment_name
 from rollouts.env.calls import CallTimeoutError, async_library_of, call
-from rollouts.errors import EnvironmentDefinitionError, words_of
+from rollouts.errors import EnvironmentDefinitionError, UserError, words_of
 
 CLEANUP_SECONDS = 10.0
 ONCE = "a generator yields the value once, and cleans up after the `yield`"
@@ -95,7 +95,9 @@ class SharedValue:
                 self._function, self._label = env.shared, f"{environment_name(env)}.shared()"
                 self._hold(self._function())
         except Exception as error:  # the author's code may raise anything
-            if not self._value.done():
+            if not self._value.done() and isinstance(error, UserError):  # it says what to type
+                self._value.set_exception(error)
+            elif not self._value.done():
                 self._value.set_exception(EnvironmentDefinitionError(f"{self._label} raised {words_of(error)}"))
             else:
                 self._warn(f"the clean-up of {self._label} raised {words_of(error)}")

@@ -9,17 +9,17 @@ from __future__ import annotations
 import contextlib
 import math
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import trio
 
+from rollouts.env.background import Background
 from rollouts.errors import ServiceLostError, named
 
 if TYPE_CHECKING:
     from mcp import Client
 
-T = TypeVar("T")
 PAGES_MAX = 100  # of the list of tools
 RESULT_BYTES_MAX = 64 * 2**20  # over HTTP; a larger result ends the session
 STDERR_CHARACTERS = 500  # of what a command wrote to stderr, in an error
@@ -43,50 +43,16 @@ class Server(NamedTuple):
 
 
 class Host:
-    """The trio loop in which sessions live. Tasks of other trio runs may use it."""
+    """The loop in which sessions live. Its methods are to be called in that loop (`loop.run`)."""
 
-    def __init__(self, nursery: trio.Nursery) -> None:
-        self._nursery, self._token = nursery, trio.lowlevel.current_trio_token()
+    def __init__(self, loop: Background) -> None:
+        self.loop = loop
         self._shared, self._opening = dict[Server, Session](), trio.Lock()
 
-    async def run(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
-        """The result of an async function, which runs in the host's loop. If the task that waits is cancelled, the
-        function is cancelled too. Raises what the function raises, and ServiceLostError if the host has ended.
-        """
-        done, here, scope = trio.Event(), trio.lowlevel.current_trio_token(), trio.CancelScope()
-        results, errors = list[T](), list[Exception]()
-
-        async def body() -> None:
-            try:
-                with scope:
-                    results.append(await function(*args))
-            except Exception as error:  # the caller raises it
-                errors.append(error)
-            finally:
-                _soon(here, done.set)
-
-        def start() -> None:
-            try:
-                self._nursery.start_soon(body)
-            except RuntimeError:  # the host is ending
-                _soon(here, done.set)
-
-        if _soon(self._token, start):
-            try:
-                await done.wait()
-            except trio.Cancelled:
-                _soon(self._token, scope.cancel)
-                raise
-        for error in errors:
-            raise error
-        if not results:
-            raise ServiceLostError("the sessions with MCP servers have ended")
-        return results[0]
-
     async def open(self, server: Server) -> Session:
-        """A new session. Raises ServiceLostError. To be called in the host's loop."""
+        """A new session. Raises ServiceLostError."""
         session = Session(server)
-        self._nursery.start_soon(session.serve)
+        self.loop.start(session.serve)
         try:
             await session.wait_open()
         except BaseException:
@@ -95,29 +61,12 @@ class Host:
         return session
 
     async def open_shared(self, server: Server) -> Session:
-        """The session that all episodes share; a new one if it was lost. To be called in the host's loop."""
+        """The session that all episodes share; a new one if it was lost."""
         async with self._opening:
             found = self._shared.get(server)
             if found is None or found.is_over:
                 found = self._shared[server] = await self.open(server)
             return found
-
-
-def _soon(token: trio.lowlevel.TrioToken, function: Callable[..., object], *args: Any) -> bool:
-    """Have another trio run call a function. False if it has ended."""
-    try:
-        token.run_sync_soon(function, *args)
-    except trio.RunFinishedError:
-        return False
-    return True
-
-
-@contextlib.asynccontextmanager
-async def hosting() -> AsyncIterator[Host]:
-    """A host in this trio run. At the end of the block its sessions are closed."""
-    async with trio.open_nursery() as nursery:
-        yield Host(nursery)
-        nursery.cancel_scope.cancel()
 
 
 class Session:
@@ -197,7 +146,7 @@ class Session:
 
 
 @contextlib.asynccontextmanager
-async def _client(server: Server, stderr: IO[str]) -> AsyncIterator[Client]:
+async def _client(server: Server, stderr: TextIO) -> AsyncIterator[Client]:
     """A connected client of `mcp`."""
     import httpx2
     from mcp import Client, StdioServerParameters
@@ -246,7 +195,7 @@ def _is_lost(error: Any) -> bool:
     return error.code == CONNECTION_CLOSED or (error.code, error.message) in made
 
 
-def _said(stderr: IO[str]) -> str:
+def _said(stderr: TextIO) -> str:
     """The end of what the command wrote to stderr."""
     stderr.seek(0)
     text = stderr.read().strip()[-STDERR_CHARACTERS:].strip()

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import msgspec
 
 from rollouts import Task, Tool
+from rollouts.env.background import background
+from rollouts.env.json_schemas import plain_names, plain_schema
 from rollouts.errors import ConfigError, EnvironmentDefinitionError, suggestion
 from rollouts_mcp.results import text_of
-from rollouts_mcp.schemas import plain_names, plain_schema
 
 if TYPE_CHECKING:
     from rollouts_mcp.sessions import Host, Server, Session
@@ -50,16 +51,16 @@ class MCP:
 
     async def shared(self) -> AsyncIterator[Host]:
         """The loop in which the sessions of the process live."""
-        from rollouts_mcp.sessions import hosting
+        from rollouts_mcp.sessions import Host
 
-        async with hosting() as host:
-            yield host
+        async with background() as loop:
+            yield Host(loop)
 
     async def setup(self, task: Task, shared: Host) -> None:
         """Open the session of the episode. Raises ServiceLostError."""
         self._host = shared
         open_session = shared.open_shared if self.share else shared.open
-        self._session = await shared.run(open_session, self._server)
+        self._session = await shared.loop.run(open_session, self._server)
 
     def tools(self, task: Task) -> list[Tool]:
         """The server's tools. Raises EnvironmentDefinitionError if it lacks one of `only`, or has none."""
@@ -79,9 +80,10 @@ class MCP:
     async def close(self) -> None:
         """Close the session of the episode."""
         if self._session is not None and self._host is not None and not self.share:
-            await self._host.run(self._session.close)
+            await self._host.loop.run(self._session.close)
 
     def _tool(self, given: Any, name: str) -> Tool:
+        assert self._host is not None and self._session is not None, "setup has run"
         call = functools.partial(_call, self._host, self._session, given.name)
 
         async def function(**arguments: Any) -> str:
@@ -124,7 +126,7 @@ class MCP:
 
 async def _call(host: Host, session: Session, name: str, arguments: dict[str, Any]) -> str:
     """The text of a result. Raises ValueError if the server says that the call failed."""
-    result = await host.run(session.call, name, arguments)
+    result = await host.loop.run(session.call, name, arguments)
     if result.is_error:
         raise ValueError(text_of(result) or "the tool failed")
     return text_of(result)

@@ -14,14 +14,14 @@ from pathlib import Path
 import outcome
 import pytest
 import trio
-import trio.testing
 from rollouts_mcp import MCP
 from rollouts_mcp.results import text_of
-from rollouts_mcp.schemas import plain_names, plain_schema
-from rollouts_mcp.sessions import hosting
+from rollouts_mcp.sessions import Host
 
 from rollouts import Task
 from rollouts.cli import main
+from rollouts.env.background import background
+from rollouts.env.json_schemas import plain_names, plain_schema
 from rollouts.env.schema import read_arguments
 from rollouts.env.shared import shared_values
 from rollouts.env.task_tools import Tool
@@ -86,8 +86,8 @@ def outcomes(kit: MCP, *calls: tuple[str, dict], seconds: float = 30.0):
         return list(tools), found
 
     async def hosted():
-        async with hosting() as host:
-            played = await outcome.acapture(play, host)
+        async with background() as loop:
+            played = await outcome.acapture(play, Host(loop))
         return played.unwrap()
 
     return trio.run(hosted)
@@ -223,27 +223,6 @@ BROKEN = "import sys; print('no license', file=sys.stderr); sys.exit(2)"
 def test_a_server_that_does_not_open_fails_the_episode(settings, words):
     with pytest.raises(ServiceLostError, match="was lost: .*" + words):
         outcomes(MCP(**settings))
-
-
-def test_a_cancelled_call_ends_in_the_host_too():
-    ended = []
-
-    async def forever():
-        try:
-            await trio.sleep_forever()
-        finally:
-            ended.append(True)
-
-    async def play():
-        async with hosting() as host:
-            with trio.move_on_after(0.05):
-                await host.run(forever)
-            await trio.testing.wait_all_tasks_blocked()
-            assert ended == [True]
-        with pytest.raises(ServiceLostError):
-            await host.run(trio.sleep, 0)
-
-    trio.run(play)
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Names and argument schemas of a server's tools, as chat formats and the core take them."""
+"""Tools that another system describes: their names and argument schemas as chat formats and the core take them."""
 
 from __future__ import annotations
 
