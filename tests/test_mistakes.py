@@ -267,7 +267,7 @@ FILES = [
     ),
     row(
         "a run misspelled",
-        "eval runs/frist",
+        "eval runs/first1",
         "did you mean: runs/first?",
         files={"runs/first/config.toml": "steps = 1"},
     ),
