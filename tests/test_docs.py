@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import re
 import runpy
@@ -13,7 +14,7 @@ import textwrap
 import tomllib
 import types
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -620,6 +621,24 @@ def test_the_documented_demonstrations_are_judged(tmp_path, monkeypatch, capsys)
     assert main([*shlex.split(command)[1:], "--dry-run"]) == 0, capsys.readouterr().err
     replayed = capsys.readouterr().out.partition("a demonstration, replayed: ")[2]
     assert "said the same as in the demonstration\n  reward: 1 (correct 1)" in replayed
+
+
+def test_the_documented_readers_read_runs_of_both_modes(tmp_path, capsys):
+    own: dict[str, Any] = {}
+    for block in blocks_of(ROOT / "docs" / "run-folder.md"):
+        if (block.language == "python" and "def read_run" in block.text) or "def show_episode" in block.text:
+            exec(block.text, own)
+    summary = {"status": "done", "steps": 1, "evaluation": {"before": None, "after": None}}
+    episode = {"messages": [{"role": "user"}], "reward": 1, "parts": {}, "metrics": {}}
+    for folder in (tmp_path / "one", tmp_path / "both" / "rl"):
+        (folder / "trajectories").mkdir(parents=True)
+        (folder / "summary.json").write_text(json.dumps(summary))
+        (folder / "metrics.jsonl").write_text('{"step": 0, "reward/mean": 0.5}\n')
+        (folder / "trajectories" / "step_000000.jsonl").write_text(json.dumps(episode) + "\n")
+    for name in ("one", "both"):
+        assert own["read_run"](tmp_path / name) == [0.5]
+        own["show_episode"](str(tmp_path / name))
+    assert capsys.readouterr().out.count("user: \nreward 1") == 2
 
 
 def test_the_words_of_the_preflight_are_the_code_s():

@@ -257,6 +257,19 @@ ELSEWHERE = [
 
 FILES = [
     row("no such file", "run missing.toml", "missing.toml: there is no such settings file"),
+    row(
+        "no such run",
+        "eval runs/nothing",
+        "no run folder, checkpoint or settings file runs/nothing",
+        never=("--env runs",),
+    ),
+    row(
+        "a run misspelled",
+        "eval runs/first1",
+        "did you mean: runs/first?",
+        files={"runs/first/config.toml": "steps = 1"},
+    ),
+    row("a model of the hub", "eval a/b", "to choose a model, `--model a/b`"),
     row("yaml", "run a.yaml", "ends in .toml, .json, .py", "rollouts config", files={"a.yaml": "steps: 3\n"}),
     row("yaml in toml", "run a.toml", "line 1: not TOML", "steps = 3", files={"a.toml": "steps: 3\n"}),
     row(

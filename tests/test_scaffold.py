@@ -132,6 +132,7 @@ def test_the_readme_is_for_users_and_the_next_steps_are_for_the_author(kind):
     assert len(package.files) <= FILES_MAX
     readme, steps, about = (package.files[name] for name in ("README.md", "NEXT.md", "pyproject.toml"))
     assert len(readme.splitlines()) <= README_LINES_MAX
+    assert "`pip install CLONE -e '.[test]'`" in steps and "CLONE" in package.files[".github/workflows/test.yml"]
     assert "pip install rollouts-made" in readme and package.command in readme
     assert [word for word in ("Make it yours", "Publish", "pytest", "twine") if word in readme] == []
     assert [word for word in ("## Make it yours", "## Publish", "pytest", "twine upload") if word not in steps] == []

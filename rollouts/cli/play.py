@@ -35,7 +35,7 @@ a line                     your reply, a text
 /call {"name": ..., "arguments": {...}}    a call as JSON
 \"\"\"                        begins and ends a reply of several lines; // at its begin is one slash
 /tools                     the tools with all parameters
-/text                      the exact text that a model sees
+/text                      the exact text that a model sees, from here to the end of the episode
 /save FILE                 write the messages to FILE, as a row of demonstrations
 /end                       end the episode now, and judge it; Ctrl-D ends it without
 /help                      this list"""
@@ -269,15 +269,10 @@ def _value_of(text: str, schema: Mapping[str, Any]) -> Any:
 
 def tool_line(schema: Mapping[str, Any]) -> str:
     """A tool in one line: `price(thing: string, [count: integer])  The price of some things.`"""
-    function = schema["function"]
-    parameters = function.get("parameters", {})
-    required = parameters.get("required", ())
-    words = []
-    for name, each in parameters.get("properties", {}).items():
-        word = f"{name}: {'|'.join(map(str, each['enum'])) if each.get('enum') else each.get('type', 'any')}"
-        words.append(word if name in required else f"[{word}]")
-    first = (function.get("description") or "").partition("\n")[0]
-    return f"{function['name']}({', '.join(words)})  {first}".rstrip()
+    from rollouts.env.schema import tool_label
+
+    first = (schema["function"].get("description") or "").partition("\n")[0]
+    return f"{tool_label(schema)}  {first}".rstrip()
 
 
 def result_lines(episode: Episode) -> Iterator[str]:

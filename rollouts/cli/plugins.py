@@ -159,16 +159,11 @@ def _environment_lines(environment: Any) -> list[str]:
     metrics.
     """
     from rollouts.env.authoring import metrics_of, rewards_of, roles_of, tools_of
-    from rollouts.env.schema import schema_of
+    from rollouts.env.schema import schema_of, tool_label
 
     roles = [(role.name, role.system.partition("\n")[0]) for role in roles_of(environment)]
     lines = ["", "roles", *_indent(roles)] if roles else []
-    tools = []
-    for tool in tools_of(environment):
-        parameters = schema_of(tool)["function"]["parameters"]
-        words = {name: f"{name}: {found.get('type', 'any')}" for name, found in parameters["properties"].items()}
-        shown = (word if name in parameters["required"] else f"[{word}]" for name, word in words.items())
-        tools.append((f"{tool.name}({', '.join(shown)})", _of_role(tool.role), tool.function))
+    tools = [(tool_label(schema_of(tool)), _of_role(tool.role), tool.function) for tool in tools_of(environment)]
     if (chooses := getattr(environment, "tools", None)) is not None:
         tools.append(("tools(task): the tools of each task", "", chooses))
     rewards = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,7 @@ def _run(file: str | None, dry_run: bool, seeds: str | None = None, **options: A
         if config := run_settings_file(file):  # a run, or a checkpoint of one: the run's settings and this model
             options["model"], file = options["model"] or file, str(config)
     if file is not None and context.command.name == "eval" and not Path(file).exists():
-        from rollouts.errors import ConfigError
-        from rollouts.training.weights.store import nearest_checkpoints
-
-        if near := nearest_checkpoints(Path(file)):
-            raise ConfigError(f"there is no checkpoint {file}; {near}")
+        _refuse_missing_model(file)
     resolved, _ = read_settings(context, file, options, forced=mode)
     if dry_run:
         from rollouts.runs.dry_run import dry_run as description
@@ -57,6 +54,22 @@ def _run(file: str | None, dry_run: bool, seeds: str | None = None, **options: A
     with shown_progress("stdout") as progress:
         run_resolved(resolved, progress)
     return 0
+
+
+def _refuse_missing_model(given: str) -> None:
+    """Raise ConfigError if a run's folder or a checkpoint was meant: the word is a path, and no settings file's."""
+    from rollouts.config.files import SUFFIXES, runs_inside
+    from rollouts.errors import ConfigError, in_lines, suggestion
+    from rollouts.training.weights.store import nearest_checkpoints
+
+    path = Path(given)
+    if near := nearest_checkpoints(path):
+        raise ConfigError(f"there is no checkpoint {given}; {near}")
+    if "/" in given and path.suffix not in SUFFIXES and ".py:" not in given and "=" not in given:
+        runs = {Path(run).name: run for run in runs_inside(path.parent)}
+        near = suggestion(path.name, runs, runs.__getitem__)
+        advice = f"to choose a model, `--model {shlex.quote(given)}`"
+        raise ConfigError(in_lines(f"there is no run folder, checkpoint or settings file {given}", near or advice))
 
 
 def _resume(folder: str, checkpoint: str | None, **options: Any) -> int:

@@ -349,3 +349,21 @@ def _description(doc: str) -> str:
     lines = itertools.takewhile(lambda line: not SECTION.fullmatch(line), printable(doc).splitlines())
     paragraphs = "\n".join(lines).strip().split("\n\n")
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs).strip()
+
+
+def tool_label(schema: Mapping[str, Any]) -> str:
+    """A tool and its parameters as text: their types, or the values that they may have; optional ones in brackets.
+
+    >>> properties = {"thing": {"enum": ["tea", "cake"], "type": "string"}, "count": {"type": "integer"}}
+    >>> parameters = {"properties": properties, "required": ["thing"]}
+    >>> tool_label({"function": {"name": "price", "parameters": parameters}})
+    'price(thing: tea|cake, [count: integer])'
+    """
+    function = schema["function"]
+    parameters = function.get("parameters", {})
+    required = parameters.get("required", ())
+    words = []
+    for name, each in parameters.get("properties", {}).items():
+        word = f"{name}: {'|'.join(map(str, each['enum'])) if each.get('enum') else each.get('type', 'any')}"
+        words.append(word if name in required else f"[{word}]")
+    return f"{function['name']}({', '.join(words)})"

@@ -12,6 +12,7 @@ distributions takes one or two milliseconds.
 from __future__ import annotations
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -232,11 +233,13 @@ def unknown_component(
     ]
     is_number = name.replace(".", "").isdigit()
     is_named = not is_number and Path(name).suffix not in (".py", ".toml", ".json", ".jsonl") and not _file_hint(name)
-    guess = could_be and is_named and not theirs and not other_names and not is_installed(package)
+    folder_hint = _folder_hint(kind, rest if slash else name)
+    guess = could_be and is_named and not (theirs or other_names or folder_hint or is_installed(package))
     lines = (
         f"no {KIND_WORDS[kind]} is named {name!r}",
         without,
         _file_hint(name),
+        folder_hint,
         *other_names,
         near,
         _REWARD_HINT if kind == "rewards" else "",
@@ -256,6 +259,23 @@ def _file_hint(name: str) -> str:
     module, _, attribute = name.partition(":" if ":" in name else ".")
     if module.isidentifier() and Path(f"{module}.py").is_file():
         return f"there is a file {module}.py here; type: ./{module}.py:{attribute or 'Name'}"
+    return ""
+
+
+def _folder_hint(kind: str, name: str) -> str:
+    """What to type if a package in this folder, or in one below it, has a component of this kind and name, and is not
+    installed.
+    """
+    import tomllib
+
+    for file in (Path("pyproject.toml"), *sorted(Path().glob("*/pyproject.toml"))):
+        try:
+            points = tomllib.loads(file.read_text(encoding="utf-8"))["project"]["entry-points"]
+            is_there = name in points[f"rollouts.{kind}"]
+        except (OSError, ValueError, KeyError, TypeError):  # another project's file, or none that pip can read either
+            continue
+        if is_there:
+            return f"{file} has it; to install that package, type: pip install -e {shlex.quote(str(file.parent))}"
     return ""
 
 

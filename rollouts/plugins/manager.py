@@ -106,7 +106,7 @@ class PluginManager:
             try:
                 plugin = load_component(ref)
             except BrokenPluginError as exc:
-                cause = " ".join(cause_of(exc.__cause__ or exc, ref).splitlines())
+                cause = "; ".join(cause_of(exc.__cause__ or exc, ref).splitlines())
                 faults += self._note([PluginFault(ref.distribution, ref.version, f"{ref.value}: {cause}")])
                 continue
             faults += self.register(plugin, distribution=ref.distribution, version=ref.version)

@@ -90,8 +90,10 @@ def trained_before(manager: PluginManager, environments: Sequence[Environment], 
 
 def unused_of_run(run: Resolved, resolved: Resolved, model: str) -> tuple[str, ...]:
     """What decided the run's own numbers, and is not used in this evaluation of `model`, in words; nothing where the
-    run never saw these environments.
+    run never saw these environments, or where its own file gave the settings, so that only what was typed differs.
     """
+    if os.path.abspath(resolved.source.path) == run.source.path:
+        return ()
     here, there = (dict.fromkeys(each.name for each in of.components["env"]) for of in (resolved, run))
     if here.keys().isdisjoint(there):
         return ()
@@ -119,4 +121,5 @@ def unused_of_run(run: Resolved, resolved: Resolved, model: str) -> tuple[str, .
     folder = Path(run.source.path).parent
     again = f"rollouts eval {shlex.quote(os.path.relpath(folder))}"
     again += "" if Path(model).absolute() == folder else f" --model {shlex.quote(model)}"
-    return (f"the run used {', '.join(unused)}, which this evaluation does not use; to use them, type: {again}",)
+    them = "it" if len(unused) == 1 else "them"
+    return (f"the run used {', '.join(unused)}, which this evaluation does not use; to use {them}, type: {again}",)

@@ -29,7 +29,8 @@ _ADAPTER_FILES = ("adapter_*", "tokenizer*", "special_tokens_map.json", "vocab.*
 
 class Exported(NamedTuple):
     """An export: the source folder, the kind (`full` or `adapter`), and the size in bytes. `merged` is the number of
-    adapters that were merged into the weights. `problem` is what the folder lacks, if it lacks anything.
+    adapters that were merged into the weights. `problem` is what the folder lacks, if it lacks anything. `base` is the
+    model that an adapter alone needs.
     """
 
     source: Path
@@ -40,10 +41,12 @@ class Exported(NamedTuple):
     total_bytes: int
     has_tokenizer: bool
     problem: str = ""
+    base: str = ""
 
     def words(self) -> str:
         """Describe the export in one line."""
-        what = "the adapter alone" if self.kind == "adapter" else f"a whole model in {self.dtype}"
+        alone = f"the adapter alone, which needs the base model {self.base}"
+        what = alone if self.kind == "adapter" else f"a whole model in {self.dtype}"
         merged = f", {counted(self.merged, 'adapter')} merged in" if self.merged else ""
         without = "" if self.has_tokenizer else "; there was no tokenizer beside it, so there is none"
         return f"{self.source} -> {self.out}: {what}{merged}, {self.total_bytes / 1e6:.1f} MB{without}" + (
@@ -168,4 +171,5 @@ def _write_adapter(folder: Path, inside: Path) -> Exported:
     if Path(base).is_dir():
         config["base_model_name_or_path"] = str(Path(base).absolute())
         (inside / models.ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    return Exported(folder, inside, "adapter", "", 0, 0, any(file.name.startswith("tokenizer") for file in files))
+    has = any(file.name.startswith("tokenizer") for file in files)
+    return Exported(folder, inside, "adapter", "", 0, 0, has, base=config["base_model_name_or_path"])

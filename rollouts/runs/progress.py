@@ -201,7 +201,7 @@ class Progress:
         if before and after:
             first = [summary["before_sft"]] if summary.get("before_sft") else []
             self._console.print(_comparison_table(*first, before, after))
-            self._say_if_noise(before, after, summary.get("eval_tasks", 0))
+            self._say_if_noise(before, after, summary.get("eval_tasks", 0), "in RL" if first else "")
         for name, count in summary.get("zero_parts", {}).items():
             self._say(
                 f"the reward part `{name}` was 0 in {'the only' if count == 1 else f'all {count}'} "
@@ -216,13 +216,16 @@ class Progress:
             models = shlex.quote(f"models/{whole.name}")
             self._say(f"next: rollouts chat {folder}, rollouts eval {folder}, rollouts export {folder} {models}")
 
-    def _say_if_noise(self, before: dict[str, Any], after: dict[str, Any], asked: int) -> None:
-        """Print that the change is within the noise, if it is. `asked` is --eval-tasks."""
+    def _say_if_noise(self, before: dict[str, Any], after: dict[str, Any], asked: int, phase: str) -> None:
+        """Print that the change is within the noise, if it is. `asked` is --eval-tasks; `phase` says in which phase of
+        a run of mode sft+rl.
+        """
         from rollouts.evaluate import is_within_noise
 
         if is_within_noise(before, after):
             tasks = after["tasks"]
-            noise = f"the change of the sampled reward is smaller than the noise of {counted(tasks, 'task')}"
+            change = " ".join(filter(None, ("the change of the sampled reward", phase)))
+            noise = f"{change} is smaller than the noise of {counted(tasks, 'task')}"
             more = f"more held-out tasks measure it better: --eval-tasks {max(Settings.eval_tasks, 4 * tasks)}"
             if tasks < asked:
                 more = (

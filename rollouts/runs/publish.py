@@ -16,15 +16,19 @@ from typing import Any
 
 from rollouts.config.files import load_file
 from rollouts.config.resolving import EXPORTED, Resolved, resolve, run_settings_file
-from rollouts.errors import ConfigError, RunError, UserError, named
-from rollouts.runs.folder import SUMMARY, read_json
+from rollouts.errors import ConfigError, RunError, UserError, counted, named
+from rollouts.runs.folder import PHASES, SUMMARY, holds_run, load_config, read_json
 from rollouts.runs.manifest import MANIFEST
 from rollouts.runs.usage import is_on_hub, models_before, usage_lines
-from rollouts.training.models import BUNDLED
+from rollouts.training.models import BUNDLED, is_adapter, read_adapter_config
 
 CARD = "README.md"
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-_TRAINED = {"sft": "demonstrations (sft)", "rl": "reinforcement (rl)"}
+_TRAINED = {
+    "sft": "demonstrations (sft)",
+    "rl": "reinforcement (rl)",
+    "sft+rl": "demonstrations, then reinforcement (sft+rl)",
+}
 
 
 def check_push(name: str) -> None:
@@ -105,6 +109,7 @@ def model_card(checkpoint: Path, title: str, folder: Path | None = None) -> str:
     file = run_settings_file(str(checkpoint))
     if file is None:
         return ""
+    first = _supervised_phase(file.parent)
     summary, manifest = read_json(file.parent / SUMMARY), read_json(file.parent / MANIFEST)
     try:
         run = resolve(*load_file(file), allow_left_out=True)
@@ -113,19 +118,39 @@ def model_card(checkpoint: Path, title: str, folder: Path | None = None) -> str:
     else:
         chain = [_shown(model) for model in models_before(file)]
         base = next(reversed(chain), "")
-        facts = _facts(run, checkpoint, summary, chain)
+        facts = _facts(run, checkpoint, summary, chain, first)
         usage = list(usage_lines(run.settings, folder or checkpoint, title))
     head = ["library_name: transformers", "pipeline_tag: text-generation", "tags:", "- rollouts"]
     head += [f"base_model: {base}"] if is_on_hub(base) else []
     lines = ["---", *head, "---", "", f"# {title}", "", "A language model that was trained with rollouts.", ""]
-    lines += [*_table("", "", facts), "", *usage, *_reward_lines(checkpoint, summary)]
+    if folder is not None and is_adapter(folder):
+        needed = read_adapter_config(folder)["base_model_name_or_path"]
+        lines += [f"This folder has only the adapter. It needs the base model `{needed}`.", ""]
+    lines += [*_table("", "", facts), "", *usage, *_reward_lines(checkpoint, summary, _before_sft(file.parent, first))]
     versions = {"rollouts": manifest.get("rollouts"), "Python": manifest.get("python")}
     versions |= manifest.get("distributions") or {}
     lines += ["## Versions", "", *_table("package", "version", versions)]
     return "\n".join(lines) + "\n"
 
 
-def _facts(run: Resolved, checkpoint: Path, summary: Mapping[str, Any], chain: Sequence[str]) -> dict[str, Any]:
+def _supervised_phase(run: Path) -> Path | None:
+    """The folder of the supervised phase, if the run is the reinforcement of mode sft+rl."""
+    last, first = (run.parent / phase for phase in PHASES)
+    return first if run == last and holds_run(run.parent) and holds_run(first) else None
+
+
+def _before_sft(run: Path, sft: Path | None) -> dict[str, Any] | None:
+    """The evaluation before the supervised phase; None if there is none, or if it was of other tasks."""
+    if sft is None:
+        return None
+    of_tasks = [{key: load_config(each)[0].get(key) for key in ("env", "eval_tasks")} for each in (run, sft)]
+    found: dict[str, Any] | None = (read_json(sft / SUMMARY).get("evaluation") or {}).get("before")
+    return found if of_tasks[0] == of_tasks[1] else None
+
+
+def _facts(
+    run: Resolved, checkpoint: Path, summary: Mapping[str, Any], chain: Sequence[str], sft: Path | None
+) -> dict[str, Any]:
     settings = run.settings
     number = re.search(r"step_(\d+)$", checkpoint.name)
     trains = Path(run.source.path).name != EXPORTED  # the settings of an exported model say less
@@ -134,9 +159,10 @@ def _facts(run: Resolved, checkpoint: Path, summary: Mapping[str, Any], chain: S
         "base model": chain[-1] if chain else None,
         "begins from": ", which begins from ".join(chain) if len(chain) > 1 else None,
         "environment": chosen["env"],
-        "trained by": _TRAINED.get(settings.mode, settings.mode),
+        "trained by": _TRAINED.get(mode := "sft+rl" if sft else settings.mode, mode),
         "loss": chosen["loss"] if trains else None,
         "LoRA rank": settings.lora_rank or None,
+        "supervised steps": read_json(sft / SUMMARY).get("steps") if sft else None,
         "steps": int(number[1]) if number else summary.get("steps"),
         "seed": settings.seed,
     }
@@ -150,26 +176,34 @@ def _shown(model: str) -> str:
     return str(Path(model).relative_to(file.parent.parent)) if file and Path(model).is_absolute() else model
 
 
-def _reward_lines(checkpoint: Path, summary: Mapping[str, Any]) -> Iterator[str]:
-    """The rewards of held-out tasks; "after" only for the checkpoint that was evaluated."""
+def _reward_lines(checkpoint: Path, summary: Mapping[str, Any], before_sft: Mapping[str, Any] | None) -> Iterator[str]:
+    """The rewards of held-out tasks; the last ones only for the checkpoint that was evaluated. `before_sft` is the
+    evaluation before the supervised phase, if there is one.
+    """
     evaluation = summary.get("evaluation") or {}
     before, after = evaluation.get("before"), evaluation.get("after")
     is_last = Path(str(summary.get("checkpoint") or "")).name == checkpoint.name
     if not before or not after or not is_last:
         return
-    rows = [("reward, sampled", "reward_mean"), ("reward, greedy", "greedy_mean")]
-    shown = [(label, _number(before.get(key)), _number(after.get(key))) for label, key in rows]
-    parts = before.get("parts") or {}
-    shown += [(part, _number(parts.get(part)), _number(value)) for part, value in (after.get("parts") or {}).items()]
+    shown = {"before": before, "after": after}
+    if before_sft:
+        shown = {"before": before_sft, "after SFT": before, "after RL": after}
+    rows = [
+        [label, *(_number(each.get(key)) for each in shown.values())]
+        for label, key in (("reward, sampled", "reward_mean"), ("reward, greedy", "greedy_mean"))
+    ]
+    rows += [
+        [part, *(_number((each.get("parts") or {}).get(part)) for each in shown.values())]
+        for part in after.get("parts") or {}
+    ]
+    tasks = counted(after.get("tasks"), "held-out task")
+    yield from ("## Rewards", "", f"On {tasks}. Before: the model that the run begins from.", "")
     yield from (
-        "## Rewards",
-        "",
-        f"On {after.get('tasks')} held-out tasks. Before: the model that the run begins from.".replace(
-            " 1 held-out tasks", " 1 held-out task"
-        ),
-        "",
+        f"| | {' | '.join(shown)} |",
+        f"|---|{'---:|' * len(shown)}",
+        *(f"| {' | '.join(row)} |" for row in rows),
     )
-    yield from ("| | before | after |", "|---|---:|---:|", *(f"| {' | '.join(row)} |" for row in shown), "")
+    yield ""
 
 
 def _table(first: str, second: str, rows: Mapping[str, Any]) -> list[str]:

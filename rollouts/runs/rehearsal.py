@@ -298,6 +298,8 @@ def _episode_lines(plan: Plan, env: Environment, group: Group, chat: ChatFormat 
     yield from _message_lines_of(trajectory)
     if chat is not None and trajectory.tools and not chat.can_write_calls:
         yield "  no tool was called, because the tool parser has no `write`"
+    if "turn_limit" in trajectory.metrics and hasattr(env.make(), "reply"):
+        yield f"  note: `reply` never ended the episode; it ended at --max-turns {plan.settings.max_turns}"
     if failures := _failures(episode):
         yield f"  a tool failed ({', '.join(failures)}); its arguments are invented, so check whether it may fail"
     yield from (f"    {name}: {error}" for name, error in trajectory.tool_errors.items())

@@ -25,6 +25,7 @@ from rollouts.runs.clock import Start
 from rollouts.runs.environments import demonstrations, task_buffer
 from rollouts.runs.folder import PHASES, SUMMARY, RunFolder, choose_folder, default_out, holds_run, read_json
 from rollouts.runs.held_objects import refuse_lost
+from rollouts.runs.jobs.learning import ADVICE, advice_after_sft, note_after_sft
 from rollouts.runs.jobs.train import train
 from rollouts.runs.observer import NullObserver, Observer
 from rollouts.runs.plan import Plan, config_text, make_plan
@@ -120,8 +121,9 @@ def train_phases(
                 # The default learning rate depends on the run's model, not on the checkpoint, so it is set explicitly.
                 rl = _with(rl, model=str(begins_with), lr=rl.lr)
                 both = {"whole": str(folder.shown), "before_sft": _evaluated_first(sft, rl)}
-                second = cast(Observer, _PhaseObserver(observer, both))
-                _train_phase(rl, second, now, started, home, checkpoint, job.begin)
+                second = cast(Observer, _SecondObserver(observer, both, plans.sft.settings))
+                advice = advice_after_sft(plans.sft.settings)
+                _train_phase(rl, second, now, started, home, checkpoint, job.begin, advice=advice)
                 job.begin()  # both phases were already finished
         finally:
             if job.has_begun and holds_run(folder.path / SFT):
@@ -239,6 +241,21 @@ class _PhaseObserver:
         self._observer.end(summary | self._changes)
 
 
+class _SecondObserver(_PhaseObserver):
+    """The observer of reinforcement. After its first evaluation, it gets a note if the supervised phase, with the
+    settings `sft`, has left too little to learn from.
+    """
+
+    def __init__(self, observer: Observer, changes: dict[str, Any], sft: Settings) -> None:
+        super().__init__(observer, changes)
+        self._sft = sft
+
+    def evaluation(self, when: str, evaluation: dict[str, Any]) -> None:
+        self._observer.evaluation(when, evaluation)
+        if when == "before" and (words := note_after_sft(evaluation, self._sft)):
+            self._observer.note(words)
+
+
 def _evaluated_first(sft: Plan, rl: Plan) -> dict[str, Any] | None:
     """The evaluation before the supervised phase; None if there is none, or if it was of other tasks."""
     of_tasks = [(plan.settings.eval_tasks, plan.resolved.components["env"]) for plan in (sft, rl)]
@@ -257,9 +274,10 @@ def _train_phase(
     checkpoint: str,
     on_begin: Callable[[], None],
     also: Sequence[Task] = (),
+    advice: str = ADVICE,
 ) -> None:
-    """Begin the phase or resume it; `also` are more held-out tasks. A finished phase does not change, unless it resumes
-    from an earlier checkpoint.
+    """Begin the phase or resume it; `also` are more held-out tasks, and `advice` is that of `train`. A finished phase
+    does not change, unless it resumes from an earlier checkpoint.
     """
     folder = Path(plan.settings.out)
     if checkpoint or not _is_over(plan):
@@ -279,6 +297,7 @@ def _train_phase(
             also_held_out=also,
             on_begin=on_begin,
             hours_from=hours_from,
+            advice=advice,
         )
 
 

@@ -84,6 +84,23 @@ def test_what_only_looks_like_a_mistake_passes_with_a_note():
     assert report.verdict().endswith(", 1 note")
 
 
+@pytest.mark.parametrize("turns", [2, 99])
+def test_a_reply_that_never_ends_the_episode_gets_a_note(tmp_path, turns):
+    reply = f'    def reply(self, trajectory):\n        return "No." if trajectory.turns < {turns} else None\n'
+    source = (FAULTS / "words.py").read_text().partition("    @tool\n")
+    judge = "    @reward\n    def correct(self, task, trajectory):\n        return float(trajectory.turns == 1)\n"
+    (tmp_path / "endless.py").write_text(f"{source[0]}{reply}\n{judge}".replace("reward, tool", "reward"))
+    given = f"{tmp_path / 'endless.py'}:Words"
+    report = check(Found(given, given), Options(only={"episode"}, tasks=2))
+    (notes,) = [result.notes for result in report.results if result.name == "episode"]
+    if turns == 2:
+        assert notes == []
+    else:
+        (note,) = notes
+        assert note.startswith("`reply` never ended the episode; it ended at --max-turns 8. Return None to end it (")
+        assert "endless.py, line " in note
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [

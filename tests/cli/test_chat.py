@@ -107,6 +107,12 @@ def test_a_task_opens_the_conversation_with_its_reward(run, monkeypatch, capsys)
     assert "Type --task 0" not in err
 
 
+def test_what_was_typed_gets_no_note(run, monkeypatch, capsys):
+    say(monkeypatch)
+    assert main(["chat", str(run), "--max-tokens", "4", "--system", "", "--env.hangs", "true"]) == 0
+    assert "the run used" not in capsys.readouterr().err
+
+
 def test_a_plain_model_has_no_tools_unless_an_environment_is_named(run, monkeypatch, capsys):
     say(monkeypatch, "Hello")
     assert main(["chat", "tiny", "--max-tokens", "4"]) == 0

@@ -396,6 +396,11 @@ def test_what_decided_the_runs_numbers_is_noted_where_it_is_not_used(here, capsy
     note = described(capsys, "--env", "calculator", "--model", checkpoint)[1]
     assert f"{unused} --model {checkpoint}" in note
     assert described(capsys, "runs/b") == ("eval_tasks = 4 seed = 0", "")
+    typed = ["--max-tokens", "8", "--system", "", "--env.digits", "2", "--reward", "env:1"]
+    for file in ("runs/b", "runs/b/config.toml"):
+        assert "the run used" not in described(capsys, file, "--model", "runs/b", *typed)[1], "it was typed"
+    one = ["--model", "runs/b", *run, "--system", ""]
+    assert 'system = "Be brief.", which this evaluation does not use; to use it, type' in described(capsys, *one)[1]
     assert "the run used" not in described(capsys, "--env", "./add.py:Add", "--model", "runs/b")[1]
 
 

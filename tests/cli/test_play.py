@@ -210,6 +210,12 @@ def test_several_lines_and_slashes(file, play):
     assert "assistant: one\n\ntwo\n" in out and "assistant: /help\n" in out
 
 
+def test_the_exact_text_is_shown_to_the_end_of_the_episode(file, play):
+    _, out, _ = play(file, lines=("/help", "/text", "/tool price cake"))
+    assert "from here to the end of the episode" in out
+    assert out.count("<|im_start|>assistant") == 2, "of this turn, and of the next one"
+
+
 def test_the_exact_text_is_that_of_the_template(file, play):
     _, out, _ = play(file, "--show-text", lines=("/tool price cake",))
     shown = "\n".join(line.removeprefix("| ") for line in out.splitlines() if line.startswith("| "))

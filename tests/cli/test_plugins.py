@@ -104,6 +104,8 @@ def test_show_what_several_kinds_have(acme, capsys):
 
 
 PARTS = '''
+from typing import Literal
+
 from rollouts import metric, reward, tool
 
 
@@ -112,7 +114,7 @@ class Shop:
         yield "?"
 
     @tool
-    def buy(self, item: str, count: int = 1) -> str:
+    def buy(self, item: Literal["tea", "cake"], count: int = 1) -> str:
         """Buy an item. Then pay."""
 
     @reward(weight=0.5)
@@ -166,7 +168,7 @@ def test_show_what_an_environment_offers_and_how_to_name_a_setting(tmp_path, mon
     assert capsys.readouterr().out.endswith(
         """
 tools
-  buy(item: string, [count: integer])  Buy an item
+  buy(item: cake|tea, [count: integer])  Buy an item
 
 rewards
   cheap × 0.5

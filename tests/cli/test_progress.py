@@ -184,6 +184,9 @@ def test_the_table_of_both_phases_has_three_columns():
     progress.end(numbers | {"evaluation": {"before": before, "after": after}})
     assert re.search(r"before ┃ after SFT ┃ after RL", stream.getvalue())
     assert re.search(r"reward, sampled +│ +0.125 │ +0.500 │ +0.750 │", stream.getvalue())
+    noisy = before | {"reward_stderr": 0.1}
+    progress.end(numbers | {"evaluation": {"before": noisy, "after": noisy}})
+    assert "the change of the sampled reward in RL is smaller than the noise of 16 tasks; " in stream.getvalue()
 
 
 def test_the_mean_of_the_first_episodes_is_called_so():

@@ -98,6 +98,26 @@ def test_unknown_name_of_a_known_distribution(make_distribution):
         find_component("rewards", "zz9")
 
 
+def test_a_package_in_this_folder_that_is_not_installed_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("kiosk", "other", "broken"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "broken" / "pyproject.toml").write_text("[project")
+    (tmp_path / "other" / "pyproject.toml").write_text("[project]\nname = 'x'\n")
+    (tmp_path / "kiosk" / "pyproject.toml").write_text(
+        '[project.entry-points."rollouts.environments"]\nkiosk = "k:K"\n'
+    )
+    for place, target in ((tmp_path, "kiosk"), (tmp_path / "kiosk", ".")):
+        monkeypatch.chdir(place)
+        with pytest.raises(UnknownComponentError) as caught:
+            find_component("environments", "kiosk")
+        assert f"to install that package, type: pip install -e {target}\n" in str(caught.value)
+        assert "a guess" not in str(caught.value)
+    with pytest.raises(UnknownComponentError) as caught:
+        find_component("rewards", "kiosk")
+    assert "pip install -e" not in str(caught.value) and "a guess" in str(caught.value)
+
+
 def test_a_logger_of_the_repository_is_installed_from_a_clone():
     error = str(unknown_component("loggers", "wandb", []))
     assert "in a clone, type: pip install ./plugins/wandb" in error and "a guess" not in error

@@ -186,6 +186,8 @@ def test_the_adapter_alone(tmp_path):
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "chat_template.jinja"} <= names
     assert not names & {"trainer", "state.json", "manifest.json"} and exported.kind == "adapter"
+    needed = json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert f": the adapter alone, which needs the base model {needed}, " in exported.words()
     assert (logits(load_hf_model(str(tmp_path / "out"), device="cpu")) - live).abs().max() < 1e-4
     stored = tmp_path / "checkpoint" / "adapter_config.json"
     stored.write_text(stored.read_text().replace(str(Path(rollouts.__file__).parent), "/elsewhere/rollouts"))

@@ -8,14 +8,17 @@ from pathlib import Path
 import pytest
 
 from rollouts.cli import main
+from rollouts.config.settings import Settings
 from rollouts.runs.jobs.learning import (
     CALLS,
     NOTHING,
     STEPS_MAX,
     LearningCheck,
     PartCounts,
+    advice_after_sft,
     broken_tools,
     failed_calls,
+    note_after_sft,
     why_flat,
 )
 from rollouts.training.rollout_gen.groups import Group
@@ -301,6 +304,34 @@ def test_all_calls_together_are_left_out_if_a_tool_says_more():
     for step in range(STEPS_MAX):
         alternating.see({"search" if step % 2 else "find": "it failed", CALLS: "every call failed"})
     assert mixed == ["every call failed"]
+
+
+@pytest.mark.parametrize(
+    ("mean", "weights", "words"),
+    [
+        (0.006, {"right": 1.0}, "needs about 0.1 to learn from; train longer: --sft.steps 300 --sft.lr 1e-3"),
+        (-0.01, {"right": 2.0, "quick": -0.1}, "needs about 0.2 to learn from"),
+        (0.1, {"right": 1.0}, ""),
+        (0.5, {"right": 1.0}, ""),
+        (0.98, {"right": 1.0}, "the sampled reward is 0.980, so nothing is left to learn; give harder tasks"),
+        (0.98, {"right": 1.0, "brief": 0.5}, ""),
+        (7.0, {"right": 1.0}, ""),
+        (-1.0, {"quick": -0.1}, ""),
+        (None, {}, ""),
+    ],
+)
+def test_a_supervised_phase_that_leaves_nothing_to_learn_gets_a_note(mean, weights, words):
+    note = note_after_sft({"reward_mean": mean, "weights": weights}, Settings(model="tiny", steps=60))
+    assert words in note and bool(note) is bool(words)
+
+
+def test_after_a_supervised_phase_the_advice_is_a_longer_one():
+    found = broken_tools([calls("Error: no argument 'q'")], advice_after_sft(Settings(model="tiny", steps=60)))
+    assert found["search"].endswith(
+        "train longer on demonstrations first (--sft.steps 300 --sft.lr 1e-3 --sft.prompts-per-step 32), or give "
+        "--model a model that can call tools"
+    )
+    assert "(--sft.steps 800)," in advice_after_sft(Settings(model="a/b", steps=400)), "not that of the toy model"
 
 
 def test_parts_that_were_zero_in_every_rollout_are_counted():

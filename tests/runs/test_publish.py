@@ -183,6 +183,32 @@ def test_the_base_model_of_a_run_after_a_run_is_the_first_one(tmp_path):
     assert "base_model:" not in card  # no name on the hub
 
 
+@pytest.mark.parametrize("eval_tasks", [8, 4])
+def test_the_card_of_a_run_of_two_phases_has_three_columns_if_the_tasks_are_the_same(tmp_path, eval_tasks):
+    (tmp_path / "both").mkdir()
+    (tmp_path / "both" / "config.toml").write_text('mode = "sft+rl"\nenv = "calculator"\n')
+    start, middle, end = (EVALUATION | {"reward_mean": mean, "parts": {"right": mean}} for mean in (0.006, 1.0, 0.975))
+    config = f'env = "calculator"\nmode = "sft"\neval_tasks = {eval_tasks}\n'
+    sft = run_folder(tmp_path / "both" / "sft", config, steps=60, evaluation={"before": start, "after": middle})
+    config = f'env = "calculator"\neval_tasks = 8\nmodel = "{sft}"\n'
+    rl = run_folder(tmp_path / "both" / "rl", config, evaluation={"before": middle, "after": end})
+    lines = model_card(rl, "both").splitlines()
+    assert "| trained by | demonstrations, then reinforcement (sft+rl) |" in lines
+    assert "| supervised steps | 60 |" in lines and "| steps | 10 |" in lines
+    assert ("| | before | after SFT | after RL |" in lines) is (eval_tasks == 8)
+    own = "0.006 | 1.000 | 0.975" if eval_tasks == 8 else "1.000 | 0.975"
+    assert f"| reward, sampled | {own} |" in lines and f"| right | {own} |" in lines
+    assert "| trained by | demonstrations (sft) |" in model_card(sft, "first").splitlines()
+
+
+def test_the_card_of_an_adapter_names_the_base_model_that_it_needs(tmp_path):
+    checkpoint = run_folder(tmp_path / "run", 'env = "calculator"\nlora_rank = 2\n')
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "adapter_config.json").write_text('{"base_model_name_or_path": "/models/base"}')
+    card = model_card(checkpoint, "first", tmp_path / "out")
+    assert "This folder has only the adapter. It needs the base model `/models/base`." in card.splitlines()
+
+
 def test_a_card_without_a_run_or_with_settings_that_cannot_be_read(tmp_path):
     assert model_card(tmp_path, "plain") == ""
     checkpoint = run_folder(tmp_path / "run", "no_such_setting = 1\n")

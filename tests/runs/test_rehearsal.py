@@ -88,6 +88,11 @@ class Talking(Base):
         return "And then?" if trajectory.turns < 4 else None
 
 
+class Endless(Base):
+    def reply(self, trajectory):
+        return "And then?"
+
+
 class Loop(Base):
     async def rollout(self, task, model):
         return await model.chat(task.messages)
@@ -181,6 +186,11 @@ def test_an_episode_is_played_by_a_script(here):
     assert f"\n  user: 'And then?'{said}\n  reward: 1 (good 1)\n  metrics: turns 4" in text
     assert re.search(r"\n  user: 'Say \d+\.'\n  call", text)
     assert "every function was called; ppo_clip gives one value per token, as token_mean takes" in text
+
+
+def test_a_reply_that_never_ends_the_episode_is_noted(here):
+    assert "\n  note: `reply` never ended the episode; it ended at --max-turns 5\n" in tried("Endless", max_turns=5)
+    assert "never ended" not in tried("Talking") + tried(max_turns=1)
 
 
 def test_a_loop_of_the_environments_own_is_played_too(here):

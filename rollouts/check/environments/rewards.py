@@ -20,7 +20,8 @@ from rollouts.check.environments.agents import (
 )
 from rollouts.check.environments.subject import Subject
 from rollouts.check.environments.traces import first_difference, random_sources
-from rollouts.check.report import FailedError
+from rollouts.check.report import FailedError, Passed
+from rollouts.config.settings import Settings
 from rollouts.encoding import encode
 from rollouts.env.authoring import rewards_of
 from rollouts.env.mixing import RETURNED_NONE, RewardTerm
@@ -41,8 +42,10 @@ class First(NamedTuple):
     played: Played
 
 
-def episode(subject: Subject) -> str:
-    """An episode runs to its end, with a call of each tool, and keeps its task. Other tasks can be set up."""
+def episode(subject: Subject) -> Passed:
+    """An episode runs to its end, with a call of each tool, and keeps its task. Other tasks can be set up. A note says
+    if `reply` never ends it.
+    """
     first_episodes(subject)
     task = subject.tasks[0]
     script = example_script(subject)
@@ -62,7 +65,20 @@ def episode(subject: Subject) -> str:
         raise FailedError(tried, seen, "do not change the task: in `setup`, copy what an episode changes")
     count = _set_up_each(subject)
     remark = f"{counted(len(played.trajectory.messages), 'message')}, {played.episode.status.value}"
-    return f"{remark}; {counted(count, 'task')} set up" if count else remark
+    return Passed(f"{remark}; {counted(count, 'task')} set up" if count else remark, _endless(subject, task, script))
+
+
+def _endless(subject: Subject, task: Task, script: Sequence[Message]) -> tuple[str, ...]:
+    """A note if `reply` still answers after as many turns as a run has by default."""
+    if not subject.has("reply"):
+        return ()
+    turns = len(script) - 1 + Settings.max_turns
+    (played,) = play_each(subject, [task], [says(*script)], turns=turns, rewards=())
+    if "turn_limit" not in played.trajectory.metrics:
+        return ()
+    words = f"`reply` never ended the episode; it ended at --max-turns {Settings.max_turns}. Return None to end it"
+    place = place_of_function(getattr(subject.component, "reply", None))
+    return (words + (f" ({place})" if place else ""),)
 
 
 def _set_up_each(subject: Subject) -> int:

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from rollouts.config.settings import Settings
 from rollouts.training.algorithms.advantages import SPREAD_MIN
 from rollouts.training.algorithms.algorithm import Algorithm, function_label, needs, requests
 from rollouts.training.algorithms.checks import ONE_SAMPLE, compares_groups
+from rollouts.training.models import BUNDLED
 from rollouts.training.rollout_gen.groups import Group
 from rollouts.types import Episode, Status, ToolCall, Trajectory
 
@@ -31,6 +33,10 @@ ERROR = "Error: "
 """How the answer to a failed call begins."""
 
 ADVICE = "train on demonstrations first (--mode sft+rl), or give --model a model that can call tools"
+"""What to do if the model cannot call tools. `advice_after_sft` is for a run that begins with demonstrations."""
+
+LOW, HIGH = 0.1, 0.98
+"""Shares of the largest reward. A mean reward outside of them leaves reinforcement little to learn from."""
 
 
 @dataclass
@@ -82,15 +88,45 @@ def findings(
     metrics: Mapping[str, float],
     algorithm: Algorithm,
     settings: Settings,
+    advice: str = ADVICE,
 ) -> dict[str, str]:
     """What is wrong with one step of mode rl, by topic, for `LearningCheck.see`. `advantages` [N] are the mean
-    advantages of the kept groups' rollouts.
+    advantages of the kept groups' rollouts. `advice` is what to do if the model cannot call tools.
     """
     return {
         NOTHING: why_nothing(groups, advantages, metrics, algorithm, settings),
-        **broken_tools(groups),
-        **failed_calls(groups),
+        **broken_tools(groups, advice),
+        **failed_calls(groups, advice),
     }
+
+
+def advice_after_sft(sft: Settings) -> str:
+    """What to do if the model cannot call tools after a supervised phase with these settings."""
+    return f"train longer on demonstrations first ({_longer(sft)}), or give --model a model that can call tools"
+
+
+def note_after_sft(evaluation: Mapping[str, Any], sft: Settings) -> str:
+    """What to do if the supervised phase has left a reward that reinforcement learns little from; else empty.
+    `evaluation` has the form of summary.json, and `sft` are the settings of the phase. The largest reward is taken to
+    be the sum of the weights above 0.
+    """
+    mean, largest = evaluation.get("reward_mean"), sum(w for w in evaluation.get("weights", {}).values() if w > 0)
+    if mean is None or not largest:
+        return ""
+    after = f"after the supervised phase the sampled reward is {mean:.3f}"
+    if abs(mean) < LOW * largest:
+        return f"{after}, and reinforcement needs about {LOW * largest:g} to learn from; train longer: {_longer(sft)}"
+    if HIGH * largest <= mean <= largest:
+        return f"{after}, so nothing is left to learn; give harder tasks, or fewer supervised steps (--sft.steps)"
+    return ""
+
+
+def _longer(sft: Settings) -> str:
+    """Flags for a longer supervised phase."""
+    steps = f"--sft.steps {max(300, 2 * sft.steps)}"
+    if sft.model not in BUNDLED or sft.lora_rank:
+        return steps
+    return f"{steps} --sft.lr 1e-3 --sft.prompts-per-step {max(32, sft.prompts_per_step)}"
 
 
 def why_nothing_demonstrated(metrics: Mapping[str, float]) -> str:
@@ -192,7 +228,7 @@ def _why_truncated(played: Sequence[Episode], settings: Settings) -> str:
     return f"all replies were cut off: {reasons.most_common(1)[0][0]}"
 
 
-def broken_tools(groups: Iterable[Group]) -> dict[str, str]:
+def broken_tools(groups: Iterable[Group], advice: str = ADVICE) -> dict[str, str]:
     """For each tool that was called: why it failed in every call, with the first error; empty if a call went well.
     Calls that were malformed or of an unknown tool do not count: no tool ran.
     """
@@ -210,11 +246,11 @@ def broken_tools(groups: Iterable[Group]) -> dict[str, str]:
         if words and name in errors:
             found[name] = f"the tool `{name}` failed in every call: {errors[name]}"
         elif words:
-            found[name] = f"the tool `{name}` got wrong arguments in every call: {words}; {ADVICE}"
+            found[name] = f"the tool `{name}` got wrong arguments in every call: {words}; {advice}"
     return found
 
 
-def failed_calls(groups: Sequence[Group]) -> dict[str, str]:
+def failed_calls(groups: Sequence[Group], advice: str = ADVICE) -> dict[str, str]:
     """Why every tool call of the step failed, with the first error; empty if a call went well. Nothing if there was no
     call.
     """
@@ -230,7 +266,7 @@ def failed_calls(groups: Sequence[Group]) -> dict[str, str]:
     if malformed + unknown < calls:
         return {CALLS: f"every tool call failed: {first}"}
     kind = "was malformed" if malformed == calls else "was malformed or of an unknown tool"
-    return {CALLS: f"every tool call {kind}, so no tool ran: {first}; {ADVICE}"}
+    return {CALLS: f"every tool call {kind}, so no tool ran: {first}; {advice}"}
 
 
 def _trajectories(groups: Iterable[Group]) -> list[Trajectory]:

@@ -81,13 +81,14 @@ def train(
     also_held_out: Sequence[Task] = (),
     on_begin: Callable[[], None] = lambda: None,
     hours_from: Start | None = None,
+    advice: str = learning.ADVICE,
 ) -> dict[str, Any]:
     """Run the plan to its end; returns the content of summary.json. On a rank above 0 it serves rank 0, and returns {}.
 
     `started` is the start of the run; `--max-hours` count from `hours_from`, if that was earlier. A run that `resumes`
-    continues from `checkpoint`, or from the last one in the folder (with `--resume auto`: the last
-    undamaged one). Tasks in `also_held_out` are neither demonstrated nor evaluated. `on_begin` is called after all
-    checks, before the folder changes.
+    continues from `checkpoint`, or from the last one in the folder (with `--resume auto`: the last undamaged one).
+    Tasks in `also_held_out` are neither demonstrated nor evaluated. `on_begin` is called after all checks, before the
+    folder changes. `advice` is what to do if the model cannot call tools.
 
     Raises:
         UserError: before anything is written; also later, if only playing an environment shows its mistake.
@@ -112,8 +113,7 @@ def train(
         engine_gets = plan.inference_arguments(backend, str(folder.path))
         inference = make_inference(plan.one("inference"), engine_gets, environments, must_train=settings.mode == "rl")
         session.backends = [(plan.one("training"), backend), (plan.one("inference"), inference)]
-        own = [each for each in loggers if each.component is JSONLLogger]
-        resumed, first = None, 0
+        own, resumed, first = [each for each in loggers if each.component is JSONLLogger], None, 0
         if resumes:
             resumed = restore(backend, folder, settings, plan.flat, _logged(folder.path, own), checkpoint)
             resumed = resumed._replace(notes=(*resumed.notes, *changed_code(folder.path, code, folder.shown)))
@@ -134,7 +134,7 @@ def train(
         if resumed is not None:
             folder.forget_steps(first)
         stopping = Stopping(settings, (hours_from or started).wall, observer.note)
-        job = Training(plan, session, chat, backend, inference, held_out, buffer, samples, resumed, stopping)
+        job = Training(plan, session, chat, backend, inference, held_out, buffer, samples, resumed, stopping, advice)
         notes = [*plan.notes, *chat_notes(chat), *backend.notes, *of_tasks, *(resumed.notes if resumed else ())]
         session.begin(job, run_title, settings.steps, notes, plan.plain)
         job.play()
@@ -166,6 +166,7 @@ class Training:
     samples: Sequence[Sample]
     resumed: Resumed | None
     stopping: Stopping
+    advice: str
 
     def __post_init__(self) -> None:
         settings, resumed = self.plan.settings, self.resumed
@@ -334,7 +335,8 @@ class Training:
             own |= death_metrics(plan.environments, self.summary)
             self._parts.see(report.groups)
             algorithm = stage_at(plan.schedule, report.step).algorithm
-            self._learning.see(learning.findings(report.groups, report.advantages, report.metrics, algorithm, settings))
+            of_step = (report.groups, report.advantages, report.metrics, algorithm, settings)
+            self._learning.see(learning.findings(*of_step, self.advice))
             return own | await self._between(report.step, report.metrics | own, report.groups)
 
         async def on_logged(report: StepReport) -> None:
