@@ -257,7 +257,7 @@ def failing_first(*failures):
         Answer(dies=True),
         *(Answer(body) for body in JUNK),
     ],
-    ids=str,
+    ids=lambda failure: f"{failure.status}-{failure.body[:24]!r}",
 )
 def test_a_failure_is_tried_again(failure):
     with serving(failing_first(failure, failure)) as served:
