@@ -3,10 +3,11 @@
     python scripts/mixed_run.py
     python scripts/mixed_run.py --keep    # leave the folders, and print where they are
 
-The run mixes an environment package of verifiers 0.3, a taskset of verifiers 0.4, an environment of gymnasium and the
-calculator, and two rewards of the package rollouts-text-rewards. `rollouts env install` installs the first two, each in
-a virtual environment of its own, because verifiers 0.3 and 0.4 exclude each other. The table at the end has the rewards
-and metrics of each environment.
+The run mixes an environment package of verifiers 0.3, a taskset of verifiers 0.4, an environment on a server of
+OpenEnv, one of gymnasium and the calculator, and two rewards of the package rollouts-text-rewards. `rollouts env
+install` gives each of the first two a virtual environment of its own, because verifiers 0.3 and 0.4 exclude each other.
+The server of OpenEnv, which excludes 0.4, has one too. The table at the end has the rewards and metrics of each
+environment.
 
 Needs gymnasium, pip and a package index; without an index it says so and does nothing. The exit code is 1 if a step
 fails.
@@ -19,9 +20,12 @@ import contextlib
 import json
 import os
 import shutil
+import socket
+import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from clashing_packages import unreachable
@@ -34,9 +38,14 @@ INSTALLED = {
 }
 """By alias: the plugin, the package in the folder of its tests, and what it requires."""
 
+OPENENV = "openenv==0.10.0"
+SERVER = PLUGINS / "openenv" / "tests" / "openenv_server.py"
+START_SECONDS = 300
+
 ENVIRONMENTS = {
     "capitals": "verifiers-v0/vf-capitals",
     "sums": "verifiers/sums-v1",
+    "shop": "openenv",
     "ice": "gym/FrozenLake-v1",
     "calculator": "calculator",
 }
@@ -56,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(folder, file=sys.stderr)
         else:
             stack.callback(shutil.rmtree, folder)
-        for _, _, requirement in INSTALLED.values():
+        for requirement in (OPENENV, *(requirement for _, _, requirement in INSTALLED.values())):
             if missing := unreachable(requirement, folder):
                 print(f"skipped: {requirement} cannot be downloaded: {missing}")
                 return 0
@@ -76,15 +85,41 @@ def take_steps(folder: Path, watch: Stopwatch) -> None:
         source = PLUGINS / plugin / "tests" / "packages" / package
         with watch.step(f"rollouts env install {package}"):
             run([*rollouts, "env", "install", str(source), "--with", str(PLUGINS / plugin)], folder)
-    with watch.step("rollouts run, all"):
+    with watch.step("a virtual environment for the server of OpenEnv"):
+        run([sys.executable, "-m", "venv", "server"], folder)
+        run([str(folder / "server" / "bin" / "pip"), "install", "-q", OPENENV], folder)
+    with serving(folder / "server" / "bin" / "python") as url, watch.step("rollouts run, all"):
         names = [word for alias, name in ENVIRONMENTS.items() for word in ("--env", f"{alias}={name}")]
         workers = [word for alias in INSTALLED for word in ("--worker", f"{alias}=venv")]
         rewards = [word for each in REWARDS for word in ("--reward", each)]
-        run([*rollouts, "run", *names, *workers, *rewards, "--loss", "grpo", *SIZE, "--out", "run"], folder)
+        shop = ["--env.shop.url", f"{url}/shop", "--env.shop.unjudged", "0"]
+        run([*rollouts, "run", *names, *shop, *workers, *rewards, "--loss", "grpo", *SIZE, "--out", "run"], folder)
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     trained = [line for line in lines if "reward/mean" in line]
     expect(len(trained) == 2, f"the run trained {len(trained)} steps, not 2")
     print(table_of(lines))
+
+
+@contextlib.contextmanager
+def serving(python: Path) -> Iterator[str]:
+    """The address of a server of OpenEnv on a free port. Raises StepError if it does not start."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with subprocess.Popen([python, SERVER, str(port), "20"], stderr=subprocess.DEVNULL) as process:
+        try:
+            deadline = time.monotonic() + START_SECONDS
+            while not _listens(port):
+                expect(process.poll() is None and time.monotonic() < deadline, "the server of OpenEnv does not start")
+                time.sleep(0.1)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.kill()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as trial:
+        return trial.connect_ex(("127.0.0.1", port)) == 0
 
 
 def table_of(lines: Sequence[dict[str, float]]) -> str:

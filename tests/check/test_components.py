@@ -25,8 +25,8 @@ from rollouts.scaffold.packages import KIND_NAMES, render_package, write_package
 ROOT = Path(__file__).parents[2]
 OF_PACKAGE = ("imports", "wheel")
 OURS = {"rollouts-rl", *(f"rollouts-{path.parent.name}" for path in ROOT.glob("plugins/*/pyproject.toml"))}
-APART = {"trackio", "wandb", "fsdp"}
-"""Components that change the process, or write to a place of the user."""
+APART = {"trackio", "wandb", "fsdp", "judge", "mcp"}
+"""Components that change the process, write to a place of the user, or need a server, which their own tests have."""
 
 SLOW = {"bubblewrap", "hf", "subprocess", "torch"}
 SKIPPED = {"bubblewrap", "docker", "openai", "podman", "ray", "sglang", "vllm"}  # a machine may lack what they need
