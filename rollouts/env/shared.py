@@ -95,7 +95,8 @@ class SharedValue:
                 self._function, self._label = env.shared, f"{environment_name(env)}.shared()"
                 self._hold(self._function())
         except Exception as error:  # the author's code may raise anything
-            if not self._value.done() and isinstance(error, UserError):  # it says what to type
+            is_complete = isinstance(error, UserError) and not isinstance(error, EnvironmentDefinitionError)
+            if not self._value.done() and is_complete:  # it says what to type
                 self._value.set_exception(error)
             elif not self._value.done():
                 self._value.set_exception(EnvironmentDefinitionError(f"{self._label} raised {words_of(error)}"))

@@ -406,7 +406,7 @@ def test_a_second_phase_that_is_killed_as_it_goes_back(here, monkeypatch, capsys
     def dies(*arguments, **settings):
         raise Killed
 
-    def dies_later(plan, observer, now, started, home, checkpoint, on_begin, *also):
+    def dies_later(plan, observer, now, started, home, checkpoint, on_begin, **also):
         on_begin()
         raise Killed
 

@@ -133,7 +133,10 @@ class Session:
         raise self._lost(self._why)
 
     def end(self) -> None:
-        """End the session; `serve` closes the connection, and a command is stopped."""
+        """End the session; `serve` closes the connection, and a command is stopped. From now on it is over, so that the
+        next episode that shares it opens another.
+        """
+        self.is_over = True
         self._end.set()
 
     async def close(self) -> None:
