@@ -21,7 +21,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from stopwatch import StepError, Stopwatch, expect, run
@@ -39,22 +39,29 @@ METRIC = '''
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Take all steps, and print how long each took. Returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    return in_a_folder(take_steps, [requirement for requirement, _, _ in PACKAGES.values()], __doc__, argv)
+
+
+def in_a_folder(
+    steps: Callable[[Path, Stopwatch], None], requirements: Iterable[str], about: str, argv: Sequence[str] | None
+) -> int:
+    """Take steps in a folder that is then removed, unless a requirement cannot be downloaded. Returns the exit code."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", action="store_true", help="leave the folders, and print where they are")
     arguments = parser.parse_args(argv)
-    folder, watch = Path(tempfile.mkdtemp(prefix="clashing-")).resolve(), Stopwatch()
+    folder, watch = Path(tempfile.mkdtemp(prefix="rollouts-")).resolve(), Stopwatch()
     os.environ["ROLLOUTS_ENVS"] = str(folder / "envs")
     with contextlib.ExitStack() as stack:
         if arguments.keep:
             print(folder, file=sys.stderr)
         else:
             stack.callback(shutil.rmtree, folder)
-        for requirement, _, _ in PACKAGES.values():
+        for requirement in requirements:
             if missing := unreachable(requirement, folder):
                 print(f"skipped: {requirement} cannot be downloaded: {missing}")
                 return 0
         try:
-            take_steps(folder, watch)
+            steps(folder, watch)
         except StepError as error:
             print(f"{watch.table()}\nFAILED: {error}")
             return 1

@@ -15,21 +15,17 @@ fails.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
-import os
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from clashing_packages import unreachable
-from stopwatch import StepError, Stopwatch, expect, run
+from clashing_packages import in_a_folder
+from stopwatch import Stopwatch, expect, run
 
 PLUGINS = Path(__file__).resolve().parents[1] / "plugins"
 INSTALLED = {
@@ -55,27 +51,8 @@ SIZE = "--steps 2 --prompts-per-step 8 --samples-per-prompt 2 --eval-tasks 4 --m
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Take all steps, and print how long each took. Returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--keep", action="store_true", help="leave the folders, and print where they are")
-    arguments = parser.parse_args(argv)
-    folder, watch = Path(tempfile.mkdtemp(prefix="mixed-")).resolve(), Stopwatch()
-    os.environ.setdefault("ROLLOUTS_ENVS", str(folder / "envs"))
-    with contextlib.ExitStack() as stack:
-        if arguments.keep:
-            print(folder, file=sys.stderr)
-        else:
-            stack.callback(shutil.rmtree, folder)
-        for requirement in (OPENENV, *(requirement for _, _, requirement in INSTALLED.values())):
-            if missing := unreachable(requirement, folder):
-                print(f"skipped: {requirement} cannot be downloaded: {missing}")
-                return 0
-        try:
-            take_steps(folder, watch)
-        except StepError as error:
-            print(f"{watch.table()}\nFAILED: {error}")
-            return 1
-    print(watch.table())
-    return 0
+    requirements = [OPENENV, *(requirement for _, _, requirement in INSTALLED.values())]
+    return in_a_folder(take_steps, requirements, __doc__, argv)
 
 
 def take_steps(folder: Path, watch: Stopwatch) -> None:
