@@ -59,7 +59,7 @@ CASES = {
         80,
         '--env.kwargs.desc ["SFFF","FFFF","FFFF","FFFG"]',
     ),
-    "countdown": Case("rollouts_countdown", "--env countdown --env.numbers 2 --env.largest 20", "solved", 120, 40, 16),
+    "countdown": Case("rollouts_countdown", "--env countdown --env.numbers 2 --env.largest 20", "solved", 90, 60, 16),
     "twenty_questions": Case(
         "rollouts_twenty_questions",
         "--env twenty_questions --env.things 4 --env.questions 3",

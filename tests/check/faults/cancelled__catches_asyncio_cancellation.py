@@ -15,7 +15,7 @@ class Fault(Sums):
         """The meaning of a word."""
         for _ in range(3):
             try:
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(0.1)
                 return "to add"
             except BaseException:
                 continue

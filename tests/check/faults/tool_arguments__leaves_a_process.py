@@ -16,5 +16,5 @@ class Fault(Sums):
     def define(self, word: str) -> str:
         """The meaning of a word."""
         if word == "self":
-            started.append(subprocess.Popen(["sleep", "20"]))
+            started.append(subprocess.Popen(["sleep", "20"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
         raise ValueError("only the word plus is known")
