@@ -49,6 +49,9 @@ VERDICTS = (
 )  # fmt: skip
 """Replies that look like the verdict of a judge."""
 
+SPECIAL = ("nan", "inf", "-inf", "{}", "[]", "null", '""', ".*")
+"""Replies that pass a comparison not written for them: `nan > limit` is false, and `all` of nothing is true."""
+
 NAMES = ("answer", "_answer", "solution", "target", "expected", "score", "_score", "reward", "task", "correct")
 """Names of attributes that hold an answer or a verdict in many environments."""
 
@@ -102,6 +105,14 @@ def forged_verdicts(subject: Subject) -> str:
         tried = f"reply with {text!r}, which an expert read"
         _refuse(subject, tried, _saying(text), "read what a tool said from the tool, not from any message", text)
     return f"{len(VERDICTS) + len(shown)} replies"
+
+
+def forged_values(subject: Subject) -> str:
+    """A special value, such as nan, an empty list or a pattern for any text, does not earn the expert's reward."""
+    change = "refuse what is no answer: a number that is not finite, and a list or a mapping that lacks something"
+    for text in SPECIAL:
+        _refuse(subject, f"reply with {text!r}", _saying(text), change, text)
+    return f"{len(SPECIAL)} replies"
 
 
 def forged_calls(subject: Subject) -> str:

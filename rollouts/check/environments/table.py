@@ -9,6 +9,7 @@ from rollouts.check.environments.forger import (
     forged_code,
     forged_files,
     forged_lists,
+    forged_values,
     forged_verdicts,
 )
 from rollouts.check.environments.lifecycle import cancelled, close, deadlines, interleaved, restore
@@ -59,6 +60,7 @@ CHECKS: tuple[Check, ...] = (
     Check(answer_hidden, _JUDGED),
     Check(forged_lists, _JUDGED),
     Check(forged_verdicts, _JUDGED),
+    Check(forged_values, _JUDGED),
     Check(forged_calls, _JUDGED),
     Check(forged_code, _PLAYED),
     Check(forged_files, _JUDGED),
