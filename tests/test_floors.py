@@ -54,9 +54,9 @@ FLOORS = {
     "rollouts.training.datasets": 2,
     "rollouts.loggers": 2,
     "rollouts.sandboxes": 2,
+    "rollouts.gateway": 2,
     # 3: loops
     "rollouts.agent": 3,
-    "rollouts.serve": 3,
     "rollouts.training.rollout_gen": 3,
     "rollouts.training.loops": 3,
     "rollouts.training.simple": 3,
