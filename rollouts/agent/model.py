@@ -291,8 +291,13 @@ class ChatModel:
         """
         from rollouts.gateway.endpoint import open_endpoint
 
+        self.release()
         async with open_endpoint(self.answer) as endpoint:
             yield endpoint
+
+    def release(self) -> None:
+        """From now on, the requests of other episodes do not wait for this one: a program plays it at its own pace."""
+        self._engine.release()
 
     async def answer(self, asked: Asked) -> Answered:
         """The replies to a client's request. Requests wait for each other, in the order of their arrival.

@@ -214,18 +214,25 @@ def _call_item(call: ToolCall) -> dict[str, Any]:
 def _stream(whole: dict[str, Any]) -> HTTPResponse:
     """The response as server-sent events, each item in one piece."""
     begun = {**whole, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
-    events = [{"type": f"response.{name}", "response": begun} for name in ("created", "in_progress")]
+    events: list[dict[str, Any]] = [
+        {"type": f"response.{name}", "response": begun} for name in ("created", "in_progress")
+    ]
     for place, item in enumerate(whole["output"]):
         events += _item_events(item, place)
     events.append({"type": f"response.{whole['status']}", "response": whole})
-    numbered = [{**event, "sequence_number": number} for number, event in enumerate(events)]
-    return event_stream([(event["type"], event) for event in numbered])
+    for number, event in enumerate(events):
+        event["sequence_number"] = number
+    return event_stream([(event["type"], event) for event in events])
 
 
 def _item_events(item: dict[str, Any], place: int) -> Iterator[dict[str, Any]]:
-    at = {"item_id": item["id"], "output_index": place}
-    empty = {"message": {"content": []}, "function_call": {"arguments": ""}, "reasoning": {"summary": []}}[item["type"]]
-    added = {**item, **empty} | ({} if item["type"] == "reasoning" else {"status": "in_progress"})
+    at: dict[str, Any] = {"item_id": item["id"], "output_index": place}
+    empty: dict[str, dict[str, Any]] = {
+        "message": {"content": []},
+        "function_call": {"arguments": ""},
+        "reasoning": {"summary": []},
+    }
+    added = {**item, **empty[item["type"]]} | ({} if item["type"] == "reasoning" else {"status": "in_progress"})
     yield {"type": "response.output_item.added", "output_index": place, "item": added}
     if item["type"] == "message":
         (part,) = item["content"]

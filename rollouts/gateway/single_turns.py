@@ -1,8 +1,8 @@
 """Answers from an engine that takes token ids, for `rollouts serve`. Nothing is recorded.
 
 The model's own chat template turns a conversation into ids, and a reply is parsed as in an episode. So a client gets
-the same tool calls as training. Each choice is a session of the engine, so choices that wait at the same time are sampled
-together. Settings of sampling that the engine does not support, such as top-p, are refused with status 400.
+the same tool calls as training. Each choice is a session of the engine, so choices that wait at the same time are
+sampled together. Settings of sampling that the engine does not support, such as top-p, are refused with status 400.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def test_the_main_job_has_the_same_metrics(worker):
     assert 'kind = "process"' in (apart / "config.toml").read_text()
 
 
-@pytest.mark.parametrize("name", ["Counting", "OwnRollout"])
+@pytest.mark.parametrize("name", ["Counting", "OwnRollout", "OwnClient"])
 def test_other_environments_have_the_same_metrics(name):
     both(f"{ENVS}:{name}")
 
