@@ -1,7 +1,7 @@
 """What a client asks a model, and what it gets, whatever API it speaks.
 
-A module of an API reads a body into `Asked` and writes `Answered`. So every API has the same limits and errors, and
-whoever answers knows no API.
+A module of an API reads a body into `Asked` and writes `Answered`. So every API has the same limits and errors, and the
+function that answers knows no API.
 """
 
 from __future__ import annotations

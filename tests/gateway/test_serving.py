@@ -158,7 +158,7 @@ def test_models_and_health():
         ({"messages": [USER], "response_format": {"type": "json_object"}}, 400, "response_format is not supported"),
         ({"messages": [USER], "tool_choice": "required"}, 400, "tool_choice is not supported"),
         ({"messages": [USER], "tools": [{"name": "x"}]}, 400, "a tool is"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "parts of text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "reads text only"),
         ({"messages": [{"role": "user", "content": "forbidden"}]}, 400, "the chat template of this model refuses it"),
         ({"messages": [{"role": "user", "content": "x" * 400}]}, 400, "context length is 300"),
         ({"messages": [{"role": "user", "content": "x" * 296}]}, 400, "the conversation has 300 tokens"),
