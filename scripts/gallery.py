@@ -33,6 +33,7 @@ BEFORE = {"rewards": "--reward env:1 ", "pairings": "--loss dpo ", "references":
 AFTER = {
     "environments/prompts": "--data rows.jsonl --reward constant",
     "environments/openenv": "--env.url http://127.0.0.1:8000",
+    "environments/harbor": "--env.path my-tasks --sandbox podman",
     "environments/ors": "--env.url http://127.0.0.1:8080",
     "rewards/judge": "--reward.judge.model gpt-5-mini",
     "rewards/pattern": "--reward.pattern.regex 'Answer: .*'",
