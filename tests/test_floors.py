@@ -32,6 +32,7 @@ FLOORS = {
     "rollouts.plugins": 0,
     # 1: pure functions
     "rollouts.env": 1,
+    "rollouts.env.agent": 2,  # it holds a sandbox
     "rollouts.env.workers": 2,
     "rollouts.chat": 1,
     "rollouts.scaffold": 1,
