@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
-
 from rollouts.errors import ConfigError, EnvironmentDefinitionError
 
 SECONDS = 30.0  # the deadline of a request
@@ -48,6 +46,8 @@ class Service:
         return found
 
     def _ask(self, method: str, path: str, **body: Any) -> Any:
+        import httpx
+
         try:
             answer = httpx.request(
                 method, self.url + path, headers=self._headers, timeout=SECONDS, follow_redirects=True, **body
