@@ -217,6 +217,21 @@ async def pydantic_ai(endpoint: Endpoint, prompt: str) -> str:
     return str((await agent.run(prompt)).output)
 
 
+async def pydantic_ai_output(endpoint: Endpoint, prompt: str) -> str:
+    """Pydantic AI with a type of output, which it asks for with a tool."""
+    from pydantic import BaseModel
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    class Product(BaseModel):
+        answer: str
+
+    provider = OpenAIProvider(base_url=endpoint.base_url, api_key=endpoint.key)
+    agent = Agent(OpenAIChatModel("gpt-5", provider=provider), output_type=Product, tools=[multiply])
+    return (await agent.run(prompt)).output.answer
+
+
 async def langgraph(endpoint: Endpoint, prompt: str) -> str:
     """LangGraph, with the chat model of langchain-openai."""
     from langchain_openai import ChatOpenAI
@@ -288,10 +303,15 @@ def calls_and_answer(number: int) -> tuple[list[str], str]:
     return [*ways[number % 3], answer], answer
 
 
-def calls_and_final(number: int) -> tuple[list[str], str]:
-    """The same for smolagents."""
+def calls_and_final(number: int, final: str = "final_answer") -> tuple[list[str], str]:
+    """The same for smolagents, with a call at the end."""
     replies, answer = calls_and_answer(number)
-    return [*replies[:-1], call("final_answer", answer=answer)], answer
+    return [*replies[:-1], call(final, answer=answer)], answer
+
+
+def calls_and_result(number: int) -> tuple[list[str], str]:
+    """The same for a type of output of Pydantic AI."""
+    return calls_and_final(number, "final_result")
 
 
 def code_and_final(number: int) -> tuple[list[str], str]:
