@@ -26,7 +26,11 @@ from rollouts.inference.chatting import ChatReply
 from rollouts.runs.play import play_episode, play_plan
 from rollouts.types import Message, Status
 
-pytestmark = [pytest.mark.adapters, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = [
+    pytest.mark.adapters,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # of streams in upstream
+]
 
 WRITTEN_FOR = "0.3.285"
 FILE = str(Path(__file__).parent / "inspect_tasks.py")
