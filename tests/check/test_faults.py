@@ -23,8 +23,13 @@ CAUSES = {
     "other_process__hash_of_a_text": r"builtins.hash gave the hash .*, line 14: return .* use nothing that",
     "other_process__keeps_the_first_task": "an episode left something that a later one sees",
     "repeatable__operating_system": r"posix.urandom gave random numbers of the operating system \(.*, line 16: return",
-    "repeatable__remembers_in_the_class": "an episode left something that a later one sees",
+    "repeatable__remembers_in_the_class": r"the class attribute \w+\.\w+ was .* an episode left something that a later",
     "repeatable__uses_up_what_is_shared": "an episode left something that a later one sees",
+    "rewards__asks_for_the_clock": r"time.monotonic gave the clock .* and ask for no clock",
+    "other_process__weekday": r"datetime.now gave the clock \(.*, line 16: return .* no clock",
+    "repeatable__keeps_every_trajectory": r"the class attribute Fault.seen had .* items",
+    "same_seed__date_of_today": r"date.today gave the clock \(.*, line 13: return first",
+    "same_seed__shuffles_a_list_of_the_module": r"the module variable NUMBERS was .* copy it first",
     "same_seed__clock": r"prompt was 'At .*datetime.now gave the clock \(.*same_seed__clock.py, line 13: self.now",
 }
 """What the report says of the cause."""
