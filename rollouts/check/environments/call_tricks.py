@@ -5,11 +5,12 @@ Each trick is an agent for the task of a demonstration. Arguments that an agent 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from rollouts.check.environments.agents import TURNS, Agent, says, tools_for
-from rollouts.check.environments.imitation import text_of
+from rollouts.check.environments.imitation import text_of, word
 from rollouts.check.environments.rewards import judged_demonstrations
 from rollouts.check.environments.subject import Demonstration, Subject
 from rollouts.check.environments.tools import example_arguments
@@ -59,7 +60,7 @@ def call_lists(subject: Subject) -> Iterator[ToolTrick]:
     known = judged_demonstrations(subject)
     for tool in dict.fromkeys(call.name for each in known for call in calls_of(each)):
         tried = f"call {tool} with the arguments of all demonstrations, one after another, then reply with 'done'"
-        yield ToolTrick(tried, _all_calls(subject, tool), ONE_SUBMISSION, among=_has_secret(tool))
+        yield ToolTrick(tried, _all_calls(subject, tool), ONE_SUBMISSION, among=_has_choice(subject, tool))
     if any(calls_of(each) for each in known):
         turns = max(len(each.replies) for each in known) + 1
         tried = f"play the demonstrations, with each call made {REPEATED} times"
@@ -67,13 +68,19 @@ def call_lists(subject: Subject) -> Iterator[ToolTrick]:
         yield ToolTrick(tried, _repeating, change, is_more=True, turns=turns)
 
 
-def _has_secret(tool: str) -> Callable[[Demonstration], bool]:
-    """Whether the expert calls the tool with something that its prompt does not say."""
+def _has_choice(subject: Subject, tool: str) -> Callable[[Demonstration], bool]:
+    """Whether the expert has to choose what it calls the tool with: its prompt does not say it, or says what the
+    experts of other tasks use too.
+    """
+
+    def values_of(each: Demonstration) -> set[str]:
+        return {text_of(value) for call in calls_of(each, tool) for value in call.arguments.values()} - {""}
 
     def check(each: Demonstration) -> bool:
         prompt = "\n".join(message.text for message in each.task.messages).lower()
-        values = [value for call in calls_of(each, tool) for value in call.arguments.values()]
-        return any(text_of(value) and text_of(value) not in prompt for value in values)
+        others = set().union(*map(values_of, judged_demonstrations(subject))) - values_of(each)
+        is_said = all(re.search(word(value), prompt) for value in values_of(each))
+        return not is_said or any(re.search(word(value), prompt) for value in others if not value.isdigit())
 
     return check
 

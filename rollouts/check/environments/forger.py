@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import json
 import os
 import re
 import time
@@ -63,6 +64,9 @@ VERDICTS = (
 
 SPECIAL = ("nan", "inf", "-inf", "{}", "[]", "null", '""', ".*")
 """Replies that pass a comparison not written for them: `nan > limit` is false, and `all` of nothing is true."""
+
+FIELDS = (10**9, -1, 0, True)
+"""Values of a field in a reply that is JSON."""
 
 NAMES = ("answer", "_answer", "solution", "target", "expected", "score", "_score", "reward", "task", "correct")
 """Names of attributes that hold an answer or a verdict in many environments."""
@@ -128,9 +132,35 @@ def forged_values(subject: Subject) -> str:
     change = "refuse what is no answer: a number that is not finite, and a list or a mapping that lacks something"
     for text in SPECIAL:
         refuse(subject, f"reply with {text!r}", _saying(text), change, text)
+    count = 0
+    for key, value in itertools.product(_keys_of_replies(subject), FIELDS):
+        count += 1
+        trick = _with_field(subject, key, value)
+        refuse(subject, f"reply with the JSON of another task, and {key}={value!r}", _replying(trick), change)
     change = "compare the whole answer: == and not startswith or `in`"
     refuse(subject, "reply with the first character of each answer", _replying(_first_character), change)
-    return f"{len(SPECIAL) + 1} replies"
+    return f"{len(SPECIAL) + count + 1} replies"
+
+
+def _fields(each: Demonstration) -> dict[str, Any]:
+    """The expert's last message if it is a JSON object; else empty."""
+    try:
+        found = json.loads(each.replies[-1].text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _keys_of_replies(subject: Subject) -> list[str]:
+    return list(dict.fromkeys(key for each in judged_demonstrations(subject) for key in _fields(each)))[:6]
+
+
+def _with_field(subject: Subject, key: str, value: Any) -> Callable[[Demonstration], str]:
+    def reply(each: Demonstration) -> str:
+        others = [other for other in judged_demonstrations(subject) if _fields(other) != _fields(each)]
+        return json.dumps({**_fields(others[0]), key: value}) if others and _fields(each).get(key) != value else ""
+
+    return reply
 
 
 def _first_character(each: Demonstration) -> str:

@@ -115,6 +115,8 @@ def cancelled(subject: Subject) -> str:
     steps = in_trio(_cancelled_at, subject, task, script, watch, 10**9)
     places = _places_of(steps)
     change = "end in `close` what the episode started: processes, threads, files, connections"
+    if methods := _asyncio_methods(subject):
+        _require_cancelled(subject, methods)
     with own_temporary_folder(subject.scratch / "cancelled") as folder:
         left = Leftovers(folder)
         for place in places:
@@ -127,8 +129,6 @@ def cancelled(subject: Subject) -> str:
             )
             seen = f"it left {'; '.join(lines)}" + (f" ({where})" if where else "")
             raise FailedError(f"cancel an episode at {counted(len(places), 'step')}, one after the other", seen, change)
-    if methods := _asyncio_methods(subject):
-        _require_cancelled(subject, methods)
     return counted(len(places), "step")
 
 

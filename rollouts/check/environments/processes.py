@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Awaitable
+from pathlib import Path
 from typing import Any
 
 from rollouts.author_code import place_of_function
@@ -11,7 +13,7 @@ from rollouts.check.environments.agents import Played, play_each, says, script_f
 from rollouts.check.environments.rewards import LEFT, first_episodes, first_scripts
 from rollouts.check.environments.subject import Subject
 from rollouts.check.environments.surroundings import process_changes, restore_process, state_of_process
-from rollouts.check.environments.traces import first_difference, random_sources, run_child_of
+from rollouts.check.environments.traces import first_difference, random_sources, run_child_of, writes_outside
 from rollouts.check.report import FailedError, SkippedError
 from rollouts.errors import counted
 from rollouts.inference.chatting import ChatRequest
@@ -24,7 +26,7 @@ DEPENDS = (
 
 
 def process_state(subject: Subject) -> str:
-    """An episode leaves the process as it is: its working directory, environment variables and signal handlers."""
+    """An episode leaves the process as it is: its working directory, environment variables, signal handlers, files."""
     first = dict(subject.kept["process"])
     task = subject.tasks[0]
     script = script_for(subject, task)
@@ -38,10 +40,14 @@ def process_state(subject: Subject) -> str:
         return agent(request)
 
     try:
-        play_each(subject, [task], [watching], turns=len(script))
-        seen += process_changes(first, state_of_process())
+        with writes_outside(Path(tempfile.gettempdir())) as written:
+            play_each(subject, [task], [watching], turns=len(script))
+            seen += process_changes(first, state_of_process())
     finally:
         restore_process(first)
+    if written:
+        change = "write only into a folder that `setup` makes for the episode, and that `close` removes"
+        raise FailedError("play an episode", f"it wrote {'; '.join(written[:3])}", change)
     if seen:
         change = "all episodes share the process: use paths and values of the object, `cwd=` and `env=` of a command"
         place = place_of_function(getattr(subject.component, "setup", None))
