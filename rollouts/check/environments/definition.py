@@ -22,7 +22,7 @@ from rollouts.runs.components import choose, completed
 
 
 def definition(subject: Subject) -> str:
-    """The methods, marks and signatures of the class are those that a run accepts."""
+    """The methods, marks and signatures of the class are those that a run accepts. The constructor leaves nothing."""
     subject.kept["process"] = state_of_process()
     env = subject.environment.make_checked()
     _require_empty(subject)
