@@ -1,6 +1,7 @@
 .PHONY: run test test-adapters test-engines lint docs site
 
 ADAPTERS ?= $(HOME)/.cache/rollouts/adapters
+PYTHON_3_12 ?= python3.12
 
 run:  ## the main job: an agent learns to use a tool
 	rollouts run --env calculator --loss grpo
@@ -17,6 +18,9 @@ test-adapters:  ## every environment of the upstream packages, which it installs
 	$(ADAPTERS)/openenv/bin/pip install -q openenv==0.10.0
 	python -m venv $(ADAPTERS)/ors
 	$(ADAPTERS)/ors/bin/pip install -q ors-sdk==0.1.0
+	$(PYTHON_3_12) -m venv $(ADAPTERS)/nemo-gym
+	$(ADAPTERS)/nemo-gym/bin/pip install -q nemo-gym==0.4.0
+	ROLLOUTS_NEMO_GYM=$(ADAPTERS)/nemo-gym/bin/python \
 	ROLLOUTS_MCP_1=$(ADAPTERS)/mcp-1/bin/python ROLLOUTS_ORS=$(ADAPTERS)/ors/bin/python \
 	ROLLOUTS_OPENENV=$(ADAPTERS)/openenv/bin/python \
 	  $(ADAPTERS)/bin/python -m pytest -n 0 -m "not engines" --equal-at-least 300 plugins tests/adapters

@@ -151,7 +151,8 @@ class Trajectory(msgspec.Struct):
     the three counts are those of the messages after the task's prompt; a tool message that begins with `Error:` is a
     failure. `error` says why the episode failed or was cut short. For each tool that raised, took too long or crashed,
     `tool_errors` has the first error with the author's line. `role` is the name of the agent's role; empty in an
-    environment without roles.
+    environment without roles. `info` is what an environment's own `rollout` keeps with the trajectory, as data that
+    JSON can represent. It is not trained on.
     """
 
     task: Task
@@ -163,6 +164,7 @@ class Trajectory(msgspec.Struct):
     error: str | None = None
     tool_errors: dict[str, str] = {}
     role: str = ""
+    info: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
         if not self.metrics:  # made by hand; an engine counts while it plays

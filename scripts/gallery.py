@@ -33,6 +33,8 @@ BEFORE = {"rewards": "--reward env:1 ", "pairings": "--loss dpo ", "references":
 AFTER = {
     "environments/prompts": "--data rows.jsonl --reward constant",
     "environments/openenv": "--env.url http://127.0.0.1:8000",
+    "environments/harbor": "--env.path my-tasks --sandbox podman",
+    "environments/nemo_gym": "--env.url http://127.0.0.1:8000 --env.data rows.jsonl",
     "environments/ors": "--env.url http://127.0.0.1:8080",
     "rewards/judge": "--reward.judge.model gpt-5-mini",
     "rewards/pattern": "--reward.pattern.regex 'Answer: .*'",

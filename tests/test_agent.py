@@ -19,7 +19,8 @@ import trio
 import trio.testing
 
 from rollouts.agent.episode import ChatModel, run_episode
-from rollouts.agent.model import EpisodeLimits, turn_seed
+from rollouts.agent.model import EpisodeLimits
+from rollouts.agent.records import turn_seed
 from rollouts.env import metric, reward, tool
 from rollouts.env.checks import reward_term
 from rollouts.env.mixing import env_term

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollouts.agent.episode import ChatModel, EpisodeOver
-from rollouts.agent.model import turn_seed
+from rollouts.agent.records import turn_seed
 from rollouts.errors import EnvironmentDefinitionError, InferenceError
 from rollouts.inference.base import Generation, VersionSpan
 from rollouts.types import Episode, Message, Status, Task

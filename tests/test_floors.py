@@ -32,6 +32,7 @@ FLOORS = {
     "rollouts.plugins": 0,
     # 1: pure functions
     "rollouts.env": 1,
+    "rollouts.env.agent": 2,  # it holds a sandbox
     "rollouts.env.workers": 2,
     "rollouts.chat": 1,
     "rollouts.scaffold": 1,
@@ -54,9 +55,9 @@ FLOORS = {
     "rollouts.training.datasets": 2,
     "rollouts.loggers": 2,
     "rollouts.sandboxes": 2,
+    "rollouts.gateway": 2,
     # 3: loops
     "rollouts.agent": 3,
-    "rollouts.serve": 3,
     "rollouts.training.rollout_gen": 3,
     "rollouts.training.loops": 3,
     "rollouts.training.simple": 3,

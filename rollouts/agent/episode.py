@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from rollouts.agent.model import NO_ROLE, ChatModel, EpisodeLimits, EpisodeOver, Turns
+from rollouts.agent.model import NO_ROLE, ChatModel, EpisodeLimits, Turns
+from rollouts.agent.records import EpisodeOver
 from rollouts.author_code import message_of, shown, with_place
 from rollouts.env import calls
 from rollouts.env.authoring import (
@@ -222,6 +223,9 @@ class EpisodeRun:
                     messages = await self.respond(model, reply)
         except Exception as error:  # also a group of errors
             status, why, self.may_retry = outcome_of(error, self.stage)
+            over = self.model.refusal if self.model is not None else None
+            if over is not None and status is Status.ENVIRONMENT_ERROR:  # a program that failed for lack of a reply
+                status, why, self.may_retry = over.status, over.reason, False
         else:
             if deadline.cancelled_caught:
                 status, why = Status.TIMEOUT, f"the episode's deadline of {seconds:g} seconds passed while {self.stage}"

@@ -10,9 +10,9 @@ have no segments, and their metrics have the engine's token counts (`prompt_toke
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -20,6 +20,21 @@ import msgspec
 import trio
 
 from rollouts.agent.messages import readable_message
+from rollouts.agent.records import (
+    NO_WISHES,
+    EpisodeOver,
+    ModelState,
+    OpenTrajectory,
+    TakenTurn,
+    TurnRequest,
+    Wishes,
+    append,
+    check_generation,
+    generate_with,
+    stopped,
+    turn_seed,
+)
+from rollouts.agent.served import SentReply, ServedTurns, as_recorded, next_key, prefix_keys
 from rollouts.author_code import shown
 from rollouts.encoding import plain
 from rollouts.env.authoring import ToolMethod
@@ -27,14 +42,8 @@ from rollouts.env.checks import check_text
 from rollouts.env.results import AnswerAs, answers_of
 from rollouts.env.tools import run_tool
 from rollouts.env.workers.model import no_role
-from rollouts.error_log import report
-from rollouts.errors import (
-    EnvironmentDefinitionError,
-    InferenceError,
-    ModelError,
-    RolloutsError,
-    leaves_of,
-)
+from rollouts.errors import EnvironmentDefinitionError, InferenceError, ModelError, leaves_of
+from rollouts.gateway.exchange import Answered, APIError, Asked, Reply, seen_reply
 from rollouts.inference.base import GenerateRequest, Generation
 from rollouts.inference.chatting import CanChat, ChatReply, ChatRequest
 from rollouts.inference.suspend import SuspendableEngine
@@ -42,9 +51,9 @@ from rollouts.types import COUNTS, Message, Role, Segment, Status, Task, Traject
 
 if TYPE_CHECKING:
     from rollouts.chat.format import ChatFormat
+    from rollouts.gateway.endpoint import Endpoint
 
 NO_ROLE = Role("")  # of the only agent of an environment without roles
-LOGPROB_SLACK = 1e-3  # rounding may make a logprob slightly positive; a larger value is an engine's error
 
 
 class EpisodeLimits(NamedTuple):
@@ -64,56 +73,6 @@ class EpisodeLimits(NamedTuple):
     turn_seconds: float = math.inf
     tool_seconds: float = math.inf
     tool_output_characters_max: int = 16_000
-
-
-class EpisodeOver(Exception):
-    """The episode, or this conversation, has ended. `status` and `reason` say why."""
-
-    def __init__(self, status: Status, reason: str) -> None:
-        super().__init__(reason)
-        self.status = status
-        self.reason = reason
-
-
-class _OpenTrajectory(msgspec.Struct, eq=False):
-    """A trajectory in progress. `sampled` are the ids of the last reply; None: the conversation cannot continue."""
-
-    trajectory: Trajectory
-    sampled: list[int] | None = []
-    turns: int = 0
-
-    def extends_to(self, messages: Sequence[Message]) -> bool:
-        """Whether `messages` are this conversation with new messages at its end."""
-        recorded = self.trajectory.messages
-        return len(messages) > len(recorded) and list(messages[: len(recorded)]) == recorded
-
-    def with_task(self, task: Task) -> _OpenTrajectory:
-        """A copy with this task. (A checkpoint stores the task separately.)"""
-        return msgspec.structs.replace(self, trajectory=msgspec.structs.replace(self.trajectory, task=task))
-
-
-class _ModelState(msgspec.Struct):
-    """The conversations so far, as a checkpoint stores them. `current`: the index of the conversation with the last
-    reply.
-    """
-
-    conversations: list[_OpenTrajectory] = []
-    current: int | None = None
-    last_messages: list[Message] = msgspec.field(default_factory=list, name="asked")  # its name in checkpoints
-    sampled_count: int = 0
-    turns: int = 0
-
-
-class _TurnRequest(NamedTuple):
-    """One turn to request. `context` are the new ids before the reply, which continue the last segment or start a new
-    one; empty if the engine takes messages.
-    """
-
-    messages: list[Message]
-    schemas: list[dict[str, Any]]
-    request: GenerateRequest | ChatRequest
-    context: Sequence[int] = ()
-    is_new_segment: bool = False
 
 
 @dataclass(eq=False)
@@ -149,7 +108,8 @@ class ChatModel:
     _role: Role = NO_ROLE
     _turns: Turns = field(default_factory=Turns)
     _roles: Mapping[str, ChatModel] = field(default_factory=dict)
-    _state: _ModelState = field(default_factory=_ModelState)
+    _state: ModelState = field(default_factory=ModelState)
+    _served: ServedTurns = field(default_factory=ServedTurns)
 
     @property
     def failure(self) -> Exception | None:
@@ -224,6 +184,23 @@ class ChatModel:
             raise self._mistake(f"the environment has roles: write model.role({next(iter(self._roles))!r}).chat(...)")
         schemas = self._schemas if tools is None else plain(list(tools))
         given = self._copied(messages)
+        conversation = self._longest(given) or self._begun(given)
+        try:
+            reply = (await self._take_turn(conversation, given, schemas)).message
+        except EpisodeOver as over:
+            if over.ends_conversation:
+                self._stop(conversation, given, over.status, over.reason)
+            raise
+        return msgspec.structs.replace(reply, tool_calls=list(reply.tool_calls))
+
+    async def _take_turn(
+        self,
+        conversation: OpenTrajectory,
+        given: list[Message],
+        schemas: list[dict[str, Any]],
+        wishes: Wishes = NO_WISHES,
+    ) -> TakenTurn:
+        """Request one reply to `given`, which extends the conversation, and record it. Raises what `chat` raises."""
         if self._turns.is_waiting:
             raise self._mistake(
                 "model.chat is already waiting for a reply: call it one at a time, not from several trio tasks at once "
@@ -234,19 +211,17 @@ class ChatModel:
             await trio.lowlevel.checkpoint()  # so that concurrent calls are always detected
             if self._chat is not None:
                 check_text(given, f"the task {shown(self._task.id or self._task.key)}")
-            conversation = self._longest(given) or self._begun(given)
             self._refuse(conversation, given)
-            turn = self._prepare(conversation, given, schemas)
+            turn = self._prepare(conversation, given, schemas, wishes)
             generate: Callable[[Any], Awaitable[Generation | ChatReply]] = self._engine.generate
             if self._chat is None:
                 generate = cast(CanChat, self._engine.backend).chat
             with self._engine.clock.move_on_after(self._limits.turn_seconds) as deadline:
-                answer = await _generate(generate, turn.request, self._engine.backend)
+                answer = await generate_with(generate, turn.request, self._engine.backend)
             if deadline.cancelled_caught:
                 late = f"the model took longer than {self._limits.turn_seconds:g} seconds for one turn"
                 raise self._stop(conversation, given, Status.TIMEOUT, late)
-            reply = self._record(conversation, turn, answer)
-            return msgspec.structs.replace(reply, tool_calls=list(reply.tool_calls))
+            return self._record(conversation, turn, answer)
         except Exception as error:  # any other error is a bug in rollouts
             if not all(isinstance(leaf, EpisodeOver | InferenceError | ModelError) for leaf in leaves_of(error)):
                 self._turns.failure = self.failure or error
@@ -304,6 +279,99 @@ class ChatModel:
             return "tool"
         return "user" if self._chat.report.calls_as_text else "user if unread"
 
+    # --- a client's turns -------------------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def serve(self) -> AsyncIterator[Endpoint]:
+        """Serve this model to a program that speaks the API of OpenAI or Anthropic, while the block runs.
+
+        Each request becomes one turn of this episode, recorded like `chat`. If the model fails, the block is cancelled,
+        and the failure is raised at its end. Raises what `chat` raises, but EpisodeOver only if the engine was aborted
+        or too slow: for other limits, the program gets an error with status 400.
+        """
+        from rollouts.gateway.endpoint import open_endpoint
+
+        self.release()
+        async with open_endpoint(self.answer) as endpoint:
+            yield endpoint
+
+    def release(self) -> None:
+        """From now on, the requests of other episodes do not wait for this one: a program plays it at its own pace."""
+        self._engine.release()
+
+    async def answer(self, asked: Asked) -> Answered:
+        """The replies to a client's request. Requests wait for each other, in the order of their arrival.
+
+        The request's temperature, its seed and other settings of sampling do not apply: the run decides how its policy
+        is sampled. Raises APIError for a mistake of the client and for a limit of the episode, and what `chat` raises.
+        """
+        if self._roles:
+            raise self._mistake(f"the environment has roles: write model.role({next(iter(self._roles))!r}).serve()")
+        if self.turns_left < asked.count > 1:
+            words = f"n is {asked.count}, but this episode has {self.turns_left} turns left (--max-turns)"
+            raise APIError(400, words, parameter="n")
+        if asked.logprobs and self._chat is None:
+            raise APIError(400, "logprobs is not supported: the model is behind an API without them", parameter="n")
+        async with self._served.lock:
+            keys = prefix_keys(asked.messages)
+            taken = [await self._answer_once(asked, keys) for _ in range(asked.count)]
+        return Answered([reply for reply, _ in taken], taken[0][1])
+
+    async def _answer_once(self, asked: Asked, keys: Sequence[bytes]) -> tuple[Reply, int]:
+        """One reply, and the number of tokens before it."""
+        served, given = self._served, asked.messages
+        place = next((place for place in range(len(keys), 0, -1) if keys[place - 1] in served.replies), 0)
+        try:
+            if place == 0:
+                messages = as_recorded(given, self.answer_as)
+                conversation = self._begun(messages)
+            else:
+                found = served.replies[keys[place - 1]]
+                messages = [*found.messages, *as_recorded(given[place:], self.answer_as, found.messages[-1])]
+                conversation = found.conversation if found.is_last else found.branch()
+            turn = await self._take_turn(conversation, messages, asked.tools, Wishes(asked.max_tokens, asked.stop))
+        except ModelError as error:
+            raise APIError(400, str(error), parameter="messages") from error
+        except EpisodeOver as over:
+            if over.status.is_infrastructure:
+                raise
+            served.refusal = over
+            code = "context_length_exceeded" if over.is_context else "episode_over"
+            raise APIError(400, over.reason, parameter="messages", code=code) from over
+        served.refusal = None
+        trajectory = conversation.trajectory
+        reply = seen_reply(
+            turn.message,
+            asked.stop,
+            is_cut=turn.is_cut,
+            tokens=turn.reply_tokens,
+            new_call=f"call_{self._state.conversations.index(conversation)}_{conversation.turns}_",
+        )
+        # The recorded calls get the ids that the client was sent, so that results find them.
+        ids = iter(reply.message.tool_calls)
+        calls = [call if call.error is not None else next(ids, call) for call in turn.message.tool_calls]
+        trajectory.messages[-1] = msgspec.structs.replace(turn.message, tool_calls=calls)
+        self._count("tool_calls", float(len(calls)))
+        if asked.logprobs and self._chat is not None and turn.tokens is not None:
+            pairs = zip(turn.tokens, turn.logprobs, strict=True)
+            reply.logprobs = [(self._chat.decode([token]), logprob) for token, logprob in pairs]
+        segments = trajectory.segments
+        served.replies[next_key(keys[-1], reply.message)] = SentReply(
+            conversation,
+            len(trajectory.messages) - 1,
+            asked.tools,
+            list(turn.tokens or ()),
+            len(segments) - 1,
+            len(segments[-1].tokens) if segments else 0,
+        )
+        return reply, turn.prompt_tokens
+
+    @property
+    def refusal(self) -> EpisodeOver | None:
+        """The limit of the episode for which a client's last request got no reply, if there is one."""
+        models = (self, *self._roles.values())
+        return next((model._served.refusal for model in models if model._served.refusal is not None), None)
+
     # --- one turn ---------------------------------------------------------------------------------------------------
 
     def _mistake(self, words: str) -> EnvironmentDefinitionError:
@@ -311,10 +379,10 @@ class ChatModel:
         self._turns.failure = error = EnvironmentDefinitionError(words)
         return error
 
-    def _begun(self, messages: list[Message]) -> _OpenTrajectory:
+    def _begun(self, messages: list[Message]) -> OpenTrajectory:
         """A new conversation."""
         counts = dict.fromkeys(COUNTS, 0.0)
-        return _OpenTrajectory(Trajectory(self._task, messages, metrics=counts, role=self._role.name))
+        return OpenTrajectory(Trajectory(self._task, messages, metrics=counts, role=self._role.name))
 
     def _copied(self, messages: str | Sequence[Message | Mapping[str, Any]]) -> list[Message]:
         """Copies of the messages, because the caller may change them later. Recorded messages are not copied again."""
@@ -324,12 +392,12 @@ class ChatModel:
         new = [m if isinstance(m, Message) else msgspec.convert(m, Message) for m in given[len(known) :]]
         return [*known, *map(readable_message, new)]
 
-    def _longest(self, messages: list[Message]) -> _OpenTrajectory | None:
+    def _longest(self, messages: list[Message]) -> OpenTrajectory | None:
         """The longest conversation that these messages extend."""
         found = [each for each in self._state.conversations if each.extends_to(messages)]
         return max(found, key=lambda each: len(each.trajectory.messages), default=None)
 
-    def _refuse(self, conversation: _OpenTrajectory, messages: list[Message]) -> None:
+    def _refuse(self, conversation: OpenTrajectory, messages: list[Message]) -> None:
         """Raise EpisodeOver if this conversation, or the episode, may not continue."""
         trajectory, limits = conversation.trajectory, self._limits
         if conversation.sampled is None:
@@ -338,11 +406,11 @@ class ChatModel:
             reason = "its only turn is used" if limits.max_turns == 1 else f"all {limits.max_turns} turns are used"
             if not any("turn_limit" in each.metrics for each in self.trajectories):
                 self._count("turn_limit")
-            if conversation not in self._state.conversations:  # otherwise rewards would judge an empty conversation
-                raise EpisodeOver(Status.COMPLETED, reason)
-            raise self._stop(conversation, messages, Status.COMPLETED, reason)
+            # A new conversation would be empty, and rewards would judge it.
+            raise EpisodeOver(Status.COMPLETED, reason, ends_conversation=conversation in self._state.conversations)
         if self.tokens_left == 0:
-            raise self._stop(conversation, messages, Status.TRUNCATED, f"all {limits.max_tokens} tokens are used")
+            reason = f"all {limits.max_tokens} tokens are used"
+            raise EpisodeOver(Status.TRUNCATED, reason, ends_conversation=True)
         if self._chat is None:
             return
         # Checked before encoding: ten megabytes of text take half a minute, in which all other episodes stop.
@@ -353,19 +421,20 @@ class ChatModel:
         # A template may remove white space.
         if sum(map(len, new)) > room and sum(len(part) for text in new for part in text.split()) > room:
             reason = f"the conversation has more than {context} tokens, and the model's context holds {context}"
-            raise self._stop(conversation, messages, Status.TRUNCATED, reason)
+            raise EpisodeOver(Status.TRUNCATED, reason, ends_conversation=True, is_context=True)
 
     def _prepare(
-        self, conversation: _OpenTrajectory, messages: list[Message], schemas: list[dict[str, Any]]
-    ) -> _TurnRequest:
+        self, conversation: OpenTrajectory, messages: list[Message], schemas: list[dict[str, Any]], wishes: Wishes
+    ) -> TurnRequest:
         """The turn to request. Raises EpisodeOver if the context has no room for a reply."""
         chat, segments = self._chat, conversation.trajectory.segments
         place = [*self._state.conversations, conversation].index(conversation)
         group, rollout = self._engine.order
         seed = turn_seed(self._seed, group, rollout, place, conversation.turns, self._role.name)
         if chat is None:
-            request = ChatRequest(messages, schemas, self.tokens_left, seed, self._limits.temperature, self._role.name)
-            return _TurnRequest(messages, schemas, request)
+            limit = min(self.tokens_left, wishes.max_tokens or self.tokens_left)
+            request = ChatRequest(messages, schemas, limit, seed, self._limits.temperature, self._role.name)
+            return TurnRequest(messages, schemas, request, may_continue=limit < self.tokens_left, stop=wishes.stop)
         context: list[int] | None = None
         if segments and schemas == conversation.trajectory.tools:
             recorded = conversation.trajectory.messages
@@ -379,67 +448,75 @@ class ChatModel:
         most = self._engine.backend.context_tokens_max
         if len(tokens) >= most:
             reason = f"the conversation has {len(tokens)} tokens, the model's context holds {most}"
-            raise self._stop(conversation, messages, Status.TRUNCATED, reason)
+            raise EpisodeOver(Status.TRUNCATED, reason, ends_conversation=True, is_context=True)
+        room = min(self.tokens_left, most - len(tokens))
+        limit = min(room, wishes.max_tokens or room)
         asked = GenerateRequest(
             tokens=tokens,
-            max_tokens=min(self.tokens_left, most - len(tokens)),
+            max_tokens=limit,
             stop_ids=chat.stop_ids,
             seed=seed,
             temperature=self._limits.temperature,
             order=(group, rollout, self._state.turns),
             session=self._engine.session,
         )
-        return _TurnRequest(messages, schemas, asked, context, is_new_segment)
+        return TurnRequest(messages, schemas, asked, context, is_new_segment, limit < room, wishes.stop)
 
-    def _record(self, conversation: _OpenTrajectory, turn: _TurnRequest, answer: Generation | ChatReply) -> Message:
+    def _record(self, conversation: OpenTrajectory, turn: TurnRequest, answer: Generation | ChatReply) -> TakenTurn:
         """Record the reply. Raises EpisodeOver if there is no reply or it was aborted, and InferenceError if the
         engine's result breaks the invariants.
         """
         trajectory, cut = conversation.trajectory, "the reply was cut off"
         if isinstance(answer, ChatReply):
             if answer.finish == "context":
-                raise self._stop(conversation, turn.messages, Status.TRUNCATED, answer.detail)
+                raise EpisodeOver(Status.TRUNCATED, answer.detail, ends_conversation=True, is_context=True)
             self._keep(conversation)
-            reply = answer.message
-            self._state.sampled_count += (
-                answer.completion_tokens or 0
-            )  # if the engine reports no count, only the number of turns limits the episode
+            # If the engine reports no count, only the number of turns limits the episode.
+            sampled_count = answer.completion_tokens or 0
+            taken = TakenTurn(answer.message, answer.finish == "length", answer.prompt_tokens or 0, sampled_count)
+            self._state.sampled_count += sampled_count
             for name in ("prompt_tokens", "completion_tokens"):
                 if (count := getattr(answer, name)) is not None:
                     self._count(name, float(count))
         else:
-            _check_generation(answer, turn.request.max_tokens)
+            check_generation(answer, turn.request.max_tokens)
+            assert self._chat is not None, "ids come from a chat format"
+            if turn.stop:
+                answer = stopped(answer, turn.stop, self._chat.decode)
             self._keep(conversation)
             if turn.is_new_segment:
-                if trajectory.segments:
+                if trajectory.segments and not trajectory.segments[-1].sampled_count:
+                    trajectory.segments.pop()  # a branch whose history the template rewrites
+                elif trajectory.segments:
                     trajectory.segments[-1].check()
                 trajectory.segments.append(Segment([], [], [], []))
             shown_only = len(turn.context)
-            _append(trajectory.segments[-1], turn.context, 0.0, [0.0] * shown_only, [-1] * shown_only)
+            append(trajectory.segments[-1], turn.context, 0.0, [0.0] * shown_only, [-1] * shown_only)
             logprobs = [min(logprob, 0.0) for logprob in answer.logprobs]
-            _append(trajectory.segments[-1], answer.tokens, 1.0, logprobs, answer.versions)
-            assert self._chat is not None, "ids come from a chat format"
+            append(trajectory.segments[-1], answer.tokens, 1.0, logprobs, answer.versions)
             reply = readable_message(self._chat.parse(answer.tokens, turn.schemas))
             conversation.sampled = list(answer.tokens)
             self._state.sampled_count += len(answer.tokens)
             cut = f"{cut} after {len(answer.tokens)} tokens"
-        trajectory.messages = [*turn.messages, reply]
+            before, length = len(trajectory.segments[-1].tokens) - len(answer.tokens), len(answer.tokens)
+            taken = TakenTurn(reply, answer.finish == "length", before, length, answer.tokens, logprobs)
+        trajectory.messages = [*turn.messages, taken.message]
         trajectory.tools = turn.schemas
         conversation.turns += 1
         self._state.turns += 1
         self._count("turns")
         if answer.finish == "abort":
             raise self._stop(conversation, turn.messages, Status.ABORTED, "the reply was aborted")
-        if answer.finish == "length":
+        if answer.finish == "length" and not turn.may_continue:
             self._stop(conversation, [], Status.TRUNCATED, cut)
-        return reply
+        return taken
 
-    def _keep(self, conversation: _OpenTrajectory) -> None:
+    def _keep(self, conversation: OpenTrajectory) -> None:
         if conversation not in self._state.conversations:
             self._state.conversations.append(conversation)
         self._state.current = self._state.conversations.index(conversation)
 
-    def _stop(self, conversation: _OpenTrajectory, messages: list[Message], status: Status, reason: str) -> EpisodeOver:
+    def _stop(self, conversation: OpenTrajectory, messages: list[Message], status: Status, reason: str) -> EpisodeOver:
         """End the conversation. `messages`, which have no reply, are recorded for people and rewards."""
         self._keep(conversation)
         trajectory = conversation.trajectory
@@ -474,7 +551,7 @@ class ChatModel:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`. Call it before the first turn."""
         assert not self._state.conversations, "the model has replied already"
-        self._state = msgspec.convert(dict(state), _ModelState)
+        self._state = msgspec.convert(dict(state), ModelState)
         self._state.conversations = [each.with_task(self._task) for each in self._state.conversations]
 
     def close(self, status: Status, error: str | None = None) -> None:
@@ -490,51 +567,3 @@ class ChatModel:
                 trajectory.status, trajectory.error = status, error
             for segment in trajectory.segments:
                 segment.check()
-
-
-def turn_seed(seed: int, group: int, rollout: int, trajectory: int, turn: int, role: str = "") -> int:
-    """The seed of one turn, 0 <= seed < 2**63. It is the same on every machine and in every process. The turns of a
-    role do not depend on how many turns the other roles had before.
-
-    >>> turn_seed(0, 1, 2, 0, 0) == turn_seed(0, 1, 2, 0, 0) != turn_seed(0, 1, 2, 0, 1)
-    True
-    """
-    words = "/".join(map(str, (seed, group, rollout, *([role] if role else []), trajectory, turn))).encode()
-    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big") >> 1
-
-
-async def _generate(generate: Callable[[Any], Awaitable[Any]], request: Any, engine: Any) -> Any:
-    """The engine's result. If an engine of another package raises an unexpected exception, it becomes an
-    InferenceError.
-    """
-    try:
-        return await generate(request)
-    except Exception as error:
-        name = type(engine).__qualname__
-        is_ours = type(engine).__module__.startswith("rollouts.")
-        if is_ours or all(isinstance(leaf, RolloutsError) for leaf in leaves_of(error)):
-            raise
-        raise InferenceError(f"the inference backend {name} raised {report(error, f'the engine {name}')}") from error
-
-
-def _append(segment: Segment, tokens: Sequence[int], weight: float, logprobs: list[float], versions: list[int]) -> None:
-    segment.tokens.extend(tokens)
-    segment.loss_mask.extend([weight] * len(tokens))
-    segment.logprobs.extend(logprobs)
-    segment.versions.extend(versions)
-
-
-def _check_generation(generation: Generation, room: int) -> None:
-    """Raise InferenceError for a result that breaks the invariants. Any package can provide an engine."""
-    tokens, logprobs, versions = generation.tokens, generation.logprobs, generation.versions
-    if not len(tokens) == len(logprobs) == len(versions):
-        raise InferenceError(
-            f"the engine returned {len(tokens)} tokens, {len(logprobs)} logprobs and {len(versions)} versions"
-        )
-    if len(tokens) > room:
-        raise InferenceError(f"the engine returned {len(tokens)} tokens, but the limit was {room}")
-    # The usual case needs no Python loop over the tokens.
-    if len(logprobs) and not (max(logprobs) <= LOGPROB_SLACK and math.isfinite(sum(logprobs))):
-        for index, logprob in enumerate(logprobs):
-            if not math.isfinite(logprob) or logprob > LOGPROB_SLACK:
-                raise InferenceError(f"the engine returned the logprob {logprob} for token {index} of {len(tokens)}")

@@ -18,9 +18,9 @@ def _serve(
     model: str, host: str, port: int, name: str, connections: int, request_seconds: float, **options: Any
 ) -> int:
     from rollouts.config.merging import merge
+    from rollouts.gateway.http_server import HTTPLimits
     from rollouts.runs.run_model import model_plan
     from rollouts.runs.serve import SETTINGS, Address, serve
-    from rollouts.serve.http_server import HTTPLimits
 
     given = merge(given_flags(options), click.get_current_context().obj or {})
     with model_plan(model, given, SETTINGS) as plan:

@@ -4,6 +4,7 @@ authoring      the marks `@tool`, `@reward`, `@metric`, and how they are collect
 added_tools    a function as a tool that a run adds to those of its environments
 toolsets       a class of tools that a run adds to those of its environments
 background     a trio loop for connections that outlive single calls
+services       a server that an environment plays on: its address, and what it offers
 json_schemas   names and argument schemas of tools that another system describes
 task_tools     the tools of one task, and `Tool`, which has a schema of its own
 schema         a tool's JSON schema, and the conversion of the model's arguments

@@ -124,7 +124,7 @@ class Capabilities(NamedTuple):
     `scores_alone`: other requests wait while the engine scores, so it scores only when weights change.
 
     Each of these flags promises the methods of a Protocol: `aborts` (`CanAbort`), `checks` (`CanCheck`), `chats`
-    (`CanChat`) and `is_pool` (`EnginePool`).
+    (`CanChat`), `is_pool` (`EnginePool`) and `waits_for_sessions` (`WaitsForSessions`).
     """
 
     trainable: bool = True
@@ -140,6 +140,7 @@ class Capabilities(NamedTuple):
     checks: bool = False
     chats: bool = False
     is_pool: bool = False
+    waits_for_sessions: bool = False
 
 
 class InferenceBackend(Protocol):
@@ -186,6 +187,15 @@ class CanAbort(InferenceBackend, Protocol):
 
         A request that has not started returns no tokens. Sampling stops soon after. The session stays open. Does
         nothing if the session has no request.
+        """
+
+
+class WaitsForSessions(InferenceBackend, Protocol):
+    """An engine that forms a batch when every open session waits."""
+
+    def release_session(self, session: str) -> None:
+        """From now on, no batch waits for this session. Its requests still join the next batch. Does nothing if the
+        session is closed.
         """
 
 

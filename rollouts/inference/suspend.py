@@ -13,12 +13,18 @@ import contextlib
 import math
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import msgspec
 import trio
 
-from rollouts.inference.base import GenerateRequest, Generation, InferenceBackend, VersionSpan
+from rollouts.inference.base import (
+    GenerateRequest,
+    Generation,
+    InferenceBackend,
+    VersionSpan,
+    WaitsForSessions,
+)
 
 EMPTY = Generation([], [], "abort", [])
 
@@ -138,6 +144,7 @@ class SuspendableEngine:
     suspended: SuspendedEpisode | None = None
     is_aborting: bool = False  # set by the gate: an aborted reply will be continued later
     idle: trio.Event = field(default_factory=trio.Event)  # set while no request is in flight
+    is_released: bool = False  # the requests of other episodes do not wait for this one
     _request_scope: trio.CancelScope = field(default_factory=trio.CancelScope)
 
     def __post_init__(self) -> None:
@@ -152,6 +159,12 @@ class SuspendableEngine:
             if self.gate is not None:
                 self.gate.leave(self)
         self.backend.close_session(self.session)
+
+    def release(self) -> None:
+        """From now on, the requests of other episodes do not wait for this one: a program plays it at its own pace."""
+        self.is_released = True
+        if self.backend.capabilities.waits_for_sessions:
+            cast(WaitsForSessions, self.backend).release_session(self.session)
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """One whole reply, over any number of interruptions. Raises InferenceError."""
@@ -203,6 +216,8 @@ class SuspendableEngine:
                 self.suspended = SuspendedEpisode(*states, request.seed, len(request.tokens), reply)
             self.idle.set()
             await gate.wait(self)
+            if self.is_released:
+                self.release()
             self.idle = trio.Event()
         finally:
             self.suspended = None

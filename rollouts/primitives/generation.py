@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from rollouts.agent.model import turn_seed
+from rollouts.agent.records import turn_seed
 from rollouts.author_code import shown
 from rollouts.chat.format import chat_format
 from rollouts.env.authoring import TOOL_MARK, mark_of

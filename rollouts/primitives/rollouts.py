@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rollouts.agent.model import turn_seed
+from rollouts.agent.records import turn_seed
 from rollouts.author_code import shown
 from rollouts.errors import ConfigError
 from rollouts.inference.embedded.hf import context_tokens_max

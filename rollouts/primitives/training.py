@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollouts.agent.model import turn_seed
+from rollouts.agent.records import turn_seed
 from rollouts.author_code import shown
 from rollouts.errors import ConfigError, TrainingError
 from rollouts.primitives.algorithms import (

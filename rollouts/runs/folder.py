@@ -433,6 +433,7 @@ def episode_records(
             "advantage": advantage,
             "dropped": dropped,
             "metrics": trajectory.metrics | (judged if trajectory is episode.trajectory else {}),
+            **({"info": trajectory.info} if trajectory.info else {}),
             "messages": trajectory.messages,
             "segments": [
                 {

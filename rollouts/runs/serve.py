@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import signal
 import socket
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -12,13 +13,15 @@ from typing import NamedTuple
 import trio
 
 from rollouts.errors import ConfigError
+from rollouts.gateway.api import API, refusal, unreadable
+from rollouts.gateway.exchange import APIError
+from rollouts.gateway.http_server import Handler, HTTPLimits, HTTPRequest, HTTPResponse, serve_http
+from rollouts.gateway.single_turns import ServedModel, SingleTurns
 from rollouts.inference.base import members_of
 from rollouts.runs.folder import run_name
 from rollouts.runs.plan import Plan
 from rollouts.runs.run_model import temporary_engine
 from rollouts.runs.session import load_chat
-from rollouts.serve.chat_api import ChatAPI, ServedModel, refusal
-from rollouts.serve.http_server import HTTPLimits, serve_http
 
 SETTINGS = tuple("mode template tool_parser inference max_tokens temperature trust_remote_code pass_env".split())
 """The settings of a run that apply when its model is served. Clients send their own system prompt and tools."""
@@ -73,8 +76,24 @@ async def _serve(
         for line in (*lines, *own):
             say(line)
         listener = trio.SocketListener(trio.socket.from_stdlib_socket(bound))
-        await serve_http(ChatAPI(model).handle, refusal, [listener], limits, stopping)
+        await serve_http(handler(model), unreadable, [listener], limits, stopping)
         nursery.cancel_scope.cancel()
+
+
+def handler(model: ServedModel) -> Handler:
+    """Answers the requests of any client. An error of rollouts does not end other requests."""
+    turns = SingleTurns(model)
+    context = model.engine.context_tokens_max
+    api = API(turns.answer, name=model.name, context_tokens=context, health=turns.health)
+
+    async def handle(request: HTTPRequest) -> HTTPResponse:
+        try:
+            return await api.handle(request)
+        except Exception:
+            traceback.print_exc()
+            return refusal(request, APIError(500, "the server made a mistake; its output has the traceback"))
+
+    return handle
 
 
 def served_name(model: str) -> str:

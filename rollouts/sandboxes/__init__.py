@@ -18,6 +18,7 @@ from rollouts.lazy import lazy_face
 if TYPE_CHECKING:
     from rollouts.errors import SandboxError as SandboxError
     from rollouts.errors import SandboxLostError as SandboxLostError
+    from rollouts.sandboxes.base import ImageSandbox as ImageSandbox
     from rollouts.sandboxes.base import Result as Result
     from rollouts.sandboxes.base import Sandbox as Sandbox
     from rollouts.sandboxes.base import Sandboxes as Sandboxes

@@ -148,6 +148,20 @@ class Sandbox(Protocol):
 
 
 @runtime_checkable
+class ImageSandbox(Sandbox, Protocol):
+    """A sandbox whose files can be those of another image, so that each task of an environment may have its own."""
+
+    def use_image(self, image: str) -> None:
+        """Begin again with the files of an image, which is a name, or the path of a folder with a Dockerfile. The files
+        that the sandbox had are removed. A folder is built once, and again when it changes.
+
+        Raises ConfigError if there is no such image or if the folder cannot be built, and SandboxError if the sandbox
+        cannot be opened with it.
+        """
+        ...
+
+
+@runtime_checkable
 class Sandboxes(Protocol):
     """Opens sandboxes. `words` says in one line what a sandbox is; `not_stopped` says, in a few plain words each, what
     it does not stop. Both are shown by a dry run.

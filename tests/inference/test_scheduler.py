@@ -75,3 +75,33 @@ def test_only_the_first_resolution_counts():
     waiting.resolve(answer)
     waiting.resolve(InferenceError("late"))
     assert waiting.done.is_set() and waiting.answer is answer
+
+
+def test_no_batch_waits_for_a_released_session_whose_requests_join_it():
+    scheduler = BatchScheduler()
+    first, second, third = (scheduler.open((number,)) for number in range(3))
+    scheduler.release(third)
+    one, two, three = (pending(each, (place, 0)) for place, each in enumerate((first, second, third)))
+    scheduler.add(one)
+    scheduler.add(three)
+    assert scheduler.missing() == [second] and scheduler.take_batch() == []
+    scheduler.add(two)
+    assert scheduler.take_batch() == [one, two, three]
+
+
+def test_released_sessions_alone_start_when_no_batch_runs():
+    scheduler = BatchScheduler()
+    first, second = scheduler.open((0,)), scheduler.open((1,))
+    scheduler.release(first)
+    scheduler.release(second)
+    scheduler.release("closed already")
+    one, two = pending(first, (0, 0)), pending(second, (1, 0))
+    scheduler.add(one)
+    assert scheduler.take_batch() == [one] and not scheduler.may_start
+    scheduler.add(two)
+    assert scheduler.take_batch() == [] and not scheduler.may_start
+    scheduler.remove(one)
+    assert scheduler.may_start and scheduler.take_batch() == [two]
+    scheduler.close(first)
+    scheduler.close(second)
+    assert not scheduler.may_start and not scheduler.missing()

@@ -44,6 +44,24 @@ def test_other_environments_have_the_same_metrics(name):
     both(f"{ENVS}:{name}")
 
 
+def test_an_agent_with_its_own_client_has_the_same_episodes():
+    for out, worker in (("inline", "inline"), ("apart", "process")):
+        rollouts.run(env=f"{ENVS}:OwnClient", out=out, worker=worker, **{**SHORT, "steps": 1, "over_sampling": 1.0})
+
+    # No batch waits for such an agent, so the order of the episodes differs, and the last digits of logprobs.
+    def first_step(out):
+        lines = Path(out, "trajectories", "step_000000.jsonl").read_text().splitlines()
+        episodes = {(line["group"], line["rollout"]): line for line in map(json.loads, lines)}
+        return [line for _, line in sorted(episodes.items())]
+
+    for inline, apart in zip(first_step("inline"), first_step("apart"), strict=True):
+        assert inline["info"] == apart["info"] and inline["info"]["statuses"][-1] == 400
+        assert inline["messages"] == apart["messages"]
+        for one, other in zip(inline["segments"], apart["segments"], strict=True):
+            assert one["logprobs"] == pytest.approx(other["logprobs"], abs=1e-4)
+            assert {**one, "logprobs": []} == {**other, "logprobs": []}
+
+
 def test_roles_tools_by_task_and_rewards_by_turn_are_the_same():
     Path("advantages.py").write_text("""
 def discounted(rewards, turn_rewards):

@@ -220,7 +220,7 @@ def test_an_own_rollout_asks_the_run():
             later = {**state, "turns_left": 0, "place": 0, "trajectory": Trajectory(task, [*task.messages, reply])}
             answer = Answer(ask.number, encode_value({"messages": [reply], "state": later}))
             await run.channel.send(msgspec.json.encode(answer))
-            assert decode_value((await run.end(number)).value) == ["", 0]
+            assert decode_value((await run.end(number)).value) == {"chosen": ["", 0], "infos": []}
             number = await run.begin("rollout", {"task": task, "models": {"": state}}, session=1)
             ask = await run.receive()
             over = Failure(ask.number, Error("asks", message="over"))

@@ -8,6 +8,7 @@ import os
 import time
 from typing import Literal
 
+import httpx
 import trio
 
 from rollouts import Message, Role, Score, Task, Tool, metric, reward, tool
@@ -111,6 +112,23 @@ class OwnRollout:
     @reward
     def turns(self, trajectory):
         return trajectory.turns / 5 + trajectory.metrics["turns"]
+
+
+class OwnClient(OwnRollout):
+    """An agent with a client of its own. It asks until a limit refuses its request."""
+
+    async def rollout(self, task, model):
+        messages, statuses = [{"role": "user", "content": task.prompt}], []
+        async with model.serve() as endpoint:
+            key = {"authorization": f"Bearer {endpoint.key}"}
+            async with httpx.AsyncClient(headers=key, trust_env=False, timeout=600) as client:
+                while statuses[-1:] != [400]:
+                    body = {"messages": messages, "max_tokens": 20}
+                    answer = await client.post(f"{endpoint.base_url}/chat/completions", json=body)
+                    statuses.append(answer.status_code)
+                    if answer.status_code == 200:
+                        messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": "go on"}]
+        model.trajectory.info["statuses"] = statuses
 
 
 class Boxed:

@@ -56,6 +56,7 @@ class BubblewrapSandboxes(KeptSandboxes):
     Args:
         limits: the limits of each sandbox
         readable: more folders of this machine that commands may read
+        folders: more folders that commands may write, such as /app; each is empty at first, and goes with the sandbox
         network: let commands use the network
         program: the program: a name or a path
     """
@@ -69,6 +70,7 @@ class BubblewrapSandboxes(KeptSandboxes):
         *,
         limits: SandboxLimits = LIMITS,
         readable: Sequence[str] = (),
+        folders: Sequence[str] = (),
         network: bool = False,
         program: str = "bwrap",
     ) -> None:
@@ -79,7 +81,8 @@ class BubblewrapSandboxes(KeptSandboxes):
             "bugs of the kernel",
             "many files that fill the disk",
         )
-        folders = [*readable, sys.base_prefix, sys.prefix]
+        self._folders = tuple(map(_checked_folder, folders))
+        shown = [*readable, sys.base_prefix, sys.prefix]
         missing = [folder for folder in readable if not os.path.isdir(folder)]
         if missing:
             raise ConfigError(f"--sandbox.readable {missing[0]}: there is no such folder")
@@ -91,7 +94,7 @@ class BubblewrapSandboxes(KeptSandboxes):
             *(_bound(OF_THE_KERNEL, try_each=True) if os.geteuid() == 0 else ()),
             *_bound([*SETTINGS, *(NETWORK if network else ())], try_each=True),
         ]
-        self._readable = _bound([os.path.abspath(folder) for folder in folders])
+        self._readable = _bound([os.path.abspath(folder) for folder in shown])
 
     def check(self) -> None:
         """Raise ConfigError if `bwrap` is not installed, or if the system does not let it make namespaces."""
@@ -111,8 +114,12 @@ class BubblewrapSandboxes(KeptSandboxes):
 
     def enclosed(self, argv: list[str], folder: str) -> list[str]:
         """The command that runs `argv` in bubblewrap."""
+        own = {path: f"{folder}/folders{path}" for path in self._folders}  # out of reach of commands, so no link
+        for source in own.values():
+            os.makedirs(source, exist_ok=True)
         mounts = [
             *("--bind", f"{folder}/tmp", "/tmp", "--bind", f"{folder}/tmp", "/dev/shm"),
+            *(part for path, source in own.items() for part in ("--bind", source, path)),
             *self._readable,  # after /tmp, because such a folder may be in it
             *("--bind", f"{folder}/workspace", self.inside, "--chdir", self.inside),
             *("--remount-ro", "/dev", "--remount-ro", "/"),
@@ -123,6 +130,16 @@ class BubblewrapSandboxes(KeptSandboxes):
     def variables(self, folder: str) -> dict[str, str]:
         """The environment variables of a command, with the paths that it sees."""
         return {**super().variables(folder), "HOME": self.inside, "TMPDIR": "/tmp", "PWD": self.inside}
+
+
+def _checked_folder(path: str) -> str:
+    """A folder of `folders`. Raises ConfigError."""
+    taken = (*SYSTEM, "/etc", "/proc", "/dev", "/sys", "/tmp", BubblewrapSandboxes.inside)
+    if not path.startswith("/") or os.path.normpath(path) != path or path == "/":
+        raise ConfigError(f"--sandbox.folders {path}: expected an absolute path, such as /app")
+    if any(f"{path}/".startswith(f"{other}/") for other in taken):
+        raise ConfigError(f"--sandbox.folders {path}: commands see this folder already")
+    return path
 
 
 def _system() -> list[str]:

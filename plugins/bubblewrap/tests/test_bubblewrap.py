@@ -102,6 +102,23 @@ def test_nothing_outside_can_be_read_or_written(open_sandbox, home):
 
 
 @real
+def test_folders_at_paths_of_their_own_are_writable_and_last(open_sandbox):
+    sandbox = open_sandbox(folders=["/app", "/logs"])
+    assert sandbox.exec("mkdir /logs/a; echo 1 > /app/x; ln -s /etc /app/link").exit_code == 0
+    assert sandbox.exec("cat /app/x; ls /logs; rm -rf /app; ln -s /etc /app; echo 2 > /app/x; cat /app/x").stdout == (
+        "1\na\n2\n"
+    )
+    assert sandbox.exec("echo 1 > /other").exit_code != 0
+    assert not Path("/app/x").exists()
+
+
+@pytest.mark.parametrize("path", ["app", "/", "/usr/local", "/tmp/x", "/a/../etc", "/workspace"])
+def test_folders_that_cannot_be_chosen(path):
+    with pytest.raises(ConfigError, match=r"--sandbox\.folders .*: (expected an absolute path|commands see)"):
+        BubblewrapSandboxes(folders=[path])
+
+
+@real
 def test_the_network_is_only_there_if_it_is_chosen(open_sandbox):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple, NoReturn, Unpack
 
 from rollouts.child_environment import child_environment
@@ -25,9 +26,11 @@ LIMITS = SandboxLimits()
 IMAGE = "docker.io/library/python:3.13-slim"
 WORKSPACE = "/workspace"
 CLI_SECONDS = 120.0  # how long the program may take to do anything but a command of the model
+BUILD_SECONDS = 3600.0  # how long an image may take to build
+BUILT = "localhost/rollouts-built"
 END_SECONDS = 10.0  # how long a killed command may take to end
 VARIABLES = ("DOCKER_*", "CONTAINER_*", "CONTAINERS_*", "REGISTRY_*")  # settings of the programs
-MESSAGE_BYTES = 4096
+MESSAGE_BYTES, BUILD_BYTES = 4096, 1 << 20
 OWN_PROCESSES = 4  # init, its child, a shell in front of each command, and one that kills
 MIB = 1 << 20
 
@@ -74,6 +77,11 @@ class Done(NamedTuple):
         """What it said."""
         return (self.stderr or self.stdout).decode(errors="replace").strip() or f"exit code {self.code}"
 
+    @property
+    def last_words(self) -> str:
+        """The last line that it said."""
+        return "it took too long" if self.timed_out else self.words.splitlines()[-1]
+
 
 class PodmanSandboxes:
     """A container of podman for each episode: no network, and only the files of an image.
@@ -89,6 +97,8 @@ class PodmanSandboxes:
 
     program = "podman"
     install = "type: apt-get install podman"
+    offline = ("--pull=never", "--network=none")
+    """Options of a build that must not use the network."""
 
     def __init__(
         self,
@@ -110,7 +120,7 @@ class PodmanSandboxes:
             "many files that fill the disk",
         )
         self._image, self._tar, self._network, self._options = image, root_file_system, network, tuple(options)
-        self._starts = threading.BoundedSemaphore(int(limits.starts_max))
+        self._starts, self._builds = threading.BoundedSemaphore(int(limits.starts_max)), threading.Lock()
         if root_file_system:
             self._image = f"localhost/rollouts-sandbox:{_digest(root_file_system)}"
 
@@ -144,19 +154,38 @@ class PodmanSandboxes:
         """A new container, when fewer than `starts_max` others start. Raises SandboxError."""
         name = f"rollouts-{secrets.token_hex(8)}"
         self._start_reaper()
+        self.start(name)
+        sandbox = ContainerSandbox(self, name)
+        sandbox.look_first()
+        return sandbox
+
+    def start(self, name: str, image: str = "") -> None:
+        """Start a container of an image; by default that of the settings. Raises SandboxError."""
         with self._starts:
-            done = self.call(*self.run_arguments(name))
+            done = self.call(*self.run_arguments(name, image))
         if done.code:
             self.call("rm", "-f", "-v", name)
             raise SandboxError(f"{self.program} cannot start a container: {done.words}")
-        sandbox = ContainerSandbox(self, name)
-        try:
-            sandbox.look()
-        except SandboxLostError as error:
-            raise SandboxError(f"{self.program} started a container that does not run: {error}") from error
-        return sandbox
 
-    def run_arguments(self, name: str) -> list[str]:
+    def image_of(self, image: str) -> str:
+        """The name of an image; a folder with a Dockerfile is built. Raises ConfigError."""
+        name = f"{BUILT}:{_digest_of_folder(image)}" if os.path.isdir(image) else image
+        with self._builds:
+            if not self.call("image", "inspect", name).code:
+                return name
+            if name == image:
+                raise ConfigError(f"the image {name} is not on this machine\ntype: {self.program} pull {name}")
+            options = () if self._network else self.offline
+            done = self.call("build", *options, "-t", name, image, seconds=BUILD_SECONDS, output_bytes=BUILD_BYTES)
+        if done.code or done.timed_out:
+            raise ConfigError(
+                f"the image of {image} cannot be built: {done.last_words}\n"
+                "a build uses the network only with --sandbox.network true, and needs the images that it begins with\n"
+                f"type: {self.program} build -t {name} {image}"
+            )
+        return name
+
+    def run_arguments(self, name: str, image: str = "") -> list[str]:
         """The arguments that start a container. It ends by itself at its time to live, and is then removed."""
         limits = self.limits
         memory = f"{max(1, round(limits.memory_gib * 1024))}m"
@@ -180,7 +209,7 @@ class PodmanSandboxes:
             *("--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--volume", WORKSPACE),
             *("--env", f"HOME={WORKSPACE}", "--env", "TMPDIR=/tmp"),
             *self._options,
-            *("--entrypoint", "sleep", self._image, str(max(1, round(limits.ttl_seconds)))),
+            *("--entrypoint", "sleep", image or self._image, str(max(1, round(limits.ttl_seconds)))),
         ]
 
     def call(
@@ -234,6 +263,7 @@ class DockerSandboxes(PodmanSandboxes):
 
     program = "docker"
     install = "type: apt-get install docker.io"
+    offline = ("--network=none",)
 
 
 class ContainerSandbox:
@@ -245,6 +275,24 @@ class ContainerSandbox:
         self._lost, self._is_closed, self._ooms = "", False, 0
         self._commands = threading.Lock()
         self._own = ""
+
+    def use_image(self, image: str) -> None:
+        """Begin again with the files of an image; see `ImageSandbox.use_image`."""
+        name = self._kind.image_of(image)
+        with self._commands:
+            self._kind.call("rm", "-f", "-v", self.name)
+            if not self._is_closed:
+                self._kind.start(self.name, name)
+        if self._is_closed:  # while it started
+            self._kind.call("rm", "-f", "-v", self.name)
+        self.look_first()
+
+    def look_first(self) -> None:
+        """`look` at a container that has just started. Raises SandboxError if it does not run."""
+        try:
+            self.look()
+        except SandboxLostError as error:
+            raise SandboxError(f"{self._kind.program} started a container that does not run: {error}") from error
 
     def look(self) -> None:
         """Remember the process ids of the container itself. Call it before the first command."""
@@ -386,3 +434,13 @@ def _digest(tar: str) -> str:
     except OSError as error:
         raise ConfigError(f"--sandbox.root-file-system {tar}: {error.strerror}") from error
     return hashlib.sha256(f"{os.path.abspath(tar)} {about.st_size} {about.st_mtime_ns}".encode()).hexdigest()[:16]
+
+
+def _digest_of_folder(folder: str) -> str:
+    """A tag for the image that is built of a folder: another one when a path, a mode or a content changes."""
+    found = hashlib.sha256()
+    for path in sorted(Path(folder).rglob("*")):
+        data = os.readlink(path).encode() if path.is_symlink() else path.read_bytes() if path.is_file() else b""
+        about = f"{path.relative_to(folder)} {path.lstat().st_mode:o} {len(data)} "
+        found.update(about.encode() + data)
+    return found.hexdigest()[:16]

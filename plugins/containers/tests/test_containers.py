@@ -17,7 +17,7 @@ import rollouts_containers
 from rollouts_containers import DockerSandboxes, PodmanSandboxes
 
 from rollouts.errors import ConfigError, SandboxError, SandboxLostError
-from rollouts.sandboxes import Sandboxes, SandboxLimits
+from rollouts.sandboxes import ImageSandbox, Sandboxes, SandboxLimits
 
 TOOLS = "sh cat ls sleep true test mkdir readlink head stat seq id ps grep yes dd touch ln kill env setsid".split()
 RUNC = """\
@@ -188,6 +188,8 @@ elif words[0] == "exec" and words[-1].startswith("for p in"):
     print("1\\n7")
 elif words[0] == "image" and not {has_image}:
     sys.exit(1)
+elif words[0] == "build" and not {builds}:
+    sys.exit("STEP 1\\nno such base")
 elif words[0] == "version" and not {runs}:
     sys.exit("Cannot connect to the Docker daemon")
 """
@@ -198,9 +200,10 @@ def fake(tmp_path, monkeypatch):
     """A program that writes down its arguments: (program, function that returns them)."""
     monkeypatch.setattr(rollouts_containers, "_reapers", {(os.getpid(), str(tmp_path / "fake")): None})
 
-    def fake(has_image=True, runs=True):
+    def fake(has_image=True, runs=True, builds=True):
         path, log = tmp_path / "fake", tmp_path / "log"
-        path.write_text(FAKE.format(python=sys.executable, log=str(log), has_image=has_image, runs=runs))
+        shown = {"has_image": has_image, "runs": runs, "builds": builds}
+        path.write_text(FAKE.format(python=sys.executable, log=str(log), **shown))
         path.chmod(0o755)
         return str(path), lambda: [json.loads(line) for line in log.read_text().splitlines()]
 
@@ -230,6 +233,37 @@ def test_the_arguments_of_the_program(fake, kind):
     assert write == [*inside, rollouts_containers.WRITE, "/workspace/a/b"]
     assert remove == ["rm", "-f", "-v", sandbox.name]
     assert "--network" not in kind(program=program, network=True).run_arguments("x")
+
+
+@pytest.mark.parametrize(
+    ("kind", "offline"),
+    [(PodmanSandboxes, ["--pull=never", "--network=none"]), (DockerSandboxes, ["--network=none"])],
+)
+def test_a_sandbox_begins_again_with_another_image(fake, kind, offline, tmp_path):
+    program, called = fake(has_image=False)
+    made = kind(program=program, image="img:1")
+    sandbox = made.open()
+    assert isinstance(sandbox, ImageSandbox)
+    folder = tmp_path / "environment"
+    folder.mkdir()
+    names = []
+    for text in ("FROM a", "FROM b", "FROM a"):
+        (folder / "Dockerfile").write_text(text)
+        before = len(called())
+        sandbox.use_image(str(folder))
+        asked, build, remove, run, _ = called()[before:]
+        names.append(asked[2])
+        assert asked[:2] == ["image", "inspect"] and asked[2].startswith("localhost/rollouts-built:")
+        assert build == ["build", *offline, "-t", asked[2], str(folder)]
+        assert remove == ["rm", "-f", "-v", sandbox.name] and run[-2] == asked[2]
+    assert names[0] == names[2] != names[1], "a folder is built again when it changes"
+    with pytest.raises(ConfigError, match=r"the image absent:1 is not on this machine\ntype: .* pull absent:1"):
+        sandbox.use_image("absent:1")
+    program, called = fake(has_image=False, builds=False)
+    with pytest.raises(
+        ConfigError, match=r"cannot be built: no such base\n.*--sandbox\.network true.*\ntype: .* build -t"
+    ):
+        made.image_of(str(folder))
 
 
 def test_what_is_missing_is_said_with_what_to_type(fake, tmp_path):

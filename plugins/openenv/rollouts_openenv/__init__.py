@@ -5,7 +5,7 @@ sessions    a session with an OpenEnv server, over a WebSocket
 ors         the environment that plays on a server of the Open Reward Standard
 calls       requests to such a server, and streams of events
 playing     what both have in common: the loop of an episode, rewards, metrics
-service     requests for facts, and their errors
+service     splits and tasks of a server, and texts of what it answers
 """
 
 from __future__ import annotations

@@ -18,9 +18,10 @@ import trio
 from rollouts import Task, Tool
 from rollouts.env.background import Background, background
 from rollouts.env.json_schemas import plain_names, plain_schema
+from rollouts.env.services import Service, check_url
 from rollouts.errors import ConfigError, ServiceLostError
 from rollouts_openenv.playing import OVER, Playing
-from rollouts_openenv.service import Service, as_text, check_url, numbered_tasks, split_name, text_of_blocks
+from rollouts_openenv.service import as_text, numbered_tasks, split_name, text_of_blocks
 from rollouts_openenv.sessions import Held, RefusedError, Session, Step
 
 SEEDS = 2**30

@@ -15,10 +15,11 @@ import trio
 
 from rollouts import Task, Tool
 from rollouts.env.json_schemas import plain_names, plain_schema
+from rollouts.env.services import Service, check_url
 from rollouts.errors import ConfigError, EnvironmentDefinitionError, ServiceLostError, suggestion
 from rollouts_openenv.calls import KEY_HEADER, FailedCallError, Session
 from rollouts_openenv.playing import OVER, Playing
-from rollouts_openenv.service import Service, check_url, numbered_tasks, split_name, text_of_blocks
+from rollouts_openenv.service import numbered_tasks, split_name, text_of_blocks
 
 EXAMPLE = "http://127.0.0.1:8080"
 CALL_SECONDS = 5.0  # how much later than the session's deadline that of a tool is

@@ -265,6 +265,6 @@ def test_keeps_the_contract(url, name, path, capsys):
 
 def test_facts_that_are_no_facts_are_refused(url):
     with pytest.raises(EnvironmentDefinitionError, match="gave no JSON: 'hello'"):
-        from rollouts_openenv.service import Service
+        from rollouts.env.services import Service
 
         Service(url, "OpenEnv server", {}).get("/other")

@@ -6,15 +6,20 @@ what the model then says of itself.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+import contextlib
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from rollouts.author_code import shown
 from rollouts.env.results import AnswerAs, answers_of
 from rollouts.errors import EnvironmentDefinitionError, near_misses
+from rollouts.gateway.exchange import Answered, APIError, Asked
 from rollouts.types import Message, Trajectory
+
+if TYPE_CHECKING:
+    from rollouts.gateway.endpoint import Endpoint
 
 
 class ModelState(msgspec.Struct):
@@ -46,6 +51,30 @@ class ModelAsked(msgspec.Struct):
     role: str
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
+
+
+class ClientAsked(msgspec.Struct):
+    """Arguments of `answer`: a request of a client that speaks to the model of this role."""
+
+    role: str
+    asked: Asked
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """The error that a client gets instead of a reply (`APIError`)."""
+
+    status: int
+    words: str
+    parameter: str | None = None
+    code: str | None = None
+
+
+class ClientAnswer(msgspec.Struct):
+    """The answer to a client, or the error that it gets, and the model's state after it."""
+
+    state: ModelState
+    answered: Answered | None = None
+    refused: Refused | None = None
 
 
 def no_role(name: Any, known: Collection[str]) -> EnvironmentDefinitionError:
@@ -136,6 +165,30 @@ class RemoteModel:
         """The messages that answer the calls of a reply with these texts, for a loop that runs its tools itself."""
         return answers_of(reply, texts, self._state.answer_as)
 
+    @contextlib.asynccontextmanager
+    async def serve(self) -> AsyncIterator[Endpoint]:
+        """Serve this model, on the host of the worker, to a program that speaks the API of OpenAI or Anthropic."""
+        from rollouts.gateway.endpoint import open_endpoint
+
+        await self._ask("release", [])
+        async with open_endpoint(self._answer) as endpoint:
+            yield endpoint
+
+    async def _answer(self, asked: Asked) -> Answered:
+        answer: ClientAnswer = await self._run.ask("answer", ClientAsked(self._role, asked), ClientAnswer)
+        self._take(answer.state)
+        if answer.answered is not None:
+            return answer.answered
+        assert answer.refused is not None, "a client gets an answer or an error"
+        refused = answer.refused
+        raise APIError(refused.status, refused.words, parameter=refused.parameter, code=refused.code)
+
+    @property
+    def infos(self) -> list[tuple[str, int, dict[str, Any]]]:
+        """The `info` of each conversation that has one, with the role and the index of the conversation."""
+        own = [(self._role, place, each.info) for place, each in self._trajectories.items() if each.info]
+        return [*own, *(info for model in self._roles.values() for info in model.infos)]
+
     def place_of(self, trajectory: Any) -> tuple[str, int] | None:
         """The role and the index of one of the model's conversations; None for any other object."""
         models = (self, *self._roles.values())
@@ -147,13 +200,14 @@ class RemoteModel:
         read = [each if isinstance(each, Message) else msgspec.convert(each, Message) for each in texts]
         asked = ModelAsked(self._role, read, tools)
         answer: ModelAnswer = await self._run.ask(method, asked, ModelAnswer)
-        self._state = answer.state
-        if answer.state.place is not None and answer.state.trajectory is not None:
-            self._keep(answer.state.place, answer.state.trajectory)
+        self._take(answer.state)
         return answer.messages
 
-    def _keep(self, place: int, new: Trajectory) -> None:
-        """Update the object that the environment may hold already."""
-        known = self._trajectories.setdefault(place, new)
-        for name in new.__struct_fields__:
-            setattr(known, name, getattr(new, name))
+    def _take(self, state: ModelState) -> None:
+        """Update the object of the last conversation, which the environment may hold already. Its `info` is kept."""
+        self._state = state
+        if state.place is not None and (new := state.trajectory) is not None:
+            known = self._trajectories.setdefault(state.place, new)
+            for name in new.__struct_fields__:
+                if name != "info":
+                    setattr(known, name, getattr(new, name))

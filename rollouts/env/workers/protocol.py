@@ -1,4 +1,4 @@
-"""The messages between a run and a worker, version 2.
+"""The messages between a run and a worker, version 3.
 
 Each message is one line of JSON, an object with a `type`. A worker begins with `hello`. Then the run sends requests,
 and the worker answers each with `answer` or `failure`, in any order. While a worker handles a request it may `ask`: it
@@ -38,7 +38,7 @@ from rollouts.errors import (
     leaves_of,
 )
 
-VERSION = 2
+VERSION = 3
 """The version of the protocol. A run refuses a worker that speaks another one."""
 
 FLOAT = "$float"

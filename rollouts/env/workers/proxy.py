@@ -21,7 +21,7 @@ from rollouts.env import calls
 from rollouts.env.authoring import JudgeMethod, Remote, ToolMethod
 from rollouts.env.results import ToolOutcome
 from rollouts.env.workers.describe import Description, Given, JudgeSent, settings_as_sent
-from rollouts.env.workers.model import ModelAnswer, ModelAsked, ModelState
+from rollouts.env.workers.model import ClientAnswer, ClientAsked, ModelAnswer, ModelAsked, ModelState, Refused
 from rollouts.env.workers.pool import DEATHS_MAX, Lease, WorkerPool
 from rollouts.env.workers.protocol import Ask, decode_value, error_received
 from rollouts.env.workers.remote_sandboxes import RemoteLease, RemoteSandboxes
@@ -29,6 +29,7 @@ from rollouts.env.workers.sessions import (
     BATCH_MAX,
     Batch,
     JudgeRequest,
+    RolloutDone,
     RolloutRequest,
     Shape,
     StreamRequest,
@@ -37,6 +38,7 @@ from rollouts.env.workers.sessions import (
     ToolSent,
 )
 from rollouts.errors import ConfigError, WorkerError, WorkersLostError
+from rollouts.gateway.exchange import APIError
 from rollouts.types import Message, Role, Score, Task, ToolCall, Trajectory
 
 STREAMS = ("tasks", "demonstrations")
@@ -238,27 +240,32 @@ class _Rollout(_Remote):
         task, model = args
         models = {"": _state_of(model), **{name: _state_of(each) for name, each in model.roles.items()}}
 
-        async def serve(ask: Ask) -> ModelAnswer:
+        async def serve(ask: Ask) -> ModelAnswer | ClientAnswer:
+            if ask.method == "answer":
+                return await _answer_client(model, decode_value(ask.arguments, ClientAsked))
             asked: ModelAsked = decode_value(ask.arguments, ModelAsked)
             of_role = model.role(asked.role) if asked.role else model
             if ask.method == "chat":
                 messages = [await of_role.chat(asked.messages, asked.tools)]
             elif ask.method == "say":
                 messages = [await of_role.say(asked.messages)]
+            elif ask.method == "release":
+                of_role.release()
+                messages = []
             else:
                 messages = await of_role.call_tools(asked.messages[0])
             return ModelAnswer(messages, _state_of(of_role))
 
         request = RolloutRequest(task, models)
-        kind = tuple[str, int] | None
-        chosen: tuple[str, int] | None = await self._env.call(
-            "rollout", request, kind=kind, seconds=seconds, serve=serve
-        )
-        if chosen is None:
-            return None
-        role, place = chosen
-        known: list[Trajectory] = (model.role(role) if role else model).trajectories
-        return known[place]
+        done: RolloutDone = await self._env.call("rollout", request, kind=RolloutDone, seconds=seconds, serve=serve)
+
+        def trajectory(role: str, place: int) -> Trajectory:
+            known: list[Trajectory] = (model.role(role) if role else model).trajectories
+            return known[place]
+
+        for role, place, info in done.infos:
+            trajectory(role, place).info = info
+        return None if done.chosen is None else trajectory(*done.chosen)
 
 
 class _Judge(_Remote):
@@ -294,6 +301,17 @@ def _tool_method(env: RemoteEnvironment, sent: ToolSent) -> ToolMethod:
 def _as_function(remote: calls.RemoteCall) -> Any:
     """`rollouts.env.calls` and `rollouts.env.tools` call it in place of a function."""
     return remote
+
+
+async def _answer_client(model: Any, client: ClientAsked) -> ClientAnswer:
+    """The model's answer to a client in the worker."""
+    of_role = model.role(client.role) if client.role else model
+    try:
+        answered = await of_role.answer(client.asked)
+    except APIError as error:
+        refused = Refused(error.status, str(error), error.parameter, error.code)
+        return ClientAnswer(_state_of(of_role), refused=refused)
+    return ClientAnswer(_state_of(of_role), answered)
 
 
 def _state_of(model: Any) -> ModelState:

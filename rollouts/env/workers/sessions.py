@@ -118,6 +118,15 @@ class RolloutRequest(msgspec.Struct):
     models: dict[str, ModelState]
 
 
+class RolloutDone(msgspec.Struct):
+    """What `rollout` returned: the role and the place of a trajectory, None for anything else. `infos` are the `info`
+    of the trajectories, each with its role and place.
+    """
+
+    chosen: tuple[str, int] | None
+    infos: list[tuple[str, int, dict[str, Any]]]
+
+
 class EnvironmentSession:
     """One environment object. `seconds` is the deadline of a request."""
 
@@ -186,13 +195,11 @@ class EnvironmentSession:
         returned = await calls.call(self._env.reply, trajectory, timeout_seconds=seconds)
         return reply_messages(self._env, returned)
 
-    async def rollout(self, asked: RolloutRequest, run: Run) -> tuple[str, int] | None:
-        """Run the environment's own `rollout`. Returns the role and the place of the trajectory that it returned, if
-        the model has it.
-        """
+    async def rollout(self, asked: RolloutRequest, run: Run) -> RolloutDone:
+        """Run the environment's own `rollout`."""
         model = RemoteModel(run, asked.models)
         returned = await calls.call(self._env.rollout, asked.task, model, async_library="trio")
-        return model.place_of(returned)
+        return RolloutDone(model.place_of(returned), model.infos)
 
     async def reward(self, asked: JudgeRequest, seconds: float) -> Score:
         """The verdict of one of the environment's rewards, with the reason if there is one."""

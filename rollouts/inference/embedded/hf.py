@@ -60,6 +60,7 @@ class HFInference:
 
         shares, model = self.training is not None, self.model
         self.capabilities = Capabilities(
+            waits_for_sessions=True,
             in_process=shares,
             owns_weights=shares and self.training.model is not model,
             weights_kind="full" if self.adapter is None else "adapter",
@@ -100,6 +101,11 @@ class HFInference:
         session = self._scheduler.open(order)
         self._decoder.sessions.open(session)
         return session
+
+    def release_session(self, session: str) -> None:
+        """From now on, no batch waits for this session (see `WaitsForSessions`)."""
+        self._scheduler.release(session)
+        self._launch(self._scheduler.take_batch())
 
     def close_session(self, session: str) -> None:
         """End the session: free its cache, and start batches without it. It is safe to close a session twice."""
@@ -142,6 +148,8 @@ class HFInference:
                 )
         finally:
             self._scheduler.remove(pending)
+            if self._scheduler.may_start:
+                self._launch(self._scheduler.take_batch())
         if isinstance(pending.answer, InferenceError):
             raise pending.answer
         return pending.answer

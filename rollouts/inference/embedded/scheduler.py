@@ -3,6 +3,9 @@
 A batch starts when every open session either waits in `generate` or has closed. It contains all waiting requests. When
 a batch starts and how it is sorted depends on the episodes alone, never on the order in which trio runs tasks. A
 request without an open session does not wait for the others: it starts at the next scheduling point.
+
+No batch waits for a released session, whose episode is played by a program with a pace of its own. If all open sessions
+are released, their waiting requests start when no other batch runs.
 """
 
 from __future__ import annotations
@@ -63,6 +66,7 @@ class BatchScheduler:
 
     def __init__(self) -> None:
         self.sessions: set[str] = set()
+        self._released: set[str] = set()
         self._waiting: dict[str, list[PendingRequest]] = {}  # by open session
         self._sessionless: list[PendingRequest] = []  # requests without an open session
         self._running: set[PendingRequest] = set()  # until their waiting tasks continue
@@ -75,9 +79,15 @@ class BatchScheduler:
         self.sessions.add(session)
         return session
 
+    def release(self, session: str) -> None:
+        """From now on, no batch waits for this session."""
+        if session in self.sessions:
+            self._released.add(session)
+
     def close(self, session: str) -> None:
         """Forget the session. Its waiting requests get an InferenceError. It is safe to close a session twice."""
         self.sessions.discard(session)
+        self._released.discard(session)
         for pending in self._waiting.pop(session, []):
             pending.resolve(InferenceError(f"session {session} was closed while it waited for a reply"))
 
@@ -113,9 +123,10 @@ class BatchScheduler:
                 pending.abandon()
 
     def take_batch(self) -> list[PendingRequest]:
-        """All waiting requests, in order, if every open session waits; else an empty list."""
+        """All waiting requests, in order, if every open session waits that is not released; else an empty list."""
         if len(self._waiting) < len(self.sessions):
-            return []
+            if self.missing() or (self._running and len(self._released) == len(self.sessions)):
+                return []
         requests = [pending for waiting in self._waiting.values() for pending in waiting]
         self._waiting.clear()
         return self._take(requests)
@@ -127,7 +138,12 @@ class BatchScheduler:
 
     def missing(self) -> list[str]:
         """The open sessions without a waiting request. The batch waits for them."""
-        return sorted(self.sessions - self._waiting.keys())
+        return sorted(self.sessions - self._waiting.keys() - self._released)
+
+    @property
+    def may_start(self) -> bool:
+        """Whether released sessions alone wait, and no batch runs."""
+        return bool(self._waiting) and not self._running and len(self._released) == len(self.sessions)
 
     def _take(self, requests: list[PendingRequest]) -> list[PendingRequest]:
         self._running.update(requests)

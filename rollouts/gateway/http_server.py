@@ -3,13 +3,13 @@
     await serve_http(handler, listeners, HTTPLimits(), stopping)
 
 `handler` answers one request; a connection has one request at a time. If a client disconnects, its request is
-cancelled. Not here: TLS, compression, and the API (`chat_api`).
+cancelled. Not here: TLS, compression, and the APIs (`api`).
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import h11
@@ -23,19 +23,21 @@ FULL_SECONDS = 0.1  # the time until the next attempt to accept, if the process 
 
 
 class HTTPRequest(NamedTuple):
-    """One request. `path` does not include the query."""
+    """One request. `path` does not include the query. The names of `headers` are in lower case."""
 
     method: str
     path: str
     body: bytes
+    headers: Mapping[str, str] = {}
 
 
 class HTTPResponse(NamedTuple):
-    """One response."""
+    """One response. `on_lost` is called if the client leaves before all of it was sent."""
 
     status: int
     body: bytes
     content_type: str = "application/json"
+    on_lost: Callable[[], None] | None = None
 
 
 class HTTPLimits(NamedTuple):
@@ -136,7 +138,12 @@ class _Connection:
             response = await self._handle(handler, request)
             if response is None:
                 return
-            await self._answer(response, closes=self._stopping.is_set())
+            try:
+                await self._answer(response, closes=self._stopping.is_set())
+            except (trio.BrokenResourceError, trio.TooSlowError):
+                if response.on_lost is not None:
+                    response.on_lost()
+                raise
             if parser.our_state is not h11.DONE or parser.their_state is not h11.DONE:
                 return
             parser.start_next_cycle()
@@ -165,7 +172,8 @@ class _Connection:
                 elif isinstance(event, h11.EndOfMessage):
                     assert head is not None, "a message has a head"
                     path = head.target.decode("ascii", "replace").partition("?")[0]
-                    return HTTPRequest(head.method.decode("ascii", "replace"), path, bytes(body))
+                    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers}
+                    return HTTPRequest(head.method.decode("ascii", "replace"), path, bytes(body), headers)
                 else:  # the client has left
                     return None
         raise _Refused(408, f"the request did not arrive within {limits.receive_seconds:g} seconds")

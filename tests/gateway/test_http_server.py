@@ -10,8 +10,8 @@ import pytest
 import trio
 import trio.testing
 
-from rollouts.serve.chat_api import refusal
-from rollouts.serve.http_server import HTTPLimits, HTTPRequest, HTTPResponse, serve_http
+from rollouts.gateway.api import unreadable as refusal
+from rollouts.gateway.http_server import HTTPLimits, HTTPRequest, HTTPResponse, serve_http
 
 GET = b"GET /x?q=1 HTTP/1.1\r\nHost: h\r\n\r\n"
 

@@ -9,8 +9,9 @@ import trio
 from agent_fakes import END, FakeChat, FakeEngine
 
 from rollouts.errors import InferenceError
-from rollouts.serve.chat_api import ChatAPI, ServedModel
-from rollouts.serve.http_server import HTTPRequest
+from rollouts.gateway.http_server import HTTPRequest
+from rollouts.gateway.single_turns import ServedModel
+from rollouts.runs.serve import handler
 
 USER = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "double", "parameters": {"type": "object"}}}
@@ -32,9 +33,9 @@ class Engine(FakeEngine):
 
 
 def ask(engine, body, *, path="/v1/chat/completions", method="POST", **model):
-    api = ChatAPI(ServedModel("mine", engine, Chat(), **model))
+    handle = handler(ServedModel("mine", engine, Chat(), **model))
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    response = trio.run(api.handle, HTTPRequest(method, path, data))
+    response = trio.run(handle, HTTPRequest(method, path, data))
     return response.status, response.body if response.content_type != "application/json" else json.loads(response.body)
 
 
@@ -157,7 +158,7 @@ def test_models_and_health():
         ({"messages": [USER], "response_format": {"type": "json_object"}}, 400, "response_format is not supported"),
         ({"messages": [USER], "tool_choice": "required"}, 400, "tool_choice is not supported"),
         ({"messages": [USER], "tools": [{"name": "x"}]}, 400, "a tool is"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "parts of text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "reads text only"),
         ({"messages": [{"role": "user", "content": "forbidden"}]}, 400, "the chat template of this model refuses it"),
         ({"messages": [{"role": "user", "content": "x" * 400}]}, 400, "context length is 300"),
         ({"messages": [{"role": "user", "content": "x" * 296}]}, 400, "the conversation has 300 tokens"),

@@ -1,0 +1,158 @@
+"""What a `ChatModel` keeps of its conversations, and how a generation is checked and recorded."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from rollouts.error_log import report
+from rollouts.errors import InferenceError, RolloutsError, leaves_of
+from rollouts.gateway.exchange import cut_at_stop
+from rollouts.inference.base import GenerateRequest, Generation, VersionSpan
+from rollouts.inference.chatting import ChatRequest
+from rollouts.types import Message, Segment, Status, Task, Trajectory
+
+LOGPROB_SLACK = 1e-3  # rounding may make a logprob slightly positive; a larger value is an engine's error
+
+
+class EpisodeOver(Exception):
+    """The episode, or this conversation, has ended. `status` and `reason` say why.
+
+    `ends_conversation`: a request that `chat` has refused for this reason ends its conversation. `is_context`: the
+    conversation is too long for the model.
+    """
+
+    def __init__(
+        self, status: Status, reason: str, *, ends_conversation: bool = False, is_context: bool = False
+    ) -> None:
+        super().__init__(reason)
+        self.status = status
+        self.reason = reason
+        self.ends_conversation = ends_conversation
+        self.is_context = is_context
+
+
+class Wishes(NamedTuple):
+    """What a client wants of one reply: at most `max_tokens` tokens, and an end at the first of the texts `stop`."""
+
+    max_tokens: int | None = None
+    stop: Sequence[str] = ()
+
+
+NO_WISHES = Wishes()
+
+
+class OpenTrajectory(msgspec.Struct, eq=False):
+    """A trajectory in progress. `sampled` are the ids of the last reply; None: the conversation cannot continue."""
+
+    trajectory: Trajectory
+    sampled: list[int] | None = []
+    turns: int = 0
+
+    def extends_to(self, messages: Sequence[Message]) -> bool:
+        """Whether `messages` are this conversation with new messages at its end."""
+        recorded = self.trajectory.messages
+        return len(messages) > len(recorded) and list(messages[: len(recorded)]) == recorded
+
+    def with_task(self, task: Task) -> OpenTrajectory:
+        """A copy with this task. (A checkpoint stores the task separately.)"""
+        return msgspec.structs.replace(self, trajectory=msgspec.structs.replace(self.trajectory, task=task))
+
+
+class ModelState(msgspec.Struct):
+    """The conversations so far, as a checkpoint stores them. `current`: the index of the conversation with the last
+    reply.
+    """
+
+    conversations: list[OpenTrajectory] = []
+    current: int | None = None
+    last_messages: list[Message] = msgspec.field(default_factory=list, name="asked")  # its name in checkpoints
+    sampled_count: int = 0
+    turns: int = 0
+
+
+class TurnRequest(NamedTuple):
+    """One turn to request. `context` are the new ids before the reply, which continue the last segment or start a new
+    one; empty if the engine takes messages. `may_continue`: a limit of the client, not of the episode, cuts the reply.
+    """
+
+    messages: list[Message]
+    schemas: list[dict[str, Any]]
+    request: GenerateRequest | ChatRequest
+    context: Sequence[int] = ()
+    is_new_segment: bool = False
+    may_continue: bool = False
+    stop: Sequence[str] = ()
+
+
+class TakenTurn(NamedTuple):
+    """A recorded reply. `tokens` and `logprobs` are those of the reply [K]; None if the engine takes messages."""
+
+    message: Message
+    is_cut: bool
+    prompt_tokens: int
+    reply_tokens: int
+    tokens: Sequence[int] | None = None
+    logprobs: Sequence[float] = ()
+
+
+def turn_seed(seed: int, group: int, rollout: int, trajectory: int, turn: int, role: str = "") -> int:
+    """The seed of one turn, 0 <= seed < 2**63. It is the same on every machine and in every process. The turns of a
+    role do not depend on how many turns the other roles had before.
+
+    >>> turn_seed(0, 1, 2, 0, 0) == turn_seed(0, 1, 2, 0, 0) != turn_seed(0, 1, 2, 0, 1)
+    True
+    """
+    words = "/".join(map(str, (seed, group, rollout, *([role] if role else []), trajectory, turn))).encode()
+    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big") >> 1
+
+
+async def generate_with(generate: Callable[[Any], Awaitable[Any]], request: Any, engine: Any) -> Any:
+    """The engine's result. If an engine of another package raises an unexpected exception, it becomes an
+    InferenceError.
+    """
+    try:
+        return await generate(request)
+    except Exception as error:
+        name = type(engine).__qualname__
+        is_ours = type(engine).__module__.startswith("rollouts.")
+        if is_ours or all(isinstance(leaf, RolloutsError) for leaf in leaves_of(error)):
+            raise
+        raise InferenceError(f"the inference backend {name} raised {report(error, f'the engine {name}')}") from error
+
+
+def append(segment: Segment, tokens: Sequence[int], weight: float, logprobs: list[float], versions: list[int]) -> None:
+    segment.tokens.extend(tokens)
+    segment.loss_mask.extend([weight] * len(tokens))
+    segment.logprobs.extend(logprobs)
+    segment.versions.extend(versions)
+
+
+def check_generation(generation: Generation, room: int) -> None:
+    """Raise InferenceError for a result that breaks the invariants. Any package can provide an engine."""
+    tokens, logprobs, versions = generation.tokens, generation.logprobs, generation.versions
+    if not len(tokens) == len(logprobs) == len(versions):
+        raise InferenceError(
+            f"the engine returned {len(tokens)} tokens, {len(logprobs)} logprobs and {len(versions)} versions"
+        )
+    if len(tokens) > room:
+        raise InferenceError(f"the engine returned {len(tokens)} tokens, but the limit was {room}")
+    # The usual case needs no Python loop over the tokens.
+    if len(logprobs) and not (max(logprobs) <= LOGPROB_SLACK and math.isfinite(sum(logprobs))):
+        for index, logprob in enumerate(logprobs):
+            if not math.isfinite(logprob) or logprob > LOGPROB_SLACK:
+                raise InferenceError(f"the engine returned the logprob {logprob} for token {index} of {len(tokens)}")
+
+
+def stopped(generation: Generation, stops: Sequence[str], decode: Callable[[Sequence[int]], str]) -> Generation:
+    """The generation up to the token that completes the first of the texts `stops`."""
+    length = cut_at_stop(generation.tokens, stops, decode)
+    if length == len(generation.tokens):
+        return generation
+    spans = [VersionSpan(each.version, each.start, min(each.end, length)) for each in generation.spans]
+    kept = [span for span in spans if span.start < span.end]
+    return Generation(generation.tokens[:length], generation.logprobs[:length], "stop", kept)

@@ -1,0 +1,131 @@
+"""Conversations of a client that has its own copy of the messages: which one a request continues, and with which ids.
+
+A client sends the whole conversation each time, and its copy of a reply may differ from the recorded one: without the
+thinking, with trimmed white space, with the keys of a call in another order. So each reply is found by what the client
+was sent (`prefix_keys`). A request that continues the last reply extends the conversation. One that continues an
+earlier reply starts a branch: a conversation of its own, whose first ids are those of the earlier one, unmasked, so
+that each sampled token is trained once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+import trio
+
+from rollouts.agent.messages import readable_message
+from rollouts.agent.records import EpisodeOver, OpenTrajectory
+from rollouts.env.results import AnswerAs, answers_of
+from rollouts.gateway.exchange import APIError
+from rollouts.types import COUNTS, Message, Segment, Trajectory
+
+
+class SentReply(NamedTuple):
+    """A reply that a client got: the conversation in which it is message `place`, the tools that were offered, and the
+    ids of the reply. The context and the reply are the first `length` tokens of segment `segment`.
+    """
+
+    conversation: OpenTrajectory
+    place: int
+    schemas: list[dict[str, Any]]
+    sampled: list[int]
+    segment: int
+    length: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the conversation ends with this reply."""
+        return len(self.conversation.trajectory.messages) == self.place + 1
+
+    @property
+    def messages(self) -> list[Message]:
+        """The recorded conversation up to this reply."""
+        return self.conversation.trajectory.messages[: self.place + 1]
+
+    def branch(self) -> OpenTrajectory:
+        """A new conversation that begins with the tokens up to this reply. None of them is trained again."""
+        old = self.conversation.trajectory
+        counts = dict.fromkeys(COUNTS, 0.0)
+        new = Trajectory(old.task, self.messages, metrics=counts, tools=self.schemas, role=old.role)
+        if old.segments:
+            tokens = old.segments[self.segment].tokens[: self.length]
+            zeros = [0.0] * len(tokens)
+            new.segments.append(Segment(tokens, zeros, list(zeros), [-1] * len(tokens)))
+        return OpenTrajectory(new, list(self.sampled))
+
+
+@dataclass(eq=False)
+class ServedTurns:
+    """What a model keeps to answer clients: one request at a time is answered, in the order of arrival. `refusal` is
+    why the last request got no reply, if a limit of the episode is the reason.
+    """
+
+    lock: trio.Lock = field(default_factory=trio.Lock)
+    replies: dict[bytes, SentReply] = field(default_factory=dict)  # by `prefix_keys`
+    refusal: EpisodeOver | None = None
+
+
+def prefix_keys(messages: Sequence[Message]) -> list[bytes]:
+    """A key of each prefix of a conversation [len(messages)]. It does not depend on thinking, on the ids of calls, or
+    on white space around a text.
+    """
+    keys, before = list[bytes](), b""
+    for message in messages:
+        before = next_key(before, message)
+        keys.append(before)
+    return keys
+
+
+def next_key(before: bytes, message: Message) -> bytes:
+    """The key of a prefix with one more message."""
+    calls = [(call.name, json.dumps(call.arguments, sort_keys=True)) for call in message.tool_calls]
+    meaning = msgspec.json.encode((message.role, message.text.strip(), calls))
+    return hashlib.blake2b(before + meaning, digest_size=16).digest()
+
+
+def as_recorded(messages: Sequence[Message], answer_as: AnswerAs, reply: Message | None = None) -> list[Message]:
+    """Messages of a client as the conversation keeps them: results of tools get the name of their call and the role
+    that the template reads. `reply` is the recorded message before them.
+
+    Raises APIError for a call without a result, and for a result without a call.
+    """
+    recorded: list[Message] = []
+    last, place = reply, 0
+    while place < len(messages):
+        message = messages[place]
+        if last is not None and last.tool_calls:
+            results = []
+            while place < len(messages) and messages[place].role == "tool":
+                results.append(messages[place])
+                place += 1
+            recorded += _answers(last, results, answer_as)
+            last = None
+        elif message.role == "tool":
+            words = f"the result of the call {message.tool_call_id!r} follows no reply with that call"
+            raise APIError(400, words, parameter="messages")
+        else:
+            recorded.append(readable_message(message))
+            last = recorded[-1] if message.role == "assistant" else None
+            place += 1
+    if last is not None:
+        raise APIError(400, "the last message is the model's: a reply cannot be continued", parameter="messages")
+    return recorded
+
+
+def _answers(reply: Message, results: Sequence[Message], answer_as: AnswerAs) -> list[Message]:
+    """The results of a reply's calls, in the order of the calls. A call that could not be read answers itself."""
+    texts = {result.tool_call_id: result.text for result in results}
+    for call in reply.tool_calls:
+        if call.error is None and call.id not in texts:
+            raise APIError(400, f"the call {call.id!r} of {call.name} has no result", parameter="messages")
+    for number in texts.keys() - {call.id for call in reply.tool_calls}:
+        raise APIError(400, f"the result of the call {number!r} follows no reply with that call", parameter="messages")
+    if not results:  # the client saw no call
+        return []
+    given = [texts[call.id] if call.error is None else f"Error: {call.error}" for call in reply.tool_calls]
+    return [readable_message(each) for each in answers_of(reply, given, answer_as)]

@@ -1,0 +1,102 @@
+"""The core environment `agent`: a program of yours plays each task, with the trained model behind its client.
+
+    rollouts run --env agent --env.command 'python my_agent.py' --data rows.jsonl --reward ./judge.py:score
+
+The program is started once for each episode. It finds the address and the key of the model in the environment variables
+that the clients of OpenAI and Anthropic read, and the task on its standard input, as JSON: {"prompt", "info", "id"}.
+The answer of the task is not sent. The rows are those of `prompts`. The program runs in the sandbox of the run, with
+the working directory of the run.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shlex
+import subprocess
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from rollouts.env.prompts import Prompts
+from rollouts.errors import ConfigError
+from rollouts.types import Task
+
+if TYPE_CHECKING:
+    from rollouts.sandboxes.base import Result, Sandbox
+
+VARIABLES = ".rollouts-variables"
+"""The file in the sandbox with the variables of the program. The arguments of a process would be visible to others."""
+
+SECONDS_MAX = 86_400.0
+"""How long a program may run. The deadline of an episode is shorter, and comes from the run."""
+
+
+@dataclass
+class Agent(Prompts):
+    """Tasks from the rows of a file, each played by a program that speaks the API of OpenAI or Anthropic."""
+
+    command: str = ""  # the program, as a shell command, such as 'python my_agent.py'
+
+    def tasks(self, split: str, rng: random.Random) -> list[Task]:
+        """All tasks of the split, as `Prompts.tasks`. Raises ConfigError if there is no such program."""
+        _check_command(self.command)
+        if not self.data:
+            raise ConfigError("the environment agent needs tasks: type --data rows.jsonl")
+        return super().tasks(split, rng)
+
+    def setup(self, task: Task, sandbox: Sandbox) -> None:
+        """Keep the sandbox of the episode."""
+        self._sandbox = sandbox
+
+    async def rollout(self, task: Task, model: Any) -> None:
+        """Run the program. `trajectory.info["program"]` has what it printed.
+
+        Raises RuntimeError if it fails, or if it ends without a reply of the model.
+        """
+        import trio
+
+        given = {"prompt": task.prompt, "info": task.info, "id": task.id}
+        async with model.serve() as endpoint:
+            result = await trio.to_thread.run_sync(
+                self._run, msgspec.json.encode(given), endpoint.variables, abandon_on_cancel=True
+            )
+        program = {"stdout": result.stdout, "stderr": result.stderr, "exit_code": result.exit_code}
+        for trajectory in model.trajectories:
+            trajectory.info["program"] = program
+        if result.exit_code != 0:
+            raise RuntimeError(f"the program failed: {_last_words(result)}")
+        if model.trajectory is None:
+            raise RuntimeError(
+                f"the program ended without a reply of the model: {_last_words(result)}. It must send its requests to "
+                "OPENAI_BASE_URL or ANTHROPIC_BASE_URL. A sandbox without a network cannot: use --sandbox subprocess"
+            )
+
+    def _run(self, task: bytes, variables: dict[str, str]) -> Result:
+        lines = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
+        command = f". ./{VARIABLES}; cd {shlex.quote(os.getcwd())} && exec sh -c {shlex.quote(self.command)}"
+        return self._sandbox.exec(command, files={VARIABLES: lines}, stdin=task, seconds=SECONDS_MAX)
+
+
+def _check_command(command: str) -> None:
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise ConfigError(f"--env.command {command!r}: {error}; quote it as for a shell") from error
+    if not words:
+        raise ConfigError("the environment agent needs a program: type --env.command 'python my_agent.py'")
+    if "=" in words[0]:  # the shell sets a variable first
+        return
+    found = subprocess.run(
+        ["sh", "-c", 'command -v -- "$1"', "sh", words[0]], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    if found.returncode != 0:
+        raise ConfigError(f"--env.command {command!r}: there is no program {words[0]!r}; type its path")
+
+
+def _last_words(result: Result) -> str:
+    lines = (result.stderr.strip() or result.stdout.strip()).splitlines()
+    printed = f" after it wrote {lines[-1][:300]!r}" if lines else ""
+    killed = "was killed for its memory" if result.was_killed_for_memory else f"ended with code {result.exit_code}"
+    return f"it {killed}{printed}"

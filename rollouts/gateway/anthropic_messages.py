@@ -1,0 +1,183 @@
+"""Anthropic's Messages: `POST /v1/messages`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from rollouts.gateway.exchange import (
+    TOKENS_MAX,
+    Answered,
+    APIError,
+    Asked,
+    Reply,
+    Request,
+    as_json,
+    check_range,
+    event_stream,
+    function_schema,
+    new_id,
+    read_body,
+    text_of,
+)
+from rollouts.gateway.http_server import HTTPResponse
+from rollouts.types import Message, ToolCall
+
+
+class _Said(msgspec.Struct):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[dict[str, Any]]
+
+
+class _Tool(msgspec.Struct):
+    name: str
+    input_schema: dict[str, Any] | None = None
+    description: str | None = None
+    type: str | None = None
+
+
+class _ToolChoice(msgspec.Struct):
+    type: Literal["auto", "any", "tool", "none"] = "auto"
+
+
+class _Body(msgspec.Struct, forbid_unknown_fields=True):
+    """The keys of a request. The last ones, from `metadata` on, are accepted and ignored."""
+
+    messages: list[_Said]
+    max_tokens: int
+    model: str | None = None
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: _ToolChoice | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    metadata: Any = None
+    service_tier: Any = None
+    thinking: Any = None
+    output_config: Any = None
+    context_management: Any = None
+    cache_control: Any = None
+    betas: Any = None
+
+
+def read(body: bytes) -> Request:
+    """The request. Raises APIError."""
+    given = read_body(body, _Body)
+    if not given.messages:
+        raise APIError(400, "messages is empty", parameter="messages")
+    check_range("temperature", given.temperature, 0.0, 100.0)
+    check_range("max_tokens", given.max_tokens, 1, TOKENS_MAX)
+    messages = [Message("system", text)] if (text := text_of(given.system)) else []
+    for said in given.messages:
+        messages += _messages(said)
+    choice = given.tool_choice.type if given.tool_choice else "auto"
+    sampling = {
+        "top_p": given.top_p not in (None, 1),
+        "top_k": given.top_k is not None,
+        "tool_choice": choice in ("any", "tool"),
+    }
+    asked = Asked(
+        messages,
+        [] if choice == "none" else [_schema(tool) for tool in given.tools or []],
+        given.max_tokens,
+        given.temperature,
+        stop=given.stop_sequences or [],
+        unsupported=[key for key, is_asked in sampling.items() if is_asked],
+    )
+    return Request(asked, given.model, bool(given.stream))
+
+
+def write(request: Request, answered: Answered, model: str) -> HTTPResponse:
+    """The response."""
+    (reply,) = answered.replies
+    ends = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+    whole = {
+        "id": new_id("msg_"),
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": _blocks(reply),
+        "stop_reason": "stop_sequence" if reply.stop is not None else ends[reply.finish],
+        "stop_sequence": reply.stop,
+        "usage": {"input_tokens": answered.prompt_tokens, "output_tokens": reply.tokens},
+    }
+    return _stream(whole) if request.stream else as_json(whole)
+
+
+def refuse(error: APIError) -> HTTPResponse:
+    """An error response in Anthropic's format."""
+    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
+    kind = kinds.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return as_json({"type": "error", "error": {"type": kind, "message": str(error)}}, error.status)
+
+
+def _schema(tool: _Tool) -> dict[str, Any]:
+    if tool.type not in (None, "custom"):
+        words = f"the tool {tool.name!r} is of type {tool.type!r}, which runs on Anthropic's servers; define your own"
+        raise APIError(400, words, parameter="tools")
+    return function_schema(tool.name, tool.description, tool.input_schema)
+
+
+def _messages(said: _Said) -> list[Message]:
+    """The messages of one turn. Results of tools become messages of their own."""
+    if isinstance(said.content, str):
+        return [Message(said.role, said.content)]
+    texts: list[dict[str, Any]] = []
+    results, calls, thoughts = list[Message](), list[ToolCall](), list[str]()
+    for block in said.content:
+        kind = block.get("type")
+        if kind == "tool_result":
+            text = text_of(block.get("content"))
+            results.append(Message("tool", text, tool_call_id=str(block.get("tool_use_id"))))
+        elif kind == "tool_use" and isinstance(block.get("input"), dict):
+            calls.append(ToolCall(str(block.get("name")), block["input"], str(block.get("id", ""))))
+        elif kind == "thinking":
+            thoughts.append(str(block.get("thinking", "")))
+        else:
+            texts.append(block)
+    text, reasoning = text_of(texts), "".join(thoughts) or None
+    if said.role == "assistant":
+        return [Message("assistant", text, calls, reasoning=reasoning)]
+    return [*results, *([Message(said.role, text)] if text or not results else [])]
+
+
+def _blocks(reply: Reply) -> list[dict[str, Any]]:
+    message, blocks = reply.message, list[dict[str, Any]]()
+    if message.reasoning:
+        blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
+    if message.text or not message.tool_calls:
+        blocks.append({"type": "text", "text": message.text})
+    for call in message.tool_calls:
+        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments})
+    return blocks
+
+
+def _stream(whole: dict[str, Any]) -> HTTPResponse:
+    """The message as server-sent events, each block in one piece."""
+    begun = {**whole, "content": [], "stop_reason": None, "stop_sequence": None}
+    begun["usage"] = {**whole["usage"], "output_tokens": 0}
+    events: list[dict[str, Any]] = [{"type": "message_start", "message": begun}]
+    for place, block in enumerate(whole["content"]):
+        empty, delta = _delta(block)
+        events += [
+            {"type": "content_block_start", "index": place, "content_block": empty},
+            {"type": "content_block_delta", "index": place, "delta": delta},
+            {"type": "content_block_stop", "index": place},
+        ]
+    ended = {key: whole[key] for key in ("stop_reason", "stop_sequence")}
+    events.append({"type": "message_delta", "delta": ended, "usage": whole["usage"]})
+    events.append({"type": "message_stop"})
+    return event_stream([(event["type"], event) for event in events])
+
+
+def _delta(block: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A block without its content, and the content."""
+    if block["type"] == "tool_use":
+        text = msgspec.json.encode(block["input"]).decode()
+        return {**block, "input": {}}, {"type": "input_json_delta", "partial_json": text}
+    key = "thinking" if block["type"] == "thinking" else "text"
+    return {**block, key: ""}, {"type": f"{key}_delta", key: block[key]}

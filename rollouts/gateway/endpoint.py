@@ -1,0 +1,141 @@
+"""An address for the model of one episode, so that a program with its own client becomes the agent.
+
+    async with model.serve() as endpoint:
+        await run_my_agent(endpoint.base_url, endpoint.key)
+
+The address is on this machine only, and its key belongs to this episode. When the block ends, so does the address.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import trio
+
+from rollouts.gateway.api import API, refusal, unreadable
+from rollouts.gateway.exchange import Answer, APIError
+from rollouts.gateway.http_server import HTTPLimits, HTTPRequest, HTTPResponse, serve_http
+
+LIMITS = HTTPLimits(body_bytes_max=64 << 20, grace_seconds=0.0)
+REPEATS_MAX = 64
+"""How many answers are kept for clients that repeat a request."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a client finds the model: `base_url` for clients of OpenAI's APIs, `url` for Anthropic's, and the `key`."""
+
+    url: str
+    key: str
+
+    @property
+    def base_url(self) -> str:
+        """The base URL of OpenAI's APIs."""
+        return f"{self.url}/v1"
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment variables in which the clients of OpenAI and Anthropic look for address and key. A proxy is
+        not used for this address.
+        """
+        known = os.environ.get("NO_PROXY") or os.environ.get("no_proxy") or ""
+        direct = ",".join(filter(None, (known, "127.0.0.1")))
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_KEY": self.key,
+            "ANTHROPIC_BASE_URL": self.url,
+            "ANTHROPIC_API_KEY": self.key,
+            "NO_PROXY": direct,
+            "no_proxy": direct,
+        }
+
+
+@dataclass(eq=False)
+class _Repeat:
+    """One request that was answered, or will be. `was_lost`: the client left before it had the response."""
+
+    done: trio.Event = field(default_factory=trio.Event)
+    response: HTTPResponse | None = None
+    was_lost: bool = False
+
+
+class _Door:
+    """Checks keys, answers a repeated request once, and keeps the first failure that ends the episode."""
+
+    def __init__(self, answer: Answer, key: str) -> None:
+        self._api, self._key = API(answer, name=None), key
+        self._repeats: dict[tuple[str, bytes], _Repeat] = {}
+        self.failure: Exception | None = None
+        self.scope = trio.CancelScope()
+
+    async def handle(self, request: HTTPRequest) -> HTTPResponse:
+        headers = request.headers
+        given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
+        if not secrets.compare_digest(given.strip().encode(), self._key.encode()):
+            words = "this key belongs to no episode at this address; use the OPENAI_API_KEY that this episode has set"
+            return refusal(request, APIError(401, words, code="invalid_api_key"))
+        try:
+            return await (self._once(request) if request.method == "POST" else self._api.handle(request))
+        except Exception as error:  # it ends the episode, or the run
+            self.failure = self.failure or error
+            self.scope.cancel()
+            return refusal(request, APIError(500, "the episode has failed"))
+
+    async def _once(self, request: HTTPRequest) -> HTTPResponse:
+        """The response. A client that lost it, and asks again, gets the same one."""
+        place = request.path, request.body
+        known = self._repeats.get(place)
+        if known is not None and _is_retry(request):
+            await known.done.wait()
+        if known is not None and known.response is not None and (known.was_lost or _is_retry(request)):
+            known.was_lost = False
+            return known.response
+        repeat = self._repeats[place] = _Repeat()
+        if len(self._repeats) > REPEATS_MAX:
+            del self._repeats[next(iter(self._repeats))]
+
+        def lost() -> None:
+            repeat.was_lost = True
+
+        try:
+            response = await self._api.handle(request)
+            if response.status == 200:
+                repeat.response = response._replace(on_lost=lost)
+            return repeat.response or response
+        finally:
+            repeat.done.set()
+
+
+def _is_retry(request: HTTPRequest) -> bool:
+    """Whether the client says that it sends a request again, as the packages of OpenAI and Anthropic do."""
+    count = request.headers.get("x-stainless-retry-count", "0")
+    return count.isdigit() and int(count) > 0
+
+
+@contextlib.asynccontextmanager
+async def open_endpoint(answer: Answer) -> AsyncIterator[Endpoint]:
+    """Serve `answer` at an address on this machine while the block runs. Requests in flight are cancelled at its end.
+
+    If `answer` raises anything but APIError, the block is cancelled, and this exception is raised at its end.
+    """
+    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    endpoint = Endpoint(f"http://127.0.0.1:{listener.socket.getsockname()[1]}", f"rollouts-{secrets.token_urlsafe(24)}")
+    door = _Door(answer, endpoint.key)
+    try:
+        async with trio.open_nursery() as nursery:
+            door.scope = nursery.cancel_scope
+            nursery.start_soon(serve_http, door.handle, unreadable, [listener], LIMITS, trio.Event())
+            yield endpoint
+            nursery.cancel_scope.cancel()
+    except BaseExceptionGroup as group:
+        if door.failure is None or not isinstance(group, ExceptionGroup):
+            error = group.exceptions[0] if len(group.exceptions) == 1 else group
+            raise error from error.__cause__
+    finally:
+        listener.socket.close()
+    if door.failure is not None:
+        raise door.failure

@@ -1,0 +1,103 @@
+"""The environment `agent`: a program of the user plays the tasks."""
+
+from __future__ import annotations
+
+import json
+import random
+import shlex
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+import rollouts
+from rollouts.env.agent import Agent
+from rollouts.errors import ConfigError
+
+PROGRAM = """
+import json, os, sys, urllib.request
+
+task = json.load(sys.stdin)
+assert sorted(task) == ["id", "info", "prompt"], task
+assert "SECRET_API_KEY" not in os.environ
+print("playing", task["prompt"])
+
+def ask(text):
+    body = {"model": "gpt-9", "messages": [{"role": "user", "content": text}]}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode())
+    request.add_header("authorization", "Bearer " + os.environ["OPENAI_API_KEY"])
+    request.add_header("content-type", "application/json")
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)["choices"][0]["message"]["content"]
+
+number = int(task["prompt"].split()[-1])
+if number == 1:
+    sys.exit("no luck with 1")
+if number == 2:
+    sys.exit(0)
+ask(task["prompt"])
+if number == 3:
+    import subprocess, time
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    open("pids.txt", "a").write(f"{os.getpid()} {child.pid} ")
+    time.sleep(600)
+ask("and now?")
+"""
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SECRET_API_KEY", "x")
+    Path("agent.py").write_text(PROGRAM)
+    Path("judge.py").write_text("def score(trajectory):\n    return float(len(trajectory.last_text))\n")
+    rows = [json.dumps({"prompt": f"Say {number}", "answer": number, "id": str(number)}) for number in range(1, 9)]
+    Path("rows.jsonl").write_text("\n".join(rows))
+    Path("empty.jsonl").write_text('{"prompt": "Say 9", "id": "9"}')
+
+
+def test_programs_play_and_fail_without_ending_the_run(files):
+    command = f"{shlex.quote(sys.executable)} agent.py"
+    settings = {
+        "env": {"name": "agent", "command": command, "data": "rows.jsonl", "eval_data": "empty.jsonl"},
+        "reward": "./judge.py:score",
+        "loss": "grpo",
+        "steps": 1,
+        "prompts_per_step": 8,
+        "samples_per_prompt": 2,
+        "over_sampling": 1.0,
+        "retries": 0,
+        "max_tokens": 40,
+        "episode_seconds": 8,
+        "eval_tasks": 0,
+        "filter": "none",
+        "max_failures": 20,
+        "out": "run",
+    }
+    rollouts.run(**settings)
+    lines = [json.loads(line) for line in Path("run/trajectories/step_000000.jsonl").read_text().splitlines()]
+    played = {line["task"]["id"]: line for line in lines}
+    assert set(played) == {str(number) for number in range(1, 9)}
+    assert "code 1 after it wrote 'no luck with 1'" in played["1"]["error"]
+    assert "ended without a reply of the model" in played["2"]["error"]
+    assert (played["3"]["status"], played["3"]["reward"]) == ("timeout", None)
+    done = [played[str(number)] for number in range(4, 9)]
+    assert {line["status"] for line in done} <= {"completed", "truncated"}
+    assert done[0]["info"]["program"] == {"stdout": "playing Say 4\n", "stderr": "", "exit_code": 0}
+    for pid in map(int, Path("pids.txt").read_text().split()):
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"data": "rows.jsonl"}, "type --env.command 'python my_agent.py'"),
+        ({"command": "no-such-program --now", "data": "rows.jsonl"}, "there is no program 'no-such-program'"),
+        ({"command": "python 'x", "data": "rows.jsonl"}, "No closing quotation"),
+        ({"command": "cd . && python agent.py"}, "type --data rows.jsonl"),
+    ],
+)
+def test_a_mistake_is_found_before_the_run(files, settings, words):
+    with pytest.raises(ConfigError, match=words):
+        Agent(**settings).tasks("train", random.Random(0))
