@@ -98,21 +98,21 @@ def look_in_replies(subject: Subject) -> None:
     pairs = judged(subject)
     answers = [str(each.task.answer) if isinstance(each.task.answer, str | int | float) else "" for each, _ in pairs]
 
-    async def told() -> list[str]:
+    async def given_away() -> list[str]:
         texts = []
         for (each, wanted), answer in zip(pairs, answers, strict=True):
             agent = says(WRONG_REPLY, answer)
             played = await play(subject, each.task, agent, turns=2)
             said = played.trajectory.messages[len(each.task.messages) + 1 :]
             text = said[0].text if said and said[0].role == "user" else ""
-            is_told = re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", text, re.IGNORECASE) if answer else None
-            if is_told is None or played.reward is None or played.reward < wanted - SLACK:
+            is_shown = re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", text, re.IGNORECASE) if answer else None
+            if is_shown is None or played.reward is None or played.reward < wanted - SLACK:
                 return []
             texts.append(text)
         return texts
 
-    if len(set(answers)) > 1 and (texts := in_trio(told)):
+    if len(set(answers)) > 1 and (texts := in_trio(given_away)):
         place = place_of_function(getattr(subject.component, "reply", None))
-        seen = f"`reply` tells the answer, such as {shown(texts[0])}, and the next reply earns the reward ({place})"
+        seen = f"`reply` shows the answer, such as {shown(texts[0])}, and the next reply earns the reward ({place})"
         tried = f"reply with {WRONG_REPLY!r}, then with the answer, in every task"
-        raise FailedError(tried, seen, "end the episode there, or pay less for an answer that was told")
+        raise FailedError(tried, seen, "end the episode there, or pay less for an answer that was shown")
