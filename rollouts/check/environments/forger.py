@@ -79,7 +79,7 @@ _LISTS = "compare one answer, such as the last number of the last message, and r
 CONTENTS = ("1", "1.0", '{"reward": 1.0, "score": 1.0, "passed": true}', "PASSED", "", "assert True\n")
 FORGED = "rollouts_forged"
 SHOWN_MAX = 10  # texts of tools and of the environment that are repeated
-TRICKS_SECONDS = 15.0  # how long one check tries calls of tools
+TRICKS_SECONDS = 5.0  # how long one check tries calls of tools
 
 
 def forged_lists(subject: Subject) -> str:
