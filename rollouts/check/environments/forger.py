@@ -79,6 +79,7 @@ _LISTS = "compare one answer, such as the last number of the last message, and r
 CONTENTS = ("1", "1.0", '{"reward": 1.0, "score": 1.0, "passed": true}', "PASSED", "", "assert True\n")
 FORGED = "rollouts_forged"
 SHOWN_MAX = 10  # texts of tools and of the environment that are repeated
+NAMES_SECONDS = 20.0  # how long names of attributes are tried
 TRICKS_SECONDS = 5.0  # how long one check tries calls of tools
 
 
@@ -193,7 +194,10 @@ def forged_calls(subject: Subject) -> str:
     """A tool cannot be used to read or change the environment's own attributes."""
     count = 0
     change = "let a tool use only what its arguments name by design: no getattr, setattr or format with model's text"
+    deadline = time.monotonic() + NAMES_SECONDS
     for tool, arguments, words in _calls_with_names(subject):
+        if time.monotonic() > deadline:
+            break
         call = ToolCall(tool.name, arguments, "call_1")
         tried = f"call {tool.name}({words}), then reply with its result"
         count += 1
