@@ -23,12 +23,14 @@ assert sorted(task) == ["id", "info", "prompt"], task
 assert "SECRET_API_KEY" not in os.environ
 print("playing", task["prompt"])
 
-def ask(text):
-    body = {"model": "gpt-9", "messages": [{"role": "user", "content": text}]}
+def ask(text, key=os.environ["OPENAI_API_KEY"], **more):
+    body = {"model": "gpt-9", "messages": [{"role": "user", "content": text}], **more}
     request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode())
-    request.add_header("authorization", "Bearer " + os.environ["OPENAI_API_KEY"])
+    request.add_header("authorization", "Bearer " + key)
     request.add_header("content-type", "application/json")
     with urllib.request.urlopen(request) as answer:
+        if more:
+            return answer.read(20)  # and it disconnects in the stream
         return json.load(answer)["choices"][0]["message"]["content"]
 
 number = int(task["prompt"].split()[-1])
@@ -36,6 +38,18 @@ if number == 1:
     sys.exit("no luck with 1")
 if number == 2:
     sys.exit(0)
+if number == 5:
+    for _ in range(1000):
+        print("x" * 10_000)
+if number == 6:
+    import socket
+    raw = socket.create_connection(("127.0.0.1", int(os.environ["OPENAI_BASE_URL"].split(":")[2].split("/")[0])))
+    raw.sendall(bytes(range(256)) * 100)
+    raw.close()
+if number == 7:
+    ask(task["prompt"], stream=True)
+if number == 8:
+    ask(task["prompt"], key="rollouts-of-another-episode")
 ask(task["prompt"])
 if number == 3:
     import subprocess, time
@@ -82,9 +96,12 @@ def test_programs_play_and_fail_without_ending_the_run(files):
     assert "code 1 after it wrote 'no luck with 1'" in played["1"]["error"]
     assert "ended without a reply of the model" in played["2"]["error"]
     assert (played["3"]["status"], played["3"]["reward"]) == ("timeout", None)
-    done = [played[str(number)] for number in range(4, 9)]
+    assert "code 1 after it wrote 'urllib.error.HTTPError: HTTP Error 401" in played["8"]["error"]
+    done = [played[str(number)] for number in range(4, 8)]
     assert {line["status"] for line in done} <= {"completed", "truncated"}
     assert done[0]["info"]["program"] == {"stdout": "playing Say 4\n", "stderr": "", "exit_code": 0}
+    flood = done[1]["info"]["program"]["stdout"]
+    assert flood.startswith("playing Say 5\nxxx") and len(flood) < 1_000_000
     for pid in map(int, Path("pids.txt").read_text().split()):
         assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 

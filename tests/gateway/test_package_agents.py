@@ -198,6 +198,29 @@ def test_real_clients_get_errors_that_they_know_and_lose_nothing() -> None:
     assert returned == ["two"] and [each.last_text for each in episode.trajectories] == ["one", "two", "three"]
 
 
+def test_a_real_client_that_times_out_asks_again_and_is_trained_once() -> None:
+    openai = pytest.importorskip("openai", reason="openai is not installed: pip install -r requirements-test.txt")
+    engine = ByteEngine("one")
+    engine.blocks = True
+
+    async def unblock() -> None:
+        await engine.blocked.wait()
+        engine.blocks = False
+
+    async def agent(endpoint: Any, prompt: str) -> str:
+        messages: Any = [{"role": "user", "content": prompt}]
+        async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.key, timeout=1.0) as client:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(unblock)
+                completion = await client.chat.completions.create(model="any", messages=messages)
+        return str(completion.choices[0].message.content)
+
+    episode, returned = served(Case(agent), 7, engine, chat_for("qwen2_5"))
+    assert returned == ["one"] and [each.last_text for each in episode.trajectories] == ["one"]
+    assert len(engine.turns) == 1
+    check_exact(episode, engine)
+
+
 @pytest.mark.adapters
 @pytest.mark.parametrize("case", LIGHT + HEAVY, ids=name_of)
 def test_fifty_episodes_of_each_package_are_exact(case: Case) -> None:
