@@ -39,6 +39,17 @@ def ask(engine, body, *, path="/v1/chat/completions", method="POST", **model):
     return response.status, response.body if response.content_type != "application/json" else json.loads(response.body)
 
 
+def test_tokens_are_counted_without_sampling():
+    engine = Engine("hello")
+    asked = {"model": "mine", "messages": [USER], "system": "Be brief."}
+    status, counted = ask(engine, asked, path="/v1/messages/count_tokens")
+    assert status == 200 and not engine.turns and not engine.opened
+    _, answer = ask(engine, {**asked, "max_tokens": 9}, path="/v1/messages")
+    assert counted == {"input_tokens": answer["usage"]["input_tokens"]}
+    status, answer = ask(engine, asked, path="/v1/messages")
+    assert status == 400 and "missing required field `max_tokens`" in answer["error"]["message"]
+
+
 def test_a_conversation_is_answered():
     engine = Engine("hello")
     asked = {
