@@ -23,16 +23,48 @@ settings.load_profile("busy")
 sys.path.append(str(Path(__file__).parent))  # for `import forks`
 
 
+_freeze = gc.freeze
+IMPORTS = 100  # so many modules are worth excluding
+
+
 @pytest.fixture(autouse=True)
-def forget_modules_of_tests(tmp_path_factory):
-    """A file that a test wrote and imported by its name, as `broken.py`, is not the next test's module of that name."""
+def forget_modules_of_tests(request, tmp_path_factory):
+    """A file that a test wrote and imported by its name, as `broken.py`, is not the next test's module of that name.
+    What a test imported, such as torch, is excluded from the garbage collections of the next ones.
+    """
     modules, path = set(sys.modules), list(sys.path)
     yield
+    if len(sys.modules) > len(modules) + IMPORTS and not getattr(request.module, "WHOLE_COLLECTIONS", False):
+        gc.collect()
+        _freeze()
     written = str(tmp_path_factory.getbasetemp())
     for name in set(sys.modules) - modules:
         if (getattr(sys.modules[name], "__file__", None) or "").startswith(written):
             del sys.modules[name]
     sys.path[:] = [folder for folder in sys.path if folder in path or not folder.startswith(written)]
+
+
+LONGEST = """
+    plugins/ray/tests/test_ray.py tests/runs/test_phases.py tests/runs/test_resume.py tests/test_chaos.py
+    plugins/openenv/tests/test_openenv.py tests/first_notes/test_audit.py tests/test_scaffold.py
+    tests/training/backends/test_fsdp.py tests/test_main_job.py tests/workers/test_installs.py
+    environments/python/tests/test_python.py tests/runs/test_seeds.py tests/test_bad_input.py
+    tests/test_example_scripts.py plugins/gymnasium/tests/test_environment.py tests/runs/test_interrupted.py
+    plugins/text_rewards/tests/test_text_rewards.py tests/test_gallery.py tests/test_depth.py
+""".split()  # the modules that take longest
+
+
+def pytest_collection_modifyitems(config, items):
+    """The longest modules first, so that none of them begins as the others end; then those with slow tests."""
+    root, ranks = config.rootpath, {name: rank for rank, name in enumerate(LONGEST)}
+    missing = [name for name in LONGEST if not (root / name).is_file()]
+    assert not missing, f"tests/conftest.py names files that are gone: {missing}"
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    order = {
+        path: (ranks.get(path.relative_to(root).as_posix(), len(ranks)), path not in slow)
+        for path in {item.path for item in items}
+    }
+    items.sort(key=lambda item: order[item.path])
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -156,7 +156,8 @@ def test_one_seed_is_one_result(here):
     """More evaluation tasks than live episodes too: the batches of the engine depend on counts only. One run has a hash
     seed of its own.
     """
-    size = ["--env", "calculator", "--steps", 3, "--prompts-per-step", 4, "--eval-tasks", 260, "--max-tokens", 32]
+    size = ["--env", "calculator", "--steps", 3, "--prompts-per-step", 4, "--eval-tasks", 40, "--max-tokens", 32]
+    size += ["--concurrency", 24]
     command(*size, "--seed", 3, "--out", "a", is_fork=False)
     command(*size, "--seed", 3, "--out", "b")
     command(*size, "--seed", 4, "--out", "c", "--eval-tasks", 8)

@@ -16,6 +16,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from types import MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 _Scope = tuple[dict[str, Any], dict[str, Any]]
 
@@ -120,10 +121,19 @@ def _plain_function(component: Any) -> Any:
             component = type(component).__call__
 
 
+_COMMENTS: WeakKeyDictionary[type, Mapping[str, str]] = WeakKeyDictionary()
+
+
 def _field_comments(klass: type) -> Mapping[str, str]:
     """The comments after the fields of a dataclass. Empty if its source cannot be read."""
     if not dataclasses.is_dataclass(klass):
         return {}
+    if klass not in _COMMENTS:  # reading the source of a class takes a millisecond
+        _COMMENTS[klass] = _read_comments(klass)
+    return _COMMENTS[klass]
+
+
+def _read_comments(klass: type) -> Mapping[str, str]:
     try:
         source = textwrap.dedent(inspect.getsource(klass))
         body = ast.parse(source).body[0]

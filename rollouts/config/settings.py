@@ -10,6 +10,7 @@ from their signatures.
 from __future__ import annotations
 
 import enum
+import functools
 import math
 import re
 import typing
@@ -349,6 +350,7 @@ class Settings:
     out: str = ""
 
 
+@functools.cache
 def setting_infos() -> tuple[Setting, ...]:
     """Every core setting, in the order of help and files."""
     defaults, hints, docs = Settings(), typing.get_type_hints(Settings), argument_docs(Settings.__doc__)

@@ -5,12 +5,13 @@ A component is an entry point of the group `rollouts.<kind>`. A hook plugin is a
 point. Finding and listing import no component:
 `rollouts.plugins.loading` imports them. `rollouts.plugins.manager` also finds the components that hook plugins provide.
 
-Nothing is cached, so a package that you install in a running notebook is found. Reading the metadata of a hundred
-distributions takes one or two milliseconds.
+A package that you install in a running notebook is found. The metadata of a distribution is read once, and again when
+its files have changed.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections import Counter
@@ -312,8 +313,36 @@ def scan(path: list[str] | None = None) -> Scan:
     return Scan([ref for ref in refs if ref.kind != HOOKS], [ref for ref in refs if ref.kind == HOOKS], faults)
 
 
-def _refs_of(distribution: Distribution) -> Iterator[ComponentRef]:
-    """The references of one distribution. Most distributions have none, so their metadata is not parsed."""
+_READ: dict[str, tuple[object, list[ComponentRef]]] = {}
+"""What the metadata folders held, by path: a run finds a dozen components, and reads all metadata for each of them."""
+
+
+def _refs_of(distribution: Distribution) -> Iterable[ComponentRef]:
+    """The references of one distribution."""
+    folder = getattr(distribution, "_path", None)
+    if not isinstance(folder, Path):  # such as a part of a zip archive
+        return _read_refs(distribution)
+    points = _stamp(f"{folder}/entry_points.txt")
+    if points is None:
+        return ()
+    stamp = (points, _stamp(f"{folder}/METADATA"), _stamp(f"{folder}/PKG-INFO"))
+    read = _READ.get(str(folder))
+    if read is None or read[0] != stamp:
+        read = _READ[str(folder)] = stamp, list(_read_refs(distribution))
+    return read[1]
+
+
+def _stamp(file: str) -> tuple[int, int, int] | None:
+    """What changes when a file is written. None if there is no such file."""
+    try:
+        found = os.stat(file)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _read_refs(distribution: Distribution) -> Iterator[ComponentRef]:
+    """The references in the metadata. Most distributions have none, so their metadata is not parsed."""
     if "rollouts" not in (distribution.read_text("entry_points.txt") or ""):
         return
     groups = {"rollouts": HOOKS} | {f"rollouts.{kind}": kind for kind in KINDS}

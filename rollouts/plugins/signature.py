@@ -96,9 +96,12 @@ def check_signature(component: Any, kind: str, label: str) -> Signature:
             check_signature(term.function, kind, f"{label}, term {_label_of(term.function)}")
         return read_signature(component, kind)
     fault = next(filter(None, _faults(component, kind, label)), "")
+    if not fault:
+        signature = read_signature(component, kind)
+        fault = mixing_fault(kind, signature.requests) or _clash(signature)
     if fault:
         raise SignatureError(f"{label}: {fault}")
-    return read_signature(component, kind)
+    return signature
 
 
 def _faults(component: Any, kind: str, label: str) -> Iterator[str]:
@@ -121,9 +124,6 @@ def _faults(component: Any, kind: str, label: str) -> Iterator[str]:
                 f"    return {name}(params, lr=lr, weight_decay=weight_decay)"
             )
         yield fault
-    signature = read_signature(component, kind)
-    yield mixing_fault(kind, signature.requests)
-    yield _clash(signature)
 
 
 def keywords_of(component: Any, settings: Mapping[str, Any]) -> dict[str, Any]:

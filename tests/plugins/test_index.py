@@ -66,6 +66,29 @@ def test_two_distributions_with_one_name(make_distribution):
     assert load_component(find_component("environments", "acme/calc9")).__module__ == "acme"
 
 
+def test_what_changes_while_a_program_runs_is_found(make_distribution):
+    """Metadata is read once and kept, but not longer than it is true."""
+
+    def found():
+        return [(ref.name, ref.value, ref.version) for ref in installed_components("rewards") if "acme" in ref.value]
+
+    assert found() == []
+    folder = make_distribution("acme", {"rollouts.rewards": {"brevity": "acme:brevity"}})
+    info = folder / "acme-1.0.dist-info"
+    assert found() == found() == [("brevity", "acme:brevity", "1.0")]
+    (info / "entry_points.txt").write_text("[rollouts.rewards]\nlength = acme:length\n")
+    assert found() == [("length", "acme:length", "1.0")], "changed in place"
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0.1\n")
+    assert found() == [("length", "acme:length", "1.0.1")]
+    (info / "entry_points.txt").unlink()
+    assert found() == []
+    (info / "entry_points.txt").write_text("[rollouts.rewards]\nthis line has no equals sign\n")
+    assert found() == [] and "acme" in "".join(scan().faults)
+    assert "acme" in "".join(scan().faults), "a fault is not forgotten"
+    (info / "entry_points.txt").write_text("[rollouts.rewards]\nbrevity = acme:brevity\n")
+    assert found() == [("brevity", "acme:brevity", "1.0.1")]
+
+
 def test_unknown_name_says_near_misses_what_is_there_and_what_to_type(make_distribution):
     make_distribution(
         "acme", {"rollouts.environments": {"calc9": "acme:Calc"}, "rollouts.rewards": {"short": "acme:s"}}

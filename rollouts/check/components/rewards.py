@@ -51,14 +51,24 @@ def any_reply(subject: Subject) -> str:
     """It judges every reply without an exception: empty, very long, unicode, a failed call, no reply at all."""
     episodes = _episodes(subject)
     values(subject)
-    for each in episodes:
-        with trying(f"judge {each.words}", "return a number for any reply: 0 if it is no answer", subject.function):
-            _judge(subject, subject.function, [each, each])
+    judged: list[Played] = []
+
+    async def each_twice() -> None:  # in one trio run, which keeps the processes of a reward that has some
+        for each in episodes:
+            with trying(f"judge {each.words}", "return a number for any reply: 0 if it is no answer", subject.function):
+                await _judged(subject, subject.function, [each, each])
+            judged.append(each)
+
+    in_trio(each_twice, parts=judged)
     return counted(len(episodes), "episode")
 
 
 def _judge(subject: Subject, function: Function, episodes: Sequence[Played]) -> list[float | None]:
     """The values for these episodes, as a run reads them. Raises RewardError, and what the reward raises."""
+    return in_trio(_judged, subject, function, episodes)
+
+
+async def _judged(subject: Subject, function: Function, episodes: Sequence[Played]) -> list[float | None]:
     requests = read_signature(function, "rewards").requests
     fresh = [msgspec.convert(msgspec.to_builtins(each.trajectory), Trajectory) for each in episodes]
     label = subject.found.label
@@ -66,7 +76,7 @@ def _judge(subject: Subject, function: Function, episodes: Sequence[Played]) -> 
     def read(returned: Any, trajectory: Trajectory) -> float | None:
         return check_turns(read_verdict(label, 1.0, returned), trajectory.turns).value
 
-    async def judge() -> list[float | None]:
+    try:
         if any(name in GROUP_REWARD for name in requests):
             group = {"tasks": [each.task for each in fresh], "trajectories": fresh}
             arguments = [group[name] for name in requests]
@@ -83,9 +93,6 @@ def _judge(subject: Subject, function: Function, episodes: Sequence[Played]) -> 
             convert = functools.partial(read, trajectory=trajectory)
             found.append(await calls.call(function, *arguments, timeout_seconds=REWARD_SECONDS, convert=convert))
         return found
-
-    try:
-        return in_trio(judge)
     except trio.TooSlowError:
         seen = f"it took longer than {REWARD_SECONDS:g} seconds{at(function)}"
         raise FailedError("judge an episode", seen, "do less, or give what it waits for a deadline") from None

@@ -216,16 +216,22 @@ def script_for(subject: Subject, task: Task) -> list[Message]:
     return replies or example_script(subject)
 
 
-def in_trio(function: Callable[..., Awaitable[T]], *args: Any, seconds: float = CHECK_SECONDS) -> T:
+def in_trio(
+    function: Callable[..., Awaitable[T]], *args: Any, seconds: float = CHECK_SECONDS, parts: Sequence[Any] = ()
+) -> T:
     """The result of an async function, run by trio in a thread of its own. Raises FailedError, with the author's line,
-    if it does not end in time: the environment then blocks the event loop, or ignores its cancellation.
+    if it does not end in time: the environment then blocks the event loop, or ignores its cancellation. If the
+    function appends to `parts`, each part has this time.
     """
     results: list[outcome.Outcome[T]] = []
     thread = threading.Thread(
         target=lambda: results.append(outcome.capture(trio.run, function, *args)), name="rollouts-check", daemon=True
     )
     thread.start()
-    thread.join(seconds)
+    done = -1
+    while thread.is_alive() and len(parts) > done:
+        done = len(parts)
+        thread.join(seconds)
     if results:
         return results[0].unwrap()
     place = _place_of_thread(thread)
