@@ -14,7 +14,8 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import trio
 
@@ -69,6 +70,16 @@ if TYPE_CHECKING:
     from rollouts.chat.format import ChatFormat
 
 
+class Opponent(NamedTuple):
+    """The engine of a role that is not trained, entered, and its chat format (None: it takes messages)."""
+
+    engine: InferenceBackend
+    chat: ChatFormat | None
+
+
+NO_OPPONENTS: Mapping[str, Opponent] = MappingProxyType({})
+
+
 async def run_episode(
     task: Task,
     *,
@@ -84,8 +95,10 @@ async def run_episode(
     tools: Sequence[AddedTool] = (),
     sandboxes: Sandboxes | RemoteSandboxes | None = None,
     shared: Callable[[], SharedValue] | None = None,
+    opponents: Mapping[str, Opponent] = NO_OPPONENTS,
 ) -> Episode:
-    """Run one episode in a new environment, and judge it. `tools` are added to those of the environment. If its `setup`
+    """Run one episode in a new environment, and judge it. `opponents` are the models of roles that are not trained: no
+    reward judges them, and they have no result. `tools` are added to those of the environment. If its `setup`
     names `sandbox`, `sandboxes` opens one, which is closed after the environment's `close`. If it names `shared`,
     `shared` returns that value; None: one for each `make_env`.
 
@@ -107,7 +120,7 @@ async def run_episode(
         inference if isinstance(inference, SuspendableEngine) else SuspendableEngine(inference, None, order, session)
     )
     engine.clock.begin()
-    episode_run = EpisodeRun(engine, task, make_env, chat, limits, seed, tools, sandboxes, shared)
+    episode_run = EpisodeRun(engine, task, make_env, chat, limits, seed, tools, sandboxes, shared, opponents=opponents)
     engine.snapshot = episode_run.snapshot
     results: dict[str, tuple[Score, dict[str, float]]] = {}
     try:
@@ -115,7 +128,7 @@ async def run_episode(
         engine.close_session(session)
         status, error = episode_run.finish(status, error)
         try:
-            for role, trajectory in episode_run.judged.items() if not status.is_infrastructure else ():
+            for role, trajectory in episode_run.played.items() if not status.is_infrastructure else ():
                 results[role] = await judge(
                     episode_run.env, trajectory, rewards, limits.reward_seconds, on_invalid_reward
                 )
@@ -129,7 +142,7 @@ async def run_episode(
         status, error = episode_run.finish(Status.ENVIRONMENT_ERROR, close_error)
     if status.is_infrastructure:
         failed = Score(None, {}, f"{status.value}: {error}")
-        results = {role: (failed, results[role][1] if role in results else {}) for role in episode_run.judged}
+        results = {role: (failed, results[role][1] if role in results else {}) for role in episode_run.played}
     return episode_run.result(results)
 
 
@@ -191,6 +204,13 @@ class EpisodeRun:
     trajectories: list[Trajectory] = field(default_factory=list)
     judged: dict[str, Trajectory] = field(default_factory=dict)  # by role; "" in an environment without roles
     lease: Any = None  # a Lease, or that of an environment in a worker
+    opponents: Mapping[str, Opponent] = field(default_factory=dict)
+    sessions: list[SuspendableEngine] = field(default_factory=list)  # of opponents
+
+    @property
+    def played(self) -> dict[str, Trajectory]:
+        """The judged trajectory of each role of the policy."""
+        return {role: each for role, each in self.judged.items() if role not in self.opponents}
 
     @property
     def can_restore(self) -> bool:
@@ -318,6 +338,8 @@ class EpisodeRun:
         """Run the environment's `close` and close the sandbox, also under cancellation. Returns the reason if one of
         them failed, or if the sandbox was lost, which the environment's code may have hidden.
         """
+        for engine in self.sessions:
+            engine.close_session(engine.session)
         seconds, opened, self.opened = self.limits.cleanup_seconds, self.opened, []
         failures = [await close_environment(each, seconds) for each in (*reversed(opened), self.env)]
         why = next(filter(None, failures), None)
@@ -335,13 +357,24 @@ class EpisodeRun:
         def model(role: Role, models: Mapping[str, ChatModel]) -> ChatModel:
             tools = {tool.name: tool for tool in of_role(self.all_tools, role.name)}
             schemas = [schema_of(tool) for tool in tools.values()]
-            return ChatModel(
-                self.engine, self.task, self.chat, self.limits, self.seed, tools, schemas, role, turns, models
-            )
+            engine, chat = self._engine_of(role.name)
+            return ChatModel(engine, self.task, chat, self.limits, self.seed, tools, schemas, role, turns, models)
 
         if self.role:
             return model(roles[self.role], {})
         return model(NO_ROLE, {name: model(role, {}) for name, role in roles.items()})
+
+    def _engine_of(self, role: str) -> tuple[SuspendableEngine, ChatFormat | None]:
+        """The engine and the chat format of a role."""
+        opponent = self.opponents.get(role)
+        if opponent is None:
+            return self.engine, self.chat
+        order = self.engine.order
+        session = opponent.engine.open_session(order)
+        engine = SuspendableEngine(opponent.engine, None, order, session, clock=self.engine.clock)
+        engine.release()  # the opponent's other episodes may wait for the policy, and would wait for each other forever
+        self.sessions.append(engine)
+        return engine, opponent.chat
 
     async def respond(self, model: ChatModel, reply: Message) -> list[Message] | None:
         """The conversation up to `reply`, with the answers of tools or of the environment; None if the episode ends."""
@@ -397,7 +430,8 @@ class EpisodeRun:
         failed = next((end for end in ends if end[0].is_infrastructure), None)
         if failed is not None and any(end[0] is not failed[0] for end in ends):
             return self.finish(*failed)  # a role that failed, although `rollout` caught it, ends all roles
-        return failed or ends[-1]
+        last = list((self.played or self.judged).values())[-1]
+        return failed or (last.status, last.error)
 
     def result(self, results: Mapping[str, tuple[Score, dict[str, float]]]) -> Episode:
         """The finished episode, with the score and the metrics of each role."""

@@ -43,7 +43,11 @@ EXPORTED = "rollouts.toml"
 HOLDING_OUT = ("seed", "eval_tasks")
 """The settings that determine which tasks are held out. The evaluation of a run takes them from that run."""
 
-_TABLES = {"template": "--template.enable-thinking false", "sft": "--sft.steps 50"}
+_TABLES = {
+    "template": "--template.enable-thinking false",
+    "sft": "--sft.steps 50",
+    "role": "--role.NAME.model MODEL",
+}
 """The core settings that are tables, each with an example."""
 
 

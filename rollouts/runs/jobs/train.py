@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import trio
 
+from rollouts.agent.episode import Opponent
 from rollouts.chat.format import ChatFormat
 from rollouts.config.settings import Settings
 from rollouts.errors import CheckpointError, RolloutsError, cause_of, counted
@@ -38,6 +39,7 @@ from rollouts.runs.jobs.stopping import Stopping, summary_of
 from rollouts.runs.manifest import MANIFEST, changed_code, code_files, keep_code, make_manifest
 from rollouts.runs.observer import Observer
 from rollouts.runs.on_step import FinishedStep, call_on_step
+from rollouts.runs.opponents import entered, make_opponents
 from rollouts.runs.plan import Plan, title
 from rollouts.runs.resume import REVISION, Logged, Resumed, RunState, restore, take_back
 from rollouts.runs.session import (
@@ -112,6 +114,7 @@ def train(
         manifest = make_manifest(settings.seed, plan.references, code)
         engine_gets = plan.inference_arguments(backend, str(folder.path))
         inference = make_inference(plan.one("inference"), engine_gets, environments, must_train=settings.mode == "rl")
+        opponents = make_opponents(plan.opponents, settings, str(folder.path))
         session.backends = [(plan.one("training"), backend), (plan.one("inference"), inference)]
         own, resumed, first = [each for each in loggers if each.component is JSONLLogger], None, 0
         if resumes:
@@ -134,7 +137,9 @@ def train(
         if resumed is not None:
             folder.forget_steps(first)
         stopping = Stopping(settings, (hours_from or started).wall, observer.note)
-        job = Training(plan, session, chat, backend, inference, held_out, buffer, samples, resumed, stopping, advice)
+        job = Training(
+            plan, session, chat, backend, inference, held_out, buffer, samples, resumed, stopping, advice, opponents
+        )
         notes = [*plan.notes, *chat_notes(chat), *backend.notes, *of_tasks, *(resumed.notes if resumed else ())]
         session.begin(job, run_title, settings.steps, notes, plan.plain)
         job.play()
@@ -167,6 +172,7 @@ class Training:
     resumed: Resumed | None
     stopping: Stopping
     advice: str
+    opponents: Mapping[str, Opponent]
 
     def __post_init__(self) -> None:
         settings, resumed = self.plan.settings, self.resumed
@@ -174,7 +180,7 @@ class Training:
         self._start = resumed.state if resumed is not None else RunState(0, settings.mode, {})
         self._resumes = resumed is not None and resumed.checkpoint is not None
         self._evaluations: dict[str, dict[str, Any] | None] = {"before": None, "after": None}
-        self._player = Player(settings, self.plan.environments, self.plan.rewards, self.chat)
+        self._player = Player(settings, self.plan.environments, self.plan.rewards, self.chat, self.opponents)
         self._metrics: dict[str, float] = {}
         self._loop: dict[str, Any] = {}  # the states of buffer, manager and loop, if there are any
         self._save_seconds: float | None = None
@@ -217,7 +223,7 @@ class Training:
         """Evaluate, train, evaluate, save. `interrupt_handler` is the handler of SIGINT outside of trio."""
         self._saving.begin(self._start.step)
         with second_interrupt_at_once(interrupt_handler) as self._interrupts:
-            async with self.inference:
+            async with self.inference, entered(self.opponents):
                 await self._syncing.sync(self.backend)
                 if self._resumes:
                     self._evaluations["before"] = self._start.evaluation.get("before")
