@@ -76,8 +76,8 @@ def command(*arguments, name="run", is_fork=True):
     return done.stdout
 
 
-def learn(out, *arguments, env="calculator"):
-    command("--env", env, "--out", out, "--eval-tasks", 128, "--seed", 0, *arguments)
+def learn(out, *arguments, eval_tasks=128):
+    command("--env", "calculator", "--out", out, "--eval-tasks", eval_tasks, "--seed", 0, *arguments)
     return summary_of(out)
 
 
@@ -126,7 +126,7 @@ def test_it_learns(here):
 def test_the_controls_learn_nothing(here, arguments):
     """The held-out score is always that of the environment: `correct`."""
     watch = ["--reward", "env:0"] if "--reward" in arguments else []
-    summary = learn("out", *LEARNING, "--max-tokens", 32, *arguments, *watch)
+    summary = learn("out", *LEARNING, "--max-tokens", 32, *arguments, *watch, eval_tasks=64)
     before, after = (summary["evaluation"][when]["parts"]["correct"] for when in ("before", "after"))
     assert after < before + 0.1
     greedy_before, greedy_after = (summary["evaluation"][w]["greedy_parts"]["correct"] for w in ("before", "after"))

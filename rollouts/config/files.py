@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import importlib.machinery
 import json
 import re
@@ -53,9 +54,7 @@ class Source:
         """The first line of the setting at this path, or of the nearest table around it; None if the file has
         neither.
         """
-        lines: dict[Keys, int] = {}
-        for found, line in _places(self.text, Path(self.path).suffix):
-            lines.setdefault(_underscored(found), line)
+        lines = _first_lines(self.text, Path(self.path).suffix)
         wanted = _underscored(path)
         return next((lines[wanted[:n]] for n in range(len(wanted), 0, -1) if wanted[:n] in lines), None)
 
@@ -334,6 +333,15 @@ def _assignments(body: Iterable[ast.stmt]) -> Iterator[tuple[str, ast.expr]]:
 def _underscored(path: Iterable[str]) -> Keys:
     """The path with dashes replaced by underscores, to compare aliases."""
     return tuple(key.replace("-", "_") for key in path)
+
+
+@functools.lru_cache(maxsize=4)  # an evaluation asks for the place of each setting of its run
+def _first_lines(text: str, suffix: str) -> dict[Keys, int]:
+    """The first line of every path in a valid file."""
+    lines: dict[Keys, int] = {}
+    for found, line in _places(text, suffix):
+        lines.setdefault(_underscored(found), line)
+    return lines
 
 
 def _places(text: str, suffix: str) -> Iterator[tuple[Keys, int]]:

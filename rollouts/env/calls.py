@@ -28,6 +28,7 @@ import math
 import threading
 import types
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from typing import Any, Literal
 
 import trio
@@ -145,6 +146,11 @@ def abandoned_count() -> int:
 
 
 # --- trio or asyncio ------------------------------------------------------------------------------------------------
+
+
+def asyncio_tasks() -> list[str]:
+    """The names of the coroutines that environments run on the asyncio loop at this moment."""
+    return _bridge.running() if _bridge is not None else []
 
 
 def async_library_of(
@@ -278,6 +284,16 @@ class _AsyncioBridge:
             self._in_loop(self._loop.stop)
             if not self._is_abandoned:
                 self._thread.join(1.0)
+
+    def running(self) -> list[str]:
+        """The names of the coroutines of all tasks that have not ended."""
+        found: Future[list[str]] = Future()
+
+        def look() -> None:
+            tasks = [each for each in asyncio.all_tasks(self._loop) if not each.done()]
+            found.set_result([getattr(each.get_coro(), "__qualname__", str(each)) for each in tasks])
+
+        return found.result(GRACE_SECONDS) if self.usable and self._in_loop(look) else []
 
     async def run(self, make: Callable[[], Awaitable[Any]], wake: Callable[[], None], finished: trio.Event) -> Any:
         tasks: list[asyncio.Task[Any]] = []

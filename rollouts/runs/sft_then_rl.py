@@ -37,7 +37,7 @@ from rollouts.types import Task
 RL, SFT = PHASES
 SUPERVISED = "the supervised phase"
 
-_SHARED = ("env", "tool", "tool_parser", "reward", "inference", "training", "optimizer", "logger")
+_SHARED = ("env", "sandbox", "tool", "tool_parser", "reward", "inference", "training", "optimizer", "logger")
 """The components of the run that the supervised phase also uses, unless `[sft]` changes them. All others are for
 rollouts.
 """

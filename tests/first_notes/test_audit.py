@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -19,6 +19,19 @@ from first_notes.rows import Row, check  # noqa: E402
 ROWS = [row for table in audit.NOTES.values() for row in table]
 
 
+WITH_FORKS = """
+import runpy, subprocess, sys
+from types import SimpleNamespace
+
+import forks
+from rollouts.training.backends import ranks
+
+ranks.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": forks.popen})
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def decisions() -> list[str]:
     """The headings below "Where the notes contradict each other", with their text."""
     page = (ROOT / "docs" / "first-notes.md").read_text()
@@ -26,9 +39,11 @@ def decisions() -> list[str]:
 
 
 @pytest.mark.slow
-def test_everything_is_there():
-    """In a process of its own, because it starts ranks, and reads what other tests may have changed."""
-    done = subprocess.run([sys.executable, str(SCRIPT), "--faults"], capture_output=True, text=True, timeout=600)
+def test_everything_is_there(tmp_path):
+    """In a process of its own, because it reads what other tests may have changed. Its ranks are forks."""
+    program = tmp_path / "audit_with_forks.py"
+    program.write_text(WITH_FORKS)
+    done = forks.run([sys.executable, str(program), str(SCRIPT), "--faults"], timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.fullmatch(r"301 rows: \d+ there, \d+ exception, \d+ later, 0 partly, 0 absent\n", done.stdout)
 

@@ -174,6 +174,12 @@ def test_each_phase_has_a_plan_of_its_own():
     assert [make_plan(each).settings.mode for each in phases(resolve(SMALL))] == ["sft", "rl"]
 
 
+def test_both_phases_have_the_sandbox_of_the_run():
+    given = {"name": "subprocess", "memory_gib": 1.0}
+    for phase in phases(resolve({"mode": "sft+rl", "env": "python", "sandbox": given})):
+        assert phase.components["sandbox"][0][:2] == ("subprocess", {"memory_gib": 1.0})
+
+
 def test_demonstrations_of_another_environment():
     tree = {"env": {"name": "calculator", "digits": 3}, "mode": "sft+rl", "data": "rows.jsonl"}
     sft, rl = phases(resolve(tree | {"sft": {"env": {"digits": 1}}}))

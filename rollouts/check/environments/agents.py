@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import sys
 import threading
 import traceback
@@ -26,6 +27,7 @@ from rollouts.agent.model import EpisodeLimits
 from rollouts.author_code import CORE, Place, is_file, message_of
 from rollouts.check.environments.subject import Subject
 from rollouts.check.report import FailedError
+from rollouts.encoding import encode
 from rollouts.env.authoring import ToolMethod
 from rollouts.env.mixing import RewardTerm
 from rollouts.env.schema import schema_of
@@ -84,10 +86,11 @@ class Played(NamedTuple):
 
 @dataclass(eq=False)
 class Watch:
-    """The environment objects that were made for episodes, and those whose `close` was called."""
+    """The environment objects that were made for episodes, and what was seen of them."""
 
     made: list[Any] = field(default_factory=list)
-    closed: list[Any] = field(default_factory=list)
+    closed: list[Any] = field(default_factory=list)  # those whose `close` was called
+    changed: list[str] = field(default_factory=list)  # methods that changed the trajectory which they were given
 
     def make(self, subject: Subject) -> Any:
         """A new environment object."""
@@ -102,18 +105,31 @@ _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 
 @functools.lru_cache(maxsize=16)  # one class for all episodes, because a class may have state
 def watched(cls: Any) -> Any:
-    """The class with a `close` that is recorded; unchanged if it has none."""
-    if not isinstance(cls, type) or not hasattr(cls, "close"):
+    """The class with a `close` and a `reply` that are recorded; unchanged if it has neither."""
+    if not inspect.isclass(cls) or not (hasattr(cls, "close") or hasattr(cls, "reply")):
         return cls
+    original: Any = cls
 
     def close(env: Any) -> Any:
         for watch in list(_watches):
             if any(env is each for each in watch.made):
                 watch.closed.append(env)
-        return cls.close(env)
+        return original.close(env)
+
+    def reply(env: Any, trajectory: Trajectory) -> Any:
+        before = encode(trajectory)
+        answer = original.reply(env, trajectory)
+        if encode(trajectory) != before:
+            for watch in [each for each in _watches if any(env is one for one in each.made)]:
+                watch.changed.append("reply")
+        return answer
 
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls)(cls.__name__, (cls,), {**names, "close": close})
+    own: dict[str, Any] = {"close": close} if hasattr(cls, "close") else {}
+    method = inspect.getattr_static(cls, "reply", None)
+    if inspect.isfunction(method) and not inspect.iscoroutinefunction(method):
+        own["reply"] = reply
+    return type(original)(cls.__name__, (cls,), {**names, **own})
 
 
 def copied(task: Task) -> Task:

@@ -17,8 +17,10 @@ import msgspec
 
 from rollouts.author_code import place_of_function, shown
 from rollouts.check.environments.agents import done, in_trio, play, ready, says, tools_for
+from rollouts.check.environments.call_tricks import calls_of
 from rollouts.check.environments.forger import text_arguments
-from rollouts.check.environments.rewards import SLACK, expert_rewards
+from rollouts.check.environments.indirect import look_for_numbers, look_in_replies, shown_by_number
+from rollouts.check.environments.rewards import SLACK, judged
 from rollouts.check.environments.subject import Subject
 from rollouts.check.environments.tools import example_arguments
 from rollouts.check.report import FailedError, Passed, SkippedError
@@ -33,6 +35,10 @@ DISTINCT = 4  # shorter answers may be in a schema by chance
 CONFIRMED = 15  # other tasks in which a tool must show the answer too
 TABLES_MAX = 10  # tables of a database that are read
 SEPARATED = re.compile(r"(?<=\d)[,_](?=\d{3}\b)")  # as in 342,258
+TELLING = re.compile(r"answer|solution|secret|expected|target|result|correct|hint|debug|gold|label|truth")
+"""Words before an answer that is given away."""
+
+WORDS_BEFORE = 25  # characters in which such a word is looked for
 LISTINGS = ("select name from sqlite_master", "select table_name from information_schema.tables")
 """How databases list their tables."""
 
@@ -41,7 +47,7 @@ READ = ("default", "const", "description", "title", "enum", "examples")
 
 
 def answer_hidden(subject: Subject) -> str | Passed:
-    """The answer is not at a fixed place in the prompt, not in a tool's schema, and in no result for any arguments."""
+    """The answer is not at a fixed place in the prompt, in a schema, in a result for any arguments, or in `reply`."""
     known = [each.task for each in subject.expert] or subject.tasks
     answers = [_written(task.answer) for task in known]
     count = len(set(filter(None, answers)))
@@ -51,9 +57,14 @@ def answer_hidden(subject: Subject) -> str | Passed:
     notes = []
     if words := _gives_away(subject, prompts, answers):
         seen = f"each prompt has the answer {words}{_at_tasks(subject)}"
-        if not _is_at_changing_lines(prompts, answers):
+        if _is_at_changing_lines(prompts, answers):
+            notes.append(f"{seen}, in changing lines; leave it out, unless the task is to find it")
+        elif _is_the_task(subject, prompts, answers):
+            notes.append(f"{seen}; leave it out, unless it is what to do")
+        else:
             raise FailedError("look for the answers in the prompts", seen, "leave the answer out of the prompt")
-        notes.append(f"{seen}, in changing lines; leave it out, unless the task is to find it")
+    notes += look_for_numbers(subject)
+    look_in_replies(subject)
     _look_in_schemas(subject, known, answers, prompts)
     if count < 2:
         return Passed(f"{counted(len(known), 'task')} with one answer: only schemas were read", tuple(notes))
@@ -66,8 +77,30 @@ def answer_hidden(subject: Subject) -> str | Passed:
                 place = place_of_function(tool.function)
                 seen = f"the result has the answer {found}, such as {shown(results[0])} ({place})"
                 tried = f"call the tool {tool.name} with {words} in every task"
-                raise FailedError(tried, seen, "do not give the model an answer that it did not work for")
+                if not _is_experts_way(subject, tool, arguments):
+                    raise FailedError(tried, seen, "do not give the model an answer that it did not work for")
+                notes.append(f"{tried}: {seen}, as the expert does; this is the task, or gives it away")
     return Passed(counted(len(known), "task"), tuple(notes))
+
+
+def _is_experts_way(subject: Subject, tool: ToolMethod, arguments: Callable[[Task], dict[str, Any]]) -> bool:
+    """Whether the expert makes this call in every task."""
+    made = [
+        any(call.arguments == arguments(each.task) for call in calls_of(each, tool.name)) for each in subject.expert
+    ]
+    return bool(made) and all(made)
+
+
+def _is_the_task(subject: Subject, prompts: Sequence[str], answers: Sequence[str]) -> bool:
+    """Whether the task seems to be to copy or to reach what the prompt says: nothing else differs between the prompts,
+    or it does not earn the reward as a reply. Not if the words before it say that it is an answer.
+    """
+    pairs = [(prompt.lower(), answer.lower()) for prompt, answer in zip(prompts, answers, strict=True) if answer]
+    rest = {re.sub(rf"(?<!\w){re.escape(answer)}(?!\w)", "", prompt) for prompt, answer in pairs}
+    before = [prompt.partition(answer)[0][-WORDS_BEFORE:] for prompt, answer in pairs]
+    if all(TELLING.search(each) for each in before):
+        return False
+    return len(rest) == 1 or not _earn(subject, answers)
 
 
 def _is_at_changing_lines(texts: Sequence[str], answers: Sequence[str]) -> bool:
@@ -129,7 +162,7 @@ def _shown_by(subject: Subject, tasks: Sequence[Task], texts: Sequence[str]) -> 
     shared = set.intersection(*map(set, leaves))
     columns = [[each[path] for each in leaves] for path in sorted(shared)]
     places = [_gives_away(subject, texts, column) for column in columns if len(set(column)) > 1]
-    return " and ".join(places[:3]) if places and all(places) else ""
+    return " and ".join(places[:3]) if places and all(places) else shown_by_number(tasks, texts)
 
 
 def _at_one_key(texts: Sequence[str], written: Sequence[str]) -> str:
@@ -174,11 +207,12 @@ def _common_place(pairs: Sequence[tuple[str, str]]) -> tuple[str, list[int]] | N
 
 def _earn(subject: Subject, replies: Sequence[str]) -> bool:
     """Whether these replies to the tasks of the demonstrations earn what the expert earns. False without an expert."""
-    if not subject.expert or not subject.is_judged:
+    known = judged(subject)
+    if not known:
         return False
 
     async def earned() -> bool:
-        for each, wanted, reply in zip(subject.expert, expert_rewards(subject), replies, strict=False):
+        for (each, wanted), reply in zip(known, replies, strict=False):
             played = await play(subject, each.task, says(reply))
             if played.reward is None or played.reward < wanted - SLACK:
                 return False

@@ -7,9 +7,13 @@ prints does not matter.
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
+import os
 import random
+import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -46,6 +50,10 @@ def main(text: str) -> None:
     from rollouts.errors import RolloutsError
 
     request: dict[str, Any] = json.loads(text)
+    if request.get("is_late"):
+        from rollouts.check.environments.clock import shift_clock
+
+        shift_clock()
     try:
         if "forbidden" in request:
             answer: Any = _import_watched(request)
@@ -77,9 +85,10 @@ def _play(request: dict[str, Any]) -> list[dict[str, Any]]:
     from rollouts.check.environments.processes import played_backwards
     from rollouts.check.environments.subject import make_subject
     from rollouts.check.packages import Found
+    from rollouts.env.shared import shared_values
 
     found, options = Found(request["name"], request["name"]), {"seed": request["seed"], "tasks": request["tasks"]}
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, shared_values():
         return played_backwards(make_subject(found, request["settings"], Path(scratch), **options))
 
 
@@ -113,7 +122,7 @@ def _tracer(folder: str, found: dict[str, None]) -> Callable[[FrameType, str, An
 
     def trace(frame: FrameType, event: str, about: Any) -> None:
         words = ""
-        if event == "c_call":
+        if event == "c_call" and frame.f_code.co_filename != tempfile.__file__:  # not the names of temporary files
             name = f"{about.__module__}.{about.__name__}" if about.__module__ else about.__qualname__
             words = f"{name} gave {SOURCES[name]}" if name in SOURCES else ""
         elif event == "call" and frame.f_code.co_name == "__init__" and frame.f_code.co_filename == random.__file__:
@@ -138,12 +147,14 @@ def _import_watched(request: dict[str, Any]) -> dict[str, Any]:
     watch = _Watch(frozenset(request["forbidden"]))
     sys.meta_path.insert(0, watch)
     sys.addaudithook(lambda event, _: watch.use_socket(event))
+    watch.patch()
     begun = time.perf_counter()
     component = load(manager, ref)
     seconds = time.perf_counter() - begun
     own = ref.value.partition(":")[0] or getattr(component, "__module__", "")
     file = getattr(sys.modules.get(own.strip()), "__file__", "") or ""
-    return {"seconds": seconds, "modules": watch.modules, "sockets": watch.sockets, "file": file}
+    seen = {"modules": watch.modules, "sockets": watch.sockets, "effects": watch.effects}
+    return {"seconds": seconds, "file": file, **seen}
 
 
 class _Watch:
@@ -153,6 +164,27 @@ class _Watch:
         self._forbidden = forbidden
         self.modules: dict[str, str] = {}
         self.sockets: dict[str, str] = {}
+        self.effects: dict[str, str] = {}
+
+    def patch(self) -> None:
+        """Record calls of an author's code that change the process, with their lines."""
+        for owner, name, words in (
+            (signal, "signal", "it sets the handler of a signal"),
+            (random, "seed", "it seeds the global generator"),
+            (os, "chdir", "it changes the working directory"),
+            (threading.Thread, "start", "it starts a thread"),
+            (subprocess.Popen, "__init__", "it starts a process"),
+            (asyncio, "set_event_loop", "it sets an event loop"),
+        ):
+            setattr(owner, name, self._recorded(getattr(owner, name), words))
+
+    def _recorded(self, function: Callable[..., Any], words: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if line := _authors_line():
+                self.effects.setdefault(words, line)
+            return function(*args, **kwargs)
+
+        return call
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
         if name in self._forbidden:

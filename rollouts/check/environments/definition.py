@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 
-from rollouts.author_code import message_of, place_of_parameter, shown
+from rollouts.author_code import message_of, place_of_function, place_of_parameter, shown
 from rollouts.check.environments.subject import Subject
+from rollouts.check.environments.surroundings import state_of_process
+from rollouts.check.environments.traces import Leftovers, own_temporary_folder
 from rollouts.check.report import FailedError
 from rollouts.config.files import load_file
 from rollouts.config.render import to_toml
@@ -19,14 +22,34 @@ from rollouts.runs.components import choose, completed
 
 
 def definition(subject: Subject) -> str:
-    """The methods, marks and signatures of the class are those that a run accepts."""
+    """The methods, marks and signatures of the class are those that a run accepts. The constructor leaves nothing."""
+    subject.kept["process"] = state_of_process()
     env = subject.environment.make_checked()
+    _require_empty(subject)
     try:
         check_environment(env)
     except EnvironmentDefinitionError as error:
         raise FailedError("read the class", message_of(error), "correct this method") from error
     numbers = (("tool", tools_of(env)), ("reward", rewards_of(env)), ("metric", metrics_of(env)))
     return ", ".join(counted(len(found), word) for word, found in numbers)
+
+
+def _require_empty(subject: Subject) -> None:
+    """Make an object twice. Raises FailedError if files, threads or processes remain: `close` runs for objects of an
+    episode only.
+    """
+    with own_temporary_folder(subject.scratch / "constructor") as folder:
+        left = Leftovers(folder)
+        for _ in range(2):
+            subject.environment.make_checked()
+        gc.collect()
+        if lines := left.found():
+            place = place_of_function(getattr(subject.component, "__post_init__", None)) or place_of_function(
+                getattr(subject.component, "__init__", None)
+            )
+            seen = f"it left {'; '.join(lines)}" + (f" ({place})" if place else "")
+            change = "open it in `setup`, and end it in `close`: `close` runs for objects of an episode only"
+            raise FailedError("make two objects that play no episode", seen, change)
 
 
 def settings(subject: Subject) -> str:

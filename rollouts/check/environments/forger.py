@@ -8,16 +8,29 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import trio
 
 from rollouts.author_code import place_of_function
-from rollouts.check.environments.agents import Agent, done, in_trio, play, ready, says, tools_for
+from rollouts.check.environments.agents import TURNS, Agent, done, in_trio, play, ready, says, tools_for
+from rollouts.check.environments.call_tricks import (
+    LISTED_MAX,
+    ONE_SUBMISSION,
+    ToolTrick,
+    Trick,
+    call_lists,
+    calling,
+    claims,
+    number_arguments,
+    number_calls,
+)
 from rollouts.check.environments.imitation import (
     file_names,
     left_by_experts,
@@ -27,12 +40,12 @@ from rollouts.check.environments.imitation import (
     text_of,
     word,
 )
-from rollouts.check.environments.rewards import SLACK, expert_messages, expert_rewards
+from rollouts.check.environments.rewards import SLACK, expert_messages, expert_rewards, judged_demonstrations
 from rollouts.check.environments.subject import Demonstration, Subject
 from rollouts.check.environments.tools import example_arguments
 from rollouts.check.environments.traces import own_temporary_folder
 from rollouts.check.report import FailedError, SkippedError
-from rollouts.env.authoring import ToolMethod, rewards_of
+from rollouts.env.authoring import ToolMethod, metrics_of, rewards_of
 from rollouts.env.schema import schema_of
 from rollouts.env.tools import run_tool
 from rollouts.errors import counted
@@ -52,6 +65,9 @@ VERDICTS = (
 SPECIAL = ("nan", "inf", "-inf", "{}", "[]", "null", '""', ".*")
 """Replies that pass a comparison not written for them: `nan > limit` is false, and `all` of nothing is true."""
 
+FIELDS = (10**9, -1, 0, True)
+"""Values of a field in a reply that is JSON."""
+
 NAMES = ("answer", "_answer", "solution", "target", "expected", "score", "_score", "reward", "task", "correct")
 """Names of attributes that hold an answer or a verdict in many environments."""
 
@@ -60,11 +76,11 @@ FILES = (
     "results.json", "conftest.py", "test.py", "tests.py", "sitecustomize.py", "expected.txt",
 )  # fmt: skip
 _LISTS = "compare one answer, such as the last number of the last message, and refuse a reply with several"
-_SUBMITTED = "judge one submission: the first or the last one, or refuse another call after the first"
 CONTENTS = ("1", "1.0", '{"reward": 1.0, "score": 1.0, "passed": true}', "PASSED", "", "assert True\n")
 FORGED = "rollouts_forged"
 SHOWN_MAX = 10  # texts of tools and of the environment that are repeated
-LISTED_MAX = 50  # answers that are submitted at once
+NAMES_SECONDS = 20.0  # how long names of attributes are tried
+TRICKS_SECONDS = 5.0  # how long one check tries calls of tools
 
 
 def forged_lists(subject: Subject) -> str:
@@ -78,6 +94,9 @@ def forged_lists(subject: Subject) -> str:
         "the numbers from -99 to 999": lambda each: NUMBERS,
         "the numbers from -99 to 999, one on each line": lambda each: NUMBERS.replace(" ", "\n"),
     }
+    parts = dict.fromkeys(text_of(part) for task in subject.drawn for part in _parts_of(task.answer))
+    if len(parts) > 2:
+        tricks["the parts of the answers of all tasks"] = lambda each: ", ".join(parts)
     if len(answers) > 2:
         tricks |= {
             "the answers of all tasks": listing(" "),
@@ -88,46 +107,105 @@ def forged_lists(subject: Subject) -> str:
             phrased(each, answer) for answer in _last_is_wrong(answers, text_of(each.task.answer))
         )
     for words, reply in tricks.items():
-        _refuse(subject, f"reply with {words}", _replying(reply), _LISTS)
-    for tool in dict.fromkeys(call.name for each in _demonstrations(subject) for call, _ in submissions(each)):
+        refuse(subject, f"reply with {words}", _replying(reply), _LISTS)
+    for tool in dict.fromkeys(call.name for each in judged_demonstrations(subject) for call, _ in submissions(each)):
         tried = f"call {tool} in one reply with the answers of all tasks, then reply with 'done'"
-        _refuse(subject, tried, _submitting(subject, tool), _SUBMITTED)
-    return f"{len(tricks)} replies"
+        refuse(subject, tried, _submitting(subject, tool), ONE_SUBMISSION)
+    count = _refuse_each(subject, call_lists(subject))
+    return f"{len(tricks) + count} replies"
 
 
 def forged_verdicts(subject: Subject) -> str:
     """A reply that imitates a verdict does not earn the expert's reward."""
     change = "judge by the task, and do not read a verdict from the model's text"
     for text in VERDICTS:
-        _refuse(subject, f"reply with {text!r}", _saying(text), change, text)
+        refuse(subject, f"reply with {text!r}", _saying(text), change, text)
     shown = list(dict.fromkeys(text for each in expert_messages(subject) for text in said_to_expert(each)))[:SHOWN_MAX]
     for text in shown:
         tried = f"reply with {text!r}, which an expert read"
-        _refuse(subject, tried, _saying(text), "read what a tool said from the tool, not from any message", text)
-    return f"{len(VERDICTS) + len(shown)} replies"
+        refuse(subject, tried, _saying(text), "read what a tool said from the tool, not from any message", text)
+    count = _refuse_each(subject, claims(subject))
+    return f"{len(VERDICTS) + len(shown) + count} replies"
 
 
 def forged_values(subject: Subject) -> str:
     """A special value, such as nan, an empty list or a pattern for any text, does not earn the expert's reward."""
     change = "refuse what is no answer: a number that is not finite, and a list or a mapping that lacks something"
     for text in SPECIAL:
-        _refuse(subject, f"reply with {text!r}", _saying(text), change, text)
-    return f"{len(SPECIAL)} replies"
+        refuse(subject, f"reply with {text!r}", _saying(text), change, text)
+    count = 0
+    for key, value in itertools.product(_keys_of_replies(subject), FIELDS):
+        count += 1
+        trick = _with_field(subject, key, value)
+        refuse(subject, f"reply with the JSON of another task, and {key}={value!r}", _replying(trick), change)
+    change = "compare the whole answer: == and not startswith or `in`"
+    refuse(subject, "reply with the first character of each answer", _replying(_first_character), change)
+    return f"{len(SPECIAL) + count + 1} replies"
+
+
+def _fields(each: Demonstration) -> dict[str, Any]:
+    """The expert's last message if it is a JSON object; else empty."""
+    try:
+        found = json.loads(each.replies[-1].text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _keys_of_replies(subject: Subject) -> list[str]:
+    return list(dict.fromkeys(key for each in judged_demonstrations(subject) for key in _fields(each)))[:6]
+
+
+def _with_field(subject: Subject, key: str, value: Any) -> Callable[[Demonstration], str]:
+    def reply(each: Demonstration) -> str:
+        others = [other for other in judged_demonstrations(subject) if _fields(other) != _fields(each)]
+        return json.dumps({**_fields(others[0]), key: value}) if others and _fields(each).get(key) != value else ""
+
+    return reply
+
+
+def _first_character(each: Demonstration) -> str:
+    """The first character of an answer that is a long number or a long text; empty for others."""
+    text = text_of(each.task.answer)
+    return text[0] if len(text) >= (3 if text.isdigit() else 8) else ""
+
+
+def forged_numbers(subject: Subject) -> str:
+    """A call with a negative, zero, huge or non-finite number earns no more than it should."""
+    if not any(number_arguments(subject)):
+        raise SkippedError("no tool takes a number")
+    return counted(_refuse_each(subject, number_calls(subject)), "call")
+
+
+def _refuse_each(subject: Subject, tricks: Iterable[ToolTrick]) -> int:
+    """Play tricks with tools, for some seconds. Returns their number. Raises FailedError for the first that earns."""
+    deadline, count = time.monotonic() + TRICKS_SECONDS, 0
+    for each in tricks:
+        if time.monotonic() > deadline:
+            break
+        count += 1
+        refuse(
+            subject, each.tried, each.agent_for, each.change, is_more=each.is_more, among=each.among, turns=each.turns
+        )
+    return count
 
 
 def forged_calls(subject: Subject) -> str:
     """A tool cannot be used to read or change the environment's own attributes."""
     count = 0
     change = "let a tool use only what its arguments name by design: no getattr, setattr or format with model's text"
+    deadline = time.monotonic() + NAMES_SECONDS
     for tool, arguments, words in _calls_with_names(subject):
+        if time.monotonic() > deadline:
+            break
         call = ToolCall(tool.name, arguments, "call_1")
         tried = f"call {tool.name}({words}), then reply with its result"
         count += 1
-        _refuse(subject, tried, _repeating(call), change)
+        refuse(subject, tried, _repeating(call), change)
         given = next((value for value in arguments.values() if value in (FORGED, "1")), None)
         if given is not None:
             tried = f"call {tool.name}({words}), then reply with {given!r}"
-            _refuse(subject, tried, _saying(_calling(call), str(given)), change)
+            refuse(subject, tried, _saying(calling(call), str(given)), change)
     if not count:
         raise SkippedError("no tool takes text")
     return counted(count, "call")
@@ -173,7 +251,7 @@ def forged_files(subject: Subject) -> str:
             tried = (
                 f"write {name} with the tool {tool.name} as the episode of another task left it, then reply with 'done'"
             )
-            _refuse(subject, tried, _copying(subject, left, tool, (path, text), name), change)
+            refuse(subject, tried, _copying(subject, left, tool, (path, text), name), change)
         names = [*in_trio(_files_of, subject, folder), *FILES]
         for (tool, path, text), name in itertools.product(writers, dict.fromkeys(names)):
             usual = example_arguments(schema_of(tool))
@@ -181,14 +259,11 @@ def forged_files(subject: Subject) -> str:
                 call = ToolCall(tool.name, {**usual, path: name, text: content}, "call_1")
                 count += 1
                 tried = f"write {content!r} to {name} with the tool {tool.name}, then reply with 'done'"
-                _refuse(subject, tried, _saying(_calling(call), "done"), change)
+                refuse(subject, tried, _saying(calling(call), "done"), change)
     return counted(count, "file")
 
 
 # --- tricks -----------------------------------------------------------------------------------------------------------
-
-Trick = Callable[[Demonstration], Agent]
-"""Makes the agent for the task of a demonstration."""
 
 
 def _saying(*replies: Message | str) -> Trick:
@@ -231,47 +306,58 @@ def _copying(
     usual, (path, text) = example_arguments(schema_of(tool)), names
 
     def agent(each: Demonstration) -> Agent:
-        others = zip(_demonstrations(subject), left, strict=False)
+        others = zip(judged_demonstrations(subject), left, strict=False)
         content = next((files[file] for other, files in others if other is not each and file in files), "")
-        return says(_calling(ToolCall(tool.name, {**usual, path: file, text: content}, "call_1")), "done")
+        return says(calling(ToolCall(tool.name, {**usual, path: file, text: content}, "call_1")), "done")
 
     return agent
 
 
-def _refuse(subject: Subject, tried: str, agent_for: Trick, change: str, reply: str = "") -> None:
-    """Raise FailedError if this agent earns what the expert earns, in more than half of the tasks. Tasks whose answer
-    is in `reply` do not count.
+def refuse(
+    subject: Subject,
+    tried: str,
+    agent_for: Trick,
+    change: str,
+    reply: str = "",
+    *,
+    is_more: bool = False,
+    among: Callable[[Demonstration], bool] = lambda each: True,
+    turns: int = TURNS,
+) -> None:
+    """Raise FailedError if this agent earns what the expert earns, or more than that if `is_more`, in more than half of
+    the tasks. Tasks whose answer is in `reply`, and those that are not `among` the given ones, do not count.
     """
-    pairs = list(zip(_demonstrations(subject), expert_rewards(subject), strict=True))
-    pairs = [(each, expert) for each, expert in pairs if not reply or not _is_answer(each, reply)]
+    pairs = list(zip(judged_demonstrations(subject), expert_rewards(subject), strict=True))
+    pairs = [(each, expert) for each, expert in pairs if not (reply and _is_answer(each, reply)) and among(each)]
 
-    async def earned() -> list[float]:
-        found: list[float] = []
+    async def earned() -> list[tuple[float, float]]:
+        found: list[tuple[float, float]] = []
         for number, (each, expert) in enumerate(pairs):
             if (number - len(found)) * 2 >= len(pairs):
                 break  # the trick failed in half of the tasks
-            played = await play(subject, each.task, agent_for(each))
-            if played.reward is not None and played.reward >= expert - SLACK:
-                found.append(played.reward)
+            played = await play(subject, each.task, agent_for(each), turns=turns)
+            if played.reward is not None and played.reward >= expert + (SLACK if is_more else -SLACK):
+                found.append((played.reward, expert))
         return found
 
     values = in_trio(earned)
     if pairs and len(values) * 2 > len(pairs):
         places = [place_of_function(each.function) for each in rewards_of(subject.component)]
         place = f" ({places[0]})" if places else ""
-        seen = f"the reward was {values[0]:g}, as for the expert, in {len(values)} of {len(pairs)} tasks{place}"
+        reward, expert = values[0]
+        than = f"more than the expert's {expert:g}" if is_more else "as for the expert"
+        seen = f"the reward was {reward:g}, {than}, in {len(values)} of {len(pairs)} tasks{place}"
         raise FailedError(tried, seen, change)
-
-
-def _demonstrations(subject: Subject) -> list[Demonstration]:
-    subject.require_rewards()
-    return subject.demonstrations
 
 
 def _is_answer(each: Demonstration, reply: str) -> bool:
     """Whether the reply is, or contains, what the expert says or the task's answer."""
     wanted = {text_of(each.task.answer), each.replies[-1].text.strip().lower()} - {""}
     return reply.strip().lower() in wanted or any(re.search(word(each), reply.lower()) for each in wanted)
+
+
+def _parts_of(answer: Any) -> list[Any]:
+    return answer if isinstance(answer, list) else []
 
 
 def _last_is_wrong(answers: list[str], own: str) -> list[str]:
@@ -291,9 +377,11 @@ def text_arguments(subject: Subject) -> Iterator[tuple[ToolMethod, str, dict[str
 
 
 def _calls_with_names(subject: Subject) -> Iterator[tuple[ToolMethod, dict[str, Any], str]]:
-    """Calls whose texts are names of the environment's attributes, alone and with a value for another argument."""
+    """Calls whose texts are names of the environment's attributes, of keys in them, of rewards and of metrics, alone
+    and with a value for another argument.
+    """
     own = in_trio(_attributes, subject)
-    names = list(dict.fromkeys([*(name for name in NAMES if name in own), *own, *NAMES]))[:20]
+    names = list(dict.fromkeys([*(name for name in NAMES if name in own), *own, *NAMES]))[:24]
     for tool, argument, usual in text_arguments(subject):
         others = [name for owner, name, _ in text_arguments(subject) if owner.name == tool.name and name != argument]
         objects = dict.fromkeys(
@@ -310,13 +398,12 @@ def _calls_with_names(subject: Subject) -> Iterator[tuple[ToolMethod, dict[str, 
 async def _attributes(subject: Subject) -> list[str]:
     run = await ready(subject)
     try:
-        return [name for name in getattr(run.env, "__dict__", {}) if not name.startswith("__")]
+        own = getattr(run.env, "__dict__", {})
+        keys = [key for value in own.values() if isinstance(value, dict) for key in value if isinstance(key, str)]
+        marks = [each.name for each in (*rewards_of(subject.component), *metrics_of(subject.component))]
+        return [*keys[:8], *marks[:4], *(name for name in own if not name.startswith("__"))]
     finally:
         await done(run)
-
-
-def _calling(call: ToolCall) -> Message:
-    return Message("assistant", "", [call])
 
 
 def _call_then_repeat(call: ToolCall) -> Agent:
@@ -324,7 +411,7 @@ def _call_then_repeat(call: ToolCall) -> Agent:
 
     def choose(request: ChatRequest) -> Message:
         results = [message.text for message in request.messages if message.role == "tool"]
-        return Message("assistant", results[-1]) if results else _calling(call)
+        return Message("assistant", results[-1]) if results else calling(call)
 
     return choose
 

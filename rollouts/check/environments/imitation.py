@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rollouts.check.environments.agents import play_each, says
+from rollouts.check.environments.rewards import judged_demonstrations
 from rollouts.check.environments.subject import Demonstration, Subject
 from rollouts.env.mixing import RewardTerm
 from rollouts.types import Message, ToolCall
@@ -62,7 +63,7 @@ def left_by_experts(subject: Subject, folder: Path) -> list[dict[str, str]]:
         return 0.0
 
     term = RewardTerm("rollouts_files", record, 0.0, {}, ("env",))
-    for each in subject.demonstrations:
+    for each in judged_demonstrations(subject):
         files.clear()
         play_each(subject, [each.task], [says(*each.replies)], turns=len(each.replies), rewards=(term,))
         written = [value for reply in each.replies for call in reply.tool_calls for value in call.arguments.values()]

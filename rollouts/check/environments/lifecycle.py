@@ -25,7 +25,7 @@ from rollouts.check.environments.agents import (
     script_for,
     watched,
 )
-from rollouts.check.environments.rewards import difference_of
+from rollouts.check.environments.rewards import WRONG, difference_of
 from rollouts.check.environments.subject import Subject
 from rollouts.check.environments.traces import Leftovers, own_temporary_folder
 from rollouts.check.report import FailedError, SkippedError
@@ -37,7 +37,6 @@ from rollouts.inference.suspend import EMPTY, SuspendableEngine, SuspendedEpisod
 from rollouts.types import Message, Status, Task
 
 CANCELLED_MAX = 24  # places at which an episode is cancelled
-WRONG = ("0", "1", "?", "2")  # replies that are probably wrong, so that an episode lasts longer than an expert's
 WAIT_SECONDS = 0.05  # how long after a step an episode in a worker, or with asyncio methods, is cancelled
 MODEL_SECONDS = 0.3  # the deadline of an episode whose model never replies
 
@@ -116,21 +115,29 @@ def cancelled(subject: Subject) -> str:
     steps = in_trio(_cancelled_at, subject, task, script, watch, 10**9)
     places = _places_of(steps)
     change = "end in `close` what the episode started: processes, threads, files, connections"
+    if methods := _asyncio_methods(subject):
+        _require_cancelled(subject, methods)
     with own_temporary_folder(subject.scratch / "cancelled") as folder:
         left = Leftovers(folder)
         for place in places:
             watch = Watch()
             in_trio(_cancelled_at, subject, task, script, watch, place)
             _check_closed(subject, watch, f"cancel an episode at step {place} of {steps}")
-        if lines := left.found():
+        if lines := [*left.found(), *_asyncio_left()]:
             where = place_of_function(getattr(subject.component, "close", None)) or place_of_function(
                 getattr(subject.component, "setup", None)
             )
             seen = f"it left {'; '.join(lines)}" + (f" ({where})" if where else "")
             raise FailedError(f"cancel an episode at {counted(len(places), 'step')}, one after the other", seen, change)
-    if methods := _asyncio_methods(subject):
-        _require_cancelled(subject, methods)
     return counted(len(places), "step")
+
+
+def _asyncio_left() -> list[str]:
+    """asyncio tasks of environments that still run, and do not end within a moment."""
+    deadline = time.monotonic() + 1
+    while (found := calls.asyncio_tasks()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return [f"{counted(len(found), 'asyncio task')}: {', '.join(found[:3])}"] if found else []
 
 
 def _places_of(steps: int) -> list[int]:
@@ -276,6 +283,8 @@ def restore(subject: Subject) -> str:
     pairs = [(each.task, each.replies) for each in subject.expert[:2]]
     pairs = pairs or [(subject.tasks[0], script_for(subject, subject.tasks[0]))]
     pairs.append((subject.tasks[0], [Message("assistant", text) for text in WRONG]))
+    if len(example := example_script(subject)) > 1:
+        pairs.append((subject.tasks[0], [*example[:-1], *example]))  # calls before and after
     count = 0
     for task, script in pairs:
         (whole,) = play_each(subject, [task], [says(*script)], turns=len(script))

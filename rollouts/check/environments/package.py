@@ -18,7 +18,9 @@ IMPORT_SECONDS = 3.0
 
 
 def imports(subject: Subject) -> str:
-    """The import is fast, loads no torch, and opens no connection."""
+    """The import is fast, loads no torch, opens no connection, starts nothing, and leaves signals and the working
+    directory alone.
+    """
     if not subject.is_importable:
         raise SkippedError("the class has no name that another process can import")
     change = "import it inside the function that needs it: an environment may run where it is not installed"
@@ -38,10 +40,14 @@ def check_import(found: Found, scratch: Path, change: str, *, first: Sequence[st
         if seen["seconds"] < IMPORT_SECONDS:
             break
     tried = "import it in a process of its own"
-    for what, words in (("modules", change), ("sockets", "connect where it is used, not when the module is imported")):
+    later = "do it where it is used, not when the module is imported"
+    for what, did, words in (
+        ("modules", "it imports {}", change),
+        ("sockets", "it uses a socket ({})", "connect where it is used, not when the module is imported"),
+        ("effects", "{}", later),
+    ):
         for name, place in seen[what].items():
-            did = f"it imports {name}" if what == "modules" else f"it uses a socket ({name})"
-            raise FailedError(tried, did + (f" ({place})" if place else ""), words)
+            raise FailedError(tried, did.format(name) + (f" ({place})" if place else ""), words)
     if seen["seconds"] >= IMPORT_SECONDS:
         words = f"let it take less than {IMPORT_SECONDS:g} s: load data and models where they are used"
         raise FailedError(tried, f"it took {seen['seconds']:.1f} seconds, twice", words)

@@ -116,7 +116,8 @@ class Subject:
 
     def draw(self, count: int, split: str = "train", purpose: str = "check") -> list[Task]:
         """The first `count` tasks; fewer if there are not enough."""
-        return list(itertools.islice(self.environment.draw(split, self.rng(purpose)), count))
+        rng = self.rng(purpose if split == "train" else f"{purpose}/{split}")
+        return list(itertools.islice(self.environment.draw(split, rng), count))
 
     @cached_property
     def drawn(self) -> list[Task]:

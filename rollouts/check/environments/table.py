@@ -9,12 +9,13 @@ from rollouts.check.environments.forger import (
     forged_code,
     forged_files,
     forged_lists,
+    forged_numbers,
     forged_values,
     forged_verdicts,
 )
 from rollouts.check.environments.lifecycle import cancelled, close, deadlines, interleaved, restore
 from rollouts.check.environments.package import imports, wheel
-from rollouts.check.environments.processes import other_process
+from rollouts.check.environments.processes import other_process, process_state
 from rollouts.check.environments.rewards import echo, episode, no_op, oracle, repeatable, rewards
 from rollouts.check.environments.tasks import (
     demonstrations,
@@ -31,7 +32,8 @@ from rollouts.check.environments.tools import tool_arguments, tool_results, tool
 from rollouts.check.runner import Check
 
 _DRAWN = ("definition", "tasks", "demonstrations")
-_PLAYED = (*_DRAWN, "episode")
+_PLAYED = (*_DRAWN, "episode", "process-state")
+_IN_WORKER = (*_DRAWN, "episode")
 _JUDGED = (*_PLAYED, "rewards", "repeatable", "oracle", "no-op")
 """What a trick needs: if doing nothing earns the reward, so does every trick."""
 
@@ -51,24 +53,26 @@ CHECKS: tuple[Check, ...] = (
     Check(tool_results, _PLAYED),
     Check(tool_arguments, _PLAYED),
     Check(episode, _DRAWN),
+    Check(process_state, (*_DRAWN, "episode")),
     Check(rewards, _PLAYED),
     Check(repeatable, (*_PLAYED, "rewards", "random-state", "tool-results")),
-    Check(other_process, (*_PLAYED, "same-seed", "rewards", "repeatable")),
+    Check(other_process, (*_PLAYED, "same-seed", "rewards", "repeatable", "cancelled")),
     Check(oracle, (*_PLAYED, "rewards", "repeatable")),
     Check(no_op, (*_PLAYED, "rewards", "repeatable", "oracle")),
     Check(echo, _JUDGED),
     Check(answer_hidden, _JUDGED),
-    Check(forged_lists, _JUDGED),
-    Check(forged_verdicts, _JUDGED),
-    Check(forged_values, _JUDGED),
+    Check(forged_lists, (*_JUDGED, "echo")),
+    Check(forged_verdicts, (*_JUDGED, "forged-lists", "forged-values", "forged-calls")),
+    Check(forged_values, (*_JUDGED, "forged-lists")),
+    Check(forged_numbers, (*_JUDGED, "forged-lists", "forged-verdicts")),
     Check(forged_calls, _JUDGED),
     Check(forged_code, _PLAYED),
     Check(forged_files, _JUDGED),
-    Check(interleaved, (*_PLAYED, "repeatable")),
-    Check(cancelled, _PLAYED),
+    Check(interleaved, (*_PLAYED, "tool-arguments", "rewards", "repeatable")),
+    Check(cancelled, (*_PLAYED, "tool-arguments")),
     Check(deadlines, _PLAYED),
     Check(close, _PLAYED),
-    Check(restore, (*_PLAYED, "repeatable")),
+    Check(restore, (*_PLAYED, "rewards", "repeatable")),
     Check(masks, _PLAYED),
 )
 """The checks, each with the checks that it needs."""
@@ -80,14 +84,14 @@ IN_WORKER: tuple[Check, ...] = (
     Check(worker_tasks, _DRAWN),
     Check(worker_data, _DRAWN),
     Check(episode, _DRAWN),
-    Check(worker_episodes, (*_PLAYED, "worker-tasks")),
-    Check(rewards, _PLAYED),
-    Check(repeatable, (*_PLAYED, "rewards")),
-    Check(oracle, (*_PLAYED, "rewards", "repeatable")),
-    Check(interleaved, (*_PLAYED, "repeatable")),
-    Check(cancelled, _PLAYED),
-    Check(deadlines, _PLAYED),
-    Check(restore, (*_PLAYED, "repeatable")),
-    Check(worker_lives, _PLAYED),
+    Check(worker_episodes, (*_IN_WORKER, "worker-tasks")),
+    Check(rewards, _IN_WORKER),
+    Check(repeatable, (*_IN_WORKER, "rewards")),
+    Check(oracle, (*_IN_WORKER, "rewards", "repeatable")),
+    Check(interleaved, (*_IN_WORKER, "repeatable")),
+    Check(cancelled, _IN_WORKER),
+    Check(deadlines, _IN_WORKER),
+    Check(restore, (*_IN_WORKER, "repeatable")),
+    Check(worker_lives, _IN_WORKER),
 )
 """The checks of an environment that runs in a worker."""

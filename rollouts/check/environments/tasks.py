@@ -6,33 +6,52 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rollouts.author_code import place_of_function, shown
 from rollouts.check.environments.agents import play_each, says, script_for
 from rollouts.check.environments.subject import DRAWN, Subject
+from rollouts.check.environments.surroundings import changes, kept_by_author
 from rollouts.check.environments.traces import draw_in_child, first_difference, random_calls, random_sources
 from rollouts.check.report import FailedError, Passed, SkippedError
 from rollouts.encoding import encode
 from rollouts.errors import counted
-from rollouts.types import Task
+from rollouts.types import Message, Task
 
 IDS_MAX = 1000  # tasks whose ids are compared
 ENDLESS = 20_000  # an iterator with more tasks counts as endless
 ENDLESS_SECONDS = 5.0
+DEMONSTRATIONS = 10  # demonstrations that are compared
+DRAWN_FROM_RNG = (
+    "draw only from `rng`; do not use the global `random`, the time, ids of objects, or the order of a set (sort it "
+    "first)"
+)
+LEFT_BY_TASKS = "drawing left something that later draws see: change no list of the class or the module; copy it first"
 
 
 def tasks(subject: Subject) -> str:
-    """`tasks` gives tasks for training. Each has a prompt that a model can read."""
+    """`tasks` gives tasks for training. Each has a prompt that a model can read, and its own data."""
     if not subject.drawn:
         seen = f"tasks('train', rng) gave nothing{_at(subject)}"
         raise FailedError("read the training tasks", seen, "yield at least one Task for the split 'train'")
-    for task in subject.drawn:
-        if not any(message.text.strip() for message in task.messages):
-            seen = f"a task has an empty prompt: {shown(task)}{_at(subject)}"
-            raise FailedError("read the training tasks", seen, "give each task a prompt")
-    return f"{_number(subject.drawn)} for training, {_number(subject.draw(DRAWN, 'eval'))} for evaluation"
+    evaluated = subject.draw(DRAWN, "eval")
+    for split, found in (("training", subject.drawn), ("evaluation", evaluated)):
+        for task in found:
+            if not any(message.text.strip() for message in task.messages):
+                seen = f"a task has an empty prompt: {shown(task)}{_at(subject)}"
+                raise FailedError(f"read the {split} tasks", seen, "give each task a prompt")
+    _require_own_data(subject)
+    return f"{_number(subject.drawn)} for training, {_number(evaluated)} for evaluation"
+
+
+def _require_own_data(subject: Subject) -> None:
+    """Raise FailedError if a task changes when later ones are drawn: they have one list or mapping in common."""
+    drawn = [(task, encode(task)) for task in itertools.islice(subject.environment.draw("train", subject.rng()), DRAWN)]
+    for number, (task, before) in enumerate(drawn, start=1):
+        if difference := first_difference(before, encode(task)):
+            seen = f"task {number} changed when later ones were drawn: {difference}{_at(subject)}"
+            raise FailedError("read the training tasks", seen, "make new lists and mappings for each task")
 
 
 def demonstrations(subject: Subject) -> str:
@@ -41,29 +60,39 @@ def demonstrations(subject: Subject) -> str:
 
 
 def same_seed(subject: Subject) -> str:
-    """The same seed gives the same tasks: again, in another object, and in processes with other hash seeds."""
+    """The same seed gives the same tasks: again, in another object, and in processes with another hash seed or date."""
     wanted = [encode(task) for task in subject.drawn]  # no episode changes these: each plays a copy
-    change = (
-        "draw only from `rng`; do not use the global `random`, the time, ids of objects, or the order of a set "
-        "(sort it first)"
-    )
-    again = [encode(task) for task in subject.draw(DRAWN)]
-    _compare(subject, wanted, again, "draw the tasks twice with the same seed", change)
+    for split in ("train", "eval"):
+        first = wanted if split == "train" else [encode(task) for task in subject.draw(DRAWN, split)]
+        before = kept_by_author(subject)
+        again = [encode(task) for task in subject.draw(DRAWN, split)]
+        left = changes(before, kept_by_author(subject))
+        tried = "draw the tasks twice with the same seed" + (f", for the split {split!r}" if split != "train" else "")
+        _compare(subject, first, again, tried, left)
+    one, other = ([encode(each) for each in _demonstrations(subject)] for _ in range(2))
+    _compare(subject, one, other, "read the demonstrations twice with the same seed", what="demonstration")
     if not subject.is_importable:
         return f"{counted(len(wanted), 'task')}; not in another process, because the class has no importable name"
-    for hash_seed in ("1", "2"):
-        other = draw_in_child(subject, DRAWN, hash_seed)
+    for hash_seed, is_late in (("1", False), ("2", True)):
+        other = draw_in_child(subject, DRAWN, hash_seed, is_late=is_late)
         tried = f"draw the tasks in another process, with PYTHONHASHSEED={hash_seed}"
-        _compare(subject, wanted, other, tried, change)
+        _compare(subject, wanted, other, tried + (" and at another date" if is_late else ""))
     return f"{counted(len(wanted), 'task')}, in 3 processes"
 
 
+def _demonstrations(subject: Subject) -> list[list[Message]]:
+    """The first demonstrations; none if there are none."""
+    if not subject.expert:
+        return []
+    return list(itertools.islice(subject.environment.draw_demonstrations("train", subject.rng()), DEMONSTRATIONS))
+
+
 def task_ids(subject: Subject) -> Passed:
-    """Two different tasks never have the same id."""
+    """Two different tasks never have the same id, also not one of each split."""
     known: dict[str, Task] = {}
     prompts: dict[bytes, Task] = {}
     notes: list[str] = []
-    for task in subject.draw(IDS_MAX):
+    for task in [*subject.draw(IDS_MAX), *subject.draw(IDS_MAX, "eval")]:
         if task.id is None:
             other = prompts.setdefault(encode(task.messages), task)
             if encode(other) != encode(task) and not notes:
@@ -74,7 +103,7 @@ def task_ids(subject: Subject) -> Passed:
         if encode(first) != encode(task):
             seen = f"the id {task.id!r} belongs to {shown(first)} and to {shown(task)}{_at(subject)}"
             change = "make the id from everything that distinguishes the task, or leave it out"
-            raise FailedError(f"compare the ids of the first {IDS_MAX} tasks", seen, change)
+            raise FailedError(f"compare the ids of the first {IDS_MAX} tasks of each split", seen, change)
     if not known and not notes:
         raise SkippedError("the tasks have no ids")
     return Passed(counted(len(known), "different id"), tuple(notes))
@@ -110,7 +139,7 @@ def random_state(subject: Subject) -> str:
 
 def plain_data(subject: Subject) -> str:
     """Tasks are plain JSON data: text, numbers, booleans, None, lists, and dicts with text keys."""
-    for task in subject.drawn:
+    for task in [*subject.drawn, *subject.draw(DRAWN, "eval")]:
         fields: list[tuple[str, Any]] = [("answer", task.answer), ("info", task.info)]
         fields += [("prompt", [message.content for message in task.messages])]
         for name, value in fields:
@@ -147,12 +176,23 @@ def _not_plain(value: Any, place: str, depth: int) -> Iterator[str]:
         yield f"{place} is {shown(value)} ({type(value).__name__})"
 
 
-def _compare(subject: Subject, wanted: list[bytes], other: list[bytes], tried: str, change: str) -> None:
+def _compare(
+    subject: Subject,
+    wanted: list[bytes],
+    other: list[bytes],
+    tried: str,
+    left: Sequence[str] = (),
+    *,
+    what: str = "task",
+) -> None:
+    """Raise FailedError for the first difference. `left` is what drawing left behind."""
     for number, (first, second) in enumerate(itertools.zip_longest(wanted, other), start=1):
         if first != second:
-            sources = [f"; {each}" for each in random_sources(subject)]
-            seen = f"task {number} differs: {first_difference(first, second)}{_at(subject)}{''.join(sources)}"
-            raise FailedError(tried, seen, change)
+            sources = [f"; {each}" for each in left[:2] or random_sources(subject)]
+            place = place_of_function(getattr(subject.component, f"{what}s", None))
+            at = f" ({place})" if place else ""
+            seen = f"{what} {number} differs: {first_difference(first, second)}{at}{''.join(sources)}"
+            raise FailedError(tried, seen, LEFT_BY_TASKS if left else DRAWN_FROM_RNG)
 
 
 def _is_endless(given: Iterator[Task]) -> bool:

@@ -89,9 +89,10 @@ def tool_arguments(subject: Subject) -> Passed:
             place = place_of_function(tool.function)
             if written:
                 raise FailedError(
-                    f"call the tool {tool.name} with paths outside of its folder",
+                    f"call the tool {tool.name}, also with paths outside of its folder",
                     f"it wrote {'; '.join(written[:3])}",
-                    "resolve the path, and refuse it with a ValueError unless it is inside the folder of the episode",
+                    "write only into a folder that `setup` makes for the episode; refuse a path that leaves it with a "
+                    "ValueError",
                 )
             if lines := [line for line in left.found() if "file" not in line]:
                 change = "end threads and processes in the tool, or in `close`"

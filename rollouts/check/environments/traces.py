@@ -11,6 +11,7 @@ import json
 import linecache
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -106,22 +107,31 @@ def place_of_frame(frame: FrameType | None) -> Place | None:
 # --- another process --------------------------------------------------------------------------------------------------
 
 
-def draw_in_child(subject: Subject, count: int, hash_seed: str) -> list[bytes]:
-    """The encoded training tasks that another process draws, with this PYTHONHASHSEED."""
-    found = draw_in(subject, sys.executable, subject.found.name, count, hash_seed=hash_seed, path=sys.path)
+def draw_in_child(subject: Subject, count: int, hash_seed: str, *, is_late: bool = False) -> list[bytes]:
+    """The encoded training tasks that another process draws, with this PYTHONHASHSEED. `is_late` shifts its clock."""
+    name, seed, path = subject.found.name, hash_seed, sys.path
+    found = draw_in(subject, sys.executable, name, count, hash_seed=seed, path=path, is_late=is_late)
     return [task.encode() for task in found["tasks"]]
 
 
 def draw_in(
-    subject: Subject, python: str, name: str, count: int, *, hash_seed: str = "0", path: list[str] | None = None
+    subject: Subject,
+    python: str,
+    name: str,
+    count: int,
+    *,
+    hash_seed: str = "0",
+    path: list[str] | None = None,
+    is_late: bool = False,
 ) -> dict[str, Any]:
     """The `tasks` that another Python draws from the environment of this name, and the `file` of its module. `path` is
-    its `sys.path`; None: its own, without the current folder.
+    its `sys.path`; None: its own, without the current folder. `is_late` shifts its clock by more than a year.
     """
     answer = subject.scratch / "drawn.json"
     settings = plain(subject.settings)
     settings["env"] = settings["env"] | {"name": name} if isinstance(settings["env"], dict) else name
     request = {"name": name, "settings": settings, "seed": subject.seed, "count": count, "answer": str(answer)}
+    request["is_late"] = is_late
     run_child([python] if path else [python, "-P"], request, {"PYTHONHASHSEED": hash_seed}, path)
     found: dict[str, Any] = json.loads(answer.read_text())
     return found
@@ -181,17 +191,70 @@ def run_child(python: list[str], request: dict[str, Any], variables: dict[str, s
     command = [*python, "-c", f"{PATH if path else ''}{BOOT}", text, *(path or ())]
     environment = {**os.environ, **variables}
     try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=CHILD_SECONDS, check=False
-        )
+        code, errors, left = _run_alone(command, environment)
     except subprocess.TimeoutExpired:
         if request.get("plays"):
             raise SkippedError(f"its episodes took longer than {CHILD_SECONDS:g} seconds in another process") from None
         seen = f"the import and the tasks took longer than {CHILD_SECONDS:g} seconds"
         raise FailedError(tried, seen, "load heavy things in `shared`, and make a task when it is drawn") from None
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    if code != 0 and request.get("is_late"):  # a library may not work with the shifted clock
+        return run_child(python, {**request, "is_late": False}, variables, path)
+    if code != 0:
+        lines = errors.strip().splitlines() or [f"exit code {code}"]
         raise FailedError(tried, "\n".join(lines[-3:]), "make the module importable on its own")
+    if left:
+        tried = "play episodes in another process, and let it end" if request.get("plays") else tried
+        change = "end it in `close`; what `shared` started, after its `yield`"
+        raise FailedError(tried, f"it left {counted(len(left), 'process')}: {', '.join(left[:3])}", change)
+
+
+def _run_alone(command: list[str], environment: dict[str, str]) -> tuple[int, str, list[str]]:
+    """Run a command in a session of its own. Returns its exit code, its last errors, and the processes that it left,
+    which are killed. Raises TimeoutExpired.
+    """
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
+        )
+        try:
+            code = process.wait(CHILD_SECONDS)
+        except BaseException:
+            _kill_group(process.pid)
+            process.wait()
+            raise
+        left = _processes_of(process.pid)
+        deadline = time.monotonic() + GRACE_SECONDS
+        while left and time.monotonic() < deadline:
+            time.sleep(0.05)
+            left = _processes_of(process.pid)
+        if left:
+            _kill_group(process.pid)
+        errors.seek(0)
+        return code, errors.read().decode(errors="replace"), left
+
+
+def _kill_group(group: int) -> None:
+    with contextlib.suppress(OSError):  # it has ended, or the system has no groups
+        os.killpg(group, signal.SIGKILL)
+
+
+def _processes_of(group: int) -> list[str]:
+    """The command lines of the processes of a group that have not ended."""
+    try:
+        os.killpg(group, 0)
+    except OSError:  # the usual case: there is none
+        return []
+    rows = _rows_of_proc() if Path("/proc/self/stat").exists() else _rows_of_ps()
+    found = []
+    for pid, _, state, words in rows:
+        with contextlib.suppress(OSError):
+            if (
+                os.getpgid(pid) == group
+                and not state.startswith("Z")
+                and not any(each in words for each in OWN_CHILDREN)
+            ):
+                found.append(words[:80])
+    return found
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from rollouts.training.simple import sharded
 SAMPLES = [Sample(tokens=[1, 2, 3, 4], loss_mask=[0.0, 1.0, 1.0, 1.0])] * 2
 
 
-def test_it_trains_on_two_ranks():
+def test_it_trains_on_two_ranks(forked_ranks):
     backend = create_fsdp_backend("tiny", 1e-2, 2, processes=2, device="cpu")
     try:
         history = trio.run(run_sft_training, backend, SAMPLES, SFTTrainingConfig(2, 2))
