@@ -57,8 +57,6 @@ def plan_opponents(
             near = near_misses(given, known)
             has = f"the roles are {', '.join(known)}" if known else "the environment has no roles"
             raise ConfigError(f"--role.{given}: {has}" + (f"; did you mean --role.{near[0]}.model?" if near else ""))
-        if not isinstance(table, dict):
-            raise ConfigError(f"--role.{given} {table}: expected settings; type: --role.{given}.model {table}")
         planned.append(_planned(manager, role, table, settings, source))
     taken = {each.role for each in planned}
     for name, own in names.items():
